@@ -1,0 +1,318 @@
+"""Every configuration group as a frozen, validated dataclass; the only module that knows OmegaConf."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError, one_line
+
+
+def _require(holds: bool, key: str, value: object, rule: str) -> None:
+    if not holds:
+        raise UserError(f"{key}={value} {rule}")
+
+
+def _positive(group: str, owner: object, *keys: str) -> None:
+    for key in keys:
+        value = getattr(owner, key)
+        _require(value >= 1, f"{group}.{key}", value, "is not a positive whole number: choose 1 or more")
+
+
+def _one_of(key: str, value: object, choices: typing.Sequence[object]) -> None:
+    _require(value in choices, key, value, f"is not known: choose {', '.join(map(str, choices))}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a transformer under the keys of a Hugging Face config.json."""
+
+    name: str
+    family: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    context_length: int
+    parameters: int  # as stated by the YAML for its own sizes; tests compute it
+    source: str
+    attention: str = "flash"
+    dropout: float = 0.0
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        _one_of("model.family", self.family, ("llama",))
+        _one_of("model.attention", self.attention, ("flash", "eager"))
+        _positive("model", self, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        _positive("model", self, "intermediate_size", "vocab_size", "context_length")
+        _require(self.dropout == 0, "model.dropout", self.dropout, "is not part of the llama family: choose 0")
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        _require(
+            self.hidden_size % heads == 0 and (self.hidden_size // heads) % 2 == 0,
+            "model.num_attention_heads",
+            heads,
+            f"does not divide model.hidden_size={self.hidden_size} into heads of even size: choose a divisor of"
+            f" {self.hidden_size // 2}",
+        )
+        _require(
+            heads % groups == 0,
+            "model.num_key_value_heads",
+            groups,
+            f"does not divide model.num_attention_heads={heads}: choose {_divisors(heads)}",
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+def _divisors(number: int) -> str:
+    found = [str(d) for d in range(1, number + 1) if number % d == 0]
+    return found[0] if len(found) == 1 else ", ".join(found[:-1]) + " or " + found[-1]
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """One strategy as asked for; -1 stands for whatever is left of the world. Resolved by harness.layout."""
+
+    name: str
+    engine: str = "torch"
+    data_parallel: str = "fsdp"  # the torch engine's means: ddp (DistributedDataParallel) or fsdp (fully_shard)
+    zero_stage: int = 0
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    offload: str = "none"
+    options: dict[str, Any] = field(default_factory=dict)  # the engine's own settings, passed on as they are
+
+    def __post_init__(self) -> None:
+        _one_of("strategy.data_parallel", self.data_parallel, ("ddp", "fsdp"))
+        _one_of("strategy.zero_stage", self.zero_stage, (0, 1, 2, 3))
+        _one_of("strategy.schedule", self.schedule, ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"))
+        _one_of("strategy.offload", self.offload, ("none", "optimizer", "parameters"))
+        _positive("strategy", self, "virtual_stages")
+        for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
+            degree = getattr(self, axis)
+            rule = "is not a degree: choose 1 or more, or -1 for whatever is left of the world"
+            _require(degree == -1 or degree >= 1, f"strategy.{axis}", degree, rule)
+
+
+@dataclass(frozen=True)
+class CheckpointingConfig:
+    name: str
+
+    def __post_init__(self) -> None:
+        _one_of("checkpointing", self.name, ("none", "full"))
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Widths of one precision; torch's dtype names. The same in every engine, never autocast."""
+
+    name: str
+    compute: str  # weights and activations in forward and backward
+    master: str  # what the optimizer updates; its moments have the same width
+    accumulate: str  # gradients summed over micro-batches
+    reduce: str  # gradients on the wire
+
+    def __post_init__(self) -> None:
+        _one_of("precision", self.name, ("fp32", "bf16_mixed"))
+
+    @property
+    def mixed(self) -> bool:
+        return self.compute != self.master
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    name: str
+    kind: str  # text: bytes of real files; synthetic: uniform random tokens
+    path: str | None = None  # a file or a folder; null: the running Python's standard library
+    cache: str = "~/.cache/harness"
+
+    def __post_init__(self) -> None:
+        _one_of("data.kind", self.kind, ("text", "synthetic"))
+        if self.kind == "text" and self.path is not None:
+            found = Path(self.path).expanduser()
+            _require(found.exists(), "data.path", self.path, "does not exist: name a text file or a folder of them")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    name: str
+    nodes: int = 1
+    gpus_per_node: int | None = None  # null: look at the machine
+    device: str = "auto"  # auto | cpu | cuda
+
+    def __post_init__(self) -> None:
+        _positive("cluster", self, "nodes")
+        if self.gpus_per_node is not None:
+            _positive("cluster", self, "gpus_per_node")
+        _one_of("cluster.device", self.device, ("auto", "cpu", "cuda"))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One step is `global_batch` sequences of `seq_len` tokens; batches are counted in sequences."""
+
+    global_batch: int
+    micro_batch: int
+    seq_len: int
+    steps: int
+    warmup_steps: int
+    seed: int
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    gradient_clipping: float  # 0: measured, not clipped
+
+    def __post_init__(self) -> None:
+        _positive("train", self, "global_batch", "micro_batch", "seq_len", "steps", "warmup_steps")
+        _require(self.seed >= 0, "train.seed", self.seed, "is negative: choose 0 or more")
+        for key in ("lr", "weight_decay", "eps", "gradient_clipping"):
+            value = getattr(self, key)
+            rule = "is not a finite number of 0 or more: choose one"
+            _require(math.isfinite(value) and value >= 0, f"train.{key}", value, rule)
+
+
+@dataclass(frozen=True)
+class ProofConfig:
+    """What every run is held to; a run above a bound is an error."""
+
+    reference: bool = True
+    loss_bound: dict[str, float] = field(default_factory=dict)  # by precision, relative
+    grad_bound: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    name: str
+    mode: str = "offline"  # offline | online
+    project: str = "harness"
+
+    def __post_init__(self) -> None:
+        _one_of("tracking", self.name, ("none", "wandb"))
+        _one_of("tracking.mode", self.mode, ("offline", "online"))
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, whole."""
+
+    name: str
+    results: str
+    model: ModelConfig
+    strategy: StrategyConfig
+    checkpointing: CheckpointingConfig
+    precision: PrecisionConfig
+    data: DataConfig
+    cluster: ClusterConfig
+    train: TrainConfig
+    proof: ProofConfig
+    tracking: TrackingConfig
+    world_size: int | None = None  # null: the cluster's
+    repeat: int = 0
+    timeout_seconds: float = 1800.0
+    preflight: bool = True
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        _require(
+            re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.name) is not None,
+            "name",
+            self.name,
+            "cannot name a folder in results: choose letters, digits, '.', '_' and '-', starting with a letter or digit",
+        )
+        if self.world_size is not None:
+            _require(self.world_size >= 1, "world_size", self.world_size, "is not a positive number: choose 1 or more")
+        _require(self.timeout_seconds > 0, "timeout_seconds", self.timeout_seconds, "is not positive: choose seconds")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as written to a run file."""
+        return dataclasses.asdict(self)
+
+
+# What names, places and watches a run without changing its result: not part of its identity.
+_NOT_IDENTITY = ("name", "results", "tracking", "timeout_seconds", "preflight", "force", "proof")
+
+
+def identity(config: RunConfig, device_name: str, world_size: int) -> str:
+    """Hash of everything that affects a run's result: 10 hexadecimal digits."""
+    values = {key: value for key, value in config.to_dict().items() if key not in _NOT_IDENTITY}
+    values["data"].pop("cache")
+    values["cluster"].pop("name")
+    values |= {"world_size": world_size, "device_name": device_name}
+    canonical = json.dumps(values, sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:10]
+
+
+def from_dict(kind: type, values: Any, key: str = "") -> Any:
+    """A dataclass from plain values, recursively, every type checked.
+
+    Raises UserError naming the dotted key of a missing, unknown or wrongly typed value.
+    """
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(values, dict):
+            raise UserError(f"{key}={values} is not a group of keys: choose one of the files in conf/{key}")
+        hints = typing.get_type_hints(kind)
+        fields = {f.name: f for f in dataclasses.fields(kind)}
+        for unknown in sorted(values.keys() - fields.keys()):
+            raise UserError(f"{_dotted(key, unknown)} is not a key: choose one of {', '.join(fields)}")
+        for name, entry in fields.items():
+            required = entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
+            if required and name not in values:
+                raise UserError(f"{_dotted(key, name)} is missing: give it a value")
+        return kind(**{name: from_dict(hints[name], values[name], _dotted(key, name)) for name in values})
+    return _checked(kind, values, key)
+
+
+def _dotted(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _checked(kind: Any, value: Any, key: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        if value is None and type(None) in arguments:
+            return None
+        return _checked(next(a for a in arguments if a is not type(None)), value, key)
+    if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(arguments):
+        return tuple(_checked(a, v, key) for a, v in zip(arguments, value, strict=True))
+    if origin is dict and isinstance(value, dict):
+        return {str(k): v if arguments[1] is Any else _checked(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
+    raise UserError(f"{key}={value} is not {wanted}: give it {wanted}")
+
+
+def from_omegaconf(composed: Any) -> RunConfig:
+    """The typed configuration of what Hydra composed."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise UserError(one_line(error)) from None
+    config: RunConfig = from_dict(RunConfig, plain)
+    return config

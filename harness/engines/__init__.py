@@ -1,0 +1,120 @@
+"""The narrow waist: what an engine must offer so that the one loop can drive, measure and prove it.
+
+An engine is one module (or package) in this folder, found by its name. It has
+    refusals(config, layout)              -> Iterator[str]   why it cannot honour this run; imports nothing heavy
+    widths(config, layout)                -> Widths          bytes an element it really allocates, for the planner
+    build(config, layout, mesh, device, probe) -> Engine     on a rank, with the process group up
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from harness.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    import torch
+
+    from harness.config import RunConfig
+    from harness.layout import Layout
+    from harness.measure.probe import Probe
+
+Kind = Literal["parameters", "gradients", "optimizer"]
+KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
+
+
+class Batch(NamedTuple):
+    """One micro-batch on this rank: token ids, both int64 of shape (micro_batch, seq_len)."""
+
+    inputs: "Tensor"
+    targets: "Tensor"
+
+
+class StepResult(NamedTuple):
+    """What one step reports; tensors are left on the device so that nothing waits for them.
+
+    loss: mean over this rank's tokens of the step, None where this rank holds no loss.
+    grad_norm: the global gradient norm before clipping.
+    """
+
+    loss: "Tensor | None"
+    grad_norm: "Tensor | float"
+
+
+class Piece(NamedTuple):
+    """The part of one named tensor that this rank really holds.
+
+    shape is that of the whole tensor and box the (start, stop) this rank holds along each dimension. A piece cut
+    from the flattened tensor has shape (numel,) and a box of one pair. `slot` tells an optimizer's tensors apart
+    (master, exp_avg, exp_avg_sq).
+    """
+
+    name: str
+    local: "Tensor"
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+    slot: str = ""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes an element that an engine allocates for model state at the width named, before any sharding.
+
+    optimizer counts masters kept beside the parameters; fp32 parameters that are their own masters do not count.
+    gathered is the width of a parameter made whole for compute.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+
+
+class Engine(Protocol):
+    """A model under one layout, as the loop sees it."""
+
+    def step(self, micro_batches: Sequence[Batch]) -> StepResult:
+        """Every micro-batch of one step: forward, backward, clip, optimizer.
+
+        Wraps its parts in probe.phase("forward" | "backward" | "optimizer") and calls probe.gradients_ready(self)
+        once, after the last backward, when gradients are reduced and averaged over the global batch but not clipped.
+        """
+        ...
+
+    def pieces(self, kind: Kind) -> Iterable[Piece]:
+        """What this rank holds of a kind at this moment, named as the plain model's parameters are.
+
+        Their distinct storages are all the memory of that kind, padding included.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class EngineModule(Protocol):
+    def refusals(self, config: "RunConfig", layout: "Layout") -> Iterator[str]: ...
+
+    def widths(self, config: "RunConfig", layout: "Layout") -> Widths: ...
+
+    def build(
+        self, config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe"
+    ) -> Engine: ...
+
+
+def names() -> list[str]:
+    """The engines there are: every module of this folder."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def load(name: str) -> EngineModule:
+    """The engine of that name.
+
+    Raises UserError if there is none.
+    """
+    if name not in names():
+        raise UserError(f"strategy.engine={name} is not known: choose {', '.join(names())}")
+    return importlib.import_module(f"{__name__}.{name}")  # type: ignore[return-value]

@@ -1,0 +1,116 @@
+"""Where every part of the model, its state and the batch lies on the ranks; and every reason to refuse that."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from harness.config import RunConfig, StrategyConfig, TrainConfig
+from harness.errors import UserError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first, in the order of ranks
+DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy resolved against a world: every degree known, their product the number of ranks."""
+
+    engine: str
+    data_parallel: str
+    zero_stage: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    sequence_parallel: bool
+    cp: int
+    pp: int
+    schedule: str
+    virtual_stages: int
+    offload: str
+
+    @property
+    def dp(self) -> int:
+        """The data degree: how many parts the global batch is cut into."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.mesh_shape)
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's place on every axis."""
+        place: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return place
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of the global batch the rank trains on, 0 to dp - 1."""
+        place = self.coordinates(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
+    def shards(self, kind: str) -> int:
+        """In how many parts the data-parallel ranks hold parameters, gradients or optimizer (ZeRO, arXiv 1910.02054)."""
+        first_stage = {"optimizer": 1, "gradients": 2, "parameters": 3}[kind]
+        return self.dp_shard if self.zero_stage >= first_stage else 1
+
+    def accumulation(self, train: TrainConfig) -> int:
+        """Micro-batches a rank and step. Raises UserError on a remainder."""
+        per_pass = train.micro_batch * self.dp
+        if train.global_batch % per_pass:
+            raise UserError(
+                f"train.global_batch={train.global_batch} is not a multiple of train.micro_batch={train.micro_batch}"
+                f" x {self.dp} data-parallel ranks: choose a multiple of {per_pass}"
+            )
+        return train.global_batch // per_pass
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def resolve(strategy: StrategyConfig, world_size: int) -> Layout:
+    """The strategy's layout on that many ranks; a strategy of all ones is one process whatever the world.
+
+    Raises UserError if the degrees do not make up the world.
+    """
+    degrees = {axis: getattr(strategy, axis) for axis in DEGREES}
+    open_axes = [axis for axis, degree in degrees.items() if degree == -1]
+    if len(open_axes) > 1:
+        raise UserError(f"strategy.{open_axes[1]}=-1 beside strategy.{open_axes[0]}=-1: only one degree may be -1")
+    fixed = math.prod(degree for degree in degrees.values() if degree != -1)
+    stated = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "1"
+    if open_axes:
+        if world_size % fixed:
+            raise UserError(
+                f"world_size={world_size} is not divisible by the strategy's degrees ({stated}): choose a multiple of"
+                f" {fixed}"
+            )
+        degrees[open_axes[0]] = world_size // fixed
+    elif fixed not in (1, world_size):
+        raise UserError(
+            f"world_size={world_size} is not the product of the strategy's degrees ({stated}): choose"
+            f" world_size={fixed}, or -1 for one of strategy.dp_replicate, dp_shard, tp, cp, pp"
+        )
+    names = {f.name for f in dataclasses.fields(Layout)} - degrees.keys()
+    return Layout(**degrees, **{name: getattr(strategy, name) for name in names})
+
+
+def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Why this layout cannot train this model with this batch, whatever the engine."""
+    try:
+        layout.accumulation(config.train)
+    except UserError as error:
+        yield str(error)
+    if config.data.kind == "text" and config.model.vocab_size < 256:
+        yield f"model.vocab_size={config.model.vocab_size} is too small for data={config.data.name}: choose 256 or more"
+    for axis in ("tp", "cp", "pp"):
+        if getattr(layout, axis) > 1:
+            yield f"strategy.{axis}={getattr(layout, axis)} is not supported yet: choose 1"
+    if layout.offload != "none":
+        yield f"strategy.offload={layout.offload} is not supported yet: choose none"

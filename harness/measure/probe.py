@@ -1,0 +1,47 @@
+"""What the loop listens with. Off, it costs nothing; on, it hears an engine's phases, gradients and recomputation."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.engines import Engine
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+class Probe:
+    """Handed to an engine when it is built; `listener` is set by the loop for the steps it wants to hear."""
+
+    def __init__(self) -> None:
+        self.listener: Listener | None = None
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Around a part of the step: one of PHASES."""
+        return self.listener.phase(name) if self.listener else nullcontext()
+
+    def recompute(self) -> AbstractContextManager[None]:
+        """Around the second forward of a checkpointed part."""
+        return self.listener.recompute() if self.listener else nullcontext()
+
+    def gradients_ready(self, engine: "Engine") -> None:
+        """Once a step: gradients are reduced and averaged over the global batch, and not yet clipped."""
+        if self.listener:
+            self.listener.gradients_ready(engine)
+
+
+class Listener:
+    """Hears nothing; the base of those that do."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def recompute(self) -> Iterator[None]:
+        yield
+
+    def gradients_ready(self, engine: "Engine") -> None:
+        pass
+
+
