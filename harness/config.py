@@ -88,7 +88,7 @@ class StrategyConfig:
 
     name: str
     engine: str = "torch"
-    data_parallel: str = "fsdp"  # the torch engine's means: ddp (DistributedDataParallel) or fsdp (fully_shard)
+    data_parallel: str = "none"  # the torch engine's means: none, ddp (DistributedDataParallel), fsdp (fully_shard)
     zero_stage: int = 0
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -99,10 +99,11 @@ class StrategyConfig:
     schedule: str = "1f1b"
     virtual_stages: int = 1
     offload: str = "none"
+    literature: bool = True  # whether the papers' volume is claimed; if so a run that sends another is an error
     options: dict[str, Any] = field(default_factory=dict)  # the engine's own settings, passed on as they are
 
     def __post_init__(self) -> None:
-        _one_of("strategy.data_parallel", self.data_parallel, ("ddp", "fsdp"))
+        _one_of("strategy.data_parallel", self.data_parallel, ("none", "ddp", "fsdp"))
         _one_of("strategy.zero_stage", self.zero_stage, (0, 1, 2, 3))
         _one_of("strategy.schedule", self.schedule, ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"))
         _one_of("strategy.offload", self.offload, ("none", "optimizer", "parameters"))
@@ -253,12 +254,12 @@ class RunConfig:
 _NOT_IDENTITY = ("name", "results", "tracking", "timeout_seconds", "preflight", "force", "proof")
 
 
-def identity(config: RunConfig, device_name: str, world_size: int) -> str:
-    """Hash of everything that affects a run's result: 10 hexadecimal digits."""
+def identity(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
+    """Hash of everything that affects a run's result, the corpus by its fingerprint: 10 hexadecimal digits."""
     values = {key: value for key, value in config.to_dict().items() if key not in _NOT_IDENTITY}
     values["data"].pop("cache")
     values["cluster"].pop("name")
-    values |= {"world_size": world_size, "device_name": device_name}
+    values |= {"world_size": world_size, "device_name": device_name, "corpus": corpus}
     canonical = json.dumps(values, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:10]
 

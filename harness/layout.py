@@ -56,7 +56,12 @@ class Layout:
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
     def shards(self, kind: str) -> int:
-        """In how many parts the data-parallel ranks hold parameters, gradients or optimizer (ZeRO, arXiv 1910.02054)."""
+        """In how many parts data-parallel ranks hold parameters or optimizer at rest, or reduced gradients.
+
+        ZeRO, arXiv 1910.02054; fully_shard divides parameters at rest in every mode.
+        """
+        if kind == "parameters" and self.data_parallel == "fsdp":
+            return self.dp_shard
         first_stage = {"optimizer": 1, "gradients": 2, "parameters": 3}[kind]
         return self.dp_shard if self.zero_stage >= first_stage else 1
 

@@ -1,26 +1,29 @@
 """The narrow waist: what an engine must offer so that the one loop can drive, measure and prove it.
 
 An engine is one module (or package) in this folder, found by its name. It has
-    refusals(config, layout)              -> Iterator[str]   why it cannot honour this run; imports nothing heavy
-    widths(config, layout)                -> Widths          bytes an element it really allocates, for the planner
-    build(config, layout, mesh, device, probe) -> Engine     on a rank, with the process group up
+    refusals(config, layout, machine)          -> Iterator[str]  why it cannot honour this run; imports nothing heavy
+    widths(config, layout)                     -> Widths         bytes an element it really allocates, for the planner
+    environment(machine, cache)                -> dict           what ranks need set, built by the parent if need be
+    build(config, layout, mesh, device, probe) -> Engine         on a rank, with the process group up
 """
 
 import importlib
 import pkgutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from harness.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
     import torch
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from harness.config import RunConfig
     from harness.layout import Layout
+    from harness.machine import Machine
     from harness.measure.probe import Probe
 
 Kind = Literal["parameters", "gradients", "optimizer"]
@@ -65,17 +68,20 @@ class Widths:
     """Bytes an element that an engine allocates for model state at the width named, before any sharding.
 
     optimizer counts masters kept beside the parameters; fp32 parameters that are their own masters do not count.
-    gathered is the width of a parameter made whole for compute.
+    gathered is the width of a parameter made whole for compute; gathers, how often stage 3 does so a micro-batch.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     gathered: int
+    gathers: float = 2  # for forward and again for backward
 
 
 class Engine(Protocol):
     """A model under one layout, as the loop sees it."""
+
+    model: "nn.Module"  # the plain model inside whatever wraps it
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Every micro-batch of one step: forward, backward, clip, optimizer.
@@ -96,9 +102,11 @@ class Engine(Protocol):
 
 
 class EngineModule(Protocol):
-    def refusals(self, config: "RunConfig", layout: "Layout") -> Iterator[str]: ...
+    def refusals(self, config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]: ...
 
     def widths(self, config: "RunConfig", layout: "Layout") -> Widths: ...
+
+    def environment(self, machine: "Machine", cache: Path) -> dict[str, str]: ...
 
     def build(
         self, config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe"

@@ -16,6 +16,15 @@ class Probe:
     def __init__(self) -> None:
         self.listener: Listener | None = None
 
+    @contextmanager
+    def listening(self, listener: "Listener") -> Iterator[None]:
+        """Sets the listener for the steps inside."""
+        self.listener = listener
+        try:
+            yield
+        finally:
+            self.listener = None
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Around a part of the step: one of PHASES."""
         return self.listener.phase(name) if self.listener else nullcontext()
@@ -43,5 +52,3 @@ class Listener:
 
     def gradients_ready(self, engine: "Engine") -> None:
         pass
-
-

@@ -1,0 +1,39 @@
+"""python -m harness strategy=zero3 model=7b: one run, or with -m or sweeps=NAME a sweep; ends with its table."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from harness.cli import composition_error
+from harness.errors import UserError
+from harness.session import Session
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    """The exit status: 0 all ok or refused as measured, 1 a failure among the rows, 2 a mistake, 130 interrupted."""
+    session = Session(sys.argv[1:], ROOT / "conf" / "model")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors to us instead of printing them its own way
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            OmegaConf.register_new_resolver("harness.root", lambda: str(ROOT), replace=True)
+            OmegaConf.register_new_resolver("harness.scratch", lambda: scratch, replace=True)
+            hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(session.run)()
+        return session.finish()
+    except (HydraException, OmegaConfBaseException) as error:
+        return session.refuse(composition_error(error))
+    except UserError as error:
+        return session.refuse(str(error))
+    except KeyboardInterrupt:
+        return session.interrupted()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Real text as bytes, memory-mapped; every rank's batches follow from (seed, step, data rank)."""
+
+import hashlib
+import os
+import sysconfig
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from harness.config import DataConfig, RunConfig
+from harness.errors import UserError
+from harness.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+
+    from harness.engines import Batch
+
+BYTE_VALUES = 256
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Where the tokens are; fingerprint tells two corpora apart and is part of a run's identity."""
+
+    path: str | None  # a file of one byte a token; None: synthetic
+    fingerprint: str
+
+
+def prepare(data: DataConfig, seq_len: int) -> Corpus:
+    """Finds or makes the token file. Raises UserError if it holds less than one sequence."""
+    if data.kind == "synthetic":
+        return Corpus(None, "synthetic")
+    if data.path is None:
+        stdlib = Path(sysconfig.get_path("stdlib"))
+        sources = [p for p in stdlib.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts)]
+        path = concatenated(sources, stdlib, Path(data.cache).expanduser())
+    else:
+        path = Path(data.path).expanduser().resolve()
+        if path.is_dir():
+            files = [p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")]
+            path = concatenated(files, path, Path(data.cache).expanduser())
+    if path.stat().st_size <= seq_len + 1:
+        raise UserError(
+            f"data.path={data.path} holds {path.stat().st_size} bytes, less than a sequence of"
+            f" train.seq_len={seq_len}: name more text"
+        )
+    return Corpus(str(path), fingerprint(path))
+
+
+def concatenated(files: Iterable[Path], root: Path, cache: Path) -> Path:
+    """One file of all the files' bytes in the order of their names, made once."""
+    ordered = sorted(files, key=lambda p: p.relative_to(root).as_posix())
+    listing = "\n".join(f"{p.relative_to(root).as_posix()} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in ordered)
+    key = hashlib.sha256(f"{root}\n{listing}".encode()).hexdigest()[:16]
+    target = cache / f"corpus-{key}.bin"
+    if not target.exists():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            handle, partial = tempfile.mkstemp(dir=cache)
+            with os.fdopen(handle, "wb") as out:
+                for file in ordered:
+                    out.write(file.read_bytes())
+            os.replace(partial, target)
+        except OSError as error:
+            raise UserError(f"data.cache={cache} cannot be written ({error.strerror}): name another folder") from None
+    return target
+
+
+def fingerprint(path: Path) -> str:
+    """A digest of the file's size and of 256 blocks spread over it: quick for a file of any size."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for block in range(256):
+            file.seek(size * block // 256)
+            digest.update(file.read(4096))
+    return digest.hexdigest()[:16]
+
+
+class Batches:
+    """The global batch of every step, and this rank's part of it."""
+
+    def __init__(
+        self, corpus: Corpus, config: RunConfig, layout: Layout, data_rank: int, device: "torch.device"
+    ) -> None:
+        self.tokens = None if corpus.path is None else np.memmap(corpus.path, dtype=np.uint8, mode="r")
+        self.config = config
+        self.device = device
+        self.accumulation = layout.accumulation(config.train)
+        share = config.train.global_batch // layout.dp
+        self.sequences = range(data_rank * share, (data_rank + 1) * share)
+
+    def sequence(self, step: int, index: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        """Token ids, shape (seq_len + 1,), of one sequence of the global batch."""
+        train = self.config.train
+        random = np.random.default_rng((train.seed, step, index))
+        length = train.seq_len + 1
+        if self.tokens is None:
+            return random.integers(0, self.config.model.vocab_size, length)
+        start = random.integers(0, len(self.tokens) - length)
+        return self.tokens[start : start + length].astype(np.int64)
+
+    def __call__(self, step: int) -> "list[Batch]":
+        """This rank's micro-batches of a step, in order, on its device."""
+        import torch
+
+        from harness.engines import Batch
+
+        rows = np.stack([self.sequence(step, index) for index in self.sequences])
+        tokens = torch.from_numpy(rows)
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
+        parts = torch.split(tokens, self.config.train.micro_batch)
+        return [Batch(part[:, :-1], part[:, 1:]) for part in parts]

@@ -1,0 +1,77 @@
+"""What is seen while runs work: a live line in a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from harness.records import Record, printable
+
+if TYPE_CHECKING:
+    from harness.run import Plan
+
+PLAIN_SECONDS = 10.0  # between two lines about the same run where there is no terminal
+
+
+class Display:
+    """Progress on standard error, so that standard output holds results alone."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self.total = 1
+        self.position = 0
+        self.label = ""
+        self.steps = 0
+        self.began = self.said = time.monotonic()
+        self.status: Status | None = None
+
+    @contextmanager
+    def running(self, planned: "Plan") -> Iterator[None]:
+        """Around one run."""
+        config = planned.config
+        self.position += 1
+        self.label = f"[{self.position}/{self.total}] {planned.run_id}"
+        self.steps = config.train.warmup_steps + config.train.steps + 1
+        self.began = self.said = time.monotonic()
+        if not self.console.is_terminal:
+            self.say(f"{self.label}: {planned.layout.world_size} ranks, {planned.machine.device}")
+            yield
+            return
+        with self.console.status(Text(f"{self.label}: preparing")) as self.status:
+            yield
+        self.status = None
+
+    def tick(self, run_dir: Path) -> None:
+        """Called several times a second while ranks run, from another thread."""
+        try:
+            phase, step = (run_dir / "progress").read_text().split()
+        except (OSError, ValueError):
+            phase, step = "starting", "0"
+        seconds = time.monotonic() - self.began
+        rate = f", {int(step) / seconds:.1f} steps/s" if int(step) else ""
+        which = "reference, " if run_dir.parent.name == "references" else ""
+        text = f"{self.label}: {which}{phase}, step {step} of {self.steps}{rate}, {seconds:.0f} s"
+        if self.status is not None:
+            self.status.update(Text(text))
+        elif time.monotonic() - self.said >= PLAIN_SECONDS:
+            self.said = time.monotonic()
+            self.say(text)
+
+    def finished(self, record: Record) -> None:
+        row = record["row"]
+        if row["status"] == "ok":
+            told = f"{row['tokens_per_second']:,.0f} tokens/s"
+        else:
+            told = printable(row["reason"])
+        self.say(f"[{max(self.position, 1)}/{self.total}] {row['run_id']}: {row['status']}, {told}")
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self.console.print(Text(printable(line)), soft_wrap=True)
+        sys.stderr.flush()

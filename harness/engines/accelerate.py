@@ -1,0 +1,77 @@
+"""Hugging Face Accelerate around the same model: what its wrapper costs. Only where it does what it is asked."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.engines import Engine, Widths
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from harness.config import RunConfig
+    from harness.layout import Layout
+    from harness.machine import Machine
+    from harness.measure.probe import Probe
+
+
+def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
+    if layout.data_parallel != "ddp" or layout.zero_stage > 0 or layout.dp_shard > 1:
+        reason = (
+            "Accelerate silently drops sharding on CPU and would train plain DDP"
+            if machine.device == "cpu"
+            else "its sharded layouts are not supported yet"
+        )
+        yield f"strategy.engine=accelerate with strategy={config.strategy.name}: {reason}; choose strategy=ddp"
+
+
+def environment(machine: "Machine", cache: Path) -> dict[str, str]:
+    return {}
+
+
+def widths(config: "RunConfig", layout: "Layout") -> Widths:
+    import harness.engines.torch as torch_engine
+
+    return torch_engine.widths(config, layout)
+
+
+def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
+    """DistributedDataParallel and the optimizer through Accelerator.prepare; Accelerate's own backward and no_sync."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+    from torch import Tensor, nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from harness.checkpointing import apply_checkpointing
+    from harness.engines.torch import TorchEngine
+    from harness.engines.torch.replicate import Replicate
+    from harness.model import build_model
+
+    wrapper = DistributedDataParallelKwargs(**config.strategy.options)
+    # No autocast and no accumulation of its own: the loop's precision and its micro-batches, as in every engine.
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[wrapper])
+
+    def prepare(model: nn.Module) -> nn.Module:
+        prepared = accelerator.prepare_model(model)
+        if not isinstance(prepared, DistributedDataParallel):
+            raise RuntimeError(f"Accelerate made a {type(prepared).__name__} of the model, not DistributedDataParallel")
+        return prepared
+
+    class Prepared(Replicate):
+        def unsynchronised(self) -> AbstractContextManager[None]:
+            context: AbstractContextManager[None] = accelerator.no_sync(self.module)
+            return context
+
+    class AccelerateEngine(TorchEngine):
+        def backward(self, loss: Tensor) -> None:
+            accelerator.backward(loss)
+
+    with torch.device("meta"):
+        model = build_model(config.model)
+    apply_checkpointing(model, config.checkpointing, probe)
+    engine = AccelerateEngine(model, config, Prepared(model, config, device, prepare), probe)
+    engine.optimizer = accelerator.prepare_optimizer(engine.optimizer)
+    return engine

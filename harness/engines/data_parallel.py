@@ -1,0 +1,56 @@
+"""nn.DataParallel: one process drives every GPU of the machine with a thread each, copying the model every step."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.engines import Engine, Widths
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from harness.config import RunConfig
+    from harness.layout import Layout
+    from harness.machine import Machine
+    from harness.measure.probe import Probe
+
+
+def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
+    if machine.device != "cuda" or machine.devices < 2:
+        found = machine.devices if machine.device == "cuda" else 0
+        yield f"strategy={config.strategy.name} needs two CUDA devices, {found} are used: choose strategy=ddp"
+    elif config.train.micro_batch % machine.devices:
+        yield (
+            f"train.micro_batch={config.train.micro_batch} is scattered over {machine.devices} devices:"
+            f" choose a multiple of {machine.devices}"
+        )
+    if layout.world_size > 1:
+        yield f"strategy={config.strategy.name} is one process: choose 1 for every degree of the strategy"
+    if config.precision.mixed:
+        yield f"precision={config.precision.name} would be reduced in 16 bits by nn.DataParallel: choose precision=fp32"
+
+
+def environment(machine: "Machine", cache: Path) -> dict[str, str]:
+    return {}
+
+
+def widths(config: "RunConfig", layout: "Layout") -> Widths:
+    import harness.engines.torch as torch_engine
+
+    return torch_engine.widths(config, layout)
+
+
+def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
+    import torch
+    from torch import nn
+
+    from harness.checkpointing import apply_checkpointing
+    from harness.engines.torch import TorchEngine
+    from harness.engines.torch.replicate import Replicate
+    from harness.model import build_model
+
+    with torch.device("meta"):
+        model = build_model(config.model)
+    apply_checkpointing(model, config.checkpointing, probe)
+    return TorchEngine(model, config, Replicate(model, config, device, nn.DataParallel), probe)

@@ -1,0 +1,132 @@
+"""ZeRO stages 1, 2 and 3 by the DeepSpeed library (arXiv 1910.02054), in the way `strategy.options` asks for.
+
+What goes over the wire, read in DeepSpeed 0.19.8 and measured in the tests: gradients are reduced and summed in fp32 in
+every stage and precision (communication_data_type, data_types.grad_accum_dtype), parameters gathered in the compute
+width. Where bf16_mixed differs:
+    stage 1 left to DeepSpeed runs its BF16_Optimizer, which all-reduces whole gradients whatever the options say. So
+        where they ask for a reduction to the part's owner (use_multi_rank_bucket_allreduce: false), the optimizer of
+        stages 1 and 2 is used, which does it;
+    stage 2 divides a bf16 gradient by the number of ranks before it widens it: exact for powers of two only.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.engines import Engine, Widths
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from harness.config import RunConfig
+    from harness.layout import Layout
+    from harness.machine import Machine
+    from harness.measure.probe import Probe
+
+# Keys of DeepSpeed's `zero_optimization` section that change how a stage is run, and not what it is: offload,
+# quantisation, hierarchical partitions and the stage itself are other strategies or other numerics.
+OPTIONS = (
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "contiguous_gradients",
+    "ignore_unused_parameters",
+    "memory_efficient_linear",
+    "overlap_comm",
+    "parameter_alignment",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "stage3_allgather_sequential",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size",
+    "use_multi_rank_bucket_allreduce",
+)
+
+
+def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
+    """Why DeepSpeed cannot honour this run, one line each."""
+    from harness.measure.native import compiler_problem
+
+    if machine.device == "cpu" and compiler_problem():
+        yield f"strategy.engine=deepspeed compiles its CPU collective: {compiler_problem()}"
+    unsupported = "is not supported by strategy.engine=deepspeed"
+    if layout.zero_stage == 0:
+        yield f"strategy.zero_stage=0 {unsupported}: choose 1, 2 or 3"
+    if layout.dp_replicate > 1:
+        yield f"strategy.dp_replicate={layout.dp_replicate} {unsupported}: choose 1, and -1 for strategy.dp_shard"
+    for axis in ("tp", "cp", "pp"):
+        if getattr(layout, axis) > 1:
+            yield f"strategy.{axis}={getattr(layout, axis)} {unsupported}: choose 1"
+    if layout.offload != "none":
+        yield f"strategy.offload={layout.offload} {unsupported}: choose none"
+    for key in sorted(config.strategy.options.keys() - set(OPTIONS)):
+        value = config.strategy.options[key]
+        yield f"strategy.options.{key}={value} {unsupported}: choose among {', '.join(OPTIONS)}"
+
+
+def environment(machine: "Machine", cache: Path) -> dict[str, str]:
+    """On a CPU DeepSpeed compiles its shared-memory collective, once for all ranks: here, before they start."""
+    if machine.device != "cpu":
+        return {}
+    from harness.measure.native import build_deepspeed_comm
+
+    return build_deepspeed_comm(cache)
+
+
+def widths(config: "RunConfig", layout: "Layout") -> Widths:
+    """Bytes an element as DeepSpeed allocates them.
+
+    It clones an fp32 master even of fp32 parameters: 4 + 4 + 4 of optimizer state in both precisions.
+    """
+    compute = 2 if config.precision.mixed else 4
+    gradients = gradient_width(config, layout)
+    return Widths(compute, gradients, optimizer=12, gathered=compute, gathers=gathers(config))
+
+
+def gradient_width(config: "RunConfig", layout: "Layout") -> int:
+    """Bytes an element at most, over the shards that the layout says; buckets left out."""
+    stage, mixed, options = layout.zero_stage, config.precision.mixed, config.strategy.options
+    if stage == 1 and mixed and not reduces_to_owner(config):
+        return 6  # BF16_Optimizer: fp32 sums, and the bf16 gradients of the last micro-batch
+    if stage == 2 and not mixed and layout.accumulation(config.train) > 1:
+        return 8  # the sum so far, and what the next micro-batch adds to it
+    if stage == 2 and mixed and options.get("reduce_bucket_size", 5e8) < config.model.hidden_size**2:
+        return 6  # a matrix that no bucket can take keeps its bf16 gradient until the end of backward
+    return 4
+
+
+def gathers(config: "RunConfig") -> float:
+    """How often stage 3 makes an average parameter whole in a micro-batch, nothing being kept from use to use.
+
+    Twice, and the layers a third time where they are checkpointed, but for the last projection: the second forward
+    ends before it. A tied embedding has two uses.
+    """
+    from harness.plan.memory import layer_parameter_count, parameter_count
+
+    model = config.model
+    again = 2 * model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
+    if config.checkpointing.name == "full":
+        layer = layer_parameter_count(model) - model.hidden_size * model.intermediate_size
+        again += model.num_hidden_layers * layer
+    return 2 + again / parameter_count(model)
+
+
+def reduces_to_owner(config: "RunConfig") -> bool:
+    """Whether each gradient goes to the rank that owns its part, and not to all."""
+    return config.strategy.options.get("use_multi_rank_bucket_allreduce", True) is False
+
+
+def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
+    """The model under DeepSpeed on this rank; every rank of the process group is one of the data-parallel axis."""
+    from harness.engines.deepspeed.start import start
+    from harness.engines.deepspeed.training import Training
+
+    engine, names = start(config, layout, device, probe)
+    return Training(engine, names, layout, probe)

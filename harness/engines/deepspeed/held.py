@@ -1,0 +1,169 @@
+"""What a rank really holds under DeepSpeed's three ZeRO optimizers, as views into the buffers that it keeps.
+
+Three layouts, of DeepSpeed 0.19.8:
+    stage 3 cuts every parameter into equal parts, the last one padded;
+    stages 1 and 2 lay all parameters end to end and cut the whole, so that a part may begin inside a parameter;
+    stage 1 in bf16_mixed (BF16_Optimizer) does so for masters and moments alone.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.engines import Kind, Piece
+
+Names = dict[int, str]  # by id of the parameter
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Cut(NamedTuple):
+    """This rank's part of one parameter: [start, stop) of it flattened, from `at` in the buffer numbered `group`."""
+
+    parameter: Tensor
+    numel: int
+    start: int
+    stop: int
+    group: int
+    at: int
+
+    def piece(self, names: Names, local: Tensor, slot: str = "") -> Piece:
+        return Piece(names[id(self.parameter)], local, (self.numel,), ((self.start, self.stop),), slot)
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """The view of this cut in a buffer laid out as the masters are."""
+        return buffer.narrow(0, self.at, self.stop - self.start)
+
+
+def pieces(kind: Kind, optimizer: Any, names: Names) -> Iterator[Piece]:
+    """See Engine.pieces."""
+    if kind == "parameters":
+        yield from parameters(optimizer, names)
+    elif kind == "gradients":
+        yield from gradients(optimizer, names)
+    else:
+        yield from (piece for _, piece in masters(optimizer, names))
+        yield from moments(optimizer, names)
+
+
+def parameters(optimizer: Any, names: Names) -> Iterator[Piece]:
+    if not is_stage_3(optimizer):
+        yield from (whole(parameter, parameter.detach(), names) for parameter in all_of(optimizer))
+        return
+    for cut in cuts(optimizer):
+        parameter: Any = cut.parameter
+        yield cut.piece(names, parameter.ds_tensor.narrow(0, 0, cut.stop - cut.start))
+    for parameter in all_of(optimizer):
+        if parameter.ds_status.name == "AVAILABLE":
+            yield whole(parameter, parameter.detach(), names, "gathered")
+
+
+def gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
+    if is_stage_3(optimizer):
+        for cut in cuts(optimizer):
+            # One flat buffer for the whole run, at rest too.
+            buffer, _ = optimizer._get_fp32_grad_state_partition(cut.parameter, release_swap_buffers=False)
+            yield cut.piece(names, buffer.narrow(0, 0, cut.stop - cut.start))
+    elif is_bf16_stage_1(optimizer):
+        for parameter, total in zip(all_of(optimizer), optimizer.fp32_groups_gradients[0], strict=True):
+            yield whole(parameter, total.view(parameter.shape), names)
+            if parameter.grad is not None:
+                yield whole(parameter, parameter.grad, names, "staging")
+    else:
+        yield from flat_gradients(optimizer, names)
+
+
+def flat_gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
+    """Gradients of stages 1 and 2: whole while not reduced, then this rank's part, summed over micro-batches."""
+    mine = list(cuts(optimizer))
+    reduced = optimizer.averaged_gradients.get(0) or []
+    # Between micro-batches stage 2 keeps its fp32 sums as long as the parameters that its part touches.
+    sums = optimizer.all_grad_tensors.get(0) or []
+    if mine and reduced:
+        real = [tensor for tensor in reduced if not getattr(tensor, "_zero_padding", False)]
+        yield from (cut.piece(names, tensor.view(-1)) for cut, tensor in zip(mine, real, strict=True))
+    elif mine and sums:
+        for cut, tensor in zip(mine, sums, strict=True):
+            yield cut.piece(names, tensor.view(-1)[cut.start : cut.stop])
+    slot = "staging" if reduced or sums else ""
+    buckets = {
+        storage.untyped_storage().data_ptr() for bucket in optimizer.ipg_buckets.values() for storage in bucket.buffer
+    }
+    for parameter in all_of(optimizer):
+        for gradient in (parameter.grad, parameter.grad_accum):
+            # Once copied to a bucket a gradient is a view of it, overwritten by the next.
+            if gradient is not None and gradient.untyped_storage().data_ptr() not in buckets:
+                yield whole(parameter, gradient, names, slot)
+    flat = master_buffers(optimizer)[0].grad  # while AdamW runs
+    if flat is not None and not reduced:
+        yield from (cut.piece(names, cut.of(flat)) for cut in mine)
+
+
+def masters(optimizer: Any, names: Names) -> Iterator[tuple[int, Piece]]:
+    """fp32 masters, each with the id of its parameter."""
+    buffers = master_buffers(optimizer)
+    for cut in cuts(optimizer):
+        yield id(cut.parameter), cut.piece(names, cut.of(buffers[cut.group].detach()), "master")
+
+
+def moments(optimizer: Any, names: Names) -> Iterator[Piece]:
+    """AdamW's moments; none before the first step."""
+    buffers = master_buffers(optimizer)
+    for cut in cuts(optimizer):
+        state = optimizer.optimizer.state.get(buffers[cut.group], {})
+        yield from (cut.piece(names, cut.of(state[slot]), slot) for slot in MOMENTS if slot in state)
+
+
+def whole(parameter: Any, local: Tensor, names: Names, slot: str = "") -> Piece:
+    shape = tuple(local.shape)
+    return Piece(names[id(parameter)], local, shape, tuple((0, size) for size in shape), slot)
+
+
+def cuts(optimizer: Any) -> Iterator[Cut]:
+    """This rank's parts, in the order in which they lie in its buffers; a part that is all padding is left out."""
+    rank = dist.get_rank()
+    if is_stage_3(optimizer):
+        for parameter in all_of(optimizer):
+            group, at, part = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start, stop = (min(edge * part, parameter.ds_numel) for edge in (rank, rank + 1))
+            if start < stop:
+                yield Cut(parameter, parameter.ds_numel, start, stop, group, at)
+        return
+    part = master_buffers(optimizer)[0].numel()
+    if is_bf16_stage_1(optimizer):
+        ordered = optimizer.bf16_groups[0]
+        offsets = list(accumulate((parameter.numel() for parameter in ordered), initial=0))[:-1]
+    else:
+        ordered, offsets = optimizer.round_robin_bit16_groups[0], optimizer.round_robin_bit16_offsets[0]
+    for parameter, offset in zip(ordered, offsets, strict=True):
+        numel = parameter.numel()
+        start, stop = (min(max(edge * part - offset, 0), numel) for edge in (rank, rank + 1))
+        if start < stop:
+            yield Cut(parameter, numel, start, stop, 0, offset + start - rank * part)
+
+
+def all_of(optimizer: Any) -> list[Any]:
+    """Every parameter, whole or not."""
+    if is_stage_3(optimizer):
+        return [parameter for group in optimizer.fp16_groups for parameter in group]
+    groups = optimizer.bf16_groups if is_bf16_stage_1(optimizer) else optimizer.bit16_groups
+    return list(groups[0])
+
+
+def master_buffers(optimizer: Any) -> list[Tensor]:
+    """The flat fp32 buffers that AdamW updates; stage 3 has one for each sub-group."""
+    if is_stage_3(optimizer):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    if is_bf16_stage_1(optimizer):
+        return list(optimizer.fp32_groups_flat_partition)
+    return list(optimizer.single_partition_of_fp32_groups)
+
+
+def is_stage_3(optimizer: Any) -> bool:
+    return hasattr(optimizer, "fp16_partitioned_groups_flat")
+
+
+def is_bf16_stage_1(optimizer: Any) -> bool:
+    return hasattr(optimizer, "bf16_groups")

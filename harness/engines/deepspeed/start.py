@@ -1,0 +1,119 @@
+"""From initial values to a DeepSpeed engine; in stage 3 no rank holds more than its share and one parameter."""
+
+import importlib
+import io
+import os
+import warnings
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.checkpointing import apply_checkpointing
+from harness.config import RunConfig
+from harness.engines.deepspeed import held, reduces_to_owner
+from harness.layout import Layout
+from harness.measure.probe import Probe
+from harness.model import build_model, initial_value, materialise
+
+
+def settings(config: RunConfig, layout: Layout) -> dict[str, Any]:
+    """DeepSpeed's own configuration of this run."""
+    return {
+        "train_micro_batch_size_per_gpu": config.train.micro_batch,
+        "gradient_accumulation_steps": layout.accumulation(config.train),
+        "zero_optimization": {"stage": layout.zero_stage, **config.strategy.options},
+        "bf16": {"enabled": config.precision.mixed},
+        "communication_data_type": "fp32",  # its default is the compute width
+        "data_types": {"grad_accum_dtype": "fp32"},  # its default is the compute width
+        "gradient_clipping": config.train.gradient_clipping,
+        "steps_per_print": None,
+    }
+
+
+def start(config: RunConfig, layout: Layout, device: torch.device, probe: Probe) -> tuple[Any, held.Names]:
+    """A DeepSpeed engine and the plain names of its parameters, from the run's initial values."""
+    deepspeed = library(device)
+    with redirect_stdout(io.StringIO()):  # it prints that it found its compiled operator
+        deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    with torch.device("meta"):
+        model: nn.Module = build_model(config.model)
+    apply_checkpointing(model, config.checkpointing, probe)
+    dtype = getattr(torch, config.precision.compute)
+    chosen = settings(config, layout)
+    if layout.zero_stage == 3:
+        materialise_partitioned(model, config, chosen, device, dtype)
+    else:
+        materialise(model, config.model, config.train.seed, device, dtype)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    train = config.train
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay, fused=True
+    )
+    if layout.zero_stage == 1 and reduces_to_owner(config):
+        engine = stage_1_engine(model, optimizer, chosen)
+    else:
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=chosen)
+    if config.precision.mixed:
+        start_masters(engine.optimizer, names, config, device)
+    return engine, names
+
+
+def stage_1_engine(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: dict[str, Any]) -> Any:
+    """What deepspeed.initialize makes, kept from taking BF16_Optimizer: see the package."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+
+    class Stage1Engine(DeepSpeedEngine):  # type: ignore[misc]
+        def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
+            return str(ZERO_OPTIMIZATION)
+
+    return Stage1Engine(
+        args=None, model=model, optimizer=optimizer, config=chosen, config_class=DeepSpeedConfig(chosen)
+    )
+
+
+def library(device: torch.device) -> Any:
+    """DeepSpeed, told through its own environment variables which device this rank has.
+
+    Left alone it takes a GPU wherever it sees one, and it will not start without LOCAL_RANK.
+    """
+    os.environ["DS_ACCELERATOR"] = device.type
+    if device.index is not None:
+        os.environ["LOCAL_RANK"] = str(device.index)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    # torch 2.13 renames collectives that DeepSpeed calls: a warning a call, for its authors.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    return importlib.import_module("deepspeed")
+
+
+def materialise_partitioned(
+    model: nn.Module, config: RunConfig, chosen: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Fills a meta model one parameter at a time, each cut to this rank's part before the next is made.
+
+    What deepspeed.zero.Init does to a parameter but for its broadcast: every rank computes the same value.
+    """
+    from deepspeed.runtime.zero import Init
+
+    context = Init(config_dict_or_path=chosen)
+    for name, parameter in list(model.named_parameters()):
+        whole = initial_value(name, parameter.shape, config.model, config.train.seed, device).to(dtype)
+        torch.utils.swap_tensors(parameter, nn.Parameter(whole))  # type: ignore[no-untyped-call]
+        context._convert_to_deepspeed_param(parameter)
+        parameter.partition()  # type: ignore[attr-defined]
+    if context.mem_efficient_linear:
+        context._enable_mem_efficient_linear()  # else autograd would keep every gathered weight until backward
+
+
+@torch.no_grad()
+def start_masters(optimizer: Any, names: held.Names, config: RunConfig, device: torch.device) -> None:
+    """Masters from the fp32 initial values; DeepSpeed made them of the compute weights, which are rounded."""
+    shapes = {id(parameter): getattr(parameter, "ds_shape", parameter.shape) for parameter in held.all_of(optimizer)}
+    for key, piece in held.masters(optimizer, names):
+        whole = initial_value(piece.name, shapes[key], config.model, config.train.seed, device)
+        ((first, last),) = piece.box
+        piece.local.copy_(whole.view(-1)[first:last])

@@ -1,0 +1,71 @@
+"""fully_shard (FSDP2) in its modes: NO_SHARD, SHARD_GRAD_OP and FULL_SHARD are zero_stage 0, 2 and 3."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from harness.config import RunConfig
+from harness.layout import Layout
+from harness.model import Llama, materialise
+
+
+def apply_fully_shard(
+    model: Llama, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool
+) -> None:
+    """Shards embedding, every block and head as groups of their own, over the last axis of the mesh.
+
+    reshard_after_forward is set on all of them: left to itself FSDP2 keeps the root gathered until backward, which
+    is neither ZeRO-3's memory nor its volume.
+    """
+
+    def shard(part: nn.Module | list[nn.Module]) -> None:
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)  # type: ignore[arg-type]
+
+    for block in model.layers:
+        shard(block)
+    if not model.config.tie_word_embeddings:  # tied weights must share a group: the root's
+        shard(model.embed_tokens)
+        shard([model.norm, model.lm_head])
+    shard(model)
+
+
+class FullyShard:
+    """A model whose sharded fp32 parameters are the ones trained; 16-bit copies exist only while gathered."""
+
+    def __init__(self, model: Llama, config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device) -> None:
+        precision = config.precision
+        policy = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, precision.compute) if precision.mixed else None,
+            reduce_dtype=getattr(torch, precision.reduce) if precision.mixed else None,
+        )
+        axes = mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"]
+        apply_fully_shard(model, axes, policy, reshard_after_forward=layout.zero_stage == 3)
+        materialise(model, config.model, config.train.seed, device, getattr(torch, precision.master))
+        assert isinstance(model, FSDPModule)
+        self.module: nn.Module = model
+        self.fsdp: FSDPModule = model
+        self.zero_stage = layout.zero_stage
+        self.names = dict(model.named_parameters())
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Stage 0 synchronises once; stages 2 and 3 reduce-scatter every micro-batch, so gradients stay sharded.
+
+        Stage 2 keeps parameters gathered from the first forward to the last backward of the step.
+        """
+        if self.zero_stage == 0:
+            self.fsdp.set_requires_all_reduce(last)
+        if self.zero_stage == 2:
+            self.fsdp.set_reshard_after_backward(last)
+        self.fsdp.set_is_last_backward(last)
+        yield
+
+    def trained(self, name: str) -> nn.Parameter:
+        return self.names[name]
+
+    def publish(self) -> None:
+        pass

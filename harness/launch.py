@@ -1,0 +1,201 @@
+"""From the parent to the ranks: starts them through torch's elastic launcher, watches them, says how they ended."""
+
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import sysconfig
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from harness import rank as rank_side
+from harness.errors import one_line
+from harness.outcome import Outcome, judge
+from harness.watch import watching
+
+MONITOR_SECONDS = 0.05  # between two looks of the elastic agent at its ranks
+LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How rank processes come to be: multiprocessing's method and what its forkserver imports before it forks."""
+
+    method: str
+    preload: tuple[str, ...]
+
+
+# A CPU rank is forked from a process that has imported what every rank needs, and has done nothing with it: no thread,
+# no tensor. So a run of a sweep starts in a fraction of a second instead of several seconds of imports.
+# A CUDA rank is forked from a bare interpreter, which is as clean as spawn: importing all that on a GPU machine may ask
+# the driver for devices, after which a fork cannot use them. Unlike with spawn, the leash holds from the first moment.
+STARTS: Mapping[str, Start] = {
+    "cpu": Start("forkserver", ("harness.leash", "harness.preload")),
+    "cuda": Start("forkserver", ("harness.leash",)),
+}
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """This machine's place among those of one run. Port 0, a free one, is for a single node."""
+
+    count: int = 1
+    rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+
+def threads_per_rank(local_world_size: int) -> int:
+    """The cores this process may use, divided among the ranks of this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world_size)
+
+
+def prepare(device: str, start: Start | None = None) -> None:
+    """Starts what the ranks will be forked from, without waiting for its imports. Does nothing if it is there."""
+    start = start or STARTS[device]
+    if start.method != "forkserver":
+        return
+    server: Any = multiprocessing.forkserver._forkserver  # one a process, and no public way to end it
+    if server._preload_modules != list(start.preload):
+        server._stop()
+        multiprocessing.set_forkserver_preload(list(start.preload))
+    with _environment(_rank_environment(device, 1) | {"OPENBLAS_NUM_THREADS": "1"}):  # else numpy starts threads
+        multiprocessing.forkserver.ensure_running()
+
+
+def launch(
+    entry: Callable[[str], None],
+    run_dir: Path,
+    world_size: int,
+    *,
+    device: str,
+    timeout_seconds: float,
+    on_tick: Callable[[], None] | None = None,
+    nodes: Nodes | None = None,
+    start: Start | None = None,
+) -> Outcome:
+    """Runs `entry(str(run_dir))` in every rank of this node, with torchrun's environment; returns when all are dead.
+
+    `entry` is a module's function. `on_tick` is called five times a second, from another thread; what it raises is
+    raised here. Call it from the main thread: a first SIGINT, SIGTERM or SIGHUP ends the run as 'interrupted', a second
+    raises KeyboardInterrupt. Logs go to `run_dir/logs`: rank_<r>.log, and launcher.log if the launcher complains.
+    """
+    if entry.__module__ == "__main__":
+        raise ValueError(f"{entry.__qualname__} is in __main__, which a rank cannot import: move it to a module")
+    began = time.monotonic()
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    nodes, start = nodes or Nodes(), start or STARTS[device]
+    local_ranks = world_size // nodes.count
+    config = _config(nodes, local_ranks, device, start)
+    arguments = (entry.__module__, entry.__qualname__, run_dir)
+    died: Mapping[int, ProcessFailure] = {}
+    trouble = ""
+    with (
+        _environment({}),  # the elastic launcher leaves a variable behind
+        _complaints_to(run_dir / "logs" / "launcher.log"),
+        watching(local_ranks, began + timeout_seconds, on_tick) as watch,
+    ):
+        try:
+            try:
+                watch.armed = True
+                prepare(device, start)
+                elastic_launch(config, rank_side.run)(*arguments, watch.lifeline, watch.reports)
+            finally:
+                watch.armed = False
+        except ChildFailedError as error:
+            died = error.failures
+        except SignalException:
+            watch.stopped = watch.stopped or ("" if watch.failed_at() else "interrupted")
+        except Exception as error:
+            trouble = one_line(f"the ranks could not be run: {type(error).__name__}: {error}")
+            traceback.print_exc(file=(run_dir / "logs" / "launcher.log").open("a"))
+    return judge(watch, died, trouble, run_dir, nodes.rank * local_ranks, time.monotonic() - began)
+
+
+def _config(nodes: Nodes, local_ranks: int, device: str, start: Start) -> LaunchConfig:
+    """One node meets itself at a free port of its own choosing; several meet at the master's."""
+    alone = nodes.count == 1
+    return LaunchConfig(
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        nproc_per_node=local_ranks,
+        logs_specs=_RankLogs(_rank_environment(device, local_ranks)),
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d" if alone else "static",
+        rdzv_endpoint=f"{nodes.master_addr}:{nodes.master_port}",
+        rdzv_configs={"is_host": True} if alone else {"rank": nodes.rank},
+        local_addr="127.0.0.1" if alone else None,  # a host name may not resolve, or slowly
+        max_restarts=0,
+        monitor_interval=MONITOR_SECONDS,
+        start_method=start.method,
+        signals_to_handle="SIGQUIT",  # the others are harness.watch's; it cannot be empty
+    )
+
+
+class _RankLogs(LogsSpecs):
+    """Leaves the streams to harness.rank; used for its sight of every rank's environment before the start."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        super().__init__()
+        self._environment = environment
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for rank_environment in envs.values():
+            rank_environment.update(self._environment, TORCHELASTIC_ERROR_FILE="")
+        nowhere = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=nowhere, stderrs=nowhere, error_files=nowhere)
+
+    @property
+    def root_log_dir(self) -> str:
+        return ""
+
+
+def _rank_environment(device: str, local_ranks: int) -> dict[str, str]:
+    scripts = sysconfig.get_path("scripts")  # DeepSpeed looks for ninja on PATH
+    environment = {
+        "OMP_NUM_THREADS": str(threads_per_rank(local_ranks)),
+        "PATH": os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]),
+    }
+    if device == "cpu":
+        environment["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would choose mps on macOS
+    return environment
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """os.environ with these values; as it was, afterwards."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def _complaints_to(target: Path) -> Iterator[None]:
+    """The elastic launcher's warnings and tracebacks into a file, made when there is something to say."""
+    file = logging.FileHandler(target, delay=True)
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger.propagate, logger.handlers) for logger in loggers]
+    for logger in loggers:
+        logger.propagate, logger.handlers = False, [file]
+    try:
+        yield
+    finally:
+        for logger, (propagate, handlers) in zip(loggers, before, strict=True):
+            logger.propagate, logger.handlers = propagate, handlers
+        file.close()

@@ -1,0 +1,36 @@
+"""Imported first by the forkserver, the bare process that forks the ranks: importing it ties both to the parent.
+
+A thread would do for the ranks, and each has one (harness.rank), but it starts only when the rank runs our code: a
+parent killed while its ranks are being started would leave them, and the forkserver's imports, running for seconds.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+CHECK_SECONDS = 0.25  # between two looks at the parent; a timer, because forks of a process with threads are unsafe
+PR_SET_PDEATHSIG = 1  # prctl(2), linux/prctl.h: the signal this process gets when its parent dies
+
+_PARENT, _SELF = os.getppid(), os.getpid()
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before the fork, so that a child only calls
+
+
+def _check(*_: object) -> None:
+    if os.getppid() != _PARENT:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _tie_rank() -> None:
+    """In a rank, right after its fork: it dies when the forkserver does (Linux; elsewhere the thread alone)."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # timers are not inherited, handlers are
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != _SELF:
+        os._exit(1)
+
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides what it means
+signal.signal(signal.SIGALRM, _check)
+signal.setitimer(signal.ITIMER_REAL, CHECK_SECONDS, CHECK_SECONDS)
+os.register_at_fork(after_in_child=_tie_rank)

@@ -1,0 +1,81 @@
+"""What there is to run on, found without touching a device."""
+
+import os
+from dataclasses import dataclass
+
+import psutil
+
+from harness.config import ClusterConfig
+from harness.errors import UserError
+
+CPU_RANKS = 2  # on a machine without GPUs: the smallest world in which anything is parallel
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine as one node of the cluster. Ranks on a CPU share its memory; on GPUs each has a device's."""
+
+    device: str  # cpu | cuda
+    device_name: str
+    nodes: int
+    ranks_per_node: int
+    devices: int  # CUDA devices there are
+    available_bytes: int  # of the host (cpu), or of the fullest device (cuda)
+    cores: int
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def look(cluster: ClusterConfig) -> Machine:
+    """Raises UserError if the cluster asks for what this machine is not."""
+    if cluster.nodes > 1:
+        raise UserError(f"cluster.nodes={cluster.nodes} is not supported yet: choose 1")
+    free_bytes, name = _cuda_devices()
+    devices = len(free_bytes)
+    device = ("cuda" if devices else "cpu") if cluster.device == "auto" else cluster.device
+    if device == "cuda" and not devices:
+        raise UserError("cluster.device=cuda needs a CUDA device and this machine has none: choose cpu or auto")
+    on_gpu = device == "cuda"
+    return Machine(
+        device=device,
+        device_name=name if on_gpu else "cpu",
+        nodes=cluster.nodes,
+        ranks_per_node=cluster.gpus_per_node or (devices if on_gpu else CPU_RANKS),
+        devices=devices,
+        available_bytes=min(free_bytes) if on_gpu else psutil.virtual_memory().available,
+        cores=_cores(),
+    )
+
+
+def _cuda_devices() -> tuple[list[int], str]:
+    """Free bytes of every visible device, and their name, from NVML: torch would have to touch them."""
+    import torch
+
+    count = torch.cuda.device_count()  # asks NVML, initialises nothing
+    if not count:
+        return [], ""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [_handle(pynvml, entry) for entry in _visible(count)]
+    name = pynvml.nvmlDeviceGetName(handles[0])
+    return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles], str(name)
+
+
+def _visible(count: int) -> list[str]:
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return listed.split(",")[:count] if listed else [str(index) for index in range(count)]
+
+
+def _handle(pynvml: "object", entry: str) -> object:
+    by_index = entry.strip().isdigit()
+    if by_index:
+        return pynvml.nvmlDeviceGetHandleByIndex(int(entry))  # type: ignore[attr-defined]
+    return pynvml.nvmlDeviceGetHandleByUUID(entry.strip())  # type: ignore[attr-defined]
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1

@@ -1,0 +1,150 @@
+"""What is held for backward: the bytes of the distinct storages that autograd saves, weights and buffers left out."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from harness.measure.memory import local_tensors, storages
+
+
+class _Held:
+    """A saved tensor; it lives as long as autograd keeps it, and tells the meter when it goes.
+
+    It keeps a detached tensor: the tensor itself may be the output of the very node that holds this.
+    """
+
+    __slots__ = ("meter", "sizes", "tensor", "version")
+
+    def __init__(self, meter: "ActivationMeter", tensor: Tensor, sizes: dict[int, int]) -> None:
+        self.meter = meter
+        self.tensor = tensor.detach()
+        self.version = _version(tensor)
+        self.sizes = sizes
+        meter._hold(sizes)
+
+    def __del__(self) -> None:
+        self.meter._release(self.sizes)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class ActivationMeter:
+    """The most bytes held for backward while entered; enter it around a step, or around its forwards and backwards.
+
+    What counts is every storage, whole, that autograd saves: activations, and the inputs that it keeps. A storage
+    that a parameter or buffer of the model uses when it is saved is left out, gathered parameters included. A part
+    under torch.utils.checkpoint (use_reentrant=False) counts by its inputs until its second forward, which must run
+    inside recompute(); what that saves counts until it is freed. Tensors that code keeps outside autograd (a context's
+    attributes, a cache) are not seen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.most_bytes = 0
+        self._modules = tuple(model.modules())
+        self._held_bytes = 0
+        self._holders: Counter[int] = Counter()  # by storage: how many keep it for backward
+        self._recomputed: set[int] = set()  # storages watched until they are freed
+        self._hooks: saved_tensors_hooks | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Held for backward now."""
+        return self._held_bytes
+
+    def __enter__(self) -> "ActivationMeter":
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(kind, error, trace)
+        self._hooks = None
+
+    @contextmanager
+    def recompute(self) -> Iterator[None]:
+        """Around the second forward of a checkpointed part: checkpoint's own hooks go on, this only looks on."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is None:
+            yield
+            return
+        outer_pack, outer_unpack = outer
+
+        def pack(tensor: Tensor) -> Any:
+            self._watch(tensor)
+            return outer_pack(tensor)
+
+        with saved_tensors_hooks(pack, outer_unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> "Tensor | _Held":
+        sizes = self._activations(tensor)
+        if sizes:
+            return _Held(self, tensor, sizes)
+        # A weight itself, not its data of this moment: an engine may swap that (ZeRO-3 frees and gathers again).
+        return tensor if tensor.is_leaf else tensor.detach()
+
+    def _watch(self, tensor: Tensor) -> None:
+        """Count a tensor's storages until they are freed: who holds them is checkpoint's secret."""
+        for local in local_tensors(tensor):
+            for identity, size in self._activations(local).items():
+                if identity not in self._recomputed:
+                    self._recomputed.add(identity)
+                    self._hold({identity: size})
+                    weakref.finalize(local.untyped_storage(), self._freed, identity, size).atexit = False
+
+    def _freed(self, identity: int, size: int) -> None:
+        self._recomputed.discard(identity)
+        self._release({identity: size})
+
+    def _activations(self, tensor: Tensor) -> dict[int, int]:
+        """Identity and bytes of a tensor's storages that are no weight's."""
+        sizes = dict(storages(tensor))
+        return {} if sizes.keys() <= self._weights() else sizes
+
+    def _weights(self) -> set[int]:
+        """Storages of the parameters and buffers at this moment; sharded engines gather, free and swap them."""
+        tensors = (
+            tensor
+            for module in self._modules
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None
+        )
+        return {identity for tensor in tensors for identity, _ in storages(tensor)}
+
+    def _hold(self, sizes: dict[int, int]) -> None:
+        for identity, size in sizes.items():
+            if self._holders[identity] == 0:
+                self._held_bytes += size
+            self._holders[identity] += 1
+        self.most_bytes = max(self.most_bytes, self._held_bytes)
+
+    def _release(self, sizes: dict[int, int]) -> None:
+        for identity, size in sizes.items():
+            self._holders[identity] -= 1
+            if self._holders[identity] == 0:
+                del self._holders[identity]
+                self._held_bytes -= size
+
+
+def _unpack(kept: "Tensor | _Held") -> Tensor:
+    """Raises RuntimeError if the tensor was changed in place since it was saved, which torch leaves to hooks."""
+    if not isinstance(kept, _Held):
+        return kept
+    if _version(kept.tensor) != kept.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation:"
+            f" a tensor of shape {tuple(kept.tensor.shape)} is at version {_version(kept.tensor)}, not {kept.version}"
+        )
+    return kept.tensor

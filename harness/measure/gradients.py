@@ -1,0 +1,46 @@
+"""Fingerprints of gradients that tell two trainings apart even where losses agree.
+
+Loss alone proves little: AdamW hides the scale of gradients, so doubled gradients leave it where it was. Every
+parameter's gradient is reduced to its squared norm and its product with a random vector that follows from the seed
+and the parameter's name. Both are sums over elements, so what the ranks hold adds up, whatever the layout.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from harness.engines import Engine, Piece
+from harness.measure.probe import Listener
+from harness.model import generator
+
+
+class GradientStatistic(NamedTuple):
+    """One rank's share of one parameter's gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+    square: float  # sum of squares
+    projection: float  # product with the parameter's random vector of unit variance
+
+
+class GradientStatistics(Listener):
+    """Collects the statistics when gradients are ready; holds one random vector the size of a parameter at a time."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.found: list[GradientStatistic] = []
+
+    def gradients_ready(self, engine: Engine) -> None:
+        self.found = [statistic(piece, self.seed) for piece in engine.pieces("gradients")]
+
+
+def statistic(piece: Piece, seed: int) -> GradientStatistic:
+    """Computed in fp64 from the piece's gradient as it is held."""
+    with torch.no_grad():
+        device = piece.local.device
+        whole = torch.randn(piece.shape, generator=generator(seed, f"projection/{piece.name}", device), device=device)
+        direction = whole[tuple(slice(start, stop) for start, stop in piece.box)].double()
+        local = piece.local.detach().double().view(direction.shape)
+        square, projection = (local * local).sum(), (local * direction).sum()
+    return GradientStatistic(piece.name, tuple(piece.shape), piece.box, float(square), float(projection))

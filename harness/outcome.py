@@ -1,0 +1,109 @@
+"""How a launch ended, from what the parent saw, what the elastic agent says and what the ranks logged."""
+
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from harness.errors import one_line
+from harness.rank import log_file
+from harness.watch import Watch
+
+TAIL_BYTES = 16_384
+TAIL_LINES = 8
+TAIL_CHARACTERS = 600
+# Signals that no failure of a peer explains. An abort can be one: collectives abort when a connection breaks.
+OWN_DEATHS = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTERM")
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    rank: int
+    exit_code: int  # negative: killed by that signal
+    signal: str  # its name, '' if none
+    error: str  # the exception in one line, '' where none was raised
+    log_tail: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: str  # ok | error | timeout | interrupted
+    reason: str  # one line, '' when ok
+    failures: tuple[RankFailure, ...]  # the one that came first is first; ranks killed in consequence are not here
+    seconds: float
+
+
+def judge(
+    watch: Watch, died: Mapping[int, ProcessFailure], trouble: str, run_dir: Path, first_rank: int, seconds: float
+) -> Outcome:
+    """The outcome of a run whose ranks are all dead.
+
+    `died` is what the agent reports, by global rank; `trouble` what kept it from running them; `first_rank` this
+    node's first.
+    """
+    failures = () if trouble or watch.stopped else _failures(watch, died, first_rank, run_dir)
+    if watch.stopped == "timeout":
+        late = [first_rank + rank for rank in range(len(watch.reports)) if rank not in watch.done]
+        reason = f"killed after {seconds:.1f} s, its time limit; not done: rank {', '.join(map(str, late))}"
+        if late:
+            reason += f"; the log of rank {late[0]} {_ends(log_tail(log_file(run_dir, late[0])))}"
+        return Outcome("timeout", reason, (), seconds)
+    if watch.stopped:
+        return Outcome(watch.stopped, f"stopped by a signal after {seconds:.1f} s", (), seconds)
+    if trouble:
+        return Outcome("error", trouble, (), seconds)
+    if failures:
+        return Outcome("error", _blame(failures), failures, seconds)
+    return Outcome("ok", "", (), seconds)
+
+
+def _failures(
+    watch: Watch, died: Mapping[int, ProcessFailure], first_rank: int, run_dir: Path
+) -> tuple[RankFailure, ...]:
+    """Every rank that failed by itself, the one to blame first: a crash, else the earliest."""
+    codes = {rank - first_rank: failure.exitcode for rank, failure in died.items()}
+    if watch.left:  # the agent overlooks an exit with 0, and has then seen only what was killed for it
+        codes = {rank: codes.get(rank, 0) for rank in watch.left}
+    found: list[tuple[bool, float, RankFailure]] = []
+    for local in codes.keys() | watch.raised.keys():
+        rank, raised = first_rank + local, watch.raised.get(local)
+        code = raised.exit_code if raised else codes[local]
+        name = signal.Signals(-code).name if code < 0 else ""
+        moment = raised.moment if raised else watch.gone.get(local, time.monotonic())
+        failure = RankFailure(rank, code, name, raised.error if raised else "", log_tail(log_file(run_dir, rank)))
+        found.append((name not in OWN_DEATHS, moment, failure))
+    return tuple(failure for *_, failure in sorted(found, key=lambda entry: entry[:2]))
+
+
+def _blame(failures: tuple[RankFailure, ...]) -> str:
+    """One line on the rank that failed first."""
+    first = failures[0]
+    if first.signal:
+        how = f"was killed by {first.signal}"
+        if first.signal == "SIGKILL":
+            how += " (the kernel sends it when memory runs out)"
+    elif first.error:
+        how = f"raised {first.error}"
+    else:
+        how = f"exited with code {first.exit_code} before it was done"
+    others = ", ".join(str(failure.rank) for failure in failures[1:])
+    also = f" (then failed: rank {others})" if others else ""
+    return f"rank {first.rank} {how}{also}; its log {_ends(first.log_tail)}"
+
+
+def _ends(tail: str) -> str:
+    return f"ends: {tail}" if tail else "is empty"
+
+
+def log_tail(path: Path) -> str:
+    """The last lines of a log in one line, '' if there is none."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    kept = [one_line(line) for line in lines if line.strip()][-TAIL_LINES:]
+    return " | ".join(kept)[-TAIL_CHARACTERS:]

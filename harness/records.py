@@ -1,0 +1,264 @@
+"""The result store: one directory a run, each record written whole or not at all, with a version.
+
+results/<name>/<run_id>/record.json   everything known of one run, whatever its end
+results/<name>/runs.csv               a row a run, rebuilt from the records
+"""
+
+import csv
+import hashlib
+import io
+import json
+import math
+import os
+import secrets
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from platform import python_version
+from typing import Any, NamedTuple
+
+import harness
+from harness.errors import UserError, one_line
+
+Record = dict[str, Any]
+Row = dict[str, Any]
+
+SCHEMA_VERSION = 1
+STATUSES = ("ok", "oom", "refused", "timeout", "error", "interrupted")
+RECORD_FILE = "record.json"
+
+# The columns of runs.csv in order, with the type of their values. Bytes, counts and degrees are whole numbers.
+COLUMN_TYPES: Mapping[str, type] = (
+    dict.fromkeys(("run_id", "name", "status", "reason", "model"), str)
+    | {"parameters": int}
+    | dict.fromkeys(("strategy", "engine", "checkpointing", "precision"), str)
+    | dict.fromkeys(("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "zero_stage"), int)
+    | dict.fromkeys(("micro_batch", "grad_accumulation", "global_batch", "seq_len"), int)
+    | dict.fromkeys(("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "mfu"), float)
+    | dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes"), int)
+    | dict.fromkeys(("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes"), int)
+    | {"communication_bytes": int}
+    | dict.fromkeys(("loss_first", "loss_last", "loss_deviation", "grad_deviation"), float)
+    | {"predicted_peak_bytes": int, "predicted_step_seconds": float, "measured_on": str, "launch": str}
+    # Beyond the columns promised to readers of the file. started_at: ISO 8601, UTC. peak_rank: the rank of
+    # peak_allocated_bytes. seconds: the run from start to end. stale: filled when runs.csv is built.
+    | {"repeat": int, "started_at": str, "seconds": float, "peak_rank": int, "loss_reference": float, "stale": str}
+)
+COLUMNS = tuple(COLUMN_TYPES)
+
+# What shows, plans or stores measurements without making them: a change there leaves old rows comparable.
+_NOT_MEASURING = ("report", "plan", "tracking.py", "export.py", "display.py", "records.py")
+
+
+class Found(NamedTuple):
+    """What a results directory holds: the records in order of their start, and a line for each unreadable one."""
+
+    records: list[Record]
+    problems: list[str]
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Replace a file, or make it, in one step: whoever reads it, even after a crash, sees the old or the new whole."""
+    path = Path(path)
+    temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    try:
+        with open(temporary, "xb") as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def atomic_write_json(path: Path, value: Any) -> None:
+    """As atomic_write_text; a number that is not finite becomes null, for JSON has none."""
+    atomic_write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_record(run_dir: Path, record: Record) -> None:
+    """Write a run's record: row, config, layout, ranks, environment, versions, proof, communication.
+
+    None in the row is an unknown value, and so is a number that is not finite; a fraction of a byte is rounded.
+    Raises ValueError naming the column of a value of the wrong type.
+    """
+    row = {key: _whole(key, value) for key, value in _finite(record["row"]).items()}
+    record = {"schema_version": SCHEMA_VERSION} | record | {"row": row}
+    _check(record)
+    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    atomic_write_json(Path(run_dir) / RECORD_FILE, record)
+
+
+def _kind(column: str) -> type | None:
+    """The type of a column's values: a row's own columns have any, except that bytes are whole numbers."""
+    return int if column.endswith("_bytes") else COLUMN_TYPES.get(column)
+
+
+def _whole(column: str, value: Any) -> Any:
+    """A ring's mean share can be a fraction of a byte."""
+    return round(value) if _kind(column) is int and isinstance(value, float) else value
+
+
+def _check(record: Any) -> None:
+    """Raises ValueError if this is not a record of this schema."""
+    if not isinstance(record, dict) or not isinstance(record.get("row"), dict):
+        raise ValueError("it is not a record with a row")
+    if record.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"schema_version={record.get('schema_version')} is not {SCHEMA_VERSION}")
+    row = record["row"]
+    if row.get("status") not in STATUSES or not row.get("run_id"):
+        raise ValueError(f"run_id={row.get('run_id')} with status={row.get('status')} is not the row of a run")
+    for column, value in row.items():
+        if value is not None:
+            _check_value(column, value)
+    for part in ("environment", "versions", "proof"):
+        if not isinstance(record.get(part, {}), dict):
+            raise ValueError(f"{part} is not a group of keys")
+    for part, keys in {"ranks": (), "communication": ("operation", "axis", "bytes", "count")}.items():
+        entries = record.get(part, [])
+        if not isinstance(entries, list) or not all(isinstance(e, dict) and set(keys) <= e.keys() for e in entries):
+            raise ValueError(f"{part} is not a list of groups with the keys {', '.join(keys) or 'of a rank'}")
+
+
+def _check_value(column: str, value: Any) -> None:
+    kind = _kind(column)
+    allowed = (str, int, float, bool) if kind is None else (int, float) if kind is float else (kind,)
+    if not isinstance(value, allowed) or (kind in (int, float) and isinstance(value, bool)):
+        raise ValueError(f"{column}={value!r} is not a value of type {kind.__name__ if kind else 'scalar'}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{column}={value} does not fit 64 bits")
+
+
+def read_record(run_dir: Path) -> Record:
+    """The record of a run.
+
+    Raises UserError for a file that is missing, truncated, corrupt or of another schema version.
+    """
+    path = Path(run_dir) / RECORD_FILE
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_reject_constant)
+        _check(record)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a whole record: {one_line(error)}; remove its folder and run again") from None
+    return dict(record)
+
+
+def _reject_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def read_all(results_dir: Path) -> Found:
+    """Every run under results/<name>/; single-process references and hidden folders are no runs of the comparison.
+
+    Raises UserError if there is no such directory.
+    """
+    results_dir = Path(results_dir)
+    if not results_dir.is_dir():
+        raise UserError(f"{results_dir} is not a directory: name the folder of one comparison, results/NAME")
+    found = Found([], [])
+    for path in sorted(results_dir.glob(f"*/{RECORD_FILE}")):
+        if path.parent.name == "references" or path.parent.name.startswith("."):
+            continue
+        try:
+            found.records.append(read_record(path.parent))
+        except UserError as error:
+            found.problems.append(str(error))
+    found.records.sort(key=lambda record: (record["row"].get("started_at") or "", record["row"]["run_id"]))
+    return found
+
+
+def write_runs_csv(results_dir: Path) -> Path:
+    """Rebuild runs.csv from the records: a line a run; known columns first, then the rows' own as they came."""
+    now = versions()
+    rows = [record["row"] | {"stale": "; ".join(is_stale(record, now))} for record in read_all(results_dir).records]
+    columns = list(dict.fromkeys((*COLUMNS, *(column for row in rows for column in row))))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([csv_cell(column) for column in columns])
+    writer.writerows([csv_cell(row.get(column)) for column in columns] for row in rows)
+    path = Path(results_dir) / "runs.csv"
+    atomic_write_text(path, text.getvalue())
+    return path
+
+
+def csv_cell(value: str | int | float | bool | None) -> str:
+    """Numbers exact, unknown empty, text on one line and with ' before what a spreadsheet would take for a formula."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        return repr(value)
+    text = printable(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "'")) else text
+
+
+def printable(text: object) -> str:
+    """Any text as one line without characters that steer a terminal or a parser."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in one_line(text))
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what determines a measurement, None if not installed; nothing is imported to learn them."""
+    packages: dict[str, str | None] = {}
+    for package in ("torch", "deepspeed", "accelerate"):
+        try:
+            packages[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            packages[package] = None
+    return {"python": python_version(), **packages, "harness": harness.__version__, "code": _code()}
+
+
+def _code() -> str:
+    """Hash of the harness's own sources that determine a measurement: 12 hexadecimal digits."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        relative = path.relative_to(root)
+        if relative.parts[0] in _NOT_MEASURING or path.suffix not in (".py", ".cpp", ".cu", ".h"):
+            continue
+        content = path.read_bytes()
+        digest.update(f"{relative.as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+def git_commit() -> dict[str, Any] | None:
+    """The commit of the harness's sources and whether they differ from it (`dirty`); None outside a repository."""
+    root = Path(__file__).parent
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20, env=environment)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # installed inside another's repository is not in it
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def is_stale(record: Record, now: dict[str, str | None]) -> list[str]:
+    """What differs between the versions that made a record and those given: ["torch 2.12.0 → 2.13.0"].
+
+    A package that is not installed now, as where only the report is read, makes nothing stale.
+    """
+    made_by = record.get("versions") or {}
+    changed = [key for key, version in now.items() if version is not None and made_by.get(key) != version]
+    return [f"{key} {made_by.get(key) or 'unknown'} → {now[key]}" for key in changed]

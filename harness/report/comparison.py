@@ -1,0 +1,209 @@
+"""Records as one pandas frame: typed columns, what they are measured against, and numbers as text in one unit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from harness.records import COLUMN_TYPES, Record, Row, is_stale, versions
+
+# Runs are comparable, and a ratio between them means something, where all of these are equal.
+_SETTING = ("model", "parameters", "precision", "global_batch", "seq_len", "measured_on", "launch")
+# Shown as columns where they vary over the rows, else said once: column and its header.
+VARYING = {
+    "model": "model",
+    "precision": "precision",
+    "world_size": "world",
+    "global_batch": "batch",
+    "seq_len": "seq_len",
+    "micro_batch": "micro",
+    "measured_on": "device",
+    "launch": "launch",
+    "repeat": "repeat",
+}
+MODEL_STATE = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+MEMORY = (*MODEL_STATE, "activation_bytes", "peak_allocated_bytes")
+RATIOS = ("peak_allocated_bytes", "tokens_per_second", "communication_bytes")
+
+_DTYPES: dict[type | None, Any] = {str: object, int: "Int64", float: "Float64", None: object}
+
+
+@dataclass(frozen=True)
+class Unit:
+    name: str
+    size: float  # in the column's own unit
+
+
+def frame(records: Sequence[Record]) -> pd.DataFrame:
+    """One row a record, in the given order: its columns, unknown values NA, and what follows from them.
+
+    Added are `state_bytes`, `stale` (what differs in versions), `label` (what tells the row apart), `baseline` (the
+    label of the row it is measured against) and `<column>_ratio` to that row.
+    """
+    rows: list[Row] = [record["row"] for record in records]
+    names = dict.fromkeys((*COLUMN_TYPES, *(name for row in rows for name in row)))
+    columns = {name: pd.array([row.get(name) for row in rows], dtype=_DTYPES[COLUMN_TYPES.get(name)]) for name in names}
+    table = pd.DataFrame(columns)
+    now = versions()
+    table["stale"] = ["; ".join(is_stale(record, now)) or None for record in records]
+    table["state_bytes"] = table[list(MODEL_STATE)].astype("Float64").sum(axis=1, skipna=False).astype("Int64")
+    labels = _labels(rows, varying_columns(table))
+    baselines = [_baseline(row, rows) for row in rows]
+    table["label"] = labels
+    table["baseline"] = [None if baseline is None else labels[baseline] for baseline in baselines]
+    for name in dict.fromkeys((*MEMORY, *RATIOS)):
+        table[f"{name}_ratio"] = pd.array(_ratios(values(table, name), baselines), dtype="Float64")
+    return table
+
+
+def values(table: pd.DataFrame, name: str) -> list[Any]:
+    """A column as plain values, None where unknown; a column that no record has is unknown everywhere."""
+    if name not in table:
+        return [None] * len(table)
+    return [None if value is None or pd.isna(value) else value for value in table[name].tolist()]
+
+
+def known(table: pd.DataFrame, name: str) -> list[Any]:
+    """The different values of a column, in order, without the unknown."""
+    return list(dict.fromkeys(value for value in values(table, name) if value is not None))
+
+
+def varying_columns(table: pd.DataFrame) -> list[str]:
+    return [name for name in VARYING if len(known(table, name)) > 1]
+
+
+def _labels(rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
+    """A label a row, no two the same, only as long as that needs: ddp, zero3 full, tp world 4."""
+    labels = [_label(row) for row in rows]
+    details = [" ".join(_told(name, row[name]) for name in varying if row.get(name) is not None) for row in rows]
+    labels = _distinguished(labels, details)
+    return _distinguished(labels, [row["run_id"] for row in rows])
+
+
+def _label(row: Row) -> str:
+    checkpointing = row.get("checkpointing")
+    return f"{row.get('strategy') or row['run_id']}{'' if checkpointing in (None, 'none') else f' {checkpointing}'}"
+
+
+def _distinguished(labels: Sequence[str], details: Sequence[str]) -> list[str]:
+    return [
+        f"{label} {detail}" if detail and labels.count(label) > 1 else label
+        for label, detail in zip(labels, details, strict=True)
+    ]
+
+
+def _told(name: str, value: Any) -> str:
+    return value if isinstance(value, str) else f"{VARYING[name]} {value}"
+
+
+def _baseline(row: Row, rows: Sequence[Row]) -> int | None:
+    """The position of the row this one is measured against: ddp on as many ranks, else single, else the first ok.
+
+    A single process is held against the only ddp there is. Without checkpointing goes before with it.
+    """
+    if row["status"] != "ok":
+        return None
+    peers = [
+        (position, peer)
+        for position, peer in enumerate(rows)
+        if peer["status"] == "ok" and all(peer.get(key) == row.get(key) for key in _SETTING)
+    ]
+    ddp = [(position, peer) for position, peer in peers if peer.get("strategy") == "ddp"]
+    same_world = [(position, peer) for position, peer in peers if peer.get("world_size") == row.get("world_size")]
+    lone = row.get("world_size") == 1 and len({peer.get("world_size") for _, peer in ddp}) == 1
+    single = [(position, peer) for position, peer in peers if peer.get("strategy") == "single"]
+    candidates = (ddp if lone else [pair for pair in ddp if pair in same_world]) or single or same_world
+    plain = [pair for pair in candidates if pair[1].get("checkpointing") in (None, "none")]
+    return (plain or candidates)[0][0]
+
+
+def _ratios(column: Sequence[Any], baselines: Sequence[int | None]) -> list[float | None]:
+    """Each row's value over its baseline's, None where either is unknown or there is nothing to divide by."""
+    ratios: list[float | None] = []
+    for value, baseline in zip(column, baselines, strict=True):
+        base = None if baseline is None else column[baseline]
+        ratios.append(value / base if value is not None and base else None)
+    return ratios
+
+
+def baseline_names(table: pd.DataFrame) -> str:
+    """What the ratios are to, for a title; empty where no row has another to be held against."""
+    baselines = values(table, "baseline")
+    pairs = zip(values(table, "label"), baselines, strict=True)
+    return ", ".join(known(table, "baseline")) if any(base not in (None, label) for label, base in pairs) else ""
+
+
+def stale_rows(table: pd.DataFrame) -> dict[str, list[str]]:
+    """The labels of stale rows by what differs in their versions."""
+    found: dict[str, list[str]] = {}
+    for label, what in zip(values(table, "label"), values(table, "stale"), strict=True):
+        if what:
+            found.setdefault(what, []).append(label)
+    return found
+
+
+def byte_unit(numbers: Sequence[float | None]) -> Unit:
+    """The unit for a whole table of bytes: the largest of them is 1 or more of it."""
+    largest = max((abs(number) for number in numbers if number is not None), default=0)
+    for name, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if largest >= size:
+            return Unit(name, size)
+    return Unit("B", 1)
+
+
+MILLISECONDS = Unit("ms", 1e-3)  # of seconds
+ONE = Unit("", 1)
+
+
+def scaled(numbers: Sequence[float | None], unit: Unit) -> list[str]:
+    """A column of numbers with as many decimals as its largest needs for three figures; unknown empty.
+
+    What is not zero never reads as zero.
+    """
+    largest = max((abs(number) for number in numbers if number is not None), default=0) / unit.size
+    decimals = 0 if largest >= 1000 or unit.name == "B" else 1 if largest >= 100 else 2
+    return [_number(number, unit.size, decimals) for number in numbers]
+
+
+def ratios(numbers: Sequence[float | None]) -> list[str]:
+    return [_number(number, 1, 2) for number in numbers]
+
+
+def _number(number: float | None, size: float, decimals: int) -> str:
+    if number is None:
+        return ""
+    smallest = 10.0**-decimals
+    if 0 < number / size < smallest / 2:
+        return f"<{smallest:.{decimals}f}"
+    return f"{number / size:,.{decimals}f}"
+
+
+def deviations(numbers: Sequence[float | None]) -> list[str]:
+    """Relative differences as 1.2e-7."""
+    return ["" if number is None else _deviation(number) for number in numbers]
+
+
+def _deviation(number: float) -> str:
+    if number == 0:
+        return "0"
+    mantissa, exponent = f"{number:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def summary(table: pd.DataFrame) -> list[str]:
+    """What all rows share, a phrase each; what varies is left to the columns."""
+    shared = {name: known(table, name) for name in (*VARYING, "parameters")}
+    one = {name: found[0] for name, found in shared.items() if len(found) == 1}
+    phrases: list[str] = []
+    if "model" in one:
+        phrases.append(one["model"] + (f" ({one['parameters']:,} parameters)" if "parameters" in one else ""))
+    phrases += [one["precision"]] if "precision" in one else []
+    phrases += [f"world size {one['world_size']}"] if "world_size" in one else []
+    if "global_batch" in one and "seq_len" in one:
+        tokens = one["global_batch"] * one["seq_len"]
+        phrases.append(f"{one['global_batch']} × {one['seq_len']} = {tokens:,} tokens a step")
+    phrases += [f"micro-batch {one['micro_batch']}"] if "micro_batch" in one else []
+    phrases += [f"on {one['measured_on']}"] if "measured_on" in one else []
+    phrases += [f"{one['launch']} launch"] if "launch" in one else []
+    return phrases

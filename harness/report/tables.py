@@ -1,0 +1,181 @@
+"""The comparison as a table: one list of columns for the terminal and the page."""
+
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import pandas as pd
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.records import Record, printable
+from harness.report import comparison as c
+
+PIPED_WIDTH = 120
+_GAP = 2
+_LONGEST_TEXT = 20
+_SHORTER_TEXT, _SHORTEST_TEXT = 12, 8
+_SHORT = {"selective": "sel", "attention": "attn"}
+_DROP_NAMES = 100  # names that vary go after every number that may
+_STALE_MARK = "†"
+_COLOURS = {"ok": "green", "refused": "yellow", "interrupted": "yellow", "oom": "red", "timeout": "red", "error": "red"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column ready to show: `header` in two lines (name, unit), a text per row."""
+
+    header: tuple[str, str]
+    cells: list[str]
+    number: bool = True
+    drop: int = 0  # where width is short, 1 goes first; 0 stays
+
+    @property
+    def title(self) -> str:
+        """The header on one line."""
+        return " ".join(part for part in self.header if part)
+
+
+def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
+    """The columns of the main table; those without a single value are left out, but for the names and the status.
+
+    short: checkpointing abbreviated, for the terminal.
+    """
+    memory = c.byte_unit([v for name in (*c.MEMORY, "state_bytes") for v in c.values(table, name)])
+    communication = c.byte_unit(c.values(table, "communication_bytes"))
+    compared = bool(c.baseline_names(table))
+
+    def number(key: str, header: tuple[str, str], unit: c.Unit, drop: int) -> Column:
+        return Column(header, c.scaled(c.values(table, key), unit), drop=drop)
+
+    def ratio(key: str, name: str, drop: int) -> Column:
+        return Column(
+            ("×", name), c.ratios(c.values(table, f"{key}_ratio")) if compared else [""] * len(table), drop=drop
+        )
+
+    numbers = [
+        number("tokens_per_second", ("", "tok/s"), c.ONE, 0),
+        number("tokens_per_second_per_device", ("tok/s", "/device"), c.ONE, 1),
+        ratio("tokens_per_second", "tok/s", 7),
+        number("step_seconds", ("step", "ms"), c.MILLISECONDS, 6),
+        number("peak_allocated_bytes", ("peak", memory.name), memory, 0),
+        ratio("peak_allocated_bytes", "peak", 9),
+        number("state_bytes", ("state", memory.name), memory, 3),
+        number("activation_bytes", ("activ.", memory.name), memory, 2),
+        number("communication_bytes", ("comm.", communication.name), communication, 8),
+        ratio("communication_bytes", "comm.", 10),
+        Column(("loss", "dev."), c.deviations(c.values(table, "loss_deviation")), drop=4),
+        Column(("grad", "dev."), c.deviations(c.values(table, "grad_deviation")), drop=5),
+    ]
+    return _names(table, short) + [column for column in numbers if any(column.cells)]
+
+
+def _names(table: pd.DataFrame, short: bool) -> list[Column]:
+    """What tells the rows apart, and how each ended."""
+    checkpointing = [str(value or "") for value in c.values(table, "checkpointing")]
+    cells = [_SHORT.get(value, value) if short else value for value in checkpointing]
+    columns = [
+        Column(("strategy", ""), _texts(c.values(table, "strategy")), number=False),
+        Column(("ckpt" if short else "checkpointing", ""), [printable(cell) for cell in cells], number=False),
+    ]
+    varying = [
+        Column((c.VARYING[name], ""), _texts(c.values(table, name)), number=False, drop=_DROP_NAMES + position)
+        for position, name in enumerate(reversed(c.varying_columns(table)))
+    ]
+    stale = [f" {_STALE_MARK}" if value else "" for value in c.values(table, "stale")]
+    status = [status + mark for status, mark in zip(c.values(table, "status"), stale, strict=True)]
+    return [*columns, *reversed(varying), Column(("status", ""), status, number=False)]
+
+
+def _texts(cells: Sequence[object]) -> list[str]:
+    return ["" if cell is None else printable(cell) for cell in cells]
+
+
+def print_table(records: Sequence[Record], console: Console, only: Collection[str] | None = None) -> None:
+    """The comparison in the terminal, within the console's width: a line a run, failures' reasons underneath.
+
+    only: the run ids to show, the others serving as baseline. Prints a line saying so if there is nothing to show.
+    """
+    table = c.frame(records)
+    if only is not None:
+        shown = [position for position, run_id in enumerate(c.values(table, "run_id")) if run_id in only]
+        table = _rows(table, shown)
+    if table.empty:
+        console.print(Text("no runs recorded"))
+        return
+    console.print(Text("; ".join(_texts(c.summary(table)) + _caption(table))))
+    columns, left_out = _fit(comparison_columns(table, short=True), console.width)
+    console.print(_rich(columns), soft_wrap=False)
+    width = console.width
+    if left_out:
+        names = ", ".join(column.title for column in left_out)
+        console.print(Text(f"not shown in {width} columns: {names}", style="dim"))
+    for note in _notes(table):
+        console.print(Text(_cut(note, width)), no_wrap=True)
+
+
+def _rows(table: pd.DataFrame, shown: Sequence[int]) -> pd.DataFrame:
+    """Some rows of a frame; their ratios stay to the rows they were measured against."""
+    return table.iloc[list(shown)].reset_index(drop=True)
+
+
+def _caption(table: pd.DataFrame) -> list[str]:
+    names = c.baseline_names(table)
+    return [f"× is of {printable(names)}"] if names else []
+
+
+def _notes(table: pd.DataFrame) -> list[str]:
+    """A line for each failure, saying why, and for each reason to call rows stale."""
+    failures = zip(*(c.values(table, name) for name in ("label", "status", "reason")), strict=True)
+    notes = [
+        f"{label} {status}: {reason or 'no reason recorded'}" for label, status, reason in failures if status != "ok"
+    ]
+    notes += [f"{_STALE_MARK} stale, {what}: {', '.join(labels)}" for what, labels in c.stale_rows(table).items()]
+    return [printable(note) for note in notes]
+
+
+def _fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
+    """The columns that fit a width, and those left out: names are shortened, a number never is."""
+    fitted = [_limited(column, _LONGEST_TEXT) for column in columns]
+    if _width(fitted) > width:
+        fitted = [fitted[0], *(_limited(column, _SHORTER_TEXT) for column in fitted[1:])]
+    left_out: list[Column] = []
+    while _width(fitted) > width and any(column.drop for column in fitted):
+        least = min((column for column in fitted if column.drop), key=lambda column: column.drop)
+        left_out.append(least)
+        fitted.remove(least)
+    if _width(fitted) > width:
+        fitted = [_limited(column, _SHORTEST_TEXT) for column in fitted]
+    return fitted, left_out
+
+
+def _limited(column: Column, limit: int) -> Column:
+    if column.number:
+        return column
+    return replace(column, cells=[_cut(cell, limit) for cell in column.cells])
+
+
+def _cut(text: str, width: int) -> str:
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
+
+
+def _width(columns: Sequence[Column]) -> int:
+    widest = [max(cell_len(text) for text in (*column.header, *column.cells)) for column in columns]
+    return sum(widest) + _GAP * (len(columns) - 1)
+
+
+def _rich(columns: Sequence[Column]) -> Table:
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+    for column in columns:
+        header = Text("\n".join(part for part in column.header if part))
+        table.add_column(header, justify="right" if column.number else "left", no_wrap=True, vertical="bottom")
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*(Text(cell, style=_COLOURS.get(cell.split(" ")[0], "")) for cell in cells))
+    return table
+
+
+def terminal() -> Console:
+    """Standard output at the terminal's width, or at 120 columns where it goes to a file or a pipe."""
+    return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)

@@ -1,0 +1,221 @@
+"""One run from its configuration to its record: planned, refused or launched, proven, written down."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from harness import data, engines, job, launch, layout, records, row, worker
+from harness.config import CheckpointingConfig, ModelConfig, RunConfig, StrategyConfig, identity
+from harness.data import Corpus
+from harness.engines import Widths
+from harness.errors import UserError
+from harness.layout import Layout
+from harness.machine import Machine
+from harness.measure import native
+from harness.plan import memory
+from harness.proof import Rank
+from harness.records import Record
+from harness.verdict import judge
+
+SINGLE = StrategyConfig(name="single")
+Say = Callable[[str], None]
+Tick = Callable[[Path], None]  # called with the run's folder several times a second while ranks run
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that can be started, and where it goes."""
+
+    config: RunConfig
+    machine: Machine
+    layout: Layout
+    widths: Widths
+    corpus: Corpus
+    run_id: str
+    directory: Path
+
+
+def plan(config: RunConfig, machine: Machine, *, is_reference: bool = False) -> Plan:
+    """Raises UserError if the configuration is impossible; writes nothing but the corpus to its cache."""
+    found = layout.resolve(config.strategy, config.world_size or machine.world_size)
+    engine = engines.load(found.engine)
+    for problem in (*layout.refusals(config, found), *engine.refusals(config, found, machine)):
+        raise UserError(problem)
+    corpus = data.prepare(config.data, config.train.seq_len)
+    run_id = run_id_of(config, machine, found.world_size, corpus.fingerprint)
+    folder = Path(config.results) / config.name / ("references" if is_reference else "")
+    return Plan(config, machine, found, engine.widths(config, found), corpus, run_id, folder / run_id)
+
+
+def run_id_of(config: RunConfig, machine: Machine, world_size: int, corpus: str) -> str:
+    """What is run, readable, and the hash of all that affects its result."""
+    key = identity(config, machine.device_name, world_size, corpus)
+    return "-".join((config.strategy.name, config.checkpointing.name, config.model.name, f"w{world_size}", key))
+
+
+def execute(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say, entry: Callable[[str], None]) -> Record:
+    """The run's record: the one on file if it is `ok` and made by this code, else a new one.
+
+    `entry` is what every rank runs, harness.worker.main; `models` are those named when a smaller one would fit.
+    Raises UserError where results cannot be written, KeyboardInterrupt after recording an interrupted run.
+    """
+    stored = recorded(this, say)
+    if stored is not None:
+        return stored
+    writable(this.directory.parent)
+    refused = unfit(this, models)
+    if refused:
+        return write(this, {"status": "refused", "reason": refused})
+    reference, word = reference_of(this, models, tick, say)
+    return start(this, entry, tick, reference, word)
+
+
+def refuse(config: RunConfig, machine: Machine, reason: str) -> Record:
+    """The row of a combination that is impossible as configured, inside a sweep."""
+    world_size = config.world_size or machine.world_size
+    run_id = run_id_of(config, machine, world_size, corpus="")
+    directory = Path(config.results) / config.name / run_id
+    writable(directory.parent)
+    record = row.record(
+        config, machine, None, run_id, {"status": "refused", "reason": reason, "world_size": world_size}
+    )
+    records.write_record(directory, record)
+    return record
+
+
+def recorded(this: Plan, say: Say) -> Record | None:
+    """The record that need not be made again; a stale or unreadable one is said and made again."""
+    if this.config.force or not (this.directory / records.RECORD_FILE).exists():
+        return None
+    try:
+        record = records.read_record(this.directory)
+    except UserError as error:
+        say(f"{this.run_id} is run again: {error}")
+        return None
+    if record["row"]["status"] != "ok":
+        return None
+    stale = records.is_stale(record, records.versions())
+    if stale:
+        say(f"{this.run_id} is run again, its record is stale: {'; '.join(stale)}")
+        return None
+    say(f"{this.run_id} is recorded; force=true runs it again")
+    return record
+
+
+def writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"results: {folder} cannot be written ({error.strerror}): choose another folder") from None
+
+
+def unfit(this: Plan, models: Sequence[ModelConfig]) -> str | None:
+    """Why the run does not fit this machine, with the arithmetic; preflight=false lifts what is only predicted."""
+    machine, ranks = this.machine, this.layout.world_size
+    if machine.device == "cuda" and ranks > machine.devices:
+        return f"world_size={ranks} needs {ranks} CUDA devices, {machine.devices} are there: choose {machine.devices}"
+    if not this.config.preflight:
+        return None
+    return memory.refusal(
+        this.config,
+        this.layout,
+        this.widths,
+        available_bytes=machine.available_bytes,
+        ranks_on_host=ranks,
+        device=machine.device,
+        models=models,
+    )
+
+
+def reference_of(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say) -> tuple[Rank | None, str]:
+    """The single process that trains the same, run once a comparison and kept; or why there is none."""
+    if not this.config.proof.reference:
+        return None, "not asked for: proof.reference=false"
+    config = dataclasses.replace(
+        this.config, strategy=SINGLE, checkpointing=CheckpointingConfig("none"), world_size=None, repeat=0, force=False
+    )
+    single = plan(config, this.machine, is_reference=True)
+    refused = unfit(single, models)
+    if refused:
+        return None, f"skipped, the single process does not fit: {refused}"
+    record = recorded(single, lambda _: None)
+    if record is None:
+        say(f"reference {single.run_id}")
+        record = start(single, worker.main, tick, None, "is the reference")
+    if record["row"]["status"] != "ok":
+        return None, f"the reference ended as {record['row']['status']}: {record['row']['reason']}"
+    return row.read_ranks(single.directory, 1)[0], f"compared with {single.run_id}"
+
+
+def start(this: Plan, entry: Callable[[str], None], tick: Tick, reference: Rank | None, word: str) -> Record:
+    """Runs the ranks and writes the record, whatever their end."""
+    shutil.rmtree(this.directory, ignore_errors=True)
+    (this.directory / "ranks").mkdir(parents=True)
+    began = datetime.now(UTC)
+    made, notes = prepare(this)
+    made.write(this.directory)
+    world_size = this.layout.world_size
+    outcome = launch.launch(
+        entry,
+        this.directory,
+        world_size,
+        device=this.machine.device,
+        timeout_seconds=this.config.timeout_seconds,
+        on_tick=lambda: tick(this.directory),
+    )
+    ranks = row.read_ranks(this.directory, world_size)
+    ending: dict[str, Any] = {"status": outcome.status, "reason": outcome.reason}
+    extra: dict[str, Any] = {"notes": notes}
+    exhausted = next((rank for rank in ranks if rank["status"] == "oom"), None)
+    if outcome.status == "ok":
+        ending, extra = judge(this.config, this.layout, this.widths, ranks, reference, word)
+        extra["notes"] = notes
+    elif outcome.status == "error" and exhausted:
+        ending["status"] = "oom"
+        ending["reason"] = f"rank {exhausted['rank']} in {exhausted['phase']}: {exhausted['reason']}"
+    ending |= {"started_at": began.isoformat(), "seconds": outcome.seconds}
+    record = write(this, ending, ranks, extra)
+    if outcome.status == "interrupted":
+        raise KeyboardInterrupt
+    return record
+
+
+def prepare(this: Plan) -> tuple[job.Job, list[str]]:
+    """The run file, with what must be built before ranks start; and words on what could not be."""
+    notes, allocator = [], None
+    cache = Path(this.config.data.cache).expanduser()
+    if this.machine.device == "cpu":
+        problem = native.compiler_problem()
+        if problem:
+            notes.append(f"memory is not counted: {problem}")
+        else:
+            allocator = str(native.build_allocator(cache))
+    variables = engines.load(this.layout.engine).environment(this.machine, cache)
+    threads = launch.threads_per_rank(this.layout.world_size // this.machine.nodes)
+    return job.Job(
+        this.run_id, this.config, this.layout, this.corpus, this.machine.device, threads, allocator, variables
+    ), notes
+
+
+def write(
+    this: Plan, ending: dict[str, Any], ranks: Sequence[Rank] = (), extra: dict[str, Any] | None = None
+) -> Record:
+    """Writes record.json and, where there are steps, steps.jsonl beside it."""
+    predicted = memory.estimate(this.config, this.layout, this.widths, this.machine.device)
+    ending |= {"predicted_peak_bytes": predicted.peak_bytes}
+    record = row.record(this.config, this.machine, this.layout, this.run_id, ending, ranks, extra)
+    steps = record.pop("steps", [])
+    this.directory.mkdir(parents=True, exist_ok=True)
+    if steps:
+        lines = "".join(json.dumps(step) + "\n" for step in steps)
+        records.atomic_write_text(this.directory / "steps.jsonl", lines)
+    records.write_record(this.directory, record)
+    return records.read_record(this.directory)

@@ -1,0 +1,173 @@
+"""The parent's eyes and hands on running ranks: what each reported, the time limit, signals, and their certain end."""
+
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from harness.rank import Done, Raised, Started
+
+TICK_SECONDS = 0.2
+GRACE_SECONDS = 2.0  # from a rank's failure to the end of its peers, should the elastic agent not manage by then
+DEATH_SECONDS = 5.0  # for killed ranks to be gone
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TOUCHED = (*HANDLED, signal.SIGQUIT)  # SIGQUIT stays with the elastic agent
+
+
+@dataclass
+class Watch:
+    """One run's ranks, by local rank. The watching thread writes it, and the signal handlers in the main thread."""
+
+    lifeline: Connection  # for the ranks: they die when its other end, `hold`, closes or the parent dies
+    hold: Connection
+    reports: list[Connection]  # for the ranks, one each
+    ears: dict[Connection, int]  # the other ends of those still open
+    ends_at: float  # time.monotonic()
+    stopped: str = ""  # timeout | interrupted
+    armed: bool = False  # whether a signal may break into what the main thread does: while the agent runs
+    signals: int = 0  # received from outside
+    poked_at: float = 0.0
+    poked: bool = False
+    ending: bool = False  # the agent has returned
+    started: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+    raised: dict[int, Raised] = field(default_factory=dict)
+    gone: dict[int, float] = field(default_factory=dict)  # when a rank that had started was seen to be dead
+    left: tuple[int, ...] = ()  # ranks that went without a word and without the agent's notice: they exited with 0
+    tick_error: Exception | None = None
+
+    def failed_at(self) -> float | None:
+        """When the first rank failed, as far as seen."""
+        moments = [r.moment for r in self.raised.values()]
+        moments += [moment for rank, moment in self.gone.items() if rank not in self.done]
+        return min(moments, default=None)
+
+
+@contextmanager
+def watching(local_ranks: int, ends_at: float, on_tick: Callable[[], None] | None) -> Iterator[Watch]:
+    """Watches until the block ends; then every rank is dead, and signal handlers are what they were."""
+    lifeline, hold = multiprocessing.Pipe(duplex=False)
+    pairs = [multiprocessing.Pipe(duplex=False) for _ in range(local_ranks)]
+    ears = {ear: rank for rank, (ear, _) in enumerate(pairs)}
+    watch = Watch(lifeline, hold, [mouth for _, mouth in pairs], ears, ends_at)
+    already = set(multiprocessing.active_children())
+    over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(watch, on_tick, over), daemon=True)
+    handlers = {number: signal.getsignal(number) for number in TOUCHED}
+    for number in HANDLED:
+        if handlers[number] is not signal.SIG_IGN:  # nohup's and a background job's wish
+            signal.signal(number, lambda number, frame: _on_signal(watch, number, frame))
+    try:
+        thread.start()
+        yield watch
+    finally:
+        try:
+            _end(watch, already)
+        finally:
+            over.set()
+            thread.join()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            for connection in (lifeline, *(end for pair in pairs for end in pair)):
+                connection.close()
+    if watch.tick_error is not None:
+        raise watch.tick_error
+
+
+def _on_signal(watch: Watch, number: int, _: FrameType | None) -> None:
+    """The first breaks off the run, the second whatever is being done."""
+    if watch.poked:
+        watch.poked = False
+    else:
+        watch.signals += 1
+        watch.stopped = watch.stopped or "interrupted"
+    if watch.signals > 1:
+        raise KeyboardInterrupt
+    if watch.armed:
+        raise SignalException(f"{signal.Signals(number).name}", signal.SIGKILL)  # what the agent sends on to the ranks
+
+
+def _watch(watch: Watch, on_tick: Callable[[], None] | None, over: threading.Event) -> None:
+    next_tick = time.monotonic()
+    while not over.is_set():
+        _listen(watch, over, max(0.0, next_tick - time.monotonic()))
+        now = time.monotonic()
+        _enforce(watch, now)
+        if now < next_tick:
+            continue
+        next_tick = now + TICK_SECONDS
+        if on_tick is not None and watch.armed and watch.tick_error is None:
+            try:
+                on_tick()
+            except Exception as error:
+                watch.tick_error = error
+
+
+def _listen(watch: Watch, over: threading.Event, seconds: float) -> None:
+    """What the ranks say within that time; the end of a rank's pipe is the end of the rank."""
+    if watch.ending or len(watch.started) == len(watch.reports):
+        for mouth in watch.reports:  # every rank that will ever have one has it: now a pipe ends with its rank
+            mouth.close()
+    if not watch.ears:
+        over.wait(seconds)
+        return
+    for ear in wait(list(watch.ears), seconds):
+        assert isinstance(ear, Connection)
+        rank = watch.ears[ear]
+        try:
+            message = ear.recv()
+        except (EOFError, OSError):
+            watch.gone[rank] = time.monotonic()
+            del watch.ears[ear]
+            continue
+        if isinstance(message, Started):
+            watch.started.add(rank)
+        elif isinstance(message, Done):
+            watch.done.add(rank)
+        elif isinstance(message, Raised):
+            watch.raised[rank] = message
+
+
+def _enforce(watch: Watch, now: float) -> None:
+    """Ends the run at its time limit, or when the agent overlooks that a rank is gone."""
+    if not watch.armed or now - watch.poked_at < GRACE_SECONDS:
+        return
+    failed_at = watch.failed_at()
+    if now >= watch.ends_at:
+        watch.stopped = watch.stopped or "timeout"
+        _poke(watch, now)
+    elif failed_at is not None and now - failed_at > GRACE_SECONDS:
+        if not watch.hold.closed:  # first the peers, which may have a way to survive the agent's SIGTERM
+            watch.left = tuple(r for r in watch.gone if r not in watch.done and r not in watch.raised)
+            watch.hold.close()
+        elif now - failed_at > 2 * GRACE_SECONDS:
+            _poke(watch, now)
+
+
+def _poke(watch: Watch, now: float) -> None:
+    """Makes the main thread leave whatever it waits for."""
+    watch.poked_at, watch.poked = now, True
+    identity = threading.main_thread().ident
+    assert identity is not None
+    signal.pthread_kill(identity, signal.SIGTERM)
+
+
+def _end(watch: Watch, already: set[multiprocessing.process.BaseProcess]) -> None:
+    """Kills what the agent left: by SIGKILL if it is known, by the lifeline if it was only just being started."""
+    watch.armed = False
+    for process in multiprocessing.active_children():
+        if process not in already:
+            process.kill()
+            process.join(DEATH_SECONDS)
+    watch.hold.close()
+    watch.ending = True
+    patience = time.monotonic() + DEATH_SECONDS
+    while watch.ears and time.monotonic() < patience:
+        time.sleep(0.005)

@@ -1,0 +1,113 @@
+"""What runs in every rank: reads its run file, trains, and writes what it saw. It never sees Hydra."""
+
+import dataclasses
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from harness import engines, job
+from harness.data import Batches
+from harness.errors import one_line
+from harness.job import Job
+from harness.layout import AXES
+from harness.measure.memory import DeviceMemory
+from harness.measure.native import load_allocator
+from harness.measure.probe import Probe
+from harness.measure.state import held_bytes, holdings
+from harness.records import atomic_write_json
+from harness.train import train
+
+PROGRESS_SECONDS = 0.2  # between two words of progress, so that saying it costs the steps nothing
+
+
+def main(run_dir: str) -> None:
+    """One rank, from its run file to its rank file. A failure is written down, then raised."""
+    directory = Path(run_dir)
+    rank = int(os.environ["RANK"])
+    target = job.rank_file(directory, rank)
+    report: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "status": "error"}
+    progress = Progress(directory if rank == 0 else None)
+    try:
+        report |= measure(job.read(directory), rank, progress) | {"status": "ok"}
+    except BaseException as error:
+        memory_ran_out = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        report |= {"status": "oom" if memory_ran_out else "error", "phase": progress.phase, "step": progress.step}
+        report |= {"error": type(error).__name__, "reason": one_line(error), "traceback": traceback.format_exc()}
+        raise
+    finally:
+        atomic_write_json(target, report)
+
+
+def measure(this: Job, rank: int, progress: "Progress") -> dict[str, Any]:
+    """Builds the engine and trains; everything this rank has to say about it, as plain values."""
+    os.environ.update(this.environment)
+    allocator = load_allocator(Path(this.allocator)) if this.allocator else None
+    with process_group(this) as (mesh, device):
+        memory = DeviceMemory(device, allocator)
+        probe = Probe()
+        engine = engines.load(this.layout.engine).build(this.config, this.layout, mesh, device, probe)
+        batches = Batches(this.corpus, this.config, this.layout, this.layout.data_rank(rank), device)
+        seen = train(engine, probe, batches, this.config.train, memory, progress)
+        profiled = seen.profiled._asdict()
+        report = vars(seen) | {
+            "last_gradients": profiled.pop("gradients"),
+            "profiled": as_plain(profiled),
+            "holds_loss": seen.losses[0] is not None,
+            "devices": getattr(engine, "devices", 1),
+            "device_name": torch.cuda.get_device_name() if this.device == "cuda" else "cpu",
+            "parameter_bytes": held_bytes(engine, "parameters"),
+            "optimizer_bytes": held_bytes(engine, "optimizer"),
+            "parameters": holdings(engine, "parameters"),
+            "optimizer": holdings(engine, "optimizer"),
+            "allocation_retries": memory.allocation_retries(),
+        }
+        engine.close()
+    return report
+
+
+def as_plain(profiled: dict[str, Any]) -> dict[str, Any]:
+    at_peak = profiled["at_peak"]
+    return profiled | {
+        "at_peak": at_peak and at_peak._asdict(),
+        "communication": [dataclasses.asdict(entry) for entry in profiled["communication"]],
+    }
+
+
+@contextmanager
+def process_group(this: Job) -> Iterator[tuple[DeviceMesh, torch.device]]:
+    """Joins the other ranks; a mesh with every axis, in the order of layout.AXES."""
+    torch.set_num_threads(this.threads)
+    if this.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    yield init_device_mesh(this.device, this.layout.mesh_shape, mesh_dim_names=AXES), device
+    dist.destroy_process_group()  # only after success: a failed rank must not wait for the others
+
+
+class Progress:
+    """Where the run stands, in a small file that the parent reads; written by one rank, seldom."""
+
+    def __init__(self, run_dir: Path | None) -> None:
+        self.path = run_dir / "progress" if run_dir else None
+        self.phase, self.step = "start", 0
+        self.said = 0.0
+
+    def __call__(self, phase: str, step: int) -> None:
+        self.phase, self.step = phase, step
+        now = time.monotonic()
+        if self.path and now - self.said >= PROGRESS_SECONDS:
+            self.path.write_text(f"{phase} {step}")
+            self.said = now

@@ -1,0 +1,57 @@
+"""Every prepared model: its YAML loads, and the count it states is the count of the module built from it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from harness.config import ModelConfig, from_dict
+from harness.model import build_model
+from harness.plan.memory import parameter_count
+
+FOLDER = Path(__file__).parent.parent / "conf" / "model"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+# The counts these models are known by: a wrong size in a YAML cannot hide behind a count computed from it.
+KNOWN = {
+    "1b": 1_235_814_400,
+    "3b": 3_212_749_824,
+    "7b": 6_738_415_616,
+    "8b": 8_030_261_248,
+    "13b": 13_015_864_320,
+    "30b": 32_528_943_616,
+    "70b": 70_553_706_496,
+    "405b": 405_853_388_800,
+    "mistral_7b": 7_241_732_096,
+}
+
+
+def load(name: str) -> ModelConfig:
+    model: ModelConfig = from_dict(ModelConfig, yaml.safe_load((FOLDER / f"{name}.yaml").read_text()), "model")
+    return model
+
+
+def test_the_prepared_models_are_there() -> None:
+    assert {"tiny", "125m", "350m", "10b", *KNOWN} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stated_count_is_that_of_the_built_module(name: str) -> None:
+    model = load(name)
+    assert model.name == name and model.source
+    with torch.device("meta"):
+        module = build_model(model)
+    built = sum(parameter.numel() for parameter in module.parameters())  # parameters() yields a tied weight once
+    assert model.parameters == built == parameter_count(model)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_stated_count_is_the_known_one(name: str) -> None:
+    assert load(name).parameters == KNOWN[name]
+
+
+def test_tiny_is_small_yet_divisible() -> None:
+    tiny = load("tiny")
+    assert tiny.num_hidden_layers >= 4 and tiny.num_attention_heads >= 4 and tiny.num_key_value_heads == 2
+    assert 300_000 < tiny.parameters < 700_000 and tiny.vocab_size == 256

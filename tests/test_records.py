@@ -1,0 +1,299 @@
+"""The result store: exact, whole or not at all, and never stopped by one bad file."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness import records as r
+from harness.errors import UserError
+
+PROMISED = [
+    "run_id",
+    "name",
+    "status",
+    "reason",
+    "model",
+    "parameters",
+    "strategy",
+    "engine",
+    "checkpointing",
+    "precision",
+    "world_size",
+    "dp_replicate",
+    "dp_shard",
+    "tp",
+    "cp",
+    "pp",
+    "zero_stage",
+    "micro_batch",
+    "grad_accumulation",
+    "global_batch",
+    "seq_len",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "step_seconds",
+    "mfu",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "parameter_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "activation_bytes",
+    "communication_bytes",
+    "loss_first",
+    "loss_last",
+    "loss_deviation",
+    "grad_deviation",
+    "predicted_peak_bytes",
+    "predicted_step_seconds",
+    "measured_on",
+    "launch",
+]
+
+
+def record(run_id: str = "run", **row: Any) -> r.Record:
+    return {
+        "row": {"run_id": run_id, "status": "ok"} | row,
+        "ranks": [{"rank": 0}],
+        "versions": r.versions(),
+        "communication": [],
+    } | {key: {} for key in ("config", "layout", "environment", "proof")}
+
+
+def read_csv(path: Path) -> pd.DataFrame:
+    return pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[])
+
+
+def test_promised_columns_come_first_and_in_order() -> None:
+    assert list(r.COLUMNS[: len(PROMISED)]) == PROMISED and len(set(r.COLUMNS)) == len(r.COLUMNS)
+
+
+_VALUES = {
+    str: st.text(max_size=20) | st.sampled_from(["=1+1", "+a", "-b", "@c", "\t=d", "'e", 'f,"g"', "NA", "1e9", "\r\n"]),
+    int: st.integers(-(2**63), 2**63 - 1),
+    float: st.floats(),
+}
+_ROWS = st.fixed_dictionaries(
+    {},
+    optional={
+        column: st.none() | _VALUES[kind]
+        for column, kind in r.COLUMN_TYPES.items()
+        if column not in ("run_id", "status", "stale")
+    }
+    | {"at_peak_logits_bytes": st.none() | _VALUES[int]},
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(row=_ROWS)
+def test_any_row_survives_to_pandas(row: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    results = tmp_path_factory.mktemp("results")
+    r.write_record(results / "run", record(**row))
+    assert r.read_record(results / "run")["row"].keys() == {"run_id", "status", *row}
+    table = read_csv(r.write_runs_csv(results))
+    assert len(table) == 1 and list(table)[: len(r.COLUMNS)] == list(r.COLUMNS)
+    for column in {*r.COLUMNS, *row} - {"run_id", "status", "stale"}:
+        cell, value = table[column][0], row.get(column)
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            assert cell == ""
+        elif isinstance(value, str):
+            text = r.printable(value)
+            assert cell == ("'" + text if text[:1] in tuple("=+-@'") else text)
+        elif isinstance(value, int):
+            assert cell == str(value) and int(cell) == value
+        else:
+            assert float(cell) == value
+
+
+def test_pandas_infers_exact_integers_and_empties(tmp_path: Path) -> None:
+    r.write_record(tmp_path / "a", record("a", peak_allocated_bytes=2**62 + 1, started_at="2026-01-01T00:00:00Z"))
+    r.write_record(tmp_path / "b", record("b", peak_allocated_bytes=None, checkpointing="none", mfu=0.0))
+    table = pd.read_csv(r.write_runs_csv(tmp_path), dtype_backend="numpy_nullable")
+    assert table["run_id"].tolist() == ["b", "a"] and table["peak_allocated_bytes"][1] == 2**62 + 1
+    assert pd.isna(table["peak_allocated_bytes"][0]) and pd.isna(table["mfu"][1]) and table["mfu"][0] == 0
+    assert table["checkpointing"][0] == "none"
+
+
+def test_rows_come_in_order_of_start_then_id_and_unknown_columns_last(tmp_path: Path) -> None:
+    starts = {"c": "2026-01-01T00:00:01Z", "b": "2026-01-01T00:00:02Z", "a": "2026-01-01T00:00:02Z"}
+    for run_id, started_at in starts.items():
+        r.write_record(tmp_path / run_id, record(run_id, started_at=started_at, **{f"extra_{run_id}": 1, "zz": 2}))
+    r.write_record(tmp_path / "d", record("d", status="oom", reason="=cmd|' /C calc'!A0"))
+    for hidden in ("references", ".trash"):
+        r.write_record(tmp_path / hidden, record(hidden))
+        r.write_record(tmp_path / hidden / "inner", record("inner"))
+    table = read_csv(r.write_runs_csv(tmp_path))
+    assert table["run_id"].tolist() == ["d", "c", "a", "b"]
+    assert list(table)[len(r.COLUMNS) :] == ["extra_c", "zz", "extra_a", "extra_b"]
+    assert table["reason"][0] == "'=cmd|' /C calc'!A0" and table["status"][0] == "oom"
+    first = (tmp_path / "runs.csv").read_bytes()
+    assert r.write_runs_csv(tmp_path).read_bytes() == first and not list(tmp_path.glob("*.tmp"))
+
+
+def test_numbers_that_json_lacks_become_unknown_and_bytes_whole(tmp_path: Path) -> None:
+    r.write_record(tmp_path, record(loss_last=math.nan, communication_bytes=10.6) | {"proof": {"x": [math.inf, (1,)]}})
+    kept = r.read_record(tmp_path)
+    assert kept["row"]["loss_last"] is None and kept["row"]["communication_bytes"] == 11
+    assert kept["proof"] == {"x": [None, [1]]} and "NaN" not in (tmp_path / "record.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"peak_allocated_bytes": "12"},
+        {"model": 3},
+        {"tp": True},
+        {"extra": [1]},
+        {"status": "fine"},
+        {"tp": 2**63},
+        {"at_peak_other_bytes": "1"},
+    ],
+)
+def test_wrong_values_are_refused_before_anything_is_written(row: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=next(iter(row))):
+        r.write_record(tmp_path / "run", record(**row))
+    assert not (tmp_path / "run").exists()
+
+
+def test_corrupt_records_are_named_and_not_fatal(tmp_path: Path) -> None:
+    r.write_record(tmp_path / "good", record("good"))
+    whole = (tmp_path / "good" / "record.json").read_text()
+    broken = {
+        "cut": whole[: len(whole) // 2],
+        "empty": "",
+        "list": "[]",
+        "newer": whole.replace('"schema_version": 1', '"schema_version": 2'),
+        "nan": whole.replace('"ok"', '"ok", "mfu": NaN'),
+        "text": whole.replace('"ok"', '"ok", "mfu": "high"'),
+        "deep": "[" * 100_000,
+        "ranks": whole.replace('"rank": 0', '"rank": 0}, 7, {"a": 1'),
+    }
+    for name, text in broken.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.json").write_text(text)
+    (tmp_path / "bytes").mkdir()
+    (tmp_path / "bytes" / "record.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "folder" / "record.json").mkdir(parents=True)
+    (tmp_path / "running").mkdir()
+    found = r.read_all(tmp_path)
+    assert [entry["row"]["run_id"] for entry in found.records] == ["good"]
+    named = {Path(problem.split(" ")[0]).parent.name for problem in found.problems}
+    assert named == {*broken, "bytes", "folder"} and not any("\n" in problem for problem in found.problems)
+    assert "schema_version=2 is not 1" in next(problem for problem in found.problems if "newer" in problem)
+    with pytest.raises(UserError, match=r"cut/record\.json is not a whole record"):
+        r.read_record(tmp_path / "cut")
+    with pytest.raises(UserError, match="not a directory"):
+        r.read_all(tmp_path / "missing")
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from harness.records import write_record
+number = 0
+while True:
+    number += 1
+    row = {"run_id": "run", "status": "ok", "parameters": number}
+    write_record(Path(sys.argv[1]), {"row": row, "ranks": [{"number": number, "fill": "x" * 50} for _ in range(2000)]})
+    if number == 1:
+        print("ready", flush=True)
+"""
+
+
+def test_a_kill_during_writing_leaves_a_whole_record(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    leftovers = 0
+    for attempt in range(60):
+        with subprocess.Popen([sys.executable, "-c", _WRITER, str(run_dir)], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+            time.sleep(0.013 * (attempt % 8))
+            writer.send_signal(signal.SIGKILL)
+        kept = r.read_record(run_dir)
+        assert {rank["number"] for rank in kept["ranks"]} == {kept["row"]["parameters"]} and len(kept["ranks"]) == 2000
+        leftovers = len(list(run_dir.glob(".record.json.*.tmp")))
+        if leftovers and attempt >= 5:
+            break
+    assert leftovers > 0  # a kill did fall into a write
+    assert len(r.read_all(tmp_path).records) == 1
+
+
+def test_a_failed_write_leaves_the_old_and_no_litter(tmp_path: Path) -> None:
+    r.write_record(tmp_path, record(parameters=1))
+    with pytest.raises(TypeError):
+        r.write_record(tmp_path, record(parameters=2) | {"config": {"bad": object()}})
+    target = tmp_path / "taken"
+    target.mkdir()
+    with pytest.raises(OSError):
+        r.atomic_write_text(target, "text")
+    assert r.read_record(tmp_path)["row"]["parameters"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "taken"]
+
+
+def test_versions_tell_code_and_packages_without_importing_them() -> None:
+    probe = (
+        "import json, sys; from harness.records import versions as v; print(json.dumps([v(), 'torch' in sys.modules]))"
+    )
+    found, imported = json.loads(subprocess.check_output([sys.executable, "-c", probe]))
+    assert found == r.versions() and not imported
+    assert (
+        found.keys() == {"python", "torch", "deepspeed", "accelerate", "harness", "code"} and len(found["code"]) == 12
+    )
+
+
+def test_code_follows_what_measures_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "records.py",
+        "train.py",
+        "tracking.py",
+        "report/tables.py",
+        "plan/memory.py",
+        "measure/allocator.cpp",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(r, "__file__", str(tmp_path / "records.py"))
+    before = r.versions()["code"]
+    changed = {}
+    for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
+        text = path.read_text()
+        path.write_text(text + " ")
+        changed[path.name] = r.versions()["code"] != before
+        path.write_text(text)
+    assert {name for name, differs in changed.items() if differs} == {"train.py", "allocator.cpp"}
+    assert r.versions()["code"] == before and r.git_commit() is None
+
+
+def test_git_commit_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "harness" / "records.py"
+    source.parent.mkdir()
+    (source.parent / "__init__.py").write_text("")
+    monkeypatch.setattr(r, "__file__", str(source))
+
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+        return subprocess.check_output(["git", "-C", str(tmp_path), *identity, *arguments], text=True).strip()
+
+    git("init", "-q")
+    assert r.git_commit() is None  # nothing of it is in the repository yet
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    assert r.git_commit() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    source.write_text("changed")
+    assert r.git_commit() == {"commit": git("rev-parse", "HEAD"), "dirty": True}
+
+
+def test_stale_says_what_differs() -> None:
+    now: dict[str, str | None] = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": None, "code": "abc"}
+    assert r.is_stale({"versions": dict(now)}, now) == []
+    assert r.is_stale({"versions": now | {"torch": "2.12.0", "deepspeed": "0.19.8"}}, now) == ["torch 2.12.0 → 2.13.0"]
+    assert r.is_stale({"row": {}}, now)[-1] == "code unknown → abc"

@@ -1,0 +1,461 @@
+"""The report's numbers, units and ratios, its width, and that hostile text stays text."""
+
+import io
+import re
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+from rich.cells import cell_len
+from rich.console import Console
+
+from harness.records import Record, versions, write_record
+from harness.report.__main__ import main
+from harness.report.comparison import byte_unit, frame, scaled, values
+from harness.report.markdown import escape, page
+from harness.report.tables import print_table
+
+PARAMETERS = 2**20
+MIB = 2**20
+HOSTILE = (
+    "<script>alert(1)</script> | **b** [l](http://x) `c` $x$ \x1b[31m\n# h\r\n=1+1 [red]r[/red] :smile: _i_ ![p](q)"
+)
+
+
+def row(number: int, strategy: str, engine: str, stage: int, **changes: Any) -> dict[str, Any]:
+    """An ok row of a 2-rank run without accumulation; fp32 under ZeRO's own formulas, in whole bytes."""
+    shards = {kind: 2 if stage >= first else 1 for kind, first in (("optimizer", 1), ("gradient", 2), ("parameter", 3))}
+    return {
+        "run_id": f"{number:010x}",
+        "name": "demo",
+        "status": "ok",
+        "reason": None,
+        "model": "tiny",
+        "parameters": PARAMETERS,
+        "strategy": strategy,
+        "engine": engine,
+        "checkpointing": "none",
+        "precision": "fp32",
+        "world_size": 2,
+        "zero_stage": stage,
+        "micro_batch": 4,
+        "grad_accumulation": 1,
+        "global_batch": 8,
+        "seq_len": 128,
+        "tokens_per_second": 12345.6,
+        "tokens_per_second_per_device": 6172.8,
+        "step_seconds": 0.08294,
+        "peak_allocated_bytes": 20 * MIB,
+        "parameter_bytes": 4 * PARAMETERS // shards["parameter"],
+        "gradient_bytes": 4 * PARAMETERS // shards["gradient"],
+        "optimizer_bytes": (8 if engine == "torch" else 12) * PARAMETERS // shards["optimizer"],
+        "activation_bytes": 3 * MIB // 2,
+        "communication_bytes": 4 * PARAMETERS,
+        "loss_first": 5.545,
+        "loss_last": 3.21,
+        "loss_deviation": 1.23e-7,
+        "grad_deviation": 4.56e-6,
+        "measured_on": "cpu",
+        "launch": "processes",
+        "repeat": 0,
+        "started_at": f"2026-01-02T03:{number:02d}:00Z",
+    } | changes
+
+
+FAILED = dict.fromkeys(
+    (
+        *("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "peak_allocated_bytes"),
+        *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "communication_bytes"),
+        *("loss_first", "loss_last", "loss_deviation", "grad_deviation"),
+    )
+)
+
+
+def record_of(row: dict[str, Any]) -> Record:
+    sent = row["communication_bytes"] or 0
+    communication = [{"operation": "all_reduce", "axis": "dp_replicate", "bytes": sent, "count": 3}]
+    if row["zero_stage"]:
+        communication = [
+            {"operation": "all_gather", "axis": "dp_shard", "bytes": sent - 2 * PARAMETERS, "count": 7},
+            {"operation": "reduce_scatter", "axis": "dp_shard", "bytes": 2 * PARAMETERS, "count": 5},
+        ]
+    peak = row["peak_allocated_bytes"]
+    ranks = [
+        {"rank": rank, "peak_allocated_bytes": peak and peak - rank * MIB // 2} for rank in range(row["world_size"])
+    ]
+    ok = row["status"] == "ok"
+    return {
+        "schema_version": 1,
+        "row": row,
+        "config": {},
+        "layout": {},
+        "ranks": ranks,
+        "environment": {"cpu": "Some CPU | 8 cores"},
+        "versions": versions(),
+        "proof": {"layout": "proven", "loss_bound": 1e-5, "gradient_bound": 1e-4} if ok else {},
+        "communication": communication if sent else [],
+    }
+
+
+def records() -> list[Record]:
+    """Ten runs as they come out of a sweep, in the order they started."""
+    single = {"world_size": 1, "communication_bytes": 0, "loss_deviation": 0.0}
+    single |= dict.fromkeys(("tokens_per_second", "tokens_per_second_per_device"), 8000.0)
+    refused = (
+        "train.global_batch=8 is not a multiple of train.micro_batch=3 x 2 data-parallel ranks: choose a multiple of 6"
+    )
+    rows = [
+        row(1, "zero1", "deepspeed", 1, peak_allocated_bytes=18 * MIB),
+        row(2, "ddp", "torch", 0, tokens_per_second=16000.0, tokens_per_second_per_device=8000.0),
+        row(3, "single", "torch", 0, **single),
+        row(4, "zero2", "deepspeed", 2, peak_allocated_bytes=16 * MIB),
+        row(5, "zero3", "deepspeed", 3, peak_allocated_bytes=10 * MIB, communication_bytes=6 * PARAMETERS),
+        row(6, "fsdp_full_shard", "torch", 3, peak_allocated_bytes=9 * MIB, communication_bytes=6 * PARAMETERS),
+        row(7, "fsdp_shard_grad_op", "torch", 2, status="oom", reason="rank 1 ran out of memory", **FAILED),
+        row(8, "fsdp_no_shard", "torch", 0, status="refused", reason=refused, **FAILED),
+        row(9, "fsdp_hybrid_shard", "torch", 3, status="timeout", reason="no step for 1800 s", **FAILED),
+        row(10, "zero_offload", "deepspeed", 2, status="error", reason="RuntimeError: shards differ", **FAILED),
+    ]
+    return [record_of(entry) for entry in rows]
+
+
+def stored(results_dir: Path, entries: list[Record]) -> Path:
+    for record in entries:
+        write_record(results_dir / record["row"]["run_id"], record)
+    return results_dir
+
+
+def printed(entries: list[Record], width: int, only: set[str] | None = None) -> list[str]:
+    text = io.StringIO()
+    print_table(entries, Console(file=text, width=width), only)
+    return text.getvalue().splitlines()
+
+
+def terminal_cells(lines: list[str], strategy: str) -> list[str]:
+    return next(line for line in lines if line.startswith(strategy + " ")).split()
+
+
+def grids(text: str) -> dict[str, list[dict[str, str]]]:
+    """Every table of a page by its heading, as a Markdown parser reads it: a dict a row."""
+    found: dict[str, list[dict[str, str]]] = {}
+    heading = ""
+    lines: list[list[str]] = []
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    for before, token in pairwise(tokens):
+        if token.type == "inline" and before.type == "heading_open":
+            heading = token.content.split(" (")[0]
+        if token.type == "inline" and before.type in ("th_open", "td_open"):
+            lines[-1].append("".join(child.content for child in token.children or []))
+        if token.type == "tr_open":
+            lines.append([])
+        if token.type == "table_open":
+            lines = []
+        if token.type == "table_close":
+            found.setdefault(heading, [dict(zip(lines[0], cells, strict=True)) for cells in lines[1:]])
+    return found
+
+
+def test_terminal_numbers_stand_in_their_columns() -> None:
+    lines = printed(records(), 120)
+    assert lines[0].startswith(
+        "tiny (1,048,576 parameters); fp32; 8 × 128 = 1,024 tokens a step; micro-batch 4; on cpu;"
+    )
+    assert terminal_cells(lines, "ddp") == (
+        [
+            "ddp",
+            "none",
+            "2",
+            "ok",
+            "16,000",
+            "1.00",
+            "82.94",
+            "20.00",
+            "1.00",
+            "16.00",
+            "1.50",
+            "4.00",
+            "1.00",
+            "1.2e-7",
+            "4.6e-6",
+        ]
+    )
+    assert terminal_cells(lines, "zero3") == (
+        [
+            "zero3",
+            "none",
+            "2",
+            "ok",
+            "12,346",
+            "0.77",
+            "82.94",
+            "10.00",
+            "0.50",
+            "10.00",
+            "1.50",
+            "6.00",
+            "1.50",
+            "1.2e-7",
+            "4.6e-6",
+        ]
+    )
+    assert terminal_cells(lines, "single") == (
+        [
+            "single",
+            "none",
+            "1",
+            "ok",
+            "8,000",
+            "0.50",
+            "82.94",
+            "20.00",
+            "1.00",
+            "16.00",
+            "1.50",
+            "0.00",
+            "0.00",
+            "0",
+            "4.6e-6",
+        ]
+    )
+
+
+def test_header_names_the_units_of_the_columns_below() -> None:
+    lines = printed(records(), 120)
+    bottom = next(number for number, line in enumerate(lines) if line.startswith("strategy"))
+    starts = [match.span() for match in re.finditer(r"\S+", lines[bottom])]
+    ddp = next(line for line in lines if line.startswith("ddp "))
+    over = {
+        ddp[:end].split()[-1]: (lines[bottom - 1][:end].split() or [""])[-1] + " " + lines[bottom][start:end]
+        for start, end in starts
+    }
+    assert over["20.00"] == "peak MiB" and over["82.94"] == "step ms" and over["4.00"] == "comm. MiB"
+    assert over["16.00"] == "state MiB" and over["1.50"] == "activ. MiB" and over["16,000"] == " tok/s"
+    assert over["1.2e-7"] == "loss dev." and over["4.6e-6"] == "grad dev."
+
+
+def test_failures_stay_in_place_with_their_reasons() -> None:
+    lines = printed(records(), 120)
+    assert terminal_cells(lines, "fsdp_shard_grad_op") == ["fsdp_shard_grad_op", "none", "2", "oom"]
+    assert "fsdp_shard_grad_op oom: rank 1 ran out of memory" in lines
+    refusal = next(line for line in lines if line.startswith("fsdp_no_shard refused:"))
+    assert refusal.endswith("…") and cell_len(refusal) == 120
+    failures = page("demo", records(), []).split("## Failures")[1]
+    assert "x 2 data-parallel ranks: choose a multiple of 6" in failures and "choose…" not in failures
+
+
+def many_long(number: int) -> list[Record]:
+    """Rows whose names are long and wide and whose numbers are large, everything varying."""
+    changes = [
+        {"model": f"a-model-of-a-long-name-{n}", "measured_on": "NVIDIA H200 " * (1 + n % 4), "repeat": n}
+        | {
+            "precision": ("bf16_mixed", "fp32")[n % 2],
+            "checkpointing": f"every_{n}_of_the_層",
+            "seq_len": 131072 * (n + 1),
+        }
+        | {"peak_allocated_bytes": 2**40 + n, "tokens_per_second": 1e7 + n, "reason": "x " * 200}
+        | {"status": ("ok", "interrupted")[n % 2], "world_size": 1024 + n, "global_batch": 4096 * (n + 1)}
+        for n in range(number)
+    ]
+    return [record_of(row(n, f"fsdp_of_a_long_名前_{n}", "torch", 3, **change)) for n, change in enumerate(changes)]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("entries", [records(), many_long(25)], ids=["ten", "long"])
+def test_no_line_is_wider_than_the_terminal(entries: list[Record], width: int) -> None:
+    lines = printed(entries, width)
+    assert max(map(cell_len, lines)) <= width
+    rows = [line for line in lines if line.split()[0] in ("zero3", "ddp", "single") or line.startswith("fsdp_")]
+    assert len(rows) >= len([entry for entry in entries if entry["row"]["status"] == "ok"])
+
+
+def test_80_columns_leave_columns_out_and_cut_no_number() -> None:
+    wide, narrow = printed(records(), 120), printed(records(), 80)
+    assert terminal_cells(narrow, "zero3")[:5] == ["zero3", "none", "2", "ok", "12,346"]
+    for strategy in ("ddp", "zero3", "single"):
+        assert set(terminal_cells(narrow, strategy)) <= set(terminal_cells(wide, strategy))
+    assert any(line.startswith("not shown in 80 columns: ") for line in narrow)
+
+
+def test_one_row_is_still_measured_against_the_baseline_of_all() -> None:
+    lines = printed(records(), 120, only={f"{5:010x}"})
+    assert terminal_cells(lines, "zero3")[:6] == ["zero3", "none", "ok", "12,346", "6,173", "0.77"]
+    assert "× is of ddp" in " ".join(lines) and not any(line.startswith("ddp") for line in lines)
+    assert printed([], 120) == ["no runs recorded"]
+
+
+def test_baseline_is_ddp_then_single_then_the_first_and_only_of_the_same_setting() -> None:
+    entries = records()
+    by_strategy = {entry["row"]["strategy"]: entry for entry in entries}
+
+    def ratio_of(*shown: Record) -> list[float | None]:
+        return values(frame(shown), "peak_allocated_bytes_ratio")
+
+    zero1, zero3, ddp, single = (by_strategy[name] for name in ("zero1", "zero3", "ddp", "single"))
+    assert ratio_of(zero3, ddp, single) == [0.5, 1.0, 1.0]
+    assert ratio_of(zero3, single) == [0.5, 1.0]
+    assert ratio_of(zero1, zero3) == [1.0, 10 / 18]
+    other_model = record_of(zero3["row"] | {"model": "small", "run_id": "other"})
+    assert ratio_of(ddp, other_model) == [1.0, 1.0]
+    dead = record_of(ddp["row"] | {"status": "error"})
+    assert ratio_of(zero1, dead, zero3) == [1.0, None, 10 / 18]
+    checkpointed = record_of(ddp["row"] | {"checkpointing": "full", "peak_allocated_bytes": 10 * MIB, "run_id": "full"})
+    assert ratio_of(checkpointed, ddp) == [0.5, 1.0]
+
+
+def test_units_and_small_numbers() -> None:
+    assert [byte_unit([size]).name for size in (2**30, 2**30 - 1, 2**20 - 1, 1023, None)] == [
+        "GiB",
+        "MiB",
+        "KiB",
+        "B",
+        "B",
+    ]
+    assert scaled([3 * 2**30 // 2, None, 1, 0], byte_unit([2**30])) == ["1.50", "", "<0.01", "0.00"]
+    assert scaled([1023 * MIB, MIB], byte_unit([1023 * MIB])) == ["1,023", "1"]
+
+
+def test_markdown_numbers_stand_under_their_headers() -> None:
+    found = grids(page("demo", records(), ["results/demo/x/record.json is not a whole record"]))
+    comparison = {line["strategy"]: line for line in found["Comparison"]}
+    assert comparison["zero3"]["peak MiB"] == "10.00" and comparison["zero3"]["× peak"] == "0.50"
+    assert comparison["zero3"]["comm. MiB"] == "6.00" and comparison["zero3"]["× comm."] == "1.50"
+    assert comparison["zero3"]["tok/s"] == "12,346" and comparison["zero3"]["tok/s /device"] == "6,173"
+    assert comparison["fsdp_shard_grad_op"]["status"] == "oom" and comparison["fsdp_shard_grad_op"]["peak MiB"] == ""
+    memory = {line["run"]: line for line in found["Memory"]}
+    full = memory["fsdp_full_shard"]
+    assert [full[name] for name in ("parameters", "gradients", "optimizer", "activations", "peak")] == (
+        ["2.00", "2.00", "4.00", "1.50", "9.00"]
+    )
+    assert [full[f"× {name}"] for name in ("parameters", "optimizer", "activations", "peak")] == [
+        "0.50",
+        "0.50",
+        "1.00",
+        "0.45",
+    ]
+    assert memory["zero1"]["× optimizer"] == "0.75"
+    assert (memory["zero2"]["parameters"], memory["zero2"]["gradients"]) == ("4.00", "2.00")
+    assert (memory["zero2"]["× parameters"], memory["zero2"]["× gradients"]) == ("1.00", "0.50")
+    communication = {line["run"]: line for line in found["Communication"]}
+    assert communication["zero3"]["all_gather on dp_shard"] == "4.00 (7)"
+    assert communication["zero3"]["reduce_scatter on dp_shard"] == "2.00 (5)"
+    assert communication["ddp"]["all_reduce on dp_replicate"] == "4.00 (3)"
+    assert communication["zero3"]["in all"] == "6.00" and communication["zero3"]["× in all"] == "1.50"
+    assert full["peak of the least rank"] == "8.50"
+    proof = {line["run"]: line for line in found["Proof"]}
+    assert proof["ddp"] == {
+        "run": "ddp",
+        "layout": "proven",
+        "loss deviation": "1.2e-7",
+        "loss bound": "1.0e-5",
+        "gradient deviation": "4.6e-6",
+        "gradient bound": "1.0e-4",
+    }
+    assert "Unreadable records" in page("demo", records(), ["bad"]) and "Predicted" not in page("demo", records(), [])
+
+
+def test_predicted_has_columns_of_its_own() -> None:
+    predicted = record_of(row(1, "ddp", "torch", 0, predicted_peak_bytes=19 * MIB, predicted_step_seconds=0.05))
+    text = page("demo", [predicted], [])
+    assert grids(text)["Predicted beside measured"] == [
+        {"run": "ddp", "predicted peak MiB": "19.00", "measured peak MiB": "20.00"}
+        | {"predicted step ms": "50.00", "measured step ms": "82.94"}
+    ]
+    assert "19.00" not in text.split("## Predicted")[0]
+
+
+def test_what_fills_the_peak_adds_up_and_leaves_text_alone() -> None:
+    parts = {"at_peak_parameter_bytes": 4 * MIB, "at_peak_other_bytes": 16 * MIB, "at_peak_phase": "backward"}
+    text = page("demo", [record_of(row(1, "ddp", "torch", 0, **parts)), *records()[4:5]], [])
+    assert grids(text)["What fills the peak"][0] == {
+        "run": "ddp",
+        "parameter": "4.00",
+        "other": "16.00",
+        "peak": "20.00",
+    }
+
+
+def test_rows_stale_for_one_reason_share_a_line() -> None:
+    old = records()
+    for entry in old:
+        entry["versions"] = entry["versions"] | {"code": "0123456789ab"}
+    assert sum(line.startswith("† stale, code 0123456789ab → ") for line in printed(old, 120)) == 1
+    assert page("demo", old, []).split("## Stale rows")[1].split("## ")[0].count("- **") == 1
+
+
+def test_pivot_of_strategy_and_checkpointing() -> None:
+    rows = [
+        row(1, "ddp", "torch", 0),
+        row(2, "ddp", "torch", 0, checkpointing="full", peak_allocated_bytes=15 * MIB),
+        row(3, "zero3", "deepspeed", 3, status="oom", **FAILED),
+        row(4, "zero3", "deepspeed", 3, checkpointing="full", peak_allocated_bytes=7 * MIB),
+    ]
+    pivot = grids(page("demo", [record_of(entry) for entry in rows], []))["Strategy × checkpointing"]
+    assert pivot == [
+        {"strategy": "ddp", "none": "20.00", "full": "15.00"},
+        {"strategy": "zero3", "none": "oom", "full": "7.00"},
+    ]
+
+
+def test_stale_rows_are_flagged() -> None:
+    old = records()
+    old[1]["versions"] = old[1]["versions"] | {"torch": "2.10.0"}
+    lines, text = printed(old, 120), page("demo", old, [])
+    now = versions()["torch"]
+    assert terminal_cells(lines, "ddp")[3:5] == ["ok", "†"] and terminal_cells(lines, "zero1")[4] != "†"
+    assert f"† stale, torch 2.10.0 → {now}: ddp" in lines
+    assert f"- **ddp**: torch 2.10.0 → {now}" in text
+    assert {line["strategy"]: line["status"] for line in grids(text)["Comparison"]}["ddp"] == "ok †"
+
+
+def test_hostile_text_stays_text() -> None:
+    hostile = record_of(
+        row(1, HOSTILE, "torch", 0, model=HOSTILE, status="error", reason=HOSTILE, checkpointing=HOSTILE)
+    )
+    hostile["environment"] = {HOSTILE: HOSTILE}
+    hostile["proof"] = {"layout": HOSTILE}
+    text = page(HOSTILE, [hostile, *records()], [HOSTILE])
+    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text)
+    inline = {child.type for token in tokens for child in token.children or []}
+    assert inline <= {"text", "text_special", "strong_open", "strong_close"}
+    assert not any(token.type.startswith(("html", "fence", "code")) for token in tokens)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text) and "http://" not in text
+    assert {line["strategy"][:8] for line in grids(text)["Comparison"]} >= {"<script>", "ddp"}
+    lines = printed([hostile, *records()], 120)
+    assert not any("\x1b" in line for line in lines) and any("[red]r[/red] :smile:" in line for line in lines)
+    assert "\\|" in escape("a|b") and escape("fsdp_full_shard 2.13.0+cpu") == "fsdp_full_shard 2.13.0+cpu"
+
+
+def test_command_reads_only_files_and_is_quick(tmp_path: Path) -> None:
+    results = stored(tmp_path / "demo", records())
+    (results / "broken").mkdir()
+    (results / "broken" / "record.json").write_text("{")
+    probe = (
+        "import runpy, sys; sys.argv = ['report', sys.argv[1]]\n"
+        "try: runpy.run_module('harness.report', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert not {'torch', 'hydra', 'omegaconf', 'deepspeed', 'wandb'} & sys.modules.keys()"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", probe, str(results)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 10  # about one second on a quiet machine
+    lines = done.stdout.splitlines()
+    assert lines[-2:] == [str(results / "runs.csv"), str(results / "report.md")]
+    assert len((results / "runs.csv").read_text().splitlines()) == 11
+    assert (results / "report.md").read_text().startswith("# demo\n")
+    assert done.stderr.startswith("skipped: ") and "broken/record.json is not a whole record" in done.stderr
+    assert max(cell_len(line) for line in lines[:-2]) <= 120
+
+
+def test_bad_directories_are_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name in ("missing", "file", "empty"):
+        assert main([str(tmp_path / name)]) == 2
+        out, err = capsys.readouterr()
+        assert not out and err.count("\n") == 1 and "results/NAME" in err
