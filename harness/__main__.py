@@ -10,6 +10,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from harness import config
 from harness.cli import composition_error
 from harness.errors import UserError
 from harness.session import Session
@@ -21,11 +22,12 @@ def main() -> int:
     """The exit status: 0 all ok or refused as measured, 1 a failure among the rows, 2 a mistake, 130 interrupted."""
     session = Session(sys.argv[1:], ROOT / "conf" / "model")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors to us instead of printing them its own way
+    config.register()
     try:
         with tempfile.TemporaryDirectory() as scratch:
             OmegaConf.register_new_resolver("harness.root", lambda: str(ROOT), replace=True)
             OmegaConf.register_new_resolver("harness.scratch", lambda: scratch, replace=True)
-            hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(session.run)()
+            hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(session.job)()
         return session.finish()
     except (HydraException, OmegaConfBaseException) as error:
         return session.refuse(composition_error(error))

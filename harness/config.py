@@ -59,11 +59,10 @@ class ModelConfig:
         _require(self.dropout == 0, "model.dropout", self.dropout, "is not part of the llama family: choose 0")
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         _require(
-            self.hidden_size % heads == 0 and (self.hidden_size // heads) % 2 == 0,
-            "model.num_attention_heads",
-            heads,
-            f"does not divide model.hidden_size={self.hidden_size} into heads of even size: choose a divisor of"
-            f" {self.hidden_size // 2}",
+            self.hidden_size % (2 * heads) == 0,
+            "model.hidden_size",
+            self.hidden_size,
+            f"does not give model.num_attention_heads={heads} heads of even size: choose a multiple of {2 * heads}",
         )
         _require(
             heads % groups == 0,
@@ -218,7 +217,7 @@ class RunConfig:
     """One run, whole."""
 
     name: str
-    results: str
+    results_dir: str
     model: ModelConfig
     strategy: StrategyConfig
     checkpointing: CheckpointingConfig
@@ -235,12 +234,6 @@ class RunConfig:
     force: bool = False
 
     def __post_init__(self) -> None:
-        _require(
-            re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.name) is not None,
-            "name",
-            self.name,
-            "cannot name a folder in results: choose letters, digits, '.', '_' and '-', starting with a letter or digit",
-        )
         if self.world_size is not None:
             _require(self.world_size >= 1, "world_size", self.world_size, "is not a positive number: choose 1 or more")
         _require(self.timeout_seconds > 0, "timeout_seconds", self.timeout_seconds, "is not positive: choose seconds")
@@ -251,7 +244,7 @@ class RunConfig:
 
 
 # What names, places and watches a run without changing its result: not part of its identity.
-_NOT_IDENTITY = ("name", "results", "tracking", "timeout_seconds", "preflight", "force", "proof")
+_NOT_IDENTITY = ("name", "results_dir", "tracking", "timeout_seconds", "preflight", "force", "proof")
 
 
 def identity(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
@@ -306,14 +299,42 @@ def _checked(kind: Any, value: Any, key: str) -> Any:
     raise UserError(f"{key}={value} is not {wanted}: give it {wanted}")
 
 
-def from_omegaconf(composed: Any) -> RunConfig:
-    """The typed configuration of what Hydra composed."""
+def defaults_of(kind: type) -> dict[str, Any]:
+    """A group's keys that have a default, so that the command line may set those that no YAML file mentions."""
+    found: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        entry = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            found[name] = defaults_of(hint)
+        elif entry.default is not dataclasses.MISSING:
+            found[name] = entry.default
+        elif entry.default_factory is not dataclasses.MISSING:
+            found[name] = entry.default_factory()
+    return found
+
+
+def register() -> None:
+    """Makes the dataclasses' defaults what conf/config.yaml starts from, under the name `defaults_of_groups`."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="defaults_of_groups", node=defaults_of(RunConfig))
+
+
+def plain(composed: Any) -> dict[str, Any]:
+    """What Hydra composed as plain values, every interpolation resolved. Raises UserError where one cannot be."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise UserError(one_line(error)) from None
-    config: RunConfig = from_dict(RunConfig, plain)
-    return config
+    return values
+
+
+def folder_of(values: dict[str, Any]) -> Path:
+    """Where the runs of a comparison go. Raises UserError for a name that would lead elsewhere."""
+    name = str(values.get("name"))
+    rule = "cannot name a folder of results: choose letters, digits, '.', '_' and '-', first a letter or digit"
+    _require(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is not None, "name", name, rule)
+    return Path(str(values.get("results_dir"))) / name

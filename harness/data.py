@@ -65,7 +65,7 @@ def concatenated(files: Iterable[Path], root: Path, cache: Path) -> Path:
             with os.fdopen(handle, "wb") as out:
                 for file in ordered:
                     out.write(file.read_bytes())
-            os.replace(partial, target)
+            Path(partial).replace(target)
         except OSError as error:
             raise UserError(f"data.cache={cache} cannot be written ({error.strerror}): name another folder") from None
     return target

@@ -35,7 +35,6 @@ class Display:
     def running(self, planned: "Plan") -> Iterator[None]:
         """Around one run."""
         config = planned.config
-        self.position += 1
         self.label = f"[{self.position}/{self.total}] {planned.run_id}"
         self.steps = config.train.warmup_steps + config.train.steps + 1
         self.began = self.said = time.monotonic()
@@ -65,11 +64,9 @@ class Display:
 
     def finished(self, record: Record) -> None:
         row = record["row"]
-        if row["status"] == "ok":
-            told = f"{row['tokens_per_second']:,.0f} tokens/s"
-        else:
-            told = printable(row["reason"])
-        self.say(f"[{max(self.position, 1)}/{self.total}] {row['run_id']}: {row['status']}, {told}")
+        ok = row["status"] == "ok"
+        told = f"{row['tokens_per_second']:,.0f} tokens/s" if ok else printable(row["reason"])
+        self.say(f"[{self.position}/{self.total}] {row['run_id']}: {row['status']}, {told}")
 
     def say(self, line: str) -> None:
         """A line that stays."""

@@ -7,7 +7,6 @@ import os
 import sysconfig
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,7 +96,7 @@ def launch(
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     nodes, start = nodes or Nodes(), start or STARTS[device]
     local_ranks = world_size // nodes.count
-    config = _config(nodes, local_ranks, device, start)
+    config = _config(nodes, local_ranks, device, start, run_dir, timeout_seconds)
     arguments = (entry.__module__, entry.__qualname__, run_dir)
     died: Mapping[int, ProcessFailure] = {}
     trouble = ""
@@ -108,7 +107,7 @@ def launch(
     ):
         try:
             try:
-                watch.armed = True
+                watch.arm()
                 prepare(device, start)
                 elastic_launch(config, rank_side.run)(*arguments, watch.lifeline, watch.reports)
             finally:
@@ -123,7 +122,9 @@ def launch(
     return judge(watch, died, trouble, run_dir, nodes.rank * local_ranks, time.monotonic() - began)
 
 
-def _config(nodes: Nodes, local_ranks: int, device: str, start: Start) -> LaunchConfig:
+def _config(
+    nodes: Nodes, local_ranks: int, device: str, start: Start, run_dir: Path, timeout_seconds: float
+) -> LaunchConfig:
     """One node meets itself at a free port of its own choosing; several meet at the master's."""
     alone = nodes.count == 1
     return LaunchConfig(
@@ -131,10 +132,11 @@ def _config(nodes: Nodes, local_ranks: int, device: str, start: Start) -> Launch
         max_nodes=nodes.count,
         nproc_per_node=local_ranks,
         logs_specs=_RankLogs(_rank_environment(device, local_ranks)),
-        run_id=uuid.uuid4().hex,
+        run_id=run_dir.name,  # the nodes of one run meet under one name
         rdzv_backend="c10d" if alone else "static",
         rdzv_endpoint=f"{nodes.master_addr}:{nodes.master_port}",
         rdzv_configs={"is_host": True} if alone else {"rank": nodes.rank},
+        rdzv_timeout=max(1, int(timeout_seconds)),  # no signal breaks into a store that waits for the other nodes
         local_addr="127.0.0.1" if alone else None,  # a host name may not resolve, or slowly
         max_restarts=0,
         monitor_interval=MONITOR_SECONDS,

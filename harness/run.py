@@ -1,6 +1,7 @@
 """One run from its configuration to its record: planned, refused or launched, proven, written down."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import data, engines, job, launch, layout, records, row, worker
-from harness.config import CheckpointingConfig, ModelConfig, RunConfig, StrategyConfig, identity
+from harness.config import CheckpointingConfig, ModelConfig, RunConfig, StrategyConfig, folder_of, identity
 from harness.data import Corpus
 from harness.engines import Widths
 from harness.errors import UserError
@@ -48,7 +49,7 @@ def plan(config: RunConfig, machine: Machine, *, is_reference: bool = False) -> 
         raise UserError(problem)
     corpus = data.prepare(config.data, config.train.seq_len)
     run_id = run_id_of(config, machine, found.world_size, corpus.fingerprint)
-    folder = Path(config.results) / config.name / ("references" if is_reference else "")
+    folder = folder_of(config.to_dict()) / ("references" if is_reference else "")
     return Plan(config, machine, found, engine.widths(config, found), corpus, run_id, folder / run_id)
 
 
@@ -62,12 +63,11 @@ def execute(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say, ent
     """The run's record: the one on file if it is `ok` and made by this code, else a new one.
 
     `entry` is what every rank runs, harness.worker.main; `models` are those named when a smaller one would fit.
-    Raises UserError where results cannot be written, KeyboardInterrupt after recording an interrupted run.
+    Raises KeyboardInterrupt after recording an interrupted run.
     """
     stored = recorded(this, say)
     if stored is not None:
         return stored
-    writable(this.directory.parent)
     refused = unfit(this, models)
     if refused:
         return write(this, {"status": "refused", "reason": refused})
@@ -79,12 +79,28 @@ def refuse(config: RunConfig, machine: Machine, reason: str) -> Record:
     """The row of a combination that is impossible as configured, inside a sweep."""
     world_size = config.world_size or machine.world_size
     run_id = run_id_of(config, machine, world_size, corpus="")
-    directory = Path(config.results) / config.name / run_id
-    writable(directory.parent)
-    record = row.record(
-        config, machine, None, run_id, {"status": "refused", "reason": reason, "world_size": world_size}
-    )
-    records.write_record(directory, record)
+    ending = {"status": "refused", "reason": reason, "world_size": world_size}
+    record = row.record(config, machine, None, run_id, ending)
+    records.write_record(folder_of(config.to_dict()) / run_id, record)
+    return record
+
+
+def refuse_values(values: dict[str, Any], reason: str) -> Record:
+    """The row of a combination in a sweep whose very values are impossible: no configuration can be made of them."""
+    groups = ("model", "strategy", "checkpointing", "precision")
+    names = {group: str(values[group]["name"]) for group in groups}
+    key = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:10]
+    run_id = "-".join((names["strategy"], names["checkpointing"], names["model"], key))
+    folder = folder_of(values)
+    ending = {"run_id": run_id, "name": folder.name, "status": "refused", "reason": reason}
+    record: Record = {
+        "row": names | ending | {"started_at": datetime.now(UTC).isoformat()},
+        "config": values,
+        "ranks": [],
+        "versions": records.versions(),
+        "commit": records.git_commit(),
+    }
+    records.write_record(folder / run_id, record)
     return record
 
 
@@ -114,7 +130,7 @@ def writable(folder: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(f"results: {folder} cannot be written ({error.strerror}): choose another folder") from None
+        raise UserError(f"results_dir: {folder} cannot be written ({error.strerror}): choose another folder") from None
 
 
 def unfit(this: Plan, models: Sequence[ModelConfig]) -> str | None:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 
 from harness import config as configuration
 from harness import launch, machine, run, worker
@@ -20,52 +22,57 @@ from harness.tracking import tracker
 
 
 class Session:
-    """What the jobs of one command share. Hydra calls run() for each of them, in this process."""
+    """What the jobs of one command share. Hydra calls job() for each of them, in this process."""
 
     def __init__(self, arguments: Sequence[str], model_folder: Path) -> None:
         self.arguments = arguments
         self.model_folder = model_folder
         self.records: list[Record] = []
-        self.results: Path | None = None
+        self.folder: Path | None = None
         self.is_sweep = False
-        self.mistake: str | None = None
+        self.mistake: str | None = None  # kept, not raised: Hydra would add lines of its own to it
         self.display = Display()
 
-    def run(self, composed: Any) -> None:
+    def job(self, composed: Any) -> None:
         """One combination. Inside a sweep an impossible one is a row; alone it is a mistake."""
-        from hydra.core.hydra_config import HydraConfig
-        from hydra.types import RunMode
-
         hydra_config = HydraConfig.get()
         self.is_sweep = hydra_config.mode == RunMode.MULTIRUN
+        if self.is_sweep:
+            self.display.total = sweep_size(self.arguments, hydra_config.sweeper.params)
+        if self.mistake is not None:
+            return
+        self.display.position += 1
         try:
-            config = configuration.from_omegaconf(composed)
-            found = machine.look(config.cluster)
-            launch.prepare(found.device)
-            self.display.total = sweep_size(self.arguments, hydra_config.sweeper.params) if self.is_sweep else 1
-            self.results = Path(config.results) / config.name
-            self.one(config, found)
+            values = configuration.plain(composed)
+            self.folder = configuration.folder_of(values)
+            record = self.run(values, self.folder)
         except UserError as error:
             self.mistake = str(error)
-            if self.is_sweep:
-                raise
+            return
+        self.records.append(record)
+        self.display.finished(record)
+        word = tracker(values["tracking"]).log(self.folder / record["row"]["run_id"], record)
+        if word:
+            self.display.say(word)
 
-    def one(self, config: RunConfig, found: machine.Machine) -> None:
+    def run(self, values: dict[str, Any], folder: Path) -> Record:
+        """The record of one combination. Raises UserError for a mistake that is no row."""
+        config: RunConfig | None = None
         try:
+            config = configuration.from_dict(RunConfig, values)
+            found = machine.look(config.cluster)
+            launch.prepare(found.device)
             planned = run.plan(config, found)
         except UserError as error:
             if not self.is_sweep:
                 raise
-            self.records.append(run.refuse(config, found, str(error)))
-        else:
-            with self.display.running(planned):
-                record = run.execute(planned, self.models(), self.display.tick, self.display.say, worker.main)
-            self.records.append(record)
-        self.display.finished(self.records[-1])
-        folder = Path(config.results) / config.name / self.records[-1]["row"]["run_id"]
-        word = tracker(config.tracking).log(folder, self.records[-1])
-        if word:
-            self.display.say(word)
+            run.writable(folder)
+            if config is None:
+                return run.refuse_values(values, str(error))
+            return run.refuse(config, machine.look(config.cluster), str(error))
+        run.writable(folder)
+        with self.display.running(planned):
+            return run.execute(planned, self.models(), self.display.tick, self.display.say, worker.main)
 
     def models(self) -> list[ModelConfig]:
         """The models there are, for saying which would fit."""
@@ -73,14 +80,14 @@ class Session:
         return [configuration.from_dict(ModelConfig, yaml.safe_load(path.read_text())) for path in paths]
 
     def finish(self) -> int:
-        """Prints the table of this command's runs and writes the report of the whole folder."""
+        """Prints the table of this command's runs and writes the report of the whole folder; the exit status."""
+        if self.records and self.folder is not None:
+            found = read_all(self.folder)
+            print_table(found.records, terminal(), [record["row"]["run_id"] for record in self.records])
+            for path in write_files(self.folder, found):
+                print(path)
         if self.mistake is not None:
             return self.refuse(self.mistake)
-        if not self.records or self.results is None:
-            return 0  # --help and --cfg run nothing
-        print_table(read_all(self.results).records, terminal(), [record["row"]["run_id"] for record in self.records])
-        for path in write_files(self.results):
-            print(path)
         statuses = {record["row"]["status"] for record in self.records}
         acceptable = {"ok", "oom", "refused"} if self.is_sweep else {"ok"}
         return 0 if statuses <= acceptable else 1

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from harness.config import TrackingConfig
+from harness.config import TrackingConfig, from_dict
 from harness.records import Record
 
 INIT_SECONDS = 15.0  # after which an unreachable server is given up and the run kept offline
@@ -19,7 +19,9 @@ class Tracker(Protocol):
         ...
 
 
-def tracker(config: TrackingConfig) -> Tracker:
+def tracker(values: dict[str, Any]) -> Tracker:
+    """The tracker of a configuration's `tracking` group. Raises UserError for one that is not known."""
+    config: TrackingConfig = from_dict(TrackingConfig, values, "tracking")
     known: dict[str, type[Tracker]] = {"none": Nothing, "wandb": WandB}
     return known[config.name](config)
 

@@ -43,6 +43,12 @@ class Watch:
     left: tuple[int, ...] = ()  # ranks that went without a word and without the agent's notice: they exited with 0
     tick_error: Exception | None = None
 
+    def arm(self) -> None:
+        """From here on a signal breaks in; one that came before does so now."""
+        self.armed = True
+        if self.stopped:
+            raise SignalException("before the start", signal.SIGKILL)
+
     def failed_at(self) -> float | None:
         """When the first rank failed, as far as seen."""
         moments = [r.moment for r in self.raised.values()]

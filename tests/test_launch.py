@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +16,10 @@ from pathlib import Path
 import launch_entries
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from harness.launch import STARTS, launch, threads_per_rank
+from harness.launch import STARTS, Nodes, launch, threads_per_rank
+from harness.watch import watching
 
 ROOT = Path(__file__).parents[1]
 GONE_SECONDS = 2.0  # what a killed parent's ranks have to be gone
@@ -28,12 +31,17 @@ PARENT = """
 import sys
 from pathlib import Path
 import launch_entries
-from harness.launch import STARTS, Start, launch
-entry, run_dir, kind = sys.argv[1:]
+from harness.launch import STARTS, Nodes, Start, launch
+entry, run_dir, kind, node = sys.argv[1:]
+rank, port = map(int, node.split(":"))
+nodes = Nodes(2, rank, master_port=port) if port else Nodes()
 lean = Start("forkserver", ("harness.leash", "harness.rank", "torch.distributed.elastic.multiprocessing.api"))
 start = {"product": STARTS["cpu"], "spawn": Start("spawn", ()), "lean": lean, "warm": lean}[kind]
 def go(name):
-    return launch(getattr(launch_entries, name), Path(run_dir), 2, device="cpu", timeout_seconds=90, start=start)
+    function = getattr(launch_entries, name)
+    return launch(
+        function, Path(run_dir), 2 * nodes.count, device="cpu", timeout_seconds=90, nodes=nodes, start=start
+    )
 if kind == "warm":
     go("nothing")
 print("go", flush=True)
@@ -50,10 +58,10 @@ def cold_seconds(tmp_path_factory: pytest.TempPathFactory) -> float:
     return outcome.seconds
 
 
-def parent(run_dir: Path, entry: str, kind: str, mark: str = "") -> subprocess.Popen[str]:
+def parent(run_dir: Path, entry: str, kind: str, mark: str = "", node: str = "0:0") -> subprocess.Popen[str]:
     """A parent process, whose every descendant bears the mark in its environment."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-c", PARENT, entry, str(run_dir), kind]
+    command = [sys.executable, "-c", PARENT, entry, str(run_dir), kind, node]
     environment = os.environ | {"PYTHONPATH": path, MARK: mark}
     return subprocess.Popen(
         command, cwd=run_dir, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -180,6 +188,28 @@ def test_signal_interrupts(tmp_path: Path, cold_seconds: float, number: signal.S
     sender.join()
     assert outcome.status == "interrupted" and outcome.seconds < 10
     assert not any(psutil.pid_exists(int((tmp_path / f"pid_{rank}").read_text())) for rank in range(2))
+
+
+def test_signal_before_the_start_is_not_lost() -> None:
+    with watching(2, time.monotonic() + 60, None) as watch:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SignalException):
+            watch.arm()
+    assert watch.stopped == "interrupted"
+
+
+def test_two_nodes(tmp_path: Path, cold_seconds: float) -> None:
+    """Two parents play a machine each; each starts and logs its own ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = parent(tmp_path, "all_reduce", "lean", node=f"1:{port}")
+    nodes = Nodes(count=2, rank=0, master_port=port)
+    outcome = launch(launch_entries.all_reduce, tmp_path, 4, device="cpu", timeout_seconds=60, nodes=nodes)
+    assert outcome.status == "ok", outcome.reason
+    assert process.communicate(timeout=60)[0].splitlines() == ["go", "ok "]
+    assert [json.loads((tmp_path / f"seen_{rank}.json").read_text())["sum"] for rank in range(4)] == [10.0] * 4
+    assert sorted(path.name for path in (tmp_path / "logs").glob("rank_*")) == [f"rank_{r}.log" for r in range(4)]
 
 
 def test_tick_that_fails_is_seen(tmp_path: Path, cold_seconds: float) -> None:

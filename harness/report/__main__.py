@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.text import Text
 
 from harness.errors import UserError
-from harness.records import atomic_write_text, printable, read_all, write_runs_csv
-from harness.report.markdown import page
+from harness.records import printable, read_all
+from harness.report.files import write_files
 from harness.report.tables import print_table, terminal
 
 
@@ -25,10 +25,7 @@ def report(results_dir: Path) -> None:
         print(f"skipped: {printable(problem)}", file=sys.stderr)
     console = terminal()
     print_table(found.records, console)
-    text = page(results_dir.resolve().name, found.records, found.problems)
-    written = [write_runs_csv(results_dir), results_dir / "report.md"]
-    atomic_write_text(written[1], text)
-    for path in written:
+    for path in write_files(results_dir, found):
         console.print(Text(str(path)), soft_wrap=True)
 
 

@@ -4,7 +4,7 @@ import importlib
 import io
 import os
 import warnings
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, redirect_stdout
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def settings(config: RunConfig, layout: Layout) -> dict[str, Any]:
 def start(config: RunConfig, layout: Layout, device: torch.device, probe: Probe) -> tuple[Any, held.Names]:
     """A DeepSpeed engine and the plain names of its parameters, from the run's initial values."""
     deepspeed = library(device)
-    with redirect_stdout(io.StringIO()):  # it prints that it found its compiled operator
+    with quiet():
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     with torch.device("meta"):
         model: nn.Module = build_model(config.model)
@@ -52,13 +52,19 @@ def start(config: RunConfig, layout: Layout, device: torch.device, probe: Probe)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay, fused=True
     )
-    if layout.zero_stage == 1 and reduces_to_owner(config):
-        engine = stage_1_engine(model, optimizer, chosen)
-    else:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=chosen)
+    with quiet():
+        if layout.zero_stage == 1 and reduces_to_owner(config):
+            engine = stage_1_engine(model, optimizer, chosen)
+        else:
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=chosen)
     if config.precision.mixed:
         start_masters(engine.optimizer, names, config, device)
     return engine, names
+
+
+def quiet() -> AbstractContextManager[Any]:
+    """DeepSpeed prints what it built and the memory it sees, past its own logger; errors are raised all the same."""
+    return redirect_stdout(io.StringIO())
 
 
 def stage_1_engine(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: dict[str, Any]) -> Any:

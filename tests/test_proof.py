@@ -1,0 +1,76 @@
+"""Break it on purpose: every guarantee of a row, with the fault it guards against planted in real ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sabotage
+from conftest import composed
+
+from harness import machine, records, run, worker
+
+BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=1", "train.warmup_steps=2")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, so that the reference is run once."""
+    return tmp_path_factory.mktemp("sabotage")
+
+
+def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> records.Record:
+    config = composed(f"results_dir={results}", "name=sabotage", "world_size=2", "force=true", *BATCH, *overrides)
+    planned = run.plan(config, machine.look(config.cluster))
+    return run.execute(planned, [], lambda _: None, lambda _: None, entry)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "zero2"])
+def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None:
+    row = run_with(results, worker.main, f"strategy={strategy}")["row"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["loss_deviation"] < 1e-4 and row["grad_deviation"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "found"),
+    [
+        (sabotage.sharding_dropped, "fsdp_full_shard", "parameters of embed_tokens.weight: held by 2 of 2 ranks"),
+        (sabotage.lower_stage, "zero2", "0.67 x the"),
+        (sabotage.other_data, "ddp", "loss deviates"),
+        (sabotage.summed, "ddp", "gradient deviates by 1.00e+00"),
+        (sabotage.halved, "ddp", "layers.1.input_layernorm.weight"),
+        (sabotage.halved, "fsdp_full_shard", "layers.1.input_layernorm.weight"),
+        (sabotage.unsynchronised, "ddp", "a rank sent 0 bytes"),
+        (sabotage.uncounted, "fsdp_full_shard", "0.67 x the"),
+        (sabotage.not_finite, "ddp", "the loss is not finite"),
+    ],
+)
+def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], strategy: str, found: str) -> None:
+    record = run_with(results, fault, f"strategy={strategy}")
+    row = record["row"]
+    assert row["status"] == "error"
+    assert any(found in problem for problem in record["proof"]["problems"]), record["proof"]
+    assert row.get("tokens_per_second") is None and row.get("peak_allocated_bytes") is None
+
+
+def test_missing_synchronisation_shows_in_gradients_too(results: Path) -> None:
+    """Each rank's copy is compared alone: their average would be right."""
+    record = run_with(results, sabotage.unsynchronised, "strategy=ddp")
+    assert record["row"]["grad_deviation"] > 0.1
+
+
+def test_memory_that_runs_out_is_an_oom_row(results: Path) -> None:
+    row = run_with(results, sabotage.exhausted, "strategy=ddp")["row"]
+    assert row["status"] == "oom"
+    assert "rank 1 in warm-up" in row["reason"]
+
+
+def test_a_killed_rank_is_named(results: Path) -> None:
+    row = run_with(results, sabotage.killed, "strategy=ddp")["row"]
+    assert row["status"] == "error"
+    assert "rank 1" in row["reason"] and "SIGKILL" in row["reason"]
+
+
+def test_a_rank_that_hangs_is_a_timeout(results: Path) -> None:
+    row = run_with(results, sabotage.stuck, "strategy=ddp", "timeout_seconds=8")["row"]
+    assert row["status"] == "timeout"

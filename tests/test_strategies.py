@@ -1,0 +1,114 @@
+"""Every strategy trains the same and runs the layout it claims: one real sweep, read back from its files."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from conftest import rows_of, run_harness
+
+from harness import engines
+from harness.config import RunConfig, from_dict
+from harness.layout import resolve
+
+STRATEGIES = [
+    "single",
+    "ddp",
+    *("zero1", "zero2", "zero3", "zero1_defaults", "zero2_defaults", "zero3_defaults"),
+    *("fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard"),
+]
+WORLDS = (2, 4)
+# 8 sequences in micro-batches of 2: two of them a rank at world 2, one at world 4.
+BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=2", "train.warmup_steps=2")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    """The sweep's rows; the record's folder is in the column `folder`."""
+    results = tmp_path_factory.mktemp("parity")
+    worlds, strategies = ",".join(map(str, WORLDS)), ",".join(STRATEGIES)
+    sweep = (f"world_size={worlds}", f"strategy={strategies}", "checkpointing=none,full")
+    done = run_harness(results, "-m", "name=parity", *sweep, *BATCH)
+    assert done.returncode == 0, done.stderr[-3000:]
+    accelerate = ("strategy=ddp", "strategy.engine=accelerate", "checkpointing=none,full", f"world_size={worlds}")
+    done = run_harness(results, "-m", "name=parity", *accelerate, *BATCH)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = rows_of(results, "parity")
+    found["folder"] = [str(results / "parity" / run_id) for run_id in found.run_id]
+    return found
+
+
+def test_every_combination_is_a_proven_row(rows: pd.DataFrame) -> None:
+    expected = {
+        (strategy, "torch" if strategy.startswith(("single", "ddp", "fsdp")) else "deepspeed", checkpointing, world)
+        for strategy, checkpointing, world in itertools.product(STRATEGIES, ("none", "full"), WORLDS)
+        if strategy != "single"
+    }
+    expected |= {("single", "torch", checkpointing, 1) for checkpointing in ("none", "full")}
+    expected |= {("ddp", "accelerate", c, w) for c, w in itertools.product(("none", "full"), WORLDS)}
+    keys = ["strategy", "engine", "checkpointing", "world_size"]
+    assert set(rows[keys].itertuples(index=False, name=None)) == expected
+    assert len(rows) == len(expected)
+    assert set(rows.status) == {"ok"}
+    assert rows.loss_deviation.max() < 1e-4
+    assert rows.grad_deviation.max() < 1e-4
+    parallel = rows[rows.strategy != "single"]
+    assert parallel.loss_deviation.min() >= 0 and parallel.grad_deviation.min() > 0  # compared, not copied
+
+
+def test_state_is_what_the_engine_says_it_allocates(rows: pd.DataFrame) -> None:
+    """Within 2 %, as bytes an element over the layout's shards; DeepSpeed pads its flat buffers."""
+    for row in rows.itertuples():
+        record = json.loads((Path(row.folder) / "record.json").read_text())
+        config: RunConfig = from_dict(RunConfig, record["config"])
+        layout = resolve(config.strategy, row.world_size)
+        widths = engines.load(layout.engine).widths(config, layout)
+        for kind in ("parameters", "gradients", "optimizer"):
+            if not config.strategy.literature and kind != "optimizer":
+                continue  # defaults keep gradients or parameters whole: the row shows it
+            expected = getattr(widths, kind) * row.parameters / layout.shards(kind)
+            found = getattr(row, f"{kind.removesuffix('s')}_bytes")
+            assert found == pytest.approx(expected, rel=0.02), (row.run_id, kind)
+
+
+def test_volumes_are_the_papers(rows: pd.DataFrame) -> None:
+    """In fp32, of DDP's: k micro-batches send 1 (ZeRO-1), (k + 1) / 2 (ZeRO-2), 3k / 2 (ZeRO-3)."""
+    plain = rows[rows.checkpointing == "none"]
+    for world in WORLDS:
+        sent = plain[(plain.world_size == world) & (plain.engine != "accelerate")].set_index("strategy")
+        k = int(sent.loc["ddp", "grad_accumulation"])
+        assert k == 4 // world
+        ratio = sent.communication_bytes / sent.loc["ddp", "communication_bytes"]
+        ddp = 2 * (world - 1) / world * 4 * sent.loc["ddp", "parameters"]
+        assert sent.loc["ddp", "communication_bytes"] == pytest.approx(ddp, rel=0.01)
+        for strategy, volume in {
+            "zero1": 1.0,
+            "zero2": (k + 1) / 2,
+            "fsdp_shard_grad_op": (k + 1) / 2,
+            "zero3": 3 * k / 2,
+            "fsdp_full_shard": 3 * k / 2,
+            "fsdp_no_shard": 1.0,
+            "zero1_defaults": 1.5,
+        }.items():
+            assert ratio[strategy] == pytest.approx(volume, rel=0.05), (strategy, world)
+
+
+def test_checkpointing_keeps_less_and_costs_no_memory_elsewhere(rows: pd.DataFrame) -> None:
+    keys = ["strategy", "engine", "world_size"]
+    none, full = (rows[rows.checkpointing == name].set_index(keys).sort_index() for name in ("none", "full"))
+    assert (full.activation_bytes < none.activation_bytes / 2).all()
+    assert (full.peak_allocated_bytes < none.peak_allocated_bytes).all()
+
+
+def test_parts_of_the_peak_add_up(rows: pd.DataFrame) -> None:
+    parts = [f"at_peak_{part}_bytes" for part in ("parameter", "gradient", "optimizer", "activation", "other")]
+    assert (rows[parts].sum(axis=1) == rows.peak_allocated_bytes).all()
+    assert (rows[parts] >= 0).all().all(), rows[["run_id", *parts]].to_string()
+
+
+def test_steps_are_kept_beside_the_record(rows: pd.DataFrame) -> None:
+    for folder in rows.folder:
+        steps = [json.loads(line) for line in (Path(folder) / "steps.jsonl").read_text().splitlines()]
+        assert [step["phase"] for step in steps] == ["warm-up", "warm-up", "timed", "timed", "profiled"]
+        assert all(step["loss"] > 0 and step["grad_norm"] > 0 for step in steps)
