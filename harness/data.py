@@ -4,7 +4,7 @@ import hashlib
 import os
 import sysconfig
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from harness.engines import Batch
 
-BYTE_VALUES = 256
+_INSTALLED = ("site-packages", "dist-packages")  # what pip put beside the standard library
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,27 @@ def prepare(data: DataConfig, seq_len: int) -> Corpus:
         return Corpus(None, "synthetic")
     if data.path is None:
         stdlib = Path(sysconfig.get_path("stdlib"))
-        sources = [p for p in stdlib.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts)]
+        sources = [path for path in files_under(stdlib, _INSTALLED) if path.suffix == ".py"]
         path = concatenated(sources, stdlib, Path(data.cache).expanduser())
     else:
         path = Path(data.path).expanduser().resolve()
         if path.is_dir():
-            files = [p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")]
-            path = concatenated(files, path, Path(data.cache).expanduser())
+            path = concatenated(files_under(path), path, Path(data.cache).expanduser())
     if path.stat().st_size <= seq_len + 1:
         raise UserError(
             f"data.path={data.path} holds {path.stat().st_size} bytes, less than a sequence of"
             f" train.seq_len={seq_len}: name more text"
         )
     return Corpus(str(path), fingerprint(path))
+
+
+def files_under(root: Path, left_out: Collection[str] = ()) -> list[Path]:
+    """Every file below a folder, without hidden ones and without folders of the names left out."""
+    found = []
+    for folder, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in left_out and not name.startswith(".")]
+        found += [Path(folder, file) for file in files if not file.startswith(".")]
+    return found
 
 
 def concatenated(files: Iterable[Path], root: Path, cache: Path) -> Path:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from harness.engines import GATHERED, KINDS
 from harness.layout import Layout
 
 Rank = dict[str, Any]  # a rank file
 Box = tuple[tuple[int, int], ...]
 
-GATHERED = "gathered"  # the slot of a parameter that is whole beside its shard
 VOLUME_TOLERANCE = 0.05  # for norms, flags and padding beside the papers' volume
 
 
@@ -34,7 +34,7 @@ def layout_problems(layout: Layout, ranks: Sequence[Rank], parameters: int, lite
     if len(ranks) != layout.world_size:
         return [f"{len(ranks)} ranks reported, the layout has {layout.world_size}"]
     problems = []
-    for kind in ("parameters", "gradients", "optimizer"):
+    for kind in KINDS:
         by_rank = [list(_held(rank, kind)) for rank in ranks]
         allowed = {layout.shards(kind)}
         if kind == "gradients" and layout.zero_stage == 1:

@@ -17,6 +17,7 @@ from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
 from harness.engines.torch import replicate
 from harness.measure.communication import CommunicationCounter
+from harness.measure.probe import Probe
 
 
 def rank() -> int:
@@ -65,7 +66,7 @@ def summed(run_dir: str) -> None:
     """Gradients are summed over ranks, not averaged."""
     wrap = replicate.distributed_data_parallel
 
-    def all_reduce_sum(state: Any, bucket: Any) -> Any:
+    def all_reduce_sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses other annotations than its own
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
@@ -83,14 +84,15 @@ def summed(run_dir: str) -> None:
 
 def halved(run_dir: str) -> None:
     """One small parameter gets half its gradient."""
-    build = torch_engine.build
+    ready = Probe.gradients_ready
 
-    def spoiled(*arguments: Any) -> Any:
-        engine = build(*arguments)
-        engine.model.layers[1].input_layernorm.weight.register_hook(lambda gradient: gradient / 2)
-        return engine
+    def spoiled(self: Probe, engine: Any) -> None:
+        for piece in engine.pieces("gradients"):
+            if piece.name == "layers.1.input_layernorm.weight":
+                piece.local.mul_(0.5)
+        ready(self, engine)
 
-    torch_engine.build = spoiled
+    Probe.gradients_ready = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["parameters", "gradients", "optimizer"]
 KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
+BUCKET, GATHERED, STAGING = "bucket", "gathered", "staging"
 
 
 class Batch(NamedTuple):

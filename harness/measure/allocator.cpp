@@ -11,6 +11,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/alignment.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <c10/util/Exception.h>
 
 namespace {
 
@@ -56,6 +57,16 @@ void release(void* data) {
   counters().remove(bytes);
 }
 
+// torch raises a plain error where a CPU has no memory. Here it is torch.OutOfMemoryError, as on a GPU, so that a run
+// that ran out of memory is known by the type of its exception.
+void* obtain(std::size_t bytes) {
+  try {
+    return c10::alloc_cpu(bytes);
+  } catch (const c10::Error& error) {
+    C10_THROW_ERROR(OutOfMemoryError, error.what_without_backtrace());
+  }
+}
+
 struct CountingAllocator final : c10::Allocator {
   c10::DataPtr allocate(std::size_t bytes) override {
     const c10::Device cpu(c10::DeviceType::CPU);
@@ -64,7 +75,7 @@ struct CountingAllocator final : c10::Allocator {
     }
     // A size that wraps round is passed on as it is, so that alloc_cpu refuses it in torch's words.
     const bool fits = bytes <= static_cast<std::size_t>(PTRDIFF_MAX) - kHeaderBytes;
-    void* const block = c10::alloc_cpu(fits ? bytes + kHeaderBytes : bytes); // raises if there is no memory
+    void* const block = obtain(fits ? bytes + kHeaderBytes : bytes); // raises if there is no memory
     static_cast<Header*>(block)->bytes = bytes;
     void* const data = static_cast<std::byte*>(block) + kHeaderBytes;
     c10::profiledCPUMemoryReporter().New(data, bytes);

@@ -74,3 +74,13 @@ def storages(tensor: Tensor) -> Iterator[tuple[int, int]]:
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind some tensors on this rank, padding included; freed ones count 0."""
     return sum({identity: size for tensor in tensors for identity, size in storages(tensor)}.values())
+
+
+def element_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' own elements on this rank, each view once, not the buffers that they lie in."""
+    found = {
+        (local.untyped_storage()._cdata, local.storage_offset(), local.numel()): local.numel() * local.element_size()
+        for tensor in tensors
+        for local in local_tensors(tensor)
+    }
+    return sum(found.values())

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from harness.engines import Engine, Kind
-from harness.measure.memory import storage_bytes
+from harness.engines import BUCKET, Engine, Kind
+from harness.measure.memory import element_bytes, storage_bytes
 
 
 class Holding(NamedTuple):
@@ -16,8 +16,11 @@ class Holding(NamedTuple):
 
 
 def held_bytes(engine: Engine, kind: Kind) -> int:
-    """Bytes of the distinct storages of one kind on this rank now, padding included."""
-    return storage_bytes(piece.local for piece in engine.pieces(kind))
+    """Bytes of one kind on this rank now: distinct storages, padding included; of views into buckets their own."""
+    in_buckets, own = [], []
+    for piece in engine.pieces(kind):
+        (in_buckets if piece.slot == BUCKET else own).append(piece.local)
+    return storage_bytes(own) + element_bytes(in_buckets)
 
 
 def holdings(engine: Engine, kind: Kind) -> list[Holding]:

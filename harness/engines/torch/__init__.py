@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from harness.engines import Batch, Engine, Kind, Piece, StepResult, Widths
+from harness.engines import BUCKET, Batch, Engine, Kind, Piece, StepResult, Widths
 
 if TYPE_CHECKING:
     import torch
@@ -155,7 +155,9 @@ class TorchEngine:
                 yield piece(name, parameter.detach())
             elif kind == "gradients":
                 if trained.grad is not None:
-                    yield piece(name, trained.grad)
+                    found = piece(name, trained.grad)
+                    in_bucket = found.local.untyped_storage().nbytes() > found.local.nbytes
+                    yield found._replace(slot=BUCKET) if in_bucket else found
             else:
                 if trained is not parameter:
                     yield piece(name, trained.detach(), "master")
