@@ -70,6 +70,7 @@ class Widths:
 
     optimizer counts masters kept beside the parameters; fp32 parameters that are their own masters do not count.
     gathered is the width of a parameter made whole for compute; gathers, how often stage 3 does so a micro-batch.
+    buffer_bytes are set aside for communication whatever the model.
     """
 
     parameters: int
@@ -77,6 +78,7 @@ class Widths:
     optimizer: int
     gathered: int
     gathers: float = 2  # for forward and again for backward
+    buffer_bytes: int = 0
 
 
 class Engine(Protocol):

@@ -1,7 +1,7 @@
 """One rank's memory, predicted from configuration, layout and the widths its engine allocates. Imports no torch.
 
 Data-parallel layouts only; other axes are refused before. Left out: the padding of shards, the allocator's
-fragmentation, and buffers an engine sizes by its own options (DeepSpeed's reduce buckets).
+fragmentation.
 """
 
 import dataclasses
@@ -164,7 +164,7 @@ def buffer_tensors(config: RunConfig, layout: Layout, widths: Widths) -> dict[st
     """Bytes of what a rank holds to communicate, by name."""
     total, groups = parameter_count(config.model), group_parameter_counts(config.model)
     compute = WIDTH_BYTES[config.precision.compute]
-    buffers: dict[str, int] = {}
+    buffers: dict[str, int] = {"engine": widths.buffer_bytes}
     if layout.data_parallel == "ddp":
         # DDP's buckets are as large as the model in its own width. With views fp32 gradients lie in them; in mixed
         # precision they are there beside the fp32 gradients.

@@ -87,7 +87,14 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
     """
     compute = 2 if config.precision.mixed else 4
     gradients = gradient_width(config, layout)
-    return Widths(compute, gradients, optimizer=12, gathered=compute, gathers=gathers(config))
+    return Widths(compute, gradients, 12, gathered=compute, gathers=gathers(config), buffer_bytes=bucket_bytes(config))
+
+
+def bucket_bytes(config: "RunConfig") -> int:
+    """The reduction buckets in fp32: one, and in stages 1 and 2 a second to fill while the first is sent."""
+    options = config.strategy.options
+    second = config.strategy.zero_stage < 3 and options.get("overlap_comm", False)
+    return int(options.get("reduce_bucket_size", 5e8)) * 4 * (2 if second else 1)
 
 
 def gradient_width(config: "RunConfig", layout: "Layout") -> int:

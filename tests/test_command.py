@@ -1,0 +1,144 @@
+"""The command as a user meets it: one line for a mistake, a row for everything else."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Harness, rows_of, run_harness
+
+from harness import __main__ as command
+
+SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("strategy=nope", "strategy=nope is not known: choose ddp, dp,"),
+        ("train.stepz=3", "train.stepz is not a key"),
+        ("+strategy.foo=1", "strategy.foo is not a key: choose one of name, engine,"),
+        ("strategy.engine=foo", "strategy.engine=foo is not known: choose accelerate,"),
+        ("train.steps=0", "train.steps=0 is not a positive whole number: choose 1 or more"),
+        ("train.steps=x", "train.steps=x is not a whole number"),
+        ("train.lr=-1", "train.lr=-1.0 is not a finite number of 0 or more"),
+        ("train.micro_batch=-1", "train.micro_batch=-1 is not a positive whole number"),
+        ("world_size=0", "world_size=0 is not a positive number"),
+        ("world_size=3", "train.global_batch=8 is not a multiple of train.micro_batch=1 x 3 data-parallel ranks"),
+        ("world_size=4 strategy.dp_shard=3", "world_size=4 is not divisible by the strategy's degrees (dp_shard 3)"),
+        ("world_size=4 strategy.dp_replicate=3", "world_size=4 is not the product of the strategy's degrees"),
+        ("train.global_batch=7", "train.global_batch=7 is not a multiple"),
+        ("model.hidden_size=97", "model.hidden_size=97 does not give model.num_attention_heads=4 heads of even size"),
+        ("model.num_key_value_heads=3", "model.num_key_value_heads=3 does not divide model.num_attention_heads=4"),
+        ("name=../x", "name=../x cannot name a folder of results"),
+        ("data.path=/nope", "data.path=/nope does not exist: name a text file"),
+        ("results_dir=/proc/x", "results_dir: /proc/x/runs cannot be written"),
+        ("strategy=dp", "strategy=dp needs two CUDA devices"),
+        ("strategy=zero1 strategy.dp_replicate=2 world_size=4", "strategy.dp_replicate=2 is not supported by"),
+        ("strategy=zero3 strategy.engine=accelerate", "Accelerate silently drops sharding on CPU"),
+        ("strategy=fsdp_full_shard strategy.zero_stage=1", "strategy.zero_stage=1 is not a mode of fully_shard"),
+        ("cluster.device=cuda", "cluster.device=cuda needs a CUDA device"),
+        ("precision=fp8", "precision=fp8 is not known: choose bf16_mixed, fp32"),
+        ("tracking.mode=loud", "tracking.mode=loud is not known"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    overrides: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2, nothing on disk."""
+    arguments = [f"results_dir={tmp_path}/results", *overrides.split()]
+    monkeypatch.setattr(sys, "argv", ["harness", *arguments])
+    monkeypatch.chdir(tmp_path)
+    assert command.main() == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert said in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_impossible_combinations_of_a_sweep_are_rows(harness: Harness, tmp_path: Path) -> None:
+    sweep = ("strategy=ddp,dp", "train.micro_batch=1,3", "train.steps=1,0", "train.seq_len=32", "train.warmup_steps=1")
+    done = harness("-m", "name=mixed", *sweep)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path / "results", "mixed")
+    assert len(rows) == 8
+    assert sorted(rows.status) == ["ok"] + ["refused"] * 7
+    assert rows[rows.status == "refused"].reason.str.len().min() > 20
+    assert "refused" in done.stdout and max(map(len, done.stdout.splitlines())) <= 120
+
+
+def test_what_cannot_fit_is_refused_with_the_arithmetic(harness: Harness, tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = harness("strategy=zero3", "model=70b", "name=big", seconds=60)
+    assert time.monotonic() - began < 60
+    assert done.returncode == 1
+    (row,) = rows_of(tmp_path / "results", "big").itertuples()
+    assert row.status == "refused"
+    # ZeRO-3 in fp32 under DeepSpeed: 4 + 4 + 12 bytes a parameter over two ranks.
+    assert f"parameters {row.parameters * 2 / 2**30:.1f}" in row.reason
+    assert f"optimizer {row.parameters * 6 / 2**30:.1f}" in row.reason
+    assert "x 2 ranks on one host" in row.reason and "are there: choose model=" in row.reason
+    assert not (tmp_path / "results" / "big" / row.run_id / "ranks").exists()  # no process was started
+
+
+def test_a_recorded_run_is_not_run_again(harness: Harness, tmp_path: Path) -> None:
+    """Unless force=true asks for it or other code made it; a change in what affects the result is another run."""
+    results = tmp_path / "results"
+    first = harness("name=again", *SMALL)
+    assert first.returncode == 0, first.stderr
+    (run_dir,) = [path.parent for path in (results / "again").glob("*/record.json")]
+    record = run_dir / "record.json"
+    made = record.stat().st_mtime_ns
+
+    assert "is recorded" in harness("name=again", *SMALL).stderr
+    assert record.stat().st_mtime_ns == made
+
+    changed = json.loads(record.read_text())
+    changed["versions"]["torch"] = "2.0.0"
+    record.write_text(json.dumps(changed))
+    assert "stale: torch 2.0.0" in harness("name=again", *SMALL).stderr
+    assert json.loads(record.read_text())["versions"]["torch"] != "2.0.0"
+
+    made = record.stat().st_mtime_ns
+    harness("name=again", "force=true", *SMALL)
+    assert record.stat().st_mtime_ns > made
+    harness("name=again", "train.seed=1", *SMALL)
+    assert len(rows_of(results, "again")) == 2
+
+
+def test_the_quick_comparison(tmp_path: Path) -> None:
+    """As the README has it, tracking included: under three minutes, all proven, readable from its files alone."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "harness", "sweeps=quickstart", f"results_dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert time.monotonic() - began < 180
+    rows = rows_of(tmp_path, "quickstart")
+    assert list(rows.strategy) == ["single", "ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "fsdp_shard_grad_op"]
+    assert set(rows.status) == {"ok"}
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    assert f"{tmp_path}/quickstart/report.md" in done.stdout
+    # The report again, by its own command; and W&B's own reader on what tracking kept.
+    written = tmp_path / "quickstart" / "report.md"
+    before = written.read_text()
+    written.unlink()
+    again = [sys.executable, "-m", "harness.report", str(tmp_path / "quickstart")]
+    assert subprocess.run(again, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    assert written.read_text() == before
+    (kept,) = (tmp_path / "quickstart" / rows.run_id[1]).glob("wandb/offline-run-*/run-*.wandb")
+    reader = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--summary", "--json", str(kept)]
+    read = subprocess.run(reader, capture_output=True, text=True, check=False)
+    assert read.returncode == 0, read.stderr
+    assert str(rows.peak_allocated_bytes[1]) in read.stdout
+
+
+def test_bf16_mixed_is_proven_too(tmp_path: Path) -> None:
+    sweep = ("strategy=ddp,zero1,zero2,zero3,fsdp_full_shard,fsdp_shard_grad_op,fsdp_no_shard", "train.micro_batch=2")
+    done = run_harness(tmp_path, "-m", "name=bf16", "precision=bf16_mixed", *sweep, *SMALL)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = rows_of(tmp_path, "bf16")
+    assert set(rows.status) == {"ok"}
+    assert rows.loss_deviation.max() < 1e-3 and rows.grad_deviation.max() < 0.1
