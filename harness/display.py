@@ -30,6 +30,7 @@ class Display:
         self.steps = 0
         self.began = self.said = time.monotonic()
         self.status: Status | None = None
+        self.first: tuple[Path, int, float] | None = None  # run, step and time of the first progress seen of it
 
     @contextmanager
     def running(self, planned: "Plan") -> Iterator[None]:
@@ -52,10 +53,14 @@ class Display:
             phase, step = (run_dir / "progress").read_text().split()
         except (OSError, ValueError):
             phase, step = "starting", "0"
-        seconds = time.monotonic() - self.began
-        rate = f", {int(step) / seconds:.1f} steps/s" if int(step) else ""
+        now = time.monotonic()
+        if self.first is None or self.first[0] != run_dir:
+            self.first = (run_dir, int(step), now) if int(step) else None
+        rate = ""
+        if self.first is not None and int(step) > self.first[1]:
+            rate = f", {(int(step) - self.first[1]) / (now - self.first[2]):.1f} steps/s"
         which = "reference, " if run_dir.parent.name == "references" else ""
-        text = f"{self.label}: {which}{phase}, step {step} of {self.steps}{rate}, {seconds:.0f} s"
+        text = f"{self.label}: {which}{phase}, step {step} of {self.steps}{rate}, {now - self.began:.0f} s"
         if self.status is not None:
             self.status.update(Text(text))
         elif time.monotonic() - self.said >= PLAIN_SECONDS:

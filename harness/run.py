@@ -63,7 +63,7 @@ def execute(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say, ent
     """The run's record: the one on file if it is `ok` and made by this code, else a new one.
 
     `entry` is what every rank runs, harness.worker.main; `models` are those named when a smaller one would fit.
-    Raises KeyboardInterrupt after recording an interrupted run.
+    Raises KeyboardInterrupt if the reference is interrupted; a run of its own that is, is a row.
     """
     stored = recorded(this, say)
     if stored is not None:
@@ -166,6 +166,8 @@ def reference_of(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say
     if record is None:
         say(f"reference {single.run_id}")
         record = start(single, worker.main, tick, None, "is the reference")
+    if record["row"]["status"] == "interrupted":
+        raise KeyboardInterrupt
     if record["row"]["status"] != "ok":
         return None, f"the reference ended as {record['row']['status']}: {record['row']['reason']}"
     return row.read_ranks(single.directory, 1)[0], f"compared with {single.run_id}"
@@ -198,10 +200,7 @@ def start(this: Plan, entry: Callable[[str], None], tick: Tick, reference: Rank 
         ending["status"] = "oom"
         ending["reason"] = f"rank {exhausted['rank']} in {exhausted['phase']}: {exhausted['reason']}"
     ending |= {"started_at": began.isoformat(), "seconds": outcome.seconds}
-    record = write(this, ending, ranks, extra)
-    if outcome.status == "interrupted":
-        raise KeyboardInterrupt
-    return record
+    return write(this, ending, ranks, extra)
 
 
 def prepare(this: Plan) -> tuple[job.Job, list[str]]:

@@ -54,6 +54,8 @@ class Session:
         word = tracker(values["tracking"]).log(self.folder / record["row"]["run_id"], record)
         if word:
             self.display.say(word)
+        if record["row"]["status"] == "interrupted":
+            raise KeyboardInterrupt
 
     def run(self, values: dict[str, Any], folder: Path) -> Record:
         """The record of one combination. Raises UserError for a mistake that is no row."""

@@ -54,7 +54,9 @@ def measure(this: Job, rank: int, progress: "Progress") -> dict[str, Any]:
     with process_group(this) as (mesh, device):
         memory = DeviceMemory(device, allocator)
         probe = Probe()
+        memory.reset_peak()
         engine = engines.load(this.layout.engine).build(this.config, this.layout, mesh, device, probe)
+        start_peak_bytes = memory.peak_allocated_bytes()
         batches = Batches(this.corpus, this.config, this.layout, this.layout.data_rank(rank), device)
         seen = train(engine, probe, batches, this.config.train, memory, progress)
         profiled = seen.profiled._asdict()
@@ -64,6 +66,7 @@ def measure(this: Job, rank: int, progress: "Progress") -> dict[str, Any]:
             "holds_loss": seen.losses[0] is not None,
             "devices": getattr(engine, "devices", 1),
             "device_name": torch.cuda.get_device_name() if this.device == "cuda" else "cpu",
+            "start_peak_bytes": start_peak_bytes,
             "parameter_bytes": held_bytes(engine, "parameters"),
             "optimizer_bytes": held_bytes(engine, "optimizer"),
             "parameters": holdings(engine, "parameters"),

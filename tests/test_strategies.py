@@ -79,6 +79,21 @@ def test_state_is_what_the_engine_says_it_allocates(rows: pd.DataFrame) -> None:
         assert 0.98 * least <= row.gradient_bytes <= 1.02 * share["gradients"] + on_top, row.run_id
 
 
+def test_no_rank_starts_with_more_than_its_share(rows: pd.DataFrame) -> None:
+    """Sharded parameters are made one at a time: a rank's share of state, its engine's buffers, and one parameter."""
+    for row in rows[rows.strategy.isin(["fsdp_full_shard", "zero3"])].itertuples():
+        record = json.loads((Path(row.folder) / "record.json").read_text())
+        config: RunConfig = from_dict(RunConfig, record["config"])
+        layout = resolve(config.strategy, row.world_size)
+        widths = engines.load(layout.engine).widths(config, layout)
+        # DeepSpeed makes masters and the buffer of gradients at once, FSDP2 nothing but parameters.
+        state = 4 * row.parameters / layout.dp_shard * (3 if row.engine == "deepspeed" else 1)
+        largest = 4 * config.model.vocab_size * config.model.hidden_size
+        for rank in record["ranks"]:
+            assert rank["start_peak_bytes"] <= state + widths.buffer_bytes + 2 * largest, row.run_id
+            assert rank["start_peak_bytes"] < 4 * row.parameters + widths.buffer_bytes or row.world_size == 2
+
+
 def test_volumes_are_the_papers(rows: pd.DataFrame) -> None:
     """In fp32, of DDP's: k micro-batches send 1 (ZeRO-1), (k + 1) / 2 (ZeRO-2), 3k / 2 (ZeRO-3)."""
     plain = rows[rows.checkpointing == "none"]

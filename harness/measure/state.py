@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from harness.engines import BUCKET, Engine, Kind
 from harness.measure.memory import element_bytes, storage_bytes
 
@@ -17,7 +19,8 @@ class Holding(NamedTuple):
 
 def held_bytes(engine: Engine, kind: Kind) -> int:
     """Bytes of one kind on this rank now: distinct storages, padding included; of views into buckets their own."""
-    in_buckets, own = [], []
+    in_buckets: list[Tensor] = []
+    own: list[Tensor] = []
     for piece in engine.pieces(kind):
         (in_buckets if piece.slot == BUCKET else own).append(piece.local)
     return storage_bytes(own) + element_bytes(in_buckets)

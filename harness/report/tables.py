@@ -113,7 +113,7 @@ def print_table(records: Sequence[Record], console: Console, only: Collection[st
         names = ", ".join(column.title for column in left_out)
         console.print(Text(f"not shown in {width} columns: {names}", style="dim"))
     for note in _notes(table):
-        console.print(Text(_cut(note, width)), no_wrap=True)
+        console.print(Text(note))
 
 
 def _rows(table: pd.DataFrame, shown: Sequence[int]) -> pd.DataFrame:
