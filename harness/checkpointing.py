@@ -3,11 +3,21 @@
 import functools
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.config import CheckpointingConfig
+from harness.config import CheckpointingConfig, RunConfig
 from harness.measure.probe import Probe
+from harness.model import Llama, build_model
+
+
+def model_on_meta(config: RunConfig, probe: Probe) -> Llama:
+    """What every engine starts from: the run's model without memory, its checkpointing applied."""
+    with torch.device("meta"):
+        model = build_model(config.model)
+    apply_checkpointing(model, config.checkpointing, probe)
+    return model
 
 
 def apply_checkpointing(model: nn.Module, checkpointing: CheckpointingConfig, probe: Probe) -> None:

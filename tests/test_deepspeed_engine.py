@@ -66,7 +66,7 @@ class Case:
             "gradient_clipping": self.clipping,
         }  # fmt: skip
         values = {
-            "name": "test", "results": "results", "model": MODEL | {"tie_word_embeddings": self.tied},
+            "name": "test", "results_dir": "results", "model": MODEL | {"tie_word_embeddings": self.tied},
             "strategy": strategy, "checkpointing": {"name": self.checkpointing},
             "precision": {"name": self.precision} | PRECISIONS[self.precision],
             "data": {"name": "synthetic", "kind": "synthetic"}, "cluster": {"name": "local", "device": "cpu"},

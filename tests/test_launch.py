@@ -1,6 +1,8 @@
 """The launcher with real processes: how a run ends, what is said of it, and that nothing is left of it."""
 
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
 import signal
@@ -52,7 +54,8 @@ print(outcome.status, outcome.reason, flush=True)
 
 @pytest.fixture(scope="module")
 def cold_seconds(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """The first launch of this process, imports in the forkserver included."""
+    """A first launch, imports in the forkserver included: what other tests left of one is stopped."""
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
     outcome = launch(launch_entries.all_reduce, tmp_path_factory.mktemp("cold"), 2, device="cpu", timeout_seconds=120)
     assert outcome.status == "ok", outcome.reason
     return outcome.seconds
@@ -178,6 +181,8 @@ def test_time_limit_kills_all_and_ticks(tmp_path: Path, cold_seconds: float) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_interrupts(tmp_path: Path, cold_seconds: float, number: signal.Signals) -> None:
+    handler = signal.signal(number, signal.default_int_handler)  # a background job's shell may have it ignored
+
     def send() -> None:
         wait_for(tmp_path / "pid_1")
         os.kill(os.getpid(), number)
@@ -186,6 +191,7 @@ def test_signal_interrupts(tmp_path: Path, cold_seconds: float, number: signal.S
     sender.start()
     outcome = launch(launch_entries.hangs_in_collective, tmp_path, 2, device="cpu", timeout_seconds=60)
     sender.join()
+    signal.signal(number, handler)
     assert outcome.status == "interrupted" and outcome.seconds < 10
     assert not any(psutil.pid_exists(int((tmp_path / f"pid_{rank}").read_text())) for rank in range(2))
 

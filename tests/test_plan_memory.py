@@ -50,7 +50,7 @@ def run(model: ModelConfig, precision: PrecisionConfig = FP32, checkpointing: st
     batches = {"global_batch": 4096, "micro_batch": 1, "seq_len": 128, "steps": 1, "warmup_steps": 1, "seed": 0} | train
     values = {
         "name": "test",
-        "results": "results",
+        "results_dir": "results",
         "model": dataclasses.asdict(model),
         "strategy": {"name": "zero", "dp_shard": -1},
         "checkpointing": {"name": checkpointing},

@@ -80,7 +80,7 @@ def test_state_is_what_the_engine_says_it_allocates(rows: pd.DataFrame) -> None:
 
 
 def test_no_rank_starts_with_more_than_its_share(rows: pd.DataFrame) -> None:
-    """Sharded parameters are made one at a time: a rank's share of state, its engine's buffers, and one parameter."""
+    """Sharded parameters are made one at a time: a rank's share of state, its engine's buffers, and one parameter with its copies."""
     for row in rows[rows.strategy.isin(["fsdp_full_shard", "zero3"])].itertuples():
         record = json.loads((Path(row.folder) / "record.json").read_text())
         config: RunConfig = from_dict(RunConfig, record["config"])
@@ -90,7 +90,7 @@ def test_no_rank_starts_with_more_than_its_share(rows: pd.DataFrame) -> None:
         state = 4 * row.parameters / layout.dp_shard * (3 if row.engine == "deepspeed" else 1)
         largest = 4 * config.model.vocab_size * config.model.hidden_size
         for rank in record["ranks"]:
-            assert rank["start_peak_bytes"] <= state + widths.buffer_bytes + 2 * largest, row.run_id
+            assert rank["start_peak_bytes"] <= state + widths.buffer_bytes + 3 * largest, row.run_id
             assert rank["start_peak_bytes"] < 4 * row.parameters + widths.buffer_bytes or row.world_size == 2
 
 

@@ -85,6 +85,7 @@ class Engine(Protocol):
     """A model under one layout, as the loop sees it."""
 
     model: "nn.Module"  # the plain model inside whatever wraps it
+    devices: int  # that this process drives
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Every micro-batch of one step: forward, backward, clip, optimizer.

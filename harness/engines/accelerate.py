@@ -39,16 +39,14 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
     """DistributedDataParallel and the optimizer through Accelerator.prepare; Accelerate's own backward and no_sync."""
-    import torch
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
 
-    from harness.checkpointing import apply_checkpointing
+    from harness.checkpointing import model_on_meta
     from harness.engines.torch import TorchEngine
     from harness.engines.torch.replicate import Replicate
-    from harness.model import build_model
 
     wrapper = DistributedDataParallelKwargs(**config.strategy.options)
     # No autocast and no accumulation of its own: the loop's precision and its micro-batches, as in every engine.
@@ -69,9 +67,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         def backward(self, loss: Tensor) -> None:
             accelerator.backward(loss)
 
-    with torch.device("meta"):
-        model = build_model(config.model)
-    apply_checkpointing(model, config.checkpointing, probe)
+    model = model_on_meta(config, probe)
     engine = AccelerateEngine(model, config, Prepared(model, config, device, prepare), probe)
     engine.optimizer = accelerator.prepare_optimizer(engine.optimizer)
     return engine

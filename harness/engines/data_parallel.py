@@ -42,15 +42,13 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
-    import torch
     from torch import nn
 
-    from harness.checkpointing import apply_checkpointing
+    from harness.checkpointing import model_on_meta
     from harness.engines.torch import TorchEngine
     from harness.engines.torch.replicate import Replicate
-    from harness.model import build_model
 
-    with torch.device("meta"):
-        model = build_model(config.model)
-    apply_checkpointing(model, config.checkpointing, probe)
-    return TorchEngine(model, config, Replicate(model, config, device, nn.DataParallel), probe)
+    model = model_on_meta(config, probe)
+    engine = TorchEngine(model, config, Replicate(model, config, device, nn.DataParallel), probe)
+    engine.devices = torch.cuda.device_count()
+    return engine

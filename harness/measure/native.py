@@ -78,6 +78,7 @@ def _compile(temporary: Path, built: Path) -> None:
     command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     command += [*_FLAGS, *(f"-I{path}" for path in include_paths()), str(_SOURCE), "-o", str(temporary)]
     command += [*(f"-L{path}" for path in library_paths()), "-lc10"]
+    command += [f"-Wl,-rpath,{path}" for path in library_paths()]  # macOS looks there even for what is loaded
     try:
         _run(command, "harness/measure/allocator.cpp", os.environ)
         temporary.replace(built)

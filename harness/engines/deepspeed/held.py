@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engines import Kind, Piece
+from harness.engines import GATHERED, STAGING, Kind, Piece
 
 Names = dict[int, str]  # by id of the parameter
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -57,7 +57,7 @@ def parameters(optimizer: Any, names: Names) -> Iterator[Piece]:
         yield cut.piece(names, parameter.ds_tensor.narrow(0, 0, cut.stop - cut.start))
     for parameter in all_of(optimizer):
         if parameter.ds_status.name == "AVAILABLE":
-            yield whole(parameter, parameter.detach(), names, "gathered")
+            yield whole(parameter, parameter.detach(), names, GATHERED)
 
 
 def gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
@@ -70,7 +70,7 @@ def gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
         for parameter, total in zip(all_of(optimizer), optimizer.fp32_groups_gradients[0], strict=True):
             yield whole(parameter, total.view(parameter.shape), names)
             if parameter.grad is not None:
-                yield whole(parameter, parameter.grad, names, "staging")
+                yield whole(parameter, parameter.grad, names, STAGING)
     else:
         yield from flat_gradients(optimizer, names)
 
@@ -87,7 +87,7 @@ def flat_gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
     elif mine and sums:
         for cut, tensor in zip(mine, sums, strict=True):
             yield cut.piece(names, tensor.view(-1)[cut.start : cut.stop])
-    slot = "staging" if reduced or sums else ""
+    slot = STAGING if reduced or sums else ""
     buckets = {
         storage.untyped_storage().data_ptr() for bucket in optimizer.ipg_buckets.values() for storage in bucket.buffer
     }

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.checkpointing import apply_checkpointing
+from harness.checkpointing import model_on_meta
 from harness.config import RunConfig
 from harness.engines.deepspeed import held, reduces_to_owner
 from harness.layout import Layout
 from harness.measure.probe import Probe
-from harness.model import build_model, initial_value, materialise
+from harness.model import initial_value, materialise
 
 
 def settings(config: RunConfig, layout: Layout) -> dict[str, Any]:
@@ -38,9 +38,7 @@ def start(config: RunConfig, layout: Layout, device: torch.device, probe: Probe)
     deepspeed = library(device)
     with quiet():
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-    with torch.device("meta"):
-        model: nn.Module = build_model(config.model)
-    apply_checkpointing(model, config.checkpointing, probe)
+    model = model_on_meta(config, probe)
     dtype = getattr(torch, config.precision.compute)
     chosen = settings(config, layout)
     if layout.zero_stage == 3:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from harness.engines import Batch, Kind, Piece, StepResult
+from harness.engines import STAGING, Batch, Kind, Piece, StepResult
 from harness.engines.deepspeed import held
 from harness.layout import Layout
 from harness.measure.probe import Probe
@@ -14,6 +14,8 @@ from harness.model import loss_function
 
 class Training:
     """An Engine over deepspeed.DeepSpeedEngine."""
+
+    devices = 1
 
     def __init__(self, engine: Any, names: held.Names, layout: Layout, probe: Probe) -> None:
         self.model: torch.nn.Module = engine.module
@@ -59,7 +61,7 @@ class Training:
         parameter whole on a stage-3 rank; slot "staging", a gradient already reduced or added up, but not yet freed.
         """
         found = held.pieces(kind, self._engine.optimizer, self._names)
-        return (piece for piece in found if not (self._ready and piece.slot == "staging"))
+        return (piece for piece in found if not (self._ready and piece.slot == STAGING))
 
     def close(self) -> None:
         from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched

@@ -50,16 +50,11 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
     """The model under this layout. The order is fixed: checkpointing, then data parallel."""
-    import torch
-
-    from harness.checkpointing import apply_checkpointing
+    from harness.checkpointing import model_on_meta
     from harness.engines.torch.fully_shard import FullyShard
     from harness.engines.torch.replicate import Replicate, distributed_data_parallel
-    from harness.model import build_model
 
-    with torch.device("meta"):
-        model = build_model(config.model)
-    apply_checkpointing(model, config.checkpointing, probe)
+    model = model_on_meta(config, probe)
     parallel: DataParallel
     if layout.data_parallel == "fsdp":
         parallel = FullyShard(model, config, layout, mesh, device)
@@ -91,6 +86,8 @@ class DataParallel(Protocol):
 
 class TorchEngine:
     """One step of plain PyTorch over a data-parallel model."""
+
+    devices = 1
 
     def __init__(self, model: "nn.Module", config: "RunConfig", parallel: DataParallel, probe: "Probe") -> None:
         import torch
