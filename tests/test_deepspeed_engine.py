@@ -24,6 +24,7 @@ from harness.engines.deepspeed import OPTIONS
 from harness.machine import Machine
 from harness.measure.communication import bytes_sent
 from harness.measure.memory import DeviceMemory
+from harness.measure.native import build_deepspeed_comm
 from harness.measure.probe import Listener, Probe
 from harness.measure.profile import profiling
 from harness.measure.state import held_bytes
@@ -193,6 +194,7 @@ def rank_main(rank: int, world: int, cases: Sequence[Case], port: int, folder: s
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[str, Any]]]:
     """By case, what every rank measured."""
     torch.set_num_threads(1)
+    os.environ.update(build_deepspeed_comm(Path("~/.cache/harness")))  # once, not by every rank
     folder = tmp_path_factory.mktemp("ranks")
     for world in (2, 4):
         with socket.socket() as free:

@@ -80,7 +80,7 @@ def test_state_is_what_the_engine_says_it_allocates(rows: pd.DataFrame) -> None:
 
 
 def test_no_rank_starts_with_more_than_its_share(rows: pd.DataFrame) -> None:
-    """Sharded parameters are made one at a time: a rank's share of state, its engine's buffers, and one parameter with its copies."""
+    """Sharded parameters are made one at a time: a share of state, the engine's buffers, one parameter, copied."""
     for row in rows[rows.strategy.isin(["fsdp_full_shard", "zero3"])].itertuples():
         record = json.loads((Path(row.folder) / "record.json").read_text())
         config: RunConfig = from_dict(RunConfig, record["config"])
