@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> int:
     """The exit status: 0 all ok or refused as measured, 1 a failure among the rows, 2 a mistake, 130 interrupted."""
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))  # anywhere will do
     session = Session(sys.argv[1:], ROOT / "conf" / "model")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors to us instead of printing them its own way
     config.register()

@@ -1,6 +1,7 @@
 """What there is to run on, found without touching a device."""
 
 import os
+import platform
 from dataclasses import dataclass
 
 import psutil
@@ -20,12 +21,21 @@ class Machine:
     nodes: int
     ranks_per_node: int
     devices: int  # CUDA devices there are
-    available_bytes: int  # of the host (cpu), or of the fullest device (cuda)
+    free_bytes: tuple[int, ...]  # of the host (cpu), or of every device (cuda)
     cores: int
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    def available_bytes(self, ranks: int) -> int:
+        """Of the host, or of the fullest device among those that so many ranks use."""
+        return min(self.free_bytes[:ranks])
+
+    @property
+    def kind(self) -> str:
+        """What tells its figures from another machine's."""
+        return self.device_name if self.device == "cuda" else f"cpu, {self.cores} cores, {platform.machine()}"
 
 
 def look(cluster: ClusterConfig) -> Machine:
@@ -44,7 +54,7 @@ def look(cluster: ClusterConfig) -> Machine:
         nodes=cluster.nodes,
         ranks_per_node=cluster.gpus_per_node or (devices if on_gpu else CPU_RANKS),
         devices=devices,
-        available_bytes=min(free_bytes) if on_gpu else psutil.virtual_memory().available,
+        free_bytes=tuple(free_bytes) if on_gpu else (psutil.virtual_memory().available,),
         cores=_cores(),
     )
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from harness.engines import GATHERED, KINDS
+from harness.config import PrecisionConfig
+from harness.engines import GATHERED, KINDS, Widths
 from harness.layout import Layout
 
 Rank = dict[str, Any]  # a rank file
 Box = tuple[tuple[int, int], ...]
 
+MASTER_BYTES, MOMENTS_BYTES = 4, 8  # an element in fp32
 VOLUME_TOLERANCE = 0.05  # for norms, flags and padding beside the papers' volume
 
 
@@ -47,12 +49,54 @@ def layout_problems(layout: Layout, ranks: Sequence[Rank], parameters: int, lite
     return problems
 
 
+def width_problems(widths: Widths, precision: PrecisionConfig, ranks: Sequence[Rank]) -> list[str]:
+    """Whether parameters, masters and both moments are there, and as wide as the precision says in this engine."""
+    moments = {"exp_avg", "exp_avg_sq"}
+    has_masters = widths.optimizer > MOMENTS_BYTES
+    parameter = precision.compute if widths.parameters < MASTER_BYTES else precision.master
+    expected = {
+        "parameters": {("", parameter), (GATHERED, parameter)},
+        "optimizer": {(slot, precision.master) for slot in moments | ({"master"} if has_masters else set())},
+    }
+    problems = []
+    for kind, allowed in expected.items():
+        found = {(slot, dtype) for rank in ranks for _, slot, _, _, dtype in rank[kind]}
+        needed = {pair for pair in allowed if pair[0] != GATHERED}
+        for slot, dtype in sorted((found - allowed) | (needed - found)):
+            state = "held, not part of" if (slot, dtype) in found else "not held, part of"
+            problems.append(f"{kind}: {slot or 'values'} in {dtype} are {state} precision={precision.name} here")
+    return problems
+
+
+def gradient_problems(layout: Layout, widths: Widths, ranks: Sequence[Rank], parameters: int) -> list[str]:
+    """Whether stages 2 and 3 ever held whole gradients: a share, and a few single ones on their way are allowed."""
+    if layout.zero_stage < 2 or layout.shards("gradients") == 1:
+        return []
+    largest = max(math.prod(held.shape) for held in _held(ranks[0], "gradients"))
+    share = widths.gradients * parameters / layout.shards("gradients")
+    allowed = 1.05 * share + 3 * widths.gradients * largest
+    most = max(rank["profiled"]["gradient_bytes"] for rank in ranks)
+    if most <= allowed:
+        return []
+    return [f"gradients: a rank held {most} bytes, its share in zero_stage={layout.zero_stage} is {share:.0f}"]
+
+
+def checkpointing_problems(layers: int, micro_batches: int, checkpointing: str, ranks: Sequence[Rank]) -> list[str]:
+    """Whether every layer's forward ran a second time in every micro-batch, or none did."""
+    expected = layers * micro_batches if checkpointing == "full" else 0
+    found = {rank["profiled"]["recomputations"] for rank in ranks}
+    if found == {expected}:
+        return []
+    counts = " or ".join(map(str, sorted(found)))
+    return [f"checkpointing={checkpointing}: {counts} second forwards of a layer in a step, {expected} expected"]
+
+
 def _held(rank: Rank, kind: str) -> Iterator[Held]:
     if kind == "gradients":
         for name, shape, box, *_ in rank["first_gradients"]:
             yield Held(name, "", tuple(shape), tuple(map(tuple, box)))
     else:
-        for name, slot, shape, box in rank[kind]:
+        for name, slot, shape, box, _ in rank[kind]:
             yield Held(name, slot, tuple(shape), tuple(map(tuple, box)))
 
 

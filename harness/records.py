@@ -48,7 +48,7 @@ COLUMN_TYPES: Mapping[str, type] = (
 COLUMNS = tuple(COLUMN_TYPES)
 
 # What shows, plans or stores measurements without making them: a change there leaves old rows comparable.
-_NOT_MEASURING = ("report", "plan", "tracking.py", "export.py", "display.py", "records.py")
+_NOT_MEASURING = ("report", "tracking.py", "export.py", "display.py", "records.py")
 
 
 class Found(NamedTuple):

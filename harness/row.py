@@ -90,6 +90,8 @@ def measured(config: RunConfig, ranks: Sequence[Rank]) -> Row:
     tokens_per_second = config.train.global_batch * config.train.seq_len / step_seconds
     losses = mean_losses(ranks)
     fullest = max(ranks, key=lambda rank: rank["peak_allocated_bytes"] or 0)
+    # A process that drives several devices does so in threads and copies that these meters do not see.
+    seen_whole = all(rank["devices"] == 1 for rank in ranks)
     return {
         "tokens_per_second": tokens_per_second,
         "tokens_per_second_per_device": tokens_per_second / sum(rank["devices"] for rank in ranks),
@@ -100,8 +102,8 @@ def measured(config: RunConfig, ranks: Sequence[Rank]) -> Row:
         "parameter_bytes": _most(rank["parameter_bytes"] for rank in ranks),
         "gradient_bytes": _most(rank["profiled"]["gradient_bytes"] for rank in ranks),
         "optimizer_bytes": _most(rank["optimizer_bytes"] for rank in ranks),
-        "activation_bytes": _most(rank["profiled"]["activation_bytes"] for rank in ranks),
-        "communication_bytes": round(max(map(sent_bytes, ranks))),
+        "activation_bytes": _most(rank["profiled"]["activation_bytes"] for rank in ranks) if seen_whole else None,
+        "communication_bytes": round(max(map(sent_bytes, ranks))) if seen_whole else None,
         "loss_first": losses[0],
         "loss_last": losses[-1],
         "measured_on": fullest["device_name"],
@@ -116,6 +118,8 @@ def at_peak(rank: Rank) -> Row:
         return {}
     named = {f"at_peak_{key}": parts[key] for key in AT_PEAK}
     other = rank["peak_allocated_bytes"] - sum(named.values())
+    if other < 0:  # the profiled step was not like the timed ones: better no parts than wrong ones
+        return {}
     return named | {"at_peak_other_bytes": other, "peak_phase": parts["phase"]}
 
 

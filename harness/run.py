@@ -4,17 +4,20 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from harness import data, engines, job, launch, layout, records, row, worker
 from harness.config import CheckpointingConfig, ModelConfig, RunConfig, StrategyConfig, folder_of, identity
 from harness.data import Corpus
 from harness.engines import Widths
-from harness.errors import UserError
+from harness.errors import UserError, one_line
 from harness.layout import Layout
 from harness.machine import Machine
 from harness.measure import native
@@ -24,6 +27,7 @@ from harness.records import Record
 from harness.verdict import judge
 
 SINGLE = StrategyConfig(name="single")
+NOT_ASKED = "not asked for: proof.reference=false"
 Say = Callable[[str], None]
 Tick = Callable[[Path], None]  # called with the run's folder several times a second while ranks run
 
@@ -55,24 +59,52 @@ def plan(config: RunConfig, machine: Machine, *, is_reference: bool = False) -> 
 
 def run_id_of(config: RunConfig, machine: Machine, world_size: int, corpus: str) -> str:
     """What is run, readable, and the hash of all that affects its result."""
-    key = identity(config, machine.device_name, world_size, corpus)
+    key = identity(config, machine.kind, world_size, corpus)
     return "-".join((config.strategy.name, config.checkpointing.name, config.model.name, f"w{world_size}", key))
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The single process to compare with: its rank file, or a word on why there is none; `ending` if it failed."""
+
+    rank: Rank | None
+    word: str
+    ending: dict[str, Any] | None = None
+
+
 def execute(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say, entry: Callable[[str], None]) -> Record:
-    """The run's record: the one on file if it is `ok` and made by this code, else a new one.
+    """The run's record: the one on file if it is `ok`, proven as asked and made by this code, else a new one.
 
     `entry` is what every rank runs, harness.worker.main; `models` are those named when a smaller one would fit.
-    Raises KeyboardInterrupt if the reference is interrupted; a run of its own that is, is a row.
     """
-    stored = recorded(this, say)
-    if stored is not None:
-        return stored
-    refused = unfit(this, models)
-    if refused:
-        return write(this, {"status": "refused", "reason": refused})
-    reference, word = reference_of(this, models, tick, say)
-    return start(this, entry, tick, reference, word)
+    with alone(this, say):
+        stored = recorded(this, say)
+        if stored is not None:
+            return stored
+        refused = unfit(this, models)
+        if refused:
+            return write(this, {"status": "refused", "reason": refused})
+        reference = reference_of(this, models, tick, say)
+        if reference.ending is not None:
+            return write(this, reference.ending)
+        return start(this, entry, tick, say, reference)
+
+
+@contextmanager
+def alone(this: Plan, say: Say) -> Iterator[None]:
+    """Keeps other parents from this run's folder; the operating system lets go when the holder dies."""
+    locks = this.directory.parent / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(locks / f"{this.run_id}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"{this.run_id} is being run by another command: waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def refuse(config: RunConfig, machine: Machine, reason: str) -> Record:
@@ -105,7 +137,7 @@ def refuse_values(values: dict[str, Any], reason: str) -> Record:
 
 
 def recorded(this: Plan, say: Say) -> Record | None:
-    """The record that need not be made again; a stale or unreadable one is said and made again."""
+    """The record that need not be made again; one that must is said, with the reason."""
     if this.config.force or not (this.directory / records.RECORD_FILE).exists():
         return None
     try:
@@ -115,12 +147,27 @@ def recorded(this: Plan, say: Say) -> Record | None:
         return None
     if record["row"]["status"] != "ok":
         return None
-    stale = records.is_stale(record, records.versions())
-    if stale:
-        say(f"{this.run_id} is run again, its record is stale: {'; '.join(stale)}")
+    lacking = records.is_stale(record, records.versions()) or unproven(this, record)
+    if lacking:
+        say(f"{this.run_id} is run again, its record is stale: {'; '.join(lacking)}")
         return None
     say(f"{this.run_id} is recorded; force=true runs it again")
     return record
+
+
+def unproven(this: Plan, record: Record) -> list[str]:
+    """What an `ok` record lacks of what is asked now: a comparison, a tighter bound, memory that can be counted."""
+    row, asked = record["row"], this.config.proof
+    lacking = []
+    if asked.reference and record["proof"]["reference"] == NOT_ASKED:
+        lacking.append("it was not compared with a reference")
+    for column, bounds in (("loss_deviation", asked.loss_bound), ("grad_deviation", asked.grad_bound)):
+        value = row.get(column)
+        if asked.reference and value is not None and not value <= bounds[this.config.precision.name]:
+            lacking.append(f"{column} {value:.2e} is above the bound asked for now")
+    if row["peak_allocated_bytes"] is None and native.compiler_problem() is None:
+        lacking.append("its memory was not counted")
+    return lacking
 
 
 def writable(folder: Path) -> None:
@@ -144,41 +191,50 @@ def unfit(this: Plan, models: Sequence[ModelConfig]) -> str | None:
         this.config,
         this.layout,
         this.widths,
-        available_bytes=machine.available_bytes,
+        available_bytes=machine.available_bytes(ranks),
         ranks_on_host=ranks,
         device=machine.device,
         models=models,
     )
 
 
-def reference_of(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say) -> tuple[Rank | None, str]:
-    """The single process that trains the same, run once a comparison and kept; or why there is none."""
+def reference_of(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say) -> Reference:
+    """The single process that trains the same, run once a comparison and kept."""
     if not this.config.proof.reference:
-        return None, "not asked for: proof.reference=false"
+        return Reference(None, NOT_ASKED)
     config = dataclasses.replace(
         this.config, strategy=SINGLE, checkpointing=CheckpointingConfig("none"), world_size=None, repeat=0, force=False
     )
+    config = dataclasses.replace(config, proof=dataclasses.replace(config.proof, reference=False))
     single = plan(config, this.machine, is_reference=True)
     refused = unfit(single, models)
     if refused:
-        return None, f"skipped, the single process does not fit: {refused}"
-    record = recorded(single, lambda _: None)
-    if record is None:
-        say(f"reference {single.run_id}")
-        record = start(single, worker.main, tick, None, "is the reference")
-    if record["row"]["status"] == "interrupted":
-        raise KeyboardInterrupt
-    if record["row"]["status"] != "ok":
-        return None, f"the reference ended as {record['row']['status']}: {record['row']['reason']}"
-    return row.read_ranks(single.directory, 1)[0], f"compared with {single.run_id}"
+        return Reference(None, f"skipped, the single process does not fit: {refused}")
+    with alone(single, say):
+        record = recorded(single, lambda _: None)
+        ranks = row.read_ranks(single.directory, 1)
+        if record is None or not ranks:
+            say(f"reference {single.run_id}")
+            record = start(single, worker.main, tick, say, Reference(None, NOT_ASKED))
+            ranks = row.read_ranks(single.directory, 1)
+    status, reason = record["row"]["status"], record["row"]["reason"]
+    if status != "ok":
+        ending = {"status": status, "reason": f"nothing to compare with, the single process failed: {reason}"}
+        return Reference(None, "failed", ending)
+    return Reference(ranks[0], f"compared with {single.run_id}")
 
 
-def start(this: Plan, entry: Callable[[str], None], tick: Tick, reference: Rank | None, word: str) -> Record:
+def start(this: Plan, entry: Callable[[str], None], tick: Tick, say: Say, reference: Reference) -> Record:
     """Runs the ranks and writes the record, whatever their end."""
     shutil.rmtree(this.directory, ignore_errors=True)
     (this.directory / "ranks").mkdir(parents=True)
     began = datetime.now(UTC)
-    made, notes = prepare(this)
+    try:
+        made, notes = prepare(this)
+    except (RuntimeError, OSError, UserError) as error:
+        return write(this, {"status": "error", "reason": f"before any rank was started: {error}"})
+    for note in notes:
+        say(note)
     made.write(this.directory)
     world_size = this.layout.world_size
     outcome = launch.launch(
@@ -191,16 +247,15 @@ def start(this: Plan, entry: Callable[[str], None], tick: Tick, reference: Rank 
     )
     ranks = row.read_ranks(this.directory, world_size)
     ending: dict[str, Any] = {"status": outcome.status, "reason": outcome.reason}
-    extra: dict[str, Any] = {"notes": notes}
+    extra: dict[str, Any] = {}
     exhausted = next((rank for rank in ranks if rank["status"] == "oom"), None)
     if outcome.status == "ok":
-        ending, extra = judge(this.config, this.layout, this.widths, ranks, reference, word)
-        extra["notes"] = notes
+        ending, extra = judge(this.config, this.layout, this.widths, ranks, reference.rank, reference.word)
     elif outcome.status == "error" and exhausted:
         ending["status"] = "oom"
         ending["reason"] = f"rank {exhausted['rank']} in {exhausted['phase']}: {exhausted['reason']}"
     ending |= {"started_at": began.isoformat(), "seconds": outcome.seconds}
-    return write(this, ending, ranks, extra)
+    return write(this, ending, ranks, extra | {"notes": notes})
 
 
 def prepare(this: Plan) -> tuple[job.Job, list[str]]:
@@ -208,11 +263,10 @@ def prepare(this: Plan) -> tuple[job.Job, list[str]]:
     notes, allocator = [], None
     cache = Path(this.config.data.cache).expanduser()
     if this.machine.device == "cpu":
-        problem = native.compiler_problem()
-        if problem:
-            notes.append(f"memory is not counted: {problem}")
-        else:
+        try:
             allocator = str(native.build_allocator(cache))
+        except (RuntimeError, UserError) as error:
+            notes.append(f"memory is not counted: {one_line(error)}")
     variables = engines.load(this.layout.engine).environment(this.machine, cache)
     threads = launch.threads_per_rank(this.layout.world_size // this.machine.nodes)
     return job.Job(

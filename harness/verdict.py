@@ -22,7 +22,13 @@ def judge(
     """Columns of the row, and what else belongs in the record. `word` says what became of the reference."""
     parameters = parameter_count(config.model)
     layout_problems = proof.layout_problems(layout, ranks, parameters, config.strategy.literature)
+    layout_problems += proof.width_problems(widths, config.precision, ranks)
+    if config.strategy.literature:
+        layout_problems += proof.gradient_problems(layout, widths, ranks, parameters)
     problems = list(layout_problems)
+    micro_batches = layout.accumulation(config.train)
+    layers = config.model.num_hidden_layers
+    problems += proof.checkpointing_problems(layers, micro_batches, config.checkpointing.name, ranks)
     expected = expected_bytes(config, layout, widths, parameters)
     if config.strategy.literature:
         problems += proof.volume_problems(max(map(row.sent_bytes, ranks)), expected)

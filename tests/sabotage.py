@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import harness.checkpointing
+import harness.model
 from harness import worker
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
@@ -115,10 +117,20 @@ def uncounted(run_dir: str) -> None:
     worker.main(run_dir)
 
 
+def never_recomputed(run_dir: str) -> None:
+    """Checkpointing is left out."""
+    harness.checkpointing.apply_checkpointing = lambda model, checkpointing, probe: None
+    worker.main(run_dir)
+
+
+def other_optimizer(run_dir: str) -> None:
+    """Plain SGD in place of AdamW."""
+    torch.optim.AdamW = lambda parameters, lr, **_: torch.optim.SGD(parameters, lr=lr)  # type: ignore[assignment,misc]
+    worker.main(run_dir)
+
+
 def not_finite(run_dir: str) -> None:
     """The loss is not a number from the start."""
-    import harness.model
-
     loss_function = harness.model.loss_function
     harness.model.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
     worker.main(run_dir)

@@ -102,11 +102,23 @@ def test_a_recorded_run_is_not_run_again(harness: Harness, tmp_path: Path) -> No
     assert "stale: torch 2.0.0" in harness("name=again", *SMALL).stderr
     assert json.loads(record.read_text())["versions"]["torch"] != "2.0.0"
 
+    assert "bound asked for now" in harness("name=again", "proof.grad_bound.fp32=1e-12", *SMALL).stderr
+
     made = record.stat().st_mtime_ns
     harness("name=again", "force=true", *SMALL)
     assert record.stat().st_mtime_ns > made
     harness("name=again", "train.seed=1", *SMALL)
     assert len(rows_of(results, "again")) == 2
+
+
+def test_two_commands_share_a_folder(tmp_path: Path) -> None:
+    """Each run is made once, whoever makes it."""
+    command = [sys.executable, "-m", "harness", f"results_dir={tmp_path}", "name=both", "tracking=none", *SMALL]
+    both = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=120)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert sum("reference single" in text for text in said) == 1
+    assert sum("is recorded" in text for text in said) == 1
 
 
 def test_the_quick_comparison(tmp_path: Path) -> None:

@@ -43,10 +43,18 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
         (sabotage.unsynchronised, "ddp", "a rank sent 0 bytes"),
         (sabotage.uncounted, "fsdp_full_shard", "0.68 x the"),
         (sabotage.not_finite, "ddp", "the loss is not finite"),
+        (sabotage.never_recomputed, "ddp checkpointing=full", "0 second forwards of a layer in a step, 8 expected"),
+        (sabotage.never_recomputed, "fsdp_full_shard checkpointing=full", "0 second forwards of a layer"),
+        (sabotage.other_optimizer, "ddp", "exp_avg in float32 are not held"),
+        (
+            sabotage.lower_stage,  # without accumulation both stages send the same
+            "zero2 train.micro_batch=4 strategy.options.overlap_comm=false strategy.options.reduce_bucket_size=30000",
+            "gradients: a rank held",
+        ),
     ],
 )
 def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], strategy: str, found: str) -> None:
-    record = run_with(results, fault, f"strategy={strategy}")
+    record = run_with(results, fault, *f"strategy={strategy}".split())
     row = record["row"]
     assert row["status"] == "error"
     assert any(found in problem for problem in record["proof"]["problems"]), record["proof"]["problems"]
@@ -57,6 +65,14 @@ def test_missing_synchronisation_shows_in_gradients_too(results: Path) -> None:
     """Each rank's copy is compared alone: their average would be right."""
     record = run_with(results, sabotage.unsynchronised, "strategy=ddp")
     assert record["row"]["grad_deviation"] > 0.1
+
+
+def test_a_reference_that_fails_leaves_nothing_to_prove(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ordinary = worker.main
+    monkeypatch.setattr(run.worker, "main", sabotage.not_finite)
+    row = run_with(results, ordinary, "strategy=ddp", "train.seed=5")["row"]
+    assert row["status"] == "error"
+    assert row["reason"].startswith("nothing to compare with, the single process failed: not proven: the loss is not")
 
 
 def test_memory_that_runs_out_is_an_oom_row(results: Path) -> None:

@@ -25,6 +25,9 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
             f"train.micro_batch={config.train.micro_batch} is scattered over {machine.devices} devices:"
             f" choose a multiple of {machine.devices}"
         )
+    if config.checkpointing.name != "none":
+        name = config.checkpointing.name
+        yield f"checkpointing={name} does not survive the copies nn.DataParallel makes: choose checkpointing=none"
     if layout.world_size > 1:
         yield f"strategy={config.strategy.name} is one process: choose 1 for every degree of the strategy"
     if config.precision.mixed:

@@ -37,6 +37,7 @@ class ProfiledStep(NamedTuple):
     gradients: list[GradientStatistic]
     gradient_bytes: int  # the most held during the step
     activation_bytes: int  # the most held for backward during the step
+    recomputations: int  # second forwards of checkpointed parts
     at_peak: AtPeak | None  # None where memory is not counted
     communication: tuple[Traffic, ...]
 
@@ -61,6 +62,7 @@ class StepListener(Listener):
         self.phase_now = "between"
         self.state_bytes = {kind: held_bytes(engine, kind) for kind in ("parameters", "optimizer")}  # type: ignore[arg-type]
         self.most_gradient_bytes = 0
+        self.recomputations = 0
         self.at_peak: AtPeak | None = None
         self.paused = False
         self.stack = ExitStack()
@@ -83,6 +85,7 @@ class StepListener(Listener):
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
+        self.recomputations += 1
         with self.activations.recompute():
             yield
 
@@ -119,6 +122,7 @@ class StepListener(Listener):
             self.statistics.found,
             self.most_gradient_bytes,
             self.activations.most_bytes,
+            self.recomputations,
             self.at_peak,
             self.communication.traffic(),
         )

@@ -15,6 +15,7 @@ class Holding(NamedTuple):
     slot: str
     shape: tuple[int, ...]
     box: tuple[tuple[int, int], ...]
+    dtype: str
 
 
 def held_bytes(engine: Engine, kind: Kind) -> int:
@@ -28,4 +29,7 @@ def held_bytes(engine: Engine, kind: Kind) -> int:
 
 def holdings(engine: Engine, kind: Kind) -> list[Holding]:
     """What this rank holds of one kind now."""
-    return [Holding(p.name, p.slot, tuple(p.shape), p.box) for p in engine.pieces(kind)]
+    return [
+        Holding(p.name, p.slot, tuple(p.shape), p.box, str(p.local.dtype).removeprefix("torch."))
+        for p in engine.pieces(kind)
+    ]

@@ -66,6 +66,9 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
             yield f"strategy.{axis}={getattr(layout, axis)} {unsupported}: choose 1"
     if layout.offload != "none":
         yield f"strategy.offload={layout.offload} {unsupported}: choose none"
+    for key, value in config.strategy.options.items():
+        if isinstance(value, (int, float)) and value < 0:
+            yield f"strategy.options.{key}={value} is negative: choose 0 or more"
     for key in sorted(config.strategy.options.keys() - set(OPTIONS)):
         value = config.strategy.options[key]
         yield f"strategy.options.{key}={value} {unsupported}: choose among {', '.join(OPTIONS)}"

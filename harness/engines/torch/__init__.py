@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from harness.machine import Machine
     from harness.measure.probe import Probe
 
+# DistributedDataParallel's arguments that change how it works and not what it trains.
+DDP_OPTIONS = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+
 
 def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
     stage, means = layout.zero_stage, layout.data_parallel
@@ -32,6 +35,8 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield "strategy.zero_stage=1 is not a mode of fully_shard: choose 0, 2 or 3, or strategy=zero1"
     if means == "fsdp" and stage == 0 and layout.dp_shard > 1:
         yield f"strategy.dp_shard={layout.dp_shard} shards parameters, not what strategy.zero_stage=0 says: choose 1"
+    for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)) if means == "ddp" else ():
+        yield f"strategy.options.{key} is not a setting of DistributedDataParallel: choose {', '.join(DDP_OPTIONS)}"
     if means != "ddp" and config.strategy.options:
         yield f"strategy.options={config.strategy.options} are for strategy.data_parallel=ddp: choose {{}}"
 
