@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.config import RunConfig, from_dict
+from harness.config import RunConfig
 from harness.data import Corpus
 from harness.layout import Layout
+from harness.typed import from_dict
 
 FILE = "run.json"
 

@@ -21,7 +21,7 @@ from harness.errors import UserError, one_line
 from harness.layout import Layout
 from harness.machine import Machine
 from harness.measure import native
-from harness.plan import memory
+from harness.plan import fit, memory
 from harness.proof import Rank
 from harness.records import Record
 from harness.verdict import judge
@@ -187,7 +187,7 @@ def unfit(this: Plan, models: Sequence[ModelConfig]) -> str | None:
         return f"world_size={ranks} needs {ranks} CUDA devices, {machine.devices} are there: choose {machine.devices}"
     if not this.config.preflight:
         return None
-    return memory.refusal(
+    return fit.refusal(
         this.config,
         this.layout,
         this.widths,

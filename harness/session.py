@@ -19,6 +19,7 @@ from harness.records import Record, read_all
 from harness.report.files import write_files
 from harness.report.tables import print_table, terminal
 from harness.tracking import tracker
+from harness.typed import from_dict
 
 
 class Session:
@@ -61,7 +62,7 @@ class Session:
         """The record of one combination. Raises UserError for a mistake that is no row."""
         config: RunConfig | None = None
         try:
-            config = configuration.from_dict(RunConfig, values)
+            config = from_dict(RunConfig, values)
             found = machine.look(config.cluster)
             launch.prepare(found.device)
             planned = run.plan(config, found)
@@ -79,7 +80,7 @@ class Session:
     def models(self) -> list[ModelConfig]:
         """The models there are, for saying which would fit."""
         paths = sorted(self.model_folder.glob("*.yaml"))
-        return [configuration.from_dict(ModelConfig, yaml.safe_load(path.read_text())) for path in paths]
+        return [from_dict(ModelConfig, yaml.safe_load(path.read_text())) for path in paths]
 
     def finish(self) -> int:
         """Prints the table of this command's runs and writes the report of the whole folder; the exit status."""

@@ -5,8 +5,9 @@ import os
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from harness.config import TrackingConfig, from_dict
+from harness.config import TrackingConfig
 from harness.records import Record
+from harness.typed import from_dict
 
 INIT_SECONDS = 15.0  # after which an unreachable server is given up and the run kept offline
 

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from harness import config
 from harness.config import RunConfig
+from harness.typed import from_dict
 
 ROOT = Path(__file__).resolve().parents[1]
 Harness = Callable[..., subprocess.CompletedProcess[str]]
@@ -41,5 +42,5 @@ def composed(*overrides: str) -> RunConfig:
     OmegaConf.register_new_resolver("harness.root", lambda: str(ROOT), replace=True)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         values = config.plain(compose("config", [*overrides, "tracking=none"]))
-    made: RunConfig = config.from_dict(RunConfig, values)
+    made: RunConfig = from_dict(RunConfig, values)
     return made

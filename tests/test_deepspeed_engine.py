@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from harness import layout as layouts
-from harness.config import RunConfig, from_dict
+from harness.config import RunConfig
 from harness.engines import KINDS, Batch, Engine, Kind, Piece, load
 from harness.engines.deepspeed import OPTIONS
 from harness.machine import Machine
@@ -30,6 +30,7 @@ from harness.measure.profile import profiling
 from harness.measure.state import held_bytes
 from harness.model import build_model, initial_value, loss_function, materialise
 from harness.plan.communication import expected_bytes
+from harness.typed import from_dict
 
 STRATEGIES = Path(__file__).parent.parent / "conf" / "strategy"
 STEPS = 4

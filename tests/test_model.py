@@ -8,8 +8,9 @@ import yaml
 from conftest import ROOT
 from torch import Tensor
 
-from harness.config import ModelConfig, from_dict
+from harness.config import ModelConfig
 from harness.model import Llama, build_model, initial_value, materialise
+from harness.typed import from_dict
 
 TINY: ModelConfig = from_dict(ModelConfig, yaml.safe_load((ROOT / "conf" / "model" / "tiny.yaml").read_text()))
 CPU = torch.device("cpu")

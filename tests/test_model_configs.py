@@ -6,9 +6,10 @@ import pytest
 import torch
 import yaml
 
-from harness.config import ModelConfig, from_dict
+from harness.config import ModelConfig
 from harness.model import build_model
 from harness.plan.memory import parameter_count
+from harness.typed import from_dict
 
 FOLDER = Path(__file__).parent.parent / "conf" / "model"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -15,19 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.checkpointing import apply_checkpointing
-from harness.config import CheckpointingConfig, ModelConfig, PrecisionConfig, RunConfig, from_dict
+from harness.config import CheckpointingConfig, ModelConfig, PrecisionConfig, RunConfig
 from harness.engines import Widths
 from harness.layout import Layout, resolve
 from harness.measure.probe import Probe
 from harness.model import build_model, loss_function, materialise, rotary_tables
+from harness.plan.fit import refusal
 from harness.plan.memory import (
     PROCESS_BYTES,
     activations,
     block_tensors,
     estimate,
     parameter_count,
-    refusal,
 )
+from harness.typed import from_dict
 
 FP32 = PrecisionConfig("fp32", "float32", "float32", "float32", "float32")
 BF16 = PrecisionConfig("bf16_mixed", "bfloat16", "float32", "float32", "float32")

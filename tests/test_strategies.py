@@ -9,8 +9,9 @@ import pytest
 from conftest import rows_of, run_harness
 
 from harness import engines
-from harness.config import RunConfig, from_dict
+from harness.config import RunConfig
 from harness.layout import resolve
+from harness.typed import from_dict
 
 STRATEGIES = [
     "single",

@@ -4,11 +4,9 @@ Data-parallel layouts only; other axes are refused before. Left out: the padding
 fragmentation.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.config import CheckpointingConfig, ModelConfig, RunConfig
+from harness.config import ModelConfig, RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
 
@@ -19,7 +17,6 @@ WIDTH_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a dtype by torch
 # (psutil's rss, torch 2.13, DeepSpeed 0.19.8: 0.399e9; plain torch 0.343e9). cuda: a context and its libraries'
 # workspaces, as commonly reported, not measured here.
 PROCESS_BYTES = {"cpu": 400_000_000, "cuda": 500_000_000}
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -255,89 +252,3 @@ def estimate(config: RunConfig, layout: Layout, widths: Widths, device: str = "c
         PROCESS_BYTES[device],
         state | max(moments, key=lambda moment: sum(moment.values())),
     )
-
-
-def needed_bytes(found: MemoryEstimate, ranks_on_host: int, device: str) -> int:
-    """What must be there: a host's ranks share its memory, a CUDA device has one rank."""
-    return (found.peak_bytes + found.process_bytes) * (ranks_on_host if device == "cpu" else 1)
-
-
-def refusal(
-    config: RunConfig,
-    layout: Layout,
-    widths: Widths,
-    *,
-    available_bytes: int,
-    ranks_on_host: int,
-    device: str,
-    models: Sequence[ModelConfig],
-) -> str | None:
-    """Why the run cannot fit, in one line with its arithmetic and what would fit; None if it fits.
-
-    available_bytes is the host's free memory on cpu (shared by ranks_on_host), one device's on cuda. `models` are
-    the candidates for a smaller choice.
-    """
-    found = estimate(config, layout, widths, device)
-    needed = needed_bytes(found, ranks_on_host, device)
-    if needed <= available_bytes:
-        return None
-    parts = {**found.at_peak, "process": found.process_bytes}
-    arithmetic = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if gib(size) != "0.0")
-    per_rank = f"{gib(found.peak_bytes + found.process_bytes)} GiB a rank"
-    shared = (
-        f" x {ranks_on_host} ranks on one host = {gib(needed)} GiB" if device == "cpu" and ranks_on_host > 1 else ""
-    )
-
-    def fits(changed: RunConfig, other: Layout) -> int | None:
-        """Bytes a rank if it fits."""
-        trial = estimate(changed, other, widths, device)
-        ok = needed_bytes(trial, ranks_on_host, device) <= available_bytes
-        return trial.peak_bytes + trial.process_bytes if ok else None
-
-    remedies = [*fitting_checkpointing(config, layout, fits), *fitting_model(config, layout, models, fits)]
-    remedies += [*fitting_world(config, layout, fits), "preflight=false to try"]
-    return (
-        f"model={config.model.name} needs {per_rank}{shared} ({arithmetic}), {gib(available_bytes)} GiB are there:"
-        f" choose {', or '.join(remedies)}"
-    )
-
-
-Fits = Callable[[RunConfig, Layout], int | None]  # bytes a rank, None if that does not fit
-
-
-def fitting_checkpointing(config: RunConfig, layout: Layout, fits: Fits) -> Iterator[str]:
-    """Full checkpointing, if that is enough."""
-    if config.checkpointing.name == "none":
-        size = fits(dataclasses.replace(config, checkpointing=CheckpointingConfig("full")), layout)
-        if size is not None:
-            yield f"checkpointing=full ({gib(size)} GiB a rank)"
-
-
-def fitting_model(config: RunConfig, layout: Layout, models: Sequence[ModelConfig], fits: Fits) -> Iterator[str]:
-    """The largest smaller model that fits under the same layout and batch, with the same attention."""
-    smaller = [model for model in models if parameter_count(model) < parameter_count(config.model)]
-    for model in sorted(smaller, key=parameter_count, reverse=True):
-        trial = dataclasses.replace(config, model=dataclasses.replace(model, attention=config.model.attention))
-        size = fits(trial, layout)
-        if size is not None:
-            yield f"model={model.name} ({gib(size)} GiB a rank)"
-            return
-
-
-def fitting_world(config: RunConfig, layout: Layout, fits: Fits) -> Iterator[str]:
-    """The smallest larger world, by doubling the shards, on hosts or devices like this one."""
-    if layout.zero_stage == 0 or layout.dp_shard == 1:
-        return
-    for doublings in range(1, 13):
-        wider = dataclasses.replace(layout, dp_shard=layout.dp_shard * 2**doublings)
-        per_pass = config.train.micro_batch * wider.dp
-        batch = -(-config.train.global_batch // per_pass) * per_pass
-        size = fits(dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=batch)), wider)
-        if size is not None:
-            more = "" if batch == config.train.global_batch else f" and train.global_batch={batch}"
-            yield f"world_size={wider.world_size}{more} on more such machines ({gib(size)} GiB a rank)"
-            return
-
-
-def gib(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.1f}"

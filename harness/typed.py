@@ -1,0 +1,50 @@
+"""Dataclasses from plain values: every key known, every type checked, every complaint named by its dotted key."""
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+from harness.errors import UserError
+
+
+def from_dict(kind: type, values: Any, key: str = "") -> Any:
+    """A dataclass from plain values, recursively, every type checked.
+
+    Raises UserError naming the dotted key of a missing, unknown or wrongly typed value.
+    """
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(values, dict):
+            raise UserError(f"{key}={values} is not a group of keys: choose one of the files in conf/{key}")
+        hints = typing.get_type_hints(kind)
+        fields = {f.name: f for f in dataclasses.fields(kind)}
+        for unknown in sorted(values.keys() - fields.keys()):
+            raise UserError(f"{_dotted(key, unknown)} is not a key: choose one of {', '.join(fields)}")
+        for name, entry in fields.items():
+            required = entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
+            if required and name not in values:
+                raise UserError(f"{_dotted(key, name)} is missing: give it a value")
+        return kind(**{name: from_dict(hints[name], values[name], _dotted(key, name)) for name in values})
+    return _checked(kind, values, key)
+
+
+def _dotted(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _checked(kind: Any, value: Any, key: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        if value is None and type(None) in arguments:
+            return None
+        return _checked(next(a for a in arguments if a is not type(None)), value, key)
+    if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(arguments):
+        return tuple(_checked(a, v, key) for a, v in zip(arguments, value, strict=True))
+    if origin is dict and isinstance(value, dict):
+        return {str(k): v if arguments[1] is Any else _checked(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
+    raise UserError(f"{key}={value} is not {wanted}: give it {wanted}")
