@@ -317,7 +317,7 @@ def test_sends_the_papers_volume(case: Case, outcomes: dict[Case, list[dict[str,
             assert sent == pytest.approx(expected_bytes(config, layout, widths, parameters_of(case)), rel=0.02)
 
 
-MACHINE = Machine("cpu", "cpu", nodes=1, ranks_per_node=2, devices=0, available_bytes=2**34, cores=2)
+MACHINE = Machine("cpu", "cpu", nodes=1, ranks_per_node=2, devices=0, free_bytes=(2**34,), cores=2)
 
 
 @pytest.mark.parametrize(
