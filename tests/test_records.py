@@ -269,7 +269,7 @@ def test_code_follows_what_measures_and_nothing_else(tmp_path: Path, monkeypatch
         path.write_text(text + " ")
         changed[path.name] = r.versions()["code"] != before
         path.write_text(text)
-    assert {name for name, differs in changed.items() if differs} == {"train.py", "allocator.cpp"}
+    assert {name for name, differs in changed.items() if differs} == {"train.py", "allocator.cpp", "memory.py"}
     assert r.versions()["code"] == before and r.git_commit() is None
 
 
