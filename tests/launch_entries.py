@@ -59,7 +59,10 @@ def one_leaves(_: str) -> None:
 def hangs_in_collective(run_dir: str) -> None:
     """Rank 1 never comes, and both close their ears to SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    (Path(run_dir) / f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
+    pid = Path(run_dir) / f"pid_{os.environ['RANK']}"
+    written = pid.with_suffix(".tmp")
+    written.write_text(str(os.getpid()))
+    written.replace(pid)  # who waits for the file may read it at once
     dist.init_process_group("gloo", timeout=timedelta(hours=1))
     if dist.get_rank() == 1:
         time.sleep(3600)

@@ -184,7 +184,8 @@ def test_signal_interrupts(tmp_path: Path, cold_seconds: float, number: signal.S
     handler = signal.signal(number, signal.default_int_handler)  # a background job's shell may have it ignored
 
     def send() -> None:
-        wait_for(tmp_path / "pid_1")
+        for rank in range(2):
+            wait_for(tmp_path / f"pid_{rank}")
         os.kill(os.getpid(), number)
 
     sender = threading.Thread(target=send)
