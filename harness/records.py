@@ -43,7 +43,7 @@ COLUMN_TYPES: Mapping[str, type] = (
     | {"predicted_peak_bytes": int, "predicted_step_seconds": float, "measured_on": str, "launch": str}
     # Beyond the columns promised to readers of the file. started_at: ISO 8601, UTC. peak_rank: the rank of
     # peak_allocated_bytes. seconds: the run from start to end. stale: filled when runs.csv is built.
-    | {"repeat": int, "started_at": str, "seconds": float, "peak_rank": int, "loss_reference": float, "stale": str}
+    | {"repeat": int, "started_at": str, "seconds": float, "peak_rank": int, "stale": str}
 )
 COLUMNS = tuple(COLUMN_TYPES)
 
