@@ -3,8 +3,6 @@
 import functools
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.config import CheckpointingConfig, RunConfig
@@ -14,13 +12,12 @@ from harness.model import Llama, build_model
 
 def model_on_meta(config: RunConfig, probe: Probe) -> Llama:
     """What every engine starts from: the run's model without memory, its checkpointing applied."""
-    with torch.device("meta"):
-        model = build_model(config.model)
+    model = build_model(config.model)
     apply_checkpointing(model, config.checkpointing, probe)
     return model
 
 
-def apply_checkpointing(model: nn.Module, checkpointing: CheckpointingConfig, probe: Probe) -> None:
+def apply_checkpointing(model: Llama, checkpointing: CheckpointingConfig, probe: Probe) -> None:
     """Wraps the blocks of `model.layers` in place; names of parameters stay as they are.
 
     full keeps the input of every block and nothing else (arXiv 1604.06174, every layer a segment).
@@ -31,6 +28,6 @@ def apply_checkpointing(model: nn.Module, checkpointing: CheckpointingConfig, pr
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), probe.recompute()
 
-    for block in model.layers:  # type: ignore[union-attr]
+    for block in model.layers.values():
         forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
         block.forward = forward  # type: ignore[method-assign,assignment]

@@ -67,7 +67,7 @@ class ModelConfig:
             heads % groups == 0,
             "model.num_key_value_heads",
             groups,
-            f"does not divide model.num_attention_heads={heads}: choose {_divisors(heads)}",
+            f"does not divide model.num_attention_heads={heads}: choose {divisors(heads)}",
         )
 
     @property
@@ -75,7 +75,8 @@ class ModelConfig:
         return self.hidden_size // self.num_attention_heads
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> str:
+    """For a sentence: 1, 2 or 4."""
     found = [str(d) for d in range(1, number + 1) if number % d == 0]
     return found[0] if len(found) == 1 else ", ".join(found[:-1]) + " or " + found[-1]
 
@@ -95,7 +96,8 @@ class StrategyConfig:
     cp: int = 1
     pp: int = 1
     schedule: str = "1f1b"
-    virtual_stages: int = 1
+    virtual_stages: int = 1  # stages a rank holds, for schedules that interleave them
+    layers_per_stage: tuple[int, ...] | None = None  # in the order of stages; null: parameters spread evenly
     offload: str = "none"
     literature: bool = True  # whether the papers' volume is claimed; if so a run that sends another is an error
     options: dict[str, Any] = field(default_factory=dict)  # the engine's own settings, passed on as they are

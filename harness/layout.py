@@ -1,12 +1,11 @@
-"""Where every part of the model, its state and the batch lies on the ranks; and every reason to refuse that."""
+"""How the ranks are arranged, and how model state and batch are divided among them."""
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from harness.config import RunConfig, StrategyConfig, TrainConfig
+from harness.config import StrategyConfig, TrainConfig
 from harness.errors import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first, in the order of ranks
@@ -28,12 +27,18 @@ class Layout:
     pp: int
     schedule: str
     virtual_stages: int
+    layers_per_stage: tuple[int, ...] | None
     offload: str
 
     @property
     def dp(self) -> int:
         """The data degree: how many parts the global batch is cut into."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def stages(self) -> int:
+        """Parts that the model's depth is cut into."""
+        return self.pp * self.virtual_stages
 
     @property
     def world_size(self) -> int:
@@ -104,18 +109,3 @@ def resolve(strategy: StrategyConfig, world_size: int) -> Layout:
         )
     names = {f.name for f in dataclasses.fields(Layout)} - degrees.keys()
     return Layout(**degrees, **{name: getattr(strategy, name) for name in names})
-
-
-def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """Why this layout cannot train this model with this batch, whatever the engine."""
-    try:
-        layout.accumulation(config.train)
-    except UserError as error:
-        yield str(error)
-    if config.data.kind == "text" and config.model.vocab_size < 256:
-        yield f"model.vocab_size={config.model.vocab_size} is too small for data={config.data.name}: choose 256 or more"
-    for axis in ("tp", "cp", "pp"):
-        if getattr(layout, axis) > 1:
-            yield f"strategy.{axis}={getattr(layout, axis)} is not supported yet: choose 1"
-    if layout.offload != "none":
-        yield f"strategy.offload={layout.offload} is not supported yet: choose none"

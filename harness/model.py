@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from harness.config import ModelConfig
+from harness.placement import Stage, whole
 
 
 class Attention(nn.Module):
@@ -70,24 +71,37 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids (batch, seq) to logits (batch, seq, vocab). Parameters are named as in Hugging Face's Llama."""
+    """Token ids (batch, seq) to logits (batch, seq, vocab), or to the mean loss where targets are given.
 
-    def __init__(self, model: ModelConfig) -> None:
+    Parameters are named as in Hugging Face's Llama. A stage of a pipeline has its own layers only, under the names
+    they have in the whole, and takes and returns hidden states (batch, seq, hidden) where it is not an end.
+    """
+
+    def __init__(self, model: ModelConfig, stage: Stage) -> None:
         super().__init__()
         self.config = model
-        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
-        self.layers = nn.ModuleList(Block(model) for _ in range(model.num_hidden_layers))
-        self.norm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
-        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
-        if model.tie_word_embeddings:
+        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size) if stage.holds_embedding else None
+        self.layers = nn.ModuleDict({str(index): Block(model) for index in stage.layer_indices})
+        self.norm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps) if stage.holds_head else None
+        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if stage.holds_head else None
+        self.tie()
+
+    def tie(self) -> None:
+        """Makes the head's weight the embedding's where the model says so."""
+        if self.config.tie_word_embeddings and self.embed_tokens is not None and self.lm_head is not None:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed_tokens(tokens)
-        cos, sin = rotary_tables(tokens.shape[1], self.config, hidden.device, hidden.dtype)
-        for layer in self.layers:
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        seq_len = hidden.shape[1]
+        if self.embed_tokens is not None:
+            hidden = self.embed_tokens(hidden)
+        cos, sin = rotary_tables(seq_len, self.config, hidden.device, hidden.dtype)
+        for layer in self.layers.values():
             hidden = layer(hidden, cos, sin)
-        return self.lm_head(self.norm(hidden))  # type: ignore[no-any-return]
+        if self.norm is None or self.lm_head is None:
+            return hidden
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits if targets is None else loss_function(logits, targets)
 
 
 def rotary_tables(seq_len: int, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -118,15 +132,16 @@ def eager_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return mixed
 
 
-def build_model(model: ModelConfig) -> Llama:
-    """The model on the default device: use under torch.device("meta"), its weights come from initial_value."""
-    return Llama(model)
+def build_model(model: ModelConfig, stage: Stage | None = None) -> Llama:
+    """The model, or a stage of it, without memory: its weights come from initial_value."""
+    with torch.device("meta"):
+        return Llama(model, stage or whole(model))
 
 
 def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy over the tokens, in fp32; logits (batch, seq, vocab), targets (batch, seq)."""
     loss: Tensor = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-    return loss
+    return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def generator(seed: int, purpose: str, device: torch.device) -> torch.Generator:
@@ -150,12 +165,14 @@ def materialise(model: nn.Module, config: ModelConfig, seed: int, device: torch.
     """
     for name, parameter in list(model.named_parameters()):
         whole = initial_value(name, parameter.shape, config, seed, device)
-        filled = shard_like(parameter, whole.to(dtype)) if isinstance(parameter, DTensor) else whole.to(dtype)
-        torch.utils.swap_tensors(parameter, nn.Parameter(filled))  # type: ignore[no-untyped-call]
+        filled = nn.Parameter(part_like(parameter, whole.to(dtype)))
+        torch.utils.swap_tensors(parameter, filled)  # type: ignore[no-untyped-call]
 
 
-def shard_like(template: DTensor, whole: Tensor) -> DTensor:
-    """This rank's shard of a whole tensor, cut without communication."""
+def part_like(template: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, cut without communication as the template is."""
+    if not isinstance(template, DTensor):
+        return whole
     box = local_box(template)
     local = whole[tuple(slice(start, stop) for start, stop in box)].clone()
     return DTensor.from_local(

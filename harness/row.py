@@ -13,9 +13,9 @@ from harness.layout import Layout
 from harness.machine import Machine
 from harness.measure.communication import axis_of
 from harness.measure.environment import environment
-from harness.plan.memory import parameter_count
 from harness.proof import Rank
 from harness.records import Record
+from harness.sizes import parameter_count
 
 Row = dict[str, Any]
 

@@ -24,6 +24,7 @@ from harness.measure import native
 from harness.plan import fit, memory
 from harness.proof import Rank
 from harness.records import Record
+from harness.refusals import refusals
 from harness.verdict import judge
 
 SINGLE = StrategyConfig(name="single")
@@ -49,7 +50,7 @@ def plan(config: RunConfig, machine: Machine, *, is_reference: bool = False) -> 
     """Raises UserError if the configuration is impossible; writes nothing but the corpus to its cache."""
     found = layout.resolve(config.strategy, config.world_size or machine.world_size)
     engine = engines.load(found.engine)
-    for problem in (*layout.refusals(config, found), *engine.refusals(config, found, machine)):
+    for problem in (*refusals(config, found), *engine.refusals(config, found, machine)):
         raise UserError(problem)
     corpus = data.prepare(config.data, config.train.seq_len)
     run_id = run_id_of(config, machine, found.world_size, corpus.fingerprint)

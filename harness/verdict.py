@@ -10,8 +10,8 @@ from harness.config import RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
 from harness.plan.communication import expected_bytes
-from harness.plan.memory import parameter_count
 from harness.proof import Rank
+from harness.sizes import parameter_count
 
 Values = dict[str, Any]
 

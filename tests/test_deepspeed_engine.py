@@ -120,8 +120,7 @@ def reference(case: Case) -> list[dict[str, Any]]:
     """One plain process: whole batch, fp32, torch's own AdamW and clipping."""
     config = case.config()
     train = config.train
-    with torch.device("meta"):
-        model = build_model(config.model)
+    model = build_model(config.model)
     materialise(model, config.model, train.seed, torch.device("cpu"), torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), train.lr, train.betas, train.eps, train.weight_decay)
     steps = []

@@ -18,8 +18,7 @@ CPU = torch.device("cpu")
 
 def made(attention: str = "flash", tied: bool = False) -> Llama:
     config = dataclasses.replace(TINY, attention=attention, tie_word_embeddings=tied)
-    with torch.device("meta"):
-        model = build_model(config)
+    model = build_model(config)
     materialise(model, config, 0, CPU, torch.float32)
     return model
 

@@ -26,8 +26,8 @@ from harness.plan.memory import (
     activations,
     block_tensors,
     estimate,
-    parameter_count,
 )
+from harness.sizes import parameter_count
 from harness.typed import from_dict
 
 FP32 = PrecisionConfig("fp32", "float32", "float32", "float32", "float32")
@@ -147,8 +147,7 @@ def kept_bytes(
 
 
 def built(model: ModelConfig, dtype: torch.dtype, checkpointing: str = "none") -> nn.Module:
-    with torch.device("meta"):
-        module = build_model(model)
+    module = build_model(model)
     apply_checkpointing(module, CheckpointingConfig(checkpointing), Probe())
     materialise(module, model, 0, torch.device("cpu"), dtype)
     return module

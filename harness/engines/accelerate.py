@@ -46,6 +46,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
 
     from harness.checkpointing import model_on_meta
     from harness.engines.torch import TorchEngine
+    from harness.engines.torch.passes import Sequential
     from harness.engines.torch.replicate import Replicate
 
     wrapper = DistributedDataParallelKwargs(**config.strategy.options)
@@ -63,11 +64,12 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
             context: AbstractContextManager[None] = accelerator.no_sync(self.module)
             return context
 
-    class AccelerateEngine(TorchEngine):
+    class PreparedPasses(Sequential):
         def backward(self, loss: Tensor) -> None:
             accelerator.backward(loss)
 
     model = model_on_meta(config, probe)
-    engine = AccelerateEngine(model, config, Prepared(model, config, device, prepare), probe)
+    parallel = Prepared([model], config, device, prepare)
+    engine = TorchEngine([model], config, parallel, PreparedPasses(parallel, probe), mesh, probe)
     engine.optimizer = accelerator.prepare_optimizer(engine.optimizer)
     return engine

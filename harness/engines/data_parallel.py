@@ -49,9 +49,11 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
 
     from harness.checkpointing import model_on_meta
     from harness.engines.torch import TorchEngine
+    from harness.engines.torch.passes import Sequential
     from harness.engines.torch.replicate import Replicate
 
     model = model_on_meta(config, probe)
-    engine = TorchEngine(model, config, Replicate(model, config, device, nn.DataParallel), probe)
+    parallel = Replicate([model], config, device, nn.DataParallel)
+    engine = TorchEngine([model], config, parallel, Sequential(parallel, probe), mesh, probe)
     engine.devices = torch.cuda.device_count()
     return engine

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.layout import AXES, Layout
@@ -168,6 +169,8 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let it come back as the plain operators it is made of
         if func.namespace in NAMESPACES:
             self._count(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from harness.engines import Engine
 
-PHASES = ("forward", "backward", "optimizer")
+# A split backward computes the gradient of its input first and those of its weights later (zero bubble schedules).
+PHASES = ("forward", "backward", "backward_input", "backward_weight", "optimizer")
 
 
 class Probe:

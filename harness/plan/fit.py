@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from harness.config import CheckpointingConfig, ModelConfig, RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
-from harness.plan.memory import MemoryEstimate, estimate, parameter_count
+from harness.plan.memory import MemoryEstimate, estimate
+from harness.sizes import parameter_count
 
 GIB = 2**30
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from harness.config import ModelConfig, RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
+from harness.sizes import group_parameter_counts, layer_parameter_count, parameter_count
 
 FP32_BYTES = 4
 INT64_BYTES = 8
@@ -36,26 +37,6 @@ class MemoryEstimate:
     def peak_bytes(self) -> int:
         """What torch's allocator holds at the worst moment of a step."""
         return sum(self.at_peak.values())
-
-
-def layer_parameter_count(model: ModelConfig) -> int:
-    """Parameters of one decoder layer: q and o, k and v, three matrices of SwiGLU, two norms."""
-    hidden, groups = model.hidden_size, model.num_key_value_heads * model.head_dim
-    return 2 * hidden * hidden + 2 * hidden * groups + 3 * hidden * model.intermediate_size + 2 * hidden
-
-
-def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the whole model; a tied embedding counts once."""
-    matrices = 1 if model.tie_word_embeddings else 2
-    embeddings = matrices * model.vocab_size * model.hidden_size
-    return embeddings + model.num_hidden_layers * layer_parameter_count(model) + model.hidden_size
-
-
-def group_parameter_counts(model: ModelConfig) -> list[int]:
-    """Parameters of the groups that sharding gathers whole, largest first: every layer, the embedding, the head."""
-    matrix = model.vocab_size * model.hidden_size
-    ends = [matrix + model.hidden_size] if model.tie_word_embeddings else [matrix, matrix + model.hidden_size]
-    return sorted([*ends, *[layer_parameter_count(model)] * model.num_hidden_layers], reverse=True)
 
 
 def norm_tensors(name: str, model: ModelConfig, tokens: int, width: int, device: str) -> dict[str, int]:

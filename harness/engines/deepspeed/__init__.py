@@ -118,7 +118,7 @@ def gathers(config: "RunConfig") -> float:
     Twice, and the layers a third time where they are checkpointed, but for the last projection: the second forward
     ends before it. A tied embedding has two uses.
     """
-    from harness.plan.memory import layer_parameter_count, parameter_count
+    from harness.sizes import layer_parameter_count, parameter_count
 
     model = config.model
     again = 2 * model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0

@@ -1,7 +1,7 @@
-"""PyTorch's own parallelisms around the one model: DistributedDataParallel and fully_shard (FSDP2)."""
+"""PyTorch's own parallelisms around the one model: copies, shards, cut matrices and stages."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,12 +13,21 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from harness.config import RunConfig
+    from harness.engines.torch.data_parallel import DataParallel
     from harness.layout import Layout
     from harness.machine import Machine
     from harness.measure.probe import Probe
 
 # DistributedDataParallel's arguments that change how it works and not what it trains.
 DDP_OPTIONS = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+
+
+class Passes(Protocol):
+    """Forward and backward of all micro-batches of a step; gradients are left with the parameters' trained forms."""
+
+    def __call__(self, micro_batches: Sequence[Batch]) -> "Tensor | None":
+        """The mean loss over this rank's tokens, detached; None where another stage computes it."""
+        ...
 
 
 def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
@@ -35,6 +44,9 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield "strategy.zero_stage=1 is not a mode of fully_shard: choose 0, 2 or 3, or strategy=zero1"
     if means == "fsdp" and stage == 0 and layout.dp_shard > 1:
         yield f"strategy.dp_shard={layout.dp_shard} shards parameters, not what strategy.zero_stage=0 says: choose 1"
+    for axis in ("tp", "pp"):
+        if getattr(layout, axis) > 1 and layout.world_size > getattr(layout, axis):
+            yield f"strategy.{axis}={getattr(layout, axis)} beside other degrees is not supported yet: choose 1 for them"
     for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)) if means == "ddp" else ():
         yield f"strategy.options.{key} is not a setting of DistributedDataParallel: choose {', '.join(DDP_OPTIONS)}"
     if means != "ddp" and config.strategy.options:
@@ -54,56 +66,62 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
-    """The model under this layout. The order is fixed: checkpointing, then data parallel."""
-    from harness.checkpointing import model_on_meta
-    from harness.engines.torch.fully_shard import FullyShard
-    from harness.engines.torch.replicate import Replicate, distributed_data_parallel
+    """The model under this layout. The order is fixed: tensor parallel, checkpointing, data parallel, pipeline."""
+    import torch.distributed as dist
 
-    model = model_on_meta(config, probe)
+    from harness.checkpointing import apply_checkpointing
+    from harness.engines.torch.fully_shard import FullyShard
+    from harness.engines.torch.passes import Sequential
+    from harness.engines.torch.pipeline import Pipeline
+    from harness.engines.torch.replicate import Replicate, distributed_data_parallel
+    from harness.engines.torch.tensor import apply_tensor_parallel
+    from harness.model import build_model
+    from harness.placement import stages_of_rank
+
+    stages = stages_of_rank(config.model, layout, dist.get_rank())
+    parts = [build_model(config.model, stage) for stage in stages]
+    for part in parts:
+        if layout.tp > 1:
+            apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
+        apply_checkpointing(part, config.checkpointing, probe)
     parallel: DataParallel
     if layout.data_parallel == "fsdp":
-        parallel = FullyShard(model, config, layout, mesh, device)
+        parallel = FullyShard(parts[0], config, layout, mesh, device)
     elif layout.data_parallel == "ddp":
-        parallel = Replicate(model, config, device, distributed_data_parallel(mesh, device, config))
+        parallel = Replicate(parts, config, device, distributed_data_parallel(mesh, device, config))
     else:
-        parallel = Replicate(model, config, device)
-    return TorchEngine(model, config, parallel, probe)
-
-
-class DataParallel(Protocol):
-    """How copies or shards of a model are kept together."""
-
-    module: "nn.Module"  # what is called
-    names: dict[str, "nn.Parameter"]  # the model's parameters under their plain names
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch."""
-        ...
-
-    def trained(self, name: str) -> "nn.Parameter":
-        """What the optimizer updates for a parameter: itself, or its fp32 master; holds the gradient."""
-        ...
-
-    def publish(self) -> None:
-        """After the optimizer: brings the model up to what was trained, and drops gradients."""
-        ...
+        parallel = Replicate(parts, config, device)
+    passes: Passes = Sequential(parallel, probe)
+    if layout.pp > 1:
+        passes = Pipeline(parts, stages, config, layout, mesh.get_group("pp"), device, parallel, probe)
+    return TorchEngine(parts, config, parallel, passes, mesh, probe)
 
 
 class TorchEngine:
-    """One step of plain PyTorch over a data-parallel model."""
+    """One step of plain PyTorch: the passes of its micro-batches, the global norm, the optimizer."""
 
     devices = 1
 
-    def __init__(self, model: "nn.Module", config: "RunConfig", parallel: DataParallel, probe: "Probe") -> None:
+    def __init__(
+        self,
+        parts: "Sequence[nn.Module]",
+        config: "RunConfig",
+        parallel: "DataParallel",
+        passes: Passes,
+        mesh: "DeviceMesh",
+        probe: "Probe",
+    ) -> None:
         import torch
 
-        self.model = model
+        self.model: nn.Module = torch.nn.ModuleList(parts)
         self.parallel = parallel
+        self.passes = passes
+        self.mesh = mesh
         self.probe = probe
         self.clipping = config.train.gradient_clipping
         train = config.train
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            [parallel.trained(name) for name in parallel.names],
+            of_one_kind([parallel.trained(name) for name in parallel.names]),
             lr=train.lr,
             betas=train.betas,
             eps=train.eps,
@@ -112,43 +130,44 @@ class TorchEngine:
         )
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
-        import torch
+        from harness.engines.torch.norm import clip, reduce_partial
 
-        from harness.model import loss_function
-
-        count = len(micro_batches)
-        losses = []
-        for index, batch in enumerate(micro_batches):
-            with self.parallel.micro_batch(last=index == count - 1):
-                with self.probe.phase("forward"):
-                    loss = loss_function(self.parallel.module(batch.inputs), batch.targets)
-                losses.append(loss.detach())
-                with self.probe.phase("backward"):
-                    self.backward(loss / count)
-            del loss
+        with self.context():
+            loss = self.passes(micro_batches)
+        trained = [self.parallel.trained(name) for name in self.parallel.names]
+        for parameter in trained:
+            assert parameter.grad is not None
+            parameter.grad = reduce_partial(parameter.grad)
         self.probe.gradients_ready(self)
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        loss, grad_norm = self.totals(loss, gradients)
         with self.probe.phase("optimizer"):
-            grad_norm = self.clip()
+            if self.clipping:
+                clip(gradients, grad_norm, self.clipping)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+            del gradients
             self.parallel.publish()
-        return StepResult(torch.stack(losses).mean(), grad_norm)
+        return StepResult(loss, grad_norm)
 
-    def backward(self, loss: "Tensor") -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+    def context(self) -> AbstractContextManager[None]:
+        """Where forward, loss and backward run: torch's loss over logits cut along the vocabulary must be told."""
+        from torch.distributed.tensor.parallel import loss_parallel
 
-    def clip(self) -> "Tensor":
-        """Scales gradients to the configured norm; the norm before, over all ranks."""
-        from torch.distributed.tensor import DTensor
-        from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+        return loss_parallel() if self.mesh["tp"].size() > 1 else nullcontext()
 
-        trained = [self.parallel.trained(name) for name in self.parallel.names]
-        norm = get_total_norm([p.grad for p in trained if p.grad is not None])
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        if self.clipping:
-            clip_grads_with_norm_(trained, self.clipping, norm)
-        return norm.detach()
+    def totals(self, loss: "Tensor | None", gradients: "Sequence[Tensor]") -> "tuple[Tensor, Tensor]":
+        """The loss, which only the last stage knows, and the global norm, of which each stage holds a part."""
+        import torch
+        import torch.distributed as dist
+
+        from harness.engines.torch.norm import square_of_norm
+
+        square = square_of_norm(gradients, self.mesh)
+        sums = torch.stack((square.new_zeros(()) if loss is None else loss.float(), square))
+        if self.mesh["pp"].size() > 1:
+            dist.all_reduce(sums, group=self.mesh.get_group("pp"))
+        return sums[0], sums[1].sqrt()
 
     def pieces(self, kind: Kind) -> Iterable[Piece]:
         for name, parameter in self.parallel.names.items():
@@ -169,6 +188,14 @@ class TorchEngine:
 
     def close(self) -> None:
         pass
+
+
+def of_one_kind(parameters: "Sequence[nn.Parameter]") -> "list[dict[str, list[nn.Parameter]]]":
+    """Groups for an optimizer, whose kernels take plain tensors or those of one mesh, not both at once."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": group} for group in groups.values()]
 
 
 def piece(name: str, tensor: "Tensor", slot: str = "") -> Piece:

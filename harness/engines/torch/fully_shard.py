@@ -25,7 +25,7 @@ def apply_fully_shard(
     def shard(part: nn.Module | list[nn.Module]) -> None:
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)  # type: ignore[arg-type]
 
-    for block in model.layers:
+    for block in model.layers.values():
         shard(block)
     if not model.config.tie_word_embeddings:  # tied weights must share a group: the root's
         shard(model.embed_tokens)
@@ -66,6 +66,9 @@ class FullyShard:
 
     def trained(self, name: str) -> nn.Parameter:
         return self.names[name]
+
+    def collect(self) -> None:
+        pass
 
     def publish(self) -> None:
         pass

@@ -1,11 +1,11 @@
-"""Whole copies of the model: one alone, or kept together by DistributedDataParallel.
+"""Copies of what a rank holds of the model: one alone, or kept together by DistributedDataParallel.
 
 In mixed precision the copies are 16-bit and the optimizer trains fp32 masters; gradients are summed over
 micro-batches and over ranks in fp32 (mixed precision training, arXiv 1710.03740, with fp32 accumulation).
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -17,31 +17,32 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.config import RunConfig
-from harness.model import Llama, initial_value, materialise
+from harness.model import Llama, initial_value, materialise, part_like
 
 
 class Replicate:
-    """A whole model on every rank, with fp32 masters beside 16-bit parameters where the precision is mixed."""
+    """Parts of a model without further sharding, with fp32 masters beside 16-bit parameters where the precision is mixed."""
 
     def __init__(
         self,
-        model: Llama,
+        parts: Sequence[Llama],
         config: RunConfig,
         device: torch.device,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         precision, seed = config.precision, config.train.seed
-        materialise(model, config.model, seed, device, getattr(torch, precision.compute))
-        self.names = dict(model.named_parameters())
+        for part in parts:
+            materialise(part, config.model, seed, device, getattr(torch, precision.compute))
+        self.names = {name: parameter for part in parts for name, parameter in part.named_parameters()}
         self.masters: dict[str, nn.Parameter] = {}
-        self.module: nn.Module = model
+        self.module: nn.Module = parts[0]
         self.synchronising = True
         if precision.mixed:
             for name, parameter in self.names.items():
                 value = initial_value(name, parameter.shape, config.model, seed, device)
-                self.masters[name] = nn.Parameter(value.to(getattr(torch, precision.master)))
+                self.masters[name] = nn.Parameter(part_like(parameter, value.to(getattr(torch, precision.master))))
         if wrap is not None:
-            self.module = wrap(model)
+            self.module = wrap(self.module)
         if precision.mixed:
             self.accumulate_in_masters()
 
@@ -75,6 +76,13 @@ class Replicate:
                 yield
         else:
             yield
+
+    def collect(self) -> None:
+        for name, master in self.masters.items():
+            gradient = self.names[name].grad
+            if gradient is not None:
+                add_gradient(master, gradient)
+                self.names[name].grad = None
 
     def unsynchronised(self) -> AbstractContextManager[None]:
         assert isinstance(self.module, DistributedDataParallel)

@@ -1,0 +1,29 @@
+"""What the torch engine asks of the means that keep copies or shards of a model together."""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import nn
+
+
+class DataParallel(Protocol):
+    """How copies or shards of a model are kept together."""
+
+    module: nn.Module  # what is called
+    names: dict[str, nn.Parameter]  # the model's parameters under their plain names
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch."""
+        ...
+
+    def collect(self) -> None:
+        """Takes in gradients that autograd left on the parameters without running their hooks."""
+        ...
+
+    def trained(self, name: str) -> nn.Parameter:
+        """What the optimizer updates for a parameter: itself, or its fp32 master; holds the gradient."""
+        ...
+
+    def publish(self) -> None:
+        """After the optimizer: brings the model up to what was trained, and drops gradients."""
+        ...

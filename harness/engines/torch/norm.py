@@ -1,0 +1,54 @@
+"""The gradient norm over everything a layout cuts, and clipping by it.
+
+torch's own takes one mesh at a time and no plain tensors beside sharded ones; here each gradient counts once.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import get_total_norm
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def axes_of(tensor: Tensor) -> tuple[str, ...]:
+    """The mesh axes over which a tensor is cut."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if placement.is_shard())
+
+
+def square_of_norm(gradients: Sequence[Tensor], mesh: DeviceMesh) -> Tensor:
+    """Sum of squares over all ranks that hold parts of these gradients, in fp32; a copy counts once."""
+    cut: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        cut[axes_of(gradient)].append(local_part(gradient))
+    total = torch.zeros((), device=mesh.device_type)
+    for axes in sorted(cut):
+        square = get_total_norm(cut[axes]).float() ** 2
+        for axis in axes:
+            if mesh[axis].size() > 1:
+                dist.all_reduce(square, group=mesh.get_group(axis))
+        total += square
+    return total
+
+
+def clip(gradients: Sequence[Tensor], norm: Tensor, most: float) -> None:
+    """Scales gradients in place so that their norm is at most so much."""
+    torch._foreach_mul_([local_part(gradient) for gradient in gradients], (most / (norm + 1e-6)).clamp(max=1.0))
+
+
+def reduce_partial(tensor: Tensor) -> Tensor:
+    """A gradient of which every rank holds a summand, as it is for what sequence parallelism keeps whole: summed."""
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        return tensor.redistribute(placements=whole)
+    return tensor

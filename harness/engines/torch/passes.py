@@ -1,0 +1,35 @@
+"""Forward and backward of a step's micro-batches where every rank holds the whole depth: one after another."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from harness.engines import Batch
+from harness.engines.torch.data_parallel import DataParallel
+from harness.measure.probe import Probe
+from harness.model import loss_function
+
+
+class Sequential:
+    """Each micro-batch's forward, then its backward."""
+
+    def __init__(self, parallel: DataParallel, probe: Probe) -> None:
+        self.parallel = parallel
+        self.probe = probe
+
+    def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
+        count = len(micro_batches)
+        losses = []
+        for index, batch in enumerate(micro_batches):
+            with self.parallel.micro_batch(last=index == count - 1):
+                with self.probe.phase("forward"):
+                    loss = loss_function(self.parallel.module(batch.inputs), batch.targets)
+                losses.append(loss.detach())
+                with self.probe.phase("backward"):
+                    self.backward(loss / count)
+            del loss
+        return torch.stack(losses).mean()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,82 @@
+"""Tensor parallelism by DTensor, along the plan that stands beside the model (Megatron-LM, arXiv 1909.08053).
+
+Between the matrices the model works on plain tensors: whole hidden states, or with sequence parallelism
+(arXiv 2205.05198) this rank's part of the sequence, where dropout, norms and residual stream lie.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from harness.model import Llama, local_box
+from harness.placement import cut_of
+
+SEQUENCE = 1  # the dimension of hidden states (batch, seq, hidden)
+
+
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Cuts the matrices of a model on the meta device over a mesh of one dimension, in place; names stay.
+
+    Attention and MLP make their input whole once for all their columns, so that each costs one all-reduce in forward
+    and one in backward, or an all-gather and a reduce-scatter.
+    """
+    outside: Placement = Shard(SEQUENCE) if sequence_parallel else Replicate()
+    styles: dict[tuple[type[nn.Module], str], ParallelStyle] = {
+        (nn.Linear, "column"): ColwiseParallel(),
+        (nn.Linear, "row"): RowwiseParallel(output_layouts=outside),
+        (nn.Linear, "vocabulary"): ColwiseParallel(input_layouts=outside, use_local_output=False),
+        (nn.Embedding, "vocabulary"): VocabularyParallelEmbedding(outside),
+    }
+    for path, module in list(model.named_modules()):
+        cut = cut_of(path)
+        if cut is not None:
+            parallelize_module(module, mesh, styles[type(module), cut])
+        elif sequence_parallel and isinstance(module, nn.RMSNorm):
+            parallelize_module(module, mesh, SequenceParallel(sequence_dim=SEQUENCE))
+    for block in model.layers.values():
+        rotary = (None, None)
+        attention = PrepareModuleInput(input_layouts=(outside, *rotary), desired_input_layouts=(Replicate(), *rotary))
+        mlp = PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(Replicate(),))
+        parallelize_module(block.self_attn, mesh, attention)
+        parallelize_module(block.mlp, mesh, mlp)
+    model.tie()
+
+
+class VocabularyParallelEmbedding(RowwiseParallel):
+    """An embedding of which each rank has some rows: it looks up the tokens it knows, and the ranks sum.
+
+    torch's own RowwiseParallel does this too, but makes the gradient of the whole embedding on every rank.
+    """
+
+    def __init__(self, output: Placement) -> None:
+        super().__init__(input_layouts=Replicate(), output_layouts=output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._partition_embedding_fn("", module, device_mesh)
+        module.forward = partial(look_up, module, device_mesh, self.output_layouts)  # type: ignore[method-assign]
+        return module
+
+
+def look_up(
+    module: nn.Module, mesh: DeviceMesh, output: Sequence[Placement], tokens: Tensor
+) -> Tensor:
+    """Token ids (batch, seq), the same on every rank, to this rank's part of (batch, seq, hidden)."""
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    (first, end), _ = local_box(weight)
+    foreign = (tokens < first) | (tokens >= end)
+    rows = F.embedding((tokens - first).masked_fill(foreign, 0), weight.to_local())
+    summand = DTensor.from_local(rows.masked_fill(foreign.unsqueeze(-1), 0.0), mesh, [Partial()], run_check=False)
+    return summand.redistribute(placements=output).to_local()
