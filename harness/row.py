@@ -13,6 +13,8 @@ from harness.layout import Layout
 from harness.machine import Machine
 from harness.measure.communication import axis_of
 from harness.measure.environment import environment
+from harness.placement import stages_of_rank
+from harness.plan import pipeline as plan
 from harness.proof import Rank
 from harness.records import Record
 from harness.sizes import parameter_count
@@ -83,7 +85,7 @@ def read_ranks(run_dir: Path, world_size: int) -> list[Rank]:
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
-def measured(config: RunConfig, ranks: Sequence[Rank]) -> Row:
+def measured(config: RunConfig, layout: Layout, ranks: Sequence[Rank]) -> Row:
     """The columns of a finished run. Memory is the maximum over ranks; a step is as long as its slowest rank."""
     steps = [max(times) for times in zip(*(rank["step_seconds"] for rank in ranks), strict=True)]
     step_seconds = statistics.median(steps)
@@ -106,8 +108,49 @@ def measured(config: RunConfig, ranks: Sequence[Rank]) -> Row:
         "communication_bytes": round(max(map(sent_bytes, ranks))) if seen_whole else None,
         "loss_first": losses[0],
         "loss_last": losses[-1],
+        "in_flight": _most(rank["profiled"]["in_flight"] for rank in ranks),
         "measured_on": fullest["device_name"],
         **at_peak(fullest),
+        **bubble(config, layout, ranks),
+    }
+
+
+def bubble(config: RunConfig, layout: Layout, ranks: Sequence[Rank]) -> Row:
+    """The pipeline's idle time in units of its working time, over all stages, beside the papers'."""
+    stages = pipeline(config, layout, ranks)
+    if not stages:
+        return {}
+    idle, working = (sum(stage[key] for stage in stages) for key in ("idle_seconds", "working_seconds"))
+    return {"bubble": idle / working, "bubble_formula": plan.bubble(layout, layout.accumulation(config.train))}
+
+
+def pipeline(config: RunConfig, layout: Layout, ranks: Sequence[Rank]) -> list[dict[str, Any]]:
+    """One entry a rank of a pipeline: its stages and layers, and how its time divides, medians over timed steps.
+
+    Idle is what is left of a step beside forward, backward and optimizer: waiting for other stages and for the global
+    norm, sending, and making the batch.
+    """
+    return [stage_times(config, layout, rank) for rank in ranks] if layout.pp > 1 else []
+
+
+def stage_times(config: RunConfig, layout: Layout, rank: Rank) -> dict[str, Any]:
+    held = stages_of_rank(config.model, layout, rank["rank"])
+    phases = {name: seconds for name, seconds in rank["phase_seconds"].items() if name != "optimizer"}
+    working = [sum(parts) for parts in zip(*phases.values(), strict=True)]
+    optimizer = rank["phase_seconds"]["optimizer"]
+    parts = zip(rank["step_seconds"], working, optimizer, strict=True)
+    idle = [step - work - update for step, work, update in parts]
+    working_seconds, idle_seconds = statistics.median(working), statistics.median(idle)
+    return {
+        "rank": rank["rank"],
+        "stages": [stage.index for stage in held],
+        "layers": [stage.layers for stage in held],
+        "working_seconds": working_seconds,
+        "idle_seconds": idle_seconds,
+        "idle_share": idle_seconds / (idle_seconds + working_seconds),
+        "bubble": idle_seconds / working_seconds,
+        "in_flight": rank["profiled"]["in_flight"],
+        "activation_bytes": rank["profiled"]["activation_bytes"],
     }
 
 
@@ -156,8 +199,8 @@ def steps(config: RunConfig, ranks: Sequence[Rank]) -> list[dict[str, Any]]:
 
 
 def mean_losses(ranks: Sequence[Rank]) -> list[float | None]:
-    """Of every step over the ranks that hold a loss; None where one is not finite."""
-    by_step = zip(*(rank["losses"] for rank in ranks if rank["holds_loss"]), strict=True)
+    """Of every step over the ranks; None where one is not finite."""
+    by_step = zip(*(rank["losses"] for rank in ranks), strict=True)
     return [None if None in losses else sum(losses) / len(losses) for losses in by_step]
 
 

@@ -21,3 +21,24 @@ def group_parameter_counts(model: ModelConfig) -> list[int]:
     matrix = model.vocab_size * model.hidden_size
     ends = [matrix + model.hidden_size] if model.tie_word_embeddings else [matrix, matrix + model.hidden_size]
     return sorted([*ends, *[layer_parameter_count(model)] * model.num_hidden_layers], reverse=True)
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter by its plain name, as Hugging Face's Llama names them; a tied head is the embedding."""
+    hidden, inner, groups = model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_dim
+    layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (groups, hidden),
+        "self_attn.v_proj": (groups, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (model.vocab_size, hidden)}
+    for index in range(model.num_hidden_layers):
+        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["norm.weight"] = (hidden,)
+    return shapes if model.tie_word_embeddings else shapes | {"lm_head.weight": (model.vocab_size, hidden)}

@@ -1,11 +1,8 @@
 """The one loop: warm-up, timed steps, then one profiled step. It knows nothing of strategies."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-import torch
 import torch.distributed as dist
 
 from harness.config import TrainConfig
@@ -14,15 +11,17 @@ from harness.measure.gradients import GradientStatistic, GradientStatistics
 from harness.measure.memory import DeviceMemory
 from harness.measure.probe import Probe
 from harness.measure.profile import ProfiledStep, profiling
+from harness.measure.timing import StepTimes
 
 
 @dataclass(frozen=True)
 class Measurements:
     """What one rank saw. Losses and norms cover every step; seconds the timed ones, whole steps with their data."""
 
-    losses: list[float | None]
+    losses: list[float]
     grad_norms: list[float]
     step_seconds: list[float]
+    phase_seconds: dict[str, list[float]]
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     first_gradients: list[GradientStatistic]
@@ -52,48 +51,25 @@ def train(
 
     dist.barrier()
     memory.reset_peak()
-    clock = Clock(memory.device)
-    for _ in range(config.steps):
-        clock.mark()
-        step("timed")
-    clock.mark()
-    step_seconds = clock.seconds()
+    times = StepTimes(memory.device)
+    with probe.listening(times):
+        for _ in range(config.steps):
+            times.mark_step()
+            step("timed")
+        times.mark_step()
+    step_seconds, phase_seconds = times.step_seconds(), times.phase_seconds()
     peak_allocated_bytes, peak_reserved_bytes = memory.peak_allocated_bytes(), memory.peak_reserved_bytes()
 
     with profiling(engine, probe, memory, config.seed) as profiled:
         step("profiled")
     return Measurements(
-        losses=[None if result.loss is None else float(result.loss) for result in results],
+        losses=[float(result.loss) for result in results],
         grad_norms=[float(result.grad_norm) for result in results],
         step_seconds=step_seconds,
+        phase_seconds=phase_seconds,
         peak_allocated_bytes=peak_allocated_bytes,
         peak_reserved_bytes=peak_reserved_bytes,
         first_gradients=first_gradients.found,
         profiled=profiled.result(),
     )
 
-
-class Clock:
-    """Marks between steps. On a GPU they are events, read after the last: nothing waits while steps are timed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-        self.marks: list[float] = []
-        self.events: list[torch.cuda.Event] = []
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
-    def mark(self) -> None:
-        if self.on_gpu:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self.events.append(event)
-        else:
-            self.marks.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        """Between every two marks."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b) / 1000 for a, b in pairwise(self.events)]
-        return [b - a for a, b in pairwise(self.marks)]

@@ -63,7 +63,6 @@ def measure(this: Job, rank: int, progress: "Progress") -> dict[str, Any]:
         report = vars(seen) | {
             "last_gradients": profiled.pop("gradients"),
             "profiled": as_plain(profiled),
-            "holds_loss": seen.losses[0] is not None,
             "devices": engine.devices,
             "device_name": torch.cuda.get_device_name() if this.device == "cuda" else "cpu",
             "start_peak_bytes": start_peak_bytes,

@@ -6,6 +6,7 @@ import pytest
 from conftest import composed
 
 from harness import row
+from harness.layout import resolve
 
 
 def rank(number: int, seconds: list[float], peak: int, **profiled: Any) -> dict[str, Any]:
@@ -15,7 +16,6 @@ def rank(number: int, seconds: list[float], peak: int, **profiled: Any) -> dict[
         "rank": number,
         "devices": 1,
         "device_name": "cpu",
-        "holds_loss": True,
         "step_seconds": seconds,
         "losses": [4.0 + number, 2.0 + number],
         "peak_allocated_bytes": peak,
@@ -35,7 +35,7 @@ def rank(number: int, seconds: list[float], peak: int, **profiled: Any) -> dict[
 def test_figures_are_the_whole_worlds() -> None:
     config = composed("train.global_batch=8", "train.seq_len=32")
     ranks = [rank(0, [1.0, 2.0, 9.0], 1000), rank(1, [3.0, 1.0, 1.0], 1500)]
-    found = row.measured(config, ranks)
+    found = row.measured(config, resolve(config.strategy, 2), ranks)
     assert found["step_seconds"] == 3.0  # the slowest rank of each step: 3, 2 and 9; their median
     assert found["tokens_per_second"] == pytest.approx(8 * 32 / 3.0)
     assert found["tokens_per_second_per_device"] == pytest.approx(8 * 32 / 3.0 / 2)

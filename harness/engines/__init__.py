@@ -41,11 +41,11 @@ class Batch(NamedTuple):
 class StepResult(NamedTuple):
     """What one step reports; tensors are left on the device so that nothing waits for them.
 
-    loss: mean over this rank's tokens of the step, None where this rank holds no loss.
+    loss: mean over the step's tokens of this rank's data, also where another rank computed it.
     grad_norm: the global gradient norm before clipping.
     """
 
-    loss: "Tensor | None"
+    loss: "Tensor"
     grad_norm: "Tensor | float"
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from harness.engines import Engine
@@ -30,14 +30,29 @@ class Probe:
         """Around a part of the step: one of PHASES."""
         return self.listener.phase(name) if self.listener else nullcontext()
 
-    def recompute(self) -> AbstractContextManager[None]:
-        """Around the second forward of a checkpointed part."""
-        return self.listener.recompute() if self.listener else nullcontext()
+    def recompute(self) -> "Recompute":
+        """Around the second forward of a checkpointed part; a backward in two halves enters it twice."""
+        return Recompute(self)
 
     def gradients_ready(self, engine: "Engine") -> None:
         """Once a step: gradients are reduced and averaged over the global batch, and not yet clipped."""
         if self.listener:
             self.listener.gradients_ready(engine)
+
+
+class Recompute:
+    """Tells whoever listens when it is entered; torch makes one for every checkpointed part and keeps it."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.entered: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> None:
+        self.entered = self.probe.listener.recompute() if self.probe.listener else nullcontext()
+        self.entered.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.entered.__exit__(*error)
 
 
 class Listener:

@@ -38,6 +38,8 @@ class ProfiledStep(NamedTuple):
     gradient_bytes: int  # the most held during the step
     activation_bytes: int  # the most held for backward during the step
     recomputations: int  # second forwards of checkpointed parts
+    in_flight: int  # the most forwards whose backward was not finished
+    split_backwards: int  # that were run in two halves, for inputs and later for weights
     at_peak: AtPeak | None  # None where memory is not counted
     communication: tuple[Traffic, ...]
 
@@ -63,6 +65,7 @@ class StepListener(Listener):
         self.state_bytes = {kind: held_bytes(engine, kind) for kind in ("parameters", "optimizer")}  # type: ignore[arg-type]
         self.most_gradient_bytes = 0
         self.recomputations = 0
+        self.in_flight = self.most_in_flight = self.split_backwards = 0
         self.at_peak: AtPeak | None = None
         self.paused = False
         self.stack = ExitStack()
@@ -79,7 +82,11 @@ class StepListener(Listener):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self.phase_now = name
+        self.in_flight += name == "forward"
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
         yield
+        self.in_flight -= name in ("backward", "backward_weight")
+        self.split_backwards += name == "backward_input"
         self.look(gradients=True)
         self.phase_now = "between"
 
@@ -123,6 +130,8 @@ class StepListener(Listener):
             self.most_gradient_bytes,
             self.activations.most_bytes,
             self.recomputations,
+            self.most_in_flight,
+            self.split_backwards,
             self.at_peak,
             self.communication.traffic(),
         )

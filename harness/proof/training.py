@@ -1,0 +1,92 @@
+"""Whether a run trained the same thing: its losses and gradients against those of a single process."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.proof import Box, Rank
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The largest relative differences from the reference, and what differs most."""
+
+    loss: float
+    loss_where: str
+    gradient: float
+    gradient_where: str
+
+
+def deviation(reference: Rank, ranks: Sequence[Rank]) -> Deviation:
+    """Compares every step's loss and gradient norm, and every parameter's gradient at the first and last step.
+
+    Copies of a gradient are compared one by one, never averaged: averaging would hide ranks that never synchronised.
+    """
+    losses = [
+        (_relative(_mean(rank["losses"][step] for rank in ranks), expected), f"step {step}")
+        for step, expected in enumerate(reference["losses"])
+    ]
+    gradients = [
+        (_relative(norm, expected), f"global norm at step {step}, rank {rank['rank']}")
+        for rank in ranks
+        for step, (norm, expected) in enumerate(zip(rank["grad_norms"], reference["grad_norms"], strict=True))
+    ]
+    for moment in ("first_gradients", "last_gradients"):
+        gradients += _gradient_deviations(moment, reference, ranks)
+    loss, loss_where = max(losses)
+    gradient, gradient_where = max(gradients)
+    return Deviation(loss, loss_where, gradient, gradient_where)
+
+
+def deviation_problems(found: Deviation, limits: Mapping[str, float]) -> list[str]:
+    """Which of loss and gradient is above its limit, or not a number at all."""
+    found_of = {"loss": (found.loss, found.loss_where), "gradient": (found.gradient, found.gradient_where)}
+    return [
+        f"{what} deviates by {found_of[what][0]:.2e} ({found_of[what][1]}), above the bound of {limit:g}"
+        for what, limit in limits.items()
+        if not found_of[what][0] <= limit
+    ]
+
+
+def _gradient_deviations(moment: str, reference: Rank, ranks: Sequence[Rank]) -> Iterator[tuple[float, str]]:
+    whole = {name: (math.sqrt(square), product) for name, _, _, square, product in reference[moment]}
+    for name, copies in _copies(moment, ranks).items():
+        if name not in whole:
+            yield math.inf, f"{name} is not in the reference"
+            continue
+        norm, product = whole[name]
+        for square_sum, product_sum in copies:
+            yield _relative(math.sqrt(square_sum), norm), f"norm of {name}'s {moment.replace('_', ' ')}"
+            difference = abs(product_sum - product)
+            yield _guarded(difference / norm if norm else difference), f"direction of {name}'s {moment[:5]} gradient"
+    for name in whole.keys() - {entry[0] for rank in ranks for entry in rank[moment]}:
+        yield math.inf, f"{name} has no gradient"
+
+
+def _copies(moment: str, ranks: Sequence[Rank]) -> dict[str, list[tuple[float, float]]]:
+    """By parameter, (sum of squares, projection) of each whole copy of its gradient that the ranks hold together."""
+    by_box: dict[str, dict[Box, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for rank in ranks:
+        for name, _, box, square, product in rank[moment]:
+            finite = (math.nan if square is None else square, math.nan if product is None else product)
+            by_box[name][tuple(map(tuple, box))].append(finite)
+    return {
+        name: [tuple(map(sum, zip(*copy, strict=True))) for copy in zip(*boxes.values(), strict=False)]  # type: ignore[misc]
+        for name, boxes in by_box.items()
+    }
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _relative(value: float | None, expected: float | None) -> float:
+    if value is None or expected is None:  # how JSON keeps what is not finite
+        return math.inf
+    return _guarded(abs(value - expected) / abs(expected) if expected else abs(value))
+
+
+def _guarded(difference: float) -> float:
+    return math.inf if math.isnan(difference) else difference
