@@ -72,4 +72,3 @@ def train(
         first_gradients=first_gradients.found,
         profiled=profiled.result(),
     )
-

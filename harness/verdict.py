@@ -58,7 +58,7 @@ def work_problems(
         problems += work.checkpointing_problems(config, layout, rank)
         problems += work.schedule_problems(config, layout, rank)
         if config.strategy.literature:
-            problems += work.volume_problems(rank["rank"], row.sent_bytes(rank), sum(bytes_by_axis.values()))
+            problems += work.volume_problems(layout, rank, bytes_by_axis)
     return problems
 
 

@@ -6,18 +6,23 @@ Every rank is a process of its own, so what is patched here is gone with it.
 import dataclasses
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, loss
 
 import harness.checkpointing
 import harness.model
 from harness import worker
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
-from harness.engines.torch import replicate
+from harness.engines.torch import norm, pipeline, replicate, tensor
+from harness.layout import AXES
 from harness.measure.communication import CommunicationCounter
 from harness.measure.probe import Probe
 
@@ -31,9 +36,8 @@ def sharding_dropped(run_dir: str) -> None:
     build = torch_engine.build
 
     def plain(config: Any, layout: Any, mesh: Any, device: Any, probe: Any) -> Any:
-        mesh = mesh["dp_shard"]
-        mesh.get_group = lambda axis: dist.group.WORLD
         whole = dataclasses.replace(layout, data_parallel="ddp", zero_stage=0, dp_replicate=layout.dp_shard, dp_shard=1)
+        mesh = init_device_mesh("cpu", whole.mesh_shape, mesh_dim_names=AXES)
         return build(config, whole, mesh, device, probe)
 
     torch_engine.build = plain
@@ -133,6 +137,122 @@ def not_finite(run_dir: str) -> None:
     """The loss is not a number from the start."""
     loss_function = harness.model.loss_function
     harness.model.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
+    worker.main(run_dir)
+
+
+def tensor_parallel_dropped(run_dir: str) -> None:
+    """The model is not cut: every rank trains all of it."""
+    tensor.apply_tensor_parallel = lambda model, mesh, sequence_parallel: None
+    worker.main(run_dir)
+
+
+def rows_not_summed(run_dir: str) -> None:
+    """A row-parallel layer's output is passed on without its all-reduce."""
+    redistribute = DTensor.redistribute
+
+    def spoiled(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if self.placements[0].is_partial() and self.ndim == 3:
+            return DTensor.from_local(self.to_local(), self.device_mesh, keywords["placements"], run_check=False)
+        return redistribute(self, *arguments, **keywords)
+
+    DTensor.redistribute = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def vocabulary_shifted(run_dir: str) -> None:
+    """The loss over logits cut along the vocabulary takes each target for the one beside it."""
+    loss_forward = loss._nll_loss_forward
+
+    def shifted(x: Any, target: Any, *arguments: Any) -> Any:
+        return loss_forward(x, (target + 1) % 256, *arguments)
+
+    loss._nll_loss_forward = shifted
+    worker.main(run_dir)
+
+
+def whole_gradient(run_dir: str) -> None:
+    """torch's own embedding cut by rows, whose gradient is whole on every rank."""
+    tensor.VocabularyParallelEmbedding = lambda output: RowwiseParallel(  # type: ignore[assignment,misc]
+        input_layouts=Replicate(), output_layouts=output
+    )
+    worker.main(run_dir)
+
+
+def norms_not_summed(run_dir: str) -> None:
+    """Gradients of norms stay those of this rank's part of the sequence."""
+
+    def spoiled(gradient: Any) -> Any:
+        if isinstance(gradient, DTensor) and gradient.placements[0].is_partial():
+            return DTensor.from_local(gradient.to_local(), gradient.device_mesh, [Replicate()], run_check=False)
+        return gradient
+
+    norm.reduce_partial = spoiled
+    worker.main(run_dir)
+
+
+def other_weights(run_dir: str) -> None:
+    """The last stage starts from the weights of other layers."""
+    initial_value = harness.model.initial_value
+
+    def spoiled(name: str, *arguments: Any) -> Any:
+        return initial_value(name.replace("layers.3.", "layers.2."), *arguments)
+
+    harness.model.initial_value = spoiled
+    worker.main(run_dir)
+
+
+def other_layers(run_dir: str) -> None:
+    """Both stages hold the same layers."""
+    from harness import placement
+
+    ordinary = placement.stages_of_rank
+
+    def spoiled(model: Any, layout: Any, number: int) -> Any:
+        return [dataclasses.replace(stage, first_layer=0) for stage in ordinary(model, layout, number)]
+
+    placement.stages_of_rank = spoiled
+    worker.main(run_dir)
+
+
+def other_schedule(run_dir: str) -> None:
+    """GPipe in the place of 1F1B: trains the same, keeps every micro-batch."""
+    pipeline.SINGLE["1f1b"] = pipeline.ScheduleGPipe
+    worker.main(run_dir)
+
+
+def norm_of_one_stage(run_dir: str) -> None:
+    """Each stage clips by the norm of its own gradients."""
+    totals = torch_engine.TorchEngine.totals
+
+    def spoiled(self: Any, loss: Any, gradients: Any) -> Any:
+        known, _ = totals(self, loss, gradients)
+        return known, norm.square_of_norm(gradients, self.mesh).sqrt()
+
+    torch_engine.TorchEngine.totals = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def boundary_sent_twice(run_dir: str) -> None:
+    """Every activation goes to the next stage a second time."""
+    send_ops = pipeline.PipelineStage.get_fwd_send_ops
+    receive_ops = pipeline.PipelineStage.get_fwd_recv_ops
+    pipeline.PipelineStage.get_fwd_send_ops = lambda self, chunk: 2 * send_ops(self, chunk)  # type: ignore[method-assign]
+    pipeline.PipelineStage.get_fwd_recv_ops = lambda self, chunk: 2 * receive_ops(self, chunk)  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+SLOW_SECONDS = 0.05
+
+
+def slow_last_stage(run_dir: str) -> None:
+    """Not a fault: the last stage takes longer over every forward, so that the others wait for it."""
+    forward = harness.model.Llama.forward
+
+    def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
+        time.sleep(SLOW_SECONDS if self.lm_head is not None else 0)
+        return forward(self, hidden, targets)
+
+    harness.model.Llama.forward = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from harness.config import ModelConfig

@@ -24,7 +24,7 @@ def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> re
     return run.execute(planned, [], lambda _: None, lambda _: None, entry)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "zero2", "tp", "pp_1f1b"])
 def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None:
     row = run_with(results, worker.main, f"strategy={strategy}")["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
@@ -40,12 +40,24 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
         (sabotage.summed, "ddp", "gradient deviates by"),
         (sabotage.halved, "ddp", "layers.1.input_layernorm.weight"),
         (sabotage.halved, "fsdp_full_shard", "layers.1.input_layernorm.weight"),
-        (sabotage.unsynchronised, "ddp", "a rank sent 0 bytes"),
+        (sabotage.unsynchronised, "ddp", "sent 0 bytes a step along data"),
         (sabotage.uncounted, "fsdp_full_shard", "0.68 x the"),
         (sabotage.not_finite, "ddp", "the loss is not finite"),
-        (sabotage.never_recomputed, "ddp checkpointing=full", "0 second forwards of a layer in a step, 8 expected"),
+        (sabotage.never_recomputed, "ddp checkpointing=full", "0 second forwards of a layer in a step of rank 0, 8 expected"),
         (sabotage.never_recomputed, "fsdp_full_shard checkpointing=full", "0 second forwards of a layer"),
         (sabotage.other_optimizer, "ddp", "exp_avg in float32 are not held"),
+        (sabotage.tensor_parallel_dropped, "tp", "parameters of embed_tokens.weight: held by 2 of 2 ranks"),
+        (sabotage.rows_not_summed, "tp", "0.50 x the"),
+        (sabotage.rows_not_summed, "tp", "loss deviates"),
+        (sabotage.vocabulary_shifted, "tp", "loss deviates"),
+        (sabotage.whole_gradient, "tp", "gradients of embed_tokens.weight: held by 2 of 2 ranks, the layout says 1"),
+        (sabotage.norms_not_summed, "tp_sp", "layernorm.weight's first gradient"),
+        (sabotage.other_weights, "pp_1f1b", "layers.3."),
+        (sabotage.other_layers, "pp_1f1b", "whose stage of the pipeline does not have it"),
+        (sabotage.other_schedule, "pp_1f1b", "rank 0 had 4 passes in flight, strategy.schedule=1f1b says 2"),
+        (sabotage.norm_of_one_stage, "pp_gpipe", "global norm at step"),
+        (sabotage.boundary_sent_twice, "pp_gpipe", "along pp, 2.00 x the"),
+        (sabotage.never_recomputed, "pp_1f1b checkpointing=full", "0 second forwards of a layer"),
         (
             sabotage.lower_stage,  # without accumulation both stages send the same
             "zero2 train.micro_batch=4 strategy.options.overlap_comm=false strategy.options.reduce_bucket_size=30000",

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -86,7 +86,7 @@ def gradient_problems(model: ModelConfig, layout: Layout, widths: Widths, ranks:
 
 def rank_shares(model: ModelConfig, layout: Layout, rank: int, shards: int) -> dict[str, float]:
     """Elements of each parameter that a rank holds: its stages' parameters, cut by tensor parallelism, sharded."""
-    held = [stage for stage in stages_of_rank(model, layout, rank)]
+    held = stages_of_rank(model, layout, rank)
     return {
         name: math.prod(shape) / parts(name, layout) / shards
         for name, shape in parameter_shapes(model).items()

@@ -1,7 +1,10 @@
 """Whether a step did the layout's work: the bytes it sent, what it ran a second time, the order of its passes."""
 
+from collections.abc import Mapping
+
 from harness.config import RunConfig
 from harness.layout import Layout
+from harness.measure.communication import axis_of
 from harness.placement import stages_of_rank
 from harness.plan.pipeline import in_flight
 from harness.proof import Rank
@@ -11,12 +14,16 @@ _SCALARS = 4096  # bytes of norms and flags, for models so tiny that 5 % is less
 
 
 def checkpointing_problems(config: RunConfig, layout: Layout, rank: Rank) -> list[str]:
-    """Whether every layer's forward ran a second time in every micro-batch, or none did."""
-    layers = sum(stage.layers for stage in stages_of_rank(config.model, layout, rank["rank"]))
-    passes = layers * layout.accumulation(config.train)
-    expected, found = passes if config.checkpointing.name == "full" else 0, rank["profiled"]["recomputations"]
-    # torch's backward in two halves runs the second forward again for the weights, one by one.
-    if found == expected or (splits_backward(layout) and 0 < expected < found):
+    """Whether every layer's forward ran a second time in every micro-batch, or none did.
+
+    A backward in two halves runs it for each of them, but for the first stage, whose inputs need no gradient.
+    """
+    expected, found = 0, rank["profiled"]["recomputations"]
+    if config.checkpointing.name == "full":
+        for stage in stages_of_rank(config.model, layout, rank["rank"]):
+            halves = 2 if splits_backward(layout) and not stage.holds_embedding else 1
+            expected += halves * stage.layers * layout.accumulation(config.train)
+    if found == expected:
         return []
     return [
         f"checkpointing={config.checkpointing.name}: {found} second forwards of a layer in a step of rank"
@@ -44,12 +51,18 @@ def splits_backward(layout: Layout) -> bool:
     return layout.pp > 1 and layout.schedule == "zero_bubble"
 
 
-def volume_problems(rank: int, sent_bytes: float, expected_bytes: float) -> list[str]:
-    """Whether the layout's volume was sent: neither a synchronisation less nor one more."""
-    if abs(sent_bytes - expected_bytes) <= VOLUME_TOLERANCE * expected_bytes + _SCALARS:
-        return []
-    ratio = f"{sent_bytes / expected_bytes:.2f} x" if expected_bytes else "not"
-    return [
-        f"rank {rank} sent {sent_bytes:.0f} bytes a step, {ratio} the {expected_bytes:.0f} of this layout in the papers"
-        " (strategy.literature=false lifts this)"
-    ]
+def volume_problems(layout: Layout, rank: Rank, expected: Mapping[str, float]) -> list[str]:
+    """Whether the layout's volume was sent along each axis: neither a synchronisation less nor one more."""
+    sent = dict.fromkeys(expected, 0.0)
+    for entry in rank["profiled"]["communication"]:
+        axis = axis_of(entry["group_ranks"], layout)
+        sent[axis if axis in expected else "data"] += entry["bytes_sent"]
+    problems = []
+    for axis, bytes_sent in sent.items():
+        if abs(bytes_sent - expected[axis]) > VOLUME_TOLERANCE * expected[axis] + _SCALARS:
+            ratio = f"{bytes_sent / expected[axis]:.2f} x" if expected[axis] else "not"
+            problems.append(
+                f"rank {rank['rank']} sent {bytes_sent:.0f} bytes a step along {axis}, {ratio} the"
+                f" {expected[axis]:.0f} of this layout in the papers (strategy.literature=false lifts this)"
+            )
+    return problems

@@ -46,7 +46,7 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield f"strategy.dp_shard={layout.dp_shard} shards parameters, not what strategy.zero_stage=0 says: choose 1"
     for axis in ("tp", "pp"):
         if getattr(layout, axis) > 1 and layout.world_size > getattr(layout, axis):
-            yield f"strategy.{axis}={getattr(layout, axis)} beside other degrees is not supported yet: choose 1 for them"
+            yield f"strategy.{axis}={getattr(layout, axis)} beside other degrees is not supported yet: choose 1 there"
     for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)) if means == "ddp" else ():
         yield f"strategy.options.{key} is not a setting of DistributedDataParallel: choose {', '.join(DDP_OPTIONS)}"
     if means != "ddp" and config.strategy.options:

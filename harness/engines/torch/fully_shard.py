@@ -28,8 +28,8 @@ def apply_fully_shard(
     for block in model.layers.values():
         shard(block)
     if not model.config.tie_word_embeddings:  # tied weights must share a group: the root's
-        shard(model.embed_tokens)
-        shard([model.norm, model.lm_head])
+        for group in ([model.embed_tokens], [model.norm, model.lm_head]):
+            shard([part for part in group if part is not None])
     shard(model)
 
 

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from torch.utils.checkpoint import GraphExecGroup
 
 from harness.config import RunConfig
 from harness.engines import Batch
@@ -112,6 +113,7 @@ class HeardStage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self.probe.phase("backward_weight"):
+        # One group: torch makes the gradients weight by weight, and would run a checkpointed forward again for each.
+        with self.probe.phase("backward_weight"), GraphExecGroup():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             self.parallel.collect()  # torch puts these gradients on the parameters past every hook

@@ -21,7 +21,7 @@ from harness.model import Llama, initial_value, materialise, part_like
 
 
 class Replicate:
-    """Parts of a model without further sharding, with fp32 masters beside 16-bit parameters where the precision is mixed."""
+    """Parts of a model as they are, with fp32 masters beside 16-bit parameters where the precision is mixed."""
 
     def __init__(
         self,

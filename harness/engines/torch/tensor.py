@@ -49,8 +49,8 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: boo
         rotary = (None, None)
         attention = PrepareModuleInput(input_layouts=(outside, *rotary), desired_input_layouts=(Replicate(), *rotary))
         mlp = PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(Replicate(),))
-        parallelize_module(block.self_attn, mesh, attention)
-        parallelize_module(block.mlp, mesh, mlp)
+        parallelize_module(block.get_submodule("self_attn"), mesh, attention)
+        parallelize_module(block.get_submodule("mlp"), mesh, mlp)
     model.tie()
 
 
@@ -64,14 +64,12 @@ class VocabularyParallelEmbedding(RowwiseParallel):
         super().__init__(input_layouts=Replicate(), output_layouts=output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._partition_embedding_fn("", module, device_mesh)
+        self._partition_embedding_fn("", module, device_mesh)  # type: ignore[no-untyped-call]
         module.forward = partial(look_up, module, device_mesh, self.output_layouts)  # type: ignore[method-assign]
         return module
 
 
-def look_up(
-    module: nn.Module, mesh: DeviceMesh, output: Sequence[Placement], tokens: Tensor
-) -> Tensor:
+def look_up(module: nn.Module, mesh: DeviceMesh, output: Sequence[Placement], tokens: Tensor) -> Tensor:
     """Token ids (batch, seq), the same on every rank, to this rank's part of (batch, seq, hidden)."""
     weight = module.weight
     assert isinstance(weight, DTensor)

@@ -1,0 +1,189 @@
+"""Tensor and pipeline parallel: every strategy proven in one real sweep, its bytes, shares and order by the papers."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import sabotage
+from conftest import composed, rows_of, run_harness
+
+from harness import machine, run
+from harness.config import RunConfig
+from harness.layout import Layout, resolve
+from harness.placement import cut_dimension, stages
+from harness.plan.pipeline import bubble, in_flight
+from harness.sizes import parameter_shapes
+from harness.typed import from_dict
+
+TENSOR = ("tp", "tp_sp")
+PIPELINE = ("pp_gpipe", "pp_1f1b", "pp_interleaved", "pp_zero_bubble")
+WORLDS = (2, 4)
+LAYERS, SEQUENCES, SEQ_LEN, MICRO_BATCHES, VOCABULARY = 8, 2, 32, 4, 258  # a vocabulary that four ranks cannot halve
+SIZES = (
+    *(f"model.num_hidden_layers={LAYERS}", "model.num_key_value_heads=4", f"model.vocab_size={VOCABULARY}"),
+    *(f"train.global_batch={SEQUENCES * MICRO_BATCHES}", f"train.micro_batch={SEQUENCES}", f"train.seq_len={SEQ_LEN}"),
+    *("train.steps=1", "train.warmup_steps=2"),
+)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Every record of the sweep, by strategy, checkpointing and world; `folder` beside what it holds."""
+    results = tmp_path_factory.mktemp("parallel")
+    sweep = (f"world_size={','.join(map(str, WORLDS))}", f"strategy=single,{','.join(TENSOR + PIPELINE)}")
+    done = run_harness(results, "-m", "name=parallel", *sweep, "checkpointing=none,full", *SIZES)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows: pd.DataFrame = rows_of(results, "parallel")
+    assert set(rows.status) == {"ok"}, rows[["run_id", "status", "reason"]].to_string()
+    found = {}
+    for row in rows.itertuples():
+        folder = results / "parallel" / str(row.run_id)
+        record = json.loads((folder / "record.json").read_text())
+        record["rank_files"] = [json.loads(path.read_text()) for path in sorted((folder / "ranks").glob("*.json"))]
+        found[str(row.strategy), str(row.checkpointing), int(row.world_size)] = record
+    return found
+
+
+def config_of(record: dict[str, Any]) -> tuple[RunConfig, Layout]:
+    config: RunConfig = from_dict(RunConfig, record["config"])
+    return config, resolve(config.strategy, record["row"]["world_size"])
+
+
+def test_every_combination_trains_the_same(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
+    combinations = set(itertools.product(TENSOR + PIPELINE, ("none", "full"), WORLDS))
+    assert set(records) == combinations | {("single", checkpointing, 1) for checkpointing in ("none", "full")}
+    for key in combinations:
+        row = records[key]["row"]
+        assert row["loss_deviation"] < 1e-4 and row["grad_deviation"] < 1e-4, key
+        assert records[key]["proof"]["reference"].startswith("compared with single"), key
+        losses = {tuple(rank["losses"]) for rank in records[key]["rank_files"]}
+        assert len(losses) == 1 and all(loss > 0 for loss in losses.pop()), key  # every rank knows them
+
+
+def sent(rank: dict[str, Any], *operations: str) -> float:
+    entries = rank["profiled"]["communication"]
+    return sum(entry["bytes_sent"] for entry in entries if entry["operation"] in operations)
+
+
+@pytest.mark.parametrize(("world", "strategy"), itertools.product(WORLDS, TENSOR))
+def test_tensor_parallel_sends_two_sums_a_layer_each_way(
+    records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
+) -> None:
+    """Megatron-LM: 4 all-reduces of batch x sequence x hidden a layer, one for embedding and head each."""
+    record = records[strategy, "none", world]
+    hidden = SEQUENCES * SEQ_LEN * record["config"]["model"]["hidden_size"] * 4
+    formula = 2 * (world - 1) / world * MICRO_BATCHES * (4 * LAYERS + 2) * hidden
+    for rank in record["rank_files"]:
+        assert sent(rank, "all_reduce", "all_gather", "reduce_scatter") == pytest.approx(formula, rel=0.05)
+        if strategy == "tp_sp":
+            assert sent(rank, "all_gather") == sent(rank, "reduce_scatter") == pytest.approx(formula / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(("world", "strategy"), itertools.product(WORLDS, PIPELINE))
+def test_a_pipeline_sends_boundaries_forth_and_back(
+    records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
+) -> None:
+    """2 x micro-batches x boundary activations, over all ranks and boundaries."""
+    record = records[strategy, "none", world]
+    config, layout = config_of(record)
+    boundary = SEQUENCES * SEQ_LEN * config.model.hidden_size * 4
+    total = sum(sent(rank, "send") for rank in record["rank_files"])
+    assert total == 2 * MICRO_BATCHES * boundary * (layout.stages - 1)
+    assert all(sent(rank, "all_reduce") < 100 for rank in record["rank_files"])
+
+
+@pytest.mark.parametrize(("world", "strategy"), itertools.product(WORLDS, TENSOR))
+def test_cut_matrices_are_exactly_a_share(
+    records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
+) -> None:
+    for rank in records[strategy, "none", world]["rank_files"]:
+        for name, _, shape, box, _ in rank["parameters"]:
+            held = [stop - start for start, stop in box]
+            dimension = cut_dimension(name)
+            assert (dimension is None) == ("norm" in name)
+            whole = list(shape)
+            if dimension is not None and shape[dimension] != VOCABULARY:
+                assert held[dimension] * world == whole[dimension]
+            elif dimension is not None:
+                assert held[dimension] <= math.ceil(VOCABULARY / world)
+                whole[dimension] = held[dimension]
+            assert [size for axis, size in enumerate(held) if axis != dimension] == [
+                size for axis, size in enumerate(whole) if axis != dimension
+            ]
+
+
+@pytest.mark.parametrize(("world", "strategy"), itertools.product(WORLDS, PIPELINE))
+def test_a_stage_holds_its_own_layers_only(
+    records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
+) -> None:
+    record = records[strategy, "none", world]
+    config, layout = config_of(record)
+    all_stages = stages(config.model, layout)
+    for rank in record["rank_files"]:
+        own = all_stages[rank["rank"] :: world]
+        expected = {name for name in parameter_shapes(config.model) if any(stage.holds(name) for stage in own)}
+        assert {name for name, *_ in rank["parameters"]} == expected
+        elements = sum(math.prod(parameter_shapes(config.model)[name]) for name in expected)
+        assert rank["parameter_bytes"] == 4 * elements and rank["optimizer_bytes"] == 8 * elements
+        assert rank["start_peak_bytes"] < 4 * elements + 16 * VOCABULARY * config.model.hidden_size
+
+
+@pytest.mark.parametrize(("world", "checkpointing"), itertools.product(WORLDS, ("none", "full")))
+def test_micro_batches_in_flight_show_in_the_activations(
+    records: dict[tuple[str, str, int], dict[str, Any]], world: int, checkpointing: str
+) -> None:
+    """GPipe keeps all of them on every stage, 1F1B those of the stages from here on."""
+    for place in range(world):
+        kept = {}
+        for strategy in PIPELINE:
+            record = records[strategy, checkpointing, world]
+            profiled = record["rank_files"][place]["profiled"]
+            _, layout = config_of(record)
+            assert profiled["in_flight"] == in_flight(layout, MICRO_BATCHES, place), (strategy, place)
+            kept[strategy] = profiled["activation_bytes"]
+        assert records["pp_gpipe", checkpointing, world]["rank_files"][place]["profiled"]["in_flight"] == MICRO_BATCHES
+        if checkpointing == "none":
+            ratio = min(MICRO_BATCHES, world - place) / MICRO_BATCHES
+            assert kept["pp_1f1b"] == pytest.approx(kept["pp_gpipe"] * ratio, rel=0.02)
+
+
+def test_the_rank_that_peaks_is_named(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
+    for key, record in records.items():
+        peaks = [rank["peak_allocated_bytes"] for rank in record["rank_files"]]
+        assert record["row"]["peak_rank"] == peaks.index(max(peaks)), key
+        assert record["row"]["peak_allocated_bytes"] == max(peaks), key
+
+
+def test_the_bubble_stands_beside_the_formula(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
+    for (strategy, _, world), record in records.items():
+        row, entries = record["row"], record["pipeline"]
+        if strategy not in PIPELINE:
+            assert row.get("bubble") is None and entries == []
+            continue
+        _, layout = config_of(record)
+        virtual = 2 if strategy == "pp_interleaved" else 1
+        formula = (world - 1) / (virtual * MICRO_BATCHES) / (3 if strategy == "pp_zero_bubble" else 1)
+        assert row["bubble_formula"] == bubble(layout, MICRO_BATCHES) == pytest.approx(formula)
+        assert [entry["rank"] for entry in entries] == list(range(world))
+        assert sum(sum(entry["layers"]) for entry in entries) == LAYERS
+        for entry, rank in zip(entries, record["rank_files"], strict=True):
+            assert entry["working_seconds"] > 0 and entry["idle_seconds"] >= 0
+            assert entry["working_seconds"] + entry["idle_seconds"] <= max(rank["step_seconds"])
+
+
+def test_a_stage_that_waits_is_idle(tmp_path: Path) -> None:
+    """The last stage is slowed down by a known time, which the first spends waiting and the last working."""
+    micro_batches = 8
+    overrides = ("strategy=pp_1f1b", "world_size=2", "train.micro_batch=1", "train.seq_len=16", "train.warmup_steps=1")
+    config = composed(f"results_dir={tmp_path}", "proof.reference=false", "train.steps=3", *overrides)
+    planned = run.plan(config, machine.look(config.cluster))
+    record = run.execute(planned, [], lambda _: None, lambda _: None, sabotage.slow_last_stage)
+    assert record["row"]["status"] == "ok", record["row"]["reason"]
+    slept = micro_batches * sabotage.SLOW_SECONDS
+    first, last = record["pipeline"]
+    assert first["idle_seconds"] > 0.9 * slept and first["bubble"] > 2 * record["row"]["bubble_formula"]
+    assert last["working_seconds"] > slept and last["idle_seconds"] < 0.5 * slept

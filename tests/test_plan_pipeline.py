@@ -1,0 +1,114 @@
+"""Bubbles and passes in flight: the formulas against torch's own schedules, played through with unit times."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+from harness.config import StrategyConfig
+from harness.layout import Layout, resolve
+from harness.placement import even_layers
+from harness.plan.pipeline import bubble, in_flight
+
+SCHEDULES = {"interleaved_1f1b": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # forward, whole backward, or its halves for inputs and weights
+Order = dict[int, list[tuple[int, str, int]]]  # by rank: stage, operation, micro-batch
+
+
+def laid_out(schedule: str, p: int, v: int) -> Layout:
+    return resolve(StrategyConfig("pp", pp=p, schedule=schedule, virtual_stages=v), p)
+
+
+def order(layout: Layout, micro_batches: int) -> Order:
+    """What each rank computes, in turn, asked of torch's schedule without any stages."""
+    p, v = layout.pp, layout.virtual_stages
+    if layout.schedule in ("gpipe", "1f1b"):
+        return {place: by_hand(layout.schedule, p, place, micro_batches) for place in range(p)}
+    schedule: Any = object.__new__(SCHEDULES[layout.schedule])
+    schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = p, v, micro_batches
+    schedule.number_of_rounds = max(1, micro_batches // p)
+    schedule.microbatches_per_round = micro_batches // schedule.number_of_rounds
+    found = {place: schedule._calculate_single_rank_operations(place) for place in range(p)}
+    return {
+        place: [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in actions if a is not None]
+        for place, actions in found.items()
+    }
+
+
+def by_hand(schedule: str, p: int, place: int, micro_batches: int) -> list[tuple[int, str, int]]:
+    """torch writes these two as loops that send and receive."""
+    ahead = micro_batches if schedule == "gpipe" else min(micro_batches, p - place)
+    turns = [("F", index) for index in range(ahead)]
+    for index in range(micro_batches):
+        turns += [("B", index)] + ([("F", index + ahead)] if index + ahead < micro_batches else [])
+    return [(place, operation, index) for operation, index in turns]
+
+
+def played(orders: Order, layout: Layout) -> float:
+    """When the last rank ends, each operation starting once what it needs is there."""
+    ended: dict[tuple[int, str, int], float] = {}
+    clock, turn = dict.fromkeys(orders, 0.0), dict.fromkeys(orders, 0)
+    while any(turn[place] < len(actions) for place, actions in orders.items()):
+        before = dict(turn)
+        for place, actions in orders.items():
+            while turn[place] < len(actions):
+                stage, operation, index = actions[turn[place]]
+                needs = {(stage, "I", index)} if operation == "W" else {(stage, "F", index)}
+                if operation == "F":
+                    needs = {(stage - 1, "F", index)} if stage else set()
+                elif operation in "BI" and stage < layout.stages - 1:
+                    needs |= {(stage + 1, operation, index)}
+                if not needs <= ended.keys():
+                    break
+                start = max([clock[place], *(ended[need] for need in needs)])
+                clock[place] = ended[stage, operation, index] = start + SECONDS[operation] / layout.virtual_stages
+                turn[place] += 1
+        assert turn != before, "the schedule waits for itself"
+    return max(clock.values())
+
+
+def most_in_flight(actions: list[tuple[int, str, int]]) -> int:
+    now = most = 0
+    for _, operation, _ in actions:
+        now += {"F": 1, "B": -1, "I": 0, "W": -1}[operation]
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("schedule", "v"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zero_bubble", 1), ("zero_bubble", 2)],
+)
+def test_the_formulas_are_what_the_schedules_do(schedule: str, v: int, p: int, rounds: int) -> None:
+    layout, micro_batches = laid_out(schedule, p, v), p * rounds
+    orders = order(layout, micro_batches)
+    working = 3 * micro_batches
+    assert (played(orders, layout) - working) / working == pytest.approx(bubble(layout, micro_batches))
+    assert [most_in_flight(orders[place]) for place in range(p)] == [
+        in_flight(layout, micro_batches, place) for place in range(p)
+    ]
+
+
+@given(st.integers(1, 12), st.integers(0, 11), st.floats(0, 8), st.floats(0, 8))
+def test_layers_are_spread_as_evenly_as_can_be(count: int, more: int, first: float, last: float) -> None:
+    depth = count + more
+
+    def fullest(split: tuple[int, ...]) -> float:
+        sizes = [float(number) for number in split]
+        sizes[0] += first
+        sizes[-1] += last
+        return max(sizes)
+
+    found = even_layers(depth, first, last, count)
+    assert len(found) == count and sum(found) == depth and min(found) >= 1
+    for giver in range(count):  # no layer moved from one stage to another makes the fullest less full
+        for taker in range(count):
+            moved = list(found)
+            moved[giver] -= 1
+            moved[taker] += 1
+            if min(moved) >= 1:
+                assert fullest(tuple(moved)) >= fullest(found) - 1e-9
