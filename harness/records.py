@@ -44,8 +44,26 @@ COLUMN_TYPES: Mapping[str, type] = (
     # Beyond the columns promised to readers of the file. started_at: ISO 8601, UTC. peak_rank: the rank of
     # peak_allocated_bytes. seconds: the run from start to end. stale: filled when runs.csv is built.
     | {"repeat": int, "started_at": str, "seconds": float, "peak_rank": int, "stale": str}
+    # Of pipelines: idle over working time of all stages, and the papers'; the most passes in flight on a rank.
+    | {"schedule": str, "virtual_stages": int, "bubble": float, "bubble_formula": float, "in_flight": int}
 )
 COLUMNS = tuple(COLUMN_TYPES)
+
+# Lists in a record, and the keys of their entries that a report reads.
+_LISTS = {
+    "ranks": (),
+    "communication": ("operation", "axis", "bytes", "count"),
+    "pipeline": (
+        "rank",
+        "stages",
+        "layers",
+        "working_seconds",
+        "idle_seconds",
+        "bubble",
+        "in_flight",
+        "activation_bytes",
+    ),
+}
 
 # What shows, plans or stores measurements without making them: a change there leaves old rows comparable.
 _NOT_MEASURING = ("report", "tracking.py", "export.py", "display.py", "records.py")
@@ -129,7 +147,7 @@ def _check(record: Any) -> None:
     for part in ("environment", "versions", "proof"):
         if not isinstance(record.get(part, {}), dict):
             raise ValueError(f"{part} is not a group of keys")
-    for part, keys in {"ranks": (), "communication": ("operation", "axis", "bytes", "count")}.items():
+    for part, keys in _LISTS.items():
         entries = record.get(part, [])
         if not isinstance(entries, list) or not all(isinstance(e, dict) and set(keys) <= e.keys() for e in entries):
             raise ValueError(f"{part} is not a list of groups with the keys {', '.join(keys) or 'of a rank'}")

@@ -76,6 +76,8 @@ def configured(config: RunConfig, layout: Layout | None) -> Row:
         degrees = ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp")
         row |= {degree: getattr(layout, degree) for degree in degrees}
         row["grad_accumulation"] = layout.accumulation(config.train)
+        if layout.pp > 1:
+            row |= {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
     return row
 
 

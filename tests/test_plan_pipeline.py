@@ -81,7 +81,14 @@ def most_in_flight(actions: list[tuple[int, str, int]]) -> int:
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 @pytest.mark.parametrize(
     ("schedule", "v"),
-    [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zero_bubble", 1), ("zero_bubble", 2)],
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved_1f1b", 2),
+        ("interleaved_1f1b", 3),
+        ("zero_bubble", 1),
+        ("zero_bubble", 2),
+    ],
 )
 def test_the_formulas_are_what_the_schedules_do(schedule: str, v: int, p: int, rounds: int) -> None:
     layout, micro_batches = laid_out(schedule, p, v), p * rounds

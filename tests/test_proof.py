@@ -43,7 +43,11 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
         (sabotage.unsynchronised, "ddp", "sent 0 bytes a step along data"),
         (sabotage.uncounted, "fsdp_full_shard", "0.68 x the"),
         (sabotage.not_finite, "ddp", "the loss is not finite"),
-        (sabotage.never_recomputed, "ddp checkpointing=full", "0 second forwards of a layer in a step of rank 0, 8 expected"),
+        (
+            sabotage.never_recomputed,
+            "ddp checkpointing=full",
+            "0 second forwards of a layer in a step of rank 0, 8 expected",
+        ),
         (sabotage.never_recomputed, "fsdp_full_shard checkpointing=full", "0 second forwards of a layer"),
         (sabotage.other_optimizer, "ddp", "exp_avg in float32 are not held"),
         (sabotage.tensor_parallel_dropped, "tp", "parameters of embed_tokens.weight: held by 2 of 2 ranks"),

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,28 @@ def records() -> list[Record]:
     return [record_of(entry) for entry in rows]
 
 
+def mixed() -> list[Record]:
+    """Data, tensor and pipeline parallel on 2 and 4 ranks, 8 micro-batches through the pipelines."""
+    axes = {"ddp": "dp_replicate", "tp": "tp", "pp_1f1b": "pp", "pp_gpipe": "pp"}
+    entries = []
+    for number, (strategy, world) in enumerate(product(axes, (2, 4)), start=1):
+        degrees = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "cp", "pp"), 1) | {axes[strategy]: world}
+        entry = record_of(row(number, strategy, "torch", 0, world_size=world, **degrees))
+        entry["communication"][0]["axis"] = axes[strategy]
+        entry["pipeline"] = []
+        if axes[strategy] == "pp":
+            entry["row"] |= {"bubble": 0.3294, "bubble_formula": (world - 1) / 8}
+            entry["communication"].insert(0, {"operation": "send", "axis": "pp", "bytes": MIB // 2, "count": 16})
+            entry["pipeline"] = [
+                {"rank": rank, "stages": [rank, rank + world], "layers": [1, 2], "working_seconds": 0.04 + rank / 1000}
+                | {"idle_seconds": 0.02, "idle_share": 1 / 3, "bubble": 0.5 + rank, "in_flight": world - rank}
+                | {"activation_bytes": (4 - rank) * MIB}
+                for rank in range(world)
+            ]
+        entries.append(entry)
+    return entries
+
+
 def stored(results_dir: Path, entries: list[Record]) -> Path:
     for record in entries:
         write_record(results_dir / record["row"]["run_id"], record)
@@ -163,12 +185,11 @@ def grids(text: str) -> dict[str, list[dict[str, str]]]:
 def test_terminal_numbers_stand_in_their_columns() -> None:
     lines = printed(records(), 120)
     assert lines[0].startswith(
-        "tiny (1,048,576 parameters); fp32; 8 × 128 = 1,024 tokens a step; micro-batch 4; on cpu;"
+        "tiny (1,048,576 parameters); fp32; checkpointing none; 8 × 128 = 1,024 tokens a step; micro-batch 4; on cpu;"
     )
     assert terminal_cells(lines, "ddp") == (
         [
             "ddp",
-            "none",
             "2",
             "ok",
             "16,000",
@@ -187,7 +208,6 @@ def test_terminal_numbers_stand_in_their_columns() -> None:
     assert terminal_cells(lines, "zero3") == (
         [
             "zero3",
-            "none",
             "2",
             "ok",
             "12,346",
@@ -206,7 +226,6 @@ def test_terminal_numbers_stand_in_their_columns() -> None:
     assert terminal_cells(lines, "single") == (
         [
             "single",
-            "none",
             "1",
             "ok",
             "8,000",
@@ -240,7 +259,7 @@ def test_header_names_the_units_of_the_columns_below() -> None:
 
 def test_failures_stay_in_place_with_their_reasons() -> None:
     lines = printed(records(), 120)
-    assert terminal_cells(lines, "fsdp_shard_grad_op") == ["fsdp_shard_grad_op", "none", "2", "oom"]
+    assert terminal_cells(lines, "fsdp_shard_grad_op") == ["fsdp_shard_grad_op", "2", "oom"]
     assert "fsdp_shard_grad_op oom: rank 1 ran out of memory" in lines
     refusal = next(line for line in lines if line.startswith("fsdp_no_shard refused:"))
     assert cell_len(refusal) <= 120
@@ -275,15 +294,53 @@ def test_no_line_is_wider_than_the_terminal(entries: list[Record], width: int) -
 
 def test_80_columns_leave_columns_out_and_cut_no_number() -> None:
     wide, narrow = printed(records(), 120), printed(records(), 80)
-    assert terminal_cells(narrow, "zero3")[:5] == ["zero3", "none", "2", "ok", "12,346"]
+    assert terminal_cells(narrow, "zero3")[:4] == ["zero3", "2", "ok", "12,346"]
     for strategy in ("ddp", "zero3", "single"):
         assert set(terminal_cells(narrow, strategy)) <= set(terminal_cells(wide, strategy))
     assert any(line.startswith("not shown in 80 columns: ") for line in narrow)
 
 
+def test_strategy_and_world_say_the_degrees_and_the_bubble_outlives_its_formula() -> None:
+    headers = {}
+    for width in (80, 120, 160):
+        lines = printed(mixed(), width)
+        headers[width] = next(line for line in lines if line.startswith("strategy")).split()
+        assert headers[width][:4] == ["strategy", "world", "status", "tok/s"] and max(map(cell_len, lines)) <= width
+        assert not {"dp_replicate", "dp_shard", "tp", "cp", "pp"} & set(headers[width])
+    assert "bubble" in headers[80] and "formula" not in headers[80] and "activ." not in headers[80]
+    assert any(line.startswith("not shown in 80 columns: bubble formula, ") for line in printed(mixed(), 80))
+    assert [line.split()[:2] for line in lines if line.startswith("pp_")] == (
+        [["pp_1f1b", "2"], ["pp_1f1b", "4"], ["pp_gpipe", "2"], ["pp_gpipe", "4"]]
+    )
+    place = headers[160].index("bubble")
+    assert terminal_cells(lines, "pp_1f1b")[place : place + 2] == ["0.329", "0.125"]
+    assert headers[160][place + 1] == "formula" and "0.329" not in terminal_cells(lines, "ddp")
+    assert not any("bubble" in line for line in printed(records(), 200))
+
+
+def test_degrees_are_shown_where_strategy_and_world_do_not_say_them() -> None:
+    rows = [
+        row(n, "fsdp_tp", "torch", 3, world_size=8, dp_replicate=1, dp_shard=8 // tp, tp=tp)
+        for n, tp in enumerate((2, 4))
+    ]
+    entries = [record_of(entry) for entry in (*rows, row(9, "tp", "torch", 0, dp_replicate=1, dp_shard=1, tp=2))]
+    lines = printed(entries, 160)
+    assert next(line for line in lines if line.startswith("strategy")).split()[:5] == (
+        ["strategy", "world", "dp_shard", "tp", "status"]
+    )
+    assert [terminal_cells(lines, name)[:4] for name in ("fsdp_tp", "tp")] == (
+        [["fsdp_tp", "8", "4", "2"], ["tp", "2", "1", "2"]]
+    )
+    assert values(frame(entries), "label") == [
+        "fsdp_tp world 8 dp_shard 4 tp 2",
+        "fsdp_tp world 8 dp_shard 2 tp 4",
+        "tp",
+    ]
+
+
 def test_one_row_is_still_measured_against_the_baseline_of_all() -> None:
     lines = printed(records(), 120, only={f"{5:010x}"})
-    assert terminal_cells(lines, "zero3")[:6] == ["zero3", "none", "ok", "12,346", "6,173", "0.77"]
+    assert terminal_cells(lines, "zero3")[:5] == ["zero3", "ok", "12,346", "6,173", "0.77"]
     assert "× is of ddp" in " ".join(lines) and not any(line.startswith("ddp") for line in lines)
     assert printed([], 120) == ["no runs recorded"]
 
@@ -358,6 +415,31 @@ def test_markdown_numbers_stand_under_their_headers() -> None:
     assert "Unreadable records" in page("demo", records(), ["bad"]) and "Predicted" not in page("demo", records(), [])
 
 
+def test_pipelines_have_a_row_a_rank_and_traffic_its_axes() -> None:
+    text = page("demo", mixed(), [])
+    found = grids(text)
+    assert len(found["Pipelines"]) == 2 * (2 + 4) and "Pipelines" not in grids(page("demo", records(), []))
+    assert found["Pipelines"][5] == {
+        "run": "pp_1f1b world 4",
+        "rank": "3",
+        "stages": "3, 7",
+        "layers": "1, 2",
+        "working ms": "43.00",
+        "idle ms": "20.00",
+        "bubble": "3.500",
+        "formula": "0.375",
+        "passes in flight": "1",
+        "activations MiB": "1.00",
+    }
+    assert found["Comparison"][4]["bubble"] == "0.329" and found["Comparison"][4]["bubble formula"] == "0.125"
+    traffic = {line["run"]: {key: cell for key, cell in line.items() if cell} for line in found["Communication"]}
+    assert list(found["Communication"][0])[1:5] == (
+        ["all_reduce on dp_replicate", "all_reduce on pp", "send on pp", "all_reduce on tp"]
+    )
+    assert traffic["tp world 2"]["all_reduce on tp"] == "4.00 (3)" and "all_reduce on pp" not in traffic["tp world 2"]
+    assert traffic["pp_gpipe world 4"]["send on pp"] == "0.50 (16)"
+
+
 def test_predicted_has_columns_of_its_own() -> None:
     predicted = record_of(row(1, "ddp", "torch", 0, predicted_peak_bytes=19 * MIB, predicted_step_seconds=0.05))
     text = page("demo", [predicted], [])
@@ -394,8 +476,9 @@ def test_pivot_of_strategy_and_checkpointing() -> None:
         row(3, "zero3", "deepspeed", 3, status="oom", **FAILED),
         row(4, "zero3", "deepspeed", 3, checkpointing="full", peak_allocated_bytes=7 * MIB),
     ]
-    pivot = grids(page("demo", [record_of(entry) for entry in rows], []))["Strategy × checkpointing"]
-    assert pivot == [
+    entries = [record_of(entry) for entry in rows]
+    assert terminal_cells(printed(entries, 120), "ddp")[:3] == ["ddp", "none", "ok"]
+    assert grids(page("demo", entries, []))["Strategy × checkpointing"] == [
         {"strategy": "ddp", "none": "20.00", "full": "15.00"},
         {"strategy": "zero3", "none": "oom", "full": "7.00"},
     ]
@@ -406,7 +489,7 @@ def test_stale_rows_are_flagged() -> None:
     old[1]["versions"] = old[1]["versions"] | {"torch": "2.10.0"}
     lines, text = printed(old, 120), page("demo", old, [])
     now = versions()["torch"]
-    assert terminal_cells(lines, "ddp")[3:5] == ["ok", "†"] and terminal_cells(lines, "zero1")[4] != "†"
+    assert terminal_cells(lines, "ddp")[2:4] == ["ok", "†"] and terminal_cells(lines, "zero1")[3] != "†"
     assert f"† stale, torch 2.10.0 → {now}: ddp" in lines
     assert f"- **ddp**: torch 2.10.0 → {now}" in text
     assert {line["strategy"]: line["status"] for line in grids(text)["Comparison"]}["ddp"] == "ok †"

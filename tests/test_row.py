@@ -25,6 +25,7 @@ def rank(number: int, seconds: list[float], peak: int, **profiled: Any) -> dict[
         "profiled": {
             "gradient_bytes": 300 + number,
             "activation_bytes": 400 - number,
+            "in_flight": 1 + number,
             "at_peak": at_peak | {"phase": "backward"},
             "communication": sent * (1 + number),
         }
@@ -45,3 +46,22 @@ def test_figures_are_the_whole_worlds() -> None:
     assert found["communication_bytes"] == 100
     assert (found["loss_first"], found["loss_last"]) == (4.5, 2.5)
     assert found["at_peak_other_bytes"] == 1460 and found["peak_phase"] == "backward"
+
+
+def test_a_pipelines_idle_time_is_what_its_phases_leave() -> None:
+    config = composed("strategy=pp_1f1b", "strategy.layers_per_stage=[1,3]")
+    layout = resolve(config.strategy, 2)
+    ranks = [rank(0, [10.0, 10.0, 10.0], 1), rank(1, [10.0, 10.0, 30.0], 2)]
+    phases = [{"forward": [1.0, 2.0, 1.0], "backward": [2.0, 2.0, 2.0], "optimizer": [1.0, 1.0, 1.0]}]
+    phases.append(
+        {"forward": [2.0] * 3, "backward_input": [2.0] * 3, "backward_weight": [1.0] * 3, "optimizer": [1.0] * 3}
+    )
+    for one, seconds in zip(ranks, phases, strict=True):
+        one["phase_seconds"] = seconds
+    first, last = row.pipeline(config, layout, ranks)
+    assert (first["working_seconds"], first["idle_seconds"]) == (3.0, 6.0)
+    assert (last["working_seconds"], last["idle_seconds"]) == (5.0, 4.0)  # medians over steps
+    assert (first["bubble"], last["idle_share"]) == (2.0, pytest.approx(4 / 9))
+    assert [(r["stages"], r["layers"], r["in_flight"]) for r in (first, last)] == [([0], [1], 1), ([1], [3], 2)]
+    found = row.measured(config, layout, ranks)
+    assert found["bubble"] == pytest.approx(10 / 8) and found["bubble_formula"] == 1 / 8 and found["in_flight"] == 2

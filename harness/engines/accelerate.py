@@ -25,6 +25,9 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
             else "its sharded layouts are not supported yet"
         )
         yield f"strategy.engine=accelerate with strategy={config.strategy.name}: {reason}; choose strategy=ddp"
+    for axis in ("tp", "cp", "pp"):
+        if getattr(layout, axis) > 1:
+            yield f"strategy.{axis}={getattr(layout, axis)} is not supported by strategy.engine=accelerate: choose 1"
 
 
 def environment(machine: "Machine", cache: Path) -> dict[str, str]:

@@ -21,7 +21,16 @@ VARYING = {
     "measured_on": "device",
     "launch": "launch",
     "repeat": "repeat",
+    "dp_replicate": "dp_replicate",
+    "dp_shard": "dp_shard",
+    "tp": "tp",
+    "cp": "cp",
+    "pp": "pp",
+    "schedule": "schedule",
+    "virtual_stages": "virtual",
 }
+# Strategy and world size say these, unless rows that share both differ in them.
+_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "schedule", "virtual_stages")
 MODEL_STATE = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 MEMORY = (*MODEL_STATE, "activation_bytes", "peak_allocated_bytes")
 RATIOS = ("peak_allocated_bytes", "tokens_per_second", "communication_bytes")
@@ -70,7 +79,12 @@ def known(table: pd.DataFrame, name: str) -> list[Any]:
 
 
 def varying_columns(table: pd.DataFrame) -> list[str]:
-    return [name for name in VARYING if len(known(table, name)) > 1]
+    alike = table.groupby(["strategy", "world_size"])
+    return [
+        name
+        for name in VARYING
+        if (alike[name].nunique().gt(1).any() if name in _DEGREES else len(known(table, name)) > 1)
+    ]
 
 
 def _labels(rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
@@ -170,6 +184,11 @@ def ratios(numbers: Sequence[float | None]) -> list[str]:
     return [_number(number, 1, 2) for number in numbers]
 
 
+def fractions(numbers: Sequence[float | None]) -> list[str]:
+    """Such as a bubble of 1/64, with three decimals."""
+    return [_number(number, 1, 3) for number in numbers]
+
+
 def _number(number: float | None, size: float, decimals: int) -> str:
     if number is None:
         return ""
@@ -193,12 +212,13 @@ def _deviation(number: float) -> str:
 
 def summary(table: pd.DataFrame) -> list[str]:
     """What all rows share, a phrase each; what varies is left to the columns."""
-    shared = {name: known(table, name) for name in (*VARYING, "parameters")}
+    shared = {name: known(table, name) for name in (*VARYING, "parameters", "checkpointing")}
     one = {name: found[0] for name, found in shared.items() if len(found) == 1}
     phrases: list[str] = []
     if "model" in one:
         phrases.append(one["model"] + (f" ({one['parameters']:,} parameters)" if "parameters" in one else ""))
     phrases += [one["precision"]] if "precision" in one else []
+    phrases += [f"checkpointing {one['checkpointing']}"] if "checkpointing" in one else []
     phrases += [f"world size {one['world_size']}"] if "world_size" in one else []
     if "global_batch" in one and "seq_len" in one:
         tokens = one["global_batch"] * one["seq_len"]

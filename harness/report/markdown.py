@@ -6,18 +6,13 @@ from typing import Any
 
 import pandas as pd
 
-from harness.records import Record, printable
+from harness.records import Record
 from harness.report import comparison as c
+from harness.report.grid import escape, grid, labelled
+from harness.report.pipelines import pipelines
 from harness.report.tables import comparison_columns
 
-_ACTIVE = re.compile(r"[\\`*\[\]<>|~#$&]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.|@")
 _MEMORY_HEADERS = dict(zip(c.MEMORY, ("parameters", "gradients", "optimizer", "activations", "peak"), strict=True))
-
-
-def escape(text: object) -> str:
-    """Any text as one line that Markdown shows as it is: no markup, no link, no cell's end."""
-    entities = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;"}
-    return _ACTIVE.sub(lambda match: entities.get(match[0], "\\" + match[0]), printable(text))
 
 
 def page(name: str, records: Sequence[Record], problems: Sequence[str]) -> str:
@@ -31,6 +26,7 @@ def page(name: str, records: Sequence[Record], problems: Sequence[str]) -> str:
         *_memory(table, records),
         *_peak(table),
         *_communication(table, records),
+        *pipelines(table, records),
         *_predicted(table),
         *_proof(table, records),
         *_failures(table),
@@ -38,19 +34,6 @@ def page(name: str, records: Sequence[Record], problems: Sequence[str]) -> str:
         *_unreadable(problems),
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def _grid(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> str:
-    """A table of cells that are Markdown already; the first `names` columns are text, the others right-aligned."""
-    rule = ["---" if position < names else "---:" for position in range(len(header))]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
-
-
-def _labelled(table: pd.DataFrame, columns: dict[str, list[str]], names: int = 1) -> str:
-    """A table with a row a run and the columns given; runs of which all of them are empty are left out."""
-    labels = [escape(label) for label in c.values(table, "label")]
-    rows = [cells for cells in zip(labels, *columns.values(), strict=True) if any(cells[1:])]
-    return _grid(["run", *columns], rows, names)
 
 
 def _introduction(table: pd.DataFrame, records: Sequence[Record]) -> str:
@@ -79,12 +62,13 @@ def _main(table: pd.DataFrame) -> Iterator[str]:
     header = [escape(column.title) for column in columns]
     rows = [[escape(cell) for cell in cells] for cells in zip(*(column.cells for column in columns), strict=True)]
     yield "## Comparison"
-    yield _grid(header, rows, names=sum(not column.number for column in columns))
+    yield grid(header, rows, names=sum(not column.number for column in columns))
     baseline = c.baseline_names(table)
     yield (
         (f"× is the value over that of {escape(baseline)}. " if baseline else "")
         + "Memory is the maximum over ranks; state is parameters, gradients and optimizer; comm. is what one rank"
         " sends in one step. The deviations are the largest relative differences from the single-process reference."
+        + (" The bubble is the idle time of all stages over their working time." if c.known(table, "bubble") else "")
         + (" † marks rows made by other versions, listed below." if c.known(table, "stale") else "")
     )
 
@@ -106,7 +90,7 @@ def _pivots(table: pd.DataFrame) -> Iterator[str]:
         cells = dict(zip(pairs, (number if status == "ok" else status for status, number in ends), strict=True))
         if any(numbers):
             rows = [[escape(s), *(cells.get((s, kind), "") for kind in kinds)] for s in strategies]
-            yield f"{title}:\n\n" + _grid(["strategy", *map(escape, kinds)], rows)
+            yield f"{title}:\n\n" + grid(["strategy", *map(escape, kinds)], rows)
 
 
 def _memory(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
@@ -123,7 +107,7 @@ def _memory(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
     columns = {header: cells for header, cells in columns.items() if any(cells)}
     if columns:
         yield f"## Memory ({unit.name})"
-        yield _labelled(table, columns)
+        yield labelled(table, columns)
         yield (
             "Each column is the maximum over ranks. Parameters and optimizer at rest between steps, gradients and"
             " activations at their most; the parts need not be at their most at once, so they need not add up."
@@ -144,17 +128,17 @@ def _peak(table: pd.DataFrame) -> Iterator[str]:
         parts = {name.removeprefix("at_peak_").removesuffix("_bytes").replace("_", " "): name for name in names}
         columns = {escape(part): c.scaled(c.values(table, name), unit) for part, name in parts.items()}
         yield f"## What fills the peak ({unit.name})"
-        yield _labelled(table, columns | {"peak": c.scaled(c.values(table, "peak_allocated_bytes"), unit)})
+        yield labelled(table, columns | {"peak": c.scaled(c.values(table, "peak_allocated_bytes"), unit)})
 
 
 def _communication(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
-    """Bytes and calls by operation and mesh axis, a column each."""
+    """Bytes and calls by mesh axis and operation, a column each."""
     entries = [_by_kind(record) for record in records]
     kinds = sorted({kind for entry in entries for kind in entry})
     unit = c.byte_unit([*c.values(table, "communication_bytes"), *(v for entry in entries for v, _ in entry.values())])
     columns: dict[str, list[str]] = {}
-    for operation, axis in kinds:
-        found = [entry.get((operation, axis), (None, 0)) for entry in entries]
+    for axis, operation in kinds:
+        found = [entry.get((axis, operation), (None, 0)) for entry in entries]
         numbers = c.scaled([value for value, _ in found], unit)
         cells = [f"{text} ({calls:,})" if text else "" for text, (_, calls) in zip(numbers, found, strict=True)]
         columns[f"{escape(operation)} on {escape(axis)}"] = cells
@@ -164,18 +148,19 @@ def _communication(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[s
     columns = {header: cells for header, cells in columns.items() if any(cells)}
     if columns:
         yield f"## Communication ({unit.name} a step)"
-        yield _labelled(table, columns)
+        yield labelled(table, columns)
         yield (
-            "What one rank must send in one step under ring algorithms, counted from the operators that ran; calls in"
-            " parentheses." + (f" × is over {escape(compared)}." if compared else "")
+            "What the rank that sends most must send in one step under ring algorithms, counted from the operators that"
+            " ran, by the mesh axis they ran along; calls in parentheses."
+            + (f" × is over {escape(compared)}." if compared else "")
         )
 
 
 def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
-    """Bytes and calls by (operation, axis); entries of the same kind add up."""
+    """Bytes and calls by (axis, operation); entries of the same kind add up."""
     sums: dict[tuple[str, str], tuple[float, int]] = {}
     for entry in record.get("communication") or []:
-        kind = (str(entry["operation"]), str(entry["axis"]))
+        kind = (str(entry["axis"]), str(entry["operation"]))
         size, calls = sums.get(kind, (0, 0))
         sums[kind] = (size + entry["bytes"], calls + entry["count"])
     return sums
@@ -194,7 +179,7 @@ def _predicted(table: pd.DataFrame) -> Iterator[str]:
         columns["measured step ms"] = c.scaled(c.values(table, "step_seconds"), c.MILLISECONDS)
     if columns:
         yield "## Predicted beside measured"
-        yield _labelled(table, columns)
+        yield labelled(table, columns)
 
 
 def _proof(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
@@ -209,7 +194,7 @@ def _proof(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
     columns = {header: cells for header, cells in columns.items() if any(cells)}
     if columns:
         yield "## Proof"
-        yield _labelled(table, columns, names=1 + ("layout" in columns))
+        yield labelled(table, columns, names=1 + ("layout" in columns))
         yield (
             "Layout: whether local and global sizes of parameters, gradients and optimizer state match what the layout"
             " says. A deviation above its bound makes the run an error."
@@ -235,7 +220,7 @@ def _versions(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
     rows = [[escape(key), escape(", ".join(found))] for key, found in (_made_by(records) | environment).items()]
     if rows:
         yield "## Versions and environment"
-        yield _grid(["", "value"], rows, names=2)
+        yield grid(["", "value"], rows, names=2)
 
 
 def _shared_environment(records: Sequence[Record]) -> dict[str, list[str]]:

@@ -57,29 +57,30 @@ def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
 
     numbers = [
         number("tokens_per_second", ("", "tok/s"), c.ONE, 0),
-        number("tokens_per_second_per_device", ("tok/s", "/device"), c.ONE, 1),
-        ratio("tokens_per_second", "tok/s", 7),
-        number("step_seconds", ("step", "ms"), c.MILLISECONDS, 6),
+        number("tokens_per_second_per_device", ("tok/s", "/device"), c.ONE, 2),
+        ratio("tokens_per_second", "tok/s", 8),
+        number("step_seconds", ("step", "ms"), c.MILLISECONDS, 7),
+        Column(("", "bubble"), c.fractions(c.values(table, "bubble")), drop=12),
+        Column(("bubble", "formula"), c.fractions(c.values(table, "bubble_formula")), drop=1),
         number("peak_allocated_bytes", ("peak", memory.name), memory, 0),
-        ratio("peak_allocated_bytes", "peak", 9),
-        number("state_bytes", ("state", memory.name), memory, 3),
-        number("activation_bytes", ("activ.", memory.name), memory, 2),
-        number("communication_bytes", ("comm.", communication.name), communication, 8),
-        ratio("communication_bytes", "comm.", 10),
-        Column(("loss", "dev."), c.deviations(c.values(table, "loss_deviation")), drop=4),
-        Column(("grad", "dev."), c.deviations(c.values(table, "grad_deviation")), drop=5),
+        ratio("peak_allocated_bytes", "peak", 10),
+        number("state_bytes", ("state", memory.name), memory, 4),
+        number("activation_bytes", ("activ.", memory.name), memory, 3),
+        number("communication_bytes", ("comm.", communication.name), communication, 9),
+        ratio("communication_bytes", "comm.", 11),
+        Column(("loss", "dev."), c.deviations(c.values(table, "loss_deviation")), drop=5),
+        Column(("grad", "dev."), c.deviations(c.values(table, "grad_deviation")), drop=6),
     ]
     return _names(table, short) + [column for column in numbers if any(column.cells)]
 
 
 def _names(table: pd.DataFrame, short: bool) -> list[Column]:
     """What tells the rows apart, and how each ended."""
-    checkpointing = [str(value or "") for value in c.values(table, "checkpointing")]
-    cells = [_SHORT.get(value, value) if short else value for value in checkpointing]
-    columns = [
-        Column(("strategy", ""), _texts(c.values(table, "strategy")), number=False),
-        Column(("ckpt" if short else "checkpointing", ""), [printable(cell) for cell in cells], number=False),
-    ]
+    columns = [Column(("strategy", ""), _texts(c.values(table, "strategy")), number=False)]
+    if len(c.known(table, "checkpointing")) > 1:
+        kinds = [str(value or "") for value in c.values(table, "checkpointing")]
+        cells = [printable(_SHORT.get(kind, kind) if short else kind) for kind in kinds]
+        columns.append(Column(("ckpt" if short else "checkpointing", ""), cells, number=False))
     varying = [
         Column((c.VARYING[name], ""), _texts(c.values(table, name)), number=False, drop=_DROP_NAMES + position)
         for position, name in enumerate(reversed(c.varying_columns(table)))
