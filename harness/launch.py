@@ -171,6 +171,8 @@ def _rank_environment(device: str, local_ranks: int) -> dict[str, str]:
     }
     if device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would choose mps on macOS
+        # libgomp's threads spin 300000 times before they sleep: beside other work that takes the core they wait for.
+        environment["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "5000")
     return environment
 
 

@@ -7,6 +7,7 @@ from harness.config import CheckpointingConfig, ModelConfig, RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
 from harness.plan.memory import MemoryEstimate, estimate
+from harness.refusals import refusals
 from harness.sizes import parameter_count
 
 GIB = 2**30
@@ -73,7 +74,7 @@ def fitting_model(config: RunConfig, layout: Layout, models: Sequence[ModelConfi
     smaller = [model for model in models if parameter_count(model) < parameter_count(config.model)]
     for model in sorted(smaller, key=parameter_count, reverse=True):
         trial = dataclasses.replace(config, model=dataclasses.replace(model, attention=config.model.attention))
-        size = fits(trial, layout)
+        size = None if any(refusals(trial, layout)) else fits(trial, layout)
         if size is not None:
             yield f"model={model.name} ({gib(size)} GiB a rank)"
             return

@@ -1,0 +1,179 @@
+"""What fills a rank's memory during a backward: its pass through a stage, and all that is kept meanwhile.
+
+Imports no torch.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.config import ModelConfig, RunConfig
+from harness.layout import Layout
+from harness.placement import Stage
+from harness.plan.activations import (
+    FP32_BYTES,
+    Activations,
+    Pass,
+    activations,
+    block_backward_bytes,
+    deferred_tensors,
+    logits_bytes,
+    loss_tensors,
+    norm_backward_bytes,
+    norm_gradient_bytes,
+    pass_of,
+    scores_tensors,
+    weights_alone,
+)
+from harness.plan.buffers import unreduced_bytes
+from harness.plan.passes import Kind, Moment
+from harness.sizes import layer_parameter_count
+
+Bytes = dict[str, int]  # by what fills them
+
+
+def held_parameter_count(model: ModelConfig, stage: Stage, tp: int) -> int:
+    """Parameters of a stage on the rank that holds most: every matrix is cut, the norms are not."""
+    norms = 2 * model.hidden_size
+    layer = (layer_parameter_count(model) - norms) // tp + norms
+    matrices = stage.holds_embedding + stage.holds_head
+    if model.tie_word_embeddings:
+        matrices = min(matrices, 1)
+    head = stage.holds_head * model.hidden_size
+    return stage.layers * layer + matrices * vocabulary_parameter_count(model, tp) + head
+
+
+def vocabulary_parameter_count(model: ModelConfig, tp: int) -> int:
+    """Parameters of embedding or head on the rank that holds most."""
+    return math.ceil(model.vocab_size / tp) * model.hidden_size
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of a rank's stages, and what a pass through it keeps and needs."""
+
+    one: Pass
+    stage: Stage
+    kept: Activations
+    kept_for_weights: tuple[int, int]  # bytes at the last matrix of the layers and at the head's, alone
+    keeps_input: bool  # where it was received
+    parameters: int
+    narrow: bool  # whether gradients are made in 16 bit, and summed in fp32
+    unreduced: int  # bytes of gradients on their way to their shards
+
+    @property
+    def arriving(self) -> int:
+        """Bytes that a pass receives; as many go back."""
+        return 0 if self.stage.holds_embedding else self.one.hidden_bytes
+
+    @property
+    def leaving(self) -> int:
+        """Bytes that a pass sends; as many come back."""
+        return 0 if self.stage.holds_head else self.one.hidden_bytes
+
+    @property
+    def received(self) -> int:
+        """Bytes of what is kept that lie where they were received."""
+        return self.arriving if self.keeps_input else 0
+
+    @property
+    def log_probabilities(self) -> int:
+        """Bytes kept for backward beside the activations."""
+        return logits_bytes(self.one) if self.stage.holds_head else 0
+
+    @property
+    def logits_gradient(self) -> int:
+        return self.log_probabilities * self.one.width // FP32_BYTES
+
+    @property
+    def deferred(self) -> int:
+        """Bytes of gradients that a backward for inputs alone, which frees nothing, leaves for the weights."""
+        layers = self.stage.layers * sum(deferred_tensors(self.one).values())
+        return layers + self.logits_gradient + self.stage.holds_head * norm_gradient_bytes(self.one)
+
+    @property
+    def matrix_gradient(self) -> int:
+        """Bytes of the gradient of embedding or head, the largest matrices, as backward makes it."""
+        return vocabulary_parameter_count(self.one.model, self.one.tp) * self.one.width
+
+    @property
+    def summand(self) -> int:
+        """Bytes of it while it is added to what is there; a CPU widens it first."""
+        widened = self.matrix_gradient * FP32_BYTES // self.one.width
+        return self.matrix_gradient + (widened if self.narrow and self.one.device == "cpu" else 0)
+
+
+def parts_of(config: RunConfig, layout: Layout, device: str, held: Sequence[Stage]) -> list[Part]:
+    """A rank's stages as parts."""
+    one, full = pass_of(config, layout, device), config.checkpointing.name == "full"
+    return [
+        Part(
+            one,
+            stage,
+            activations(one, stage, config.checkpointing.name),
+            weights_alone(one, stage, config.checkpointing.name),
+            keeps_input=full or one.width == FP32_BYTES or device != "cpu",
+            parameters=held_parameter_count(config.model, stage, layout.tp),
+            narrow=config.precision.mixed,
+            unreduced=unreduced_bytes(config, layout),
+        )
+        for stage in held
+    ]
+
+
+def backward_fills(part: Part, kind: Kind, new_gradients: int) -> Iterator[Bytes]:
+    """What a pass fills at the worst moments of its backward, in their order.
+
+    new_gradients are bytes of sums that it begins; 0 if it adds to those of an earlier pass.
+    """
+    one, kept, head = part.one, part.kept, part.stage.holds_head
+    if kind == "weights":
+        last = head * part.matrix_gradient
+        others = part.parameters * one.width - last if part.narrow else 0  # added to the sums when all are made
+        yield {"activations": part.kept_for_weights[0], "temporaries": part.logits_gradient + others}
+        yield {"activations": part.kept_for_weights[1], "temporaries": part.logits_gradient + others + last}
+        return
+    if head:
+        yield {"activations": kept.before_backward, "loss": sum(loss_tensors(one).values())}
+    if head and kind == "backward":
+        matrix = max(part.matrix_gradient + part.logits_gradient, part.summand)
+        yield {"activations": kept.before_backward, "temporaries": one.hidden_bytes + matrix}
+    yield {"activations": kept.in_last_norm, "temporaries": norm_backward_bytes(one)}
+    block = block_backward_bytes(one)
+    yield {"activations": kept.in_last_block, "temporaries": block, "buffers": part.unreduced}
+    yield {"activations": kept.at_last_scores, "temporaries": sum(scores_tensors(one).values())}
+    if kind == "inputs":
+        deferred = part.deferred + norm_backward_bytes(one) - norm_gradient_bytes(one)
+        yield {"activations": kept.before_backward, "loss": part.log_probabilities, "temporaries": deferred}
+        return
+    added = part.summand if part.stage.holds_embedding and (part.narrow or not new_gradients) else 0
+    rest = max(0, added - part.unreduced)
+    yield {"gradients": new_gradients, "temporaries": rest, "buffers": part.unreduced}
+
+
+def step_fills(
+    parts: Sequence[Part], gradients: Sequence[int], standing: bool, moment: Moment, piles_up: bool
+) -> Iterator[Bytes]:
+    """What fills the memory at the worst moments of one of a step's backwards: that pass and all that is kept.
+
+    gradients are the bytes of each part's; standing, whether they are there when a step begins. piles_up: whether what
+    was sent is held until the end of the step.
+    """
+    kept = dict.fromkeys(("gradients", "buffers", "activations", "loss", "temporaries"), 0)
+    there = [standing or finished > 0 for finished in moment.finished]
+    for index, part in enumerate(parts):
+        waiting, halved = moment.waiting[index], moment.halved[index]
+        sent, sent_back = moment.forwards[index], halved + moment.finished[index]
+        if not piles_up:
+            sent, sent_back = waiting, min(1, sent_back)
+        if index == moment.own:
+            waiting, halved = (waiting, halved - 1) if moment.kind == "weights" else (waiting - 1, halved)
+        kept["gradients"] += gradients[index] if there[index] else 0
+        kept["activations"] += (waiting + halved) * part.kept.before_backward
+        kept["buffers"] += sent * part.leaving + sent_back * part.arriving - (waiting + halved) * part.received
+        kept["loss"] += waiting * part.log_probabilities
+        kept["temporaries"] += halved * part.deferred
+    own = parts[moment.own]
+    for fill in backward_fills(own, moment.kind, 0 if there[moment.own] else gradients[moment.own]):
+        fill["buffers"] = fill.get("buffers", 0) - (own.received if "activations" in fill else 0)
+        yield {name: size + fill.get(name, 0) for name, size in kept.items()}

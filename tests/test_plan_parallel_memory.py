@@ -1,0 +1,273 @@
+"""The memory prediction along the tensor and the pipeline axis: against DTensor, and torch's halves of a backward."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_plan_memory import ADAM_FP32, BF16, FP32, PREPARED, Live, built, model_named, run, shaped
+from test_plan_pipeline import laid_out
+from test_plan_pipeline import order as order_of_torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from harness.checkpointing import apply_checkpointing
+from harness.config import CheckpointingConfig, PrecisionConfig, RunConfig
+from harness.engines.torch.tensor import apply_tensor_parallel
+from harness.layout import Layout, resolve
+from harness.measure.activations import ActivationMeter
+from harness.measure.probe import Probe
+from harness.model import build_model, loss_function, materialise
+from harness.placement import Stage, cut_dimension, stages, whole
+from harness.plan.activations import Pass, activations, block_tensors, logits_bytes, loss_tensors
+from harness.plan.fit import refusal
+from harness.plan.memory import activation_bytes, estimate
+from harness.plan.parts import backward_fills, held_parameter_count, parts_of
+from harness.plan.passes import order
+from harness.sizes import parameter_shapes
+
+MODEL = shaped(num_key_value_heads=4, vocab_size=330)  # four ranks cannot cut this vocabulary evenly
+CPU = torch.device("cpu")
+PRECISIONS = pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
+CHECKPOINTINGS = pytest.mark.parametrize("checkpointing", ("none", "full"))
+
+
+@contextmanager
+def cut_model(
+    tp: int, sequence_parallel: bool, precision: PrecisionConfig, checkpointing: str, **sizes: object
+) -> Iterator[nn.Module]:
+    """The first of tp ranks' part of the model; a fake group's collectives move nothing, and take what they take."""
+    model = dataclasses.replace(MODEL, **sizes)  # type: ignore[arg-type]
+    dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
+    try:
+        module = build_model(model)
+        apply_tensor_parallel(module, init_device_mesh("cpu", (tp,)), sequence_parallel)
+        apply_checkpointing(module, CheckpointingConfig(checkpointing), Probe())
+        materialise(module, model, 0, CPU, getattr(torch, precision.compute))
+        with loss_parallel():
+            yield module
+    finally:
+        dist.destroy_process_group()
+
+
+def test_tensor_parallelism_halves_what_lies_between_matrices() -> None:
+    one, two = (block_tensors(Pass(MODEL, 2, 64, "float32", tp=tp)) for tp in (1, 2))
+    norms = {name for name in one if "layernorm" in name}
+    assert {name for name in one if two[name] == one[name]} == norms
+    assert {name for name in one if 2 * two[name] == one[name]} == one.keys() - norms
+    cut = block_tensors(Pass(MODEL, 2, 64, "float32", tp=2, sequence_parallel=True))
+    outputs = {name for name in norms if name.endswith(".output")}  # gathered for the projections
+    assert {name for name in one if cut[name] == one[name]} == outputs
+    assert {name for name in one if 2 * cut[name] == one[name]} == one.keys() - outputs
+
+
+@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("sequence_parallel", (False, True))
+@pytest.mark.parametrize("attention", ("flash", "eager"))
+@PRECISIONS
+@CHECKPOINTINGS
+def test_a_rank_of_tensor_parallelism_keeps_what_is_predicted(
+    tp: int, sequence_parallel: bool, attention: str, precision: PrecisionConfig, checkpointing: str
+) -> None:
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    with cut_model(tp, sequence_parallel, precision, checkpointing, attention=attention) as module:
+        with ActivationMeter(module) as meter:
+            loss = loss_function(module(tokens), tokens)
+        measured = meter.held_bytes
+        del loss
+    model = dataclasses.replace(MODEL, attention=attention)
+    one = Pass(model, 2, 64, precision.compute, tp=tp, sequence_parallel=sequence_parallel)
+    predicted = activations(one, whole(model), checkpointing).before_backward + logits_bytes(one)
+    assert predicted == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("sizes", ({"vocab_size": 8000}, {"intermediate_size": 1024}, {"num_hidden_layers": 1}))
+@pytest.mark.parametrize(("tp", "sequence_parallel"), ((2, False), (4, False), (4, True)))
+@PRECISIONS
+@CHECKPOINTINGS
+def test_peak_of_a_rank_of_tensor_parallelism(
+    sizes: dict[str, int], tp: int, sequence_parallel: bool, precision: PrecisionConfig, checkpointing: str
+) -> None:
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    with cut_model(tp, sequence_parallel, precision, checkpointing, **sizes) as module:
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with Live() as live:
+            loss_function(module(tokens), tokens).backward()
+    model = dataclasses.replace(MODEL, **sizes)  # type: ignore[arg-type]
+    config = run(model, precision, checkpointing, micro_batch=2, global_batch=4, seq_len=64)
+    layout = layout_of(config, tp=tp, sequence_parallel=sequence_parallel)
+    at_peak = estimate(config, layout, ADAM_FP32).at_peak
+    transient = sum(size for name, size in at_peak.items() if name not in ("parameters", "gradients", "optimizer"))
+    assert transient == pytest.approx(live.peak_bytes, rel=0.05)
+
+
+def layout_of(config: RunConfig, **degrees: object) -> Layout:
+    world_size = math.prod(size for name, size in degrees.items() if name in ("tp", "pp") and isinstance(size, int))
+    strategy = dataclasses.replace(config.strategy, dp_shard=1, zero_stage=0, **degrees)  # type: ignore[arg-type]
+    return resolve(strategy, world_size)
+
+
+@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("pp", (1, 2, 3))
+def test_parameters_are_those_of_the_plan_and_the_stage(tp: int, pp: int) -> None:
+    """Of each matrix the fullest rank has a tp-th, rounded up; norms are whole."""
+    config = run(MODEL)
+    for stage in stages(MODEL, layout_of(config, pp=pp)) if pp > 1 else [whole(MODEL)]:
+        expected = 0
+        for name, shape in parameter_shapes(MODEL).items():
+            cut = cut_dimension(name)
+            local = [-(-size // tp) if index == cut else size for index, size in enumerate(shape)]
+            expected += math.prod(local) if stage.holds(name) else 0
+        assert held_parameter_count(MODEL, stage, tp) == expected
+
+
+# --- pipelines: passes kept, in torch's order
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    schedule=st.sampled_from((("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3))),
+    p=st.integers(2, 8),
+    rounds=st.integers(1, 4),
+)
+def test_passes_are_taken_in_torchs_order(schedule: tuple[str, int], p: int, rounds: int) -> None:
+    layout = laid_out(schedule[0], p, schedule[1])
+    expected = order_of_torch(layout, p * rounds)
+    names = {"F": "forward", "B": "backward"}
+    for place in range(p):
+        turns = [(names[kind], stage // p) for stage, kind, _ in expected[place]]
+        assert list(order(layout, p * rounds, place)) == turns
+
+
+@pytest.mark.parametrize("v", (1, 2, 3))
+@pytest.mark.parametrize("p", (2, 3, 4, 8))
+def test_halved_backwards_are_taken_in_torchs_order(p: int, v: int) -> None:
+    """The first stage has no input to make a gradient for: torch runs its whole backward at the weights' turn."""
+    layout = laid_out("zero_bubble", p, v)
+    expected = order_of_torch(layout, 3 * p)
+    names = {"F": "forward", "I": "inputs", "W": "weights"}
+    for place in range(p):
+        turns = [
+            ("backward", 0) if (stage, kind) == (0, "W") else (names[kind], stage // p)
+            for stage, kind, _ in expected[place]
+            if (stage, kind) != (0, "I")
+        ]
+        assert list(order(layout, 3 * p, place)) == turns
+
+
+@pytest.mark.parametrize("micro_batches", (4, 6, 12))
+@PRECISIONS
+def test_gpipe_keeps_every_micro_batch_and_1f1b_those_of_the_stages_from_here(
+    micro_batches: int, precision: PrecisionConfig
+) -> None:
+    p = 4
+    config = run(shaped(num_hidden_layers=8), precision, global_batch=micro_batches)
+    for place, stage in enumerate(stages(config.model, layout_of(config, pp=p))):
+        one = Pass(config.model, 1, 128, precision.compute)
+        kept = activations(one, stage, "none").before_backward + logits_bytes(one) * stage.holds_head
+        gpipe, one_f_one_b = (
+            activation_bytes(config, layout_of(config, pp=p, schedule=schedule), "cpu", place)
+            for schedule in ("gpipe", "1f1b")
+        )
+        assert gpipe == micro_batches * kept
+        assert one_f_one_b == min(micro_batches, p - place) * kept
+
+
+def test_interleaving_keeps_more_of_the_stages_that_come_first() -> None:
+    """Four micro-batches through stages 0 and 2 of rank 0 of 2: F0 F0 F2 F2 F0, and the first backward is of stage 2.
+
+    Stage 2 then has two passes, stage 0 three, and a fourth before stage 2's next backward.
+    """
+    config = run(shaped(num_hidden_layers=8), global_batch=4)
+    layout = layout_of(config, pp=2, schedule="interleaved_1f1b", virtual_stages=2)
+    one = Pass(config.model, 1, 128, "float32")
+    first, _, third, _ = (activations(one, stage, "none").before_backward for stage in stages(config.model, layout))
+    assert activation_bytes(config, layout, "cpu", 0) == max(3 * first + 2 * third, 4 * first + third)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)))
+def test_every_micro_batch_has_its_buffers(schedule: str, virtual: int) -> None:
+    config = run(shaped(num_hidden_layers=8), BF16, global_batch=6)
+    layout = layout_of(config, pp=2, schedule=schedule, virtual_stages=virtual)
+    found = estimate(config, layout, ADAM_FP32)
+    ends = 2 * virtual - 1  # each of a rank's stages receives from both sides, less one end of the model
+    assert found.communication_buffer_bytes == ends * 6 * 128 * config.model.hidden_size * 2
+
+
+def test_the_fullest_rank_is_the_first_of_1f1b_and_the_last_of_gpipe_with_a_large_vocabulary() -> None:
+    config = run(shaped(vocab_size=4000, num_hidden_layers=8), global_batch=8)
+    split = {"layers_per_stage": (4, 4)}
+    first, last = (held_parameter_count(config.model, stage, 1) for stage in two_halves(config))
+    one_f_one_b = estimate(
+        dataclasses.replace(config, model=shaped(num_hidden_layers=8)), layout_of(config, pp=2), ADAM_FP32
+    )
+    gpipe = estimate(config, layout_of(config, pp=2, schedule="gpipe", **split), ADAM_FP32)
+    assert first < last and gpipe.parameter_bytes == 4 * last
+    assert one_f_one_b.loss_bytes == 0 < gpipe.loss_bytes
+
+
+def two_halves(config: RunConfig) -> list[Stage]:
+    return stages(config.model, layout_of(config, pp=2, layers_per_stage=(4, 4)))
+
+
+@pytest.mark.parametrize("sizes", ({}, {"vocab_size": 4000}, {"intermediate_size": 1024}))
+@pytest.mark.parametrize("seq_len", (128, 512))
+@pytest.mark.parametrize("place", (1, 2))
+@PRECISIONS
+@CHECKPOINTINGS
+def test_a_backward_in_two_halves_fills_what_is_predicted(
+    sizes: dict[str, int], seq_len: int, place: int, precision: PrecisionConfig, checkpointing: str
+) -> None:
+    """An inner and the last of three stages, by the functions of torch's zero bubble."""
+    config = run(shaped(num_hidden_layers=6, **sizes), precision, checkpointing, seq_len=seq_len)
+    layout = layout_of(config, pp=3, schedule="zero_bubble", layers_per_stage=(2, 2, 2))
+    stage, dtype = stages(config.model, layout)[place], getattr(torch, precision.compute)
+    module = built(config.model, dtype, checkpointing, stage)
+    for parameter in module.parameters() if precision is FP32 else ():
+        parameter.grad = torch.zeros_like(parameter)  # accumulated into; in mixed precision the masters' are
+    hidden = torch.zeros(1, seq_len, config.model.hidden_size, dtype=dtype).requires_grad_()
+    tokens, gradient = torch.zeros(1, seq_len, dtype=torch.int64), torch.zeros_like(hidden).detach()
+    with Live() as live:
+        outputs = [module(hidden, tokens) if stage.holds_head else module(hidden)]
+        back = None if stage.holds_head else [gradient]
+        _, groups = stage_backward_input(outputs, back, [hidden], module.parameters())
+        stage_backward_weight(module.parameters(), groups)
+    (part,) = parts_of(config, layout, "cpu", [stage])
+    fills = [*backward_fills(part, "inputs", 0), *backward_fills(part, "weights", 0)]
+    # The output, the gradient that goes back, and what is sent are the schedule's; so is the buffer of the input.
+    predicted = max(sum(fill.values()) for fill in fills) - part.received + part.leaving
+    assert predicted == pytest.approx(live.peak_bytes, rel=0.05)
+
+
+def test_loss_parallel_needs_four_parts_of_the_logits() -> None:
+    whole_logits = 2 * 64 * 330 * 4
+    assert sum(loss_tensors(Pass(MODEL, 2, 64, "float32")).values()) == 3 * whole_logits
+    assert sum(loss_tensors(Pass(MODEL, 2, 64, "float32", tp=2)).values()) == 2 * whole_logits
+
+
+def test_no_model_is_offered_that_the_pipeline_cannot_take() -> None:
+    """125m has 12 layers, which do not make 16 stages; of the smaller models only 350m and 1b do."""
+    config = run(model_named("7b"), global_batch=16)
+    reasons = [
+        refusal(
+            config,
+            layout_of(config, pp=16),
+            ADAM_FP32,
+            available_bytes=int(available),
+            ranks_on_host=1,
+            device="cuda",
+            models=PREPARED,
+        )
+        for available in (3e9, 0.2e9)
+    ]
+    assert all(reasons)
+    assert "model=" in str(reasons[0]).partition("choose")[2] and "model=125m" not in str(reasons[1])
