@@ -13,6 +13,7 @@ from harness.layout import Layout
 from harness.machine import Machine
 from harness.measure.communication import axis_of
 from harness.measure.environment import environment
+from harness.measure.probe import WORKING
 from harness.placement import stages_of_rank
 from harness.plan import pipeline as plan
 from harness.proof import Rank
@@ -137,7 +138,7 @@ def pipeline(config: RunConfig, layout: Layout, ranks: Sequence[Rank]) -> list[d
 
 def stage_times(config: RunConfig, layout: Layout, rank: Rank) -> dict[str, Any]:
     held = stages_of_rank(config.model, layout, rank["rank"])
-    phases = {name: seconds for name, seconds in rank["phase_seconds"].items() if name != "optimizer"}
+    phases = {name: seconds for name, seconds in rank["phase_seconds"].items() if name in WORKING}
     working = [sum(parts) for parts in zip(*phases.values(), strict=True)]
     optimizer = rank["phase_seconds"]["optimizer"]
     parts = zip(rank["step_seconds"], working, optimizer, strict=True)

@@ -148,7 +148,8 @@ def test_the_quick_comparison(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert time.monotonic() - began < 180
     rows = rows_of(tmp_path, "quickstart")
-    assert list(rows.strategy) == ["single", "ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "fsdp_shard_grad_op"]
+    data = ["single", "ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "fsdp_shard_grad_op"]
+    assert list(rows.strategy) == [*data, "tp", "pp_1f1b"]
     assert set(rows.status) == {"ok"}
     assert max(map(len, done.stdout.splitlines())) <= 120
     assert f"{tmp_path}/quickstart/report.md" in done.stdout
@@ -167,7 +168,8 @@ def test_the_quick_comparison(tmp_path: Path) -> None:
 
 
 def test_bf16_mixed_is_proven_too(tmp_path: Path) -> None:
-    sweep = ("strategy=ddp,zero1,zero2,zero3,fsdp_full_shard,fsdp_shard_grad_op,fsdp_no_shard", "train.micro_batch=2")
+    data = "ddp,zero1,zero2,zero3,fsdp_full_shard,fsdp_shard_grad_op,fsdp_no_shard"
+    sweep = (f"strategy={data},tp,tp_sp,pp_gpipe,pp_1f1b,pp_interleaved,pp_zero_bubble", "train.micro_batch=2")
     done = run_harness(tmp_path, "-m", "name=bf16", "precision=bf16_mixed", *sweep, *SMALL)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = rows_of(tmp_path, "bf16")

@@ -69,7 +69,7 @@ def sent(rank: dict[str, Any], *operations: str) -> float:
     return sum(entry["bytes_sent"] for entry in entries if entry["operation"] in operations)
 
 
-@pytest.mark.parametrize(("world", "strategy"), itertools.product(WORLDS, TENSOR))
+@pytest.mark.parametrize(("world", "strategy"), list(itertools.product(WORLDS, TENSOR)))
 def test_tensor_parallel_sends_two_sums_a_layer_each_way(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
 ) -> None:
@@ -83,7 +83,7 @@ def test_tensor_parallel_sends_two_sums_a_layer_each_way(
             assert sent(rank, "all_gather") == sent(rank, "reduce_scatter") == pytest.approx(formula / 2, rel=1e-6)
 
 
-@pytest.mark.parametrize(("world", "strategy"), itertools.product(WORLDS, PIPELINE))
+@pytest.mark.parametrize(("world", "strategy"), list(itertools.product(WORLDS, PIPELINE)))
 def test_a_pipeline_sends_boundaries_forth_and_back(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
 ) -> None:
@@ -96,7 +96,7 @@ def test_a_pipeline_sends_boundaries_forth_and_back(
     assert all(sent(rank, "all_reduce") < 100 for rank in record["rank_files"])
 
 
-@pytest.mark.parametrize(("world", "strategy"), itertools.product(WORLDS, TENSOR))
+@pytest.mark.parametrize(("world", "strategy"), list(itertools.product(WORLDS, TENSOR)))
 def test_cut_matrices_are_exactly_a_share(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
 ) -> None:
@@ -116,7 +116,7 @@ def test_cut_matrices_are_exactly_a_share(
             ]
 
 
-@pytest.mark.parametrize(("world", "strategy"), itertools.product(WORLDS, PIPELINE))
+@pytest.mark.parametrize(("world", "strategy"), list(itertools.product(WORLDS, PIPELINE)))
 def test_a_stage_holds_its_own_layers_only(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_stage_holds_its_own_layers_only(
         assert rank["start_peak_bytes"] < 4 * elements + 16 * VOCABULARY * config.model.hidden_size
 
 
-@pytest.mark.parametrize(("world", "checkpointing"), itertools.product(WORLDS, ("none", "full")))
+@pytest.mark.parametrize(("world", "checkpointing"), list(itertools.product(WORLDS, ("none", "full"))))
 def test_micro_batches_in_flight_show_in_the_activations(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int, checkpointing: str
 ) -> None:

@@ -90,7 +90,7 @@ class Engine(Protocol):
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Every micro-batch of one step: forward, backward, clip, optimizer.
 
-        Wraps its parts in probe.phase("forward" | "backward" | "optimizer") and calls probe.gradients_ready(self)
+        Wraps its parts in probe.phase(one of its PHASES) and calls probe.gradients_ready(self)
         once, after the last backward, when gradients are reduced and averaged over the global batch but not clipped.
         """
         ...

@@ -8,7 +8,9 @@ if TYPE_CHECKING:
     from harness.engines import Engine
 
 # A split backward computes the gradient of its input first and those of its weights later (zero bubble schedules).
-PHASES = ("forward", "backward", "backward_input", "backward_weight", "optimizer")
+# reduce: gradients synchronised after the last backward, where that is not part of it.
+WORKING = ("forward", "backward", "backward_input", "backward_weight")
+PHASES = (*WORKING, "reduce", "optimizer")
 
 
 class Probe:

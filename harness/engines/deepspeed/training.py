@@ -41,9 +41,10 @@ class Training:
                 loss = loss_function(self._engine(batch.inputs), batch.targets)
             with self._probe.phase("backward"):
                 self._engine.backward(loss)
-                if self._reduces_apart and index == accumulation - 1:
-                    self._engine.allreduce_gradients()
             losses.append(loss.detach())
+        if self._reduces_apart:
+            with self._probe.phase("reduce"):
+                self._engine.allreduce_gradients()
         self._ready = True
         self._probe.gradients_ready(self)
         self._ready = False
