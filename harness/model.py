@@ -56,7 +56,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer: the unit that is checkpointed, sharded and later placed on a pipeline stage."""
+    """One decoder layer: the unit that is checkpointed, sharded and placed on a pipeline stage."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()

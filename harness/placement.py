@@ -108,7 +108,8 @@ def ends_in_layers(model: ModelConfig) -> tuple[float, float]:
 def even_layers(depth: int, first: float, last: float, count: int) -> tuple[int, ...]:
     """Layers a stage so that the fullest stage holds as little as possible, `first` and `last` counted at the ends.
 
-    Among such splits the one with the smallest sum of squares: the evenest.
+    Among such splits the evenest, by sum of squares. Parameters are balanced, not time: an embedding counts as many
+    layers as it has parameters, though it takes hardly any time.
     """
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}  # by layers placed so far
     for stage in range(count):

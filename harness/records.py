@@ -45,7 +45,8 @@ COLUMN_TYPES: Mapping[str, type] = (
     # peak_allocated_bytes. seconds: the run from start to end. stale: filled when runs.csv is built.
     | {"repeat": int, "started_at": str, "seconds": float, "peak_rank": int, "stale": str}
     # Of pipelines: idle over working time of all stages, and the papers'; the most passes in flight on a rank.
-    | {"schedule": str, "virtual_stages": int, "bubble": float, "bubble_formula": float, "in_flight": int}
+    | {"sequence_parallel": bool, "schedule": str, "virtual_stages": int, "layers_per_stage": str}
+    | {"bubble": float, "bubble_formula": float, "in_flight": int}
 )
 COLUMNS = tuple(COLUMN_TYPES)
 

@@ -35,16 +35,20 @@ def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
 
 def tensor_refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
     tp, model, seq_len = layout.tp, config.model, config.train.seq_len
+    all_divide = math.gcd(model.num_key_value_heads, model.intermediate_size)  # heads are a multiple of the first
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(model, key)
         if size % tp:
-            yield f"strategy.tp={tp} does not divide model.{key}={size}: choose {divisors(size)}"
+            yield f"strategy.tp={tp} does not divide model.{key}={size}: choose {divisors(all_divide)}"
     if (tp - 1) * math.ceil(model.vocab_size / tp) >= model.vocab_size:  # cut into equal parts, the last what is left
-        yield f"strategy.tp={tp} leaves a rank without a part of model.vocab_size={model.vocab_size}: choose less"
+        yield f"strategy.tp={tp} leaves a rank without a part of model.vocab_size={model.vocab_size}: choose a smaller"
     if layout.sequence_parallel and tp == 1:
         yield "strategy.sequence_parallel=true needs strategy.tp of 2 or more: choose false"
     if layout.sequence_parallel and seq_len % tp:
-        yield f"strategy.tp={tp} with sequence_parallel does not divide train.seq_len={seq_len}: choose a multiple"
+        yield (
+            f"strategy.tp={tp} with strategy.sequence_parallel does not divide train.seq_len={seq_len}: choose a"
+            f" multiple of {tp}"
+        )
 
 
 def pipeline_refusals(config: RunConfig, layout: Layout, micro_batches: int) -> Iterator[str]:
@@ -70,4 +74,7 @@ def pipeline_refusals(config: RunConfig, layout: Layout, micro_batches: int) -> 
         yield f"{made}, fewer than strategy.pp={p} stages: choose a smaller micro_batch or a larger global_batch"
     elif schedule in ("interleaved_1f1b", "zero_bubble") and micro_batches % (micro_batches // p):
         size = round_size(layout, micro_batches)
-        yield f"{made}, which strategy.schedule={schedule} cannot take in rounds of {size}: choose a multiple of pp={p}"
+        yield (
+            f"{made}, which strategy.schedule={schedule} cannot take in rounds of {size}: choose train.global_batch a"
+            f" multiple of {p * config.train.micro_batch}"
+        )

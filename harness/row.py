@@ -14,7 +14,7 @@ from harness.machine import Machine
 from harness.measure.communication import axis_of
 from harness.measure.environment import environment
 from harness.measure.probe import WORKING
-from harness.placement import stages_of_rank
+from harness.placement import stages, stages_of_rank
 from harness.plan import pipeline as plan
 from harness.proof import Rank
 from harness.records import Record
@@ -26,7 +26,10 @@ AT_PEAK = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_b
 
 
 # What stays in the rank files alone: long lists that only the proof reads.
-_LONG = ("parameters", "optimizer", "first_gradients", "last_gradients", "traceback")
+_LONG = (
+    *("parameters", "optimizer", "first_gradients", "first_moments", "last_gradients"),
+    *("last_parameters", "last_masters", "phase_seconds", "traceback"),
+)
 
 
 def record(
@@ -78,7 +81,11 @@ def configured(config: RunConfig, layout: Layout | None) -> Row:
         row |= {degree: getattr(layout, degree) for degree in degrees}
         row["grad_accumulation"] = layout.accumulation(config.train)
         if layout.pp > 1:
+            split = [str(stage.layers) for stage in stages(config.model, layout)]
             row |= {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
+            row["layers_per_stage"] = "-".join(split)
+        if layout.tp > 1:
+            row["sequence_parallel"] = layout.sequence_parallel
     return row
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from harness.config import TrainConfig
 from harness.engines import Batch, Engine, StepResult
-from harness.measure.gradients import GradientStatistic, GradientStatistics
+from harness.measure.gradients import GradientStatistic, GradientStatistics, statistics
 from harness.measure.memory import DeviceMemory
 from harness.measure.probe import Probe
 from harness.measure.profile import ProfiledStep, profiling
@@ -25,6 +25,9 @@ class Measurements:
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     first_gradients: list[GradientStatistic]
+    first_moments: list[GradientStatistic]  # of gradients as the optimizer took them, clipped
+    last_parameters: list[GradientStatistic]
+    last_masters: list[GradientStatistic]
     profiled: ProfiledStep
 
 
@@ -46,6 +49,7 @@ def train(
     first_gradients = GradientStatistics(config.seed)
     with probe.listening(first_gradients):
         step("warm-up")
+    first_moments = statistics(engine, "optimizer", config.seed, "exp_avg")
     for _ in range(config.warmup_steps - 1):
         step("warm-up")
 
@@ -70,5 +74,8 @@ def train(
         peak_allocated_bytes=peak_allocated_bytes,
         peak_reserved_bytes=peak_reserved_bytes,
         first_gradients=first_gradients.found,
+        first_moments=first_moments,
+        last_parameters=statistics(engine, "parameters", config.seed),
+        last_masters=statistics(engine, "optimizer", config.seed, "master"),
         profiled=profiled.result(),
     )

@@ -48,5 +48,7 @@ def _checked(kind: Any, value: Any, key: str) -> Any:
         return float(value)
     if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
+    if origin in (tuple, list):
+        raise UserError(f"{key}={value} is not a list: give it a list")
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
     raise UserError(f"{key}={value} is not {wanted}: give it {wanted}")

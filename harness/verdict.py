@@ -21,10 +21,12 @@ def judge(
     """Columns of the row, and what else belongs in the record. `word` says what became of the reference."""
     layout_problems = held.layout_problems(config.model, layout, ranks, config.strategy.literature)
     layout_problems += held.width_problems(widths, config.precision, ranks)
+    layout_problems += held.start_problems(config.model, layout, widths, ranks)
     if config.strategy.literature:
         layout_problems += held.gradient_problems(config.model, layout, widths, ranks)
     expected = [expected_bytes(config, layout, widths, rank["rank"]) for rank in ranks]
     problems = layout_problems + work_problems(config, layout, ranks, expected)
+    problems += training.disagreements(layout, ranks)
     if None in row.mean_losses(ranks):
         problems.append("the loss is not finite")
     proven: Values = {"layout": "failed" if layout_problems else "proven", "reference": word}

@@ -39,12 +39,20 @@ def main(run_dir: str) -> None:
     try:
         report |= measure(job.read(directory), rank, progress) | {"status": "ok"}
     except BaseException as error:
-        memory_ran_out = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        report |= {"status": "oom" if memory_ran_out else "error", "phase": progress.phase, "step": progress.step}
-        report |= {"error": type(error).__name__, "reason": one_line(error), "traceback": traceback.format_exc()}
+        exhausted = out_of_memory(error)
+        report |= {"status": "oom" if exhausted else "error", "phase": progress.phase, "step": progress.step}
+        said = exhausted or error
+        report |= {"error": type(said).__name__, "reason": one_line(said), "traceback": traceback.format_exc()}
         raise
     finally:
         atomic_write_json(target, report)
+
+
+def out_of_memory(error: BaseException | None) -> BaseException | None:
+    """The error that says memory ran out, itself or what caused it: torch's pipeline stages wrap what they raise."""
+    while error is not None and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        error = error.__cause__
+    return error
 
 
 def measure(this: Job, rank: int, progress: "Progress") -> dict[str, Any]:

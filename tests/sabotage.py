@@ -241,6 +241,71 @@ def boundary_sent_twice(run_dir: str) -> None:
     worker.main(run_dir)
 
 
+def sequence_whole(run_dir: str) -> None:
+    """Sequence parallelism is left out: the same sums, sent as all-reduces."""
+    apply = tensor.apply_tensor_parallel
+    tensor.apply_tensor_parallel = lambda model, mesh, sequence_parallel: apply(model, mesh, False)
+    worker.main(run_dir)
+
+
+def norms_drift(run_dir: str) -> None:
+    """Rank 1 never updates its copies of the norms."""
+    publish = replicate.Replicate.publish
+
+    def spoiled(self: Any) -> None:
+        with torch.no_grad():
+            for name in self.names if rank() == 1 else ():
+                if "norm" in name:
+                    self.trained(name).fill_(1.0)
+        publish(self)
+
+    replicate.Replicate.publish = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def clipped_elsewhere(run_dir: str) -> None:
+    """Rank 1 does not clip."""
+    if rank() == 1:
+        norm.clip = lambda gradients, total, most: None
+    worker.main(run_dir)
+
+
+def weights_not_put_off(run_dir: str) -> None:
+    """Zero bubble's backward for inputs makes the weights' gradients as well."""
+    backward = pipeline.PipelineStage.backward_one_chunk
+
+    def spoiled(self: Any, chunk: int, loss: Any = None, full: bool = True, last_backward: bool = False) -> None:
+        backward(self, chunk, loss, True, last_backward)
+
+    pipeline.PipelineStage.backward_one_chunk = spoiled  # type: ignore[method-assign]
+    pipeline.PipelineStage.backward_weight_one_chunk = lambda self, chunk, last_backward=False: None  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def whole_model_built(run_dir: str) -> None:
+    """A stage makes all of the model's weights before it lets go of those that are not its own."""
+    build = harness.model.build_model
+
+    def spoiled(model: Any, stage: Any = None) -> Any:
+        harness.model.materialise(build(model), model, 0, torch.device("cpu"), torch.float32)
+        return build(model, stage)
+
+    harness.model.build_model = spoiled
+    worker.main(run_dir)
+
+
+def loss_of_its_own(run_dir: str) -> None:
+    """Each rank reports another loss; their mean is right."""
+    step = torch_engine.TorchEngine.step
+
+    def spoiled(self: Any, micro_batches: Any) -> Any:
+        found = step(self, micro_batches)
+        return found._replace(loss=found.loss * (1.5 - rank()))
+
+    torch_engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
 SLOW_SECONDS = 0.05
 
 
@@ -266,6 +331,19 @@ def exhausted(run_dir: str) -> None:
 
     batches = worker.Batches.__call__
     worker.Batches.__call__ = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def exhausted_in_a_stage(run_dir: str) -> None:
+    """Rank 1 asks for more memory than there is, inside the model's forward."""
+    forward = harness.model.Llama.forward
+
+    def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
+        if rank() == 1:
+            torch.empty(1 << 50, dtype=torch.uint8)
+        return forward(self, hidden, targets)
+
+    harness.model.Llama.forward = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 

@@ -55,12 +55,18 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
         (sabotage.rows_not_summed, "tp", "loss deviates"),
         (sabotage.vocabulary_shifted, "tp", "loss deviates"),
         (sabotage.whole_gradient, "tp", "gradients of embed_tokens.weight: held by 2 of 2 ranks, the layout says 1"),
-        (sabotage.norms_not_summed, "tp_sp", "layernorm.weight's first gradient"),
+        (sabotage.norms_not_summed, "tp_sp", "layernorm.weight's first"),
         (sabotage.other_weights, "pp_1f1b", "layers.3."),
         (sabotage.other_layers, "pp_1f1b", "whose stage of the pipeline does not have it"),
         (sabotage.other_schedule, "pp_1f1b", "rank 0 had 4 passes in flight, strategy.schedule=1f1b says 2"),
-        (sabotage.norm_of_one_stage, "pp_gpipe", "global norm at step"),
-        (sabotage.boundary_sent_twice, "pp_gpipe", "along pp, 2.00 x the"),
+        (sabotage.norm_of_one_stage, "pp_gpipe", "the global gradient norm is not the same"),
+        (sabotage.boundary_sent_twice, "pp_gpipe", "along pp send, 2.00 x the"),
+        (sabotage.sequence_whole, "tp_sp", "along tp reduce_scatter, 0.00 x the"),
+        (sabotage.norms_drift, "tp precision=bf16_mixed", "master of norm.weight is not the same on all ranks"),
+        (sabotage.clipped_elsewhere, "tp precision=bf16_mixed", "first moments"),
+        (sabotage.weights_not_put_off, "pp_zero_bubble", "put off the weights' gradients of 0 backwards in a step, 4"),
+        (sabotage.whole_model_built, "pp_1f1b", "bytes when it was built"),
+        (sabotage.loss_of_its_own, "pp_1f1b", "the loss of the same data is not the same"),
         (sabotage.never_recomputed, "pp_1f1b checkpointing=full", "0 second forwards of a layer"),
         (
             sabotage.lower_stage,  # without accumulation both stages send the same
@@ -91,10 +97,13 @@ def test_a_reference_that_fails_leaves_nothing_to_prove(results: Path, monkeypat
     assert row["reason"].startswith("nothing to compare with, the single process failed: not proven: the loss is not")
 
 
-def test_memory_that_runs_out_is_an_oom_row(results: Path) -> None:
-    row = run_with(results, sabotage.exhausted, "strategy=ddp")["row"]
+@pytest.mark.parametrize(
+    ("fault", "strategy"), [(sabotage.exhausted, "ddp"), (sabotage.exhausted_in_a_stage, "pp_1f1b")]
+)
+def test_memory_that_runs_out_is_an_oom_row(results: Path, fault: Callable[[str], None], strategy: str) -> None:
+    row = run_with(results, fault, f"strategy={strategy}")["row"]
     assert row["status"] == "oom"
-    assert "rank 1 in warm-up" in row["reason"]
+    assert "rank 1 in warm-up" in row["reason"] and "memory" in row["reason"]
 
 
 def test_a_killed_rank_is_named(results: Path) -> None:

@@ -82,6 +82,7 @@ _VALUES = {
     str: st.text(max_size=20) | st.sampled_from(["=1+1", "+a", "-b", "@c", "\t=d", "'e", 'f,"g"', "NA", "1e9", "\r\n"]),
     int: st.integers(-(2**63), 2**63 - 1),
     float: st.floats(),
+    bool: st.booleans(),
 }
 _ROWS = st.fixed_dictionaries(
     {},
@@ -109,6 +110,8 @@ def test_any_row_survives_to_pandas(row: dict[str, Any], tmp_path_factory: pytes
         elif isinstance(value, str):
             text = r.printable(value)
             assert cell == ("'" + text if text[:1] in tuple("=+-@'") else text)
+        elif isinstance(value, bool):
+            assert cell == str(value)
         elif isinstance(value, int):
             assert cell == str(value) and int(cell) == value
         else:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from harness.engines import Engine, Piece
+from harness.engines import Engine, Kind, Piece
 from harness.measure.probe import Listener
 from harness.model import generator
 
@@ -32,7 +32,12 @@ class GradientStatistics(Listener):
         self.found: list[GradientStatistic] = []
 
     def gradients_ready(self, engine: Engine) -> None:
-        self.found = [statistic(piece, self.seed) for piece in engine.pieces("gradients")]
+        self.found = statistics(engine, "gradients", self.seed)
+
+
+def statistics(engine: Engine, kind: Kind, seed: int, slot: str | None = None) -> list[GradientStatistic]:
+    """Of what this rank holds of a kind now, or of one slot of it."""
+    return [statistic(piece, seed) for piece in engine.pieces(kind) if slot in (None, piece.slot)]
 
 
 def statistic(piece: Piece, seed: int) -> GradientStatistic:

@@ -39,7 +39,7 @@ class ProfiledStep(NamedTuple):
     activation_bytes: int  # the most held for backward during the step
     recomputations: int  # second forwards of checkpointed parts
     in_flight: int  # the most forwards whose backward was not finished
-    split_backwards: int  # that were run in two halves, for inputs and later for weights
+    split_backwards: int  # whose first half, for inputs, left the gradients of weights alone
     at_peak: AtPeak | None  # None where memory is not counted
     communication: tuple[Traffic, ...]
 
@@ -82,13 +82,19 @@ class StepListener(Listener):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self.phase_now = name
+        before = self.gradients_now() if name == "backward_input" else []
         self.in_flight += name == "forward"
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         yield
         self.in_flight -= name in ("backward", "backward_weight")
-        self.split_backwards += name == "backward_input"
+        self.split_backwards += name == "backward_input" and self.gradients_now() == before
         self.look(gradients=True)
         self.phase_now = "between"
+
+    def gradients_now(self) -> list[tuple[str, int, int]]:
+        """What tells whether a gradient was made or changed."""
+        pieces = self.engine.pieces("gradients")
+        return [(piece.name, piece.local.data_ptr(), piece.local._version) for piece in pieces]
 
     @contextmanager
     def recompute(self) -> Iterator[None]:

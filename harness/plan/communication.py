@@ -16,12 +16,16 @@ def ring_share(ranks: int) -> float:
 
 
 def expected_bytes(config: RunConfig, layout: Layout, widths: Widths, rank: int) -> dict[str, float]:
-    """Bytes that this rank must send in a step, by axis. Left out: gradient norms, flags and padding."""
-    return {
-        "data": data_bytes(config, layout, widths),
-        "tp": sum(tensor_bytes(config, layout, stage) for stage in stages_of_rank(config.model, layout, rank)),
-        "pp": sum(pipeline_bytes(config, layout, stage) for stage in stages_of_rank(config.model, layout, rank)),
-    }
+    """Bytes that this rank must send in a step: of all data-parallel axes, and by axis and operation of the others.
+
+    Left out: gradient norms, flags and padding.
+    """
+    expected = {"data": data_bytes(config, layout, widths)}
+    for stage in stages_of_rank(config.model, layout, rank):
+        for operation, moved in tensor_bytes(config, layout, stage).items():
+            expected[f"tp {operation}"] = expected.get(f"tp {operation}", 0.0) + moved
+        expected["pp send"] = expected.get("pp send", 0.0) + pipeline_bytes(config, layout, stage)
+    return expected
 
 
 def data_bytes(config: RunConfig, layout: Layout, widths: Widths) -> float:
@@ -51,30 +55,32 @@ def hidden_bytes(config: RunConfig) -> int:
     return train.micro_batch * train.seq_len * config.model.hidden_size * width
 
 
-def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:
+def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, float]:
     """What a stage's layers, embedding, head and loss sum up over tensor-parallel ranks (arXiv 1909.08053, section 3).
 
     Two all-reduces of the hidden states a layer in forward and two in backward, one for the embedding in forward and
     one for the head in backward. A checkpointed layer runs its first again; torch stops the second forward before the
     last, whose result nothing in backward needs. Sequence parallelism (arXiv 2205.05198) puts a reduce-scatter and an
-    all-gather, together as many bytes, in the place of each all-reduce; again its second forward leaves out the last
-    reduce-scatter; the gradients of norms are summed once a step.
+    all-gather in the place of each all-reduce; of those a second forward gathers both inputs and scatters one sum; the
+    gradients of norms are summed once a step.
     """
     if layout.tp == 1:
-        return 0.0
+        return {}
     train, model = config.train, config.model
-    again = 0.0
-    if config.checkpointing.name == "full":
-        again = 1.5 if layout.sequence_parallel else 1.0
-    sums = (4 + again) * stage.layers + stage.holds_embedding + stage.holds_head
-    moved = sums * hidden_bytes(config)
-    if stage.holds_head:
-        moved += LOSS_SUMS * train.micro_batch * train.seq_len * 4
-    moved *= layout.accumulation(train)
-    if layout.sequence_parallel:
-        norms = 2 * stage.layers + stage.holds_head
-        moved += norms * model.hidden_size * WIDTH_BYTES[config.precision.reduce]
-    return 2 * ring_share(layout.tp) * moved
+    micro_batches = layout.accumulation(train)
+    sums = 4 * stage.layers + stage.holds_embedding + stage.holds_head
+    again = stage.layers if config.checkpointing.name == "full" else 0
+    hidden = micro_batches * hidden_bytes(config)
+    small = LOSS_SUMS * micro_batches * train.micro_batch * train.seq_len * 4 if stage.holds_head else 0
+    once = ring_share(layout.tp)  # an all-reduce is two of these
+    if not layout.sequence_parallel:
+        return {"all_reduce": 2 * once * ((sums + again) * hidden + small)}
+    norms = (2 * stage.layers + stage.holds_head) * model.hidden_size * WIDTH_BYTES[config.precision.reduce]
+    return {
+        "all_reduce": 2 * once * (small + norms),
+        "all_gather": once * (sums + 2 * again) * hidden,
+        "reduce_scatter": once * (sums + again) * hidden,
+    }
 
 
 def pipeline_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:

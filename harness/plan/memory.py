@@ -109,8 +109,10 @@ def held_for_backward(parts: Sequence[Part], backwards: Sequence[Moment]) -> int
         passes = zip(parts, moment.waiting, moment.halved, strict=True)
         there = sum((w + h) * part.kept.before_backward + w * part.log_probabilities for part, w, h in passes)
         own = parts[moment.own]
-        later = own.kept.in_last_block - own.log_probabilities
-        if moment.kind == "weights":
-            later = max(own.kept_for_weights)
-        most = max(most, there, there - own.kept.before_backward + later)
+        change = {
+            "backward": own.kept.in_last_block - own.kept.before_backward - own.log_probabilities,
+            "inputs": own.kept.second_forward,  # and all else stays
+            "weights": max(own.kept_for_weights) - own.kept.before_backward,
+        }[moment.kind]
+        most = max(most, there, there + change)
     return most

@@ -55,7 +55,7 @@ class Part:
     one: Pass
     stage: Stage
     kept: Activations
-    kept_for_weights: tuple[int, int]  # bytes at the last matrix of the layers and at the head's, alone
+    kept_for_weights: tuple[int, int]  # bytes in a backward for weights alone, at the last layer and the last matrix
     keeps_input: bool  # where it was received
     parameters: int
     narrow: bool  # whether gradients are made in 16 bit, and summed in fp32
@@ -90,6 +90,19 @@ class Part:
         """Bytes of gradients that a backward for inputs alone, which frees nothing, leaves for the weights."""
         layers = self.stage.layers * sum(deferred_tensors(self.one).values())
         return layers + self.logits_gradient + self.stage.holds_head * norm_gradient_bytes(self.one)
+
+    @property
+    def made_for_weights(self) -> tuple[int, int]:
+        """Bytes of weights' gradients at the last layer of a backward for weights alone, and at its last matrix.
+
+        In 16 bit all that it made so far, added to the sums in the end; in fp32 one at a time.
+        """
+        matrix = self.matrix_gradient if self.stage.holds_head else 0
+        if self.narrow:
+            layers = self.parameters * self.one.width - matrix
+            return layers - layers // self.stage.layers, layers + matrix
+        inner = self.one.model.hidden_size * self.one.model.intermediate_size * self.one.width // self.one.tp
+        return inner, matrix or inner
 
     @property
     def matrix_gradient(self) -> int:
@@ -127,11 +140,13 @@ def backward_fills(part: Part, kind: Kind, new_gradients: int) -> Iterator[Bytes
     new_gradients are bytes of sums that it begins; 0 if it adds to those of an earlier pass.
     """
     one, kept, head = part.one, part.kept, part.stage.holds_head
+    layer = sum(deferred_tensors(one).values())
     if kind == "weights":
-        last = head * part.matrix_gradient
-        others = part.parameters * one.width - last if part.narrow else 0  # added to the sums when all are made
-        yield {"activations": part.kept_for_weights[0], "temporaries": part.logits_gradient + others}
-        yield {"activations": part.kept_for_weights[1], "temporaries": part.logits_gradient + others + last}
+        at_layer, at_matrix = part.kept_for_weights
+        left = part.deferred - (part.stage.layers - 1) * layer
+        before, made = part.made_for_weights
+        yield {"activations": at_layer, "temporaries": left + before}
+        yield {"activations": at_matrix, "temporaries": part.logits_gradient + made}
         return
     if head:
         yield {"activations": kept.before_backward, "loss": sum(loss_tensors(one).values())}
@@ -143,8 +158,9 @@ def backward_fills(part: Part, kind: Kind, new_gradients: int) -> Iterator[Bytes
     yield {"activations": kept.in_last_block, "temporaries": block, "buffers": part.unreduced}
     yield {"activations": kept.at_last_scores, "temporaries": sum(scores_tensors(one).values())}
     if kind == "inputs":
-        deferred = part.deferred + norm_backward_bytes(one) - norm_gradient_bytes(one)
-        yield {"activations": kept.before_backward, "loss": part.log_probabilities, "temporaries": deferred}
+        all_kept = {"activations": kept.before_backward, "loss": part.log_probabilities}
+        yield all_kept | {"temporaries": part.deferred - layer + block + kept.second_forward}
+        yield all_kept | {"temporaries": part.deferred + norm_backward_bytes(one) - norm_gradient_bytes(one)}
         return
     added = part.summand if part.stage.holds_embedding and (part.narrow or not new_gradients) else 0
     rest = max(0, added - part.unreduced)

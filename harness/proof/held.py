@@ -84,6 +84,21 @@ def gradient_problems(model: ModelConfig, layout: Layout, widths: Widths, ranks:
     return problems
 
 
+def start_problems(model: ModelConfig, layout: Layout, widths: Widths, ranks: Sequence[Rank]) -> list[str]:
+    """Whether a rank of a pipeline ever built more than its own stages: one whole parameter at a time, thrice."""
+    if layout.pp == 1:
+        return []
+    largest = max(math.prod(shape) for shape in parameter_shapes(model).values()) * MASTER_BYTES
+    problems = []
+    for rank in ranks:
+        width = widths.parameters + widths.optimizer - MOMENTS_BYTES
+        share = width * sum(rank_shares(model, layout, rank["rank"], layout.shards("parameters")).values())
+        peak = rank["start_peak_bytes"]
+        if peak is not None and peak > share + 3 * largest:
+            problems.append(f"rank {rank['rank']} held {peak} bytes when it was built, its stages are {share:.0f}")
+    return problems
+
+
 def rank_shares(model: ModelConfig, layout: Layout, rank: int, shards: int) -> dict[str, float]:
     """Elements of each parameter that a rank holds: its stages' parameters, cut by tensor parallelism, sharded."""
     held = stages_of_rank(model, layout, rank)

@@ -5,7 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from harness.layout import Layout
 from harness.proof import Box, Rank
+
+SAME = 1e-6  # relative; what the same operations on the same numbers may differ by
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,27 @@ def deviation(reference: Rank, ranks: Sequence[Rank]) -> Deviation:
         for rank in ranks
         for step, (norm, expected) in enumerate(zip(rank["grad_norms"], reference["grad_norms"], strict=True))
     ]
-    for moment in ("first_gradients", "last_gradients"):
+    for moment in ("first_gradients", "first_moments", "last_gradients"):
         gradients += _gradient_deviations(moment, reference, ranks)
     loss, loss_where = max(losses)
     gradient, gradient_where = max(gradients)
     return Deviation(loss, loss_where, gradient, gradient_where)
+
+
+def disagreements(layout: Layout, ranks: Sequence[Rank]) -> list[str]:
+    """Where ranks differ in what must be one: the norm, the loss of the same data, copies of trained parameters."""
+    said: dict[tuple[str, str], list[list[float | None]]] = defaultdict(list)
+    for rank in ranks:
+        said["the global gradient norm", ""].append(rank["grad_norms"])
+        said["the loss of the same data", str(layout.data_rank(rank["rank"]))].append(rank["losses"])
+        for kind in ("parameter", "master"):
+            for name, _, box, square, product in rank[f"last_{kind}s"]:
+                said[f"the {kind} of {name}", str(box)].append([square, product])
+    return [
+        f"{what} is not the same on all ranks that have it"
+        for (what, _), lists in said.items()
+        if any(_relative(a, b) > SAME for other in lists[1:] for a, b in zip(lists[0], other, strict=True))
+    ]
 
 
 def deviation_problems(found: Deviation, limits: Mapping[str, float]) -> list[str]:
@@ -59,7 +78,10 @@ def _gradient_deviations(moment: str, reference: Rank, ranks: Sequence[Rank]) ->
         for square_sum, product_sum in copies:
             yield _relative(math.sqrt(square_sum), norm), f"norm of {name}'s {moment.replace('_', ' ')}"
             difference = abs(product_sum - product)
-            yield _guarded(difference / norm if norm else difference), f"direction of {name}'s {moment[:5]} gradient"
+            yield (
+                _guarded(difference / norm if norm else difference),
+                f"direction of {name}'s {moment.replace('_', ' ')}",
+            )
     for name in whole.keys() - {entry[0] for rank in ranks for entry in rank[moment]}:
         yield math.inf, f"{name} has no gradient"
 

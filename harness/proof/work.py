@@ -43,7 +43,9 @@ def schedule_problems(config: RunConfig, layout: Layout, rank: Rank) -> list[str
         )
     passes = layout.virtual_stages * micro_batches if splits_backward(layout) else 0
     if split != passes:
-        problems.append(f"rank {rank['rank']} ran {split} backwards in two halves in a step, {passes} expected")
+        problems.append(
+            f"rank {rank['rank']} put off the weights' gradients of {split} backwards in a step, {passes} expected"
+        )
     return problems
 
 
@@ -56,13 +58,15 @@ def volume_problems(layout: Layout, rank: Rank, expected: Mapping[str, float]) -
     sent = dict.fromkeys(expected, 0.0)
     for entry in rank["profiled"]["communication"]:
         axis = axis_of(entry["group_ranks"], layout)
-        sent[axis if axis in expected else "data"] += entry["bytes_sent"]
+        key = f"{axis} {entry['operation']}" if axis in ("tp", "pp") else "data"
+        sent[key] = sent.get(key, 0.0) + entry["bytes_sent"]
     problems = []
-    for axis, bytes_sent in sent.items():
-        if abs(bytes_sent - expected[axis]) > VOLUME_TOLERANCE * expected[axis] + _SCALARS:
-            ratio = f"{bytes_sent / expected[axis]:.2f} x" if expected[axis] else "not"
+    for key, bytes_sent in sent.items():
+        wanted = expected.get(key, 0.0)
+        if abs(bytes_sent - wanted) > VOLUME_TOLERANCE * wanted + _SCALARS:
+            ratio = f"{bytes_sent / wanted:.2f} x" if wanted else "not"
             problems.append(
-                f"rank {rank['rank']} sent {bytes_sent:.0f} bytes a step along {axis}, {ratio} the"
-                f" {expected[axis]:.0f} of this layout in the papers (strategy.literature=false lifts this)"
+                f"rank {rank['rank']} sent {bytes_sent:.0f} bytes a step along {key}, {ratio} the {wanted:.0f} of this"
+                " layout in the papers (strategy.literature=false lifts this)"
             )
     return problems

@@ -28,14 +28,19 @@ VARYING = {
     "pp": "pp",
     "schedule": "schedule",
     "virtual_stages": "virtual",
+    "layers_per_stage": "layers",
+    "sequence_parallel": "sequence",
 }
 # Strategy and world size say these, unless rows that share both differ in them.
-_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "schedule", "virtual_stages")
+_DEGREES = (
+    *("dp_replicate", "dp_shard", "tp", "cp", "pp"),
+    *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel"),
+)
 MODEL_STATE = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 MEMORY = (*MODEL_STATE, "activation_bytes", "peak_allocated_bytes")
 RATIOS = ("peak_allocated_bytes", "tokens_per_second", "communication_bytes")
 
-_DTYPES: dict[type | None, Any] = {str: object, int: "Int64", float: "Float64", None: object}
+_DTYPES: dict[type | None, Any] = {str: object, bool: "boolean", int: "Int64", float: "Float64", None: object}
 
 
 @dataclass(frozen=True)

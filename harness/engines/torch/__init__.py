@@ -47,6 +47,10 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
     for axis in ("tp", "pp"):
         if getattr(layout, axis) > 1 and layout.world_size > getattr(layout, axis):
             yield f"strategy.{axis}={getattr(layout, axis)} beside other degrees is not supported yet: choose 1 there"
+    if layout.pp > 1 and means != "none":
+        yield f"strategy.data_parallel={means} with strategy.pp={layout.pp} is not supported yet: choose none"
+    if layout.tp > 1 and means == "ddp":
+        yield f"strategy.data_parallel=ddp cannot wrap what strategy.tp={layout.tp} cuts: choose none or fsdp"
     for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)) if means == "ddp" else ():
         yield f"strategy.options.{key} is not a setting of DistributedDataParallel: choose {', '.join(DDP_OPTIONS)}"
     if means != "ddp" and config.strategy.options:

@@ -9,7 +9,7 @@ from torch import nn
 class DataParallel(Protocol):
     """How copies or shards of a model are kept together."""
 
-    module: nn.Module  # what is called
+    module: nn.Module  # what is called where the rank holds the whole depth
     names: dict[str, nn.Parameter]  # the model's parameters under their plain names
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:

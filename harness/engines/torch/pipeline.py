@@ -45,6 +45,7 @@ class Pipeline:
     ) -> None:
         self.count = layout.accumulation(config.train)
         self.holds_embedding, self.holds_head = stages[0].holds_embedding, stages[-1].holds_head
+        torch.distributed.barrier(group)  # NCCL's communicator is there before sends and receives meet in one batch
         made = [
             HeardStage(part, stage, config, device, group, parallel, probe)
             for part, stage in zip(parts, stages, strict=True)
