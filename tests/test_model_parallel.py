@@ -15,6 +15,7 @@ from harness import machine, run
 from harness.config import RunConfig
 from harness.layout import Layout, resolve
 from harness.placement import cut_dimension, stages
+from harness.plan.memory import activation_bytes
 from harness.plan.pipeline import bubble, in_flight
 from harness.sizes import parameter_shapes
 from harness.typed import from_dict
@@ -149,6 +150,40 @@ def test_micro_batches_in_flight_show_in_the_activations(
         if checkpointing == "none":
             ratio = min(MICRO_BATCHES, world - place) / MICRO_BATCHES
             assert kept["pp_1f1b"] == pytest.approx(kept["pp_gpipe"] * ratio, rel=0.02)
+
+
+def test_activations_are_what_the_block_keeps(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
+    """Tensor by tensor, on every rank: the plan's figure for cut, whole and sequence-parallel tensors, and stages."""
+    for key, record in records.items():
+        config, layout = config_of(record)
+        for rank in record["rank_files"]:
+            place = layout.coordinates(rank["rank"])["pp"]
+            predicted = activation_bytes(config, layout, "cpu", place)
+            assert rank["profiled"]["activation_bytes"] == pytest.approx(predicted, rel=0.03), (key, place)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_tensor_parallel_divides_what_lies_between_its_matrices(
+    records: dict[tuple[str, str, int], dict[str, Any]], world: int
+) -> None:
+    """Korthikanti et al.: 10 of 34 sbh stay whole and 24 are divided; of this block's, the norms' against the rest.
+
+    In fp32 a layer's two norms keep input, normalised input and output, h each, and a reciprocal root; attention keeps
+    query, key, value, output (4h: as many key-value heads as others) and a sum a head; SwiGLU four times its width.
+    """
+    activations = {
+        strategy: records[strategy, "none", worlds]["rank_files"][0]["profiled"]["activation_bytes"]
+        for strategy, worlds in {"single": 1, "tp": world, "tp_sp": world}.items()
+    }
+    model = records["single", "none", 1]["config"]["model"]
+    hidden, inner, heads = (model[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    token = 4 * LAYERS * SEQUENCES * SEQ_LEN
+    divided = token * (4 * hidden + heads + 4 * inner)
+    saved = (1 - 1 / world) * divided
+    assert activations["single"] - activations["tp"] == pytest.approx(saved, rel=0.05)
+    along_the_sequence = token * 2 * (2 * hidden + 1)  # the norms' outputs are gathered, and kept so
+    saved += (1 - 1 / world) * along_the_sequence
+    assert activations["single"] - activations["tp_sp"] == pytest.approx(saved, rel=0.05)
 
 
 def test_the_rank_that_peaks_is_named(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:

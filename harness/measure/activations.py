@@ -96,10 +96,13 @@ class ActivationMeter:
         return tensor if tensor.is_leaf else tensor.detach()
 
     def _watch(self, tensor: Tensor) -> None:
-        """Count a tensor's storages until they are freed: who holds them is checkpoint's secret."""
+        """Count a tensor's storages until they are freed: who holds them is checkpoint's secret.
+
+        Not those already counted: a part's input, which may be a buffer that is never freed.
+        """
         for local in local_tensors(tensor):
             for identity, size in self._activations(local).items():
-                if identity not in self._recomputed:
+                if identity not in self._recomputed and identity not in self._holders:
                     self._recomputed.add(identity)
                     self._hold({identity: size})
                     weakref.finalize(local.untyped_storage(), self._freed, identity, size).atexit = False
