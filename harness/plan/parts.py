@@ -162,8 +162,8 @@ def backward_fills(part: Part, kind: Kind, new_gradients: int) -> Iterator[Bytes
         yield all_kept | {"temporaries": part.deferred - layer + block + kept.second_forward}
         yield all_kept | {"temporaries": part.deferred + norm_backward_bytes(one) - norm_gradient_bytes(one)}
         return
-    added = part.summand if part.stage.holds_embedding and (part.narrow or not new_gradients) else 0
-    rest = max(0, added - part.unreduced)
+    added = part.summand if not new_gradients else part.narrow * part.matrix_gradient  # the first is widened to the sum
+    rest = max(0, part.stage.holds_embedding * added - part.unreduced)
     yield {"gradients": new_gradients, "temporaries": rest, "buffers": part.unreduced}
 
 
