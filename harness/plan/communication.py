@@ -4,9 +4,9 @@ from harness.config import RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
 from harness.placement import Stage, stages_of_rank
+from harness.plan.activations import WIDTH_BYTES
 from harness.sizes import parameter_count
 
-WIDTH_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOSS_SUMS = 3  # of a number a token in fp32, for a loss over logits cut along the vocabulary: maximum, sum, target's
 
 

@@ -50,9 +50,7 @@ class Replicate:
         master_of = {parameter: self.masters[name] for name, parameter in self.names.items()}
 
         def accumulate(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            add_gradient(master_of[parameter], parameter.grad)  # type: ignore[index]
-            parameter.grad = None
+            take_gradient(parameter, master_of[parameter])  # type: ignore[index]
 
         if isinstance(self.module, DistributedDataParallel):
             self.module.register_comm_hook(self, reduce_into_masters)
@@ -79,10 +77,8 @@ class Replicate:
 
     def collect(self) -> None:
         for name, master in self.masters.items():
-            gradient = self.names[name].grad
-            if gradient is not None:
-                add_gradient(master, gradient)
-                self.names[name].grad = None
+            if self.names[name].grad is not None:
+                take_gradient(self.names[name], master)
 
     def unsynchronised(self) -> AbstractContextManager[None]:
         assert isinstance(self.module, DistributedDataParallel)
@@ -110,11 +106,14 @@ def distributed_data_parallel(
     )
 
 
-def add_gradient(master: nn.Parameter, gradient: Tensor) -> None:
+def take_gradient(parameter: Tensor, master: nn.Parameter) -> None:
+    """Adds a parameter's gradient to its master's, and lets go of it."""
+    assert parameter.grad is not None
     if master.grad is None:
-        master.grad = gradient.to(master.dtype)
+        master.grad = parameter.grad.to(master.dtype)
     else:
-        master.grad.add_(gradient)
+        master.grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 def reduce_into_masters(replica: Replicate, bucket: GradBucket) -> Future[Tensor]:
