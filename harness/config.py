@@ -168,6 +168,10 @@ class ClusterConfig:
         _one_of("cluster.device", self.device, ("auto", "cpu", "cuda"))
 
 
+# Steps after the timed ones: under torch's profiler, to see where time goes, and one with every operator heard.
+TRACED_STEPS, PROFILED_STEPS = 2, 1
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """One step is `global_batch` sequences of `seq_len` tokens; batches are counted in sequences."""
@@ -183,6 +187,11 @@ class TrainConfig:
     betas: tuple[float, float]
     eps: float
     gradient_clipping: float  # 0: measured, not clipped
+
+    @property
+    def all_steps(self) -> int:
+        """Every step that is trained."""
+        return self.warmup_steps + self.steps + TRACED_STEPS + PROFILED_STEPS
 
     def __post_init__(self) -> None:
         _positive("train", self, "global_batch", "micro_batch", "seq_len", "steps", "warmup_steps")
@@ -200,6 +209,13 @@ class ProofConfig:
     reference: bool = True
     loss_bound: dict[str, float] = field(default_factory=dict)  # by precision, relative
     grad_bound: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MeasureConfig:
+    """What is kept beside the record."""
+
+    memory_snapshot: bool = False  # of every rank's profiled step, for torch's viewer
 
 
 @dataclass(frozen=True)
@@ -228,8 +244,10 @@ class RunConfig:
     train: TrainConfig
     proof: ProofConfig
     tracking: TrackingConfig
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
     world_size: int | None = None  # null: the cluster's
     repeat: int = 0
+    repeats: int = 1  # so many runs, from `repeat` on; each of them is a run of its own
     timeout_seconds: float = 1800.0
     preflight: bool = True
     force: bool = False
@@ -237,6 +255,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.world_size is not None:
             _require(self.world_size >= 1, "world_size", self.world_size, "is not a positive number: choose 1 or more")
+        _require(self.repeats >= 1, "repeats", self.repeats, "is not a positive whole number: choose 1 or more")
         _require(self.timeout_seconds > 0, "timeout_seconds", self.timeout_seconds, "is not positive: choose seconds")
 
     def to_dict(self) -> dict[str, Any]:
@@ -245,7 +264,10 @@ class RunConfig:
 
 
 # What names, places and watches a run without changing its result: not part of its identity.
-_NOT_IDENTITY = ("name", "results_dir", "tracking", "timeout_seconds", "preflight", "force", "proof")
+_NOT_IDENTITY = (
+    *("name", "results_dir", "tracking", "timeout_seconds", "preflight", "force", "proof"),
+    *("repeats", "measure"),
+)
 
 
 def identity(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:

@@ -1,5 +1,6 @@
 """Real text as bytes, memory-mapped; every rank's batches follow from (seed, step, data rank)."""
 
+import functools
 import hashlib
 import os
 import sysconfig
@@ -35,20 +36,24 @@ def prepare(data: DataConfig, seq_len: int) -> Corpus:
     """Finds or makes the token file. Raises UserError if it holds less than one sequence."""
     if data.kind == "synthetic":
         return Corpus(None, "synthetic")
-    if data.path is None:
-        stdlib = Path(sysconfig.get_path("stdlib"))
-        sources = [path for path in files_under(stdlib, _INSTALLED) if path.suffix == ".py"]
-        path = concatenated(sources, stdlib, Path(data.cache).expanduser())
-    else:
-        path = Path(data.path).expanduser().resolve()
-        if path.is_dir():
-            path = concatenated(files_under(path), path, Path(data.cache).expanduser())
+    path = token_file(data.path, Path(data.cache).expanduser())
     if path.stat().st_size <= seq_len + 1:
         raise UserError(
             f"data.path={data.path} holds {path.stat().st_size} bytes, less than a sequence of"
             f" train.seq_len={seq_len}: name more text"
         )
     return Corpus(str(path), fingerprint(path))
+
+
+@functools.cache
+def token_file(given: str | None, cache: Path) -> Path:
+    """One file of tokens, found or made once: all runs of a command train on the same."""
+    if given is None:
+        stdlib = Path(sysconfig.get_path("stdlib"))
+        sources = [path for path in files_under(stdlib, _INSTALLED) if path.suffix == ".py"]
+        return concatenated(sources, stdlib, cache)
+    path = Path(given).expanduser().resolve()
+    return concatenated(files_under(path), path, cache) if path.is_dir() else path
 
 
 def files_under(root: Path, left_out: Collection[str] = ()) -> list[Path]:

@@ -26,6 +26,7 @@ class Display:
         self.console = Console(stderr=True, highlight=False)
         self.total = 1
         self.position = 0
+        self.repeated = False  # whether runs that differ in `repeat` alone follow each other
         self.label = ""
         self.steps = 0
         self.began = self.said = time.monotonic()
@@ -36,8 +37,8 @@ class Display:
     def running(self, planned: "Plan") -> Iterator[None]:
         """Around one run."""
         config = planned.config
-        self.label = f"[{self.position}/{self.total}] {planned.run_id}"
-        self.steps = config.train.warmup_steps + config.train.steps + 1
+        self.label = self.label_of(planned.run_id, config.repeat)
+        self.steps = config.train.all_steps
         self.began = self.said = time.monotonic()
         if not self.console.is_terminal:
             self.say(f"{self.label}: {planned.layout.world_size} ranks, {planned.machine.device}")
@@ -71,7 +72,12 @@ class Display:
         row = record["row"]
         ok = row["status"] == "ok"
         told = f"{row['tokens_per_second']:,.0f} tokens/s" if ok else printable(row["reason"])
-        self.say(f"[{self.position}/{self.total}] {row['run_id']}: {row['status']}, {told}")
+        self.say(f"{self.label_of(row['run_id'], row.get('repeat'))}: {row['status']}, {told}")
+
+    def label_of(self, run_id: str, repeat: int | None) -> str:
+        """A run's number among those of the command, and its name."""
+        told = f" repeat {repeat}" if self.repeated and repeat is not None else ""
+        return f"[{self.position}/{self.total}] {run_id}{told}"
 
     def say(self, line: str) -> None:
         """A line that stays."""

@@ -37,5 +37,10 @@ def read(run_dir: Path) -> Job:
     return job
 
 
+def snapshot_file(run_dir: Path, rank: int) -> Path:
+    """A rank's memory, for torch's viewer; where measure.memory_snapshot asks for it."""
+    return run_dir / "memory" / f"rank_{rank:05d}.pickle"
+
+
 def rank_file(run_dir: Path, rank: int) -> Path:
     return run_dir / "ranks" / f"rank_{rank:05d}.json"

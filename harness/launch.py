@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -61,7 +62,10 @@ def threads_per_rank(local_world_size: int) -> int:
 
 
 def prepare(device: str, start: Start | None = None) -> None:
-    """Starts what the ranks will be forked from, without waiting for its imports. Does nothing if it is there."""
+    """Starts what the ranks will be forked from, without waiting for its imports. Does nothing if it is there.
+
+    It lives no longer than the thread that calls this (harness.leash): call it from the main thread.
+    """
     start = start or STARTS[device]
     if start.method != "forkserver":
         return
@@ -69,7 +73,7 @@ def prepare(device: str, start: Start | None = None) -> None:
     if server._preload_modules != list(start.preload):
         server._stop()
         multiprocessing.set_forkserver_preload(list(start.preload))
-    with _environment(_rank_environment(device, 1) | {"OPENBLAS_NUM_THREADS": "1"}):  # else numpy starts threads
+    with _environment(rank_environment(device, 1) | {"OPENBLAS_NUM_THREADS": "1"}):  # else numpy starts threads
         multiprocessing.forkserver.ensure_running()
 
 
@@ -96,7 +100,6 @@ def launch(
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     nodes, start = nodes or Nodes(), start or STARTS[device]
     local_ranks = world_size // nodes.count
-    config = _config(nodes, local_ranks, device, start, run_dir, timeout_seconds)
     arguments = (entry.__module__, entry.__qualname__, run_dir)
     died: Mapping[int, ProcessFailure] = {}
     trouble = ""
@@ -109,6 +112,9 @@ def launch(
             try:
                 watch.arm()
                 prepare(device, start)
+                store = _store() if nodes.count == 1 else None
+                port = store.port if store else nodes.master_port
+                config = _config(nodes, port, local_ranks, device, start, run_dir, timeout_seconds)
                 elastic_launch(config, rank_side.run)(*arguments, watch.lifeline, watch.reports)
             finally:
                 watch.armed = False
@@ -122,22 +128,25 @@ def launch(
     return judge(watch, died, trouble, run_dir, nodes.rank * local_ranks, time.monotonic() - began)
 
 
+def _store() -> TCPStore:
+    """Where the ranks of a single node meet, at a free port. The agent opens that port too and shares this server."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
 def _config(
-    nodes: Nodes, local_ranks: int, device: str, start: Start, run_dir: Path, timeout_seconds: float
+    nodes: Nodes, port: int, local_ranks: int, device: str, start: Start, run_dir: Path, timeout_seconds: float
 ) -> LaunchConfig:
-    """One node meets itself at a free port of its own choosing; several meet at the master's."""
-    alone = nodes.count == 1
+    """Static: who takes part is known. torch's dynamic rendezvous would find that out in half a second a run."""
     return LaunchConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
         nproc_per_node=local_ranks,
-        logs_specs=_RankLogs(_rank_environment(device, local_ranks)),
+        logs_specs=_RankLogs(rank_environment(device, local_ranks)),
         run_id=run_dir.name,  # the nodes of one run meet under one name
-        rdzv_backend="c10d" if alone else "static",
-        rdzv_endpoint=f"{nodes.master_addr}:{nodes.master_port}",
-        rdzv_configs={"is_host": True} if alone else {"rank": nodes.rank},
+        rdzv_backend="static",
+        rdzv_endpoint=f"{nodes.master_addr}:{port}",
+        rdzv_configs={"rank": nodes.rank},
         rdzv_timeout=max(1, int(timeout_seconds)),  # no signal breaks into a store that waits for the other nodes
-        local_addr="127.0.0.1" if alone else None,  # a host name may not resolve, or slowly
         max_restarts=0,
         monitor_interval=MONITOR_SECONDS,
         start_method=start.method,
@@ -163,7 +172,8 @@ class _RankLogs(LogsSpecs):
         return ""
 
 
-def _rank_environment(device: str, local_ranks: int) -> dict[str, str]:
+def rank_environment(device: str, local_ranks: int) -> dict[str, str]:
+    """What every rank of this machine finds in its environment, beside torchrun's variables."""
     scripts = sysconfig.get_path("scripts")  # DeepSpeed looks for ninja on PATH
     environment = {
         "OMP_NUM_THREADS": str(threads_per_rank(local_ranks)),

@@ -21,16 +21,22 @@ def _check(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _tie_rank() -> None:
-    """In a rank, right after its fork: it dies when the forkserver does (Linux; elsewhere the thread alone)."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # timers are not inherited, handlers are
+def _die_with_parent() -> None:
+    """At once, whatever is being done, an import in C too (Linux; elsewhere the timer and the ranks' thread alone)."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _tie_rank() -> None:
+    """In a rank, right after its fork: it dies when the forkserver does."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # timers are not inherited, handlers are
+    _die_with_parent()
     if os.getppid() != _SELF:
         os._exit(1)
 
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides what it means
+_die_with_parent()
 signal.signal(signal.SIGALRM, _check)
 signal.setitimer(signal.ITIMER_REAL, CHECK_SECONDS, CHECK_SECONDS)
 os.register_at_fork(after_in_child=_tie_rank)

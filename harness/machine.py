@@ -69,17 +69,17 @@ def _cuda_devices() -> tuple[list[int], str]:
     import pynvml
 
     pynvml.nvmlInit()
-    handles = [_handle(pynvml, entry) for entry in _visible(count)]
+    handles = [nvml_handle(pynvml, entry) for entry in visible_devices(count)]
     name = pynvml.nvmlDeviceGetName(handles[0])
     return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles], str(name)
 
 
-def _visible(count: int) -> list[str]:
+def visible_devices(count: int) -> list[str]:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return listed.split(",")[:count] if listed else [str(index) for index in range(count)]
 
 
-def _handle(pynvml: "object", entry: str) -> object:
+def nvml_handle(pynvml: "object", entry: str) -> object:
     by_index = entry.strip().isdigit()
     if by_index:
         return pynvml.nvmlDeviceGetHandleByIndex(int(entry))  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ results/<name>/runs.csv               a row a run, rebuilt from the records
 """
 
 import csv
+import functools
 import hashlib
 import io
 import json
@@ -47,6 +48,16 @@ COLUMN_TYPES: Mapping[str, type] = (
     # Of pipelines: idle over working time of all stages, and the papers'; the most passes in flight on a rank.
     | {"sequence_parallel": bool, "schedule": str, "virtual_stages": int, "layers_per_stage": str}
     | {"bubble": float, "bubble_formula": float, "in_flight": int}
+    # Time: quantiles and spread (interquartile range over median) of the timed steps; of the median step the parts,
+    # which add up to it, and what was hidden behind computing. disturbed: empty, or what disturbed the run.
+    | {"step_seconds_p95": float, "step_seconds_spread": float, "disturbed": str}
+    | dict.fromkeys(("data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds"), float)
+    | dict.fromkeys(("exposed_communication_seconds", "idle_seconds", "other_seconds"), float)
+    | {"overlapped_communication_seconds": float}
+    # Operations of a step over all ranks: the model's, without what is run again, and those that ran.
+    | {"model_flops": int, "hardware_flops": int, "hfu": float, "model_flops_per_second_per_device": float}
+    # Memory beyond tensors, and what the host gave.
+    | {"allocation_retries": int, "out_of_memory_errors": int, "cpu_seconds": float, "joules_per_token": float}
 )
 COLUMNS = tuple(COLUMN_TYPES)
 
@@ -232,6 +243,7 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in one_line(text))
 
 
+@functools.cache
 def versions() -> dict[str, str | None]:
     """Versions of what determines a measurement, None if not installed; nothing is imported to learn them."""
     packages: dict[str, str | None] = {}
@@ -256,6 +268,7 @@ def _code() -> str:
     return digest.hexdigest()[:12]
 
 
+@functools.cache
 def git_commit() -> dict[str, Any] | None:
     """The commit of the harness's sources and whether they differ from it (`dirty`); None outside a repository."""
     root = Path(__file__).parent

@@ -168,6 +168,8 @@ def unproven(this: Plan, record: Record) -> list[str]:
             lacking.append(f"{column} {value:.2e} is above the bound asked for now")
     if row["peak_allocated_bytes"] is None and native.compiler_problem() is None:
         lacking.append("its memory was not counted")
+    if this.config.measure.memory_snapshot and not job.snapshot_file(this.directory, 0).exists():
+        lacking.append("no snapshot of its memory was kept")
     return lacking
 
 
@@ -280,7 +282,9 @@ def write(
 ) -> Record:
     """Writes record.json and, where there are steps, steps.jsonl beside it."""
     predicted = memory.estimate(this.config, this.layout, this.widths, this.machine.device)
-    ending |= {"predicted_peak_bytes": predicted.peak_bytes}
+    places = range(this.layout.pp)
+    activations = (memory.activation_bytes(this.config, this.layout, this.machine.device, place) for place in places)
+    ending |= {"predicted_peak_bytes": predicted.peak_bytes, "predicted_activation_bytes": max(activations)}
     record = row.record(this.config, this.machine, this.layout, this.run_id, ending, ranks, extra)
     steps = record.pop("steps", [])
     this.directory.mkdir(parents=True, exist_ok=True)

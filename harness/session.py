@@ -11,7 +11,7 @@ from hydra.types import RunMode
 
 from harness import config as configuration
 from harness import launch, machine, run, worker
-from harness.cli import sweep_size
+from harness.cli import each_repeat, sweep_size
 from harness.config import ModelConfig, RunConfig
 from harness.display import Display
 from harness.errors import UserError, one_line
@@ -35,24 +35,31 @@ class Session:
         self.display = Display()
 
     def job(self, composed: Any) -> None:
-        """One combination. Inside a sweep an impossible one is a row; alone it is a mistake."""
+        """One combination, as often as it is to be repeated."""
         hydra_config = HydraConfig.get()
         self.is_sweep = hydra_config.mode == RunMode.MULTIRUN
-        if self.is_sweep:
-            self.display.total = sweep_size(self.arguments, hydra_config.sweeper.params)
         if self.mistake is not None:
             return
-        self.display.position += 1
         try:
             values = configuration.plain(composed)
             self.folder = configuration.folder_of(values)
-            record = self.run(values, self.folder)
+            repeats = each_repeat(values)
+            self.display.total = len(repeats)
+            if self.is_sweep:
+                self.display.total = sweep_size(self.arguments, hydra_config.sweeper.params, len(repeats))
+            self.display.repeated = len(repeats) > 1
+            for repeat in repeats:
+                self.one(repeat, self.folder)
         except UserError as error:
             self.mistake = str(error)
-            return
+
+    def one(self, values: dict[str, Any], folder: Path) -> None:
+        """One run. Inside a sweep an impossible one is a row; alone it is a mistake."""
+        self.display.position += 1
+        record = self.run(values, folder)
         self.records.append(record)
         self.display.finished(record)
-        word = tracker(values["tracking"]).log(self.folder / record["row"]["run_id"], record)
+        word = tracker(values["tracking"]).log(folder / record["row"]["run_id"], record)
         if word:
             self.display.say(word)
         if record["row"]["status"] == "interrupted":

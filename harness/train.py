@@ -1,17 +1,23 @@
-"""The one loop: warm-up, timed steps, then one profiled step. It knows nothing of strategies."""
+"""The one loop: warm-up, timed, traced and one profiled step. It knows nothing of strategies."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from harness.config import TrainConfig
-from harness.engines import Batch, Engine, StepResult
+from harness.config import TRACED_STEPS, TrainConfig
+from harness.engines import Batch, Engine
+from harness.layout import Layout
 from harness.measure.gradients import GradientStatistic, GradientStatistics, statistics
 from harness.measure.memory import DeviceMemory
 from harness.measure.probe import Probe
 from harness.measure.profile import ProfiledStep, profiling
 from harness.measure.timing import StepTimes
+from harness.measure.trace import STEP, Split, StepTrace
+from harness.measure.usage import Usage, Used
 
 
 @dataclass(frozen=True)
@@ -24,10 +30,12 @@ class Measurements:
     phase_seconds: dict[str, list[float]]
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
+    used: Used
     first_gradients: list[GradientStatistic]
     first_moments: list[GradientStatistic]  # of gradients as the optimizer took them, clipped
     last_parameters: list[GradientStatistic]
     last_masters: list[GradientStatistic]
+    traced: Split
     profiled: ProfiledStep
 
 
@@ -36,15 +44,24 @@ def train(
     probe: Probe,
     batches: Callable[[int], Sequence[Batch]],
     config: TrainConfig,
+    layout: Layout,
     memory: DeviceMemory,
     progress: Callable[[str, int], None],
+    snapshot: Path | None = None,
 ) -> Measurements:
-    """Trains warmup_steps + steps + 1 steps and returns what was measured on the way."""
-    results: list[StepResult] = []
+    """Trains all of config's steps and returns what was measured on the way; `snapshot` is where one of memory goes."""
+    # Made before the first step, so that the memory of one step is that of the next.
+    losses, grad_norms = torch.zeros(2, config.all_steps, device=memory.device)
+    number = itertools.count()
 
     def step(phase: str) -> None:
-        progress(phase, len(results))
-        results.append(engine.step(batches(len(results))))
+        index = next(number)
+        progress(phase, index)
+        with probe.phase("data"):
+            micro_batches = batches(index)
+        result = engine.step(micro_batches)
+        with torch.no_grad():
+            losses[index], grad_norms[index] = result.loss, result.grad_norm
 
     first_gradients = GradientStatistics(config.seed)
     with probe.listening(first_gradients):
@@ -53,29 +70,50 @@ def train(
     for _ in range(config.warmup_steps - 1):
         step("warm-up")
 
+    usage = Usage(devices_of(engine, memory))
     dist.barrier()
     memory.reset_peak()
-    times = StepTimes(memory.device)
+    times, fullest = StepTimes(memory.device), memory.keep_fullest()
+    usage.begin()
     with probe.listening(times):
         for _ in range(config.steps):
+            usage.sample()
             times.mark_step()
-            step("timed")
+            with fullest.step():
+                step("timed")
         times.mark_step()
     step_seconds, phase_seconds = times.step_seconds(), times.phase_seconds()
+    used = usage.end()
     peak_allocated_bytes, peak_reserved_bytes = memory.peak_allocated_bytes(), memory.peak_reserved_bytes()
 
-    with profiling(engine, probe, memory, config.seed) as profiled:
+    trace = StepTrace(memory.device)
+    with trace, probe.listening(trace):
+        for _ in range(TRACED_STEPS):
+            with probe.phase(STEP):
+                step("traced")
+    with profiling(engine, probe, memory, config.seed, layout) as profiled:
         step("profiled")
+    if snapshot is not None:
+        profiled.keep_snapshot(snapshot)
     return Measurements(
-        losses=[float(result.loss) for result in results],
-        grad_norms=[float(result.grad_norm) for result in results],
+        losses=losses.tolist(),
+        grad_norms=grad_norms.tolist(),
         step_seconds=step_seconds,
         phase_seconds=phase_seconds,
         peak_allocated_bytes=peak_allocated_bytes,
         peak_reserved_bytes=peak_reserved_bytes,
+        used=used,
         first_gradients=first_gradients.found,
         first_moments=first_moments,
         last_parameters=statistics(engine, "parameters", config.seed),
         last_masters=statistics(engine, "optimizer", config.seed, "master"),
-        profiled=profiled.result(),
+        traced=trace.split(),
+        profiled=profiled.result(fullest.log),
     )
+
+
+def devices_of(engine: Engine, memory: DeviceMemory) -> list[torch.device]:
+    """What this process drives; a single device is its own, several are the machine's first."""
+    if engine.devices == 1:
+        return [memory.device]
+    return [torch.device(memory.device.type, index) for index in range(engine.devices)]

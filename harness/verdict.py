@@ -8,6 +8,8 @@ from typing import Any
 from harness import row
 from harness.config import RunConfig
 from harness.engines import Widths
+from harness.figures.time import pipeline
+from harness.figures.traffic import busiest, by_axis, communication
 from harness.layout import Layout
 from harness.plan.communication import expected_bytes
 from harness.proof import Rank, held, training, work
@@ -25,7 +27,8 @@ def judge(
     if config.strategy.literature:
         layout_problems += held.gradient_problems(config.model, layout, widths, ranks)
     expected = [expected_bytes(config, layout, widths, rank["rank"]) for rank in ranks]
-    problems = layout_problems + work_problems(config, layout, ranks, expected)
+    problems = layout_problems + work.flops_problems(config, layout, widths, ranks)
+    problems += work_problems(config, layout, ranks, expected)
     problems += training.disagreements(layout, ranks)
     if None in row.mean_losses(ranks):
         problems.append("the loss is not finite")
@@ -46,8 +49,9 @@ def judge(
     columns |= {"status": "ok", "reason": ""} | row.measured(config, layout, ranks)
     return columns, {
         "proof": proven,
-        "communication": row.communication(layout, max(ranks, key=row.sent_bytes)),
-        "pipeline": row.pipeline(config, layout, ranks),
+        "communication": communication(layout, busiest(ranks)),
+        "traffic": by_axis(layout, busiest(ranks), expected[ranks.index(busiest(ranks))]),
+        "pipeline": pipeline(config, layout, ranks),
         "steps": row.steps(config, ranks),
     }
 

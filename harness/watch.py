@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from harness.rank import Done, Raised, Started
 
 TICK_SECONDS = 0.2
+SHORTEST_SECONDS = 0.01  # of a look at the ranks, while there is no tick to wait for
 GRACE_SECONDS = 2.0  # from a rank's failure to the end of its peers, should the elastic agent not manage by then
 DEATH_SECONDS = 5.0  # for killed ranks to be gone
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -103,13 +104,13 @@ def _on_signal(watch: Watch, number: int, _: FrameType | None) -> None:
 def _watch(watch: Watch, on_tick: Callable[[], None] | None, over: threading.Event) -> None:
     next_tick = time.monotonic()
     while not over.is_set():
-        _listen(watch, over, max(0.0, next_tick - time.monotonic()))
+        _listen(watch, over, max(SHORTEST_SECONDS, next_tick - time.monotonic()))
         now = time.monotonic()
         _enforce(watch, now)
-        if now < next_tick:
+        if now < next_tick or not watch.armed:  # the first tick is not lost, however short the run
             continue
         next_tick = now + TICK_SECONDS
-        if on_tick is not None and watch.armed and watch.tick_error is None:
+        if on_tick is not None and watch.tick_error is None:
             try:
                 on_tick()
             except Exception as error:

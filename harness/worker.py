@@ -23,6 +23,7 @@ from harness.measure.memory import DeviceMemory
 from harness.measure.native import load_allocator
 from harness.measure.probe import Probe
 from harness.measure.state import held_bytes, holdings
+from harness.measure.trace import Split
 from harness.records import atomic_write_json
 from harness.train import train
 
@@ -37,7 +38,7 @@ def main(run_dir: str) -> None:
     report: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "status": "error"}
     progress = Progress(directory if rank == 0 else None)
     try:
-        report |= measure(job.read(directory), rank, progress) | {"status": "ok"}
+        report |= measure(job.read(directory), rank, progress, directory) | {"status": "ok"}
     except BaseException as error:
         exhausted = out_of_memory(error)
         report |= {"status": "oom" if exhausted else "error", "phase": progress.phase, "step": progress.step}
@@ -55,7 +56,7 @@ def out_of_memory(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def measure(this: Job, rank: int, progress: "Progress") -> dict[str, Any]:
+def measure(this: Job, rank: int, progress: "Progress", directory: Path) -> dict[str, Any]:
     """Builds the engine and trains; everything this rank has to say about it, as plain values."""
     os.environ.update(this.environment)
     allocator = load_allocator(Path(this.allocator)) if this.allocator else None
@@ -66,11 +67,14 @@ def measure(this: Job, rank: int, progress: "Progress") -> dict[str, Any]:
         engine = engines.load(this.layout.engine).build(this.config, this.layout, mesh, device, probe)
         start_peak_bytes = memory.peak_allocated_bytes()
         batches = Batches(this.corpus, this.config, this.layout, this.layout.data_rank(rank), device)
-        seen = train(engine, probe, batches, this.config.train, memory, progress)
+        snapshot = job.snapshot_file(directory, rank) if this.config.measure.memory_snapshot else None
+        seen = train(engine, probe, batches, this.config.train, this.layout, memory, progress, snapshot)
         profiled = seen.profiled._asdict()
         report = vars(seen) | {
             "last_gradients": profiled.pop("gradients"),
             "profiled": as_plain(profiled),
+            "traced": as_plain_split(seen.traced),
+            "used": dataclasses.asdict(seen.used),
             "devices": engine.devices,
             "device_name": torch.cuda.get_device_name() if this.device == "cuda" else "cpu",
             "start_peak_bytes": start_peak_bytes,
@@ -79,6 +83,8 @@ def measure(this: Job, rank: int, progress: "Progress") -> dict[str, Any]:
             "parameters": holdings(engine, "parameters"),
             "optimizer": holdings(engine, "optimizer"),
             "allocation_retries": memory.allocation_retries(),
+            "out_of_memory_errors": memory.out_of_memory_errors(),
+            "outside_bytes": memory.outside_bytes(),
         }
         engine.close()
     return report
@@ -90,6 +96,10 @@ def as_plain(profiled: dict[str, Any]) -> dict[str, Any]:
         "at_peak": at_peak and at_peak._asdict(),
         "communication": [dataclasses.asdict(entry) for entry in profiled["communication"]],
     }
+
+
+def as_plain_split(traced: Split) -> dict[str, Any]:
+    return traced._asdict() | {"phases": {name: share._asdict() for name, share in traced.phases.items()}}
 
 
 @contextmanager

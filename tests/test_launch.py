@@ -51,6 +51,25 @@ outcome = go(entry)
 print(outcome.status, outcome.reason, flush=True)
 """
 
+# What the forkserver is like when it is ready to fork.
+PRELOADED = """
+import os
+os.environ["DS_ACCELERATOR"] = "cpu"
+import harness.preload
+import gc, json, sys, threading
+import torch
+frozen = gc.get_freeze_count()
+gc.unfreeze()
+print(json.dumps({
+    "switch": os.environ.get("TORCHDYNAMO_DISABLE"),
+    "frozen": frozen,
+    "collecting": gc.isenabled(),
+    "threads": threading.active_count(),
+    "elements": sum(found.numel() for found in gc.get_objects() if isinstance(found, torch.Tensor)),
+    "modules": sorted(sys.modules),
+}))
+"""
+
 
 @pytest.fixture(scope="module")
 def cold_seconds(tmp_path_factory: pytest.TempPathFactory) -> float:
@@ -129,6 +148,20 @@ def test_forked_ranks_are_clean(tmp_path: Path, cold_seconds: float) -> None:
         assert not seen["cuda_initialized"] and not seen["process_group"]
         if sys.platform == "linux":
             assert seen["forkserver_threads"] == 1
+
+
+def test_preload_imports_and_does_nothing_else() -> None:
+    done = subprocess.run([sys.executable, "-c", PRELOADED], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["threads"] == 1 and seen["collecting"]
+    assert seen["elements"] <= 1  # one of torch's own modules keeps a scalar
+    assert seen["switch"] is None  # a rank would inherit it
+    assert seen["frozen"] > 100_000  # torch alone makes more
+    modules = set(seen["modules"])
+    engines = {"harness.engines.torch.pipeline", "harness.engines.deepspeed.start", "harness.engines.accelerate"}
+    assert modules >= {"deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension", *engines}
+    assert "torch._inductor.compile_fx" not in modules  # the compiler: slow to import, and it may start processes
 
 
 def test_exception_is_blamed_on_its_rank(

@@ -40,7 +40,7 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
         (sabotage.summed, "ddp", "gradient deviates by"),
         (sabotage.halved, "ddp", "layers.1.input_layernorm.weight"),
         (sabotage.halved, "fsdp_full_shard", "layers.1.input_layernorm.weight"),
-        (sabotage.unsynchronised, "ddp", "sent 0 bytes a step along data"),
+        (sabotage.unsynchronised, "ddp", "sent 0 bytes a step along dp_replicate"),
         (sabotage.uncounted, "fsdp_full_shard", "0.68 x the"),
         (sabotage.not_finite, "ddp", "the loss is not finite"),
         (

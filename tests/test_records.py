@@ -265,15 +265,15 @@ def test_code_follows_what_measures_and_nothing_else(tmp_path: Path, monkeypatch
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     monkeypatch.setattr(r, "__file__", str(tmp_path / "records.py"))
-    before = r.versions()["code"]
+    before = r.versions.__wrapped__()["code"]
     changed = {}
     for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
         text = path.read_text()
         path.write_text(text + " ")
-        changed[path.name] = r.versions()["code"] != before
+        changed[path.name] = r.versions.__wrapped__()["code"] != before
         path.write_text(text)
     assert {name for name, differs in changed.items() if differs} == {"train.py", "allocator.cpp", "memory.py"}
-    assert r.versions()["code"] == before and r.git_commit() is None
+    assert r.versions.__wrapped__()["code"] == before and r.git_commit.__wrapped__() is None
 
 
 def test_git_commit_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,12 +287,12 @@ def test_git_commit_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return subprocess.check_output(["git", "-C", str(tmp_path), *identity, *arguments], text=True).strip()
 
     git("init", "-q")
-    assert r.git_commit() is None  # nothing of it is in the repository yet
+    assert r.git_commit.__wrapped__() is None  # nothing of it is in the repository yet
     git("add", ".")
     git("commit", "-q", "-m", "first")
-    assert r.git_commit() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    assert r.git_commit.__wrapped__() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
     source.write_text("changed")
-    assert r.git_commit() == {"commit": git("rev-parse", "HEAD"), "dirty": True}
+    assert r.git_commit.__wrapped__() == {"commit": git("rev-parse", "HEAD"), "dirty": True}
 
 
 def test_stale_says_what_differs() -> None:

@@ -70,7 +70,8 @@ class Widths:
 
     optimizer counts masters kept beside the parameters; fp32 parameters that are their own masters do not count.
     gathered is the width of a parameter made whole for compute; gathers, how often stage 3 does so a micro-batch.
-    buffer_bytes are set aside for communication whatever the model.
+    buffer_bytes are set aside for communication whatever the model. whole_second_forward: a checkpointed layer runs
+    again to its very end, where torch stops before the last projection.
     """
 
     parameters: int
@@ -79,6 +80,7 @@ class Widths:
     gathered: int
     gathers: float = 2  # for forward and again for backward
     buffer_bytes: int = 0
+    whole_second_forward: bool = False
 
 
 class Engine(Protocol):
@@ -99,6 +101,13 @@ class Engine(Protocol):
         """What this rank holds of a kind at this moment, named as the plain model's parameters are.
 
         Their distinct storages are all the memory of that kind, padding included.
+        """
+        ...
+
+    def buffers(self) -> "Iterable[tuple[str, str, Tensor]]":
+        """What this rank holds now beside its pieces: a role of harness.measure.blocks, a word on it, the tensor.
+
+        What passes through a collective is seen there and need not be named.
         """
         ...
 

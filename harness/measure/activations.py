@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from harness.measure.memory import local_tensors, storages
+from harness.measure.memory import Storage, local_tensors, storages
+
+Told = Callable[[int, bool], None]  # an address is held for backward, or no longer
 
 
 class _Held:
@@ -20,17 +22,17 @@ class _Held:
     It keeps a detached tensor: the tensor itself may be the output of the very node that holds this.
     """
 
-    __slots__ = ("meter", "sizes", "tensor", "version")
+    __slots__ = ("held", "meter", "tensor", "version")
 
-    def __init__(self, meter: "ActivationMeter", tensor: Tensor, sizes: dict[int, int]) -> None:
+    def __init__(self, meter: "ActivationMeter", tensor: Tensor, held: dict[int, Storage]) -> None:
         self.meter = meter
         self.tensor = tensor.detach()
         self.version = _version(tensor)
-        self.sizes = sizes
-        meter._hold(sizes)
+        self.held = held
+        meter._hold(held)
 
     def __del__(self) -> None:
-        self.meter._release(self.sizes)
+        self.meter._release(self.held)
 
 
 def _version(tensor: Tensor) -> int:
@@ -44,11 +46,12 @@ class ActivationMeter:
     that a parameter or buffer of the model uses when it is saved is left out, gathered parameters included. A part
     under torch.utils.checkpoint (use_reentrant=False) counts by its inputs until its second forward, which must run
     inside recompute(); what that saves counts until it is freed. Tensors that code keeps outside autograd (a context's
-    attributes, a cache) are not seen.
+    attributes, a cache) are not seen. `told` is called with the address of every storage that is held or let go.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, told: Told | None = None) -> None:
         self.most_bytes = 0
+        self._told = told
         self._modules = tuple(model.modules())
         self._held_bytes = 0
         self._holders: Counter[int] = Counter()  # by storage: how many keep it for backward
@@ -89,9 +92,9 @@ class ActivationMeter:
             yield
 
     def _pack(self, tensor: Tensor) -> "Tensor | _Held":
-        sizes = self._activations(tensor)
-        if sizes:
-            return _Held(self, tensor, sizes)
+        held = self._activations(tensor)
+        if held:
+            return _Held(self, tensor, held)
         # A weight itself, not its data of this moment: an engine may swap that (ZeRO-3 frees and gathers again).
         return tensor if tensor.is_leaf else tensor.detach()
 
@@ -101,20 +104,20 @@ class ActivationMeter:
         Not those already counted: a part's input, which may be a buffer that is never freed.
         """
         for local in local_tensors(tensor):
-            for identity, size in self._activations(local).items():
+            for identity, storage in self._activations(local).items():
                 if identity not in self._recomputed and identity not in self._holders:
                     self._recomputed.add(identity)
-                    self._hold({identity: size})
-                    weakref.finalize(local.untyped_storage(), self._freed, identity, size).atexit = False
+                    self._hold({identity: storage})
+                    weakref.finalize(local.untyped_storage(), self._freed, storage).atexit = False
 
-    def _freed(self, identity: int, size: int) -> None:
-        self._recomputed.discard(identity)
-        self._release({identity: size})
+    def _freed(self, storage: Storage) -> None:
+        self._recomputed.discard(storage.identity)
+        self._release({storage.identity: storage})
 
-    def _activations(self, tensor: Tensor) -> dict[int, int]:
-        """Identity and bytes of a tensor's storages that are no weight's."""
-        sizes = dict(storages(tensor))
-        return {} if sizes.keys() <= self._weights() else sizes
+    def _activations(self, tensor: Tensor) -> dict[int, Storage]:
+        """A tensor's storages by identity, where they are no weight's."""
+        found = {storage.identity: storage for storage in storages(tensor)}
+        return {} if found.keys() <= self._weights() else found
 
     def _weights(self) -> set[int]:
         """Storages of the parameters and buffers at this moment; sharded engines gather, free and swap them."""
@@ -124,21 +127,27 @@ class ActivationMeter:
             for tensor in (*module._parameters.values(), *module._buffers.values())
             if tensor is not None
         )
-        return {identity for tensor in tensors for identity, _ in storages(tensor)}
+        return {storage.identity for tensor in tensors for storage in storages(tensor)}
 
-    def _hold(self, sizes: dict[int, int]) -> None:
-        for identity, size in sizes.items():
+    def _hold(self, held: dict[int, Storage]) -> None:
+        for identity, storage in held.items():
             if self._holders[identity] == 0:
-                self._held_bytes += size
+                self._held_bytes += storage.bytes
+                self._tell(storage, True)
             self._holders[identity] += 1
         self.most_bytes = max(self.most_bytes, self._held_bytes)
 
-    def _release(self, sizes: dict[int, int]) -> None:
-        for identity, size in sizes.items():
+    def _release(self, held: dict[int, Storage]) -> None:
+        for identity, storage in held.items():
             self._holders[identity] -= 1
             if self._holders[identity] == 0:
                 del self._holders[identity]
-                self._held_bytes -= size
+                self._held_bytes -= storage.bytes
+                self._tell(storage, False)
+
+    def _tell(self, storage: Storage, held: bool) -> None:
+        if self._told is not None:
+            self._told(storage.address, held)
 
 
 def _unpack(kept: "Tensor | _Held") -> Tensor:

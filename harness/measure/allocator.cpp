@@ -1,11 +1,14 @@
-// A CPU allocator for torch that counts what is asked of it: bytes live now, and the most there ever were.
+// A CPU allocator for torch that counts what is asked of it: bytes live now, and the most there ever were; and, where
+// asked to, writes down every block that comes and goes.
 //
-// Each block is preceded by one alignment unit that holds its size, so the data pointer keeps torch's alignment of 64
-// bytes and a block can be freed by its pointer alone (raw_deleter). The header is not counted. One mutex guards
-// every figure: a new peak is then one moment on which anything else kept under the mutex agrees.
+// Each block is preceded by one alignment unit that holds its size and its neighbours in the list of live blocks, so
+// the data pointer keeps torch's alignment of 64 bytes and a block can be freed by its pointer alone (raw_deleter). The
+// header is not counted. One mutex guards list, figures and log: they agree at every moment.
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <thread>
+#include <vector>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -17,32 +20,83 @@ namespace {
 
 struct Header {
   std::size_t bytes;
+  Header* before;
+  Header* after;
+  bool foreign; // asked for by another thread than the one that installed the allocator: a collective's backend
 };
 constexpr std::size_t kHeaderBytes = c10::gAlignment;
 static_assert(sizeof(Header) <= kHeaderBytes);
 
-struct Counters {
+// One line of the log. Its layout is read by harness/measure/native.py.
+struct Event {
+  std::int64_t address;
+  std::int64_t bytes; // negative: freed
+  std::int64_t foreign; // 1: see Header
+};
+
+std::int64_t address_of(const Header* header) {
+  return reinterpret_cast<std::int64_t>(header) + static_cast<std::int64_t>(kHeaderBytes);
+}
+
+struct Blocks {
   std::mutex mutex;
+  std::thread::id owner;
   std::int64_t live_bytes = 0;
   std::int64_t peak_bytes = 0;
+  Header* newest = nullptr;
+  bool logging = false;
+  std::vector<Event> log; // of malloc's memory: not counted
 
-  void add(std::size_t bytes) {
+  void add(Header* block) {
     const std::lock_guard<std::mutex> guard(mutex);
-    live_bytes += static_cast<std::int64_t>(bytes);
+    block->before = newest;
+    block->after = nullptr;
+    if (newest != nullptr) {
+      newest->after = block;
+    }
+    newest = block;
+    block->foreign = std::this_thread::get_id() != owner;
+    live_bytes += static_cast<std::int64_t>(block->bytes);
     if (live_bytes > peak_bytes) {
       peak_bytes = live_bytes;
     }
+    write(block, 1);
   }
 
-  void remove(std::size_t bytes) {
+  void remove(Header* block) {
     const std::lock_guard<std::mutex> guard(mutex);
-    live_bytes -= static_cast<std::int64_t>(bytes);
+    if (block->before != nullptr) {
+      block->before->after = block->after;
+    }
+    (block->after != nullptr ? block->after->before : newest) = block->before;
+    live_bytes -= static_cast<std::int64_t>(block->bytes);
+    write(block, -1);
+  }
+
+  void write(const Header* block, std::int64_t sign) {
+    if (logging) {
+      log.push_back({address_of(block), sign * static_cast<std::int64_t>(block->bytes), block->foreign ? 1 : 0});
+    }
+  }
+
+  // The log begins with every block that is live, from oldest to newest.
+  void begin_log() {
+    const std::lock_guard<std::mutex> guard(mutex);
+    log.clear();
+    logging = true;
+    Header* block = newest;
+    while (block != nullptr && block->before != nullptr) {
+      block = block->before;
+    }
+    for (; block != nullptr; block = block->after) {
+      write(block, 1);
+    }
   }
 };
 
 // Never destroyed: threads may still free tensors while the process ends.
-Counters& counters() {
-  static auto* const instance = new Counters;
+Blocks& blocks() {
+  static auto* const instance = new Blocks;
   return *instance;
 }
 
@@ -51,10 +105,9 @@ void release(void* data) {
     return;
   }
   void* const block = static_cast<std::byte*>(data) - kHeaderBytes;
-  const std::size_t bytes = static_cast<Header*>(block)->bytes;
   c10::profiledCPUMemoryReporter().Delete(data); // as torch's own allocator does, for its profiler
+  blocks().remove(static_cast<Header*>(block)); // before its memory can be another block's
   c10::free_cpu(block);
-  counters().remove(bytes);
 }
 
 // torch raises a plain error where a CPU has no memory. Here it is torch.OutOfMemoryError, as on a GPU, so that a run
@@ -79,7 +132,7 @@ struct CountingAllocator final : c10::Allocator {
     static_cast<Header*>(block)->bytes = bytes;
     void* const data = static_cast<std::byte*>(block) + kHeaderBytes;
     c10::profiledCPUMemoryReporter().New(data, bytes);
-    counters().add(bytes);
+    blocks().add(static_cast<Header*>(block));
     return {data, data, &release, cpu};
   }
 
@@ -100,22 +153,39 @@ extern "C" {
 // allocated before is neither counted nor touched: its own deleter frees it.
 int install() {
   static auto* const allocator = new CountingAllocator;
+  blocks().owner = std::this_thread::get_id();
   c10::SetCPUAllocator(allocator, 1);
   return c10::GetCPUAllocator() == allocator ? 1 : 0;
 }
 
 std::int64_t live_bytes() {
-  const std::lock_guard<std::mutex> guard(counters().mutex);
-  return counters().live_bytes;
+  const std::lock_guard<std::mutex> guard(blocks().mutex);
+  return blocks().live_bytes;
 }
 
 std::int64_t peak_bytes() {
-  const std::lock_guard<std::mutex> guard(counters().mutex);
-  return counters().peak_bytes;
+  const std::lock_guard<std::mutex> guard(blocks().mutex);
+  return blocks().peak_bytes;
 }
 
 void reset_peak() {
-  const std::lock_guard<std::mutex> guard(counters().mutex);
-  counters().peak_bytes = counters().live_bytes;
+  const std::lock_guard<std::mutex> guard(blocks().mutex);
+  blocks().peak_bytes = blocks().live_bytes;
+}
+
+void begin_log() {
+  blocks().begin_log();
+}
+
+std::int64_t log_length() {
+  const std::lock_guard<std::mutex> guard(blocks().mutex);
+  return static_cast<std::int64_t>(blocks().log.size());
+}
+
+// The log is complete and stays as it is until begin_log().
+const Event* end_log() {
+  const std::lock_guard<std::mutex> guard(blocks().mutex);
+  blocks().logging = false;
+  return blocks().log.data();
 }
 }

@@ -5,10 +5,11 @@ pipelines among them, with tensors and group as arguments. Bytes are the literat
 whatever the backend does. An operator of these namespaces without a rule here is refused, so that none goes missing.
 """
 
-from collections import Counter
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -35,19 +36,34 @@ _SENT: dict[str, Callable[[int], float]] = {
 }
 
 
+# What a layout moves is tensors. A call of no more elements than this carries norms, flags, counts: no formula has it,
+# so it is named by the function that called it.
+SCALARS = 64
+LAYOUT = "layout"
+_NO_CALLERS = ("torch.", "deepspeed.comm.", "deepspeed.utils.", "harness.measure.", "contextlib", "functools")
+
+
 class UncountedCollectiveError(RuntimeError):
     """A collective operator ran for which there is no rule: the total would be wrong."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank must send in one kind of operation within one group of global ranks."""
+    """What one rank must send in one kind of operation within one group of global ranks.
+
+    `sizes` has the number of calls by the bytes S that each moved in all, `purpose` is LAYOUT or who sent scalars.
+    """
 
     operation: str
     group_ranks: tuple[int, ...]
     dtype: str
+    purpose: str
     bytes_sent: float
     count: int
+    sizes: dict[int, int]
+
+
+_Key = tuple[str, tuple[int, ...], str, str]  # operation, ranks, width, purpose
 
 
 @dataclass(frozen=True)
@@ -155,50 +171,75 @@ def has_rule(operator: str) -> bool:
     return operator in _RULES or operator in _SENDS_NOTHING
 
 
+class Heard(NamedTuple):
+    """One collective: the tensors it reads or writes, and the global ranks that take part."""
+
+    operation: str
+    group_ranks: tuple[int, ...]
+    tensors: list[Tensor]
+
+
 class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while entered; it slows every operator, so it belongs in a step that is not timed.
 
-    Raises UncountedCollectiveError, where it runs, for a collective without a rule.
+    `told` hears every call when it is done. Raises UncountedCollectiveError, where it runs, for a collective without a
+    rule.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[Heard], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._bytes: Counter[tuple[str, tuple[int, ...], str]] = Counter()
-        self._calls: Counter[tuple[str, tuple[int, ...], str]] = Counter()
+        self._told = told
+        self._bytes: dict[_Key, float] = defaultdict(float)
+        self._sizes: dict[_Key, Counter[int]] = defaultdict(Counter)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let it come back as the plain operators it is made of
-        if func.namespace in NAMESPACES:
-            self._count(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        if func.namespace not in NAMESPACES:
+            return func(*args, **(kwargs or {}))
+        heard = self._count(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if heard is not None and self._told is not None:
+            self._told(heard._replace(tensors=[*heard.tensors, *_tensors(result)]))
+        return result
 
-    def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Heard | None:
         name = func._schema.name
+        parameters = [argument.name for argument in func._schema.arguments]
+        arguments = dict(zip(parameters, args, strict=False)) | kwargs
         if name in _SENDS_NOTHING:
-            return
+            return Heard("recv", (), list(_tensors(list(arguments.values())))) if "recv" in name else None
         if name not in _RULES:
             raise UncountedCollectiveError(
                 f"{name} has no rule in harness/measure/communication.py: its bytes are unknown"
             )
-        parameters = [argument.name for argument in func._schema.arguments]
-        arguments = dict(zip(parameters, args, strict=False)) | kwargs
         call = _Call(arguments, _group(arguments))
         operation, moved = _RULES[name]
         ranks = tuple(dist.get_process_group_ranks(call.group))
         factor = _SENT[operation](len(ranks))
-        for dtype, size in _bytes_by_dtype(moved(call)).items():
-            self._bytes[operation, ranks, dtype] += size * factor  # type: ignore[assignment]
-            self._calls[operation, ranks, dtype] += 1
+        tensors = moved(call)
+        scalars = sum(tensor.numel() * times for tensor, times in tensors) <= SCALARS
+        purpose = caller() if scalars else LAYOUT
+        for dtype, size in _bytes_by_dtype(tensors).items():
+            self._bytes[operation, ranks, dtype, purpose] += size * factor
+            self._sizes[operation, ranks, dtype, purpose][size] += 1
+        return Heard(operation, ranks, list(_tensors(list(arguments.values()))))
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """What was counted, by operation, group and width."""
+        """What was counted, by operation, group, width and purpose."""
         return tuple(
-            Traffic(operation, ranks, dtype, float(self._bytes[operation, ranks, dtype]), calls)
-            for (operation, ranks, dtype), calls in sorted(self._calls.items())
+            Traffic(*key, self._bytes[key], sizes.total(), dict(sizes)) for key, sizes in sorted(self._sizes.items())
         )
+
+
+def caller() -> str:
+    """The function that asked for a collective, past the libraries that carry it out: TorchEngine.totals."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NO_CALLERS):
+        frame = frame.f_back
+    return frame.f_code.co_qualname
 
 
 def _group(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
@@ -223,14 +264,18 @@ def bytes_sent(traffic: Sequence[Traffic]) -> float:
     return sum(entry.bytes_sent for entry in traffic)
 
 
+def is_data_axis(axis: str) -> bool:
+    """Whether a group lies along data-parallel ranks alone: what it gathers are parameters."""
+    return set(axis.split("+")) <= {"dp_replicate", "dp_shard"}
+
+
 def axis_of(group_ranks: Sequence[int], layout: Layout) -> str:
     """The mesh axes along which a group lies, outermost first and joined by '+'.
 
     'world' is a group of every rank that lies along more than the data axes, 'self' one of a single rank.
     """
     places = [layout.coordinates(rank) for rank in group_ranks]
-    axes = [axis for axis in AXES if len({place[axis] for place in places}) > 1]
-    data_only = set(axes) <= {"dp_replicate", "dp_shard"}
-    if len(axes) > 1 and len(group_ranks) == layout.world_size and not data_only:
+    axes = "+".join(axis for axis in AXES if len({place[axis] for place in places}) > 1)
+    if "+" in axes and len(group_ranks) == layout.world_size and not is_data_axis(axes):
         return "world"
-    return "+".join(axes) or "self"
+    return axes or "self"

@@ -1,13 +1,21 @@
 """Memory of one device: torch's counters on CUDA, the counting allocator on a CPU, under the same names."""
 
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from harness.measure import snapshot
+from harness.measure.blocks import Log, Notes
 from harness.measure.native import Allocator
+
+_FREED = {"alloc": 1, "free_requested": -1}  # lines of torch's history that change what is allocated
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,124 @@ class DeviceMemory:
         """How often a request failed, since the start."""
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0)) if self._cuda else None
 
+    def outside_bytes(self) -> int | None:
+        """In use on the device and not torch's: contexts, libraries' workspaces, NCCL's buffers, other processes."""
+        if not self._cuda:
+            return None
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total - free) - torch.cuda.memory_reserved(self.device)
+
+    def keep_fullest(self) -> "FullestStep":
+        """Follows steps one by one and keeps the log of the fullest; not on CUDA, where that would slow them."""
+        return FullestStep(None if self._cuda else self.allocator)
+
+    @property
+    def counts_requests(self) -> bool:
+        """Whether what is counted is what was asked for; torch's allocator on CUDA counts blocks, rounded up."""
+        return not self._cuda
+
+    @property
+    def can_log(self) -> bool:
+        return self._cuda or self.allocator is not None
+
+    def begin_log(self) -> "MemoryLog":
+        """From here on every block that comes or goes is written down. Raises RuntimeError where nothing counts."""
+        if self._cuda:
+            return CudaLog(self.device)
+        if self.allocator is None:
+            raise RuntimeError("no allocator counts this CPU's memory")
+        return HostLog(self.allocator)
+
+
+class MemoryLog:
+    """The history of one device's blocks: `now` is the moment of the line that comes next, `end` closes it."""
+
+    def now(self) -> int:
+        raise NotImplementedError
+
+    def end(self) -> Log:
+        raise NotImplementedError
+
+    def snapshot(self, notes: Notes) -> dict[str, Any]:
+        """What was logged, for torch's viewer; after end()."""
+        raise NotImplementedError
+
+
+class HostLog(MemoryLog):
+    """Of the counting allocator: a moment is the number of a line."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.allocator = allocator
+        allocator.begin_log()
+        self.standing = allocator.log_length()
+
+    def now(self) -> int:
+        return self.allocator.log_length()
+
+    def end(self) -> Log:
+        addresses, sizes, foreign = self.allocator.end_log().T
+        self.log = Log(np.arange(len(addresses)), addresses, sizes, foreign, self.standing)
+        return self.log
+
+    def snapshot(self, notes: Notes) -> dict[str, Any]:
+        return snapshot.of_host(self.log, notes)
+
+
+class FullestStep:
+    """The log of the step in which the peak rose last."""
+
+    def __init__(self, allocator: Allocator | None) -> None:
+        self.allocator = allocator
+        self.peak_bytes = 0
+        self.log: Log | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        if self.allocator is None:
+            yield
+            return
+        history = HostLog(self.allocator)
+        yield
+        peak_bytes = self.allocator.peak_bytes()
+        if peak_bytes > self.peak_bytes:
+            self.peak_bytes, self.log = peak_bytes, history.end()
+        else:
+            self.allocator.drop_log()
+
+
+class CudaLog(MemoryLog):
+    """torch's own history of its caching allocator; a moment is a microsecond. Sizes are those requested."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        torch.cuda.memory._record_memory_history("all", context=None)
+        self.begun = self.now()
+        segments = torch.cuda.memory._snapshot(device)["segments"]
+        self.there = [
+            (block["address"], block["requested_size"])
+            for segment in segments
+            if segment["device"] == device.index
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        ]
+
+    def now(self) -> int:
+        return time.time_ns() // 1000
+
+    def end(self) -> Log:
+        self.taken: dict[str, Any] = torch.cuda.memory._snapshot(self.device)
+        history: list[dict[str, Any]] = self.taken["device_traces"][self.device.index]
+        torch.cuda.memory._record_memory_history(None)
+        lines = [(self.begun, address, size) for address, size in self.there]
+        for entry in history:
+            if entry["action"] in _FREED:
+                lines.append((entry["time_us"], entry["addr"], _FREED[entry["action"]] * entry["size"]))
+        moments, addresses, sizes = np.array(lines, np.int64).reshape(-1, 3).T
+        return Log(moments, addresses, sizes, np.zeros_like(sizes), len(self.there))
+
+    def snapshot(self, notes: Notes) -> dict[str, Any]:
+        return self.taken
+
 
 def local_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that hold a tensor's data on this rank: of a DTensor its local one, of a plain one itself."""
@@ -63,17 +189,25 @@ def local_tensors(tensor: Tensor) -> Iterator[Tensor]:
             yield from local_tensors(part)
 
 
-def storages(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """Identity and size in bytes of every storage behind a tensor; an identity lasts as long as its storage."""
+class Storage(NamedTuple):
+    """What lies behind a tensor; the identity lasts as long as the storage, the address until it is resized."""
+
+    identity: int
+    bytes: int
+    address: int
+
+
+def storages(tensor: Tensor) -> Iterator[Storage]:
+    """Every storage behind a tensor."""
     for local in local_tensors(tensor):
         if local.device.type != "meta" and local.layout == torch.strided:
             storage = local.untyped_storage()
-            yield storage._cdata, storage.nbytes()
+            yield Storage(storage._cdata, storage.nbytes(), storage.data_ptr())
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind some tensors on this rank, padding included; freed ones count 0."""
-    return sum({identity: size for tensor in tensors for identity, size in storages(tensor)}.values())
+    return sum({found.identity: found.bytes for tensor in tensors for found in storages(tensor)}.values())
 
 
 def element_bytes(tensors: Iterable[Tensor]) -> int:

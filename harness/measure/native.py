@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from filelock import FileLock
 
 from harness.errors import UserError, one_line
@@ -53,6 +54,24 @@ class Allocator:
 
     def reset_peak(self) -> None:
         self.library.reset_peak()
+
+    def begin_log(self) -> None:
+        """From here on every block that comes or goes is written down; those that are live come first."""
+        self.library.begin_log()
+
+    def log_length(self) -> int:
+        """Lines written so far: a moment, on the log's own clock."""
+        return int(self.library.log_length())
+
+    def drop_log(self) -> None:
+        """Ends it without looking."""
+        self.library.end_log()
+
+    def end_log(self) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
+        """The log, shape (lines, 3): address, bytes (negative: freed), whether another thread did it."""
+        found = ctypes.cast(self.library.end_log(), ctypes.POINTER(ctypes.c_int64))
+        lines = self.log_length()
+        return np.ctypeslib.as_array(found, (lines, 3)).copy() if lines else np.zeros((0, 3), np.int64)
 
 
 def build_allocator(cache: Path) -> Path:
@@ -95,8 +114,9 @@ def load_allocator(path: Path) -> Allocator:
 
     library = ctypes.CDLL(str(path))
     library.install.restype = ctypes.c_int
-    library.live_bytes.restype = library.peak_bytes.restype = ctypes.c_int64
-    library.reset_peak.restype = None
+    library.live_bytes.restype = library.peak_bytes.restype = library.log_length.restype = ctypes.c_int64
+    library.reset_peak.restype = library.begin_log.restype = None
+    library.end_log.restype = ctypes.c_void_p
     if library.install() != 1:
         raise RuntimeError(f"{path.name} is not torch's CPU allocator: another one has a higher priority")
     return Allocator(library)

@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     from harness.engines import Engine
 
 # A split backward computes the gradient of its input first and those of its weights later (zero bubble schedules).
-# reduce: gradients synchronised after the last backward, where that is not part of it.
+# data: making the batch. reduce: gradients synchronised after the last backward, where that is not part of it. norm:
+# of the gradients over all ranks, where that is not part of the optimizer.
 WORKING = ("forward", "backward", "backward_input", "backward_weight")
-PHASES = (*WORKING, "reduce", "optimizer")
+PHASES = ("data", *WORKING, "reduce", "norm", "optimizer")
 
 
 class Probe:

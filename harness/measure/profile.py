@@ -1,36 +1,37 @@
 """The profiled step: the same step once more, slowly, with every operator heard."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from harness.engines import Engine
+from harness.engines import BUCKET, GATHERED, Engine
+from harness.layout import Layout
+from harness.measure import snapshot
 from harness.measure.activations import ActivationMeter
-from harness.measure.communication import CommunicationCounter, Traffic
+from harness.measure.blocks import Log, Notes, Span, fullest, fullest_like, name_at
+from harness.measure.communication import CommunicationCounter, Heard, Traffic, axis_of, is_data_axis
+from harness.measure.flops import operator_flops
 from harness.measure.gradients import GradientStatistic, GradientStatistics
-from harness.measure.memory import DeviceMemory
+from harness.measure.memory import DeviceMemory, element_bytes, storage_bytes, storages
 from harness.measure.probe import Listener, Probe
 from harness.measure.state import held_bytes
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
+_PACKING_NAMESPACES = ("fsdp",)  # operators that copy into and out of what goes over the wire
 
 
 class AtPeak(NamedTuple):
-    """What filled the memory when it was fullest, in bytes, and the phase that was in.
-
-    Parameters and optimizer are those at rest: copies gathered for compute are part of the rest, `other`, as are
-    buffers and temporaries.
-    """
+    """When memory was fullest, and what filled it; the parts add up to `bytes`, as torch requested them."""
 
     phase: str
-    allocated_bytes: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
+    bytes: int
+    parts: tuple[dict[str, Any], ...]  # role, what, bytes
 
 
 class ProfiledStep(NamedTuple):
@@ -40,61 +41,80 @@ class ProfiledStep(NamedTuple):
     recomputations: int  # second forwards of checkpointed parts
     in_flight: int  # the most forwards whose backward was not finished
     split_backwards: int  # whose first half, for inputs, left the gradients of weights alone
+    flops: int  # of matrix products and attention, second forwards included
+    peak_allocated_bytes: int | None
     at_peak: AtPeak | None  # None where memory is not counted
     communication: tuple[Traffic, ...]
 
 
 @contextmanager
-def profiling(engine: Engine, probe: Probe, memory: DeviceMemory, seed: int) -> Iterator["StepListener"]:
+def profiling(
+    engine: Engine, probe: Probe, memory: DeviceMemory, seed: int, layout: Layout
+) -> Iterator["StepListener"]:
     """Listens to the one step inside; the listener's result() is complete afterwards."""
-    listener = StepListener(engine, memory, seed)
+    listener = StepListener(engine, memory, seed, layout)
     with probe.listening(listener), listener:
         yield listener
 
 
 class StepListener(Listener):
-    """Follows one step: gradients and activations held, bytes sent, and the moment of the peak."""
+    """Follows one step: gradients and activations held, bytes sent, operations done, and whose every block is."""
 
-    def __init__(self, engine: Engine, memory: DeviceMemory, seed: int) -> None:
+    def __init__(self, engine: Engine, memory: DeviceMemory, seed: int, layout: Layout) -> None:
         self.engine = engine
         self.memory = memory
+        self.layout = layout
         self.statistics = GradientStatistics(seed)
-        self.activations = ActivationMeter(engine.model)
-        self.communication = CommunicationCounter()
-        self.phase_now = "between"
-        self.state_bytes = {kind: held_bytes(engine, kind) for kind in ("parameters", "optimizer")}  # type: ignore[arg-type]
+        self.activations = ActivationMeter(engine.model, self.hold)
+        self.communication = CommunicationCounter(self.sent)
+        self.notes = Notes()
+        self.buckets: set[int] = set()  # addresses of those that hold gradients
+        self.flops = 0
         self.most_gradient_bytes = 0
         self.recomputations = 0
         self.in_flight = self.most_in_flight = self.split_backwards = 0
-        self.at_peak: AtPeak | None = None
+        self.highest = 0
+        self.peak_allocated_bytes: int | None = None
+        self.log: Log | None = None
         self.paused = False
         self.stack = ExitStack()
 
     def __enter__(self) -> "StepListener":
         self.memory.reset_peak()
-        for part in (self.activations, self.communication, Watch(self.look)):
+        self.history = self.memory.begin_log() if self.memory.can_log else None
+        with self.pause():
+            self.claim_state()
+        for part in (self.activations, self.communication, Watch(self)):
             self.stack.enter_context(part)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.stack.close()
+        self.note_peak()
+        if self.history is not None:
+            self.log = self.history.end()
+
+    def now(self) -> int:
+        return self.history.now() if self.history is not None else 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self.phase_now = name
-        before = self.gradients_now() if name == "backward_input" else []
+        began = self.now()
+        splits = name == "backward_input"
+        before = self.gradients_now() if splits else []
         self.in_flight += name == "forward"
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         yield
         self.in_flight -= name in ("backward", "backward_weight")
-        self.split_backwards += name == "backward_input" and self.gradients_now() == before
+        self.split_backwards += splits and self.gradients_now() == before
         self.look(gradients=True)
-        self.phase_now = "between"
+        self.notes.phases.append(Span(began, self.now(), name))
 
     def gradients_now(self) -> list[tuple[str, int, int]]:
         """What tells whether a gradient was made or changed."""
-        pieces = self.engine.pieces("gradients")
-        return [(piece.name, piece.local.data_ptr(), piece.local._version) for piece in pieces]
+        with self.pause():
+            pieces = self.engine.pieces("gradients")
+            return [(piece.name, piece.local.data_ptr(), piece.local._version) for piece in pieces]
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
@@ -105,32 +125,108 @@ class StepListener(Listener):
     def gradients_ready(self, engine: Engine) -> None:
         """Takes the statistics with the watch closed: the memory they need is not the step's."""
         self.look(gradients=True)
-        self.paused = True
-        self.statistics.gradients_ready(engine)
-        self.memory.reset_peak()
-        self.paused = False
+        with self.pause():
+            self.statistics.gradients_ready(engine)
 
-    def look(self, gradients: bool = False) -> None:
-        """Notes a new peak and what fills it; gradients also where they may be at their most."""
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around what is the measuring's own: its blocks are not the step's."""
+        self.note_peak()
+        self.paused, began = True, self.now()
+        yield
+        self.paused, ended = False, self.now()
+        self.memory.reset_peak()
+        if ended > began:
+            self.notes.pauses.append(Span(began, ended, "measuring"))
+
+    def operator(self, name: str, began: int) -> None:
+        """One has run since `began`."""
         if self.paused:
             return
-        peak = self.memory.peak_allocated_bytes()
-        higher = peak is not None and (self.at_peak is None or peak > self.at_peak.allocated_bytes)
-        if not (higher or gradients):
-            return
-        gradient_bytes = held_bytes(self.engine, "gradients")
-        self.most_gradient_bytes = max(self.most_gradient_bytes, gradient_bytes)
-        if higher and peak is not None:
-            self.at_peak = AtPeak(
-                self.phase_now,
-                peak,
-                self.state_bytes["parameters"],
-                gradient_bytes,
-                self.state_bytes["optimizer"],
-                self.activations.held_bytes,
-            )
+        now = self.now()
+        if now > began:
+            self.notes.operators.append(Span(began, now, name))
+        self.look()
 
-    def result(self) -> ProfiledStep:
+    def look(self, gradients: bool = False) -> None:
+        """Claims what can be seen now, where memory is fuller than before or gradients may be at their most."""
+        if self.paused:
+            return
+        peak = self.memory.peak_allocated_bytes() or 0
+        if peak <= self.highest and not gradients:
+            return
+        self.highest = max(self.highest, peak)
+        with self.pause():
+            self.claim_gradients()
+            self.most_gradient_bytes = max(self.most_gradient_bytes, held_bytes(self.engine, "gradients"))
+
+    def note_peak(self) -> None:
+        peak = self.memory.peak_allocated_bytes()
+        if peak is not None:
+            self.peak_allocated_bytes = max(peak, self.peak_allocated_bytes or 0)
+
+    def claim(self, tensors: Iterable[Tensor], role: str, what: str) -> None:
+        if self.history is None:
+            return
+        now = self.now()
+        for tensor in tensors:
+            for storage in storages(tensor):
+                self.notes.claim(now, storage.address, role, what)
+
+    def claim_state(self) -> None:
+        """What is held between steps."""
+        self.claim((piece.local for piece in self.engine.pieces("optimizer")), "optimizer", "masters and moments")
+        at_rest = (piece.local for piece in self.engine.pieces("parameters") if piece.slot != GATHERED)
+        self.claim(at_rest, "parameter", "at rest")
+        self.claim_gradients()
+
+    def claim_gradients(self) -> None:
+        """Gradients, and what modules hold of parameters at this moment: at rest claimed before, else gathered."""
+        pieces = list(self.engine.pieces("gradients"))
+        self.claim((piece.local for piece in pieces), "gradient", "gradients")
+        in_buckets = {s.address for piece in pieces if piece.slot == BUCKET for s in storages(piece.local)}
+        if self.history is not None:
+            for address in self.buckets - in_buckets:  # copied out: DDP's buckets hold gradients for a while only
+                self.notes.claim(self.now(), address, "gradient", "gradients", held=False)
+        self.buckets = in_buckets
+        parameters = list(self.engine.model.parameters())
+        self.claim(parameters, "gathered", "parameters made whole")
+        for role, what, tensor in self.engine.buffers():
+            self.claim([tensor], role, what)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        own = (gradient for gradient in gradients if storage_bytes([gradient]) == element_bytes([gradient]))
+        self.claim(own, "communication", "gradients not yet reduced")
+
+    def hold(self, address: int, held: bool) -> None:
+        """An activation, or one no longer."""
+        if self.history is not None and not self.paused:
+            self.notes.claim(self.now(), address, "activation", "held for backward", held)
+
+    def sent(self, heard: Heard) -> None:
+        gathered = heard.operation == "all_gather" and is_data_axis(axis_of(heard.group_ranks, self.layout))
+        what = f"{heard.operation} buffers"
+        self.claim(heard.tensors, "gathered" if gathered else "communication", what)
+
+    def at_peak(self, timed: Log | None) -> AtPeak | None:
+        """What filled the peak of the timed steps where their log is given and they were like this one, else of this.
+
+        Raises RuntimeError if the log's peak is not the allocator's.
+        """
+        if self.log is None:
+            return None
+        own = fullest(self.log, self.notes)
+        if self.memory.counts_requests and own.bytes != self.peak_allocated_bytes:
+            raise RuntimeError(f"blocks of {own.bytes} bytes are logged at the peak of {self.peak_allocated_bytes}")
+        found = (fullest_like(timed, self.log, self.notes) if timed is not None else None) or own
+        phase = name_at(sorted(self.notes.phases), found.moment, "between")
+        return AtPeak(phase, found.bytes, tuple(part._asdict() for part in found.parts))
+
+    def keep_snapshot(self, path: Path) -> None:
+        if self.history is not None:
+            snapshot.write(path, self.history.snapshot(self.notes))
+
+    def result(self, timed: Log | None) -> ProfiledStep:
+        """`timed` is the log of the fullest of the timed steps."""
         return ProfiledStep(
             self.statistics.found,
             self.most_gradient_bytes,
@@ -138,23 +234,35 @@ class StepListener(Listener):
             self.recomputations,
             self.most_in_flight,
             self.split_backwards,
-            self.at_peak,
+            self.flops,
+            self.peak_allocated_bytes,
+            self.at_peak(timed),
             self.communication.traffic(),
         )
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls back after every operator; before a collective too, when gradients about to be reduced are still whole."""
+    """Tells the listener of every operator; before a collective too, when gradients about to be reduced are whole."""
 
-    def __init__(self, look: Callable[..., None]) -> None:
+    def __init__(self, listener: StepListener) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.look = look
+        self.listener = listener
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let it come back as the plain operators it is made of
+        listener, kwargs = self.listener, kwargs or {}
         if func.namespace in _COLLECTIVE_NAMESPACES:
-            self.look(gradients=True)
-        result = func(*args, **(kwargs or {}))
-        self.look()
+            listener.look(gradients=True)
+        began = listener.now()
+        result = func(*args, **kwargs)
+        if func.namespace in _PACKING_NAMESPACES:
+            listener.claim(tensors_in((args, kwargs, result)), "communication", f"{func._schema.name} buffers")
+        listener.flops += 0 if listener.paused else operator_flops(func, args, kwargs, result)
+        listener.operator(func._schema.name, began)
         return result
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    leaves: list[Any] = tree_leaves(value)
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor))

@@ -16,11 +16,11 @@ def ring_share(ranks: int) -> float:
 
 
 def expected_bytes(config: RunConfig, layout: Layout, widths: Widths, rank: int) -> dict[str, float]:
-    """Bytes that this rank must send in a step: of all data-parallel axes, and by axis and operation of the others.
+    """Bytes that this rank must send in a step: by data-parallel axis, and by axis and operation of the others.
 
     Left out: gradient norms, flags and padding.
     """
-    expected = {"data": data_bytes(config, layout, widths)}
+    expected = data_bytes(config, layout, widths)
     for stage in stages_of_rank(config.model, layout, rank):
         for operation, moved in tensor_bytes(config, layout, stage).items():
             expected[f"tp {operation}"] = expected.get(f"tp {operation}", 0.0) + moved
@@ -28,8 +28,8 @@ def expected_bytes(config: RunConfig, layout: Layout, widths: Widths, rank: int)
     return expected
 
 
-def data_bytes(config: RunConfig, layout: Layout, widths: Widths) -> float:
-    """ZeRO (arXiv 1910.02054, section 7); hybrid sharding (arXiv 2304.11277, from its operators).
+def data_bytes(config: RunConfig, layout: Layout, widths: Widths) -> dict[str, float]:
+    """By axis. ZeRO (arXiv 1910.02054, section 7); hybrid sharding (arXiv 2304.11277, from its operators).
 
     Stages 0 and 1 synchronise once a step, stages 2 and 3 reduce-scatter every micro-batch.
     """
@@ -45,7 +45,7 @@ def data_bytes(config: RunConfig, layout: Layout, widths: Widths) -> float:
     }[layout.zero_stage]
     within = ring_share(layout.dp_shard) * (reductions * reduced + gathers * gathered)
     across = 2 * ring_share(layout.dp_replicate) * reduced / layout.dp_shard
-    return within + across
+    return {"dp_shard": within, "dp_replicate": across}
 
 
 def hidden_bytes(config: RunConfig) -> int:

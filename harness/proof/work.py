@@ -1,16 +1,40 @@
-"""Whether a step did the layout's work: the bytes it sent, what it ran a second time, the order of its passes."""
+"""Whether a step did the layout's work: its operations, what it ran again, the bytes it sent, its passes' order."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from harness.config import RunConfig
+from harness.engines import Widths
+from harness.figures.speed import executed
+from harness.figures.traffic import communication
 from harness.layout import Layout
-from harness.measure.communication import axis_of
+from harness.measure.communication import LAYOUT
 from harness.placement import stages_of_rank
+from harness.plan.flops import model_flops, recomputed_flops, remade_scores_flops
 from harness.plan.pipeline import in_flight
 from harness.proof import Rank
 
-VOLUME_TOLERANCE = 0.05  # for norms, flags and padding beside the papers' volume
-_SCALARS = 4096  # bytes of norms and flags, for models so tiny that 5 % is less
+VOLUME_TOLERANCE = 0.05  # for padding beside the papers' volume
+FLOPS_TOLERANCE = 0.01
+_PADDING = 4096  # bytes, for models so tiny that 5 % is less
+
+
+def flops_problems(config: RunConfig, layout: Layout, widths: Widths, ranks: Sequence[Rank]) -> list[str]:
+    """Whether all ranks together ran the matrix products of the model once, and again what is checkpointed.
+
+    Which attention kernel a GPU takes decides whether backward makes the scores again: both are allowed there.
+    """
+    ran = executed(ranks)
+    if ran is None:
+        return []
+    least = model_flops(config) + recomputed_flops(config, layout, widths.whole_second_forward)
+    most = least + remade_scores_flops(config, "cpu")
+    if all(rank["device_name"] == "cpu" for rank in ranks):
+        least = most
+    if (1 - FLOPS_TOLERANCE) * least <= ran <= (1 + FLOPS_TOLERANCE) * most:
+        return []
+    return [
+        f"a step ran {ran} floating-point operations, {ran / most:.3f} x the {most} of this model and checkpointing"
+    ]
 
 
 def checkpointing_problems(config: RunConfig, layout: Layout, rank: Rank) -> list[str]:
@@ -56,14 +80,14 @@ def splits_backward(layout: Layout) -> bool:
 def volume_problems(layout: Layout, rank: Rank, expected: Mapping[str, float]) -> list[str]:
     """Whether the layout's volume was sent along each axis: neither a synchronisation less nor one more."""
     sent = dict.fromkeys(expected, 0.0)
-    for entry in rank["profiled"]["communication"]:
-        axis = axis_of(entry["group_ranks"], layout)
-        key = f"{axis} {entry['operation']}" if axis in ("tp", "pp") else "data"
-        sent[key] = sent.get(key, 0.0) + entry["bytes_sent"]
+    for entry in communication(layout, rank):
+        key = f"{entry['axis']} {entry['operation']}" if entry["axis"] in ("tp", "pp") else entry["axis"]
+        if entry["purpose"] == LAYOUT:
+            sent[key] = sent.get(key, 0.0) + entry["bytes"]
     problems = []
     for key, bytes_sent in sent.items():
         wanted = expected.get(key, 0.0)
-        if abs(bytes_sent - wanted) > VOLUME_TOLERANCE * wanted + _SCALARS:
+        if abs(bytes_sent - wanted) > VOLUME_TOLERANCE * wanted + _PADDING:
             ratio = f"{bytes_sent / wanted:.2f} x" if wanted else "not"
             problems.append(
                 f"rank {rank['rank']} sent {bytes_sent:.0f} bytes a step along {key}, {ratio} the {wanted:.0f} of this"

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from harness.records import COLUMN_TYPES, Record, Row, is_stale, versions
+from harness.report.spread import is_unsettled, spread
 
 # Runs are comparable, and a ratio between them means something, where all of these are equal.
 _SETTING = ("model", "parameters", "precision", "global_batch", "seq_len", "measured_on", "launch")
@@ -53,7 +54,8 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     """One row a record, in the given order: its columns, unknown values NA, and what follows from them.
 
     Added are `state_bytes`, `stale` (what differs in versions), `label` (what tells the row apart), `baseline` (the
-    label of the row it is measured against) and `<column>_ratio` to that row.
+    label of the row it is measured against), `<column>_ratio` to that row, and `unsettled`: whether the ratio of speed
+    is within the spread. Repeated runs are a row each; frame(merged(records)) has a row for all repeats.
     """
     rows: list[Row] = [record["row"] for record in records]
     names = dict.fromkeys((*COLUMN_TYPES, *(name for row in rows for name in row)))
@@ -68,6 +70,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     table["baseline"] = [None if baseline is None else labels[baseline] for baseline in baselines]
     for name in dict.fromkeys((*MEMORY, *RATIOS)):
         table[f"{name}_ratio"] = pd.array(_ratios(values(table, name), baselines), dtype="Float64")
+    table["unsettled"] = _unsettled(rows, values(table, "tokens_per_second_ratio"), baselines)
     return table
 
 
@@ -146,6 +149,14 @@ def _ratios(column: Sequence[Any], baselines: Sequence[int | None]) -> list[floa
     return ratios
 
 
+def _unsettled(rows: Sequence[Row], ratios: Sequence[float | None], baselines: Sequence[int | None]) -> list[bool]:
+    """A baseline beside itself is settled."""
+    return [
+        baseline not in (None, position) and is_unsettled(ratio, spread(row), spread(rows[baseline]))
+        for position, (row, ratio, baseline) in enumerate(zip(rows, ratios, baselines, strict=True))
+    ]
+
+
 def baseline_names(table: pd.DataFrame) -> str:
     """What the ratios are to, for a title; empty where no row has another to be held against."""
     baselines = values(table, "baseline")
@@ -155,8 +166,13 @@ def baseline_names(table: pd.DataFrame) -> str:
 
 def stale_rows(table: pd.DataFrame) -> dict[str, list[str]]:
     """The labels of stale rows by what differs in their versions."""
+    return labels_by(table, "stale")
+
+
+def labels_by(table: pd.DataFrame, name: str) -> dict[str, list[str]]:
+    """The labels of the rows by what a column of words says of them; rows of which it says nothing are left out."""
     found: dict[str, list[str]] = {}
-    for label, what in zip(values(table, "label"), values(table, "stale"), strict=True):
+    for label, what in zip(values(table, "label"), values(table, name), strict=True):
         if what:
             found.setdefault(what, []).append(label)
     return found
@@ -172,7 +188,14 @@ def byte_unit(numbers: Sequence[float | None]) -> Unit:
 
 
 MILLISECONDS = Unit("ms", 1e-3)  # of seconds
+TERA = Unit("T", 1e12)
 ONE = Unit("", 1)
+
+
+def bytes_text(size: float) -> str:
+    """One size with the unit that suits it."""
+    unit = byte_unit([size])
+    return f"{scaled([size], unit)[0]} {unit.name}"
 
 
 def scaled(numbers: Sequence[float | None], unit: Unit) -> list[str]:
@@ -192,6 +215,10 @@ def ratios(numbers: Sequence[float | None]) -> list[str]:
 def fractions(numbers: Sequence[float | None]) -> list[str]:
     """Such as a bubble of 1/64, with three decimals."""
     return [_number(number, 1, 3) for number in numbers]
+
+
+def percents(numbers: Sequence[float | None]) -> list[str]:
+    return [_number(number, 0.01, 1) for number in numbers]
 
 
 def _number(number: float | None, size: float, decimals: int) -> str:

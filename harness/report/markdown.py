@@ -1,35 +1,40 @@
 """report.md: the comparison as a page for any Markdown reader. Measured and predicted never share a column."""
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
 
 from harness.records import Record
+from harness.report import batches, claims, costs
 from harness.report import comparison as c
 from harness.report.grid import escape, grid, labelled
 from harness.report.pipelines import pipelines
+from harness.report.spread import HOW_TO_READ, merged
 from harness.report.tables import comparison_columns
-
-_MEMORY_HEADERS = dict(zip(c.MEMORY, ("parameters", "gradients", "optimizer", "activations", "peak"), strict=True))
+from harness.report.traffic import traffic
 
 
 def page(name: str, records: Sequence[Record], problems: Sequence[str]) -> str:
     """The whole report: what was compared, what it cost, the proof, the failures, what made it."""
-    table = c.frame(records)
+    table, lines = c.frame(records), c.frame(merged(records))
     sections = [
         f"# {escape(name)}",
         _introduction(table, records),
-        *_main(table),
-        *_pivots(table),
-        *_memory(table, records),
-        *_peak(table),
-        *_communication(table, records),
+        *_main(lines),
+        *_pivots(lines),
+        *costs.memory(table, records),
+        *costs.peak(table, records),
+        *costs.time(table),
+        *costs.speed(table),
+        *traffic(table, records),
         *pipelines(table, records),
+        *batches.section(table, records),
+        *claims.section(table, records),
         *_predicted(table),
         *_proof(table, records),
         *_failures(table),
+        *_disturbed(table),
         *_versions(table, records),
         *_unreadable(problems),
     ]
@@ -69,6 +74,8 @@ def _main(table: pd.DataFrame) -> Iterator[str]:
         + "Memory is the maximum over ranks; state is parameters, gradients and optimizer; comm. is what one rank"
         " sends in one step. The deviations are the largest relative differences from the single-process reference."
         + (" The bubble is the idle time of all stages over their working time." if c.known(table, "bubble") else "")
+        + (f" {HOW_TO_READ}" if any(c.values(table, "unsettled")) or c.known(table, "between_runs") else "")
+        + (" ‡ marks runs that something disturbed, listed below." if any(c.values(table, "disturbed")) else "")
         + (" † marks rows made by other versions, listed below." if c.known(table, "stale") else "")
     )
 
@@ -91,79 +98,6 @@ def _pivots(table: pd.DataFrame) -> Iterator[str]:
         if any(numbers):
             rows = [[escape(s), *(cells.get((s, kind), "") for kind in kinds)] for s in strategies]
             yield f"{title}:\n\n" + grid(["strategy", *map(escape, kinds)], rows)
-
-
-def _memory(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
-    names = (*c.MEMORY, "peak_reserved_bytes")
-    unit = c.byte_unit([value for name in names for value in c.values(table, name)])
-    compared = c.baseline_names(table)
-    columns: dict[str, list[str]] = {}
-    for name, header in _MEMORY_HEADERS.items():
-        columns[header] = c.scaled(c.values(table, name), unit)
-        if compared:
-            columns[f"× {header}"] = c.ratios(c.values(table, f"{name}_ratio"))
-    columns["peak of the least rank"] = c.scaled(_least_peaks(records), unit)
-    columns["peak reserved"] = c.scaled(c.values(table, "peak_reserved_bytes"), unit)
-    columns = {header: cells for header, cells in columns.items() if any(cells)}
-    if columns:
-        yield f"## Memory ({unit.name})"
-        yield labelled(table, columns)
-        yield (
-            "Each column is the maximum over ranks. Parameters and optimizer at rest between steps, gradients and"
-            " activations at their most; the parts need not be at their most at once, so they need not add up."
-            + (f" × is over {escape(compared)}." if compared else "")
-        )
-
-
-def _least_peaks(records: Sequence[Record]) -> list[float | None]:
-    """The peak of the rank that needed least, where every rank's is recorded."""
-    peaks = [[rank.get("peak_allocated_bytes") for rank in record.get("ranks") or []] for record in records]
-    return [min(found) if found and None not in found else None for found in peaks]
-
-
-def _peak(table: pd.DataFrame) -> Iterator[str]:
-    names = [name for name in map(str, table) if re.fullmatch("at_peak_.+_bytes", name) and c.known(table, name)]
-    if names:
-        unit = c.byte_unit([value for name in (*names, "peak_allocated_bytes") for value in c.values(table, name)])
-        parts = {name.removeprefix("at_peak_").removesuffix("_bytes").replace("_", " "): name for name in names}
-        columns = {escape(part): c.scaled(c.values(table, name), unit) for part, name in parts.items()}
-        yield f"## What fills the peak ({unit.name})"
-        yield labelled(table, columns | {"peak": c.scaled(c.values(table, "peak_allocated_bytes"), unit)})
-
-
-def _communication(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
-    """Bytes and calls by mesh axis and operation, a column each."""
-    entries = [_by_kind(record) for record in records]
-    kinds = sorted({kind for entry in entries for kind in entry})
-    unit = c.byte_unit([*c.values(table, "communication_bytes"), *(v for entry in entries for v, _ in entry.values())])
-    columns: dict[str, list[str]] = {}
-    for axis, operation in kinds:
-        found = [entry.get((axis, operation), (None, 0)) for entry in entries]
-        numbers = c.scaled([value for value, _ in found], unit)
-        cells = [f"{text} ({calls:,})" if text else "" for text, (_, calls) in zip(numbers, found, strict=True)]
-        columns[f"{escape(operation)} on {escape(axis)}"] = cells
-    columns["in all"] = c.scaled(c.values(table, "communication_bytes"), unit)
-    compared = c.baseline_names(table)
-    columns["× in all"] = c.ratios(c.values(table, "communication_bytes_ratio")) if compared else [""] * len(table)
-    columns = {header: cells for header, cells in columns.items() if any(cells)}
-    if columns:
-        yield f"## Communication ({unit.name} a step)"
-        yield labelled(table, columns)
-        yield (
-            "What the rank that sends most must send in one step under ring algorithms, counted from the operators that"
-            " ran, by the mesh axis they ran along; calls in parentheses."
-            + (f" × is over {escape(compared)}." if compared else "")
-        )
-
-
-def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
-    """Bytes and calls by (axis, operation); entries of the same kind add up."""
-    sums: dict[tuple[str, str], tuple[float, int]] = {}
-    for entry in record.get("communication") or []:
-        kind = (str(entry["axis"]), str(entry["operation"]))
-        size, calls = sums.get(kind, (0, 0))
-        sums[kind] = (size + entry["bytes"], calls + entry["count"])
-    return sums
 
 
 def _predicted(table: pd.DataFrame) -> Iterator[str]:
@@ -208,6 +142,13 @@ def _failures(table: pd.DataFrame) -> Iterator[str]:
         lines = [f"- **{escape(label)}** {end}: {escape(why or 'no reason recorded')}" for label, end, why in failed]
         yield "## Failures"
         yield "\n".join(lines)
+
+
+def _disturbed(table: pd.DataFrame) -> Iterator[str]:
+    found = c.labels_by(table, "disturbed")
+    if found:
+        yield "## Disturbed runs"
+        yield "\n".join(f"- **{escape(', '.join(labels))}**: {escape(why)}" for why, labels in found.items())
 
 
 def _versions(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """The comparison as a table: one list of columns for the terminal and the page."""
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pandas as pd
 from rich.cells import cell_len, set_cell_size
@@ -10,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.records import Record, printable
+from harness.records import Record, Row, printable
 from harness.report import comparison as c
+from harness.report.spread import merged
 
 PIPED_WIDTH = 120
 _GAP = 2
@@ -19,7 +21,7 @@ _LONGEST_TEXT = 20
 _SHORTER_TEXT, _SHORTEST_TEXT = 12, 8
 _SHORT = {"selective": "sel", "attention": "attn"}
 _DROP_NAMES = 100  # names that vary go after every number that may
-_STALE_MARK = "†"
+_STALE_MARK, _DISTURBED_MARK, _UNSETTLED_MARK = "†", "‡", "~"
 _COLOURS = {"ok": "green", "refused": "yellow", "interrupted": "yellow", "oom": "red", "timeout": "red", "error": "red"}
 
 
@@ -55,19 +57,24 @@ def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
             ("×", name), c.ratios(c.values(table, f"{key}_ratio")) if compared else [""] * len(table), drop=drop
         )
 
+    speed_ratio = ratio("tokens_per_second", "tok/s", 11)
+    marks = [_UNSETTLED_MARK if unsettled else "" for unsettled in c.values(table, "unsettled")]
     numbers = [
         number("tokens_per_second", ("", "tok/s"), c.ONE, 0),
+        Column(("±", "%"), c.percents(c.values(table, "between_runs")), drop=10),
+        Column(("", "runs"), _runs(table), drop=7),
         number("tokens_per_second_per_device", ("tok/s", "/device"), c.ONE, 2),
-        ratio("tokens_per_second", "tok/s", 8),
-        number("step_seconds", ("step", "ms"), c.MILLISECONDS, 7),
-        Column(("", "bubble"), c.fractions(c.values(table, "bubble")), drop=12),
+        replace(speed_ratio, cells=[cell and cell + mark for cell, mark in zip(speed_ratio.cells, marks, strict=True)]),
+        Column(("MFU", "%"), c.percents(c.values(table, "mfu")), drop=9),
+        number("step_seconds", ("step", "ms"), c.MILLISECONDS, 8),
+        Column(("", "bubble"), c.fractions(c.values(table, "bubble")), drop=15),
         Column(("bubble", "formula"), c.fractions(c.values(table, "bubble_formula")), drop=1),
         number("peak_allocated_bytes", ("peak", memory.name), memory, 0),
-        ratio("peak_allocated_bytes", "peak", 10),
+        ratio("peak_allocated_bytes", "peak", 13),
         number("state_bytes", ("state", memory.name), memory, 4),
         number("activation_bytes", ("activ.", memory.name), memory, 3),
-        number("communication_bytes", ("comm.", communication.name), communication, 9),
-        ratio("communication_bytes", "comm.", 11),
+        number("communication_bytes", ("comm.", communication.name), communication, 12),
+        ratio("communication_bytes", "comm.", 14),
         Column(("loss", "dev."), c.deviations(c.values(table, "loss_deviation")), drop=5),
         Column(("grad", "dev."), c.deviations(c.values(table, "grad_deviation")), drop=6),
     ]
@@ -85,9 +92,25 @@ def _names(table: pd.DataFrame, short: bool) -> list[Column]:
         Column((c.VARYING[name], ""), _texts(c.values(table, name)), number=False, drop=_DROP_NAMES + position)
         for position, name in enumerate(reversed(c.varying_columns(table)))
     ]
-    stale = [f" {_STALE_MARK}" if value else "" for value in c.values(table, "stale")]
-    status = [status + mark for status, mark in zip(c.values(table, "status"), stale, strict=True)]
-    return [*columns, *reversed(varying), Column(("status", ""), status, number=False)]
+    return [*columns, *reversed(varying), Column(("status", ""), _statuses(table), number=False)]
+
+
+def _statuses(table: pd.DataFrame) -> list[str]:
+    """How each line ended, how many of its runs did so where not all, and marks for what a note below says of it."""
+    parts = (c.values(table, name) for name in ("status", "runs", "runs_alike", "stale", "disturbed"))
+    return [
+        status
+        + (f" {alike}/{runs}" if alike != runs else "")
+        + (f" {_STALE_MARK}" if stale else "")
+        + (f" {_DISTURBED_MARK}" if disturbed else "")
+        for status, runs, alike, stale, disturbed in zip(*parts, strict=True)
+    ]
+
+
+def _runs(table: pd.DataFrame) -> list[str]:
+    """How many runs each line stands for, where any stands for several."""
+    runs = c.values(table, "runs")
+    return [str(count) for count in runs] if any(count and count > 1 for count in runs) else [""] * len(runs)
 
 
 def _texts(cells: Sequence[object]) -> list[str]:
@@ -95,31 +118,29 @@ def _texts(cells: Sequence[object]) -> list[str]:
 
 
 def print_table(records: Sequence[Record], console: Console, only: Collection[str] | None = None) -> None:
-    """The comparison in the terminal, within the console's width: a line a run, failures' reasons underneath.
+    """The comparison in the terminal, within the console's width: repeated runs a line, failures' reasons underneath.
 
-    only: the run ids to show, the others serving as baseline. Prints a line saying so if there is nothing to show.
+    only: the run ids whose lines to show, the others serving as baseline. Prints a line saying so if there is nothing
+    to show.
     """
-    table = c.frame(records)
+    lines = merged(records)
+    table = c.frame(lines)
     if only is not None:
-        shown = [position for position, run_id in enumerate(c.values(table, "run_id")) if run_id in only]
-        table = _rows(table, shown)
+        wanted = [any(run["row"]["run_id"] in only for run in line["runs"]) for line in lines]
+        table = table[wanted].reset_index(drop=True)  # ratios stay to the rows they were measured against
+        lines = [line for line, is_wanted in zip(lines, wanted, strict=True) if is_wanted]
     if table.empty:
         console.print(Text("no runs recorded"))
         return
     console.print(Text("; ".join(_texts(c.summary(table)) + _caption(table))))
-    columns, left_out = _fit(comparison_columns(table, short=True), console.width)
-    console.print(_rich(columns), soft_wrap=False)
+    columns, left_out = fit_width(comparison_columns(table, short=True), console.width)
+    console.print(rich_table(columns), soft_wrap=False)
     width = console.width
     if left_out:
         names = ", ".join(column.title for column in left_out)
         console.print(Text(f"not shown in {width} columns: {names}", style="dim"))
-    for note in _notes(table):
+    for note in (*_legend(columns), *_notes(table, lines)):
         console.print(Text(note))
-
-
-def _rows(table: pd.DataFrame, shown: Sequence[int]) -> pd.DataFrame:
-    """Some rows of a frame; their ratios stay to the rows they were measured against."""
-    return table.iloc[list(shown)].reset_index(drop=True)
 
 
 def _caption(table: pd.DataFrame) -> list[str]:
@@ -127,17 +148,45 @@ def _caption(table: pd.DataFrame) -> list[str]:
     return [f"× is of {printable(names)}"] if names else []
 
 
-def _notes(table: pd.DataFrame) -> list[str]:
-    """A line for each failure, saying why, and for each reason to call rows stale."""
-    failures = zip(*(c.values(table, name) for name in ("label", "status", "reason")), strict=True)
-    notes = [
-        f"{label} {status}: {reason or 'no reason recorded'}" for label, status, reason in failures if status != "ok"
-    ]
+def _legend(columns: Sequence[Column]) -> list[str]:
+    """What the marks of the columns shown mean."""
+    told = {
+        "± half the range of tok/s between runs over their median": any(column.header[0] == "±" for column in columns),
+        f"{_UNSETTLED_MARK} differs from the baseline by less than the spread of either (±; of one run that of its"
+        " steps)": any(cell.endswith(_UNSETTLED_MARK) for column in columns if column.number for cell in column.cells),
+    }
+    return [line for line, holds in told.items() if holds]
+
+
+def _notes(table: pd.DataFrame, lines: Sequence[Record]) -> list[str]:
+    """A line for each failure, saying why, and for each reason to call rows stale or disturbed."""
+    labelled = list(zip(c.values(table, "label"), (line["runs"] for line in lines), strict=True))
+    notes: list[str] = []
+    for label, runs in labelled:
+        failures = _said_of_runs(label, runs, lambda row: row["status"] != "ok" and (row["status"], row.get("reason")))
+        notes += [f"{whose} {end}: {why or 'no reason recorded'}" for (end, why), whose in failures]
     notes += [f"{_STALE_MARK} stale, {what}: {', '.join(labels)}" for what, labels in c.stale_rows(table).items()]
+    disturbed: dict[str, list[str]] = {}
+    for label, runs in labelled:
+        for why, whose in _said_of_runs(label, runs, lambda row: row.get("disturbed")):
+            disturbed.setdefault(why, []).append(whose)
+    notes += [f"{_DISTURBED_MARK} disturbed, {why}: {', '.join(labels)}" for why, labels in disturbed.items()]
     return [printable(note) for note in notes]
 
 
-def _fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
+def _said_of_runs(label: str, runs: Sequence[Record], said: Callable[[Row], Any]) -> list[tuple[Any, str]]:
+    """What is said of a line's runs, and of which: the label alone where of all of them, else with their repeats."""
+    repeats: dict[Any, list[str]] = {}
+    for run in runs:
+        if what := said(run["row"]):
+            repeats.setdefault(what, []).append(str(run["row"].get("repeat")))
+    return [
+        (what, label if len(found) == len(runs) else f"{label} repeat {', '.join(found)}")
+        for what, found in repeats.items()
+    ]
+
+
+def fit_width(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
     """The columns that fit a width, and those left out: names are shortened, a number never is."""
     fitted = [_limited(column, _LONGEST_TEXT) for column in columns]
     if _width(fitted) > width:
@@ -167,14 +216,23 @@ def _width(columns: Sequence[Column]) -> int:
     return sum(widest) + _GAP * (len(columns) - 1)
 
 
-def _rich(columns: Sequence[Column]) -> Table:
+def rich_table(columns: Sequence[Column]) -> Table:
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
         header = Text("\n".join(part for part in column.header if part))
         table.add_column(header, justify="right" if column.number else "left", no_wrap=True, vertical="bottom")
-    for cells in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*(Text(cell, style=_COLOURS.get(cell.split(" ")[0], "")) for cell in cells))
+    for cells in zip(*(_hanging(column) for column in columns), strict=True):
+        table.add_row(*(Text(cell, style=_COLOURS.get(cell.split(" ")[0], ""), justify="left") for cell in cells))
     return table
+
+
+def _hanging(column: Column) -> list[str]:
+    """A column's cells, padded so that numbers stand under each other and a mark hangs to their right."""
+    if not column.number:
+        return column.cells
+    marked = any(cell.endswith(_UNSETTLED_MARK) for cell in column.cells)
+    cells = [cell + " " if marked and not cell.endswith(_UNSETTLED_MARK) else cell for cell in column.cells]
+    return [cell.rjust(_width([column])) for cell in cells]
 
 
 def terminal() -> Console:

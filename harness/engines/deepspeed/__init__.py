@@ -90,7 +90,17 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
     """
     compute = 2 if config.precision.mixed else 4
     gradients = gradient_width(config, layout)
-    return Widths(compute, gradients, 12, gathered=compute, gathers=gathers(config), buffer_bytes=bucket_bytes(config))
+    # Its own linear function of stage 3 saves its input only after it has run.
+    own_linear = layout.zero_stage == 3 and config.strategy.options.get("memory_efficient_linear", True)
+    return Widths(
+        compute,
+        gradients,
+        12,
+        gathered=compute,
+        gathers=gathers(config),
+        buffer_bytes=bucket_bytes(config),
+        whole_second_forward=own_linear,
+    )
 
 
 def bucket_bytes(config: "RunConfig") -> int:

@@ -88,17 +88,25 @@ def flat_gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
         for cut, tensor in zip(mine, sums, strict=True):
             yield cut.piece(names, tensor.view(-1)[cut.start : cut.stop])
     slot = STAGING if reduced or sums else ""
-    buckets = {
-        storage.untyped_storage().data_ptr() for bucket in optimizer.ipg_buckets.values() for storage in bucket.buffer
-    }
+    in_buckets = {bucket.untyped_storage().data_ptr() for bucket in buckets(optimizer)}
     for parameter in all_of(optimizer):
         for gradient in (parameter.grad, parameter.grad_accum):
             # Once copied to a bucket a gradient is a view of it, overwritten by the next.
-            if gradient is not None and gradient.untyped_storage().data_ptr() not in buckets:
+            if gradient is not None and gradient.untyped_storage().data_ptr() not in in_buckets:
                 yield whole(parameter, gradient, names, slot)
     flat = master_buffers(optimizer)[0].grad  # while AdamW runs
     if flat is not None and not reduced:
         yield from (cut.piece(names, cut.of(flat)) for cut in mine)
+
+
+def buckets(optimizer: Any) -> Iterator[Tensor]:
+    """The buffers into which gradients are copied to be reduced; BF16_Optimizer has none."""
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        if is_stage_3(optimizer):
+            if bucket.buffer is not None:
+                yield bucket.buffer
+        else:
+            yield from bucket.buffer
 
 
 def masters(optimizer: Any, names: Names) -> Iterator[tuple[int, Piece]]:

@@ -63,6 +63,10 @@ class Training:
         found = held.pieces(kind, self._engine.optimizer, self._names)
         return (piece for piece in found if not (self._ready and piece.slot == STAGING))
 
+    def buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
+        """The reduction buckets, of which the second may wait for its turn."""
+        return (("communication", "reduction buckets", bucket) for bucket in held.buckets(self._engine.optimizer))
+
     def close(self) -> None:
         from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
 

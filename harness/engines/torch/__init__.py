@@ -121,6 +121,8 @@ class TorchEngine:
         self.parallel = parallel
         self.passes = passes
         self.mesh = mesh
+        self.is_tensor_parallel = mesh["tp"].size() > 1
+        self.stages = mesh.get_group("pp") if mesh["pp"].size() > 1 else None
         self.probe = probe
         self.clipping = config.train.gradient_clipping
         train = config.train
@@ -138,13 +140,15 @@ class TorchEngine:
 
         with self.context():
             loss = self.passes(micro_batches)
-        trained = [self.parallel.trained(name) for name in self.parallel.names]
-        for parameter in trained:
-            assert parameter.grad is not None
-            parameter.grad = reduce_partial(parameter.grad)
+        with self.probe.phase("reduce"):
+            trained = [self.parallel.trained(name) for name in self.parallel.names]
+            for parameter in trained:
+                assert parameter.grad is not None
+                parameter.grad = reduce_partial(parameter.grad)
         self.probe.gradients_ready(self)
-        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-        loss, grad_norm = self.totals(loss, gradients)
+        with self.probe.phase("norm"):
+            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            loss, grad_norm = self.totals(loss, gradients)
         with self.probe.phase("optimizer"):
             if self.clipping:
                 clip(gradients, grad_norm, self.clipping)
@@ -158,7 +162,7 @@ class TorchEngine:
         """Where forward, loss and backward run: torch's loss over logits cut along the vocabulary must be told."""
         from torch.distributed.tensor.parallel import loss_parallel
 
-        return loss_parallel() if self.mesh["tp"].size() > 1 else nullcontext()
+        return loss_parallel() if self.is_tensor_parallel else nullcontext()
 
     def totals(self, loss: "Tensor | None", gradients: "Sequence[Tensor]") -> "tuple[Tensor, Tensor]":
         """The loss, which only the last stage knows, and the global norm, of which each stage holds a part."""
@@ -169,8 +173,8 @@ class TorchEngine:
 
         square = square_of_norm(gradients, self.mesh)
         sums = torch.stack((square.new_zeros(()) if loss is None else loss.float(), square))
-        if self.mesh["pp"].size() > 1:
-            dist.all_reduce(sums, group=self.mesh.get_group("pp"))
+        if self.stages is not None:
+            dist.all_reduce(sums, group=self.stages)
         return sums[0], sums[1].sqrt()
 
     def pieces(self, kind: Kind) -> Iterable[Piece]:
@@ -189,6 +193,9 @@ class TorchEngine:
                 for slot in ("exp_avg", "exp_avg_sq"):
                     if slot in self.optimizer.state[trained]:
                         yield piece(name, self.optimizer.state[trained][slot], slot)
+
+    def buffers(self) -> "Iterable[tuple[str, str, Tensor]]":
+        return self.parallel.buffers()
 
     def close(self) -> None:
         pass

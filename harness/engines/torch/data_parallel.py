@@ -1,9 +1,10 @@
 """What the torch engine asks of the means that keep copies or shards of a model together."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class DataParallel(Protocol):
@@ -22,6 +23,10 @@ class DataParallel(Protocol):
 
     def trained(self, name: str) -> nn.Parameter:
         """What the optimizer updates for a parameter: itself, or its fp32 master; holds the gradient."""
+        ...
+
+    def buffers(self) -> Iterator[tuple[str, str, Tensor]]:
+        """See Engine.buffers."""
         ...
 
     def publish(self) -> None:

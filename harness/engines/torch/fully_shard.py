@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -66,6 +66,22 @@ class FullyShard:
 
     def trained(self, name: str) -> nn.Parameter:
         return self.names[name]
+
+    def buffers(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Gradients held elsewhere than with the parameters: in stage 0 summed until the last micro-batch reduces them,
+        else whole, of a group that is about to be reduced.
+        """
+        for part in self.module.modules():
+            group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
+            if group is None:
+                continue
+            if group._partial_reduce_output is not None:
+                yield "gradient", "summed over micro-batches", group._partial_reduce_output
+            for parameter in group.fsdp_params:
+                whole = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+                for gradient in (parameter.unsharded_accumulated_grad, whole):
+                    if gradient is not None:
+                        yield "communication", "gradients not yet reduced", gradient
 
     def collect(self) -> None:
         pass

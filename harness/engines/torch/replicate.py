@@ -87,6 +87,9 @@ class Replicate:
     def trained(self, name: str) -> nn.Parameter:
         return self.masters.get(name, self.names[name])
 
+    def buffers(self) -> Iterator[tuple[str, str, Tensor]]:
+        return iter(())
+
     def publish(self) -> None:
         with torch.no_grad():
             for name, master in self.masters.items():

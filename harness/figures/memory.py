@@ -1,0 +1,71 @@
+"""Memory over ranks, and what filled the fullest rank at its peak."""
+
+from collections.abc import Iterable, Sequence
+
+from harness.figures import Row
+from harness.measure.blocks import ROLES
+from harness.proof import Rank
+
+UNMATCHED = 0.05  # of a peak: beyond that the profiled step tells nothing of the timed ones
+
+
+def memory(ranks: Sequence[Rank]) -> Row:
+    """Maxima over ranks; what fills the peak is of the rank where it is highest."""
+    peaked = fullest(ranks)
+    # A process that drives several devices does so in threads and copies that the meters do not see.
+    seen_whole = all(rank["devices"] == 1 for rank in ranks)
+    return {
+        "peak_allocated_bytes": peaked["peak_allocated_bytes"],
+        "peak_reserved_bytes": most(rank["peak_reserved_bytes"] for rank in ranks),
+        "peak_rank": None if peaked["peak_allocated_bytes"] is None else peaked["rank"],
+        "parameter_bytes": most(rank["parameter_bytes"] for rank in ranks),
+        "gradient_bytes": most(rank["profiled"]["gradient_bytes"] for rank in ranks),
+        "optimizer_bytes": most(rank["optimizer_bytes"] for rank in ranks),
+        "activation_bytes": most(rank["profiled"]["activation_bytes"] for rank in ranks) if seen_whole else None,
+        "fragmentation_bytes": most(fragmentation(rank) for rank in ranks),
+        "outside_bytes": most(rank["outside_bytes"] for rank in ranks),
+        "allocation_retries": total(rank["allocation_retries"] for rank in ranks),
+        "out_of_memory_errors": total(rank["out_of_memory_errors"] for rank in ranks),
+        **(at_peak(peaked) if seen_whole else {}),
+    }
+
+
+def fullest(ranks: Sequence[Rank]) -> Rank:
+    """The rank whose peak is highest: with a pipeline often not the last."""
+    return max(ranks, key=lambda rank: rank["peak_allocated_bytes"] or 0)
+
+
+def fragmentation(rank: Rank) -> int | None:
+    """What the caching allocator took from the device beyond what tensors filled, each at its most."""
+    reserved = rank["peak_reserved_bytes"]
+    return None if reserved is None else reserved - rank["peak_allocated_bytes"]
+
+
+def at_peak(rank: Rank) -> Row:
+    """What filled the peak of the timed steps; the parts add up to it.
+
+    On CUDA the blocks are those of the profiled step, as they were requested: `rounding` is what torch's allocator
+    adds, `unmatched` what the timed steps' peak is above the profiled one's. Where that is much nothing is said.
+    """
+    found, peak = rank["profiled"]["at_peak"], rank["peak_allocated_bytes"]
+    if found is None:
+        return {}
+    sums = dict.fromkeys(ROLES, 0)
+    for part in found["parts"]:
+        sums[part["role"]] += part["bytes"]
+    on_cuda = rank["peak_reserved_bytes"] is not None
+    sums["rounding"] = rank["profiled"]["peak_allocated_bytes"] - found["bytes"] if on_cuda else 0
+    sums["unmatched"] = peak - sum(sums.values())
+    if abs(sums["unmatched"]) > UNMATCHED * peak:
+        return {}
+    return {f"at_peak_{name}_bytes": size for name, size in sums.items()} | {"peak_phase": found["phase"]}
+
+
+def most(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known) if known else None
+
+
+def total(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

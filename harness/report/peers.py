@@ -1,0 +1,118 @@
+"""A run among its peers: what of a record a claim needs, what it is held against, and whether the two agree."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.config import RunConfig
+from harness.errors import UserError
+from harness.layout import Layout
+from harness.records import Record, Row
+from harness.report import comparison as c
+from harness.typed import from_dict
+
+EXACT, TIMED = 0.05, 0.20  # relative; bytes, counts and operations, or seconds
+# What has to be the same for a claim to be about one difference alone.
+_SETTING = ("model", "parameters", "precision", "global_batch", "micro_batch", "seq_len", "measured_on", "launch")
+DIVISION = (
+    *("strategy", "engine", "zero_stage", "world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp"),
+    *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel"),
+)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One figure that the literature gives for a run, and the run's own; both a ratio or both a count."""
+
+    label: str
+    claim: str
+    source: str
+    expected: float  # at this layout
+    limit: str
+    measured: float
+    agrees: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A record whose run ended well, as claims are looked for in it."""
+
+    label: str
+    row: Row
+    groups: dict[str, Any]  # the configuration's, as recorded
+    degrees: dict[str, Any]  # the layout, as recorded
+
+    def number(self, name: str) -> float | None:
+        """A figure to divide by or compare with; None where it is unknown or nothing."""
+        value = self.row.get(name)
+        return value if isinstance(value, (int, float)) and value > 0 else None
+
+    def degree(self, name: str) -> int:
+        """0 where it is unknown."""
+        return self.row.get(name) or 0
+
+    def config(self) -> RunConfig | None:
+        """None for a configuration that this version cannot read. Which text was read changes no claim."""
+        values = self.groups | {"data": {"name": "any", "kind": "synthetic"}}
+        config: RunConfig | None = _read(RunConfig, values)
+        return config
+
+    def layout(self) -> Layout | None:
+        layout: Layout | None = _read(Layout, self.degrees)
+        return layout
+
+
+def _read(kind: type, values: dict[str, Any]) -> Any:
+    try:
+        return from_dict(kind, values)
+    except UserError:
+        return None
+
+
+def ratio(upper: Run | None, lower: Run | None, name: str) -> float | None:
+    """Of one figure of two runs; None where either is unknown."""
+    above, below = upper and upper.number(name), lower and lower.number(name)
+    return above / below if above and below else None
+
+
+def ended_well(records: Sequence[Record]) -> list[Run]:
+    labels = c.values(c.frame(records), "label") if records else []
+    return [
+        Run(label, record["row"], record.get("config") or {}, record.get("layout") or {})
+        for label, record in zip(labels, records, strict=True)
+        if record["row"]["status"] == "ok"
+    ]
+
+
+def peer(run: Run, runs: Sequence[Run], alike: Sequence[str] = (), **wanted: object) -> Run | None:
+    """The first run of the same setting that has what is wanted, and the same in the columns `alike`."""
+    mine = {name: run.row.get(name) for name in (*_SETTING, *alike)} | wanted
+    for other in runs:
+        same_model = other.groups.get("model") == run.groups.get("model")
+        if same_model and all(other.row.get(name) == value for name, value in mine.items()):
+            return other
+    return None
+
+
+def compared(
+    run: Run,
+    claim: str,
+    source: str,
+    expected: float | None,
+    limit: str,
+    measured: float | None,
+    reason: str = "",
+    remark: str = "",
+    within: float = EXACT,
+) -> Iterator[Claim]:
+    """The claim, if both figures are known; the reason is one to differ, the remark is made in any case."""
+    if expected is None or measured is None:
+        return
+    agrees = abs(measured - expected) <= within * expected
+    said = [part for part in (remark, "" if agrees else reason) if part]
+    yield Claim(run.label, claim, source, expected, limit, measured, agrees, "; ".join(said))
+
+
+def ddp_of(run: Run, runs: Sequence[Run]) -> Run | None:
+    return peer(run, runs, ("world_size", "checkpointing", "repeat"), strategy="ddp")

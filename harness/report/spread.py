@@ -1,0 +1,120 @@
+"""How sure a figure is: repeated runs as one line, how far they lie apart, and which ratios that leaves unsettled."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from harness.records import Record, Row, is_stale, versions
+
+# For the page, in Markdown: what the comparison's marks mean.
+HOW_TO_READ = (
+    "Runs that differ in nothing but their repeat are one line: the median of speed and time over those that ended ok,"
+    " the maximum of memory and deviations; ± is half the range of their tokens per second over the median. A ratio of"
+    " tokens per second with a trailing \\~ is of a difference from the baseline that is smaller than the spread of"
+    " either line: it does not settle which is faster. The spread of a line is ± where two of its runs or more ended"
+    " ok, else the interquartile range of the run's step times over their median, which says nothing of how runs"
+    " differ. An unknown spread marks nothing."
+)
+
+# Of a configuration: what does not change a run's result, and what tells repeats apart.
+_MAY_DIFFER = (
+    *("name", "results_dir", "tracking", "timeout_seconds", "preflight", "force", "proof"),
+    *("repeat", "repeats"),
+)
+# Of a row: what is known before anything runs. Rows without a configuration are told apart by this alone.
+_SETTLED = (
+    *("strategy", "engine", "checkpointing", "model", "parameters", "precision", "measured_on", "launch"),
+    *("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "zero_stage", "sequence_parallel"),
+    *("schedule", "virtual_stages", "layers_per_stage", "micro_batch", "global_batch", "seq_len"),
+)
+_MEDIAN = (
+    *("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "bubble", "mfu", "hfu"),
+    *("model_flops_per_second_per_device", "cpu_seconds", "joules_per_token"),
+)
+_MAXIMUM = ("loss_deviation", "grad_deviation", "in_flight")
+
+
+def merged(records: Sequence[Record]) -> list[Record]:
+    """The lines of a comparison, in the order of their first runs: what differs in `repeat` only is one.
+
+    A line is a record with the row that its runs make together, and `runs`, the records it stands for. The row gains
+    `runs`, `runs_alike` (how many of them ended as its status says) and `between_runs` (their relative spread).
+    """
+    now = versions()
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(_sameness(record, now), []).append(record)
+    lines: list[Record] = []
+    for runs in groups.values():
+        # The same repeat twice: what differs between them (the text they trained on, say) stands in no record.
+        apart = len({_repeat(run) for run in runs}) < len(runs)
+        lines += [_line([run]) for run in runs] if apart else [_line(runs)]
+    return lines
+
+
+def _sameness(record: Record, now: dict[str, str | None]) -> str:
+    """Equal for records that may differ in their repeat and in nothing else, the code that made them included."""
+    config = {key: value for key, value in (record.get("config") or {}).items() if key not in _MAY_DIFFER}
+    settled = [record["row"].get(name) for name in _SETTLED]
+    environment = record.get("environment") or {}
+    host = [environment.get(key) for key in ("device_name", "cores")]
+    return json.dumps([config, settled, host, is_stale(record, now)], sort_keys=True, default=str)
+
+
+def _repeat(record: Record) -> Any:
+    """Of a row that was refused for its very values the configuration alone knows."""
+    repeat = record["row"].get("repeat")
+    return (record.get("config") or {}).get("repeat") if repeat is None else repeat
+
+
+def _line(runs: Sequence[Record]) -> Record:
+    """`ok` if any run is, else as most of them ended; figures are of the runs that ended so."""
+    ends = [run["row"]["status"] for run in runs]
+    status = "ok" if "ok" in ends else max(ends, key=ends.count)
+    rows: list[Row] = [run["row"] for run in runs if run["row"]["status"] == status]
+    names = dict.fromkeys(name for row in rows for name in row)
+    together = {name: _together(name, [row.get(name) for row in rows]) for name in names}
+    together |= {"run_id": rows[0]["run_id"], "runs": len(runs), "runs_alike": len(rows)}
+    together["between_runs"] = between_runs([row.get("tokens_per_second") for row in rows])
+    disturbed = dict.fromkeys(str(run["row"]["disturbed"]) for run in runs if run["row"].get("disturbed"))
+    together["disturbed"] = "; ".join(disturbed) or None
+    return runs[0] | {"row": together, "runs": list(runs)}
+
+
+def _together(name: str, column: Sequence[Any]) -> Any:
+    """One value for a column of several runs; None where they differ and no rule says what stands for all.
+
+    The parts of a peak or of a step add up in one run and would not as medians or maxima.
+    """
+    if all(value == column[0] for value in column):
+        return column[0]
+    known = [value for value in column if value is not None]
+    if name in _MEDIAN:
+        return statistics.median(known)
+    if name in _MAXIMUM or (name.endswith("_bytes") and not name.startswith("at_peak_")):
+        return max(known)
+    return None
+
+
+def between_runs(speeds: Sequence[float | None]) -> float | None:
+    """Half the range over the median, relative; None below two known values."""
+    known = [speed for speed in speeds if speed]
+    return (max(known) - min(known)) / 2 / statistics.median(known) if len(known) > 1 else None
+
+
+def spread(row: Row) -> float | None:
+    """Of a row's speed, relative: between its runs, else the interquartile range of its steps, else unknown."""
+    between, steps = row.get("between_runs"), row.get("step_seconds_spread")
+    return steps if between is None else between
+
+
+def is_unsettled(ratio: float | None, own: float | None, baseline: float | None) -> bool:
+    """Whether a ratio's difference from 1 is smaller than the spread of either side, in units of the baseline.
+
+    own, baseline: relative spreads. False where neither is known.
+    """
+    if ratio is None:
+        return False
+    spreads = [part for part in (own and own * ratio, baseline) if part is not None]
+    return bool(spreads) and abs(ratio - 1) < max(spreads)

@@ -1,0 +1,85 @@
+"""Data parallelism without the harness: what a practised engineer would hand to torchrun. No probe, no check.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.benchmarks.bare_ddp FOLDER
+
+FOLDER holds the run.json of the same training; model, initial values and batches are the harness's own, so that both
+train the same thing. The first rank prints one line of JSON: losses are means over ranks, a step's seconds those of
+the slowest rank.
+"""
+
+import json
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from harness import job
+from harness.data import Batches
+from harness.model import build_model, materialise
+
+
+def main(folder: str) -> None:
+    this = job.read(Path(folder))
+    config, train, device = this.config, this.config.train, torch.device("cpu")
+    dist.init_process_group("gloo")
+    model = build_model(config.model)
+    materialise(model, config.model, train.seed, device, torch.float32)
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(
+        replica.parameters(),
+        lr=train.lr,
+        betas=train.betas,
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        fused=True,
+    )
+    batches = Batches(this.corpus, config, this.layout, dist.get_rank(), device)
+
+    def step(index: int) -> Tensor:
+        micro_batches = batches(index)
+        total = torch.zeros(())
+        for micro_batch in micro_batches:
+            is_last = micro_batch is micro_batches[-1]
+            with nullcontext() if is_last else replica.no_sync():
+                logits = replica(micro_batch.inputs)
+                loss = F.cross_entropy(logits.flatten(0, 1), micro_batch.targets.flatten()) / len(micro_batches)
+                loss.backward()
+            total += loss.detach()
+        if train.gradient_clipping:
+            clip_grad_norm_(replica.parameters(), train.gradient_clipping)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    losses = [step(index) for index in range(train.warmup_steps)]
+    dist.barrier()
+    moments = [time.perf_counter()]
+    for index in range(train.warmup_steps, train.warmup_steps + train.steps):
+        losses.append(step(index))
+        moments.append(time.perf_counter())
+
+    mean_losses, seconds = torch.stack(losses), torch.tensor(moments, dtype=torch.float64).diff()
+    dist.all_reduce(mean_losses)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    mean_losses /= dist.get_world_size()
+    if dist.get_rank() == 0:
+        seen = {
+            "step_seconds": statistics.median(seconds.tolist()),
+            "seconds": seconds.tolist(),
+            "losses": mean_losses.tolist(),
+        }
+        print(json.dumps(seen), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,206 @@
+"""The formulas of a step's operations against torch's own counter on the real model; the devices' peaks by name."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from conftest import composed
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import GraphExecGroup
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from harness.checkpointing import apply_checkpointing
+from harness.config import RunConfig
+from harness.layout import Layout, resolve
+from harness.measure.probe import Probe
+from harness.model import Llama, loss_function
+from harness.placement import Stage, stages, whole
+from harness.plan.flops import executed_flops, layer_flops, model_flops, recomputed_flops
+from harness.plan.hardware import PEAKS, peak_flops
+from harness.sizes import group_parameter_counts, parameter_count
+
+SHORT = ("strategy=single", "model.num_hidden_layers=2", "train.global_batch=2")
+SIZES = {
+    "tiny": [],
+    "no groups": ["model.num_key_value_heads=4"],
+    "one group": ["model.num_key_value_heads=1", "model.vocab_size=1000", "model.intermediate_size=100"],
+    "tied": ["model.tie_word_embeddings=true", "train.micro_batch=2"],
+    "one layer": ["model.num_hidden_layers=1", "train.seq_len=300"],
+    "larger": ["model=125m", "train.seq_len=512"],
+}
+CASES = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+ATTENTION = pytest.mark.parametrize("attention", ["flash", "eager"])
+# torch's counter does not know the kernel of CPUs; its own formulas for the others'.
+CPU_KERNEL = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+
+
+def counter() -> FlopCounterMode:
+    return FlopCounterMode(display=False, custom_mapping=CPU_KERNEL)
+
+
+def part_of(config: RunConfig, stage: Stage) -> Llama:
+    """The model or a stage of it, to be made where a FakeTensorMode is on: a CPU's kernels, but no memory, no work."""
+    part = Llama(config.model, stage)
+    apply_checkpointing(part, config.checkpointing, Probe())
+    return part
+
+
+def micro_batches(config: RunConfig) -> list[Tensor]:
+    train = config.train
+    size = (train.micro_batch, train.seq_len)
+    return [torch.zeros(size, dtype=torch.int64) for _ in range(train.global_batch // train.micro_batch)]
+
+
+def counted(config: RunConfig) -> tuple[int, int]:
+    """Operations of a step in one process, of its forwards and of its backwards."""
+    forward = backward = 0
+    with FakeTensorMode():
+        model = part_of(config, whole(config.model))
+        for batch in micro_batches(config):
+            with counter() as found:
+                loss = loss_function(model(batch), batch)
+            forward += found.get_total_flops()
+            with counter() as found:
+                loss.backward()  # type: ignore[no-untyped-call]
+            backward += found.get_total_flops()
+    return forward, backward
+
+
+def alone(config: RunConfig) -> Layout:
+    return resolve(config.strategy, 1)
+
+
+@CASES
+@ATTENTION
+def test_forward_and_backward_are_what_torch_counts(sizes: list[str], attention: str) -> None:
+    config = composed(*SHORT, *sizes, f"model.attention={attention}")
+    forward, backward = counted(config)
+    assert forward == pytest.approx(model_flops(config) / 3, rel=1e-9)
+    assert forward + backward == executed_flops(config, alone(config))
+    if attention == "eager":  # a fused kernel's backward makes the scores again, which MFU leaves out
+        assert forward + backward == model_flops(config)
+    else:
+        assert forward + backward > model_flops(config)
+
+
+@CASES
+@ATTENTION
+def test_full_checkpointing_runs_again_what_the_formula_says(sizes: list[str], attention: str) -> None:
+    config = composed(*SHORT, *sizes, f"model.attention={attention}", "checkpointing=full")
+    plain = dataclasses.replace(config, checkpointing=dataclasses.replace(config.checkpointing, name="none"))
+    ran = sum(counted(config))
+    more = ran - sum(counted(plain))
+    assert more == recomputed_flops(config, alone(config)) > 0 == recomputed_flops(plain, alone(plain))
+    assert ran == executed_flops(config, alone(config))
+    assert model_flops(config) == model_flops(plain)
+    # An engine whose second forward does not stop early runs the whole layer again, never the head.
+    again = recomputed_flops(config, alone(config), whole_second_forward=True)
+    assert more < again == config.model.num_hidden_layers * layer_flops(config) < model_flops(config) / 3
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up torch's formulas as FlopCounterMode does, without its hooks, which a backward in halves does not bear."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.formulas = counter().flop_registry
+        self.flops: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket in self.formulas:
+            self.flops += self.formulas[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def counted_in_stages(config: RunConfig, layout: Layout) -> int:
+    """Operations of one micro-batch through all stages, each backward in torch's halves but for the first's."""
+    batch = micro_batches(config)[0]
+    size = (*batch.shape, config.model.hidden_size)
+    with Operators() as found:
+        for stage in stages(config.model, layout):
+            part = part_of(config, stage)
+            taken = batch.clone() if stage.holds_embedding else torch.zeros(size, requires_grad=True)
+            output = loss_function(part(taken), batch) if stage.holds_head else part(taken)
+            back = None if stage.holds_head else [torch.zeros(size)]
+            if stage.holds_embedding or layout.schedule != "zero_bubble":
+                stage_backward([output], back or [None], [taken])
+            else:
+                _, groups = stage_backward_input([output], back, [taken], part.parameters())
+                with GraphExecGroup():
+                    stage_backward_weight(part.parameters(), groups)
+    return found.flops
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_stages_share_the_step_and_halves_run_their_forwards_twice(schedule: str, checkpointing: str, pp: int) -> None:
+    overrides = ["strategy=pp_1f1b", f"strategy.schedule={schedule}", f"checkpointing={checkpointing}"]
+    config = composed(*overrides, "train.global_batch=1", f"world_size={pp}")
+    layout = resolve(config.strategy, pp)
+    assert counted_in_stages(config, layout) == executed_flops(config, layout)
+    if checkpointing == "full":
+        twice = schedule == "zero_bubble"
+        single = recomputed_flops(config, alone(composed("strategy=single")))
+        first = stages(config.model, layout)[0].layers / config.model.num_hidden_layers
+        assert recomputed_flops(config, layout) == single * (2 - first if twice else 1)
+
+
+def test_how_the_world_is_divided_changes_nothing() -> None:
+    config = composed("checkpointing=full")
+    found = set()
+    for strategy in ("single", "ddp", "zero3", "fsdp_full_shard", "tp", "tp_sp", "pp_gpipe", "pp_interleaved"):
+        found.add(executed_flops(config, resolve(composed(f"strategy={strategy}").strategy, 2)))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("name", ["tiny", "1b", "8b", "70b"])
+def test_palm_counts_six_operations_a_parameter_and_token(name: str) -> None:
+    """N are the parameters of matrices that multiply; 12 L h s for attention."""
+    config = composed(f"model={name}", "train.seq_len=100")
+    model = config.model
+    norms = model.hidden_size * (2 * model.num_hidden_layers + 1)
+    looked_up = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    multiplied = parameter_count(model) - norms - looked_up
+    assert multiplied < sum(group_parameter_counts(model))
+    palm = 6 * multiplied + 12 * model.num_hidden_layers * model.hidden_size * 100
+    assert model_flops(config) == palm * config.train.global_batch * 100
+
+
+def test_cuda_has_no_fused_kernel_for_grouped_heads_in_fp32() -> None:
+    grouped, plain = composed(), composed("model.num_key_value_heads=4")
+    mixed = composed("precision=bf16_mixed")
+    layout = alone(composed("strategy=single"))
+    assert executed_flops(grouped, layout, "cuda") == model_flops(grouped)
+    assert executed_flops(plain, layout, "cuda") > model_flops(plain)
+    assert executed_flops(mixed, layout, "cuda") == executed_flops(mixed, layout) > model_flops(mixed)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        *(("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A100 80GB PCIe", 312), ("NVIDIA H100 80GB HBM3", 989)),
+        *(("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA B200", 2250), ("NVIDIA L40S", 362)),
+        *(("NVIDIA GeForce RTX 4090", 165), ("AMD Instinct MI300X", 1307)),
+    ],
+)
+def test_dense_peaks_as_published(name: str, teraflops: int) -> None:
+    assert peak_flops(name, "bfloat16") == peak_flops(name, "float16") == teraflops * 1e12
+
+
+def test_an_unknown_device_has_no_peak() -> None:
+    for name in ("cpu", "", "NVIDIA H100", "nvidia h200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H200 NVL 2"):
+        assert peak_flops(name, "bfloat16") is None
+    assert peak_flops("NVIDIA H200", "float64") is None and peak_flops("NVIDIA B200", "float32") is None
+    # No figure is one with sparsity or TF32 by mistake: fp32 without matrix cores is far below 16 bit.
+    assert all(peaks.get("float32", 0) <= peaks["bfloat16"] / 1.9 for peaks in PEAKS.values())
