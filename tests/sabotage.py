@@ -24,6 +24,7 @@ from harness.engines.deepspeed import start as deepspeed_start
 from harness.engines.torch import norm, pipeline, replicate, tensor
 from harness.layout import AXES
 from harness.measure.communication import CommunicationCounter
+from harness.measure.memory import HostLog
 from harness.measure.probe import Probe
 
 
@@ -318,6 +319,45 @@ def slow_last_stage(run_dir: str) -> None:
         return forward(self, hidden, targets)
 
     harness.model.Llama.forward = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def slow_rank(run_dir: str) -> None:
+    """Not a fault: rank 1 takes longer over every forward."""
+    forward = harness.model.Llama.forward
+
+    def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
+        time.sleep(SLOW_SECONDS if rank() == 1 else 0)
+        return forward(self, hidden, targets)
+
+    harness.model.Llama.forward = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def layer_twice(run_dir: str) -> None:
+    """Every layer runs a second time in forward, for nothing; losses and gradients are right."""
+    forward = harness.model.Block.forward
+
+    def spoiled(self: Any, *arguments: Any) -> Any:
+        with torch.no_grad():
+            forward(self, *arguments)
+        return forward(self, *arguments)
+
+    harness.model.Block.forward = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def block_unlogged(run_dir: str) -> None:
+    """The log of memory misses a block of those at the peak."""
+    end = HostLog.end
+
+    def spoiled(self: Any) -> Any:
+        log = end(self)
+        missing = int(log.bytes[: self.standing].argmax())
+        log.bytes[missing] = 1
+        return log
+
+    HostLog.end = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 

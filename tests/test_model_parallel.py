@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import figures
 import pandas as pd
 import pytest
 import sabotage
@@ -184,6 +185,13 @@ def test_tensor_parallel_divides_what_lies_between_its_matrices(
     along_the_sequence = token * 2 * (2 * hidden + 1)  # the norms' outputs are gathered, and kept so
     saved += (1 - 1 / world) * along_the_sequence
     assert activations["single"] - activations["tp_sp"] == pytest.approx(saved, rel=0.05)
+
+
+def test_the_parts_are_the_whole(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
+    for record in records.values():
+        figures.check_memory(record["row"], record["rank_files"])
+        figures.check_time(record["row"])  # steps here are too short for 2 %
+        figures.check_bytes(record)
 
 
 def test_the_rank_that_peaks_is_named(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:

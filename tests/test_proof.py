@@ -43,6 +43,7 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
         (sabotage.unsynchronised, "ddp", "sent 0 bytes a step along dp_replicate"),
         (sabotage.uncounted, "fsdp_full_shard", "0.68 x the"),
         (sabotage.not_finite, "ddp", "the loss is not finite"),
+        (sabotage.layer_twice, "fsdp_full_shard", "a step ran"),
         (
             sabotage.never_recomputed,
             "ddp checkpointing=full",
@@ -104,6 +105,11 @@ def test_memory_that_runs_out_is_an_oom_row(results: Path, fault: Callable[[str]
     row = run_with(results, fault, f"strategy={strategy}")["row"]
     assert row["status"] == "oom"
     assert "rank 1 in warm-up" in row["reason"] and "memory" in row["reason"]
+
+
+def test_a_block_that_is_not_logged_is_no_row_of_figures(results: Path) -> None:
+    row = run_with(results, sabotage.block_unlogged, "strategy=ddp")["row"]
+    assert row["status"] == "error" and "are logged at the peak of" in row["reason"]
 
 
 def test_a_killed_rank_is_named(results: Path) -> None:

@@ -106,18 +106,18 @@ def fullest_like(log: Log, example: Log, notes: Notes) -> Fullest | None:
 
     The thread of Python asks for the same blocks in the same order in both, so each here has its twin there. Threads of
     a communication backend do not, and let go of blocks when they come to it. A block from before the step is known by
-    its address. None if the steps are not alike.
+    its address, or else by its size. None if the steps are not alike.
     """
     line = _peak_line(log, ())
     twins = _twins(log, example, notes)
     if twins is None:
         return None
     moment = max((int(example.moments[there]) for here, there in twins.items() if here <= line), default=0)
-    by_address = {int(example.addresses[at]): at for at in range(example.standing)}
+    twins |= _standing_twins(log, example)
     died = deaths(example)
     parts = []
     for at in _live_lines(log, line):
-        there = by_address.get(int(log.addresses[at])) if at < log.standing else twins.get(at)
+        there = twins.get(at)
         if there is None:
             told = ("communication", BACKEND) if log.foreign[at] else ("temporary", BEFORE)
         else:
@@ -125,6 +125,22 @@ def fullest_like(log: Log, example: Log, notes: Notes) -> Fullest | None:
             told = role(example, notes, block, moment)
         parts.append((log.bytes[at], told))
     return _sum(moment, parts)
+
+
+def _standing_twins(log: Log, example: Log) -> dict[int, int]:
+    """The same for blocks that were there before."""
+    left = {(int(example.addresses[at]), int(example.bytes[at])): at for at in range(example.standing)}
+    found, unknown = {}, []
+    for at in range(log.standing):
+        there = left.pop((int(log.addresses[at]), int(log.bytes[at])), None)
+        if there is None:
+            unknown.append(at)
+        else:
+            found[at] = there
+    by_size: dict[int, list[int]] = defaultdict(list)
+    for (_, size), there in left.items():
+        by_size[size].append(there)
+    return found | {at: by_size[size].pop(0) for at in unknown if by_size[size := int(log.bytes[at])]}
 
 
 def _twins(log: Log, example: Log, notes: Notes) -> dict[int, int] | None:

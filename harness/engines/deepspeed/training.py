@@ -39,9 +39,10 @@ class Training:
                 self._engine.step()  # counts the micro-batch before this one and updates nothing
             with self._probe.phase("forward"):
                 loss = loss_function(self._engine(batch.inputs), batch.targets)
+                losses.append(loss.detach())
             with self._probe.phase("backward"):
                 self._engine.backward(loss)
-            losses.append(loss.detach())
+                del loss  # and with it what is left of the graph
         if self._reduces_apart:
             with self._probe.phase("reduce"):
                 self._engine.allreduce_gradients()
@@ -50,9 +51,9 @@ class Training:
         self._ready = False
         with self._probe.phase("optimizer"):
             self._engine.step()
-        if not self._engine.was_step_applied():
-            raise FloatingPointError("DeepSpeed left out a step: the gradients are not finite")
-        return StepResult(torch.stack(losses).mean(), self._engine.get_global_grad_norm())
+            if not self._engine.was_step_applied():
+                raise FloatingPointError("DeepSpeed left out a step: the gradients are not finite")
+            return StepResult(torch.stack(losses).mean(), self._engine.get_global_grad_norm())
 
     def pieces(self, kind: Kind) -> Iterable[Piece]:
         """What this rank holds now; at gradients_ready the gradients alone.

@@ -28,7 +28,7 @@ class Sequential:
                 losses.append(loss.detach())
                 with self.probe.phase("backward"):
                     self.backward(loss / count)
-            del loss
+                    del loss  # and with it what is left of the graph
         return torch.stack(losses).mean()
 
     def backward(self, loss: Tensor) -> None:

@@ -1,0 +1,60 @@
+"""What must hold of every finished row: its parts are the whole, in memory, time and bytes."""
+
+from typing import Any
+
+import pytest
+
+from harness.engines import GATHERED
+from harness.figures.memory import at_peak
+from harness.figures.time import PARTS
+from harness.proof.held import volume
+
+STANDING_BYTES = 64 * 1024  # rotary tables, losses, counters: what no one claims between steps
+# Of Python between phases, for steps so short that 2 % is less; a rank that has no core of its own may lose it there.
+GLUE_SECONDS = {2: 0.005, 4: 0.025}  # by world size
+
+
+def check_memory(row: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    """Every rank's peak to the byte, and state at the peak as it is at rest."""
+    label = row["run_id"]
+    parts = {name: size for name, size in row.items() if name.startswith("at_peak_")}
+    assert sum(parts.values()) == row["peak_allocated_bytes"], label
+    assert all(size >= 0 for size in parts.values()), (label, parts)
+    for rank in ranks:
+        found, profiled = at_peak(rank), rank["profiled"]
+        whole = sum(size for name, size in found.items() if name.endswith("_bytes"))
+        assert whole == rank["peak_allocated_bytes"], label
+        assert found["at_peak_unmatched_bytes"] == found["at_peak_rounding_bytes"] == 0, (label, found)
+        whole_at_rest = sum(volume(box) for _, slot, _, box, _ in rank["parameters"] if slot == GATHERED)
+        at_rest = rank["parameter_bytes"] - 4 * whole_at_rest
+        assert found["at_peak_parameter_bytes"] == at_rest, (label, found)
+        assert found["at_peak_optimizer_bytes"] == rank["optimizer_bytes"], (label, found)
+        assert found["at_peak_activation_bytes"] <= profiled["activation_bytes"], (label, found)
+        assert found["peak_phase"] != "between", label
+        unnamed = [part for part in profiled["at_peak"]["parts"] if part["what"] == "from before the step"]
+        assert sum(part["bytes"] for part in unnamed) < STANDING_BYTES, (label, unnamed)
+
+
+def check_time(row: dict[str, Any]) -> float:
+    """The parts are the step. Returns the share that no phase accounts for, whose median over rows is to be 2 %."""
+    parts = {name: row[name] for name in PARTS}
+    assert sum(parts.values()) == pytest.approx(row["step_seconds"]), row["run_id"]
+    assert all(seconds >= 0 for seconds in parts.values()), (row["run_id"], parts)
+    glue = GLUE_SECONDS[max(2, row["world_size"])]
+    assert parts["other_seconds"] <= max(0.02 * row["step_seconds"], glue), (row["run_id"], parts)
+    assert all(parts[f"{name}_seconds"] > 0 for name in ("data", "forward", "backward", "optimizer")), row["run_id"]
+    if row["world_size"] > 1:
+        assert parts["exposed_communication_seconds"] + parts["idle_seconds"] > 0, row["run_id"]
+    share: float = parts["other_seconds"] / row["step_seconds"]
+    return share
+
+
+def check_bytes(record: dict[str, Any]) -> None:
+    """Axis by axis what was sent is the formula's or named, and in all what the row says."""
+    sent = sum(entry["bytes"] + sum(entry["outside"].values()) for entry in record["traffic"])
+    assert round(sent) == record["row"]["communication_bytes"]
+    for entry in record["communication"]:
+        assert sum(entry["sizes"].values()) == entry["count"]
+    if record["config"]["strategy"]["literature"]:
+        for entry in record["traffic"]:
+            assert entry["bytes"] == pytest.approx(entry["formula_bytes"], rel=0.05, abs=4096), record["row"]["run_id"]
