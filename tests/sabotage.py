@@ -21,7 +21,7 @@ import harness.model
 from harness import worker
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
-from harness.engines.torch import norm, pipeline, replicate, tensor
+from harness.engines.torch import norm, passes, pipeline, replicate, tensor
 from harness.layout import AXES
 from harness.measure.communication import CommunicationCounter
 from harness.measure.memory import HostLog
@@ -137,7 +137,7 @@ def other_optimizer(run_dir: str) -> None:
 def not_finite(run_dir: str) -> None:
     """The loss is not a number from the start."""
     loss_function = harness.model.loss_function
-    harness.model.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
+    passes.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
     worker.main(run_dir)
 
 

@@ -56,7 +56,7 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
         (sabotage.rows_not_summed, "tp", "loss deviates"),
         (sabotage.vocabulary_shifted, "tp", "loss deviates"),
         (sabotage.whole_gradient, "tp", "gradients of embed_tokens.weight: held by 2 of 2 ranks, the layout says 1"),
-        (sabotage.norms_not_summed, "tp_sp", "layernorm.weight's first"),
+        (sabotage.norms_not_summed, "tp_sp", "layernorm.weight's "),
         (sabotage.other_weights, "pp_1f1b", "layers.3."),
         (sabotage.other_layers, "pp_1f1b", "whose stage of the pipeline does not have it"),
         (sabotage.other_schedule, "pp_1f1b", "rank 0 had 4 passes in flight, strategy.schedule=1f1b says 2"),

@@ -451,12 +451,13 @@ def test_predicted_has_columns_of_its_own() -> None:
 
 
 def test_what_fills_the_peak_adds_up_and_leaves_text_alone() -> None:
-    parts = {"at_peak_parameter_bytes": 4 * MIB, "at_peak_other_bytes": 16 * MIB, "at_peak_phase": "backward"}
+    parts = {"at_peak_parameter_bytes": 4 * MIB, "at_peak_temporary_bytes": 16 * MIB, "peak_phase": "backward"}
     text = page("demo", [record_of(row(1, "ddp", "torch", 0, **parts)), *records()[4:5]], [])
     assert grids(text)["What fills the peak"][0] == {
         "run": "ddp",
-        "parameter": "4.00",
-        "other": "16.00",
+        "in": "backward",
+        "parameters": "4.00",
+        "temporaries": "16.00",
         "peak": "20.00",
     }
 
