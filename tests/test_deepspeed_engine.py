@@ -166,9 +166,9 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
             with probe.listening(ready):
                 results.append(engine.step(batches))
         else:
-            with profiling(engine, probe, DeviceMemory(device), config.train.seed) as profiled:
+            with profiling(engine, probe, DeviceMemory(device), config.train.seed, layout) as profiled:
                 results.append(engine.step(batches))
-    seen = profiled.result()
+    seen = profiled.result(timed=None)
     outcome = started | {
         "losses": [float(result.loss) for result in results if result.loss is not None],
         "norms": [float(result.grad_norm) for result in results],
