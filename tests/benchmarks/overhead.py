@@ -1,13 +1,18 @@
-"""What the harness costs: the same training as a plain torchrun script and as one row of a sweep, in turns.
+"""What the harness costs: the same training as a plain torchrun script and as one row of a sweep, side by side.
 
     python -m tests.benchmarks.overhead --pairs 15 --out results/overhead.json
 
 Both have the model, batches, optimizer, warm-up and timed steps of strategy=ddp model=tiny on two CPU processes, with
-the same threads and environment (GOMP_SPINCOUNT too, so that what it gains is not counted for the harness). One
-process runs all rows, as in a sweep: from the second on, ranks are forked from a warm process and the reference is on
-file. The first pair, the cold one, is reported by itself. A row's wall time is all a sweep does for it once its
-configuration is composed: plan, ranks, proof and record. The script's is that of its command. Fails where the two do
-not train the same.
+the same threads and environment (GOMP_SPINCOUNT too, so that what it gains is not counted for the harness). Fails
+where the two do not train the same.
+
+Whole runs come one after the other, in alternating order. One process runs all rows, as in a sweep: from the second
+on, ranks are forked from a warm process and the reference is on file. The first pair, the cold one, is reported by
+itself. A row's wall time is all a sweep does for it once its configuration is composed: plan, ranks, proof and record.
+The script's is that of its command.
+
+Steps come from two runs alive at the same time, of which one is always stopped: they take turns, so that a machine
+that is slower for a while is slower for both. The end of a turn falls into one step of many, which no median sees.
 
 Imports are inside the functions: multiprocessing imports this module anew in every rank, as it does not the harness's.
 """
@@ -21,35 +26,48 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
+TURN_SECONDS = 0.5
 LOSS_BOUND = 1e-5  # relative, of every step
 RESAMPLES = 10_000
 FEWEST = 3  # ratios for which an interval says anything
 
-Seen = dict[str, Any]  # step_seconds, seconds (of each step), losses, wall_seconds
+Seen = dict[str, Any]  # step_seconds, seconds (of each timed step), losses, wall_seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The harness against a plain torchrun script.")
-    parser.add_argument("--pairs", type=int, default=15, help="warm pairs of each number of steps, after a cold one")
-    parser.add_argument("--steps", type=int, nargs="+", default=[10, 40], help="timed steps; each gets its pairs")
+    parser.add_argument("--pairs", type=int, default=15, help="of each kind, not counting a cold one")
+    parser.add_argument("--steps", type=int, nargs="+", default=[10, 40], help="timed steps of whole runs")
+    parser.add_argument("--steps-in-turns", type=int, default=150, help="timed steps of the runs that take turns")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "overhead.json")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
+        whole = [Pair(steps, Path(scratch) / str(steps)) for steps in asked.steps]
+        turns = Pair(asked.steps_in_turns, Path(scratch) / "turns")
         report = {
             "machine": this_machine(),
-            "comparisons": [compare(steps, asked.pairs, Path(scratch) / str(steps)) for steps in asked.steps],
+            "whole_runs": [
+                compared("wall_seconds", pair.steps, pair.one_after_the_other, asked.pairs, cold=1) for pair in whole
+            ],
+            "steps_in_turns": compared("step_seconds", turns.steps, turns.in_turns, asked.pairs),
         }
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(report, indent=1) + "\n")
-    for comparison in report["comparisons"]:
-        print(in_words(comparison))
+    asked.out.write_text(json.dumps(report) + "\n")
+    for comparison in report["whole_runs"]:
+        print("a whole run,", in_words(comparison))
+    print("a step,", in_words(report["steps_in_turns"]))
     print(asked.out)
     return 0
 
@@ -68,42 +86,54 @@ def this_machine() -> dict[str, Any]:
     }
 
 
-def compare(steps: int, pairs: int, scratch: Path) -> dict[str, Any]:
-    """The pairs of one number of timed steps, in alternating order, and their ratios, harness over script."""
-    script, row = both(steps, scratch)
+def compared(key: str, steps: int, run: Callable[[int], dict[str, Seen]], pairs: int, cold: int = 0) -> dict[str, Any]:
+    """The pairs of one kind and their ratios, harness over script, without the first `cold` ones."""
     found = []
-    for index in range(pairs + 1):
-        order: list[tuple[str, Callable[[], Seen]]] = [("bare", script), ("harness", row)]
-        seen = {name: run() for name, run in (order if index % 2 else reversed(order))}
+    for index in range(cold + pairs):
+        seen = run(index)
         agree(seen["bare"]["losses"], seen["harness"]["losses"])
-        ratios = {key: seen["harness"][key] / seen["bare"][key] for key in ("step_seconds", "wall_seconds")}
-        found.append({"cold": index == 0, **seen, "ratios": ratios})
-    warm = [pair["ratios"] for pair in found[1:]]
-    summary = {key: summarised([ratios[key] for ratios in warm]) for key in ("step_seconds", "wall_seconds")}
-    return {"steps": steps, "ratios": summary, "cold": found[0]["ratios"], "pairs": found}
+        found.append({"cold": index < cold, **seen, "ratio": seen["harness"][key] / seen["bare"][key]})
+    summary = summarised([pair["ratio"] for pair in found if not pair["cold"]])
+    return {"of": key, "steps": steps, "ratio": summary, "pairs": found}
 
 
-def both(steps: int, scratch: Path) -> tuple[Callable[[], Seen], Callable[[], Seen]]:
-    """The script and the row, ready to run as often as wanted."""
-    from harness import machine, run, worker
-    from tests.conftest import composed
+class Pair:
+    """The script and the row of one training, ready to run as often as wanted."""
 
-    values = ("strategy=ddp", "model=tiny", "cluster.device=cpu", f"world_size={RANKS}", "force=true")
-    config = composed(*values, f"train.steps={steps}", "name=overhead", f"results_dir={scratch}")
-    job, _ = run.prepare(run.plan(config, machine.look(config.cluster)))
-    folder = scratch / "bare"
-    folder.mkdir(parents=True)
-    job.write(folder)
+    def __init__(self, steps: int, scratch: Path) -> None:
+        from harness import machine, run
+        from tests.conftest import composed
 
-    def row() -> Seen:
+        self.steps = steps
+        values = ("strategy=ddp", "model=tiny", "cluster.device=cpu", f"world_size={RANKS}", "force=true")
+        self.config = composed(*values, f"train.steps={steps}", "name=overhead", f"results_dir={scratch}")
+        job, _ = run.prepare(run.plan(self.config, machine.look(self.config.cluster)))
+        self.folder = scratch / "bare"
+        self.folder.mkdir(parents=True)
+        job.write(self.folder)
+
+    def one_after_the_other(self, index: int) -> dict[str, Seen]:
+        order: list[tuple[str, Callable[[], Seen]]] = [("bare", lambda: self.script().end()), ("harness", self.row)]
+        return {name: run() for name, run in (order if index % 2 else reversed(order))}
+
+    def in_turns(self, index: int) -> dict[str, Seen]:
+        script = self.script()
+        script.wait_until_warm()
+        with taking_turns(script.command):
+            row = self.row()
+        return {"bare": script.end(), "harness": row}
+
+    def row(self) -> Seen:
+        from harness import machine, run, worker
+
         began = time.perf_counter()
-        planned = run.plan(config, machine.look(config.cluster))
+        planned = run.plan(self.config, machine.look(self.config.cluster))
         record = run.execute(planned, [], lambda _: None, lambda _: None, worker.main)
         wall_seconds = time.perf_counter() - began
         if record["row"]["status"] != "ok":
             raise SystemExit(f"the harness's row is no row: {record['row']['reason']}")
         lines = (planned.directory / "steps.jsonl").read_text().splitlines()
-        entries = [json.loads(line) for line in lines[: config.train.warmup_steps + steps]]  # the rest is profiled
+        entries = [json.loads(line) for line in lines[: self.config.train.warmup_steps + self.steps]]  # then profiled
         return {
             "step_seconds": record["row"]["step_seconds"],
             "seconds": [entry["seconds"] for entry in entries if entry["phase"] == "timed"],
@@ -111,23 +141,72 @@ def both(steps: int, scratch: Path) -> tuple[Callable[[], Seen], Callable[[], Se
             "wall_seconds": wall_seconds,
         }
 
-    return lambda: torchrun(folder), row
+    def script(self) -> "Script":
+        """Starts it as its user does."""
+        from harness.launch import rank_environment
+
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+        command += ["--master-port", str(free_port()), "-m", "tests.benchmarks.bare_ddp", str(self.folder)]
+        began, environment = time.perf_counter(), os.environ | rank_environment("cpu", RANKS)
+        messages = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the script)
+        running = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=messages, text=True
+        )
+        return Script(running, messages, began)
 
 
-def torchrun(folder: Path) -> Seen:
-    """The plain script, as its user starts it."""
-    from harness.launch import rank_environment
+@dataclass
+class Script:
+    command: "subprocess.Popen[str]"
+    messages: Any
+    began: float
 
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-    command += ["--master-port", str(free_port()), "-m", "tests.benchmarks.bare_ddp", str(folder)]
-    began = time.perf_counter()
-    environment = os.environ | rank_environment("cpu", RANKS)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    wall_seconds = time.perf_counter() - began
-    if done.returncode != 0:
-        raise SystemExit(f"the script failed:\n{done.stderr}")
-    seen: Seen = json.loads(done.stdout)
-    return seen | {"wall_seconds": wall_seconds}
+    def wait_until_warm(self) -> None:
+        assert self.command.stdout
+        self.command.stdout.readline()
+
+    def end(self) -> Seen:
+        said, _ = self.command.communicate()
+        wall_seconds = time.perf_counter() - self.began
+        if self.command.returncode != 0:
+            self.messages.seek(0)
+            raise SystemExit(f"the script failed:\n{self.messages.read()}")
+        seen: Seen = json.loads(said.splitlines()[-1])
+        return seen | {"wall_seconds": wall_seconds}
+
+
+@contextmanager
+def taking_turns(script: "subprocess.Popen[str]") -> Iterator[None]:
+    """Of the processes below this one, those of the script and all others are stopped in turns; at the end, none."""
+    done = threading.Event()
+
+    def take() -> None:
+        scripts = True
+        while not done.wait(TURN_SECONDS):
+            scripts = not scripts
+            for process, is_script in below(script.pid):
+                with suppress(psutil.NoSuchProcess):
+                    process.resume() if is_script == scripts else process.suspend()
+        for process, _ in below(script.pid):
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    turns = threading.Thread(target=take)
+    turns.start()
+    try:
+        yield
+    finally:
+        done.set()
+        turns.join()
+
+
+def below(script: int) -> list[tuple[psutil.Process, bool]]:
+    """Every process below this one, and whether it is one of the script's."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            found += [(process, child.pid == script) for process in (child, *child.children(recursive=True))]
+    return found
 
 
 def free_port() -> int:
@@ -157,18 +236,14 @@ def summarised(ratios: Sequence[float]) -> dict[str, Any]:
 
 
 def in_words(comparison: dict[str, Any]) -> str:
-    def said(key: str) -> str:
-        summary = comparison["ratios"][key]
-        if summary["median"] is None:
-            return "unknown"
-        interval = summary["interval"]
-        return f"{summary['median']:.3f}" + (f" (95 %: {interval[0]:.3f} to {interval[1]:.3f})" if interval else "")
+    def said(number: float | None) -> str:
+        return "unknown" if number is None else f"{number:.3f}"
 
-    pairs = len(comparison["pairs"]) - 1
-    return (
-        f"{comparison['steps']} steps, {pairs} warm pairs, harness over script: a step {said('step_seconds')},"
-        f" the whole run {said('wall_seconds')}; the cold pair's whole run {comparison['cold']['wall_seconds']:.3f}"
-    )
+    ratio, cold = comparison["ratio"], [pair["ratio"] for pair in comparison["pairs"] if pair["cold"]]
+    interval = ratio["interval"]
+    within = f" (95 %: {said(interval[0])} to {said(interval[1])})" if interval else ""
+    counted = f"{comparison['steps']} steps, {len(comparison['pairs']) - len(cold)} pairs, harness over script"
+    return f"{counted}: {said(ratio['median'])}{within}" + "".join(f"; cold {said(one)}" for one in cold)
 
 
 if __name__ == "__main__":
