@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness import job, records
+from harness import job, launch, records
 from harness.config import PROFILED_STEPS, TRACED_STEPS, RunConfig
 from harness.figures import Row
 from harness.figures.cost import cost
@@ -45,12 +45,13 @@ def record(
         "measured_on": machine.device_name,
         "started_at": datetime.now(UTC).isoformat(),
     }
+    threads = launch.threads_per_rank(layout.world_size // machine.nodes) if layout else None
     return {
         "row": whole | ending,
         "config": config.to_dict(),
         "layout": layout.to_dict() if layout else None,
         "ranks": [{key: value for key, value in rank.items() if key not in _LONG} for rank in ranks],
-        "environment": environment(machine),
+        "environment": environment(machine, threads),
         "versions": records.versions(),
         "commit": records.git_commit(),
         **(extra or {}),

@@ -1,6 +1,8 @@
 """The command as a user meets it: one line for a mistake, a row for everything else."""
 
+import itertools
 import json
+import pickle
 import subprocess
 import sys
 import time
@@ -8,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, Harness, rows_of, run_harness
+from torch.cuda._memory_viz import trace_plot
 
 from harness import __main__ as command
+from harness import job
 
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
@@ -134,6 +138,22 @@ def test_a_recorded_run_is_not_run_again(harness: Harness, tmp_path: Path) -> No
     assert record.stat().st_mtime_ns > made
     harness("name=again", "train.seed=1", *SMALL)
     assert len(rows_of(results, "again")) == 2
+
+
+def test_a_snapshot_of_memory_is_kept_when_asked_for(harness: Harness, tmp_path: Path) -> None:
+    """In torch's own form and for every rank: played back, it reaches the peak that the allocator counted."""
+    assert harness("name=kept", "proof.reference=false", *SMALL).returncode == 0
+    again = harness("name=kept", "proof.reference=false", "measure.memory_snapshot=true", *SMALL)
+    assert "no snapshot of its memory was kept" in again.stderr
+    (run_dir,) = [path.parent for path in (tmp_path / "results" / "kept").glob("*/record.json")]
+    for rank in range(2):
+        snapshot = pickle.loads(job.snapshot_file(run_dir, rank).read_bytes())
+        signs = {"alloc": 1, "free_completed": -1}
+        lines = [(entry["size"] * signs.get(entry["action"], 0)) for entry in snapshot["device_traces"][0]]
+        seen = json.loads(job.rank_file(run_dir, rank).read_text())["profiled"]
+        assert max(itertools.accumulate(lines)) == seen["peak_allocated_bytes"]
+        assert any(frame["name"] == "backward" for entry in snapshot["device_traces"][0] for frame in entry["frames"])
+        assert "<script" in trace_plot(snapshot)
 
 
 def test_two_commands_share_a_folder(tmp_path: Path) -> None:
