@@ -29,6 +29,7 @@ def main() -> int:
             OmegaConf.register_new_resolver("harness.root", lambda: str(ROOT), replace=True)
             OmegaConf.register_new_resolver("harness.scratch", lambda: scratch, replace=True)
             hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(session.job)()
+        session.repeat()
         return session.finish()
     except (HydraException, OmegaConfBaseException) as error:
         return session.refuse(composition_error(error))

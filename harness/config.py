@@ -6,6 +6,7 @@ import json
 import math
 import re
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -270,12 +271,18 @@ _NOT_IDENTITY = (
 )
 
 
+def settling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a configuration in plain values, groups missing or not, what affects a run's result."""
+    kept = {key: value for key, value in values.items() if key not in _NOT_IDENTITY}
+    for group, name in (("data", "cache"), ("cluster", "name")):
+        if isinstance(kept.get(group), Mapping):
+            kept[group] = {key: value for key, value in kept[group].items() if key != name}
+    return kept
+
+
 def identity(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
     """Hash of everything that affects a run's result, the corpus by its fingerprint: 10 hexadecimal digits."""
-    values = {key: value for key, value in config.to_dict().items() if key not in _NOT_IDENTITY}
-    values["data"].pop("cache")
-    values["cluster"].pop("name")
-    values |= {"world_size": world_size, "device_name": device_name, "corpus": corpus}
+    values = settling(config.to_dict()) | {"world_size": world_size, "device_name": device_name, "corpus": corpus}
     canonical = json.dumps(values, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:10]
 

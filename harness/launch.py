@@ -124,7 +124,8 @@ def launch(
             watch.stopped = watch.stopped or ("" if watch.failed_at() else "interrupted")
         except Exception as error:
             trouble = one_line(f"the ranks could not be run: {type(error).__name__}: {error}")
-            traceback.print_exc(file=(run_dir / "logs" / "launcher.log").open("a"))
+            with (run_dir / "logs" / "launcher.log").open("a") as log:
+                traceback.print_exc(file=log)
     return judge(watch, died, trouble, run_dir, nodes.rank * local_ranks, time.monotonic() - began)
 
 

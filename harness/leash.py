@@ -12,8 +12,9 @@ import sys
 CHECK_SECONDS = 0.25  # between two looks at the parent; a timer, because forks of a process with threads are unsafe
 PR_SET_PDEATHSIG = 1  # prctl(2), linux/prctl.h: the signal this process gets when its parent dies
 
-_PARENT, _SELF = os.getppid(), os.getpid()
+_PARENT, _SELF = os.getppid(), os.getpid()  # as the forkserver imports this
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before the fork, so that a child only calls
+_tied = False  # whether this process is a rank
 
 
 def _check(*_: object) -> None:
@@ -28,7 +29,11 @@ def _die_with_parent() -> None:
 
 
 def _tie_rank() -> None:
-    """In a rank, right after its fork: it dies when the forkserver does."""
+    """In a rank, right after its fork: it dies when the forkserver does. What a rank forks is the rank's own affair."""
+    global _tied
+    if _tied:
+        return
+    _tied = True
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # timers are not inherited, handlers are
     _die_with_parent()
     if os.getppid() != _SELF:

@@ -68,7 +68,12 @@ def _cuda_devices() -> tuple[list[int], str]:
         return [], ""
     import pynvml
 
-    pynvml.nvmlInit()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise UserError(
+            f"torch sees {count} devices, of which NVML says: {error}; cluster.device=cpu leaves them"
+        ) from None
     handles = [nvml_handle(pynvml, entry) for entry in visible_devices(count)]
     name = pynvml.nvmlDeviceGetName(handles[0])
     return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles], str(name)

@@ -45,13 +45,15 @@ def record(
         "measured_on": machine.device_name,
         "started_at": datetime.now(UTC).isoformat(),
     }
-    threads = launch.threads_per_rank(layout.world_size // machine.nodes) if layout else None
+    local_ranks = layout.world_size // machine.nodes if layout else None
+    threads = local_ranks and launch.threads_per_rank(local_ranks)
+    given = launch.rank_environment(machine.device, local_ranks) if local_ranks else {}
     return {
         "row": whole | ending,
         "config": config.to_dict(),
         "layout": layout.to_dict() if layout else None,
         "ranks": [{key: value for key, value in rank.items() if key not in _LONG} for rank in ranks],
-        "environment": environment(machine, threads),
+        "environment": environment(machine, threads, given),
         "versions": records.versions(),
         "commit": records.git_commit(),
         **(extra or {}),

@@ -285,6 +285,7 @@ def write(
     places = range(this.layout.pp)
     activations = (memory.activation_bytes(this.config, this.layout, this.machine.device, place) for place in places)
     ending |= {"predicted_peak_bytes": predicted.peak_bytes, "predicted_activation_bytes": max(activations)}
+    extra = (extra or {}) | {"corpus": this.corpus.fingerprint}
     record = row.record(this.config, this.machine, this.layout, this.run_id, ending, ranks, extra)
     steps = record.pop("steps", [])
     this.directory.mkdir(parents=True, exist_ok=True)

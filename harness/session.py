@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ class Session:
         self.model_folder = model_folder
         self.records: list[Record] = []
         self.folder: Path | None = None
+        self.repeats: list[list[dict[str, Any]]] = []  # still to be run, of each combination
         self.is_sweep = False
         self.mistake: str | None = None  # kept, not raised: Hydra would add lines of its own to it
         self.display = Display()
 
     def job(self, composed: Any) -> None:
-        """One combination, as often as it is to be repeated."""
+        """One combination; its repeats come when all others had their turn, so that they are not of one moment."""
         hydra_config = HydraConfig.get()
         self.is_sweep = hydra_config.mode == RunMode.MULTIRUN
         if self.mistake is not None:
@@ -48,10 +50,17 @@ class Session:
             if self.is_sweep:
                 self.display.total = sweep_size(self.arguments, hydra_config.sweeper.params, len(repeats))
             self.display.repeated = len(repeats) > 1
-            for repeat in repeats:
-                self.one(repeat, self.folder)
+            self.one(repeats[0], self.folder)
+            self.repeats.append(repeats[1:])
         except UserError as error:
             self.mistake = str(error)
+
+    def repeat(self) -> None:
+        """The second run of every combination, then the third."""
+        for turn in zip_longest(*self.repeats):
+            for values in turn:
+                if values is not None:
+                    self.one(values, configuration.folder_of(values))
 
     def one(self, values: dict[str, Any], folder: Path) -> None:
         """One run. Inside a sweep an impossible one is a row; alone it is a mistake."""

@@ -12,7 +12,7 @@ from harness.config import TRACED_STEPS, TrainConfig
 from harness.engines import Batch, Engine
 from harness.layout import Layout
 from harness.measure.gradients import GradientStatistic, GradientStatistics, statistics
-from harness.measure.memory import DeviceMemory
+from harness.measure.memory import Counters, DeviceMemory
 from harness.measure.probe import Probe
 from harness.measure.profile import ProfiledStep, profiling
 from harness.measure.timing import StepTimes
@@ -28,14 +28,13 @@ class Measurements:
     grad_norms: list[float]
     step_seconds: list[float]
     phase_seconds: dict[str, list[float]]
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
+    memory: Counters  # in the timed steps
     used: Used
     first_gradients: list[GradientStatistic]
     first_moments: list[GradientStatistic]  # of gradients as the optimizer took them, clipped
     last_parameters: list[GradientStatistic]
     last_masters: list[GradientStatistic]
-    traced: Split
+    traced: Split | None
     profiled: ProfiledStep
 
 
@@ -67,24 +66,23 @@ def train(
     with probe.listening(first_gradients):
         step("warm-up")
     first_moments = statistics(engine, "optimizer", config.seed, "exp_avg")
+    memory.forget_unused()  # of these statistics
     for _ in range(config.warmup_steps - 1):
         step("warm-up")
 
     usage = Usage(devices_of(engine, memory))
     dist.barrier()
     memory.reset_peak()
-    times, fullest = StepTimes(memory.device), memory.keep_fullest()
+    before, times, fullest = memory.counters(), StepTimes(memory.device), memory.keep_fullest()
     usage.begin()
     with probe.listening(times):
         for _ in range(config.steps):
-            usage.sample()
             times.mark_step()
             with fullest.step():
                 step("timed")
         times.mark_step()
     step_seconds, phase_seconds = times.step_seconds(), times.phase_seconds()
-    used = usage.end()
-    peak_allocated_bytes, peak_reserved_bytes = memory.peak_allocated_bytes(), memory.peak_reserved_bytes()
+    used, in_steps = usage.end(), memory.in_steps(before)
 
     trace = StepTrace(memory.device)
     with trace, probe.listening(trace):
@@ -100,8 +98,7 @@ def train(
         grad_norms=grad_norms.tolist(),
         step_seconds=step_seconds,
         phase_seconds=phase_seconds,
-        peak_allocated_bytes=peak_allocated_bytes,
-        peak_reserved_bytes=peak_reserved_bytes,
+        memory=in_steps,
         used=used,
         first_gradients=first_gradients.found,
         first_moments=first_moments,

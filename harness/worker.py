@@ -70,22 +70,23 @@ def measure(this: Job, rank: int, progress: "Progress", directory: Path) -> dict
         snapshot = job.snapshot_file(directory, rank) if this.config.measure.memory_snapshot else None
         seen = train(engine, probe, batches, this.config.train, this.layout, memory, progress, snapshot)
         profiled = seen.profiled._asdict()
-        report = vars(seen) | {
-            "last_gradients": profiled.pop("gradients"),
-            "profiled": as_plain(profiled),
-            "traced": as_plain_split(seen.traced),
-            "used": dataclasses.asdict(seen.used),
-            "devices": engine.devices,
-            "device_name": torch.cuda.get_device_name() if this.device == "cuda" else "cpu",
-            "start_peak_bytes": start_peak_bytes,
-            "parameter_bytes": held_bytes(engine, "parameters"),
-            "optimizer_bytes": held_bytes(engine, "optimizer"),
-            "parameters": holdings(engine, "parameters"),
-            "optimizer": holdings(engine, "optimizer"),
-            "allocation_retries": memory.allocation_retries(),
-            "out_of_memory_errors": memory.out_of_memory_errors(),
-            "outside_bytes": memory.outside_bytes(),
-        }
+        report = (
+            {key: value for key, value in vars(seen).items() if key != "memory"}
+            | seen.memory._asdict()
+            | {
+                "last_gradients": profiled.pop("gradients"),
+                "profiled": as_plain(profiled),
+                "traced": seen.traced and as_plain_split(seen.traced),
+                "used": dataclasses.asdict(seen.used),
+                "devices": engine.devices,
+                "device_name": torch.cuda.get_device_name() if this.device == "cuda" else "cpu",
+                "start_peak_bytes": start_peak_bytes,
+                "parameter_bytes": held_bytes(engine, "parameters"),
+                "optimizer_bytes": held_bytes(engine, "optimizer"),
+                "parameters": holdings(engine, "parameters"),
+                "optimizer": holdings(engine, "optimizer"),
+            }
+        )
         engine.close()
     return report
 
@@ -106,6 +107,7 @@ def as_plain_split(traced: Split) -> dict[str, Any]:
 def process_group(this: Job) -> Iterator[tuple[DeviceMesh, torch.device]]:
     """Joins the other ranks; a mesh with every axis, in the order of layout.AXES."""
     torch.set_num_threads(this.threads)
+    torch.set_float32_matmul_precision("highest")  # fp32 is fp32: some containers have TF32 on
     if this.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

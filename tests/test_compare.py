@@ -157,11 +157,12 @@ def test_ratios_are_of_b_over_a_in_every_column(tmp_path: Path) -> None:
     [
         (0.05, 0.05, 1040.0, True),
         (0.05, 0.05, 1060.0, False),
-        (0.01, 0.30, 1200.0, True),  # B's alone
-        (0.30, 0.01, 1200.0, True),  # A's alone
+        (0.0, 0.40, 1200.0, True),  # B's alone
+        (0.50, 0.0, 1200.0, True),  # A's alone
+        (0.30, 0.30, 1200.0, True),  # neither's alone, and both together
         (0.05, 0.05, 960.0, True),
         (0.05, 0.05, 940.0, False),
-        (None, 0.05, 1040.0, True),
+        (None, 0.10, 1040.0, True),
         (None, None, 1000.1, False),  # unknown is said, not marked
     ],
 )
@@ -172,9 +173,15 @@ def test_a_difference_within_the_spread_is_marked(
     other = record(1, "ddp", step_seconds_spread=second, tokens_per_second=speed)
     lines = compared(tmp_path, [one], [other])
     assert cells(lines, "ddp")[4].endswith("~") == marked
-    assert any(line.startswith("~ A and B differ by less than the spread") for line in lines) == marked
+    assert any(line.startswith("~ the spreads of A and B meet") for line in lines) == marked
     unknown = [line for line in lines if line.startswith("no spread is known")]
     assert len(unknown) == (first is None and second is None) and all(line.endswith(": ddp") for line in unknown)
+
+
+def test_what_no_column_shows_is_said_where_it_changed(tmp_path: Path) -> None:
+    one = record(1, "ddp", optimizer_bytes=2**20, in_flight=2, hardware_flops=1000, forward_seconds=0.1)
+    other = record(1, "ddp", optimizer_bytes=2**21, in_flight=2, hardware_flops=1009, forward_seconds=0.2)
+    assert "ddp: optimizer_bytes 1.00 MiB → 2.00 MiB" in compared(tmp_path, [one], [other])
 
 
 def test_repeats_are_one_line_and_their_range_is_the_spread(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from harness import __main__ as command
 from harness import config
 from harness.cli import each_repeat, sweep_size
 from harness.records import Record
-from harness.report import spread
 from harness.report.comparison import frame, labels_by, values
 from harness.report.spread import between_runs, is_unsettled, merged
 from harness.report.tables import comparison_columns
@@ -62,7 +61,7 @@ zero2     2      ok      17,000           1  1.06~         60.2  20.00  0.91  12
 single    1      error                    2
 not shown in 120 columns: tok/s /device, activ. MiB
 ± half the range of tok/s between runs over their median
-~ differs from the baseline by less than the spread of either (±; of one run that of its steps)
+~ not settled: the spreads meet (±; of one run that of its steps)
 zero1 repeat 1 error: RuntimeError: shards differ
 single error: RuntimeError: shards differ
 ‡ disturbed, other processes used 0.8 of 2 cores: zero3 repeat 1
@@ -109,19 +108,20 @@ def test_a_ratio_is_marked_where_the_difference_is_below_the_spread(own: list[fl
     assert len(shown) == 2 * len(pairs)
     for cell, baseline, (base, own_steps, base_steps) in zip(shown[::2], shown[1::2], pairs, strict=True):
         scatter = [
-            (max(speeds) - min(speeds)) / 2 if len(speeds) > 1 else (steps or 0) * speeds[0]
+            (max(speeds) - min(speeds)) / 2 if len(speeds) > 1 else (steps or 0) / 2 * speeds[0]
             for speeds, steps in ((own, own_steps), (base, base_steps))
         ]  # in tokens per second; an unknown spread marks nothing
         difference = abs(statistics.median(own) - statistics.median(base))
         ratio = statistics.median(own) / statistics.median(base)
-        assert (cell, baseline) == (f"{ratio:.2f}" + "~" * (difference < max(scatter)), "1.00")
+        assert (cell, baseline) == (f"{ratio:.2f}" + "~" * (difference < sum(scatter)), "1.00")
 
 
 def test_spreads() -> None:
     assert between_runs([100.0, None, 110.0, 104.0]) == pytest.approx(5 / 104)
     assert between_runs([100.0, None]) is None and between_runs([]) is None
     assert not is_unsettled(1.0, None, None) and not is_unsettled(None, 0.5, 0.5)
-    assert is_unsettled(1.04, None, 0.05) and is_unsettled(1.04, 0.05, None) and not is_unsettled(1.06, 0.05, 0.05)
+    assert is_unsettled(1.04, None, 0.05) and is_unsettled(1.04, 0.05, None) and not is_unsettled(1.06, None, 0.05)
+    assert is_unsettled(1.09, 0.05, 0.05) and not is_unsettled(1.11, 0.05, 0.05)
     assert is_unsettled(1.2, 0.18, None) and not is_unsettled(0.8, 0.22, None)  # of 1.2 and of 0.8
 
 
@@ -150,7 +150,8 @@ def test_only_what_differs_in_repeat_alone_is_one_line() -> None:
     bare = {"run_id": "x", "name": "r", "status": "refused", "reason": "train.steps=0", "strategy": "ddp"}
     refused = [{"row": bare | {"run_id": str(n)}, "config": {"train": {"steps": 0}, "repeat": n}} for n in range(3)]
     assert [len(line["runs"]) for line in merged(refused)] == [3]
-    assert set(spread._MAY_DIFFER) == {*config._NOT_IDENTITY, "repeat"}
+    kept = {"data": {"cache": "/a", "path": "x"}, "measure": {"memory_snapshot": True}, "cluster": {"name": "local"}}
+    assert config.settling(kept) == {"data": {"path": "x"}, "cluster": {}}
 
 
 def test_parts_that_add_up_in_one_run_are_not_mixed_from_several() -> None:

@@ -5,13 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sabotage
+import torch
 from conftest import composed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import machine, run
 from harness.measure.spans import common, seconds, spans, without
-from harness.measure.trace import Happened, split
+from harness.measure.trace import Happened, StepTrace, split_of_cpu, split_of_gpu
 from harness.row import read_ranks
 
 Pairs = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
@@ -39,17 +40,18 @@ def cpu(name: str, begin: int, end: int, thread: int = 1) -> Happened:
 
 
 def test_on_a_cpu_operators_hide_what_gloos_threads_do() -> None:
-    found = split(
+    found = split_of_cpu(
         [
             cpu("harness.step", 0, 100),
             cpu("harness.forward", 0, 30),
-            cpu("aten::linear", 0, 30),  # holds another: not itself computing
-            cpu("aten::addmm", 2, 20),
+            cpu("aten::linear", 0, 30),
+            cpu("aten::addmm", 2, 20),  # inside another
+            cpu("gloo:all_reduce", 0, 20, thread=2),
             cpu("harness.backward", 30, 90),
             cpu("autograd::engine::evaluate_function", 30, 90),
             cpu("aten::mm", 32, 50),
-            cpu("c10d::allreduce_", 50, 51),
-            cpu("aten::mm", 51, 60),
+            cpu("aten::mm", 50, 60),
+            cpu("c10d::allreduce_", 50, 51),  # inside another, as a DTensor's
             cpu("gloo:all_reduce", 50, 80, thread=2),
             cpu("aten::mm", 60, 75, thread=3),  # of another thread: hides nothing
         ]
@@ -58,11 +60,11 @@ def test_on_a_cpu_operators_hide_what_gloos_threads_do() -> None:
     assert found.phases["forward"] == pytest.approx((0.030, 0.0, 0.0))
     assert found.phases["backward"] == pytest.approx((0.060, 0.021, 0.0))  # 50 to 51, and 60 to 80
     assert found.phases["rest"] == pytest.approx((0.010, 0.0, 0.0))
-    assert found.overlapped_seconds == pytest.approx(0.009)
+    assert found.overlapped_seconds == pytest.approx(0.029)
 
 
 def test_messages_are_waited_for_and_no_collective() -> None:
-    found = split(
+    found = split_of_cpu(
         [
             cpu("harness.step", 0, 100),
             cpu("harness.forward", 40, 60),
@@ -75,25 +77,74 @@ def test_messages_are_waited_for_and_no_collective() -> None:
     assert found.overlapped_seconds == 0 and found.phases["forward"].exposed_seconds == 0
 
 
-def test_on_a_gpu_kernels_count_and_not_who_launches_them() -> None:
-    def gpu(name: str, begin: int, end: int) -> Happened:
-        return Happened(name, begin * MS, end * MS, True, 0)
+def test_a_matrix_product_hides_a_collective_whatever_it_calls() -> None:
+    """A real one: torch lists small operators inside it, and its own work as nobody's."""
+    trace, matrix = StepTrace(torch.device("cpu")), torch.randn(1500, 1500)
+    with trace, trace.phase("step"), trace.phase("forward"):
+        matrix @ matrix
+    found = trace.split()
+    assert found is not None and trace.profiler.profiler is not None
+    results = trace.profiler.profiler.kineto_results
+    product = next(event for event in results.events() if event.name() == "aten::mm")
+    begin, end = product.start_ns(), product.start_ns() + product.duration_ns()
+    marks = [Happened(f"harness.{name}", begin, end, thread=1) for name in ("step", "forward")]
+    listed = [Happened(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), thread=1) for e in results.events()]
+    listed = [event for event in listed if event.name.startswith("aten::")]
+    hidden = split_of_cpu([*marks, *listed, Happened("gloo:all_reduce", begin, end, thread=2)])
+    assert hidden.overlapped_seconds == pytest.approx(found.seconds, rel=0.2)
+    assert hidden.phases["forward"].exposed_seconds == 0
 
-    found = split(
+
+def gpu(name: str, begin: int, end: int, asked_by: int, annotation: bool = False) -> Happened:
+    return Happened(name, begin * MS, end * MS, True, 0, asked_by=asked_by, annotation=annotation)
+
+
+def launch(number: int, moment: int, thread: int = 1) -> Happened:
+    return Happened("aten::mm", moment * MS, (moment + 1) * MS, False, thread, number)
+
+
+REDUCE, MESSAGE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", "ncclDevKernel_SendRecv(ncclDevComm*)"
+
+
+def test_on_a_gpu_kernels_count_for_the_phase_that_asked_for_them() -> None:
+    """Backward's thread is another; annotations around kernels are no kernels, and no phases."""
+    found = split_of_gpu(
         [
-            cpu("harness.step", 0, 10),
-            cpu("aten::mm", 0, 10),
-            gpu("harness.step", 20, 120),
-            gpu("harness.backward", 20, 100),
-            gpu("ampere_sgemm", 20, 60),
-            gpu("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", 50, 90),
-            gpu("ncclDevKernel_SendRecv(ncclDevComm*)", 100, 110),
+            cpu("harness.step", 0, 20),
+            cpu("harness.forward", 0, 4),
+            cpu("harness.backward", 5, 14),
+            launch(1, 1),
+            launch(2, 6, thread=9),
+            launch(3, 7, thread=9),
+            launch(4, 15),
+            gpu("sgemm", 20, 40, asked_by=1),
+            gpu("harness.backward", 90, 91, asked_by=3, annotation=True),
+            gpu("FSDP::all_gather", 50, 110, asked_by=2, annotation=True),
+            gpu("sgemm", 50, 60, asked_by=2),
+            gpu(REDUCE, 55, 80, asked_by=2),
+            gpu("sgemm", 90, 100, asked_by=3),
+            gpu(MESSAGE, 100, 110, asked_by=3),
+            gpu("adam", 110, 120, asked_by=4),
         ]
     )
-    assert found.seconds == pytest.approx(0.1)
-    assert found.phases["backward"] == pytest.approx((0.080, 0.030, 0.0))
-    assert found.phases["rest"] == pytest.approx((0.020, 0.0, 0.010))
-    assert found.overlapped_seconds == pytest.approx(0.010)
+    assert found is not None and found.seconds == pytest.approx(0.1)
+    assert found.phases["forward"] == pytest.approx((0.020, 0.0, 0.0))
+    assert found.phases["backward"] == pytest.approx((0.050, 0.020, 0.010))  # 60 to 80 exposed, 80 to 90 nothing
+    assert found.phases["rest"] == pytest.approx((0.030, 0.0, 0.020))  # before backward, the message, then adam
+    assert found.overlapped_seconds == pytest.approx(0.005)
+
+
+def test_a_phase_ends_where_the_next_begins() -> None:
+    """Streams overlap; parts of a step must not."""
+    listed = [cpu("harness.step", 0, 9), cpu("harness.forward", 0, 4), cpu("harness.backward", 4, 9)]
+    listed += [launch(1, 1), launch(2, 5), gpu("copy", 10, 40, asked_by=1), gpu("mm", 30, 50, asked_by=2)]
+    found = split_of_gpu(listed)
+    assert found is not None and found.seconds == pytest.approx(0.04)
+    assert [found.phases[name].seconds for name in ("forward", "backward", "rest")] == pytest.approx([0.02, 0.02, 0])
+
+
+def test_a_profiler_that_sees_no_kernels_tells_nothing() -> None:
+    assert split_of_gpu([cpu("harness.step", 0, 10), launch(1, 1), launch(2, 2)]) is None
 
 
 def test_a_rank_that_waits_for_another_communicates_exposed(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def time(layout: Layout, ranks: Sequence[Rank]) -> Row:
         "step_seconds_spread": (quantile(ordered, 0.75) - quantile(ordered, 0.25)) / median if len(steps) > 3 else None,
         **{name: statistics.mean(each[name] for each in divided) for name in PARTS},
         "overlapped_communication_seconds": overlapped(slowest(ranks, min(middle)), median),
+        **(dict.fromkeys((EXPOSED, IDLE)) if any(rank["traced"] is None for rank in ranks) else {}),
     }
 
 
@@ -55,15 +56,18 @@ def slowest(ranks: Sequence[Rank], step: int) -> Rank:
 
 
 def parts(layout: Layout, rank: Rank, step: int) -> dict[str, float]:
-    """One rank's timed step: its phases by the clock, each divided as the traced steps' was."""
+    """One rank's timed step: its phases by the clock, each divided as the traced steps' was, undivided without.
+
+    On a CPU a rank is idle where all is said and the others are waited for; on a GPU where it has nothing to do.
+    """
     found = dict.fromkeys(PARTS, 0.0)
     timed = {name: seconds[step] for name, seconds in rank["phase_seconds"].items()}
     timed[REST] = rank["step_seconds"][step] - sum(timed.values())
     for name, seconds in timed.items():
-        exposed, waiting = exposure(rank["traced"]["phases"], name)
+        exposed, waiting = exposure((rank["traced"] or {"phases": {}})["phases"], name)
         if layout.pp > 1 and name in (REST, "norm"):  # all ranks meet in the norm: there the early ones wait
             exposed, waiting = 0.0, exposed + waiting
-        elif name != REST:
+        elif name != REST and rank["device_name"] == "cpu":
             waiting = 0.0
         found[EXPOSED] += exposed * seconds
         found[IDLE] += waiting * seconds
@@ -82,8 +86,7 @@ def exposure(phases: Mapping[str, Mapping[str, float]], name: str) -> tuple[floa
 def overlapped(rank: Rank, step: float) -> float | None:
     """Seconds of a step in which a collective was hidden behind computing."""
     traced = rank["traced"]
-    share: float = traced["overlapped_seconds"] / traced["seconds"]
-    return share * step
+    return step * traced["overlapped_seconds"] / traced["seconds"] if traced and traced["seconds"] else None
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

@@ -39,10 +39,11 @@ _CPUINFO = Path("/proc/cpuinfo")
 _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
 
-def environment(machine: Machine, threads: int | None = None) -> dict[str, Any]:
+def environment(machine: Machine, threads: int | None = None, given: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Plain values, None where unknown. What cannot change within a process is looked up once.
 
-    threads: of each rank, where known. Nothing here touches a device: torch says what it was built for, NVML the rest.
+    threads: of each rank, where known; given: the variables that ranks find beside this process's. Nothing here touches
+    a device: torch says what it was built for, NVML the rest.
     """
     return {
         "device": machine.device,
@@ -54,7 +55,7 @@ def environment(machine: Machine, threads: int | None = None) -> dict[str, Any]:
         **_software(),
         **_devices(machine.devices),
         "compiler": _compiler(os.environ.get("CXX", "")),
-        "variables": variables(os.environ, _homes()),
+        "variables": variables(os.environ | (given or {}), _homes()),
     }
 
 

@@ -18,6 +18,16 @@ from harness.measure.native import Allocator
 _FREED = {"alloc": 1, "free_requested": -1}  # lines of torch's history that change what is allocated
 
 
+class Counters(NamedTuple):
+    """What a device's memory was, as DeviceMemory's methods of these names say."""
+
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    outside_bytes: int | None
+    allocation_retries: int | None
+    out_of_memory_errors: int | None
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
     """What this process holds on its device, in bytes. None is unknown: on a CPU without the allocator, everything."""
@@ -51,6 +61,11 @@ class DeviceMemory:
         """The most the caching allocator took from the device since reset_peak(); a CPU has no such cache."""
         return torch.cuda.max_memory_reserved(self.device) if self._cuda else None
 
+    def forget_unused(self) -> None:
+        """Gives back what the caching allocator keeps for later, so that what was needed once is not reserved on."""
+        if self._cuda:
+            torch.cuda.empty_cache()
+
     def allocation_retries(self) -> int | None:
         """How often the cache was emptied to serve a request, since the start: above 0, throughput suffers."""
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0)) if self._cuda else None
@@ -58,6 +73,23 @@ class DeviceMemory:
     def out_of_memory_errors(self) -> int | None:
         """How often a request failed, since the start."""
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0)) if self._cuda else None
+
+    def in_steps(self, before: "Counters") -> "Counters":
+        """Since reset_peak(), and since `before`; to be read when the steps are over and nothing else was done."""
+        now = self.counters()
+        return now._replace(
+            allocation_retries=_since(before.allocation_retries, now.allocation_retries),
+            out_of_memory_errors=_since(before.out_of_memory_errors, now.out_of_memory_errors),
+        )
+
+    def counters(self) -> "Counters":
+        return Counters(
+            self.peak_allocated_bytes(),
+            self.peak_reserved_bytes(),
+            self.outside_bytes(),
+            self.allocation_retries(),
+            self.out_of_memory_errors(),
+        )
 
     def outside_bytes(self) -> int | None:
         """In use on the device and not torch's: contexts, libraries' workspaces, NCCL's buffers, other processes."""
@@ -90,6 +122,8 @@ class DeviceMemory:
 
 class MemoryLog:
     """The history of one device's blocks: `now` is the moment of the line that comes next, `end` closes it."""
+
+    is_whole = True  # after end(): whether what came and went leaves what is there
 
     def now(self) -> int:
         raise NotImplementedError
@@ -151,11 +185,14 @@ class CudaLog(MemoryLog):
         self.device = device
         torch.cuda.memory._record_memory_history("all", context=None)
         self.begun = self.now()
-        segments = torch.cuda.memory._snapshot(device)["segments"]
-        self.there = [
+        self.there = self._allocated(torch.cuda.memory._snapshot(device))
+
+    def _allocated(self, snapshot: dict[str, Any]) -> list[tuple[int, int]]:
+        """Address and requested bytes of every block in use."""
+        return [
             (block["address"], block["requested_size"])
-            for segment in segments
-            if segment["device"] == device.index
+            for segment in snapshot["segments"]
+            if segment["device"] == self.device.index
             for block in segment["blocks"]
             if block["state"] == "active_allocated"
         ]
@@ -172,10 +209,15 @@ class CudaLog(MemoryLog):
             if entry["action"] in _FREED:
                 lines.append((entry["time_us"], entry["addr"], _FREED[entry["action"]] * entry["size"]))
         moments, addresses, sizes = np.array(lines, np.int64).reshape(-1, 3).T
+        self.is_whole = sum(sizes) == sum(size for _, size in self._allocated(self.taken))
         return Log(moments, addresses, sizes, np.zeros_like(sizes), len(self.there))
 
     def snapshot(self, notes: Notes) -> dict[str, Any]:
         return self.taken
+
+
+def _since(before: int | None, now: int | None) -> int | None:
+    return None if before is None or now is None else now - before
 
 
 def local_tensors(tensor: Tensor) -> Iterator[Tensor]:

@@ -212,7 +212,7 @@ class StepListener(Listener):
 
         Raises RuntimeError if the log's peak is not the allocator's.
         """
-        if self.log is None:
+        if self.log is None or not (self.history and self.history.is_whole):
             return None
         own = fullest(self.log, self.notes)
         if self.memory.counts_requests and own.bytes != self.peak_allocated_bytes:

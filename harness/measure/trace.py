@@ -4,12 +4,17 @@ Communication is exposed while a collective is in flight and no operator compute
 measure of Holistic Trace Analysis. On a GPU both are kernels in their streams; on a CPU operators of the rank's thread
 and the collectives of gloo's threads. Messages between pipeline stages are told apart: they are in flight from the
 moment they are asked for until the other stage comes to them.
+
+A kernel belongs to the phase in which it was asked for, by whichever thread. The profiler's own spans on the GPU are
+left aside: they know the kernels of the thread alone that opened them, and backward has another.
 """
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -29,7 +34,7 @@ class Share(NamedTuple):
 
     seconds: float
     exposed_seconds: float
-    waiting_seconds: float  # for messages alone
+    waiting_seconds: float  # on a CPU for messages, on a GPU for any work
 
 
 class Split(NamedTuple):
@@ -46,8 +51,11 @@ class Happened(NamedTuple):
     name: str
     begin: int
     end: int
-    on_gpu: bool
-    thread: int
+    on_gpu: bool = False
+    thread: int = 0
+    number: int = 0  # of an entry on the CPU
+    asked_by: int = 0  # of an entry on the GPU: the number of the operator that launched it
+    annotation: bool = False  # whoever made the entry with record_function, the harness too
 
 
 class StepTrace(Listener):
@@ -74,53 +82,86 @@ class StepTrace(Listener):
         with record_function(_MARK + name):
             yield
 
-    def split(self) -> Split:
+    def split(self) -> Split | None:
+        """None where the profiler saw nothing of the GPU, as where it is not permitted to."""
         assert self.profiler.profiler is not None and self.profiler.profiler.kineto_results is not None
-        return split(
+        events = [
             Happened(
                 event.name(),
                 event.start_ns(),
                 event.start_ns() + event.duration_ns(),
                 event.device_type() != torch.profiler.DeviceType.CPU,
                 event.start_thread_id(),
+                event.correlation_id(),
+                event.linked_correlation_id(),
+                event.is_user_annotation(),
             )
             for event in self.profiler.profiler.kineto_results.events()
-        )
+        ]
+        return split_of_gpu(events) if self.on_gpu else split_of_cpu(events)
 
 
-def split(happened: Iterable[Happened]) -> Split:
-    """Divides traced steps. Where there are marks on the GPU its timeline is the one that is divided."""
-    events = list(happened)
-    on_gpu = any(event.on_gpu and event.name.startswith(_MARK) for event in events)
-    events = [event for event in events if event.on_gpu == on_gpu]
+def split_of_cpu(events: Sequence[Happened]) -> Split:
+    """Divides traced steps by the operators of the threads that marked them; inside of these, waiting is none."""
     marks = [event for event in events if event.name.startswith(_MARK)]
-    if on_gpu:
-        computing = _spans(e for e in events if not e.name.startswith((_MARK, *_SENDS)))
-    else:
-        threads = {mark.thread for mark in marks}
-        innermost = _innermost(e for e in events if e.thread in threads)
-        computing = _spans(e for e in innermost if e.name.startswith(_COMPUTES))
-    waiting = without(_spans(e for e in events if e.name.startswith(_MESSAGES)), computing)
-    collective = _spans(e for e in events if e.name.startswith(_SENDS) and not e.name.startswith(_MESSAGES))
-    exposed = without(collective, computing)
-    whole = _spans(mark for mark in marks if mark.name == _MARK + STEP)
-    names = sorted({mark.name for mark in marks} - {_MARK + STEP})
-    parts = {name.removeprefix(_MARK): _spans(mark for mark in marks if mark.name == name) for name in names}
+    threads = {mark.thread for mark in marks}
+    own = [event for event in events if event.thread in threads]
+    operators = _spans(event for event in own if event.name.startswith(_COMPUTES))
+    computing = without(operators, _spans(event for event in own if event.name.startswith(_SENDS)))
+    messages = without(_spans(event for event in events if event.name.startswith(_MESSAGES)), computing)
+    return _divided(_occurrences(marks), computing, _collectives(events), messages)
+
+
+def split_of_gpu(events: Sequence[Happened]) -> Split | None:
+    """Divides traced steps by kernels; a phase lasts from its first to its last, or to the first of the next."""
+    marks = [event for event in events if event.name.startswith(_MARK) and not event.on_gpu]
+    kernels = [event for event in events if event.on_gpu and not event.annotation]
+    computing = [event for event in kernels if not event.name.startswith(_SENDS)]
+    asked = {event.number: event.begin for event in events if not event.on_gpu}
+    moments = np.array([asked.get(kernel.asked_by, 0) for kernel in computing], np.int64)
+    times = np.array([(kernel.begin, kernel.end) for kernel in computing], np.int64).reshape(-1, 2)
+    found = []
+    for mark in marks:
+        within = times[(moments >= mark.begin) & (moments < mark.end)]
+        if len(within):
+            found.append(mark._replace(begin=int(within[:, 0].min()), end=int(within[:, 1].max())))
+    if not found:
+        return None
+    phases = _occurrences(found)
+    begins = sorted(begin for name, spans_of in phases.items() if name != STEP for begin, _ in spans_of)
+    for name, spans_of in phases.items():
+        if name != STEP:
+            following = ((begin, end, bisect_right(begins, begin)) for begin, end in spans_of)
+            phases[name] = [(a, min([b, *begins[after : after + 1]])) for a, b, after in following]
+    busy = spans((int(a), int(b)) for a, b in times)
+    collectives = _collectives(kernels)
+    whole = spans(phases[STEP])
+    return _divided(phases, busy, collectives, without(without(whole, busy), collectives))
+
+
+def _divided(
+    phases: Mapping[str, Sequence[tuple[int, int]]], computing: Spans, collectives: Spans, waiting: Spans
+) -> Split:
+    exposed, whole = without(collectives, computing), spans(phases[STEP])
+    parts = {name: common(spans(pairs), whole) for name, pairs in phases.items() if name != STEP}
     parts[REST] = without(whole, spans((int(a), int(b)) for part in parts.values() for a, b in part))
     shares = {
         name: Share(seconds(part), seconds(common(exposed, part)), seconds(without(common(waiting, part), exposed)))
         for name, part in parts.items()
     }
-    return Split(seconds(whole), shares, seconds(common(common(collective, computing), whole)))
+    return Split(seconds(whole), shares, seconds(common(common(collectives, computing), whole)))
+
+
+def _occurrences(marks: Iterable[Happened]) -> dict[str, list[tuple[int, int]]]:
+    found: dict[str, list[tuple[int, int]]] = {}
+    for mark in marks:
+        found.setdefault(mark.name.removeprefix(_MARK), []).append((mark.begin, mark.end))
+    return found
+
+
+def _collectives(events: Iterable[Happened]) -> Spans:
+    return _spans(e for e in events if e.name.startswith(_SENDS) and not e.name.startswith(_MESSAGES))
 
 
 def _spans(events: Iterable[Happened]) -> Spans:
     return spans((event.begin, event.end) for event in events)
-
-
-def _innermost(events: Iterable[Happened]) -> Iterator[Happened]:
-    """Those of one thread with nothing inside them."""
-    ordered = sorted(events, key=lambda event: (event.begin, -event.end))
-    for event, following in zip(ordered, [*ordered[1:], None], strict=True):
-        if following is None or following.begin >= event.end:
-            yield event

@@ -5,6 +5,7 @@ import os
 import resource
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 from harness.measure.environment import asked
 
 _STATUS = Path("/proc/self/status")
+LOOK_SECONDS = 0.2
+ENERGY_SECONDS = 2.0  # of the steps at least: NVML's counter moves every few tens of milliseconds
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Used:
     busy_seconds: float  # of these cores in user and system mode, for any process of this machine
     stolen_seconds: float | None  # of these cores, given to other virtual machines; Linux alone knows
     peak_host_bytes: int | None  # the most of this process that was ever resident, shared pages included
-    energy_joules: float | None  # of its devices
+    energy_joules: float | None  # of its devices; unknown for steps too short to tell
     clocks_lowered: list[str] | None  # why, where they were: "power limit", "heat", "power brake", "hardware"
     device_pids: list[int] | None  # processes seen on its devices, itself among them
 
@@ -61,22 +64,26 @@ class Usage:
         self.pids: set[int] | None = None
 
     def begin(self) -> None:
+        self.over = threading.Event()
+        self.watching = threading.Thread(target=self._watch, daemon=True)
+        if self.handles:
+            self.watching.start()
         self.energy_joules = _energy_joules(self.handles)
-        self._look()
         self.first = _now(self.helpers)
 
-    def sample(self) -> None:
-        """Looks at the devices' clocks, of which NVML knows the moment alone. For between steps."""
-        self.lowered = _union(self.lowered, [_lowered(handle) for handle in self.handles])
-
-    def _look(self) -> None:
-        self.sample()
-        self.pids = _union(self.pids, [_pids(handle) for handle in self.handles])
+    def _watch(self) -> None:
+        """Looks again and again, beside the steps: NVML knows of clocks and processes the moment alone."""
+        while not self.over.is_set():
+            self.lowered = _union(self.lowered, [_lowered(handle) for handle in self.handles])
+            self.pids = _union(self.pids, [_pids(handle) for handle in self.handles])
+            self.over.wait(LOOK_SECONDS)
 
     def end(self) -> Used:
         last, first = _now(self.helpers), self.first
-        self._look()
-        energy_joules = _energy_joules(self.handles)
+        energy_joules = _energy_joules(self.handles) if last.seconds - first.seconds >= ENERGY_SECONDS else None
+        self.over.set()
+        if self.handles:
+            self.watching.join()
         # In a container NVML may number processes as the host does: then ours is not among them, and nothing is known.
         pids = self.pids if self.pids is not None and os.getpid() in self.pids else None
         return Used(
@@ -159,7 +166,7 @@ def _handles(devices: Sequence[torch.device]) -> list[Any]:
 
 
 def _energy_joules(handles: Sequence[Any]) -> float | None:
-    """Of all devices since the driver was loaded; the counter moves every few tens of milliseconds."""
+    """Of all devices since the driver was loaded."""
     if not handles:
         return None
     import pynvml

@@ -7,7 +7,7 @@ def bubble(layout: Layout, micro_batches: int) -> float:
     """Idle time of a stage in units of its working time, were all stages equal and communication free.
 
     (p - 1) / m for GPipe and 1F1B, (p - 1) / (v m) interleaved (arXiv 2104.04473, section 2.2). Zero bubble leaves
-    (p - 1)(F + B - W) of m (F + B + W) (ZB-H1, arXiv 2401.10241, table 1), a third of that where forward, backward for
+    (p - 1)(F + B - W) of m (F + B + W) (ZB-H1, arXiv 2401.10241, table 2), a third of that where forward, backward for
     inputs and backward for weights take equally long.
     """
     fraction = (layout.pp - 1) / (layout.virtual_stages * micro_batches)

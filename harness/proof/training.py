@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from harness.layout import Layout
 from harness.proof import Box, Rank
@@ -92,16 +93,22 @@ def _copies(moment: str, ranks: Sequence[Rank]) -> dict[str, list[tuple[float, f
     for rank in ranks:
         for name, _, box, square, product in rank[moment]:
             finite = (math.nan if square is None else square, math.nan if product is None else product)
-            by_box[name][tuple(map(tuple, box))].append(finite)
-    return {
-        name: [tuple(map(sum, zip(*copy, strict=True))) for copy in zip(*boxes.values(), strict=False)]  # type: ignore[misc]
-        for name, boxes in by_box.items()
-    }
+            if all(start < stop for start, stop in box):  # an empty box may be on several ranks
+                by_box[name][tuple(map(tuple, box))].append(finite)
+    return {name: _put_together(list(boxes.values())) for name, boxes in by_box.items()}
+
+
+def _put_together(boxes: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """Whole copies, of every box one each; what one box has oftener than another is part of none, and not a number."""
+    missing = (math.nan, math.nan)
+    whole = zip_longest(*boxes, fillvalue=missing)
+    return [(math.fsum(square for square, _ in copy), math.fsum(product for _, product in copy)) for copy in whole]
 
 
 def _mean(values: Iterable[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else math.nan
+    """Not a number if one is none."""
+    each = [math.nan if value is None else value for value in values]
+    return sum(each) / len(each) if each else math.nan
 
 
 def _relative(value: float | None, expected: float | None) -> float:

@@ -198,7 +198,7 @@ def _pipeline(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
     yield from compared(
         run,
         "bubble: idle over working time",
-        "arXiv 2401.10241, table 1" if schedule == "zero_bubble" else "arXiv 2104.04473, section 2.2",
+        "arXiv 2401.10241, table 2" if schedule == "zero_bubble" else "arXiv 2104.04473, section 2.2",
         run.number("bubble_formula"),
         formulas.get(str(schedule), "(p − 1)/m"),
         run.number("bubble"),
@@ -224,7 +224,7 @@ def _in_flight(run: Run) -> Iterator[Claim]:
         "interleaved_1f1b": (min(v * p + p - 1, v * m), "vp + p − 1", "arXiv 2205.05198, section 4.2"),
     }
     if v == 1:
-        found["zero_bubble"] = (min(p, m), "min(p, m)", "arXiv 2401.10241, table 1")
+        found["zero_bubble"] = (min(p, m), "min(p, m)", "arXiv 2401.10241, table 2")
     passes, formula, source = found.get(str(run.row.get("schedule")), (0, "", ""))
     yield from compared(
         run, f"most passes in flight, m = {m}", source, passes or None, formula, run.number("in_flight")

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.config import settling
 from harness.records import Record, Row, printable
 from harness.report import comparison as c
 from harness.report.spread import is_unsettled, merged, spread
@@ -15,9 +16,6 @@ from harness.report.tables import Column, fit_width, rich_table
 
 _MARK = "~"
 _NULL = "null"
-# Of a configuration, what names, places and watches a run or tells its repeats apart: no change of what it is.
-_NAMES = ("name", "results_dir", "repeat", "repeats", "data.cache", "timeout_seconds", "preflight", "force")
-_NAME_GROUPS = ("tracking.", "proof.")
 # What a run is. All else may differ between two folders and leave runs to compare, if it does so for all of them.
 _IS = ("model.", "strategy.", "checkpointing.")
 # Where no configuration was recorded, these columns say what ran.
@@ -25,6 +23,10 @@ _SETTLED = (
     *("model", "strategy", "engine", "checkpointing", "precision", "world_size", "micro_batch", "global_batch"),
     *("seq_len", "zero_stage", "schedule", "virtual_stages"),
 )
+
+EXACT = 0.01  # relative; of figures that no machine's load changes
+_EXACT = ("_bytes", "_flops", "in_flight", "_retries", "_errors")
+_SHOWN = {"peak_allocated_bytes", "communication_bytes", "peak_host_bytes"}  # the last by what else a process imported
 
 Flat = dict[str, Any]  # groups inside groups under dotted keys
 Changes = dict[str, tuple[str, str]]  # by key, the values of A and of B
@@ -68,10 +70,10 @@ def _environment(record: Record) -> Flat:
 
 
 def _configuration(record: Record) -> Flat:
-    """Without what names and watches a run. Null is a choice here, and not the same as no such key."""
-    flat = _flat(record.get("config") or {})
-    kept = {key: value for key, value in flat.items() if key not in _NAMES and not key.startswith(_NAME_GROUPS)}
-    return {key: _NULL if value is None else value for key, value in kept.items()}
+    """Without what tells repeats apart. Null is a choice here, and not the same as no such key."""
+    flat = _flat(settling(record.get("config") or {}))
+    flat |= {"data.fingerprint": record["corpus"]} if record.get("corpus") else {}
+    return {key: _NULL if value is None else value for key, value in flat.items() if key != "repeat"}
 
 
 def changes(first: Iterable[Flat], second: Iterable[Flat]) -> Changes:
@@ -231,7 +233,7 @@ def _legend(names: Sequence[str], rows: Rows) -> Iterator[str]:
     ratios = [_ratio("tokens_per_second", first, second) for first, second in rows]
     yield "× is B over A"
     if any(_is_unsettled(first, second) for first, second in rows):
-        yield f"{_MARK} A and B differ by less than the spread of either (between runs; of one run that of its steps)"
+        yield f"{_MARK} the spreads of A and B meet (between runs; of one run that of its steps)"
     unknown = [
         name
         for name, ratio, (first, second) in zip(names, ratios, rows, strict=True)
@@ -241,9 +243,23 @@ def _legend(names: Sequence[str], rows: Rows) -> Iterator[str]:
         yield f"no spread is known, so whether they differ is not settled either: {', '.join(unknown)}"
 
 
+def other_changes(first: Row, second: Row) -> list[str]:
+    """Figures of what ran that no column shows, as A → B where they differ by more than EXACT."""
+    found = []
+    for key in sorted((first.keys() & second.keys()) - _SHOWN):
+        one, other = first[key], second[key]
+        if key.endswith(_EXACT) and None not in (one, other) and abs(other - one) > EXACT * abs(one):
+            text = c.bytes_text if key.endswith("_bytes") else "{:,.0f}".format
+            found.append(f"{key} {text(one)} → {text(other)}")
+    return found
+
+
 def _notes(names: Sequence[str], rows: Rows) -> Iterator[str]:
-    """Why statuses changed, worlds that did, and what disturbed the runs."""
+    """Why statuses changed, worlds that did, what else changed, and what disturbed the runs."""
     for name, (first, second) in zip(names, rows, strict=True):
+        changed = other_changes(first, second) if first["status"] == second["status"] == "ok" else []
+        if changed:
+            yield f"{name}: {', '.join(changed)}"
         worlds = first.get("world_size"), second.get("world_size")
         if None not in worlds and worlds[0] != worlds[1]:
             yield f"{name} world size {worlds[0]} → {worlds[1]}"

@@ -187,8 +187,14 @@ def byte_unit(numbers: Sequence[float | None]) -> Unit:
     return Unit("B", 1)
 
 
+def operation_unit(numbers: Sequence[float | None]) -> Unit:
+    """The unit for a whole column of operations: the largest of them is 1 or more of it."""
+    largest = max((number for number in numbers if number is not None), default=0)
+    sizes = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9))
+    return next((Unit(name, size) for name, size in sizes if largest >= size), Unit("MFLOP", 1e6))
+
+
 MILLISECONDS = Unit("ms", 1e-3)  # of seconds
-TERA = Unit("T", 1e12)
 ONE = Unit("", 1)
 
 

@@ -134,11 +134,13 @@ def speed(table: pd.DataFrame) -> Iterator[str]:
     if not any(wanted):
         return
     again = [b / a if a and b else None for a, b in zip(wanted, ran, strict=True)]
+    rates = c.values(table, "model_flops_per_second_per_device")
+    unit, rate = c.operation_unit([*wanted, *ran]), c.operation_unit(rates)
     columns = {
-        "model TFLOP a step": c.scaled(wanted, c.TERA),
-        "ran TFLOP a step": c.scaled(ran, c.TERA),
+        f"model {unit.name} a step": c.scaled(wanted, unit),
+        f"ran {unit.name} a step": c.scaled(ran, unit),
         "ran / model": c.ratios(again),
-        "model TFLOP/s a device": c.scaled(c.values(table, "model_flops_per_second_per_device"), c.TERA),
+        f"model {rate.name}/s a device": c.scaled(rates, rate),
         "MFU %": c.percents(c.values(table, "mfu")),
         "HFU %": c.percents(c.values(table, "hfu")),
     }

@@ -74,7 +74,7 @@ def _main(table: pd.DataFrame) -> Iterator[str]:
         + "Memory is the maximum over ranks; state is parameters, gradients and optimizer; comm. is what one rank"
         " sends in one step. The deviations are the largest relative differences from the single-process reference."
         + (" The bubble is the idle time of all stages over their working time." if c.known(table, "bubble") else "")
-        + (f" {HOW_TO_READ}" if any(c.values(table, "unsettled")) or c.known(table, "between_runs") else "")
+        + (f" {HOW_TO_READ}" if baseline or c.known(table, "between_runs") else "")
         + (" ‡ marks runs that something disturbed, listed below." if any(c.values(table, "disturbed")) else "")
         + (" † marks rows made by other versions, listed below." if c.known(table, "stale") else "")
     )

@@ -10,7 +10,7 @@ from harness.report.grid import escape, grid
 
 _HOW_TO_READ = (
     "Working is forward and backward. Idle is what is left of a step beside forward, backward and the optimizer:"
-    " waiting for other stages, sending, the global gradient norm, making the batch. The bubble is idle over working"
+    " waiting for other stages, sending, the global gradient norm. The bubble is idle over working"
     " time. The formula holds for equal stages and free communication: with p ranks, m micro-batches and v stages a"
     " rank it is (p − 1)/m for GPipe and 1F1B and (p − 1)/(vm) for interleaved 1F1B; for zero bubble it is a third of"
     " (p − 1)/(vm), if forward and the two halves of backward take equally long. Ranks that share processor cores wait"

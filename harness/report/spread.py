@@ -5,23 +5,18 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from harness.config import settling
 from harness.records import Record, Row, is_stale, versions
 
 # For the page, in Markdown: what the comparison's marks mean.
 HOW_TO_READ = (
     "Runs that differ in nothing but their repeat are one line: the median of speed and time over those that ended ok,"
     " the maximum of memory and deviations; ± is half the range of their tokens per second over the median. A ratio of"
-    " tokens per second with a trailing \\~ is of a difference from the baseline that is smaller than the spread of"
-    " either line: it does not settle which is faster. The spread of a line is ± where two of its runs or more ended"
-    " ok, else the interquartile range of the run's step times over their median, which says nothing of how runs"
-    " differ. An unknown spread marks nothing."
+    " tokens per second with a trailing \\~ does not settle which is faster: the two lines' spreads meet; an unknown"
+    " one marks nothing. The spread of a line is ± where two of its runs or more ended ok, else half the interquartile range of the"
+    " run's step times over their median, which says nothing of how runs differ: for that, repeat them (repeats=3)."
 )
 
-# Of a configuration: what does not change a run's result, and what tells repeats apart.
-_MAY_DIFFER = (
-    *("name", "results_dir", "tracking", "timeout_seconds", "preflight", "force", "proof"),
-    *("repeat", "repeats"),
-)
 # Of a row: what is known before anything runs. Rows without a configuration are told apart by this alone.
 _SETTLED = (
     *("strategy", "engine", "checkpointing", "model", "parameters", "precision", "measured_on", "launch"),
@@ -55,7 +50,7 @@ def merged(records: Sequence[Record]) -> list[Record]:
 
 def _sameness(record: Record, now: dict[str, str | None]) -> str:
     """Equal for records that may differ in their repeat and in nothing else, the code that made them included."""
-    config = {key: value for key, value in (record.get("config") or {}).items() if key not in _MAY_DIFFER}
+    config = {key: value for key, value in settling(record.get("config") or {}).items() if key != "repeat"}
     settled = [record["row"].get(name) for name in _SETTLED]
     environment = record.get("environment") or {}
     host = [environment.get(key) for key in ("device_name", "cores")]
@@ -104,17 +99,16 @@ def between_runs(speeds: Sequence[float | None]) -> float | None:
 
 
 def spread(row: Row) -> float | None:
-    """Of a row's speed, relative: between its runs, else the interquartile range of its steps, else unknown."""
+    """How far to either side of a speed, relative: half the range of its runs, else of the middle half of its steps."""
     between, steps = row.get("between_runs"), row.get("step_seconds_spread")
-    return steps if between is None else between
+    return between if between is not None or steps is None else steps / 2
 
 
 def is_unsettled(ratio: float | None, own: float | None, baseline: float | None) -> bool:
-    """Whether a ratio's difference from 1 is smaller than the spread of either side, in units of the baseline.
+    """Whether the spreads of both sides, taken around their speeds, meet; an unknown one is taken for none.
 
-    own, baseline: relative spreads. False where neither is known.
+    ratio: to the baseline's speed; False where there is none. own, baseline: relative, to either side.
     """
     if ratio is None:
         return False
-    spreads = [part for part in (own and own * ratio, baseline) if part is not None]
-    return bool(spreads) and abs(ratio - 1) < max(spreads)
+    return abs(ratio - 1) < (own or 0.0) * ratio + (baseline or 0.0)

@@ -152,8 +152,9 @@ def _legend(columns: Sequence[Column]) -> list[str]:
     """What the marks of the columns shown mean."""
     told = {
         "± half the range of tok/s between runs over their median": any(column.header[0] == "±" for column in columns),
-        f"{_UNSETTLED_MARK} differs from the baseline by less than the spread of either (±; of one run that of its"
-        " steps)": any(cell.endswith(_UNSETTLED_MARK) for column in columns if column.number for cell in column.cells),
+        f"{_UNSETTLED_MARK} not settled: the spreads meet (±; of one run that of its steps)": any(
+            cell.endswith(_UNSETTLED_MARK) for column in columns if column.number for cell in column.cells
+        ),
     }
     return [line for line, holds in told.items() if holds]
 
