@@ -30,7 +30,7 @@ def page(name: str, records: Sequence[Record], problems: Sequence[str]) -> str:
         *traffic(table, records),
         *pipelines(table, records),
         *batches.section(table, records),
-        *claims.section(table, records),
+        *claims.section(merged(records)),
         *_predicted(table),
         *_proof(table, records),
         *_failures(table),

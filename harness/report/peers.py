@@ -11,6 +11,7 @@ from harness.records import Record, Row
 from harness.report import comparison as c
 from harness.typed import from_dict
 
+COUNTED = "counted as in"  # before a source whose method the planner counts by
 EXACT, TIMED = 0.05, 0.20  # relative; bytes, counts and operations, or seconds
 # What has to be the same for a claim to be about one difference alone.
 _SETTING = ("model", "parameters", "precision", "global_batch", "micro_batch", "seq_len", "measured_on", "launch")
@@ -32,6 +33,7 @@ class Claim:
     measured: float
     agrees: bool
     reason: str
+    required: bool  # a run that does not agree is an error and no row that claims are made of
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,16 @@ class Run:
     row: Row
     groups: dict[str, Any]  # the configuration's, as recorded
     degrees: dict[str, Any]  # the layout, as recorded
+    environment: dict[str, Any]
+    made_of: tuple[Any, ...]  # versions and text: what else is the same in runs that are held against each other
 
     def number(self, name: str) -> float | None:
-        """A figure to divide by or compare with; None where it is unknown or nothing."""
         value = self.row.get(name)
-        return value if isinstance(value, (int, float)) and value > 0 else None
+        return value if isinstance(value, (int, float)) else None
+
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = (self.groups.get("strategy") or {}).get("options") or {}
+        return options
 
     def degree(self, name: str) -> int:
         """0 where it is unknown."""
@@ -72,27 +79,42 @@ def _read(kind: type, values: dict[str, Any]) -> Any:
 
 def ratio(upper: Run | None, lower: Run | None, name: str) -> float | None:
     """Of one figure of two runs; None where either is unknown."""
-    above, below = upper and upper.number(name), lower and lower.number(name)
-    return above / below if above and below else None
+    if upper is None or lower is None:
+        return None
+    above, below = upper.number(name), lower.number(name)
+    return above / below if above is not None and below else None
 
 
 def ended_well(records: Sequence[Record]) -> list[Run]:
     labels = c.values(c.frame(records), "label") if records else []
     return [
-        Run(label, record["row"], record.get("config") or {}, record.get("layout") or {})
+        Run(
+            label,
+            record["row"],
+            record.get("config") or {},
+            record.get("layout") or {},
+            record.get("environment") or {},
+            (record.get("versions"), record.get("corpus")),
+        )
         for label, record in zip(labels, records, strict=True)
         if record["row"]["status"] == "ok"
     ]
 
 
 def peer(run: Run, runs: Sequence[Run], alike: Sequence[str] = (), **wanted: object) -> Run | None:
-    """The first run of the same setting that has what is wanted, and the same in the columns `alike`."""
+    """A run of the same setting, model, training and versions that has what is wanted, and the same columns `alike`.
+
+    Of several the one with the same options, else the first with fewest: variants come after what they vary.
+    """
     mine = {name: run.row.get(name) for name in (*_SETTING, *alike)} | wanted
-    for other in runs:
-        same_model = other.groups.get("model") == run.groups.get("model")
-        if same_model and all(other.row.get(name) == value for name, value in mine.items()):
-            return other
-    return None
+    found = [
+        other
+        for other in runs
+        if all(other.groups.get(group) == run.groups.get(group) for group in ("model", "train"))
+        and other.made_of == run.made_of
+        and all(other.row.get(name) == value for name, value in mine.items())
+    ]
+    return min(found, key=lambda other: (other.options() != run.options(), len(other.options())), default=None)
 
 
 def compared(
@@ -105,14 +127,17 @@ def compared(
     reason: str = "",
     remark: str = "",
     within: float = EXACT,
+    required: bool = False,
 ) -> Iterator[Claim]:
     """The claim, if both figures are known; the reason is one to differ, the remark is made in any case."""
     if expected is None or measured is None:
         return
     agrees = abs(measured - expected) <= within * expected
     said = [part for part in (remark, "" if agrees else reason) if part]
-    yield Claim(run.label, claim, source, expected, limit, measured, agrees, "; ".join(said))
+    yield Claim(run.label, claim, source, expected, limit, measured, agrees, "; ".join(said), required)
 
 
 def ddp_of(run: Run, runs: Sequence[Run]) -> Run | None:
-    return peer(run, runs, ("world_size", "checkpointing", "repeat"), strategy="ddp")
+    """DDP, by PyTorch itself where that is among the runs."""
+    torchs = peer(run, runs, ("world_size", "checkpointing"), strategy="ddp", engine="torch")
+    return torchs or peer(run, runs, ("world_size", "checkpointing"), strategy="ddp")

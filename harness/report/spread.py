@@ -13,8 +13,9 @@ HOW_TO_READ = (
     "Runs that differ in nothing but their repeat are one line: the median of speed and time over those that ended ok,"
     " the maximum of memory and deviations; ± is half the range of their tokens per second over the median. A ratio of"
     " tokens per second with a trailing \\~ does not settle which is faster: the two lines' spreads meet; an unknown"
-    " one marks nothing. The spread of a line is ± where two of its runs or more ended ok, else half the interquartile range of the"
-    " run's step times over their median, which says nothing of how runs differ: for that, repeat them (repeats=3)."
+    " one marks nothing. The spread of a line is ± where two of its runs or more ended ok, else half the interquartile"
+    " range of the run's step times over their median, which says nothing of how runs differ: for that, repeat them"
+    " (repeats=3)."
 )
 
 # Of a row: what is known before anything runs. Rows without a configuration are told apart by this alone.

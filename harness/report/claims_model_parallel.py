@@ -1,0 +1,118 @@
+"""What papers say of tensor and pipeline parallelism at a run's layout, beside what was measured."""
+
+from collections.abc import Iterator, Sequence
+
+from harness.config import RunConfig
+from harness.layout import Layout
+from harness.placement import stages_of_rank, whole
+from harness.plan.parts import held_parameter_count
+from harness.report.peers import COUNTED, TIMED, Claim, Run, compared, ddp_of, peer, ratio
+from harness.sizes import parameter_count
+
+
+def tensor_parallel(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
+    t, config = run.degree("tp"), run.config()
+    if t < 2 or t != run.degree("world_size"):
+        return
+    if config is not None:
+        yield from compared(
+            run,
+            "parameters: the whole model over a rank's part, norms not cut",
+            "Megatron-LM, arXiv 1909.08053, section 3",
+            parameter_count(config.model) / held_parameter_count(config.model, whole(config.model), t),
+            f"t× = {t}×",
+            ratio(_undivided(run, runs), run, "parameter_bytes"),
+            required=True,
+        )
+    undivided, shared = _undivided(run, runs), bool(run.row.get("sequence_parallel"))
+    yield from compared(
+        run,
+        f"activations: of the whole model over those of a rank{' with sequence parallel' * shared}",
+        f"{COUNTED} Korthikanti et al., arXiv 2205.05198, sections 4.1 and 4.2",
+        ratio(undivided, run, "predicted_activation_bytes"),
+        f"t× = {t}×" if shared else f"{34 / (10 + 24 / t):.3g}× for the paper's block (34sbh over (10 + 24/t)sbh)",
+        ratio(undivided, run, "activation_bytes"),
+    )
+    if run.row.get("sequence_parallel"):
+        without = peer(run, runs, ("world_size", "tp", "checkpointing"), sequence_parallel=False)
+        yield from compared(
+            run,
+            "activations: tensor parallel alone over the same with sequence parallel",
+            f"{COUNTED} Korthikanti et al., arXiv 2205.05198, section 4.2",
+            ratio(without, run, "predicted_activation_bytes"),
+            f"{(10 * t + 24) / 34:.3g}× for the paper's block ((10 + 24/t)sbh over 34sbh/t)",
+            ratio(without, run, "activation_bytes"),
+        )
+
+
+def _undivided(run: Run, runs: Sequence[Run]) -> Run | None:
+    """A run whose every rank holds the whole model."""
+    return ddp_of(run, runs) or peer(run, runs, ("checkpointing",), strategy="single")
+
+
+def pipeline(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
+    p, config, layout = run.degree("pp"), run.config(), run.layout()
+    if p < 2 or p != run.degree("world_size"):
+        return
+    if config is not None and layout is not None:
+        yield from compared(
+            run,
+            "parameters: the whole model over the fullest rank's stages",
+            "GPipe, arXiv 1811.06965, section 2",
+            parameter_count(config.model) / _fullest(config, layout),
+            f"p× = {p}×",
+            ratio(_undivided(run, runs), run, "parameter_bytes"),
+            required=True,
+        )
+    yield from _in_flight(run)
+    schedule = run.row.get("schedule")
+    formulas = {"zero_bubble": "(p − 1)/(3vm)", "interleaved_1f1b": "(p − 1)/(vm)"}
+    formula, measured = run.number("bubble_formula") or 0.0, run.number("bubble") or 0.0
+    cores, threads = (run.environment.get(key) or 0 for key in ("cores", "threads"))
+    shared = run.row.get("measured_on") == "cpu" and cores < run.degree("world_size") * threads
+    reasons = {
+        "ranks share the processor's cores and wait for them too": shared,
+        "sending takes time, and stages are not equal": True,
+    }
+    slower = next(text for text, holds in reasons.items() if holds)
+    yield from compared(
+        run,
+        "bubble: idle over working time",
+        "arXiv 2401.10241, table 2" if schedule == "zero_bubble" else "arXiv 2104.04473, section 2.2",
+        run.number("bubble_formula"),
+        formulas.get(str(schedule), "(p − 1)/m"),
+        run.number("bubble"),
+        slower if measured > formula else "",
+        within=TIMED,
+    )
+
+
+def _fullest(config: RunConfig, layout: Layout) -> int:
+    """Parameters of the rank of a pipeline that holds most."""
+    ranks = (stages_of_rank(config.model, layout, rank) for rank in range(layout.world_size))
+    return max(sum(held_parameter_count(config.model, stage, 1) for stage in held) for held in ranks)
+
+
+def _in_flight(run: Run) -> Iterator[Claim]:
+    """The papers give it for GPipe, 1F1B and its interleaved form, and for zero bubble with a stage a rank."""
+    p, v, m = run.degree("pp"), run.degree("virtual_stages"), run.degree("grad_accumulation")
+    found = {
+        "gpipe": (m, "m", "GPipe, arXiv 1811.06965, section 2"),
+        "1f1b": (min(p, m), "min(p, m)", "arXiv 2104.04473, section 2.2"),
+        "interleaved_1f1b": (min(v * p + p - 1, v * m), "vp + p − 1", "arXiv 2205.05198, section 4.2"),
+    }
+    if p and m % p:
+        del found["interleaved_1f1b"]
+    if v == 1:
+        found["zero_bubble"] = (min(p, m), "min(p, m)", "arXiv 2401.10241, table 2")
+    passes, formula, source = found.get(str(run.row.get("schedule")), (0, "", ""))
+    yield from compared(
+        run,
+        f"most passes in flight, m = {m}",
+        source,
+        passes or None,
+        formula,
+        run.number("in_flight"),
+        within=0,
+        required=True,
+    )
