@@ -69,6 +69,15 @@ def hangs_in_collective(run_dir: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def _forked() -> int:
+    """The exit status of a process that this rank forks, as a data loader does."""
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
 def describe(run_dir: str) -> None:
     """Writes what this rank found already there."""
     modules = ("deepspeed", "torch.distributed.fsdp", "torch.distributed.pipelining")
@@ -77,6 +86,7 @@ def describe(run_dir: str) -> None:
         "imported": [name for name in modules if name in sys.modules],
         "cuda_initialized": torch.cuda.is_initialized(),
         "process_group": dist.is_initialized(),
+        "forked": _forked(),
         "forkserver_threads": int(status.read_text().split("Threads:")[1].split()[0]) if status.exists() else None,
     }
     (Path(run_dir) / f"seen_{os.environ['RANK']}.json").write_text(json.dumps(seen))

@@ -139,13 +139,14 @@ def test_ranks_meet_and_say_so(tmp_path: Path, cold_seconds: float, capfd: pytes
 
 
 def test_forked_ranks_are_clean(tmp_path: Path, cold_seconds: float) -> None:
-    """No threads but the leash's own, no device, no process group, and the preload really imported before."""
+    """No threads but the leash's own, no device, no process group, the preload really imported; and they can fork."""
     outcome = launch(launch_entries.describe, tmp_path, 2, device="cpu", timeout_seconds=60)
     assert outcome.status == "ok", outcome.reason
     for rank in range(2):
         seen = json.loads((tmp_path / f"seen_{rank}.json").read_text())
         assert seen["imported"] == ["deepspeed", "torch.distributed.fsdp", "torch.distributed.pipelining"]
         assert not seen["cuda_initialized"] and not seen["process_group"]
+        assert seen["forked"] == 7
         if sys.platform == "linux":
             assert seen["forkserver_threads"] == 1
 

@@ -51,7 +51,7 @@ def test_another_training_is_no_benchmark(found: list[float]) -> None:
 
 
 def test_interval_holds_the_median() -> None:
-    ratios = [1.0, 1.02, 0.98, 1.01, 1.4]
+    ratios = [1.0, 1.02, 0.98, 1.01, 1.01, 1.4]
     summary = summarised(ratios)
     low, high = summary["interval"]
     assert summary["median"] == 1.01 and 0.98 <= low < 1.01 < high <= 1.4

@@ -1,13 +1,16 @@
 """Break it on purpose: every guarantee of a row, with the fault it guards against planted in real ranks."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sabotage
 from conftest import composed
 
 from harness import machine, records, run, worker
+from harness.proof import training
 
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=1", "train.warmup_steps=2")
 
@@ -121,3 +124,23 @@ def test_a_killed_rank_is_named(results: Path) -> None:
 def test_a_rank_that_hangs_is_a_timeout(results: Path) -> None:
     row = run_with(results, sabotage.stuck, "strategy=ddp", "timeout_seconds=8")["row"]
     assert row["status"] == "timeout"
+
+
+def test_a_copy_that_some_ranks_lack_is_no_copy() -> None:
+    """Shards A and B on two ranks, A on a third too: the odd one is compared with nothing, so it cannot agree."""
+    halves = (((0, 2),), ((2, 4),))
+
+    def rank(box: tuple[tuple[int, int], ...], square: float) -> dict[str, Any]:
+        return {"last_gradients": [["w", [4], box, square, 1.0]]}
+
+    empty = rank(((4, 4),), 0.0)
+    whole = [rank(halves[0], 3.0), rank(halves[1], 1.0), empty, empty]
+    assert training._copies("last_gradients", whole) == {"w": [(4.0, 2.0)]}
+    first, second = training._copies("last_gradients", [*whole, rank(halves[0], 3.0)])["w"]
+    assert first == (4.0, 2.0) and all(map(math.isnan, second))
+
+
+def test_a_loss_that_is_no_number_is_lost_in_no_mean() -> None:
+    assert (
+        training._mean([1.0, 3.0]) == 2.0 and math.isnan(training._mean([1.0, None])) and math.isnan(training._mean([]))
+    )

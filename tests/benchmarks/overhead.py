@@ -11,8 +11,9 @@ on, ranks are forked from a warm process and the reference is on file. The first
 itself. A row's wall time is all a sweep does for it once its configuration is composed: plan, ranks, proof and record.
 The script's is that of its command.
 
-Steps come from two runs alive at the same time, of which one is always stopped: they take turns, so that a machine
-that is slower for a while is slower for both. The end of a turn falls into one step of many, which no median sees.
+Steps come from two runs alive at the same time, of which one is always stopped: while both have steps to time they
+take turns, so that a machine that is slower for a while is slower for both. The end of a turn falls into one step of
+many, which no median sees. The process that watches the row's ranks is never stopped: its work is in both sides' steps.
 
 Imports are inside the functions: multiprocessing imports this module anew in every rank, as it does not the harness's.
 """
@@ -41,7 +42,7 @@ RANKS = 2
 TURN_SECONDS = 0.5
 LOSS_BOUND = 1e-5  # relative, of every step
 RESAMPLES = 10_000
-FEWEST = 3  # ratios for which an interval says anything
+FEWEST = 6  # ratios of which the least and the most enclose the median with 95 % (1 - 2 / 2^6 = 0.97)
 
 Seen = dict[str, Any]  # step_seconds, seconds (of each timed step), losses, wall_seconds
 
@@ -107,7 +108,9 @@ class Pair:
         self.steps = steps
         values = ("strategy=ddp", "model=tiny", "cluster.device=cpu", f"world_size={RANKS}", "force=true")
         self.config = composed(*values, f"train.steps={steps}", "name=overhead", f"results_dir={scratch}")
-        job, _ = run.prepare(run.plan(self.config, machine.look(self.config.cluster)))
+        planned = run.plan(self.config, machine.look(self.config.cluster))
+        self.directory = planned.directory
+        job, _ = run.prepare(planned)
         self.folder = scratch / "bare"
         self.folder.mkdir(parents=True)
         job.write(self.folder)
@@ -119,9 +122,14 @@ class Pair:
     def in_turns(self, index: int) -> dict[str, Seen]:
         script = self.script()
         script.wait_until_warm()
-        with taking_turns(script.command):
+        with taking_turns(script.command.pid, self.phase):
             row = self.row()
         return {"bare": script.end(), "harness": row}
+
+    def phase(self) -> str:
+        """What the row's ranks are doing."""
+        progress = self.directory / "progress"
+        return progress.read_text().partition(" ")[0] if progress.exists() else ""
 
     def row(self) -> Seen:
         from harness import machine, run, worker
@@ -176,21 +184,22 @@ class Script:
 
 
 @contextmanager
-def taking_turns(script: "subprocess.Popen[str]") -> Iterator[None]:
-    """Of the processes below this one, those of the script and all others are stopped in turns; at the end, none."""
+def taking_turns(script: int, phase: Callable[[], str]) -> Iterator[None]:
+    """The script is stopped but for its turns, which it has while the row's steps are timed; then the row's ranks are.
+
+    Before, the row starts up, and afterwards it explains itself: no script is to be timed beside that.
+    """
     done = threading.Event()
 
     def take() -> None:
-        scripts = True
+        scripts_turn = False
         while not done.wait(TURN_SECONDS):
-            scripts = not scripts
-            for process, is_script in below(script.pid):
+            scripts_turn = not scripts_turn and phase() == "timed"
+            for process, is_script in below(script):
                 with suppress(psutil.NoSuchProcess):
-                    process.resume() if is_script == scripts else process.suspend()
-        for process, _ in below(script.pid):
-            with suppress(psutil.NoSuchProcess):
-                process.resume()
+                    process.resume() if is_script == scripts_turn else process.suspend()
 
+    stop_all(script)
     turns = threading.Thread(target=take)
     turns.start()
     try:
@@ -198,6 +207,16 @@ def taking_turns(script: "subprocess.Popen[str]") -> Iterator[None]:
     finally:
         done.set()
         turns.join()
+        for process, _ in below(script):
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def stop_all(script: int) -> None:
+    for process, is_script in below(script):
+        with suppress(psutil.NoSuchProcess):
+            if is_script:
+                process.suspend()
 
 
 def below(script: int) -> list[tuple[psutil.Process, bool]]:
