@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import socket
 import sysconfig
 import time
 import traceback
@@ -129,9 +130,22 @@ def launch(
     return judge(watch, died, trouble, run_dir, nodes.rank * local_ranks, time.monotonic() - began)
 
 
-def _store() -> TCPStore:
-    """Where the ranks of a single node meet, at a free port. The agent opens that port too and shares this server."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+def _store(port: int = 0) -> TCPStore:
+    """Where the ranks of a single node meet, at a free port. The agent opens that port too and shares this server.
+
+    The socket is ours: torch remembers servers by port and, of a port it chose itself, keeps the dead one of an earlier
+    run in place of the new. After a hundred runs or two the agent would find that, and the port taken.
+    """
+    listening = socket.create_server(("127.0.0.1", port))
+    port = listening.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def _config(

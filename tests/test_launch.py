@@ -18,8 +18,10 @@ from pathlib import Path
 import launch_entries
 import psutil
 import pytest
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from harness import launch as launcher
 from harness.launch import STARTS, Nodes, launch, threads_per_rank
 from harness.watch import watching
 
@@ -229,6 +231,21 @@ def test_signal_interrupts(tmp_path: Path, cold_seconds: float, number: signal.S
     signal.signal(number, handler)
     assert outcome.status == "interrupted" and outcome.seconds < 10
     assert not any(psutil.pid_exists(int((tmp_path / f"pid_{rank}").read_text())) for rank in range(2))
+
+
+def test_a_port_that_comes_again_is_no_other_runs() -> None:
+    """The kernel gives ports again: what the agent opens must be this run's server, and empty."""
+    first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    first.set("left", "over")
+    port = first.port
+    del first
+    for _ in range(2):
+        store = launcher._store(port)
+        agents = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        assert not agents.check(["left"])
+        agents.set("met", "here")
+        assert store.get("met") == b"here"
+        del store, agents
 
 
 def test_signal_before_the_start_is_not_lost() -> None:
