@@ -6,7 +6,7 @@ import pytest
 from conftest import composed
 
 from harness import row
-from harness.figures.memory import at_peak
+from harness.figures.memory import at_peak, memory
 from harness.figures.time import PARTS, pipeline
 from harness.figures.traffic import by_axis
 from harness.layout import resolve
@@ -88,6 +88,14 @@ def test_figures_are_the_whole_worlds() -> None:
     ranks[1]["device_name"] = "NVIDIA H201"
     unknown = row.measured(config, resolve(config.strategy, 2), ranks)
     assert unknown["mfu"] is None and unknown["model_flops_per_second_per_device"] is not None
+
+
+@pytest.mark.parametrize("fullest", range(3))
+def test_memory_is_the_fullest_ranks_wherever_it_is(fullest: int) -> None:
+    """Not the first's, as is often reported, nor the last's."""
+    ranks = [rank(number, [1.0], 1500 if number == fullest else 1000) for number in range(3)]
+    found = memory(ranks)
+    assert (found["peak_allocated_bytes"], found["peak_rank"], found["at_peak_temporary_bytes"]) == (1500, fullest, 850)
 
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
