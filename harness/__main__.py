@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harness import config
+from harness import compose
 from harness.cli import composition_error
 from harness.errors import UserError
 from harness.session import Session
@@ -23,7 +23,7 @@ def main() -> int:
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))  # anywhere will do
     session = Session(sys.argv[1:], ROOT / "conf" / "model")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors to us instead of printing them its own way
-    config.register()
+    compose.register()
     try:
         with tempfile.TemporaryDirectory() as scratch:
             OmegaConf.register_new_resolver("harness.root", lambda: str(ROOT), replace=True)

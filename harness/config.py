@@ -1,17 +1,13 @@
-"""Every configuration group as a frozen, validated dataclass; the only module that knows OmegaConf."""
+"""Every configuration group as a frozen, validated dataclass."""
 
 import dataclasses
-import hashlib
-import json
 import math
-import re
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError, one_line
+from harness.errors import UserError
 
 
 def _require(holds: bool, key: str, value: object, rule: str) -> None:
@@ -262,67 +258,3 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written to a run file."""
         return dataclasses.asdict(self)
-
-
-# What names, places and watches a run without changing its result: not part of its identity.
-_NOT_IDENTITY = (
-    *("name", "results_dir", "tracking", "timeout_seconds", "preflight", "force", "proof"),
-    *("repeats", "measure"),
-)
-
-
-def settling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a configuration in plain values, groups missing or not, what affects a run's result."""
-    kept = {key: value for key, value in values.items() if key not in _NOT_IDENTITY}
-    for group, name in (("data", "cache"), ("cluster", "name")):
-        if isinstance(kept.get(group), Mapping):
-            kept[group] = {key: value for key, value in kept[group].items() if key != name}
-    return kept
-
-
-def identity(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
-    """Hash of everything that affects a run's result, the corpus by its fingerprint: 10 hexadecimal digits."""
-    values = settling(config.to_dict()) | {"world_size": world_size, "device_name": device_name, "corpus": corpus}
-    canonical = json.dumps(values, sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:10]
-
-
-def defaults_of(kind: type) -> dict[str, Any]:
-    """A group's keys that have a default, so that the command line may set those that no YAML file mentions."""
-    found: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        entry = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            found[name] = defaults_of(hint)
-        elif entry.default is not dataclasses.MISSING:
-            found[name] = entry.default
-        elif entry.default_factory is not dataclasses.MISSING:
-            found[name] = entry.default_factory()
-    return found
-
-
-def register() -> None:
-    """Makes the dataclasses' defaults what conf/config.yaml starts from, under the name `defaults_of_groups`."""
-    from hydra.core.config_store import ConfigStore
-
-    ConfigStore.instance().store(name="defaults_of_groups", node=defaults_of(RunConfig))
-
-
-def plain(composed: Any) -> dict[str, Any]:
-    """What Hydra composed as plain values, every interpolation resolved. Raises UserError where one cannot be."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    except OmegaConfBaseException as error:
-        raise UserError(one_line(error)) from None
-    return values
-
-
-def folder_of(values: dict[str, Any]) -> Path:
-    """Where the runs of a comparison go. Raises UserError for a name that would lead elsewhere."""
-    name = str(values.get("name"))
-    rule = "cannot name a folder of results: choose letters, digits, '.', '_' and '-', first a letter or digit"
-    _require(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is not None, "name", name, rule)
-    return Path(str(values.get("results_dir"))) / name

@@ -14,10 +14,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from harness import data, engines, job, launch, layout, records, row, worker
-from harness.config import CheckpointingConfig, ModelConfig, RunConfig, StrategyConfig, folder_of, identity
+from harness.compose import folder_of
+from harness.config import CheckpointingConfig, ModelConfig, RunConfig, StrategyConfig
 from harness.data import Corpus
 from harness.engines import Widths
 from harness.errors import UserError, one_line
+from harness.identity import identity
 from harness.layout import Layout
 from harness.machine import Machine
 from harness.measure import native

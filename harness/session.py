@@ -10,8 +10,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from harness import config as configuration
-from harness import launch, machine, run, worker
+from harness import compose, launch, machine, run, worker
 from harness.cli import each_repeat, sweep_size
 from harness.config import ModelConfig, RunConfig
 from harness.display import Display
@@ -43,8 +42,8 @@ class Session:
         if self.mistake is not None:
             return
         try:
-            values = configuration.plain(composed)
-            self.folder = configuration.folder_of(values)
+            values = compose.plain(composed)
+            self.folder = compose.folder_of(values)
             repeats = each_repeat(values)
             self.display.total = len(repeats)
             if self.is_sweep:
@@ -60,7 +59,7 @@ class Session:
         for turn in zip_longest(*self.repeats):
             for values in turn:
                 if values is not None:
-                    self.one(values, configuration.folder_of(values))
+                    self.one(values, compose.folder_of(values))
 
     def one(self, values: dict[str, Any], folder: Path) -> None:
         """One run. Inside a sweep an impossible one is a row; alone it is a mistake."""

@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hydra
 import pandas as pd
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from harness import config
+from harness import compose
 from harness.config import RunConfig
 from harness.typed import from_dict
 
@@ -38,9 +39,9 @@ def rows_of(results: Path, name: str) -> pd.DataFrame:
 
 def composed(*overrides: str) -> RunConfig:
     """The configuration that these overrides make on a command line."""
-    config.register()
+    compose.register()
     OmegaConf.register_new_resolver("harness.root", lambda: str(ROOT), replace=True)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        values = config.plain(compose("config", [*overrides, "tracking=none"]))
+        values = compose.plain(hydra.compose("config", [*overrides, "tracking=none"]))
     made: RunConfig = from_dict(RunConfig, values)
     return made

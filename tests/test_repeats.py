@@ -12,8 +12,8 @@ from conftest import Harness, rows_of
 from test_report import FAILED, MIB, printed, record_of, row, terminal_cells
 
 from harness import __main__ as command
-from harness import config
 from harness.cli import each_repeat, sweep_size
+from harness.identity import settling
 from harness.records import Record
 from harness.report.comparison import frame, labels_by, values
 from harness.report.spread import between_runs, is_unsettled, merged
@@ -151,7 +151,7 @@ def test_only_what_differs_in_repeat_alone_is_one_line() -> None:
     refused = [{"row": bare | {"run_id": str(n)}, "config": {"train": {"steps": 0}, "repeat": n}} for n in range(3)]
     assert [len(line["runs"]) for line in merged(refused)] == [3]
     kept = {"data": {"cache": "/a", "path": "x"}, "measure": {"memory_snapshot": True}, "cluster": {"name": "local"}}
-    assert config.settling(kept) == {"data": {"path": "x"}, "cluster": {}}
+    assert settling(kept) == {"data": {"path": "x"}, "cluster": {}}
 
 
 def test_parts_that_add_up_in_one_run_are_not_mixed_from_several() -> None:

@@ -90,6 +90,27 @@ def test_figures_are_the_whole_worlds() -> None:
     assert unknown["mfu"] is None and unknown["model_flops_per_second_per_device"] is not None
 
 
+def test_what_the_profiler_did_not_see_is_unknown_and_no_zero() -> None:
+    config = composed("train.steps=3")
+    ranks = [rank(number, [1.0, 2.0, 9.0], 1000) | {"traced": None} for number in range(2)]
+    found = row.measured(config, resolve(config.strategy, 2), ranks)
+    unknown = ("exposed_communication_seconds", "idle_seconds", "overlapped_communication_seconds")
+    assert [found[name] for name in unknown] == [None] * 3
+    assert sum(found[name] for name in PARTS if name not in unknown) == pytest.approx(found["step_seconds"])
+
+
+def test_a_gpu_waits_inside_its_phases_too() -> None:
+    """A CPU's rank that is said to wait there prepares the next message, and works."""
+    config = composed("train.steps=1")
+    idle = {}
+    for name in ("cpu", "NVIDIA H200"):
+        one = rank(0, [1.0], 1000) | {"device_name": name}
+        forward = one["traced"]["phases"]["forward"]
+        forward["waiting_seconds"] = 0.5 * forward["seconds"]
+        idle[name] = row.measured(config, resolve(config.strategy, 1), [one])["idle_seconds"]
+    assert idle["NVIDIA H200"] == pytest.approx(idle["cpu"] + 0.5 * one["phase_seconds"]["forward"][0])
+
+
 @pytest.mark.parametrize("fullest", range(3))
 def test_memory_is_the_fullest_ranks_wherever_it_is(fullest: int) -> None:
     """Not the first's, as is often reported, nor the last's."""

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.config import settling
+from harness.identity import settling
 from harness.records import Record, Row, printable
 from harness.report import comparison as c
 from harness.report.spread import is_unsettled, merged, spread

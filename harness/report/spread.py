@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from harness.config import settling
+from harness.identity import settling
 from harness.records import Record, Row, is_stale, versions
 
 # For the page, in Markdown: what the comparison's marks mean.

@@ -1,0 +1,52 @@
+"""Between Hydra and the harness: what composition starts from, and plain values of what was composed."""
+
+import dataclasses
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+from harness.config import RunConfig
+from harness.errors import UserError, one_line
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    """A group's keys that have a default, so that the command line may set those that no YAML file mentions."""
+    found: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        entry = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            found[name] = defaults_of(hint)
+        elif entry.default is not dataclasses.MISSING:
+            found[name] = entry.default
+        elif entry.default_factory is not dataclasses.MISSING:
+            found[name] = entry.default_factory()
+    return found
+
+
+def register() -> None:
+    """Makes the dataclasses' defaults what conf/config.yaml starts from, under the name `defaults_of_groups`."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="defaults_of_groups", node=defaults_of(RunConfig))
+
+
+def plain(composed: Any) -> dict[str, Any]:
+    """What Hydra composed as plain values, every interpolation resolved. Raises UserError where one cannot be."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise UserError(one_line(error)) from None
+    return values
+
+
+def folder_of(values: dict[str, Any]) -> Path:
+    """Where the runs of a comparison go. Raises UserError for a name that would lead elsewhere."""
+    name = str(values.get("name"))
+    rule = "cannot name a folder of results: choose letters, digits, '.', '_' and '-', first a letter or digit"
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is None:
+        raise UserError(f"name={name} {rule}")
+    return Path(str(values.get("results_dir"))) / name

@@ -1,0 +1,30 @@
+"""What makes two runs the same: which parts of a configuration affect a run's result, and their hash."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from harness.config import RunConfig
+
+# What names, places and watches a run without changing its result: not part of its identity.
+_NOT_IDENTITY = (
+    *("name", "results_dir", "tracking", "timeout_seconds", "preflight", "force", "proof"),
+    *("repeats", "measure"),
+)
+
+
+def settling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a configuration in plain values, groups missing or not, what affects a run's result."""
+    kept = {key: value for key, value in values.items() if key not in _NOT_IDENTITY}
+    for group, name in (("data", "cache"), ("cluster", "name")):
+        if isinstance(kept.get(group), Mapping):
+            kept[group] = {key: value for key, value in kept[group].items() if key != name}
+    return kept
+
+
+def identity(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
+    """Hash of everything that affects a run's result, the corpus by its fingerprint: 10 hexadecimal digits."""
+    values = settling(config.to_dict()) | {"world_size": world_size, "device_name": device_name, "corpus": corpus}
+    canonical = json.dumps(values, sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:10]
