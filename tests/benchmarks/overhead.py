@@ -195,11 +195,9 @@ def taking_turns(script: int, phase: Callable[[], str]) -> Iterator[None]:
         scripts_turn = False
         while not done.wait(TURN_SECONDS):
             scripts_turn = not scripts_turn and phase() == "timed"
-            for process, is_script in below(script):
-                with suppress(psutil.NoSuchProcess):
-                    process.resume() if is_script == scripts_turn else process.suspend()
+            let_run(script, scripts_turn)
 
-    stop_all(script)
+    let_run(script, False)
     turns = threading.Thread(target=take)
     turns.start()
     try:
@@ -207,16 +205,14 @@ def taking_turns(script: int, phase: Callable[[], str]) -> Iterator[None]:
     finally:
         done.set()
         turns.join()
-        for process, _ in below(script):
-            with suppress(psutil.NoSuchProcess):
-                process.resume()
+        let_run(script, None)
 
 
-def stop_all(script: int) -> None:
+def let_run(script: int, scripts_turn: bool | None) -> None:
+    """One side's processes, and stops the other's; None lets both run."""
     for process, is_script in below(script):
         with suppress(psutil.NoSuchProcess):
-            if is_script:
-                process.suspend()
+            process.resume() if scripts_turn in (None, is_script) else process.suspend()
 
 
 def below(script: int) -> list[tuple[psutil.Process, bool]]:
