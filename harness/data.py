@@ -96,17 +96,17 @@ def fingerprint(path: Path) -> str:
 
 
 class Batches:
-    """The global batch of every step, and this rank's part of it."""
+    """The global batch of every step, and this rank's part of it: of some sequences all, or spans of each."""
 
-    def __init__(
-        self, corpus: Corpus, config: RunConfig, layout: Layout, data_rank: int, device: "torch.device"
-    ) -> None:
+    def __init__(self, corpus: Corpus, config: RunConfig, layout: Layout, rank: int, device: "torch.device") -> None:
         self.tokens = None if corpus.path is None else np.memmap(corpus.path, dtype=np.uint8, mode="r")
         self.config = config
         self.device = device
         self.accumulation = layout.accumulation(config.train)
         share = config.train.global_batch // layout.dp
-        self.sequences = range(data_rank * share, (data_rank + 1) * share)
+        first = layout.data_rank(rank) * share
+        self.sequences = range(first, first + share)
+        self.spans = layout.spans(rank, config.train.seq_len)
 
     def sequence(self, step: int, index: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         """Token ids, shape (seq_len + 1,), of one sequence of the global batch."""
@@ -128,5 +128,9 @@ class Batches:
         tokens = torch.from_numpy(rows)
         if self.device.type == "cuda":
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
-        parts = torch.split(tokens, self.config.train.micro_batch)
-        return [Batch(part[:, :-1], part[:, 1:]) for part in parts]
+        inputs, targets = (
+            torch.cat([side[:, start:stop] for start, stop in self.spans], dim=1) if len(self.spans) > 1 else side
+            for side in (tokens[:, :-1], tokens[:, 1:])
+        )
+        size = self.config.train.micro_batch
+        return [Batch(*parts) for parts in zip(torch.split(inputs, size), torch.split(targets, size), strict=True)]

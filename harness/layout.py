@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,15 +61,45 @@ class Layout:
         place = self.coordinates(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
+    def along(self, *axes: str) -> str:
+        """The name of a group that lies along these axes, those of one rank left out: dp_shard+cp."""
+        return "+".join(axis for axis in AXES if axis in axes and getattr(self, axis) > 1)
+
+    @property
+    def sharding_axes(self) -> tuple[str, ...]:
+        """The axes over which data-parallel ranks divide what they divide: with fully_shard also the sequence's."""
+        return ("dp_shard", "cp") if self.data_parallel == "fsdp" and self.zero_stage > 0 else ("dp_shard",)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks hold copies, whose gradients are averaged."""
+        return tuple(axis for axis in ("dp_replicate", "dp_shard", "cp") if axis not in self.sharding_axes)
+
+    def degree(self, axes: Iterable[str]) -> int:
+        """Ranks along these axes."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def spans(self, rank: int, seq_len: int) -> tuple[tuple[int, int], ...]:
+        """The (start, stop) of those parts of every sequence that the rank has, in order.
+
+        Of 2 cp equal chunks one from the front and one from the back, so that causal attention is as much work on
+        every rank (Llama 3, arXiv 2407.21783, section 3.3.2).
+        """
+        place = self.coordinates(rank)["cp"]
+        chunk = seq_len // (2 * self.cp)
+        chunks = (place, 2 * self.cp - 1 - place)
+        return ((0, seq_len),) if self.cp == 1 else tuple((i * chunk, (i + 1) * chunk) for i in chunks)
+
     def shards(self, kind: str) -> int:
         """In how many parts data-parallel ranks hold parameters or optimizer at rest, or reduced gradients.
 
         ZeRO, arXiv 1910.02054; fully_shard divides parameters at rest in every mode.
         """
+        degree = self.degree(self.sharding_axes)
         if kind == "parameters" and self.data_parallel == "fsdp":
-            return self.dp_shard
+            return degree
         first_stage = {"optimizer": 1, "gradients": 2, "parameters": 3}[kind]
-        return self.dp_shard if self.zero_stage >= first_stage else 1
+        return degree if self.zero_stage >= first_stage else 1
 
     def accumulation(self, train: TrainConfig) -> int:
         """Micro-batches a rank and step. Raises UserError on a remainder."""

@@ -1,5 +1,6 @@
 """The one model every strategy trains: a llama-family decoder, and initial weights that no layout can change."""
 
+import functools
 import hashlib
 
 import torch
@@ -7,9 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from harness.config import ModelConfig
 from harness.placement import Stage, whole
+
+
+Spans = tuple[tuple[int, int], ...]  # (start, stop) of positions
 
 
 class Attention(nn.Module):
@@ -18,7 +23,7 @@ class Attention(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.head_dim = model.head_dim
-        self.eager = model.attention == "eager"
+        self.attend = eager_attention if model.attention == "eager" else flash_attention
         query_size = model.num_attention_heads * model.head_dim
         group_size = model.num_key_value_heads * model.head_dim
         self.q_proj = nn.Linear(model.hidden_size, query_size, bias=False)
@@ -33,12 +38,7 @@ class Attention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if self.eager:
-            mixed = eager_attention(query, key, value)
-        else:
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
-            )
+        mixed = self.attend(query, key, value)
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
@@ -80,6 +80,7 @@ class Llama(nn.Module):
     def __init__(self, model: ModelConfig, stage: Stage) -> None:
         super().__init__()
         self.config = model
+        self.spans: Spans | None = None  # of every sequence, those that this rank has; None: from its beginning
         self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size) if stage.holds_embedding else None
         self.layers = nn.ModuleDict({str(index): Block(model) for index in stage.layer_indices})
         self.norm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps) if stage.holds_head else None
@@ -92,10 +93,10 @@ class Llama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        seq_len = hidden.shape[1]
+        spans = self.spans or ((0, hidden.shape[1]),)
         if self.embed_tokens is not None:
             hidden = self.embed_tokens(hidden)
-        cos, sin = rotary_tables(seq_len, self.config, hidden.device, hidden.dtype)
+        cos, sin = rotary_tables(spans, self.config, hidden.device, hidden.dtype)
         for layer in self.layers.values():
             hidden = layer(hidden, cos, sin)
         if self.norm is None or self.lm_head is None:
@@ -104,10 +105,10 @@ class Llama(nn.Module):
         return logits if targets is None else loss_function(logits, targets)
 
 
-def rotary_tables(seq_len: int, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of shape (seq_len, head_dim), computed in fp32 (rotary embedding, arXiv 2104.09864)."""
+def rotary_tables(spans: Spans, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of shape (positions, head_dim), computed in fp32 (rotary embedding, arXiv 2104.09864)."""
     exponents = torch.arange(0, model.head_dim, 2, device=device, dtype=torch.float32) / model.head_dim
-    positions = torch.arange(seq_len, device=device, dtype=torch.float32)
+    positions = torch.cat([torch.arange(*span, device=device, dtype=torch.float32) for span in spans])
     angles = torch.outer(positions, model.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -120,13 +121,29 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned
 
 
+def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention by torch's fused kernel; the queries are those of the last positions that the keys have."""
+    grouped = query.shape[1] != key.shape[1]
+    if query.shape[2] == key.shape[2]:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+    mask = lower_right(query.shape[2], key.shape[2])
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+
+
+@functools.cache
+def lower_right(queries: int, keys: int) -> CausalBias:
+    """Kept, because torch cannot make one while operators are listened to."""
+    return causal_lower_right(queries, keys)  # type: ignore[no-any-return]
+
+
 def eager_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention with its scores materialised; shapes as in scaled_dot_product_attention."""
+    """The same with its scores materialised."""
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
-    hidden_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    hidden_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    hidden_future = hidden_future.triu(1 + key.shape[2] - query.shape[2])
     weights = scores.masked_fill(hidden_future, float("-inf")).softmax(-1, dtype=torch.float32)
     mixed: Tensor = weights.to(value.dtype) @ value
     return mixed

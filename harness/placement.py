@@ -1,11 +1,12 @@
 """Where each part of the model lies along the tensor and the pipeline axis: data beside the model, without torch."""
 
+import math
 from dataclasses import dataclass
 
 from harness.config import ModelConfig
 from harness.errors import UserError
 from harness.layout import Layout
-from harness.sizes import layer_parameter_count
+from harness.sizes import layer_parameter_count, parameter_shapes
 
 # How tensor parallelism cuts a module's weight of shape (out, in) (Megatron-LM, arXiv 1909.08053). A column-parallel
 # layer computes its own outputs from the whole input, the row-parallel one behind it sums over the ranks; embedding
@@ -33,6 +34,11 @@ def cut_dimension(parameter: str) -> int | None:
     """The dimension of a parameter, by its plain name, that tensor parallelism cuts; None if it stays whole."""
     cut = cut_of(parameter.removesuffix(".weight"))
     return None if cut is None else CUT_DIMENSION[cut]
+
+
+def parts(parameter: str, layout: Layout) -> int:
+    """Into how many parts tensor parallelism cuts a parameter."""
+    return 1 if cut_dimension(parameter) is None else layout.tp
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,12 @@ def stages(model: ModelConfig, layout: Layout) -> list[Stage]:
 def stages_of_rank(model: ModelConfig, layout: Layout, rank: int) -> list[Stage]:
     """The stages that a rank holds: every pp-th, so that virtual stages are spread over the depth."""
     return stages(model, layout)[layout.coordinates(rank)["pp"] :: layout.pp]
+
+
+def rank_elements(model: ModelConfig, layout: Layout, stage: Stage) -> dict[str, float]:
+    """Elements of each of a stage's parameters on one of its tensor-parallel ranks, before data-parallel sharding."""
+    shapes = parameter_shapes(model).items()
+    return {name: math.prod(shape) / parts(name, layout) for name, shape in shapes if stage.holds(name)}
 
 
 def ends_in_layers(model: ModelConfig) -> tuple[float, float]:

@@ -27,8 +27,11 @@ def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield f"strategy.virtual_stages={layout.virtual_stages} needs strategy.pp of 2 or more: choose 1"
     if layout.pp == 1 and layout.layers_per_stage is not None:
         yield f"strategy.layers_per_stage={list(layout.layers_per_stage)} needs strategy.pp of 2 or more: choose null"
-    if layout.cp > 1:
-        yield f"strategy.cp={layout.cp} is not supported yet: choose 1"
+    if layout.cp > 1 and config.train.seq_len % (2 * layout.cp):
+        yield (
+            f"strategy.cp={layout.cp} cuts sequences into {2 * layout.cp} chunks: choose train.seq_len a multiple of"
+            f" {2 * layout.cp}, not {config.train.seq_len}"
+        )
     if layout.offload != "none":
         yield f"strategy.offload={layout.offload} is not supported yet: choose none"
 
@@ -44,10 +47,11 @@ def tensor_refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield f"strategy.tp={tp} leaves a rank without a part of model.vocab_size={model.vocab_size}: choose a smaller"
     if layout.sequence_parallel and tp == 1:
         yield "strategy.sequence_parallel=true needs strategy.tp of 2 or more: choose false"
-    if layout.sequence_parallel and seq_len % tp:
+    if layout.sequence_parallel and seq_len % (tp * layout.cp):
+        both = f" x strategy.cp={layout.cp}" if layout.cp > 1 else ""
         yield (
-            f"strategy.tp={tp} with strategy.sequence_parallel does not divide train.seq_len={seq_len}: choose a"
-            f" multiple of {tp}"
+            f"strategy.tp={tp}{both} with strategy.sequence_parallel does not divide train.seq_len={seq_len}: choose a"
+            f" multiple of {tp * layout.cp}"
         )
 
 

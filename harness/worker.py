@@ -66,7 +66,7 @@ def measure(this: Job, rank: int, progress: "Progress", directory: Path) -> dict
         memory.reset_peak()
         engine = engines.load(this.layout.engine).build(this.config, this.layout, mesh, device, probe)
         start_peak_bytes = memory.peak_allocated_bytes()
-        batches = Batches(this.corpus, this.config, this.layout, this.layout.data_rank(rank), device)
+        batches = Batches(this.corpus, this.config, this.layout, rank, device)
         snapshot = job.snapshot_file(directory, rank) if this.config.measure.memory_snapshot else None
         seen = train(engine, probe, batches, this.config.train, this.layout, memory, progress, snapshot)
         profiled = seen.profiled._asdict()

@@ -63,8 +63,8 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         return prepared
 
     class Prepared(Replicate):
-        def unsynchronised(self) -> AbstractContextManager[None]:
-            context: AbstractContextManager[None] = accelerator.no_sync(self.module)
+        def unsynchronised(self, module: DistributedDataParallel) -> AbstractContextManager[None]:
+            context: AbstractContextManager[None] = accelerator.no_sync(module)
             return context
 
     class PreparedPasses(Sequential):

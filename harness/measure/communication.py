@@ -177,6 +177,7 @@ class Heard(NamedTuple):
     operation: str
     group_ranks: tuple[int, ...]
     tensors: list[Tensor]
+    operator: str  # that ran, such as c10d::allreduce_
 
 
 class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -210,7 +211,7 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parameters = [argument.name for argument in func._schema.arguments]
         arguments = dict(zip(parameters, args, strict=False)) | kwargs
         if name in _SENDS_NOTHING:
-            return Heard("recv", (), list(_tensors(list(arguments.values())))) if "recv" in name else None
+            return Heard("recv", (), list(_tensors(list(arguments.values()))), name) if "recv" in name else None
         if name not in _RULES:
             raise UncountedCollectiveError(
                 f"{name} has no rule in harness/measure/communication.py: its bytes are unknown"
@@ -225,7 +226,7 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for dtype, size in _bytes_by_dtype(tensors).items():
             self._bytes[operation, ranks, dtype, purpose] += size * factor
             self._sizes[operation, ranks, dtype, purpose][size] += 1
-        return Heard(operation, ranks, list(_tensors(list(arguments.values()))))
+        return Heard(operation, ranks, list(_tensors(list(arguments.values()))), name)
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What was counted, by operation, group, width and purpose."""
@@ -265,8 +266,8 @@ def bytes_sent(traffic: Sequence[Traffic]) -> float:
 
 
 def is_data_axis(axis: str) -> bool:
-    """Whether a group lies along data-parallel ranks alone: what it gathers are parameters."""
-    return set(axis.split("+")) <= {"dp_replicate", "dp_shard"}
+    """Whether a group lies along ranks that have other tokens: what c10d gathers there are parameters."""
+    return set(axis.split("+")) <= {"dp_replicate", "dp_shard", "cp"}
 
 
 def axis_of(group_ranks: Sequence[int], layout: Layout) -> str:

@@ -203,7 +203,9 @@ class StepListener(Listener):
             self.notes.claim(self.now(), address, "activation", "held for backward", held)
 
     def sent(self, heard: Heard) -> None:
-        gathered = heard.operation == "all_gather" and is_data_axis(axis_of(heard.group_ranks, self.layout))
+        along_data = is_data_axis(axis_of(heard.group_ranks, self.layout))
+        # Keys and values are gathered along such ranks too, by an operator of autograd's.
+        gathered = heard.operation == "all_gather" and along_data and heard.operator.startswith("c10d::")
         what = f"{heard.operation} buffers"
         self.claim(heard.tensors, "gathered" if gathered else "communication", what)
 

@@ -1,11 +1,13 @@
 """The bytes one rank must send in a step, as the papers count them, under ring algorithms."""
 
+from collections import Counter
+
 from harness.config import RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
-from harness.placement import Stage, stages_of_rank
+from harness.placement import Stage, rank_elements, stages_of_rank
 from harness.plan.activations import WIDTH_BYTES
-from harness.sizes import parameter_count
+from harness.plan.flops import times_again
 
 LOSS_SUMS = 3  # of a number a token in fp32, for a loss over logits cut along the vocabulary: maximum, sum, target's
 
@@ -20,20 +22,23 @@ def expected_bytes(config: RunConfig, layout: Layout, widths: Widths, rank: int)
 
     Left out: gradient norms, flags and padding.
     """
-    expected = data_bytes(config, layout, widths)
+    expected: Counter[str] = Counter()
     for stage in stages_of_rank(config.model, layout, rank):
+        for axes, moved in data_bytes(config, layout, widths, stage).items():
+            expected[axes] += moved
         for operation, moved in tensor_bytes(config, layout, stage).items():
-            expected[f"tp {operation}"] = expected.get(f"tp {operation}", 0.0) + moved
-        expected["pp send"] = expected.get("pp send", 0.0) + pipeline_bytes(config, layout, stage)
-    return expected
+            expected[f"tp {operation}"] += moved
+        expected["cp"] += context_bytes(config, layout, stage)
+        expected["pp send"] += pipeline_bytes(config, layout, stage)
+    return dict(expected)
 
 
-def data_bytes(config: RunConfig, layout: Layout, widths: Widths) -> dict[str, float]:
-    """By axis. ZeRO (arXiv 1910.02054, section 7); hybrid sharding (arXiv 2304.11277, from its operators).
+def data_bytes(config: RunConfig, layout: Layout, widths: Widths, stage: Stage) -> dict[str, float]:
+    """By axes. ZeRO (arXiv 1910.02054, section 7); hybrid sharding (arXiv 2304.11277, from its operators).
 
-    Stages 0 and 1 synchronise once a step, stages 2 and 3 reduce-scatter every micro-batch.
+    Stages 0 and 1 synchronise once a step, stages 2 and 3 reduce-scatter every micro-batch; copies of shards once.
     """
-    parameters = parameter_count(config.model)
+    parameters = sum(rank_elements(config.model, layout, stage).values())
     micro_batches = layout.accumulation(config.train)
     reduced = parameters * WIDTH_BYTES[config.precision.reduce]
     gathered = parameters * widths.gathered
@@ -43,16 +48,18 @@ def data_bytes(config: RunConfig, layout: Layout, widths: Widths) -> dict[str, f
         2: (micro_batches, 1),
         3: (micro_batches, widths.gathers * micro_batches),
     }[layout.zero_stage]
-    within = ring_share(layout.dp_shard) * (reductions * reduced + gathers * gathered)
-    across = 2 * ring_share(layout.dp_replicate) * reduced / layout.dp_shard
-    return {"dp_shard": within, "dp_replicate": across}
+    shards, replicas = layout.degree(layout.sharding_axes), layout.degree(layout.replica_axes)
+    within = ring_share(shards) * (reductions * reduced + gathers * gathered)
+    across = 2 * ring_share(replicas) * reduced / shards
+    groups = {layout.along(*layout.sharding_axes): within, layout.along(*layout.replica_axes): across}
+    return {axes: moved for axes, moved in groups.items() if axes}
 
 
-def hidden_bytes(config: RunConfig) -> int:
-    """Hidden states of one micro-batch, whole."""
+def hidden_bytes(config: RunConfig, layout: Layout) -> int:
+    """Hidden states of one micro-batch on a rank: of its part of the sequence, all of them."""
     train = config.train
     width = WIDTH_BYTES[config.precision.compute]
-    return train.micro_batch * train.seq_len * config.model.hidden_size * width
+    return train.micro_batch * train.seq_len // layout.cp * config.model.hidden_size * width
 
 
 def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, float]:
@@ -62,20 +69,22 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
     one for the head in backward. A checkpointed layer runs its first again; torch stops the second forward before the
     last, whose result nothing in backward needs. Sequence parallelism (arXiv 2205.05198) puts a reduce-scatter and an
     all-gather in the place of each all-reduce; of those a second forward gathers both inputs and scatters one sum; the
-    gradients of norms are summed once a step.
+    gradients of norms are summed once a step, by fully_shard in every micro-batch, as wide as it makes them.
     """
     if layout.tp == 1:
         return {}
     train, model = config.train, config.model
     micro_batches = layout.accumulation(train)
     sums = 4 * stage.layers + stage.holds_embedding + stage.holds_head
-    again = stage.layers if config.checkpointing.name == "full" else 0
-    hidden = micro_batches * hidden_bytes(config)
-    small = LOSS_SUMS * micro_batches * train.micro_batch * train.seq_len * 4 if stage.holds_head else 0
+    again = stage.layers * times_again(layout, stage) if config.checkpointing.name == "full" else 0
+    hidden = micro_batches * hidden_bytes(config, layout)
+    small = LOSS_SUMS * micro_batches * train.micro_batch * train.seq_len // layout.cp * 4 if stage.holds_head else 0
     once = ring_share(layout.tp)  # an all-reduce is two of these
     if not layout.sequence_parallel:
         return {"all_reduce": 2 * once * ((sums + again) * hidden + small)}
     norms = (2 * stage.layers + stage.holds_head) * model.hidden_size * WIDTH_BYTES[config.precision.reduce]
+    if layout.data_parallel == "fsdp":
+        norms *= micro_batches * WIDTH_BYTES[config.precision.compute] / WIDTH_BYTES[config.precision.reduce]
     return {
         "all_reduce": 2 * once * (small + norms),
         "all_gather": once * (sums + 2 * again) * hidden,
@@ -83,7 +92,26 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
     }
 
 
+def context_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:
+    """What a stage's layers gather of keys and values along the sequence, and scatter of their gradients.
+
+    All-gather in forward, again in a checkpointed layer's second forward, reduce-scatter in backward (Llama 3, arXiv
+    2407.21783, section 3.3.2).
+    """
+    train, model = config.train, config.model
+    groups = 2 * model.num_key_value_heads * model.head_dim // layout.tp
+    layers = stage.layers * layout.accumulation(train)
+    once = ring_share(layout.cp) * layers * train.micro_batch * train.seq_len * groups
+    once *= WIDTH_BYTES[config.precision.compute]
+    again = times_again(layout, stage) if config.checkpointing.name == "full" else 0
+    return (2 + again) * once
+
+
 def pipeline_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:
-    """Hidden states to the next stage in forward, their gradient to the one before in backward, each micro-batch."""
+    """Hidden states to the next stage in forward, their gradient to the one before in backward, each micro-batch.
+
+    Tensor-parallel ranks all send what they all have; with sequence parallelism each its part.
+    """
     neighbours = (not stage.holds_head) + (not stage.holds_embedding)
-    return float(neighbours * layout.accumulation(config.train) * hidden_bytes(config))
+    own = layout.tp if layout.sequence_parallel else 1
+    return neighbours * layout.accumulation(config.train) * hidden_bytes(config, layout) / own

@@ -12,7 +12,7 @@ divide the batch, the matrices or the depth divide the operations, and tensor-pa
 
 from harness.config import ModelConfig, RunConfig
 from harness.layout import Layout
-from harness.placement import stages, whole
+from harness.placement import Stage, stages, whole
 
 BACKWARD = 2  # forwards that a backward costs: a product for the gradient of the input, one for the weight's
 
@@ -56,7 +56,21 @@ def model_flops(config: RunConfig) -> int:
 def executed_flops(config: RunConfig, layout: Layout, device: str = "cpu", whole_second_forward: bool = False) -> int:
     """What HFU counts: the operations of a step that run, over all ranks. device is cpu or cuda."""
     again = recomputed_flops(config, layout, whole_second_forward)
-    return model_flops(config) + again + remade_scores_flops(config, device)
+    return asked_flops(config, layout) + again + remade_scores_flops(config, layout, device)
+
+
+def asked_flops(config: RunConfig, layout: Layout) -> int:
+    """Forward and backward as the layout runs them: context parallelism skips scores that the causal mask hides."""
+    return model_flops(config) - (1 + BACKWARD) * config.model.num_hidden_layers * 2 * hidden_flops(config, layout)
+
+
+def hidden_flops(config: RunConfig, layout: Layout) -> int:
+    """Of a product of attention what is not computed: each of the 2 cp chunks of a sequence sees those up to itself.
+
+    Without context parallelism one kernel takes whole sequences, and nothing is left out.
+    """
+    chunks = 2 * layout.cp
+    return product_flops(config) * (chunks - 1) // (2 * chunks) if layout.cp > 1 else 0
 
 
 def recomputed_flops(config: RunConfig, layout: Layout, whole_second_forward: bool = False) -> int:
@@ -70,17 +84,23 @@ def recomputed_flops(config: RunConfig, layout: Layout, whole_second_forward: bo
     if config.checkpointing.name != "full":
         return 0
     skipped = 0 if whole_second_forward else last_projection_flops(config)
+    skipped += 2 * hidden_flops(config, layout)
     return second_forwards(config.model, layout) * (layer_flops(config) - skipped)
 
 
 def second_forwards(model: ModelConfig, layout: Layout) -> int:
     """Layers that checkpointing runs again for each micro-batch, one that is run twice counted twice."""
-    halved = layout.pp > 1 and layout.schedule == "zero_bubble"
     parts = stages(model, layout) if layout.pp > 1 else [whole(model)]
-    return sum(part.layers * (2 if halved and not part.holds_embedding else 1) for part in parts)
+    return sum(part.layers * times_again(layout, part) for part in parts)
 
 
-def remade_scores_flops(config: RunConfig, device: str) -> int:
+def times_again(layout: Layout, stage: Stage) -> int:
+    """How often a micro-batch runs a checkpointed layer of a stage again."""
+    halved = layout.pp > 1 and layout.schedule == "zero_bubble"
+    return 2 if halved and not stage.holds_embedding else 1
+
+
+def remade_scores_flops(config: RunConfig, layout: Layout, device: str) -> int:
     """Queries with keys once more in backward, where a fused kernel keeps no scores (arXiv 2205.14135, algorithm 4).
 
     On CUDA torch has no fused kernel for grouped heads in fp32: flash and cuDNN take 16 bit, the memory-efficient one
@@ -89,4 +109,4 @@ def remade_scores_flops(config: RunConfig, device: str) -> int:
     model = config.model
     grouped = model.num_key_value_heads != model.num_attention_heads
     fused = model.attention == "flash" and not (device == "cuda" and config.precision.compute == "float32" and grouped)
-    return fused * model.num_hidden_layers * product_flops(config)
+    return fused * model.num_hidden_layers * (product_flops(config) - hidden_flops(config, layout))

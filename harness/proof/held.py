@@ -9,7 +9,7 @@ from typing import NamedTuple
 from harness.config import ModelConfig, PrecisionConfig
 from harness.engines import GATHERED, KINDS, Widths
 from harness.layout import Layout
-from harness.placement import cut_dimension, stages_of_rank
+from harness.placement import cut_dimension, parts, rank_elements, stages_of_rank
 from harness.proof import Box, Rank
 from harness.sizes import parameter_shapes
 
@@ -92,6 +92,8 @@ def start_problems(model: ModelConfig, layout: Layout, widths: Widths, ranks: Se
     problems = []
     for rank in ranks:
         width = widths.parameters + widths.optimizer - MOMENTS_BYTES
+        if layout.data_parallel == "ddp":
+            width += widths.gathered  # DistributedDataParallel's buckets
         share = width * sum(rank_shares(model, layout, rank["rank"], layout.shards("parameters")).values())
         peak = rank["start_peak_bytes"]
         if peak is not None and peak > share + 3 * largest:
@@ -100,18 +102,9 @@ def start_problems(model: ModelConfig, layout: Layout, widths: Widths, ranks: Se
 
 
 def rank_shares(model: ModelConfig, layout: Layout, rank: int, shards: int) -> dict[str, float]:
-    """Elements of each parameter that a rank holds: its stages' parameters, cut by tensor parallelism, sharded."""
-    held = stages_of_rank(model, layout, rank)
-    return {
-        name: math.prod(shape) / parts(name, layout) / shards
-        for name, shape in parameter_shapes(model).items()
-        if any(stage.holds(name) for stage in held)
-    }
-
-
-def parts(name: str, layout: Layout) -> int:
-    """Into how many parts tensor parallelism cuts a parameter."""
-    return 1 if cut_dimension(name) is None else layout.tp
+    """Elements of each parameter that a rank holds when data-parallel ranks divide them into so many shards."""
+    held = (rank_elements(model, layout, stage) for stage in stages_of_rank(model, layout, rank))
+    return {name: elements / shards for found in held for name, elements in found.items()}
 
 
 def _held(rank: Rank, kind: str) -> Iterator[Held]:

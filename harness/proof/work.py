@@ -9,7 +9,7 @@ from harness.figures.traffic import communication
 from harness.layout import Layout
 from harness.measure.communication import LAYOUT
 from harness.placement import stages_of_rank
-from harness.plan.flops import model_flops, recomputed_flops, remade_scores_flops
+from harness.plan.flops import asked_flops, recomputed_flops, remade_scores_flops, times_again
 from harness.plan.pipeline import in_flight
 from harness.proof import Rank
 
@@ -26,8 +26,8 @@ def flops_problems(config: RunConfig, layout: Layout, widths: Widths, ranks: Seq
     ran = executed(ranks)
     if ran is None:
         return []
-    least = model_flops(config) + recomputed_flops(config, layout, widths.whole_second_forward)
-    most = least + remade_scores_flops(config, "cpu")
+    least = asked_flops(config, layout) + recomputed_flops(config, layout, widths.whole_second_forward)
+    most = least + remade_scores_flops(config, layout, "cpu")
     if all(rank["device_name"] == "cpu" for rank in ranks):
         least = most
     if (1 - FLOPS_TOLERANCE) * least <= ran <= (1 + FLOPS_TOLERANCE) * most:
@@ -45,8 +45,7 @@ def checkpointing_problems(config: RunConfig, layout: Layout, rank: Rank) -> lis
     expected, found = 0, rank["profiled"]["recomputations"]
     if config.checkpointing.name == "full":
         for stage in stages_of_rank(config.model, layout, rank["rank"]):
-            halves = 2 if splits_backward(layout) and not stage.holds_embedding else 1
-            expected += halves * stage.layers * layout.accumulation(config.train)
+            expected += times_again(layout, stage) * stage.layers * layout.accumulation(config.train)
     if found == expected:
         return []
     return [

@@ -32,6 +32,18 @@ class Passes(Protocol):
 
 def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
     stage, means = layout.zero_stage, layout.data_parallel
+    if means == "none" and layout.cp > 1:
+        yield f"strategy.cp={layout.cp} needs gradients averaged over its ranks: choose strategy.data_parallel=ddp or fsdp"
+    if means == "ddp" and layout.pp > 1 and layout.schedule == "zero_bubble":
+        yield (
+            "strategy.data_parallel=ddp averages gradients before the second half of strategy.schedule=zero_bubble's"
+            " backwards has made them: choose fsdp with zero_stage 0 or 2, or another schedule"
+        )
+    if means == "fsdp" and stage == 3 and layout.pp > 1 and layout.schedule == "zero_bubble":
+        yield (
+            "strategy.zero_stage=3 lets go of parameters that the second half of strategy.schedule=zero_bubble's"
+            " backwards needs: choose 0 or 2, or another schedule"
+        )
     if means == "none" and layout.dp > 1:
         yield f"strategy.data_parallel=none trains on one rank, not {layout.dp}: choose ddp or fsdp"
     if means == "none" and stage > 0:
@@ -44,11 +56,6 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield "strategy.zero_stage=1 is not a mode of fully_shard: choose 0, 2 or 3, or strategy=zero1"
     if means == "fsdp" and stage == 0 and layout.dp_shard > 1:
         yield f"strategy.dp_shard={layout.dp_shard} shards parameters, not what strategy.zero_stage=0 says: choose 1"
-    for axis in ("tp", "pp"):
-        if getattr(layout, axis) > 1 and layout.world_size > getattr(layout, axis):
-            yield f"strategy.{axis}={getattr(layout, axis)} beside other degrees is not supported yet: choose 1 there"
-    if layout.pp > 1 and means != "none":
-        yield f"strategy.data_parallel={means} with strategy.pp={layout.pp} is not supported yet: choose none"
     if layout.tp > 1 and means == "ddp":
         yield f"strategy.data_parallel=ddp cannot wrap what strategy.tp={layout.tp} cuts: choose none or fsdp"
     for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)) if means == "ddp" else ():
@@ -70,11 +77,16 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
-    """The model under this layout. The order is fixed: tensor parallel, checkpointing, data parallel, pipeline."""
+    """The model under this layout.
+
+    The order is fixed: tensor parallel, context parallel, checkpointing, data parallel, pipeline.
+    """
     import torch.distributed as dist
 
     from harness.checkpointing import apply_checkpointing
+    from harness.engines.torch.context import apply_context_parallel
     from harness.engines.torch.fully_shard import FullyShard
+    from harness.engines.torch.mesh import replica_group
     from harness.engines.torch.passes import Sequential
     from harness.engines.torch.pipeline import Pipeline
     from harness.engines.torch.replicate import Replicate, distributed_data_parallel
@@ -82,22 +94,27 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.model import build_model
     from harness.placement import stages_of_rank
 
-    stages = stages_of_rank(config.model, layout, dist.get_rank())
+    rank = dist.get_rank()
+    stages = stages_of_rank(config.model, layout, rank)
     parts = [build_model(config.model, stage) for stage in stages]
     for part in parts:
+        part.spans = layout.spans(rank, config.train.seq_len)
         if layout.tp > 1:
             apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
+        if layout.cp > 1:
+            apply_context_parallel(part, mesh.get_group("cp"), part.spans)
         apply_checkpointing(part, config.checkpointing, probe)
     parallel: DataParallel
     if layout.data_parallel == "fsdp":
-        parallel = FullyShard(parts[0], config, layout, mesh, device)
+        parallel = FullyShard(parts, config, layout, mesh, device)
     elif layout.data_parallel == "ddp":
-        parallel = Replicate(parts, config, device, distributed_data_parallel(mesh, device, config))
+        group = replica_group(mesh, layout)
+        parallel = Replicate(parts, config, device, distributed_data_parallel(group, device, config))
     else:
         parallel = Replicate(parts, config, device)
     passes: Passes = Sequential(parallel, probe)
     if layout.pp > 1:
-        passes = Pipeline(parts, stages, config, layout, mesh.get_group("pp"), device, parallel, probe)
+        passes = Pipeline(stages, config, layout, mesh.get_group("pp"), device, parallel, probe)
     return TorchEngine(parts, config, parallel, passes, mesh, probe)
 
 
@@ -123,6 +140,7 @@ class TorchEngine:
         self.mesh = mesh
         self.is_tensor_parallel = mesh["tp"].size() > 1
         self.stages = mesh.get_group("pp") if mesh["pp"].size() > 1 else None
+        self.spans = mesh.get_group("cp") if mesh["cp"].size() > 1 else None
         self.probe = probe
         self.clipping = config.train.gradient_clipping
         train = config.train
@@ -165,16 +183,19 @@ class TorchEngine:
         return loss_parallel() if self.is_tensor_parallel else nullcontext()
 
     def totals(self, loss: "Tensor | None", gradients: "Sequence[Tensor]") -> "tuple[Tensor, Tensor]":
-        """The loss, which only the last stage knows, and the global norm, of which each stage holds a part."""
+        """The loss, which only the last stage knows, and of its own tokens; the norm, of which each stage has a part."""
         import torch
         import torch.distributed as dist
 
         from harness.engines.torch.norm import square_of_norm
 
-        square = square_of_norm(gradients, self.mesh)
+        square = square_of_norm(gradients, gradients[0].device)
         sums = torch.stack((square.new_zeros(()) if loss is None else loss.float(), square))
         if self.stages is not None:
             dist.all_reduce(sums, group=self.stages)
+        if self.spans is not None:
+            dist.all_reduce(sums[0], group=self.spans)
+            sums[0] /= self.spans.size()
         return sums[0], sums[1].sqrt()
 
     def pieces(self, kind: Kind) -> Iterable[Piece]:

@@ -1,6 +1,6 @@
 """What the torch engine asks of the means that keep copies or shards of a model together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 class DataParallel(Protocol):
     """How copies or shards of a model are kept together."""
 
-    module: nn.Module  # what is called where the rank holds the whole depth
+    modules: Sequence[nn.Module]  # the rank's parts of the model as they are called, one for every stage it holds
     names: dict[str, nn.Parameter]  # the model's parameters under their plain names
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch."""
+    def micro_batch(self, last: bool, part: int = 0) -> AbstractContextManager[None]:
+        """Around the backward of one micro-batch through a part, and its forward unless others come between."""
         ...
 
-    def collect(self) -> None:
-        """Takes in gradients that autograd left on the parameters without running their hooks."""
+    def collect(self, part: int = 0) -> None:
+        """Takes in gradients that autograd left on a part's parameters without running their hooks."""
         ...
 
     def trained(self, name: str) -> nn.Parameter:

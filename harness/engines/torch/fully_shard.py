@@ -1,7 +1,8 @@
 """fully_shard (FSDP2) in its modes: NO_SHARD, SHARD_GRAD_OP and FULL_SHARD are zero_stage 0, 2 and 3."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from harness.config import RunConfig
+from harness.engines.torch.mesh import replicas_and_shards
 from harness.layout import Layout
 from harness.model import Llama, materialise
 
@@ -29,52 +31,72 @@ def apply_fully_shard(
         shard(block)
     if not model.config.tie_word_embeddings:  # tied weights must share a group: the root's
         for group in ([model.embed_tokens], [model.norm, model.lm_head]):
-            shard([part for part in group if part is not None])
+            found = [part for part in group if part is not None]
+            if found:
+                shard(found)
     shard(model)
 
 
-class FullyShard:
-    """A model whose sharded fp32 parameters are the ones trained; 16-bit copies exist only while gathered."""
+class Plain(nn.Module):
+    """A sharded part that torch's pipeline takes for any other.
 
-    def __init__(self, model: Llama, config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device) -> None:
+    Seeing a FSDPModule it would gather once a step and reduce once a step, whatever the zero stage.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.part(*arguments, **keywords)
+
+
+class FullyShard:
+    """Parts of a model whose sharded fp32 parameters are those trained; 16-bit copies exist only while gathered."""
+
+    def __init__(
+        self, parts: Sequence[Llama], config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device
+    ) -> None:
         precision = config.precision
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, precision.compute) if precision.mixed else None,
             reduce_dtype=getattr(torch, precision.reduce) if precision.mixed else None,
         )
-        axes = mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"]
-        apply_fully_shard(model, axes, policy, reshard_after_forward=layout.zero_stage == 3)
-        materialise(model, config.model, config.train.seed, device, getattr(torch, precision.master))
-        assert isinstance(model, FSDPModule)
-        self.module: nn.Module = model
-        self.fsdp: FSDPModule = model
+        axes = replicas_and_shards(mesh, layout)
+        if axes.size(0) == 1 and layout.zero_stage > 0:
+            axes = axes[axes.mesh_dim_names[1]]  # type: ignore[index]
+        self.parts: list[FSDPModule] = []
+        for part in parts:
+            apply_fully_shard(part, axes, policy, reshard_after_forward=layout.zero_stage == 3)
+            materialise(part, config.model, config.train.seed, device, getattr(torch, precision.master))
+            assert isinstance(part, FSDPModule)
+            self.parts.append(part)
+        self.modules: list[nn.Module] = [Plain(part) for part in parts]
         self.zero_stage = layout.zero_stage
-        self.names = dict(model.named_parameters())
+        self.names = {name: parameter for part in parts for name, parameter in part.named_parameters()}
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Stage 0 synchronises once; stages 2 and 3 reduce-scatter every micro-batch, so gradients stay sharded.
+    def micro_batch(self, last: bool, part: int = 0) -> Iterator[None]:
+        """Stage 0 and copies of shards synchronise once; stages 2 and 3 reduce-scatter every micro-batch, so that
+        gradients stay sharded.
 
-        Stage 2 keeps parameters gathered from the first forward to the last backward of the step.
+        Stages 0 and 2 keep parameters gathered from the first forward to the last backward of the step.
         """
-        if self.zero_stage == 0:
-            self.fsdp.set_requires_all_reduce(last)
-        if self.zero_stage == 2:
-            self.fsdp.set_reshard_after_backward(last)
-        self.fsdp.set_is_last_backward(last)
+        module = self.parts[part]
+        module.set_requires_all_reduce(last)
+        if self.zero_stage < 3:
+            module.set_reshard_after_backward(last)
+        module.set_is_last_backward(last)
         yield
 
     def trained(self, name: str) -> nn.Parameter:
         return self.names[name]
 
     def buffers(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Gradients held elsewhere than with the parameters: in stage 0 summed until the last micro-batch reduces them,
-        else whole, of a group that is about to be reduced.
+        """Gradients held elsewhere than with the parameters: summed until the last micro-batch reduces them, else
+        whole, of a group that is about to be reduced.
         """
-        for part in self.module.modules():
-            group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
-            if group is None:
-                continue
+        for group in (group for part in self.parts for group in groups_of(part)):
             if group._partial_reduce_output is not None:
                 yield "gradient", "summed over micro-batches", group._partial_reduce_output
             for parameter in group.fsdp_params:
@@ -83,8 +105,21 @@ class FullyShard:
                     if gradient is not None:
                         yield "communication", "gradients not yet reduced", gradient
 
-    def collect(self) -> None:
-        pass
+    def collect(self, part: int = 0) -> None:
+        """Reduces what a backward for weights alone left: fully_shard hooks on the gradients of inputs."""
+        for group in groups_of(self.parts[part]):
+            group.post_backward()
+        state = fully_shard.state(self.parts[part])  # type: ignore[attr-defined]
+        state._root_post_backward_final_callback()
 
     def publish(self) -> None:
         pass
+
+
+def groups_of(module: FSDPModule) -> Iterator[Any]:
+    """The groups of parameters that are gathered together."""
+    assert isinstance(module, nn.Module)
+    for part in module.modules():
+        group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
+        if group is not None:
+            yield group

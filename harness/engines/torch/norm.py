@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 
@@ -18,25 +18,32 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def axes_of(tensor: Tensor) -> tuple[str, ...]:
-    """The mesh axes over which a tensor is cut."""
+def cut_along(tensor: Tensor) -> dict[str, ProcessGroup]:
+    """The mesh axes over which a tensor is cut, with their groups; those of one rank left out."""
     if not isinstance(tensor, DTensor):
-        return ()
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if placement.is_shard())
+        return {}
+    mesh = tensor.device_mesh
+    return {
+        name: mesh.get_group(dimension)
+        for dimension, (name, placement) in enumerate(zip(mesh.mesh_dim_names or (), tensor.placements, strict=True))
+        # a dimension cut twice is a _StridedShard, which is no Shard
+        if not placement.is_replicate() and mesh.size(dimension) > 1
+    }
 
 
-def square_of_norm(gradients: Sequence[Tensor], mesh: DeviceMesh) -> Tensor:
+def square_of_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Sum of squares over all ranks that hold parts of these gradients, in fp32; a copy counts once."""
     cut: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+    groups: dict[str, ProcessGroup] = {}
     for gradient in gradients:
-        cut[axes_of(gradient)].append(local_part(gradient))
-    total = torch.zeros((), device=mesh.device_type)
+        found = cut_along(gradient)
+        groups |= found
+        cut[tuple(found)].append(local_part(gradient))
+    total = torch.zeros((), device=device)
     for axes in sorted(cut):
         square = get_total_norm(cut[axes]).float() ** 2
         for axis in axes:
-            if mesh[axis].size() > 1:
-                dist.all_reduce(square, group=mesh.get_group(axis))
+            dist.all_reduce(square, group=groups[axis])
         total += square
     return total
 

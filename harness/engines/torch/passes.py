@@ -24,7 +24,7 @@ class Sequential:
         for index, batch in enumerate(micro_batches):
             with self.parallel.micro_batch(last=index == count - 1):
                 with self.probe.phase("forward"):
-                    loss = loss_function(self.parallel.module(batch.inputs), batch.targets)
+                    loss = loss_function(self.parallel.modules[0](batch.inputs), batch.targets)
                 losses.append(loss.detach())
                 with self.probe.phase("backward"):
                     self.backward(loss / count)

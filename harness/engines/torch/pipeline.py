@@ -21,7 +21,6 @@ from harness.engines import Batch
 from harness.engines.torch.data_parallel import DataParallel
 from harness.layout import Layout
 from harness.measure.probe import Probe
-from harness.model import Llama
 from harness.placement import Stage
 
 # GPipe: arXiv 1811.06965. 1F1B and its interleaved form: arXiv 2104.04473. Zero bubble (ZB1P): arXiv 2401.10241.
@@ -34,7 +33,6 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: Sequence[Llama],
         stages: Sequence[Stage],
         config: RunConfig,
         layout: Layout,
@@ -46,9 +44,9 @@ class Pipeline:
         self.count = layout.accumulation(config.train)
         self.holds_embedding, self.holds_head = stages[0].holds_embedding, stages[-1].holds_head
         torch.distributed.barrier(group)  # NCCL's communicator is there before sends and receives meet in one batch
+        shape = boundary_shape(config, layout)
         made = [
-            HeardStage(part, stage, config, device, group, parallel, probe)
-            for part, stage in zip(parts, stages, strict=True)
+            HeardStage(own, stage, config, shape, device, group, parallel, probe) for own, stage in enumerate(stages)
         ]
         # The last stage computes its loss itself, so that logits live no longer than in other layouts.
         share = partial(share_of_loss, self.count)
@@ -68,6 +66,13 @@ class Pipeline:
         return torch.stack(losses).detach().sum() if losses else None
 
 
+def boundary_shape(config: RunConfig, layout: Layout) -> tuple[int, int, int]:
+    """Of the hidden states that one stage hands to the next: (batch, seq, hidden), of the sequence this rank's part."""
+    train = config.train
+    own = train.seq_len // layout.cp // (layout.tp if layout.sequence_parallel else 1)
+    return train.micro_batch, own, config.model.hidden_size
+
+
 def share_of_loss(count: int, loss: Tensor, targets: Tensor) -> Tensor:
     """A micro-batch's part of the step's mean."""
     return loss / count
@@ -78,21 +83,21 @@ class HeardStage(PipelineStage):
 
     def __init__(
         self,
-        part: Llama,
+        own: int,
         stage: Stage,
         config: RunConfig,
+        shape: tuple[int, int, int],
         device: torch.device,
         group: ProcessGroup,
         parallel: DataParallel,
         probe: Probe,
     ) -> None:
-        size = (config.train.micro_batch, config.train.seq_len)
-        tokens = torch.empty(size, dtype=torch.int64, device="meta")
+        tokens = torch.empty(shape[:2], dtype=torch.int64, device="meta")
         width = getattr(torch, config.precision.compute)
-        hidden = torch.empty((*size, config.model.hidden_size), dtype=width, device="meta", requires_grad=True)
+        hidden = torch.empty(shape, dtype=width, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         super().__init__(
-            part,
+            parallel.modules[own],
             stage.index,
             stage.count,
             device,
@@ -100,6 +105,7 @@ class HeardStage(PipelineStage):
             output_args=loss if stage.holds_head else hidden,
             group=group,
         )
+        self.own = own  # its place among the stages of this rank
         self.parallel = parallel
         self.probe = probe
 
@@ -110,11 +116,13 @@ class HeardStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with self.probe.phase("backward" if full_backward else "backward_input"):
+        phase = self.probe.phase("backward" if full_backward else "backward_input")
+        with phase, self.parallel.micro_batch(last_backward, self.own):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         # One group: torch makes the gradients weight by weight, and would run a checkpointed forward again for each.
-        with self.probe.phase("backward_weight"), GraphExecGroup():
+        last = self.parallel.micro_batch(last_backward, self.own)
+        with self.probe.phase("backward_weight"), last, GraphExecGroup():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            self.parallel.collect()  # torch puts these gradients on the parameters past every hook
+            self.parallel.collect(self.own)  # torch puts these gradients on the parameters past every hook

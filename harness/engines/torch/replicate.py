@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,14 +35,14 @@ class Replicate:
             materialise(part, config.model, seed, device, getattr(torch, precision.compute))
         self.names = {name: parameter for part in parts for name, parameter in part.named_parameters()}
         self.masters: dict[str, nn.Parameter] = {}
-        self.module: nn.Module = parts[0]
+        self.modules: list[nn.Module] = list(parts)
         self.synchronising = True
         if precision.mixed:
             for name, parameter in self.names.items():
                 value = initial_value(name, parameter.shape, config.model, seed, device)
                 self.masters[name] = nn.Parameter(part_like(parameter, value.to(getattr(torch, precision.master))))
         if wrap is not None:
-            self.module = wrap(self.module)
+            self.modules = [wrap(module) for module in self.modules]
         if precision.mixed:
             self.accumulate_in_masters()
 
@@ -52,8 +52,10 @@ class Replicate:
         def accumulate(parameter: Tensor) -> None:
             take_gradient(parameter, master_of[parameter])  # type: ignore[index]
 
-        if isinstance(self.module, DistributedDataParallel):
-            self.module.register_comm_hook(self, reduce_into_masters)
+        synchronised = [module for module in self.modules if isinstance(module, DistributedDataParallel)]
+        for module in synchronised:
+            module.register_comm_hook((self, module.process_group), reduce_into_masters)
+        if synchronised:
 
             def accumulate_unless_synchronising(parameter: Tensor) -> None:
                 if not self.synchronising:  # else DDP takes the gradient to its bucket and our hook there
@@ -66,23 +68,23 @@ class Replicate:
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
+    def micro_batch(self, last: bool, part: int = 0) -> Iterator[None]:
         """Copies synchronise once a step, in the last micro-batch."""
         self.synchronising = last
-        if isinstance(self.module, DistributedDataParallel) and not last:
-            with self.unsynchronised():
+        module = self.modules[part]
+        if isinstance(module, DistributedDataParallel) and not last:
+            with self.unsynchronised(module):
                 yield
         else:
             yield
 
-    def collect(self) -> None:
+    def collect(self, part: int = 0) -> None:
         for name, master in self.masters.items():
             if self.names[name].grad is not None:
                 take_gradient(self.names[name], master)
 
-    def unsynchronised(self) -> AbstractContextManager[None]:
-        assert isinstance(self.module, DistributedDataParallel)
-        return self.module.no_sync()
+    def unsynchronised(self, module: DistributedDataParallel) -> AbstractContextManager[None]:
+        return module.no_sync()
 
     def trained(self, name: str) -> nn.Parameter:
         return self.masters.get(name, self.names[name])
@@ -98,13 +100,13 @@ class Replicate:
 
 
 def distributed_data_parallel(
-    mesh: DeviceMesh, device: torch.device, config: RunConfig
+    group: ProcessGroup, device: torch.device, config: RunConfig
 ) -> Callable[[nn.Module], DistributedDataParallel]:
-    """Wraps a model on every rank of dp_replicate; strategy.options are the wrapper's own."""
+    """Wraps a model that every rank of the group holds; strategy.options are the wrapper's own."""
     return functools.partial(
         DistributedDataParallel,
         device_ids=[device.index] if device.type == "cuda" else None,
-        process_group=mesh.get_group("dp_replicate"),
+        process_group=group,
         **config.strategy.options,
     )
 
@@ -119,13 +121,12 @@ def take_gradient(parameter: Tensor, master: nn.Parameter) -> None:
     parameter.grad = None
 
 
-def reduce_into_masters(replica: Replicate, bucket: GradBucket) -> Future[Tensor]:
+def reduce_into_masters(state: tuple[Replicate, ProcessGroup], bucket: GradBucket) -> Future[Tensor]:
     """DDP's communication hook: averages a bucket with what was accumulated before, in the masters' width.
 
     DDP gets its 16-bit bucket back as it was; the averaged gradient lies with the masters.
     """
-    assert isinstance(replica.module, DistributedDataParallel)
-    group = replica.module.process_group
+    replica, group = state
     name_of = {id(parameter): name for name, parameter in replica.names.items()}
     masters = [replica.masters[name_of[id(parameter)]] for parameter in bucket.parameters()]
     total = bucket.buffer().to(masters[0].dtype)

@@ -1,0 +1,26 @@
+"""Groups of ranks that lie along several axes of the run's mesh: those that hold copies, those that hold shards."""
+
+from collections.abc import Iterable
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness.layout import Layout
+
+
+def along(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
+    """One dimension over all ranks along these axes, which are in the mesh's order."""
+    first, *others = axes
+    wide = tuple(axis for axis in (first, *others) if mesh[axis].size() > 1) or (first,)
+    return mesh[wide[0]] if len(wide) == 1 else mesh[wide]._flatten()
+
+
+def replica_group(mesh: DeviceMesh, layout: Layout) -> ProcessGroup:
+    """The ranks that hold the same parameters and other tokens."""
+    return along(mesh, layout.replica_axes).get_group()
+
+
+def replicas_and_shards(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """Two dimensions: the ranks that hold copies, and those that hold shards."""
+    copies, shards = (along(mesh, axes) for axes in (layout.replica_axes, layout.sharding_axes))
+    return DeviceMesh._concatenate([copies, shards])
