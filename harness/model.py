@@ -13,7 +13,6 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from harness.config import ModelConfig
 from harness.placement import Stage, whole
 
-
 Spans = tuple[tuple[int, int], ...]  # (start, stop) of positions
 
 

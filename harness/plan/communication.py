@@ -1,6 +1,6 @@
 """The bytes one rank must send in a step, as the papers count them, under ring algorithms."""
 
-from collections import Counter
+from collections import defaultdict
 
 from harness.config import RunConfig
 from harness.engines import Widths
@@ -22,7 +22,7 @@ def expected_bytes(config: RunConfig, layout: Layout, widths: Widths, rank: int)
 
     Left out: gradient norms, flags and padding.
     """
-    expected: Counter[str] = Counter()
+    expected: defaultdict[str, float] = defaultdict(float)
     for stage in stages_of_rank(config.model, layout, rank):
         for axes, moved in data_bytes(config, layout, widths, stage).items():
             expected[axes] += moved
@@ -82,9 +82,11 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
     once = ring_share(layout.tp)  # an all-reduce is two of these
     if not layout.sequence_parallel:
         return {"all_reduce": 2 * once * ((sums + again) * hidden + small)}
-    norms = (2 * stage.layers + stage.holds_head) * model.hidden_size * WIDTH_BYTES[config.precision.reduce]
+    norms = (2 * stage.layers + stage.holds_head) * model.hidden_size
     if layout.data_parallel == "fsdp":
-        norms *= micro_batches * WIDTH_BYTES[config.precision.compute] / WIDTH_BYTES[config.precision.reduce]
+        norms *= micro_batches * WIDTH_BYTES[config.precision.compute]
+    else:
+        norms *= WIDTH_BYTES[config.precision.reduce]
     return {
         "all_reduce": 2 * once * (small + norms),
         "all_gather": once * (sums + 2 * again) * hidden,

@@ -32,8 +32,8 @@ class Gathering:
         self.spans = spans
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        own = torch.stack((key, value)).unflatten(3, (2, -1)).movedim(3, 0)  # two chunks first
-        gathered = all_gather_tensor_autograd(own.contiguous(), gather_dim=0, group=self.group)
+        own = torch.stack(torch.stack((key, value)).chunk(2, dim=3))  # two chunks first
+        gathered = all_gather_tensor_autograd(own, gather_dim=0, group=self.group)
         keys, values = torch.cat(list(in_order(gathered)), dim=3)
         mixed = [
             self.attend(part, keys[:, :, :stop], values[:, :, :stop])

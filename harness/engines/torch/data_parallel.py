@@ -1,6 +1,6 @@
 """What the torch engine asks of the means that keep copies or shards of a model together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 class DataParallel(Protocol):
     """How copies or shards of a model are kept together."""
 
-    modules: Sequence[nn.Module]  # the rank's parts of the model as they are called, one for every stage it holds
+    modules: list[nn.Module]  # the rank's parts of the model as they are called, one for every stage it holds
     names: dict[str, nn.Parameter]  # the model's parameters under their plain names
 
     def micro_batch(self, last: bool, part: int = 0) -> AbstractContextManager[None]:

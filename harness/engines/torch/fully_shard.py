@@ -24,7 +24,7 @@ def apply_fully_shard(
     is neither ZeRO-3's memory nor its volume.
     """
 
-    def shard(part: nn.Module | list[nn.Module]) -> None:
+    def shard(part: nn.Module | Sequence[nn.Module]) -> None:
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)  # type: ignore[arg-type]
 
     for block in model.layers.values():

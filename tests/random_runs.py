@@ -1,0 +1,137 @@
+"""Runs of random layouts, shapes, checkpointing and precision: each is proven, or refused before a process starts.
+
+python -m tests.random_runs --draws 200 --first 0 --world 8
+"""
+
+import argparse
+import collections
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness import launch, machine, run, worker
+from harness.compose import plain, register
+from harness.config import RunConfig
+from harness.errors import UserError
+from harness.typed import from_dict
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Ending(NamedTuple):
+    status: str
+    reason: str
+    row: dict[str, Any]
+
+
+def degrees(random_: random.Random, most: int) -> dict[str, int]:
+    """Of the five axes, their product at most so much and mostly more than 1."""
+    axes = ["dp_replicate", "dp_shard", "tp", "cp", "pp"]
+    random_.shuffle(axes)
+    found, left = dict.fromkeys(axes, 1), most
+    for axis in axes:
+        found[axis] = random_.choice([degree for degree in (1, 2, 2, 4) if degree <= left])
+        left //= found[axis]
+    return found
+
+
+def draw(seed: int, most_ranks: int) -> list[str]:
+    """The overrides of one run. Sensible more often than not, so that what is refused does not crowd out the rest."""
+    r = random.Random(seed)
+    degree = degrees(r, most_ranks)
+    engine = r.choices(("torch", "deepspeed", "accelerate"), (80, 15, 5))[0]
+    means, stage = r.choice([("none", 0), ("ddp", 0), ("fsdp", 0), ("fsdp", 2), ("fsdp", 3)])
+    if engine == "deepspeed":
+        means, stage = "none", r.choice((1, 2, 3))
+        degree = dict.fromkeys(degree, 1) | {"dp_shard": r.choice((1, 2, 4)), "tp": r.choice((1, 1, 1, 2))}
+    if engine == "accelerate":
+        means, stage = "ddp", 0
+        degree = dict.fromkeys(degree, 1) | {"dp_replicate": r.choice((1, 2, 4))}
+    if r.random() < 0.9:  # what the means cannot do at all, most of the time left out
+        if means == "none" and engine == "torch":
+            degree |= {"dp_replicate": 1, "dp_shard": 1, "cp": 1}
+        if means == "ddp":
+            degree |= {"dp_shard": 1, "tp": 1}
+        if (means, stage) == ("fsdp", 0):
+            degree |= {"dp_shard": 1}
+    schedule = r.choice(("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"))
+    virtual = r.choice((1, 2)) if schedule == "zero_bubble" else 2 if schedule == "interleaved_1f1b" else 1
+    virtual = virtual if degree["pp"] > 1 else 1
+    micro_batch, passes = (
+        r.choice((1, 2)),
+        r.choice((1, 2, 3)) if degree["pp"] == 1 else degree["pp"] * r.choice((1, 2)),
+    )
+    batch = micro_batch * passes * degree["dp_replicate"] * degree["dp_shard"]
+    heads, groups = r.choice(((4, 2), (4, 4), (8, 4)))
+    layers = r.choice((4, 5, 8)) if degree["pp"] * virtual <= 4 else 8
+    return [
+        "strategy=single",
+        f"world_size={degree['dp_replicate'] * degree['dp_shard'] * degree['tp'] * degree['cp'] * degree['pp']}",
+        *(f"strategy.{key}={value}" for key, value in degree.items()),
+        *(f"strategy.engine={engine}", f"strategy.data_parallel={means}", f"strategy.zero_stage={stage}"),
+        *(f"strategy.schedule={schedule if degree['pp'] > 1 else '1f1b'}", f"strategy.virtual_stages={virtual}"),
+        f"strategy.sequence_parallel={degree['tp'] > 1 and r.random() < 0.5}",
+        f"strategy.literature={engine != 'deepspeed'}",
+        f"checkpointing={r.choice(('none', 'none', 'full'))}",
+        f"precision={r.choice(('fp32', 'fp32', 'bf16_mixed'))}",
+        f"train.global_batch={batch}",
+        *(f"train.micro_batch={micro_batch}", f"train.seq_len={r.choice((16, 32, 48))}"),
+        *("train.steps=1", "train.warmup_steps=2", f"train.gradient_clipping={r.choice((0, 1.0))}"),
+        *(f"model.num_hidden_layers={layers}", f"model.num_attention_heads={heads}"),
+        *(f"model.num_key_value_heads={groups}", f"model.hidden_size={r.choice((64, 96))}"),
+        *(f"model.intermediate_size={r.choice((128, 192))}", f"model.vocab_size={r.choice((256, 258))}"),
+        *(f"model.attention={r.choice(('flash', 'eager'))}", f"model.tie_word_embeddings={r.random() < 0.2}"),
+    ]
+
+
+def composed(overrides: Sequence[str]) -> RunConfig:
+    import hydra
+    from hydra import initialize_config_dir
+    from omegaconf import OmegaConf
+
+    register()
+    OmegaConf.register_new_resolver("harness.root", lambda: str(ROOT), replace=True)
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        values = plain(hydra.compose("config", [*overrides, "tracking=none"]))
+    made: RunConfig = from_dict(RunConfig, values)
+    return made
+
+
+def ending(overrides: Sequence[str], results: Path) -> Ending:
+    """How the run of these overrides ends; refused means before any of its processes started."""
+    try:
+        config = composed([*overrides, f"results_dir={results}", "name=random"])
+        found = machine.look(config.cluster)
+        launch.prepare(found.device)
+        planned = run.plan(config, found)
+    except UserError as error:
+        return Ending("refused", str(error), {})
+    row = run.execute(planned, [], lambda _: None, lambda _: None, worker.main)["row"]
+    return Ending(row["status"], row["reason"], row)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="the first draw's number; each is a seed")
+    parser.add_argument("--world", type=int, default=8, help="ranks at most")
+    asked = parser.parse_args()
+    counted: collections.Counter[str] = collections.Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(asked.first, asked.first + asked.draws):
+            began, overrides = time.monotonic(), draw(seed, asked.world)
+            found = ending(overrides, Path(folder))
+            counted[found.status] += 1
+            told = found.reason or f"loss {found.row['loss_deviation']:.1e}, gradient {found.row['grad_deviation']:.1e}"
+            print(f"{seed} {time.monotonic() - began:.0f} s {found.status}: {told[:300]}", flush=True)
+            if found.status not in ("ok", "refused"):
+                print("    " + " ".join(overrides), flush=True)
+    print(dict(counted))
+    raise SystemExit(0 if counted.keys() <= {"ok", "refused"} else 1)
+
+
+if __name__ == "__main__":
+    main()
