@@ -16,13 +16,6 @@ def parameter_count(model: ModelConfig) -> int:
     return embeddings + model.num_hidden_layers * layer_parameter_count(model) + model.hidden_size
 
 
-def group_parameter_counts(model: ModelConfig) -> list[int]:
-    """Parameters of the groups that sharding gathers whole, largest first: every layer, the embedding, the head."""
-    matrix = model.vocab_size * model.hidden_size
-    ends = [matrix + model.hidden_size] if model.tie_word_embeddings else [matrix, matrix + model.hidden_size]
-    return sorted([*ends, *[layer_parameter_count(model)] * model.num_hidden_layers], reverse=True)
-
-
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter by its plain name, as Hugging Face's Llama names them; a tied head is the embedding."""
     hidden, inner, groups = model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_dim

@@ -72,7 +72,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
             accelerator.backward(loss)
 
     model = model_on_meta(config, probe)
-    parallel = Prepared([model], config, device, prepare)
+    parallel = Prepared([model], config, device, prepare, layout.accumulation(config.train))
     engine = TorchEngine([model], config, parallel, PreparedPasses(parallel, probe), mesh, probe)
     engine.optimizer = accelerator.prepare_optimizer(engine.optimizer)
     return engine

@@ -28,6 +28,7 @@ class Pass:
     device: str = "cpu"
     tp: int = 1
     sequence_parallel: bool = False
+    cp: int = 1
 
     @property
     def width(self) -> int:
@@ -36,7 +37,8 @@ class Pass:
 
     @property
     def tokens(self) -> int:
-        return self.sequences * self.seq_len
+        """Of this rank's part of the sequences."""
+        return self.sequences * self.seq_len // self.cp
 
     @property
     def own_tokens(self) -> int:
@@ -52,7 +54,7 @@ class Pass:
 def pass_of(config: RunConfig, layout: Layout, device: str) -> Pass:
     """A micro-batch's pass in a run."""
     train = config.train
-    cut = (layout.tp, layout.sequence_parallel)
+    cut = (layout.tp, layout.sequence_parallel, layout.cp)
     return Pass(config.model, train.micro_batch, train.seq_len, config.precision.compute, device, *cut)
 
 
@@ -77,12 +79,34 @@ def attention_tensors(one: Pass) -> dict[str, int]:
     model = one.model
     size = one.tokens * model.hidden_size * one.width // one.tp
     rows = one.tokens * model.num_attention_heads // one.tp
+    if one.cp > 1:
+        return context_tensors(one, size, rows)
     if model.attention == "flash":  # arXiv 2205.14135: the scores are never stored
         grouped = size * model.num_key_value_heads // model.num_attention_heads
         return {"query": size, "key": grouped, "value": grouped, "output": size, "logsumexp": rows * FP32_BYTES}
     kept = {"query": size, "key": size, "value": size, "output": size}  # keys and values repeated to every head
     kept |= {"future_mask": one.seq_len**2, "weights_fp32": rows * one.seq_len * FP32_BYTES}
     return kept if one.width == FP32_BYTES else kept | {"weights": rows * one.seq_len * one.width}
+
+
+def context_tensors(one: Pass, size: int, rows: int) -> dict[str, int]:
+    """The same where a rank has two chunks of every sequence, and gathers keys and values of all of it.
+
+    The chunks see (2 cp + 1) / (4 cp) of the scores together. The fused kernel keeps the chunks' outputs beside what
+    o_proj takes; on a CPU it takes a mask as wide as the scores of one head and sequence.
+    """
+    model, seen = one.model, 2 * one.cp + 1  # in chunks of keys
+    whole = size * one.cp * model.num_key_value_heads // model.num_attention_heads
+    chunk = one.seq_len // (2 * one.cp)
+    if model.attention == "flash":
+        kept = {"query": size, "key": whole, "value": whole, "output": size, "chunks": size}
+        mask = seen * chunk**2 * one.width if one.device == "cpu" else 0
+        return kept | {"logsumexp": rows * FP32_BYTES, "mask": mask}
+    repeated = size * seen // 2  # keys of every chunk seen, for every head
+    scores = rows * seen * chunk // 2
+    kept = {"query": size, "key": repeated, "value": repeated, "output": size, "future_mask": seen * chunk**2}
+    kept["weights_fp32"] = scores * FP32_BYTES
+    return kept if one.width == FP32_BYTES else kept | {"weights": scores * one.width}
 
 
 def block_tensors(one: Pass) -> dict[str, int]:
@@ -132,6 +156,8 @@ def scores_tensors(one: Pass) -> dict[str, int]:
     if one.model.attention == "flash":
         return {}
     elements = one.tokens * one.model.num_attention_heads // one.tp * one.seq_len
+    if one.cp > 1:  # one chunk of two at a time
+        elements //= 2
     scores = {"scaled": elements * one.width, "masked": elements * one.width, "softmax": elements * FP32_BYTES}
     if one.width < FP32_BYTES and one.device == "cpu":  # on CUDA the softmax kernel widens as it reads
         scores["widened"] = elements * FP32_BYTES
@@ -193,7 +219,7 @@ def weights_alone(one: Pass, stage: Stage, checkpointing: str) -> tuple[int, int
 
 def layers_bytes(one: Pass, stage: Stage, checkpointing: str) -> int:
     """What the layers of a stage keep before backward, and what they share."""
-    shared = 2 * one.seq_len * one.model.head_dim * one.width  # rotary tables
+    shared = 2 * one.seq_len // one.cp * one.model.head_dim * one.width  # rotary tables
     if stage.holds_embedding:
         shared += one.tokens * (INT64_BYTES + (one.tp > 1))  # token ids, and which of them other ranks look up
     return shared + stage.layers * (sum(block_tensors(one).values()) if checkpointing == "none" else one.hidden_bytes)

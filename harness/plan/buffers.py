@@ -1,47 +1,65 @@
 """What a rank holds beside model state and activations to communicate. Imports no torch."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
 from harness.config import ModelConfig, RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
+from harness.placement import Stage, rank_elements
 from harness.plan.activations import WIDTH_BYTES
-from harness.sizes import group_parameter_counts, layer_parameter_count, parameter_count
 
 
-def buffer_tensors(config: RunConfig, layout: Layout, widths: Widths) -> dict[str, int]:
-    """Bytes of what a rank holds to communicate, by name."""
-    total, groups = parameter_count(config.model), group_parameter_counts(config.model)
+def held_groups(model: ModelConfig, layout: Layout, held: Iterable[Stage]) -> dict[str, float]:
+    """Parameters of the groups that sharding gathers whole, as large as tensor parallelism leaves them, by name.
+
+    Every layer is one, the embedding and the head; tied they are one.
+    """
+    found: dict[str, float] = defaultdict(float)
+    for stage in held:
+        for name, elements in rank_elements(model, layout, stage).items():
+            owner, index, *_ = name.split(".")
+            ends = "embedding" if owner.startswith("embed") and not model.tie_word_embeddings else "head"
+            found[f"layers.{index}" if owner == "layers" else ends] += elements
+    return found
+
+
+def buffer_tensors(config: RunConfig, layout: Layout, widths: Widths, held: Sequence[Stage]) -> dict[str, int]:
+    """Bytes of what a rank that holds these stages needs to communicate, by name."""
+    groups = held_groups(config.model, layout, held)
+    total = sum(groups.values())
     compute = WIDTH_BYTES[config.precision.compute]
     buffers: dict[str, int] = {"engine": widths.buffer_bytes}
     if layout.data_parallel == "ddp":
         # DDP's buckets are as large as the model in its own width. With views fp32 gradients lie in them; in mixed
         # precision they are there beside the fp32 gradients.
         copies = int(config.precision.mixed) + int(not bucket_views(config))
-        buffers["ddp_buckets"] = copies * total * compute
+        buffers["ddp_buckets"] = round(copies * total * compute)
     if layout.data_parallel == "fsdp" and layout.zero_stage < 3:  # whole from forward to the end of backward
-        buffers["gathered"] = (total + groups[0]) * widths.gathered
+        packed = max(groups.values()) if layout.shards("parameters") > 1 else 0  # what arrives, before it is laid out
+        buffers["gathered"] = round((total + packed) * widths.gathered)
     elif layout.zero_stage == 3:
-        buffers["gathered"] = gathered_parameter_count(config.model) * widths.gathered
+        buffers["gathered"] = round(gathered_parameters(config.model, groups) * widths.gathered)
     return buffers
 
 
-def gathered_parameter_count(model: ModelConfig) -> int:
+def gathered_parameters(model: ModelConfig, groups: Mapping[str, float]) -> float:
     """Parameters whole at once when they are sharded: a group in use beside the gather buffer of one group.
 
     A tied embedding serves first and last, so fully_shard keeps it gathered all the way; DeepSpeed needs less.
     """
-    groups = group_parameter_counts(model)
     if not model.tie_word_embeddings:
-        return sum(groups[:2])
-    layer, root = layer_parameter_count(model), model.vocab_size * model.hidden_size + model.hidden_size
+        return sum(sorted(groups.values())[-2:])
+    root, layer = groups["head"], max(size for name, size in groups.items() if name != "head")
     return root + max(root, 2 * layer)
 
 
-def unreduced_bytes(config: RunConfig, layout: Layout) -> int:
+def unreduced_bytes(config: RunConfig, layout: Layout, held: Sequence[Stage]) -> int:
     """Where gradients are sharded: the largest group's whole gradient and its flat copy on the wire."""
     if layout.shards("gradients") == 1:
         return 0
     widths = WIDTH_BYTES[config.precision.compute] + WIDTH_BYTES[config.precision.reduce]
-    return group_parameter_counts(config.model)[0] * widths
+    return round(max(held_groups(config.model, layout, held).values()) * widths)
 
 
 def bucket_views(config: RunConfig) -> bool:

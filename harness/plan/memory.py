@@ -78,7 +78,7 @@ def estimate_at(
     gradients = [-(-widths.gradients * part.parameters // layout.shards("gradients")) for part in parts]
     # torch's stages receive every micro-batch of a step, and every gradient, into a buffer of its own.
     received = layout.accumulation(config.train) * sum(part.arriving + part.leaving for part in parts)
-    buffer_bytes = received + sum(buffer_tensors(config, layout, widths).values())
+    buffer_bytes = received + sum(buffer_tensors(config, layout, widths, held).values())
     standing = gradients_outlive_step(config, layout)
     piles_up = layout.schedule != "1f1b"  # the other schedules of torch wait for what they sent at the end of the step
     fills = (fill for moment in backwards for fill in step_fills(parts, gradients, standing, moment, piles_up))
@@ -90,7 +90,7 @@ def estimate_at(
         optimizer_bytes,
         held_for_backward(parts, backwards),
         sum(sum(loss_tensors(part.one).values()) for part in parts if part.stage.holds_head),
-        buffer_bytes + unreduced_bytes(config, layout),
+        buffer_bytes + max(unreduced_bytes(config, layout, [stage]) for stage in held),
         PROCESS_BYTES[device],
         {"parameters": parameter_bytes, "optimizer": optimizer_bytes, **fullest},
     )

@@ -128,7 +128,7 @@ def parts_of(config: RunConfig, layout: Layout, device: str, held: Sequence[Stag
             keeps_input=full or one.width == FP32_BYTES or device != "cpu",
             parameters=held_parameter_count(config.model, stage, layout.tp),
             narrow=config.precision.mixed,
-            unreduced=unreduced_bytes(config, layout),
+            unreduced=unreduced_bytes(config, layout, [stage]),
         )
         for stage in held
     ]

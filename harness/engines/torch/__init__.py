@@ -73,7 +73,8 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         parallel = FullyShard(parts, config, layout, mesh, device)
     elif layout.data_parallel == "ddp":
         group = replica_group(mesh, layout)
-        parallel = Replicate(parts, config, device, distributed_data_parallel(group, device, config))
+        wrap = distributed_data_parallel(group, device, config)
+        parallel = Replicate(parts, config, device, wrap, layout.accumulation(config.train))
     else:
         parallel = Replicate(parts, config, device)
     passes: Passes = Sequential(parallel, probe)
@@ -135,7 +136,6 @@ class TorchEngine:
             if self.clipping:
                 clip(gradients, grad_norm, self.clipping)
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
             del gradients
             self.parallel.publish()
         return StepResult(loss, grad_norm)

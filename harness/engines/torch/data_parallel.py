@@ -30,5 +30,5 @@ class DataParallel(Protocol):
         ...
 
     def publish(self) -> None:
-        """After the optimizer: brings the model up to what was trained, and drops gradients."""
+        """After the optimizer: brings the model up to what was trained, and lets go of gradients."""
         ...

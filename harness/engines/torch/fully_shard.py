@@ -113,7 +113,8 @@ class FullyShard:
         state._root_post_backward_final_callback()
 
     def publish(self) -> None:
-        pass
+        for parameter in self.names.values():
+            parameter.grad = None
 
 
 def groups_of(module: FSDPModule) -> Iterator[Any]:

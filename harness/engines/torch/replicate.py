@@ -29,6 +29,7 @@ class Replicate:
         config: RunConfig,
         device: torch.device,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
+        accumulation: int = 1,
     ) -> None:
         precision, seed = config.precision, config.train.seed
         for part in parts:
@@ -37,6 +38,13 @@ class Replicate:
         self.masters: dict[str, nn.Parameter] = {}
         self.modules: list[nn.Module] = list(parts)
         self.synchronising = True
+        # Else the first micro-batch would make gradients beside the buckets that wait for their sum.
+        self.sums_in_buckets = (
+            wrap is not None
+            and not precision.mixed
+            and accumulation > 1
+            and config.strategy.options.get("gradient_as_bucket_view", False)
+        )
         if precision.mixed:
             for name, parameter in self.names.items():
                 value = initial_value(name, parameter.shape, config.model, seed, device)
@@ -94,9 +102,15 @@ class Replicate:
 
     def publish(self) -> None:
         with torch.no_grad():
-            for name, master in self.masters.items():
-                self.names[name].copy_(master)
-                self.names[name].grad = None
+            for name, parameter in self.names.items():
+                trained = self.trained(name)
+                if trained is not parameter:
+                    parameter.copy_(trained)
+                if self.sums_in_buckets and trained.grad is not None:
+                    trained.grad.zero_()
+                else:
+                    trained.grad = None
+                    parameter.grad = None
 
 
 def distributed_data_parallel(
