@@ -128,9 +128,16 @@ class PrecisionConfig:
     master: str  # what the optimizer updates; its moments have the same width
     accumulate: str  # gradients summed over micro-batches
     reduce: str  # gradients on the wire
+    initial_loss_scale: float | None = None  # where the loss is scaled, and the scale adapted
+    loss_scale_window: int = 2000  # steps without an overflow before the scale is doubled
 
     def __post_init__(self) -> None:
-        _one_of("precision", self.name, ("fp32", "bf16_mixed"))
+        _one_of("precision", self.name, ("fp32", "bf16", "bf16_mixed", "fp16_mixed"))
+        _positive("precision", self, "loss_scale_window")
+        if self.initial_loss_scale is not None:
+            rule = "is not a finite number above 0: choose one, such as 65536"
+            finite = math.isfinite(self.initial_loss_scale) and self.initial_loss_scale > 0
+            _require(finite, "precision.initial_loss_scale", self.initial_loss_scale, rule)
 
     @property
     def mixed(self) -> bool:

@@ -48,6 +48,8 @@ COLUMN_TYPES: Mapping[str, type] = (
     # Of pipelines: idle over working time of all stages, and the papers'; the most passes in flight on a rank.
     | {"sequence_parallel": bool, "schedule": str, "virtual_stages": int, "layers_per_stage": str}
     | {"bubble": float, "bubble_formula": float, "in_flight": int}
+    # Steps left out because a gradient overflowed, where the loss is scaled.
+    | {"skipped_steps": int}
     # Time: quantiles and spread (interquartile range over median) of the timed steps; of the median step the parts,
     # which add up to it, and what was hidden behind computing. disturbed: empty, or what disturbed the run.
     | {"step_seconds_p95": float, "step_seconds_spread": float, "disturbed": str}

@@ -110,6 +110,7 @@ def measured(config: RunConfig, layout: Layout, ranks: Sequence[Rank]) -> Row:
         "communication_bytes": round(max(map(sent_bytes, ranks))) if seen_whole else None,
         "loss_first": losses[0],
         "loss_last": losses[-1],
+        "skipped_steps": max(rank["skipped_steps"] for rank in ranks),
         "in_flight": most(rank["profiled"]["in_flight"] for rank in ranks),
         "measured_on": fullest(ranks)["device_name"],
         **bubble(config, layout, ranks),

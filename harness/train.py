@@ -62,13 +62,20 @@ def train(
         with torch.no_grad():
             losses[index], grad_norms[index] = result.loss, result.grad_norm
 
-    first_gradients = GradientStatistics(config.seed)
-    with probe.listening(first_gradients):
-        step("warm-up")
-    first_moments = statistics(engine, "optimizer", config.seed, "exp_avg")
-    memory.forget_unused()  # of these statistics
-    for _ in range(config.warmup_steps - 1):
-        step("warm-up")
+    first_gradients, first_moments = GradientStatistics(config.seed), None
+    for taken in range(config.warmup_steps):
+        if first_moments is not None:
+            step("warm-up")
+            continue
+        with probe.listening(first_gradients):
+            step("warm-up")
+        if engine.skipped_steps <= taken:  # else gradients overflowed: a smaller loss scale comes next
+            first_moments = statistics(engine, "optimizer", config.seed, "exp_avg")
+            memory.forget_unused()  # of these statistics
+    if first_moments is None:
+        raise FloatingPointError(
+            "gradients overflowed in every warm-up step: precision.initial_loss_scale is too large"
+        )
 
     usage = Usage(devices_of(engine, memory))
     dist.barrier()

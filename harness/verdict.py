@@ -39,6 +39,7 @@ def judge(
         found = training.deviation(reference, ranks)
         bounds = {"loss": config.proof.loss_bound, "gradient": config.proof.grad_bound}
         limits = {what: bound[config.precision.name] for what, bound in bounds.items()}
+        problems += training.overflow_problems(reference, ranks)
         problems += training.deviation_problems(found, limits)
         proven |= dataclasses.asdict(found) | {f"{what}_bound": limit for what, limit in limits.items()}
         columns = {"loss_deviation": _finite(found.loss), "grad_deviation": _finite(found.gradient)}

@@ -79,6 +79,7 @@ def measure(this: Job, rank: int, progress: "Progress", directory: Path) -> dict
                 "traced": seen.traced and as_plain_split(seen.traced),
                 "used": dataclasses.asdict(seen.used),
                 "devices": engine.devices,
+                "skipped_steps": engine.skipped_steps,
                 "device_name": torch.cuda.get_device_name() if this.device == "cuda" else "cpu",
                 "start_peak_bytes": start_peak_bytes,
                 "parameter_bytes": held_bytes(engine, "parameters"),

@@ -89,6 +89,11 @@ class Engine(Protocol):
     model: "nn.Module"  # the plain model inside whatever wraps it
     devices: int  # that this process drives
 
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out so far because a gradient overflowed, where the loss is scaled."""
+        ...
+
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Every micro-batch of one step: forward, backward, clip, optimizer.
 

@@ -51,6 +51,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch import TorchEngine
     from harness.engines.torch.passes import Sequential
     from harness.engines.torch.replicate import Replicate
+    from harness.engines.torch.scaling import LossScale
 
     wrapper = DistributedDataParallelKwargs(**config.strategy.options)
     # No autocast and no accumulation of its own: the loop's precision and its micro-batches, as in every engine.
@@ -73,6 +74,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
 
     model = model_on_meta(config, probe)
     parallel = Prepared([model], config, device, prepare, layout.accumulation(config.train))
-    engine = TorchEngine([model], config, parallel, PreparedPasses(parallel, probe), mesh, probe)
+    scale = LossScale(config.precision, layout.dp)
+    engine = TorchEngine([model], config, parallel, PreparedPasses(parallel, probe, scale), mesh, probe, scale)
     engine.optimizer = accelerator.prepare_optimizer(engine.optimizer)
     return engine

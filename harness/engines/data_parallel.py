@@ -51,9 +51,11 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch import TorchEngine
     from harness.engines.torch.passes import Sequential
     from harness.engines.torch.replicate import Replicate
+    from harness.engines.torch.scaling import LossScale
 
     model = model_on_meta(config, probe)
     parallel = Replicate([model], config, device, nn.DataParallel)
-    engine = TorchEngine([model], config, parallel, Sequential(parallel, probe), mesh, probe)
+    scale = LossScale(config.precision, layout.dp)
+    engine = TorchEngine([model], config, parallel, Sequential(parallel, probe, scale), mesh, probe, scale)
     engine.devices = torch.cuda.device_count()
     return engine

@@ -91,7 +91,7 @@ def start_problems(model: ModelConfig, layout: Layout, widths: Widths, ranks: Se
     largest = max(math.prod(shape) for shape in parameter_shapes(model).values()) * MASTER_BYTES
     problems = []
     for rank in ranks:
-        width = widths.parameters + widths.optimizer - MOMENTS_BYTES
+        width = widths.parameters + max(0, widths.optimizer - MOMENTS_BYTES)  # and masters, where there are some
         if layout.data_parallel == "ddp":
             width += widths.gathered  # DistributedDataParallel's buckets
         share = width * sum(rank_shares(model, layout, rank["rank"], layout.shards("parameters")).values())

@@ -34,7 +34,7 @@ def deviation(reference: Rank, ranks: Sequence[Rank]) -> Deviation:
     gradients = [
         (_relative(norm, expected), f"global norm at step {step}, rank {rank['rank']}")
         for rank in ranks
-        for step, (norm, expected) in enumerate(zip(rank["grad_norms"], reference["grad_norms"], strict=True))
+        for step, (norm, expected) in enumerate(zip(_norms(rank), _norms(reference), strict=True))
     ]
     for moment in ("first_gradients", "first_moments", "last_gradients"):
         gradients += _gradient_deviations(moment, reference, ranks)
@@ -47,7 +47,7 @@ def disagreements(layout: Layout, ranks: Sequence[Rank]) -> list[str]:
     """Where ranks differ in what must be one: the norm, the loss of the same data, copies of trained parameters."""
     said: dict[tuple[str, str], list[list[float | None]]] = defaultdict(list)
     for rank in ranks:
-        said["the global gradient norm", ""].append(rank["grad_norms"])
+        said["the global gradient norm", ""].append(_norms(rank))
         said["the loss of the same data", str(layout.data_rank(rank["rank"]))].append(rank["losses"])
         for kind in ("parameter", "master"):
             for name, _, box, square, product in rank[f"last_{kind}s"]:
@@ -56,6 +56,17 @@ def disagreements(layout: Layout, ranks: Sequence[Rank]) -> list[str]:
         f"{what} is not the same on all ranks that have it"
         for (what, _), lists in said.items()
         if any(_relative(a, b) > SAME for other in lists[1:] for a, b in zip(lists[0], other, strict=True))
+    ]
+
+
+def overflow_problems(reference: Rank, ranks: Sequence[Rank]) -> list[str]:
+    """Whether other steps were left out than in the reference: sums that are cut otherwise overflow later."""
+    found, expected = ranks[0]["skipped_steps"], reference["skipped_steps"]
+    if found == expected:
+        return []
+    return [
+        f"{found} steps were left out because gradients overflowed, {expected} of the single process: choose a smaller"
+        " precision.initial_loss_scale to compare them"
     ]
 
 
@@ -103,6 +114,11 @@ def _put_together(boxes: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[
     missing = (math.nan, math.nan)
     whole = zip_longest(*boxes, fillvalue=missing)
     return [(math.fsum(square for square, _ in copy), math.fsum(product for _, product in copy)) for copy in whole]
+
+
+def _norms(rank: Rank) -> list[float | None]:
+    """Of the gradient at every step; 0 where it overflowed and the step was left out."""
+    return [0.0 if norm is None and rank["skipped_steps"] else norm for norm in rank["grad_norms"]]
 
 
 def _mean(values: Iterable[float | None]) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.engines import Engine, Widths
+from harness.plan.activations import WIDTH_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,8 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
     if machine.device == "cpu" and compiler_problem():
         yield f"strategy.engine=deepspeed compiles its CPU collective: {compiler_problem()}"
     unsupported = "is not supported by strategy.engine=deepspeed"
+    if config.precision.name in ("bf16", "fp16_mixed"):
+        yield f"precision={config.precision.name} {unsupported} yet: choose fp32 or bf16_mixed"
     if layout.zero_stage == 0:
         yield f"strategy.zero_stage=0 {unsupported}: choose 1, 2 or 3"
     if layout.dp_replicate > 1:
@@ -88,7 +91,7 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
 
     It clones an fp32 master even of fp32 parameters: 4 + 4 + 4 of optimizer state in both precisions.
     """
-    compute = 2 if config.precision.mixed else 4
+    compute = WIDTH_BYTES[config.precision.compute]
     gradients = gradient_width(config, layout)
     # Its own linear function of stage 3 saves its input only after it has run.
     own_linear = layout.zero_stage == 3 and config.strategy.options.get("memory_efficient_linear", True)

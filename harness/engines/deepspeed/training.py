@@ -28,6 +28,10 @@ class Training:
         self._reduces_apart = layout.zero_stage == 1 and not engine.zero_overlap_comm()
         engine.enable_backward_allreduce = not self._reduces_apart
 
+    @property
+    def skipped_steps(self) -> int:
+        return int(self._engine.skipped_steps)
+
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """See Engine.step. Raises FloatingPointError where DeepSpeed leaves a step out for gradients that overflow."""
         accumulation = self._engine.gradient_accumulation_steps()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from harness.engines import BUCKET, Batch, Engine, Kind, Piece, StepResult, Widths
 from harness.engines.torch.refusals import refusals as refusals
+from harness.plan.activations import WIDTH_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from harness.config import RunConfig
     from harness.engines.torch.data_parallel import DataParallel
+    from harness.engines.torch.scaling import LossScale
     from harness.layout import Layout
     from harness.machine import Machine
     from harness.measure.probe import Probe
@@ -34,7 +36,8 @@ def environment(machine: "Machine", cache: Path) -> dict[str, str]:
 
 def widths(config: "RunConfig", layout: "Layout") -> Widths:
     if not config.precision.mixed:
-        return Widths(parameters=4, gradients=4, optimizer=8, gathered=4)
+        width = WIDTH_BYTES[config.precision.compute]
+        return Widths(parameters=width, gradients=width, optimizer=2 * width, gathered=width)
     if layout.data_parallel == "fsdp":  # the sharded fp32 parameters are their own masters
         return Widths(parameters=4, gradients=4, optimizer=8, gathered=2)
     return Widths(parameters=2, gradients=4, optimizer=12, gathered=2)
@@ -54,6 +57,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch.passes import Sequential
     from harness.engines.torch.pipeline import Pipeline
     from harness.engines.torch.replicate import Replicate, distributed_data_parallel
+    from harness.engines.torch.scaling import LossScale
     from harness.engines.torch.tensor import apply_tensor_parallel
     from harness.model import build_model
     from harness.placement import stages_of_rank
@@ -77,10 +81,11 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         parallel = Replicate(parts, config, device, wrap, layout.accumulation(config.train))
     else:
         parallel = Replicate(parts, config, device)
-    passes: Passes = Sequential(parallel, probe)
+    scale = LossScale(config.precision, layout.dp * layout.cp)
+    passes: Passes = Sequential(parallel, probe, scale)
     if layout.pp > 1:
-        passes = Pipeline(stages, config, layout, mesh.get_group("pp"), device, parallel, probe)
-    return TorchEngine(parts, config, parallel, passes, mesh, probe)
+        passes = Pipeline(stages, config, layout, mesh.get_group("pp"), device, parallel, probe, scale)
+    return TorchEngine(parts, config, parallel, passes, mesh, probe, scale)
 
 
 class TorchEngine:
@@ -96,6 +101,7 @@ class TorchEngine:
         passes: Passes,
         mesh: "DeviceMesh",
         probe: "Probe",
+        scale: "LossScale",
     ) -> None:
         import torch
 
@@ -107,6 +113,7 @@ class TorchEngine:
         self.stages = mesh.get_group("pp") if mesh["pp"].size() > 1 else None
         self.spans = mesh.get_group("cp") if mesh["cp"].size() > 1 else None
         self.probe = probe
+        self.scale = scale
         self.clipping = config.train.gradient_clipping
         train = config.train
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
@@ -128,17 +135,23 @@ class TorchEngine:
             for parameter in trained:
                 assert parameter.grad is not None
                 parameter.grad = reduce_partial(parameter.grad)
+            self.scale.unscale([parameter.grad for parameter in trained if parameter.grad is not None])
         self.probe.gradients_ready(self)
         with self.probe.phase("norm"):
             gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
             loss, grad_norm = self.totals(loss, gradients)
         with self.probe.phase("optimizer"):
-            if self.clipping:
-                clip(gradients, grad_norm, self.clipping)
-            self.optimizer.step()
+            if self.scale.allows(grad_norm):
+                if self.clipping:
+                    clip(gradients, grad_norm, self.clipping)
+                self.optimizer.step()
             del gradients
             self.parallel.publish()
         return StepResult(loss, grad_norm)
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.scale.skipped_steps
 
     def context(self) -> AbstractContextManager[None]:
         """Where forward, loss and backward run: torch's loss over logits cut along the vocabulary must be told."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from harness.engines import Batch
 from harness.engines.torch.data_parallel import DataParallel
+from harness.engines.torch.scaling import LossScale
 from harness.measure.probe import Probe
 from harness.model import loss_function
 
@@ -14,9 +15,10 @@ from harness.model import loss_function
 class Sequential:
     """Each micro-batch's forward, then its backward."""
 
-    def __init__(self, parallel: DataParallel, probe: Probe) -> None:
+    def __init__(self, parallel: DataParallel, probe: Probe, scale: LossScale) -> None:
         self.parallel = parallel
         self.probe = probe
+        self.scale = scale
 
     def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
         count = len(micro_batches)
@@ -27,7 +29,7 @@ class Sequential:
                     loss = loss_function(self.parallel.modules[0](batch.inputs), batch.targets)
                 losses.append(loss.detach())
                 with self.probe.phase("backward"):
-                    self.backward(loss / count)
+                    self.backward(loss * (self.scale.factor / count))
                     del loss  # and with it what is left of the graph
         return torch.stack(losses).mean()
 

@@ -1,7 +1,6 @@
 """Pipeline parallelism by torch.distributed.pipelining: each rank holds its stages and passes activations on."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from harness.config import RunConfig
 from harness.engines import Batch
 from harness.engines.torch.data_parallel import DataParallel
+from harness.engines.torch.scaling import LossScale
 from harness.layout import Layout
 from harness.measure.probe import Probe
 from harness.placement import Stage
@@ -40,7 +40,9 @@ class Pipeline:
         device: torch.device,
         parallel: DataParallel,
         probe: Probe,
+        scale: LossScale,
     ) -> None:
+        self.scale = scale
         self.count = layout.accumulation(config.train)
         self.holds_embedding, self.holds_head = stages[0].holds_embedding, stages[-1].holds_head
         torch.distributed.barrier(group)  # NCCL's communicator is there before sends and receives meet in one batch
@@ -49,7 +51,7 @@ class Pipeline:
             HeardStage(own, stage, config, shape, device, group, parallel, probe) for own, stage in enumerate(stages)
         ]
         # The last stage computes its loss itself, so that logits live no longer than in other layouts.
-        share = partial(share_of_loss, self.count)
+        share = self.share_of_loss
         self.schedule: Any
         if layout.schedule in SINGLE:
             self.schedule = SINGLE[layout.schedule](made[0], self.count, loss_fn=share, scale_grads=False)
@@ -63,7 +65,11 @@ class Pipeline:
         arguments = (inputs,) if self.holds_embedding else ()
         ends = {"target": targets, "targets": targets, "losses": losses} if self.holds_head else {}
         self.schedule.step(*arguments, **ends, return_outputs=False)
-        return torch.stack(losses).detach().sum() if losses else None
+        return torch.stack(losses).detach().sum() / self.scale.factor if losses else None
+
+    def share_of_loss(self, loss: Tensor, targets: Tensor) -> Tensor:
+        """A micro-batch's part of the step's mean, scaled."""
+        return loss * (self.scale.factor / self.count)
 
 
 def boundary_shape(config: RunConfig, layout: Layout) -> tuple[int, int, int]:
@@ -71,11 +77,6 @@ def boundary_shape(config: RunConfig, layout: Layout) -> tuple[int, int, int]:
     train = config.train
     own = train.seq_len // layout.cp // (layout.tp if layout.sequence_parallel else 1)
     return train.micro_batch, own, config.model.hidden_size
-
-
-def share_of_loss(count: int, loss: Tensor, targets: Tensor) -> Tensor:
-    """A micro-batch's part of the step's mean."""
-    return loss / count
 
 
 class HeardStage(PipelineStage):

@@ -1,0 +1,44 @@
+"""Every precision means the same in every layout: widths, masters, loss scaling, and gradients within its bound."""
+
+from pathlib import Path
+
+import pytest
+from conftest import rows_of, run_harness
+
+SMALL = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
+LAYOUTS = "single,ddp,fsdp_full_shard,fsdp_shard_grad_op,tp_sp,pp_zero_bubble"
+# Bytes a parameter of parameters and optimizer at rest, where nothing is divided; a sharded engine trains its masters.
+STATE = {"bf16": (2, 4), "fp16_mixed": (2, 12)}
+NORM_BOUND = {"bf16": 3e-2, "fp16_mixed": 1e-2}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16_mixed"])
+def test_a_precision_is_the_same_in_every_layout(tmp_path: Path, precision: str) -> None:
+    done = run_harness(tmp_path, "-m", "name=p", f"strategy={LAYOUTS}", "world_size=2", f"precision={precision}", *SMALL)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = rows_of(tmp_path, "p").set_index("strategy")
+    assert set(rows.status) == {"ok"} and set(rows.skipped_steps) == {0}
+    whole = rows.loc[["single", "ddp"]]
+    parameters, optimizer = STATE[precision]
+    assert (whole.parameter_bytes == parameters * whole.parameters).all()
+    assert (whole.optimizer_bytes == optimizer * whole.parameters).all()
+    assert 0 < rows.drop("single").grad_deviation.min() and rows.grad_deviation.max() < NORM_BOUND[precision]
+
+
+def test_steps_that_overflow_are_left_out_in_every_layout(tmp_path: Path) -> None:
+    """The scale is halved until gradients fit; what was left out is counted, and the rest is proven as ever."""
+    overrides = ("precision=fp16_mixed", "precision.initial_loss_scale=4e6", "train.warmup_steps=8", "world_size=2")
+    layouts = "strategy=ddp,fsdp_full_shard,pp_1f1b"
+    done = run_harness(tmp_path, "-m", "name=o", layouts, *SMALL, *overrides)
+    assert done.returncode == 0, done.stdout[-2000:]
+    rows = rows_of(tmp_path, "o")
+    assert set(rows.status) == {"ok"}
+    assert rows.skipped_steps.nunique() == 1 and rows.skipped_steps.min() >= 2
+    assert rows.grad_deviation.max() < NORM_BOUND["fp16_mixed"]
+
+
+def test_a_scale_that_never_fits_is_said(tmp_path: Path) -> None:
+    overrides = ("precision=fp16_mixed", "precision.initial_loss_scale=1e30", "strategy=single")
+    done = run_harness(tmp_path, "name=never", *SMALL, *overrides)
+    assert done.returncode == 1
+    assert "precision.initial_loss_scale is too large" in rows_of(tmp_path, "never").reason[0]
