@@ -90,6 +90,11 @@ class Layout:
         chunks = (place, 2 * self.cp - 1 - place)
         return ((0, seq_len),) if self.cp == 1 else tuple((i * chunk, (i + 1) * chunk) for i in chunks)
 
+    @property
+    def gives_whole_parameters(self) -> bool:
+        """Whether optimizer state is divided by parameter: ZeroRedundancyOptimizer's shares are only about equal."""
+        return self.data_parallel == "ddp" and self.zero_stage == 1
+
     def shards(self, kind: str) -> int:
         """In how many parts data-parallel ranks hold parameters or optimizer at rest, or reduced gradients.
 

@@ -48,7 +48,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from torch.nn.parallel import DistributedDataParallel
 
     from harness.checkpointing import model_on_meta
-    from harness.engines.torch import TorchEngine
+    from harness.engines.torch import TorchEngine, adamw
     from harness.engines.torch.passes import Sequential
     from harness.engines.torch.replicate import Replicate
     from harness.engines.torch.scaling import LossScale
@@ -75,6 +75,15 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     model = model_on_meta(config, probe)
     parallel = Prepared([model], config, device, prepare, layout.accumulation(config.train))
     scale = LossScale(config.precision, layout.dp)
-    engine = TorchEngine([model], config, parallel, PreparedPasses(parallel, probe, scale), mesh, probe, scale)
+    engine = TorchEngine(
+        [model],
+        config,
+        parallel,
+        PreparedPasses(parallel, probe, scale),
+        mesh,
+        probe,
+        scale,
+        adamw(parallel, config.train),
+    )
     engine.optimizer = accelerator.prepare_optimizer(engine.optimizer)
     return engine

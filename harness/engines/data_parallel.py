@@ -48,7 +48,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from torch import nn
 
     from harness.checkpointing import model_on_meta
-    from harness.engines.torch import TorchEngine
+    from harness.engines.torch import TorchEngine, adamw
     from harness.engines.torch.passes import Sequential
     from harness.engines.torch.replicate import Replicate
     from harness.engines.torch.scaling import LossScale
@@ -56,6 +56,8 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     model = model_on_meta(config, probe)
     parallel = Replicate([model], config, device, nn.DataParallel)
     scale = LossScale(config.precision, layout.dp)
-    engine = TorchEngine([model], config, parallel, Sequential(parallel, probe, scale), mesh, probe, scale)
+    engine = TorchEngine(
+        [model], config, parallel, Sequential(parallel, probe, scale), mesh, probe, scale, adamw(parallel, config.train)
+    )
     engine.devices = torch.cuda.device_count()
     return engine

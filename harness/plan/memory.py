@@ -4,13 +4,14 @@ Left out: the padding of shards, the allocator's fragmentation, what a collectiv
 and pipeline parallelism keep was checked on CPU; for CUDA it is derived.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.config import ModelConfig, RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
-from harness.placement import Stage, stages, whole
+from harness.placement import Stage, rank_elements, stages, whole
 from harness.plan.activations import loss_tensors
 from harness.plan.buffers import buffer_tensors, gradients_outlive_step, unreduced_bytes
 from harness.plan.parts import Bytes, Part, parts_of, step_fills
@@ -74,7 +75,7 @@ def estimate_at(
     parts, backwards = parts_of(config, layout, device, held), rank_moments(config, layout, place)
     total = sum(part.parameters for part in parts)
     parameter_bytes = -(-widths.parameters * total // layout.shards("parameters"))
-    optimizer_bytes = -(-widths.optimizer * total // layout.shards("optimizer"))
+    optimizer_bytes = widths.optimizer * optimizer_share(config.model, layout, held)
     gradients = [-(-widths.gradients * part.parameters // layout.shards("gradients")) for part in parts]
     # torch's stages receive every micro-batch of a step, and every gradient, into a buffer of its own.
     received = layout.accumulation(config.train) * sum(part.arriving + part.leaving for part in parts)
@@ -94,6 +95,18 @@ def estimate_at(
         PROCESS_BYTES[device],
         {"parameters": parameter_bytes, "optimizer": optimizer_bytes, **fullest},
     )
+
+
+def optimizer_share(model: ModelConfig, layout: Layout, held: Sequence[Stage]) -> int:
+    """Parameters of which the fullest rank holds optimizer state."""
+    shards = layout.shards("optimizer")
+    sizes = [size for stage in held for size in rank_elements(model, layout, stage).values()]
+    if not layout.gives_whole_parameters:
+        return math.ceil(sum(sizes) / shards)
+    ranks = [0.0] * shards
+    for size in sorted(sizes, reverse=True):  # as ZeroRedundancyOptimizer deals them out
+        ranks[ranks.index(min(ranks))] += size
+    return math.ceil(max(ranks))
 
 
 def activation_bytes(config: RunConfig, layout: Layout, device: str, place: int) -> int:

@@ -156,7 +156,10 @@ def _share_problems(
         if volume(held.box) and held.name not in shares:
             yield f"{kind} of {held.name}: held by rank {rank}, whose stage of the pipeline does not have it"
     for slot, elements in found.items():
-        if elements > max(by_rows, total + shards):
+        spare = shards
+        if kind == "optimizer" and layout.gives_whole_parameters:
+            spare = max(math.prod(shapes[name]) for name in shares)
+        if elements > max(by_rows, total + spare):
             yield f"{kind} {slot}: rank {rank} holds {elements} elements, its equal share is {total}"
 
 

@@ -12,7 +12,7 @@ from harness.report.peers import COUNTED, DIVISION, EXACT, TIMED, Claim, Run, co
 
 _STATE = ("parameters", "gradients", "optimizer")
 # Bytes a parameter of each, as the ZeRO paper counts them for mixed precision, and for fp32 throughout.
-_ACCOUNTING = {"fp32": (4, 4, 8), "bf16_mixed": (2, 2, 12)}
+_ACCOUNTING = {"fp32": (4, 4, 8), "bf16_mixed": (2, 2, 12), "fp16_mixed": (2, 2, 12), "bf16": (2, 2, 4)}
 _FIRST_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}  # of ZeRO's, that divides it
 _PAPER_LIMIT = {1: 4, 2: 8}  # times less, at 2 + 2 + 12 bytes
 
@@ -25,7 +25,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def _only_data_parallel(run: Run) -> bool:
-    parallel = run.degree("world_size") > 1 and run.degree("tp") == run.degree("pp") == 1
+    parallel = run.degree("world_size") > 1 and run.degree("tp") == run.degree("pp") == run.degree("cp") == 1
     return parallel and run.row.get("strategy") != "ddp"
 
 
@@ -77,9 +77,13 @@ def _widths(run: Run, accounting: dict[str, int], stage: int, shards: int) -> It
         }
         known = [sizes for (of, holds), sizes in causes.items() if of == kind and holds]
         found = (text for sizes in known for made, text in sizes.items() if abs(size - made) <= EXACT * made)
-        cause = next(found, "")
+        cause = "whole parameters are dealt out" if kind == "optimizer" and deals_out(run) else next(found, "")
         text = f"{kind} at {size:.3g} bytes a parameter, not {accounting[kind]}"
         yield f"{text} ({cause})" if cause else text
+
+
+def deals_out(run: Run) -> bool:
+    return run.degrees.get("data_parallel") == "ddp" and run.row.get("zero_stage") == 1
 
 
 def _volume(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
@@ -101,6 +105,7 @@ def _volume(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
     deepspeed, full = run.row.get("engine") == "deepspeed", run.row.get("checkpointing") == "full"
     reasons = {
         "DeepSpeed's defaults are not the paper's method": deepspeed and strategy.get("literature") is False,
+        "ZeroRedundancyOptimizer all-reduces gradients, then broadcasts parameters": deals_out(run),
         "DeepSpeed gathers layers once more for a second forward": deepspeed and stage == 3 and full,
         "a tied embedding is gathered for each of its two uses": deepspeed and stage == 3 and tied is True,
     }

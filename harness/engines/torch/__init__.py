@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from harness.engines import BUCKET, Batch, Engine, Kind, Piece, StepResult, Widths
 from harness.engines.torch.refusals import refusals as refusals
@@ -11,10 +11,11 @@ from harness.plan.activations import WIDTH_BYTES
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from harness.config import RunConfig
+    from harness.config import RunConfig, TrainConfig
     from harness.engines.torch.data_parallel import DataParallel
     from harness.engines.torch.scaling import LossScale
     from harness.layout import Layout
@@ -76,7 +77,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     if layout.data_parallel == "fsdp":
         parallel = FullyShard(parts, config, layout, mesh, device)
     elif layout.data_parallel == "ddp":
-        group = replica_group(mesh, layout)
+        group = replica_group(mesh)
         wrap = distributed_data_parallel(group, device, config)
         parallel = Replicate(parts, config, device, wrap, layout.accumulation(config.train))
     else:
@@ -85,7 +86,8 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     passes: Passes = Sequential(parallel, probe, scale)
     if layout.pp > 1:
         passes = Pipeline(stages, config, layout, mesh.get_group("pp"), device, parallel, probe, scale)
-    return TorchEngine(parts, config, parallel, passes, mesh, probe, scale)
+    shares = mesh.get_group("dp_shard") if layout.gives_whole_parameters else None
+    return TorchEngine(parts, config, parallel, passes, mesh, probe, scale, adamw(parallel, config.train, shares))
 
 
 class TorchEngine:
@@ -102,6 +104,7 @@ class TorchEngine:
         mesh: "DeviceMesh",
         probe: "Probe",
         scale: "LossScale",
+        optimizer: "torch.optim.Optimizer",
     ) -> None:
         import torch
 
@@ -115,15 +118,7 @@ class TorchEngine:
         self.probe = probe
         self.scale = scale
         self.clipping = config.train.gradient_clipping
-        train = config.train
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            of_one_kind([parallel.trained(name) for name in parallel.names]),
-            lr=train.lr,
-            betas=train.betas,
-            eps=train.eps,
-            weight_decay=train.weight_decay,
-            fused=True,  # the one implementation without temporaries the size of the model
-        )
+        self.optimizer = optimizer
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
         from harness.engines.torch.norm import clip, reduce_partial
@@ -188,15 +183,33 @@ class TorchEngine:
             else:
                 if trained is not parameter:
                     yield piece(name, trained.detach(), "master")
-                for slot in ("exp_avg", "exp_avg_sq"):
-                    if slot in self.optimizer.state[trained]:
-                        yield piece(name, self.optimizer.state[trained][slot], slot)
+                state = getattr(self.optimizer, "optim", self.optimizer).state.get(trained, {})
+                yield from (piece(name, state[slot], slot) for slot in MOMENTS if slot in state)
 
     def buffers(self) -> "Iterable[tuple[str, str, Tensor]]":
         return self.parallel.buffers()
 
     def close(self) -> None:
         pass
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def adamw(
+    parallel: "DataParallel", train: "TrainConfig", shares: "dist.ProcessGroup | None" = None
+) -> "torch.optim.Optimizer":
+    """AdamW of what is trained; with a group its ranks step some parameters each, and broadcast them."""
+    import torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    settings: dict[str, Any] = {"lr": train.lr, "betas": train.betas, "eps": train.eps}
+    # fused: the one implementation without temporaries the size of the model
+    settings |= {"weight_decay": train.weight_decay, "fused": True}
+    trained = [parallel.trained(name) for name in parallel.names]
+    if shares is None:
+        return torch.optim.AdamW(of_one_kind(trained), **settings)
+    return ZeroRedundancyOptimizer(trained, torch.optim.AdamW, shares, **settings)
 
 
 def of_one_kind(parameters: "Sequence[nn.Parameter]") -> "list[dict[str, list[nn.Parameter]]]":

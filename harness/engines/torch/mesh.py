@@ -15,9 +15,9 @@ def along(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
     return mesh[wide[0]] if len(wide) == 1 else mesh[wide]._flatten()
 
 
-def replica_group(mesh: DeviceMesh, layout: Layout) -> ProcessGroup:
-    """The ranks that hold the same parameters and other tokens."""
-    return along(mesh, layout.replica_axes).get_group()
+def replica_group(mesh: DeviceMesh) -> ProcessGroup:
+    """The ranks that have other tokens."""
+    return along(mesh, ("dp_replicate", "dp_shard", "cp")).get_group()
 
 
 def replicas_and_shards(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:

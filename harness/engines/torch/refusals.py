@@ -30,12 +30,17 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield f"strategy.data_parallel=none trains on one rank, not {layout.dp}: choose ddp or fsdp"
     if means == "none" and stage > 0:
         yield f"strategy.zero_stage={stage} needs strategy.data_parallel=fsdp: choose it, or zero_stage 0"
-    if means == "ddp" and stage > 0:
+    if means == "ddp" and stage > 1:
         yield f"strategy.zero_stage={stage} is not DistributedDataParallel's: choose strategy.data_parallel=fsdp"
-    if means == "ddp" and layout.dp_shard > 1:
+    if layout.gives_whole_parameters and config.precision.mixed:
+        yield (
+            f"precision={config.precision.name} has masters, of which ZeroRedundancyOptimizer keeps all on every rank:"
+            " choose strategy=zero1, or precision=fp32"
+        )
+    if means == "ddp" and stage == 0 and layout.dp_shard > 1:
         yield f"strategy.dp_shard={layout.dp_shard} shards nothing under strategy.data_parallel=ddp: choose 1"
     if means == "fsdp" and stage == 1:
-        yield "strategy.zero_stage=1 is not a mode of fully_shard: choose 0, 2 or 3, or strategy=zero1"
+        yield "strategy.zero_stage=1 is not a mode of fully_shard: choose 0, 2 or 3, or strategy=zero1 or zero1_torch"
     if means == "fsdp" and stage == 0 and layout.dp_shard > 1:
         yield f"strategy.dp_shard={layout.dp_shard} shards parameters, not what strategy.zero_stage=0 says: choose 1"
     if layout.tp > 1 and means == "ddp":
