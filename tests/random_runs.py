@@ -43,7 +43,7 @@ def draw(seed: int, most_ranks: int) -> list[str]:
     r = random.Random(seed)
     degree = degrees(r, most_ranks)
     engine = r.choices(("torch", "deepspeed", "accelerate"), (80, 15, 5))[0]
-    means, stage = r.choice([("none", 0), ("ddp", 0), ("fsdp", 0), ("fsdp", 2), ("fsdp", 3)])
+    means, stage = r.choice([("none", 0), ("ddp", 0), ("ddp", 1), ("fsdp", 0), ("fsdp", 2), ("fsdp", 3)])
     if engine == "deepspeed":
         means, stage = "none", r.choice((1, 2, 3))
         degree = dict.fromkeys(degree, 1) | {"dp_shard": r.choice((1, 2, 4)), "tp": r.choice((1, 1, 1, 2))}
@@ -54,7 +54,7 @@ def draw(seed: int, most_ranks: int) -> list[str]:
         if means == "none" and engine == "torch":
             degree |= {"dp_replicate": 1, "dp_shard": 1, "cp": 1}
         if means == "ddp":
-            degree |= {"dp_shard": 1, "tp": 1}
+            degree |= {"tp": 1} if stage else {"dp_shard": 1, "tp": 1}
         if (means, stage) == ("fsdp", 0):
             degree |= {"dp_shard": 1}
     schedule = r.choice(("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"))
@@ -74,9 +74,9 @@ def draw(seed: int, most_ranks: int) -> list[str]:
         *(f"strategy.engine={engine}", f"strategy.data_parallel={means}", f"strategy.zero_stage={stage}"),
         *(f"strategy.schedule={schedule if degree['pp'] > 1 else '1f1b'}", f"strategy.virtual_stages={virtual}"),
         f"strategy.sequence_parallel={degree['tp'] > 1 and r.random() < 0.5}",
-        f"strategy.literature={engine != 'deepspeed'}",
+        f"strategy.literature={engine != 'deepspeed' and (means, stage) != ('ddp', 1)}",
         f"checkpointing={r.choice(('none', 'none', 'full'))}",
-        f"precision={r.choice(('fp32', 'fp32', 'bf16_mixed'))}",
+        f"precision={r.choice(('fp32', 'fp32', 'fp32', 'bf16_mixed', 'bf16', 'fp16_mixed'))}",
         f"train.global_batch={batch}",
         *(f"train.micro_batch={micro_batch}", f"train.seq_len={r.choice((16, 32, 48))}"),
         *("train.steps=1", "train.warmup_steps=2", f"train.gradient_clipping={r.choice((0, 1.0))}"),

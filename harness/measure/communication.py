@@ -38,7 +38,7 @@ _SENT: dict[str, Callable[[int], float]] = {
 
 # What a layout moves is tensors. A call of no more elements than this carries norms, flags, counts: no formula has it,
 # so it is named by the function that called it.
-SCALARS = 64
+SCALARS = 8
 LAYOUT = "layout"
 _NO_CALLERS = ("torch.", "deepspeed.comm.", "deepspeed.utils.", "harness.measure.", "contextlib", "functools")
 
