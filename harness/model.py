@@ -1,4 +1,4 @@
-"""The one model every strategy trains: a llama-family decoder, and initial weights that no layout can change."""
+"""The one model every strategy trains, of the family asked for, and initial weights that no layout can change."""
 
 import hashlib
 
@@ -9,41 +9,50 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from harness.config import ModelConfig
+from harness.masks import masks_of_rank
 from harness.placement import Stage, whole
+
+Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, each (seq, head_dim)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped-query heads and rotary positions; (batch, seq, hidden) to the same."""
+    """Causal self-attention with grouped-query heads, rotary where given; (batch, seq, hidden) to the same."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.head_dim = model.head_dim
         self.eager = model.attention == "eager"
+        self.dropout = model.dropout
+        self.masks_rank: int | None = None  # set where ranks share what comes in and differ in their heads
         query_size = model.num_attention_heads * model.head_dim
         group_size = model.num_key_value_heads * model.head_dim
-        self.q_proj = nn.Linear(model.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(model.hidden_size, group_size, bias=False)
-        self.v_proj = nn.Linear(model.hidden_size, group_size, bias=False)
-        self.o_proj = nn.Linear(query_size, model.hidden_size, bias=False)
+        biases = model.kind.biases
+        self.q_proj = nn.Linear(model.hidden_size, query_size, bias=biases)
+        self.k_proj = nn.Linear(model.hidden_size, group_size, bias=biases)
+        self.v_proj = nn.Linear(model.hidden_size, group_size, bias=biases)
+        self.o_proj = nn.Linear(query_size, model.hidden_size, bias=biases)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *rotary: Tensor) -> Tensor:
         # Heads are counted from the projection's width, so that a shard of them works as the whole does.
         query, key, value = (
             proj(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if self.eager:
-            mixed = eager_attention(query, key, value)
-        else:
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
-            )
+        if rotary:
+            query, key = rotate(query, *rotary), rotate(key, *rotary)
+        dropout = self.dropout if self.training else 0.0
+        with masks_of_rank(self.masks_rank if dropout else None):
+            if self.eager:
+                mixed = eager_attention(query, key, value, dropout)
+            else:
+                mixed = F.scaled_dot_product_attention(
+                    query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+                )
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
-    """SwiGLU."""
+class SwiGLU(nn.Module):
+    """A gate and a value, widened (arXiv 2002.05202), and back."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -55,35 +64,64 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
 
 
+class GELU(nn.Module):
+    """A widening matrix, GELU (arXiv 1606.08415, by tanh as GPT-2 has it), and back."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size)
+        self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(hidden), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+MLPS: dict[str, type[nn.Module]] = {"llama": SwiGLU, "gpt": GELU}
+
+
+def norm_of(model: ModelConfig) -> nn.Module:
+    if model.kind.norm == "layer":
+        return nn.LayerNorm(model.hidden_size, eps=model.layer_norm_epsilon)
+    return nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
+
+
 class Block(nn.Module):
     """One decoder layer: the unit that is checkpointed, sharded and placed on a pipeline stage."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
+        self.dropout = model.dropout
+        self.input_layernorm = norm_of(model)
         self.self_attn = Attention(model)
-        self.post_attention_layernorm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
-        self.mlp = MLP(model)
+        self.post_attention_layernorm = norm_of(model)
+        self.mlp = MLPS[model.family](model)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+    def forward(self, hidden: Tensor, *rotary: Tensor) -> Tensor:
+        hidden = hidden + self.dropped(self.self_attn(self.input_layernorm(hidden), *rotary))
+        return hidden + self.dropped(self.mlp(self.post_attention_layernorm(hidden)))
+
+    def dropped(self, joining: Tensor) -> Tensor:
+        return F.dropout(joining, self.dropout, self.training)
 
 
-class Llama(nn.Module):
+class Decoder(nn.Module):
     """Token ids (batch, seq) to logits (batch, seq, vocab), or to the mean loss where targets are given.
 
-    Parameters are named as in Hugging Face's Llama. A stage of a pipeline has its own layers only, under the names
-    they have in the whole, and takes and returns hidden states (batch, seq, hidden) where it is not an end.
+    Parameters are named as in Hugging Face's Llama, whatever the family. A stage of a pipeline has its own layers only,
+    under the names they have in the whole, and takes and returns hidden states (batch, seq, hidden) where it is not an
+    end.
     """
 
     def __init__(self, model: ModelConfig, stage: Stage) -> None:
         super().__init__()
         self.config = model
-        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size) if stage.holds_embedding else None
+        first, last, kind = stage.holds_embedding, stage.holds_head, model.kind
+        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size) if first else None
+        learned = first and kind.learned_positions
+        self.embed_positions = nn.Embedding(model.context_length, model.hidden_size) if learned else None
         self.layers = nn.ModuleDict({str(index): Block(model) for index in stage.layer_indices})
-        self.norm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps) if stage.holds_head else None
-        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if stage.holds_head else None
+        self.norm = norm_of(model) if last else None
+        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if last else None
         self.tie()
 
     def tie(self) -> None:
@@ -91,20 +129,38 @@ class Llama(nn.Module):
         if self.config.tie_word_embeddings and self.embed_tokens is not None and self.lm_head is not None:
             self.lm_head.weight = self.embed_tokens.weight
 
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers, in order."""
+        return list(self.layers.values())
+
+    def ends(self) -> list[list[nn.Module]]:
+        """What turns tokens into hidden states, and hidden states into logits: one list, of both, where tied."""
+        parts = [[self.embed_tokens, self.embed_positions], [self.norm, self.lm_head]]
+        found = [[module for module in part if module is not None] for part in parts]
+        return [sum(found, [])] if self.config.tie_word_embeddings else found
+
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         seq_len = hidden.shape[1]
         if self.embed_tokens is not None:
-            hidden = self.embed_tokens(hidden)
-        cos, sin = rotary_tables(seq_len, self.config, hidden.device, hidden.dtype)
+            hidden = self.embed(hidden)
+        learned = self.config.kind.learned_positions
+        rotary = () if learned else rotary_tables(seq_len, self.config, hidden.device, hidden.dtype)
         for layer in self.layers.values():
-            hidden = layer(hidden, cos, sin)
+            hidden = layer(hidden, *rotary)
         if self.norm is None or self.lm_head is None:
             return hidden
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits if targets is None else loss_function(logits, targets)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        assert self.embed_tokens is not None
+        hidden: Tensor = self.embed_tokens(tokens)
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return F.dropout(hidden, self.config.dropout, self.training)
 
-def rotary_tables(seq_len: int, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+
+def rotary_tables(seq_len: int, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Rotary:
     """Cosines and sines of shape (seq_len, head_dim), computed in fp32 (rotary embedding, arXiv 2104.09864)."""
     exponents = torch.arange(0, model.head_dim, 2, device=device, dtype=torch.float32) / model.head_dim
     positions = torch.arange(seq_len, device=device, dtype=torch.float32)
@@ -120,7 +176,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned
 
 
-def eager_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def eager_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
     """Causal attention with its scores materialised; shapes as in scaled_dot_product_attention."""
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
@@ -128,14 +184,14 @@ def eager_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
     hidden_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     weights = scores.masked_fill(hidden_future, float("-inf")).softmax(-1, dtype=torch.float32)
-    mixed: Tensor = weights.to(value.dtype) @ value
+    mixed: Tensor = F.dropout(weights.to(value.dtype), dropout) @ value
     return mixed
 
 
-def build_model(model: ModelConfig, stage: Stage | None = None) -> Llama:
+def build_model(model: ModelConfig, stage: Stage | None = None) -> Decoder:
     """The model, or a stage of it, without memory: its weights come from initial_value."""
     with torch.device("meta"):
-        return Llama(model, stage or whole(model))
+        return Decoder(model, stage or whole(model))
 
 
 def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
@@ -152,8 +208,8 @@ def generator(seed: int, purpose: str, device: torch.device) -> torch.Generator:
 
 def initial_value(name: str, shape: torch.Size, model: ModelConfig, seed: int, device: torch.device) -> Tensor:
     """The whole fp32 tensor a parameter starts from: a function of seed, name and shape, never of the layout."""
-    if "norm" in name.rsplit(".", 2)[-2]:
-        return torch.ones(shape, device=device)
+    if len(shape) == 1:  # a norm's scale, or a bias
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
     value = torch.empty(shape, device=device)
     return value.normal_(0.0, model.initializer_range, generator=generator(seed, name, device))
 

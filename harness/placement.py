@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from harness.config import ModelConfig
 from harness.errors import UserError
 from harness.layout import Layout
-from harness.sizes import layer_parameter_count
+from harness.sizes import elements, embedding_shapes, head_shapes, layer_parameter_count
 
 # How tensor parallelism cuts a module's weight of shape (out, in) (Megatron-LM, arXiv 1909.08053). A column-parallel
 # layer computes its own outputs from the whole input, the row-parallel one behind it sums over the ranks; embedding
@@ -21,7 +21,7 @@ TENSOR_PLAN = {
     "mlp.down_proj": "row",
     "lm_head": "vocabulary",
 }
-CUT_DIMENSION = {"vocabulary": 0, "column": 0, "row": 1}
+CUT_DIMENSION = {"vocabulary": 0, "column": 0, "row": 1}  # of a weight; of a bias it is that of its outputs
 
 
 def cut_of(module: str) -> str | None:
@@ -31,7 +31,10 @@ def cut_of(module: str) -> str | None:
 
 def cut_dimension(parameter: str) -> int | None:
     """The dimension of a parameter, by its plain name, that tensor parallelism cuts; None if it stays whole."""
-    cut = cut_of(parameter.removesuffix(".weight"))
+    module, _, what = parameter.rpartition(".")
+    cut = cut_of(module)
+    if what == "bias":  # of what a rank computes alone; behind a sum over the ranks it is whole
+        return 0 if cut == "column" else None
     return None if cut is None else CUT_DIMENSION[cut]
 
 
@@ -62,7 +65,7 @@ class Stage:
         owner, *rest = parameter.split(".")
         if owner == "layers":
             return int(rest[0]) in self.layer_indices
-        return self.holds_embedding if owner == "embed_tokens" else self.holds_head
+        return self.holds_embedding if owner in ("embed_tokens", "embed_positions") else self.holds_head
 
 
 def whole(model: ModelConfig) -> Stage:
@@ -100,9 +103,8 @@ def stages_of_rank(model: ModelConfig, layout: Layout, rank: int) -> list[Stage]
 
 def ends_in_layers(model: ModelConfig) -> tuple[float, float]:
     """What embedding and head (with the final norm) hold, measured in parameters of a decoder layer."""
-    matrix = model.vocab_size * model.hidden_size
     layer = layer_parameter_count(model)
-    return matrix / layer, (matrix + model.hidden_size) / layer
+    return elements(embedding_shapes(model)) / layer, elements(head_shapes(model)) / layer
 
 
 def even_layers(depth: int, first: float, last: float, count: int) -> tuple[int, ...]:

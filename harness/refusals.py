@@ -19,6 +19,11 @@ def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
         return
     if config.data.kind == "text" and config.model.vocab_size < 256:
         yield f"model.vocab_size={config.model.vocab_size} is too small for data={config.data.name}: choose 256 or more"
+    if config.model.kind.learned_positions and config.train.seq_len > config.model.context_length:
+        yield (
+            f"train.seq_len={config.train.seq_len} is more than the model.context_length={config.model.context_length}"
+            " learned positions: choose as many or fewer, or a larger model.context_length"
+        )
     if layout.tp > 1 or layout.sequence_parallel:
         yield from tensor_refusals(config, layout)
     if layout.pp > 1:

@@ -207,6 +207,8 @@ def reference_of(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say
     """The single process that trains the same, run once a comparison and kept."""
     if not this.config.proof.reference:
         return Reference(None, NOT_ASKED)
+    if this.config.model.dropout:
+        return Reference(None, f"no other run drops the same: model.dropout={this.config.model.dropout}")
     config = dataclasses.replace(
         this.config, strategy=SINGLE, checkpointing=CheckpointingConfig("none"), world_size=None, repeat=0, force=False
     )

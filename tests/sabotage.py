@@ -312,25 +312,25 @@ SLOW_SECONDS = 0.05
 
 def slow_last_stage(run_dir: str) -> None:
     """Not a fault: the last stage takes longer over every forward, so that the others wait for it."""
-    forward = harness.model.Llama.forward
+    forward = harness.model.Decoder.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
         time.sleep(SLOW_SECONDS if self.lm_head is not None else 0)
         return forward(self, hidden, targets)
 
-    harness.model.Llama.forward = spoiled  # type: ignore[method-assign]
+    harness.model.Decoder.forward = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 
 def slow_rank(run_dir: str) -> None:
     """Not a fault: rank 1 takes longer over every forward."""
-    forward = harness.model.Llama.forward
+    forward = harness.model.Decoder.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
         time.sleep(SLOW_SECONDS if rank() == 1 else 0)
         return forward(self, hidden, targets)
 
-    harness.model.Llama.forward = spoiled  # type: ignore[method-assign]
+    harness.model.Decoder.forward = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 
@@ -376,14 +376,14 @@ def exhausted(run_dir: str) -> None:
 
 def exhausted_in_a_stage(run_dir: str) -> None:
     """Rank 1 asks for more memory than there is, inside the model's forward."""
-    forward = harness.model.Llama.forward
+    forward = harness.model.Decoder.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
         if rank() == 1:
             torch.empty(1 << 50, dtype=torch.uint8)
         return forward(self, hidden, targets)
 
-    harness.model.Llama.forward = spoiled  # type: ignore[method-assign]
+    harness.model.Decoder.forward = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 

@@ -4,7 +4,14 @@ from harness.config import ModelConfig, RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
 from harness.plan.activations import WIDTH_BYTES
-from harness.sizes import group_parameter_counts, layer_parameter_count, parameter_count
+from harness.sizes import (
+    elements,
+    embedding_shapes,
+    group_parameter_counts,
+    head_shapes,
+    layer_parameter_count,
+    parameter_count,
+)
 
 
 def buffer_tensors(config: RunConfig, layout: Layout, widths: Widths) -> dict[str, int]:
@@ -32,7 +39,7 @@ def gathered_parameter_count(model: ModelConfig) -> int:
     groups = group_parameter_counts(model)
     if not model.tie_word_embeddings:
         return sum(groups[:2])
-    layer, root = layer_parameter_count(model), model.vocab_size * model.hidden_size + model.hidden_size
+    layer, root = layer_parameter_count(model), elements(embedding_shapes(model)) + elements(head_shapes(model))
     return root + max(root, 2 * layer)
 
 

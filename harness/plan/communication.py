@@ -5,7 +5,7 @@ from harness.engines import Widths
 from harness.layout import Layout
 from harness.placement import Stage, stages_of_rank
 from harness.plan.activations import WIDTH_BYTES
-from harness.sizes import parameter_count
+from harness.sizes import elements, norm_shapes, parameter_count
 
 LOSS_SUMS = 3  # of a number a token in fp32, for a loss over logits cut along the vocabulary: maximum, sum, target's
 
@@ -62,7 +62,8 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
     one for the head in backward. A checkpointed layer runs its first again; torch stops the second forward before the
     last, whose result nothing in backward needs. Sequence parallelism (arXiv 2205.05198) puts a reduce-scatter and an
     all-gather in the place of each all-reduce; of those a second forward gathers both inputs and scatters one sum; the
-    gradients of norms are summed once a step.
+    gradients of norms and of learned positions are summed once a step. A bias is added before its product is summed, a
+    share of it on every rank, and so has a whole gradient there.
     """
     if layout.tp == 1:
         return {}
@@ -75,9 +76,11 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
     once = ring_share(layout.tp)  # an all-reduce is two of these
     if not layout.sequence_parallel:
         return {"all_reduce": 2 * once * ((sums + again) * hidden + small)}
-    norms = (2 * stage.layers + stage.holds_head) * model.hidden_size * WIDTH_BYTES[config.precision.reduce]
+    beside = (2 * stage.layers + stage.holds_head) * elements(norm_shapes("norm", model))
+    if stage.holds_embedding and model.kind.learned_positions:
+        beside += model.context_length * model.hidden_size
     return {
-        "all_reduce": 2 * once * (small + norms),
+        "all_reduce": 2 * once * (small + beside * WIDTH_BYTES[config.precision.reduce]),
         "all_gather": once * (sums + 2 * again) * hidden,
         "reduce_scatter": once * (sums + again) * hidden,
     }

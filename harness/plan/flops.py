@@ -33,11 +33,12 @@ def last_projection_flops(config: RunConfig) -> int:
 
 
 def layer_flops(config: RunConfig) -> int:
-    """Forward of one layer over the step: q and o, k and v, three matrices of SwiGLU, attention."""
+    """Forward of one layer over the step: q and o, k and v, the MLP's matrices, attention."""
     model = config.model
     groups = model.num_key_value_heads * model.head_dim
     attention = 2 * model.hidden_size * (model.hidden_size + groups)
-    return 2 * tokens(config) * attention + 3 * last_projection_flops(config) + 2 * product_flops(config)
+    mlp = (len(model.kind.widening) + 1) * last_projection_flops(config)
+    return 2 * tokens(config) * attention + mlp + 2 * product_flops(config)
 
 
 def head_flops(config: RunConfig) -> int:
@@ -84,9 +85,10 @@ def remade_scores_flops(config: RunConfig, device: str) -> int:
     """Queries with keys once more in backward, where a fused kernel keeps no scores (arXiv 2205.14135, algorithm 4).
 
     On CUDA torch has no fused kernel for grouped heads in fp32: flash and cuDNN take 16 bit, the memory-efficient one
-    no groups. It multiplies the matrices one by one there, and keeps the scores.
+    no groups. On CPU none has dropout. It multiplies the matrices one by one there, and keeps the scores.
     """
     model = config.model
     grouped = model.num_key_value_heads != model.num_attention_heads
-    fused = model.attention == "flash" and not (device == "cuda" and config.precision.compute == "float32" and grouped)
+    without = config.precision.compute == "float32" and grouped if device == "cuda" else model.dropout > 0
+    fused = model.attention == "flash" and not without
     return fused * model.num_hidden_layers * product_flops(config)

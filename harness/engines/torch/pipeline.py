@@ -21,7 +21,7 @@ from harness.engines import Batch
 from harness.engines.torch.data_parallel import DataParallel
 from harness.layout import Layout
 from harness.measure.probe import Probe
-from harness.model import Llama
+from harness.model import Decoder
 from harness.placement import Stage
 
 # GPipe: arXiv 1811.06965. 1F1B and its interleaved form: arXiv 2104.04473. Zero bubble (ZB1P): arXiv 2401.10241.
@@ -34,7 +34,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: Sequence[Llama],
+        parts: Sequence[Decoder],
         stages: Sequence[Stage],
         config: RunConfig,
         layout: Layout,
@@ -78,7 +78,7 @@ class HeardStage(PipelineStage):
 
     def __init__(
         self,
-        part: Llama,
+        part: Decoder,
         stage: Stage,
         config: RunConfig,
         device: torch.device,
