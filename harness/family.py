@@ -12,7 +12,8 @@ class Family:
     learned_positions: bool  # a table beside the embedding; else rotary, in attention
     widening: tuple[str, ...]  # the MLP's matrices from hidden_size to intermediate_size
     mlp_keeps: tuple[str, ...]  # of intermediate_size, for backward, in the order they are made; the last is narrowed
-    mlp_backward: int  # tensors of intermediate_size at the worst moment of the MLP's backward, beyond what is kept
+    mlp_backward: tuple[int, int]  # tensors of intermediate_size at the worst moment of the MLP's backward, beyond what
+    # is kept, and matrices' gradients
     dropout: bool  # of embeddings, attention's weights, and what joins the residual stream (arXiv 1706.03762)
 
     @property
@@ -28,18 +29,18 @@ FAMILIES = {
         learned_positions=False,
         widening=("gate_proj", "up_proj"),
         mlp_keeps=("gate", "up", "silu", "product"),
-        mlp_backward=2,
+        mlp_backward=(2, 0),
         dropout=False,
     ),
-    # GPT-2 and GPT-3 (arXiv 2005.14165) as Megatron-LM cuts them. Backward at GELU: gradients of its output and its
-    # input, less the output freed before.
+    # GPT-2 and GPT-3 (arXiv 2005.14165) as Megatron-LM cuts them. Backward at down_proj: gradients of GELU's output and
+    # of the matrix.
     "gpt": Family(
         norm="layer",
         biases=True,
         learned_positions=True,
         widening=("up_proj",),
         mlp_keeps=("up", "product"),
-        mlp_backward=1,
+        mlp_backward=(1, 1),
         dropout=True,
     ),
 }

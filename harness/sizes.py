@@ -32,6 +32,11 @@ def layer_shapes(model: ModelConfig) -> Shapes:
     return found
 
 
+def last_projection_shapes(model: ModelConfig) -> Shapes:
+    """The parameters of a layer's last matrix."""
+    return {name: shape for name, shape in layer_shapes(model).items() if name.startswith("mlp.down_proj")}
+
+
 def norm_shapes(name: str, model: ModelConfig) -> Shapes:
     weight: Shapes = {f"{name}.weight": (model.hidden_size,)}
     return weight | ({f"{name}.bias": (model.hidden_size,)} if model.kind.has_norm_biases else {})

@@ -149,7 +149,9 @@ def block_backward_bytes(one: Pass) -> int:
     """
     inner = one.tokens * one.model.intermediate_size * one.width // one.tp
     gathered = one.tokens * one.model.hidden_size * one.width if one.sequence_parallel else 0
-    return max(one.model.kind.mlp_backward * inner, inner + gathered, 2 * gathered) + one.hidden_bytes
+    matrix = one.model.hidden_size * one.model.intermediate_size * one.width // one.tp
+    tensors, matrices = one.model.kind.mlp_backward
+    return max(tensors * inner + matrices * matrix, inner + gathered, 2 * gathered) + one.hidden_bytes
 
 
 def norm_gradient_bytes(one: Pass) -> int:

@@ -5,6 +5,7 @@ from harness.engines import Widths
 from harness.layout import Layout
 from harness.placement import Stage, stages_of_rank
 from harness.plan.activations import WIDTH_BYTES
+from harness.plan.flops import runs_to_its_end
 from harness.sizes import elements, norm_shapes, parameter_count
 
 LOSS_SUMS = 3  # of a number a token in fp32, for a loss over logits cut along the vocabulary: maximum, sum, target's
@@ -60,8 +61,8 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
 
     Two all-reduces of the hidden states a layer in forward and two in backward, one for the embedding in forward and
     one for the head in backward. A checkpointed layer runs its first again; torch stops the second forward before the
-    last, whose result nothing in backward needs. Sequence parallelism (arXiv 2205.05198) puts a reduce-scatter and an
-    all-gather in the place of each all-reduce; of those a second forward gathers both inputs and scatters one sum; the
+    last, whose result nothing in backward needs unless it is dropped from. Sequence parallelism (arXiv 2205.05198) puts a reduce-scatter and an
+    all-gather in the place of each all-reduce; of those a second forward gathers both inputs and scatters its sums; the
     gradients of norms and of learned positions are summed once a step. A bias is added before its product is summed, a
     share of it on every rank, and so has a whole gradient there.
     """
@@ -70,7 +71,9 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
     train, model = config.train, config.model
     micro_batches = layout.accumulation(train)
     sums = 4 * stage.layers + stage.holds_embedding + stage.holds_head
-    again = stage.layers if config.checkpointing.name == "full" else 0
+    summed_again = 2 if runs_to_its_end(model) else 1  # of a layer's two sums
+    full = stage.layers if config.checkpointing.name == "full" else 0
+    again = full * summed_again
     hidden = micro_batches * hidden_bytes(config)
     small = LOSS_SUMS * micro_batches * train.micro_batch * train.seq_len * 4 if stage.holds_head else 0
     once = ring_share(layout.tp)  # an all-reduce is two of these
@@ -81,7 +84,7 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
         beside += model.context_length * model.hidden_size
     return {
         "all_reduce": 2 * once * (small + beside * WIDTH_BYTES[config.precision.reduce]),
-        "all_gather": once * (sums + 2 * again) * hidden,
+        "all_gather": once * (sums + 2 * full) * hidden,
         "reduce_scatter": once * (sums + again) * hidden,
     }
 

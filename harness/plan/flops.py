@@ -63,15 +63,21 @@ def executed_flops(config: RunConfig, layout: Layout, device: str = "cpu", whole
 def recomputed_flops(config: RunConfig, layout: Layout, whole_second_forward: bool = False) -> int:
     """What checkpointing runs a second time, over all ranks; 0 without it.
 
-    torch stops a second forward before a layer's last projection, whose result nothing in backward needs. Where an
+    torch stops a second forward before a layer's last projection, whose result nothing in backward needs unless it is
+    dropped from, as the mask is made behind it. Where an
     engine's own projection saves its input only after it has run (DeepSpeed's stage 3, unless
     strategy.options.memory_efficient_linear=false) that runs too: whole_second_forward. A backward in two halves (zero
     bubble, arXiv 2401.10241) has a second forward for each, but for the first stage, whose inputs need no gradient.
     """
     if config.checkpointing.name != "full":
         return 0
-    skipped = 0 if whole_second_forward else last_projection_flops(config)
+    skipped = 0 if whole_second_forward or runs_to_its_end(config.model) else last_projection_flops(config)
     return second_forwards(config.model, layout) * (layer_flops(config) - skipped)
+
+
+def runs_to_its_end(model: ModelConfig) -> bool:
+    """Whether a layer's second forward makes its last projection too."""
+    return model.dropout > 0
 
 
 def second_forwards(model: ModelConfig, layout: Layout) -> int:
