@@ -1,8 +1,10 @@
 """Activation checkpointing, the same for every engine: which parts are run a second time in backward."""
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.config import CheckpointingConfig, RunConfig
@@ -24,10 +26,15 @@ def apply_checkpointing(model: Decoder, checkpointing: CheckpointingConfig, prob
     """
     if checkpointing.name == "none":
         return
+    for block in model.blocks():
+        checkpoint_block(block, probe.recompute)
+
+
+def checkpoint_block(block: nn.Module, second: Callable[[], AbstractContextManager[None]]) -> None:
+    """Wraps a block in place; its second forward runs inside what `second` returns."""
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), probe.recompute()
+        return nullcontext(), second()
 
-    for block in model.blocks():
-        forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-        block.forward = forward  # type: ignore[method-assign,assignment]
+    forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    block.forward = forward  # type: ignore[method-assign,assignment]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.asked import Asked
 from harness.errors import UserError
 from harness.family import FAMILIES, Family
 
@@ -48,12 +49,16 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5  # llama's
     layer_norm_epsilon: float = 1e-5  # gpt's
     initializer_range: float = 0.02
+    path: str | None = None  # hf's: where its configuration was found
+    asked: Asked | None = None  # hf's: what it says of itself
 
     def __post_init__(self) -> None:
-        _one_of("model.family", self.family, tuple(FAMILIES))
+        _one_of("model.family", self.family, (*FAMILIES, "hf"))
         _one_of("model.attention", self.attention, ("flash", "eager"))
         _positive("model", self, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
         _positive("model", self, "intermediate_size", "vocab_size", "context_length")
+        if self.asked is not None:  # the library built it
+            return
         if self.kind.dropout:
             _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "is not a share: choose 0 or more, below 1")
         else:
@@ -76,6 +81,7 @@ class ModelConfig:
 
     @property
     def kind(self) -> Family:
+        """What its blocks are made of; a model that was asked is not known that well."""
         return FAMILIES[self.family]
 
     @property

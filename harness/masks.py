@@ -32,7 +32,7 @@ def masks_of_rank(rank: int | None) -> Iterator[None]:
         yield
         return
     drawn = int(torch.randint(1 << 62, ()))
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
         torch.manual_seed(drawn + rank)
         yield

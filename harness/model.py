@@ -135,9 +135,9 @@ class Decoder(nn.Module):
 
     def ends(self) -> list[list[nn.Module]]:
         """What turns tokens into hidden states, and hidden states into logits: one list, of both, where tied."""
-        parts = [[self.embed_tokens, self.embed_positions], [self.norm, self.lm_head]]
-        found = [[module for module in part if module is not None] for part in parts]
-        return [sum(found, [])] if self.config.tie_word_embeddings else found
+        first, last = (self.embed_tokens, self.embed_positions), (self.norm, self.lm_head)
+        groups = [first + last] if self.config.tie_word_embeddings else [first, last]
+        return [[module for module in group if module is not None] for group in groups]
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         seq_len = hidden.shape[1]
@@ -190,6 +190,10 @@ def eager_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 
 
 def build_model(model: ModelConfig, stage: Stage | None = None) -> Decoder:
     """The model, or a stage of it, without memory: its weights come from initial_value."""
+    if model.asked is not None:
+        from harness import huggingface
+
+        return huggingface.build(model)  # type: ignore[return-value]
     with torch.device("meta"):
         return Decoder(model, stage or whole(model))
 
@@ -223,6 +227,9 @@ def materialise(model: nn.Module, config: ModelConfig, seed: int, device: torch.
         whole = initial_value(name, parameter.shape, config, seed, device)
         filled = nn.Parameter(part_like(parameter, whole.to(dtype)))
         torch.utils.swap_tensors(parameter, filled)  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def part_like(template: Tensor, whole: Tensor) -> Tensor:

@@ -21,20 +21,23 @@ TENSOR_PLAN = {
     "mlp.down_proj": "row",
     "lm_head": "vocabulary",
 }
-CUT_DIMENSION = {"vocabulary": 0, "column": 0, "row": 1}  # of a weight; of a bias it is that of its outputs
+# Of a weight; of a bias it is that of its outputs. gathered: column-parallel, its output made whole.
+CUT_DIMENSION = {"vocabulary": 0, "column": 0, "gathered": 0, "row": 1}
 
 
-def cut_of(module: str) -> str | None:
+def cut_of(module: str, model: ModelConfig) -> str | None:
     """How the plan cuts a module, by its path in the model; None if it stays whole."""
+    if model.asked is not None:
+        return model.asked.tensor_plan.get(module)
     return next((cut for name, cut in TENSOR_PLAN.items() if module == name or module.endswith(f".{name}")), None)
 
 
-def cut_dimension(parameter: str) -> int | None:
+def cut_dimension(parameter: str, model: ModelConfig) -> int | None:
     """The dimension of a parameter, by its plain name, that tensor parallelism cuts; None if it stays whole."""
     module, _, what = parameter.rpartition(".")
-    cut = cut_of(module)
+    cut = cut_of(module, model)
     if what == "bias":  # of what a rank computes alone; behind a sum over the ranks it is whole
-        return 0 if cut == "column" else None
+        return 0 if cut in ("column", "gathered") else None
     return None if cut is None else CUT_DIMENSION[cut]
 
 

@@ -13,7 +13,11 @@ def elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def layer_shapes(model: ModelConfig) -> Shapes:
-    """Every parameter of one decoder layer by its name there."""
+    """Every parameter of one decoder layer by its name there; of a model that was asked its first layer's."""
+    if model.asked is not None:
+        first = f"{model.asked.layers[0]}."
+        named = model.asked.shapes.items()
+        return {name.removeprefix(first): shape for name, shape in named if name.startswith(first)}
     kind, hidden, inner = model.kind, model.hidden_size, model.intermediate_size
     groups = model.num_key_value_heads * model.head_dim
     matrices = {
@@ -33,7 +37,11 @@ def layer_shapes(model: ModelConfig) -> Shapes:
 
 
 def last_projection_shapes(model: ModelConfig) -> Shapes:
-    """The parameters of a layer's last matrix."""
+    """The parameters of what a layer's second forward does not run to its end: its last matrix."""
+    if model.asked is not None:
+        first = f"{model.asked.layers[0]}."
+        ends = {path.removeprefix(first) for path in model.asked.unfinished if path.startswith(first)}
+        return {name: shape for name, shape in layer_shapes(model).items() if name.rpartition(".")[0] in ends}
     return {name: shape for name, shape in layer_shapes(model).items() if name.startswith("mlp.down_proj")}
 
 
@@ -43,7 +51,10 @@ def norm_shapes(name: str, model: ModelConfig) -> Shapes:
 
 
 def embedding_shapes(model: ModelConfig) -> Shapes:
-    """What turns tokens into hidden states."""
+    """What turns tokens into hidden states; of a model that was asked all but layers and head."""
+    if model.asked is not None:
+        named, head = model.asked.shapes.items(), head_shapes(model)
+        return {name: shape for name, shape in named if name not in head and not model.asked.in_layers(name)}
     tokens: Shapes = {"embed_tokens.weight": (model.vocab_size, model.hidden_size)}
     positions: Shapes = {"embed_positions.weight": (model.context_length, model.hidden_size)}
     return tokens | (positions if model.kind.learned_positions else {})
@@ -51,6 +62,8 @@ def embedding_shapes(model: ModelConfig) -> Shapes:
 
 def head_shapes(model: ModelConfig) -> Shapes:
     """What turns hidden states into logits; a tied matrix is the embedding's."""
+    if model.asked is not None:
+        return {name: shape for name, shape in model.asked.shapes.items() if name.startswith(f"{model.asked.head}.")}
     head: Shapes = {} if model.tie_word_embeddings else {"lm_head.weight": (model.vocab_size, model.hidden_size)}
     return norm_shapes("norm", model) | head
 
@@ -62,7 +75,10 @@ def layer_parameter_count(model: ModelConfig) -> int:
 
 def parameter_count(model: ModelConfig) -> int:
     """Parameters of the whole model; a tied embedding counts once."""
-    return elements(parameter_shapes(model))
+    if model.asked is not None:
+        return elements(model.asked.shapes)
+    ends = elements(embedding_shapes(model)) + elements(head_shapes(model))
+    return ends + model.num_hidden_layers * layer_parameter_count(model)
 
 
 def group_parameter_counts(model: ModelConfig) -> list[int]:
@@ -74,6 +90,8 @@ def group_parameter_counts(model: ModelConfig) -> list[int]:
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
     """Every parameter by its plain name, as Hugging Face's Llama names them; a tied head is the embedding."""
+    if model.asked is not None:
+        return model.asked.shapes
     layer = layer_shapes(model)
     layers = {f"layers.{i}.{name}": shape for i in range(model.num_hidden_layers) for name, shape in layer.items()}
     return embedding_shapes(model) | layers | head_shapes(model)

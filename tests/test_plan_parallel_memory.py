@@ -126,7 +126,7 @@ def test_parameters_are_those_of_the_plan_and_the_stage(tp: int, pp: int) -> Non
     for stage in stages(MODEL, layout_of(config, pp=pp)) if pp > 1 else [whole(MODEL)]:
         expected = 0
         for name, shape in parameter_shapes(MODEL).items():
-            cut = cut_dimension(name)
+            cut = cut_dimension(name, MODEL)
             local = [-(-size // tp) if index == cut else size for index, size in enumerate(shape)]
             expected += math.prod(local) if stage.holds(name) else 0
         assert held_parameter_count(MODEL, stage, tp) == expected

@@ -1,5 +1,6 @@
 """The bytes one rank must send in a step, as the papers count them, under ring algorithms."""
 
+from harness.asked import Asked
 from harness.config import RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
@@ -61,13 +62,15 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
 
     Two all-reduces of the hidden states a layer in forward and two in backward, one for the embedding in forward and
     one for the head in backward. A checkpointed layer runs its first again; torch stops the second forward before the
-    last, whose result nothing in backward needs unless it is dropped from. Sequence parallelism (arXiv 2205.05198) puts a reduce-scatter and an
-    all-gather in the place of each all-reduce; of those a second forward gathers both inputs and scatters its sums; the
-    gradients of norms and of learned positions are summed once a step. A bias is added before its product is summed, a
-    share of it on every rank, and so has a whole gradient there.
+    last, whose result nothing in backward needs unless it is dropped from. Sequence parallelism (arXiv 2205.05198)
+    puts a reduce-scatter and an all-gather in the place of each all-reduce; of those a second forward gathers both
+    inputs and scatters its sums; the gradients of norms and of learned positions are summed once a step. A bias is
+    added before its product is summed, a share of it on every rank, and so has a whole gradient there.
     """
     if layout.tp == 1:
         return {}
+    if config.model.asked is not None:
+        return planned_bytes(config, layout, config.model.asked)
     train, model = config.train, config.model
     micro_batches = layout.accumulation(train)
     sums = 4 * stage.layers + stage.holds_embedding + stage.holds_head
@@ -87,6 +90,32 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
         "all_gather": once * (sums + 2 * full) * hidden,
         "reduce_scatter": once * (sums + again) * hidden,
     }
+
+
+def planned_bytes(config: RunConfig, layout: Layout, asked: Asked) -> dict[str, float]:
+    """Along a model's own plan: every matrix sums by itself, by columns its input's gradient, by rows its output.
+
+    A table of the vocabulary sums its rows' output; a gathered output is gathered in forward. The second forward of a
+    layer sums again what it runs to its end.
+    """
+    train, once = config.train, ring_share(layout.tp)
+    full = config.checkpointing.name == "full"
+    summed = gathered = 0.0
+    for path, cut in asked.tensor_plan.items():
+        weight = asked.shapes.get(f"{path}.weight")
+        if weight is None:
+            continue
+        outputs, inputs = weight
+        if cut in ("column", "gathered"):
+            summed += inputs
+        if cut == "gathered":
+            gathered += outputs
+        if cut == "row":
+            summed += outputs * (2 if full and asked.in_layers(path) and path not in asked.unfinished else 1)
+        if cut == "vocabulary":
+            summed += inputs
+    tokens = layout.accumulation(train) * train.micro_batch * train.seq_len * WIDTH_BYTES[config.precision.compute]
+    return {"all_reduce": 2 * once * tokens * summed, "all_gather": once * tokens * gathered}
 
 
 def pipeline_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:

@@ -2,7 +2,7 @@
 
 A product of an (m, k) with a (k, n) matrix is 2 m n k operations. Counted are the projections, attention's two products
 and the head. Attention is not halved for its causal mask. Left out: embedding lookup, norms, rotary, softmax,
-activation functions, loss and optimizer.
+activation functions, loss and optimizer. A model from outside has been asked: its operators were counted.
 
 MFU (PaLM, arXiv 2204.02311, appendix B) counts what the model asks for: `model_flops`, forward and twice as much for
 backward, whatever is run again. HFU counts what the hardware ran: `executed_flops`, which adds the second forwards of
@@ -35,6 +35,8 @@ def last_projection_flops(config: RunConfig) -> int:
 def layer_flops(config: RunConfig) -> int:
     """Forward of one layer over the step: q and o, k and v, the MLP's matrices, attention."""
     model = config.model
+    if model.asked is not None:
+        return config.train.global_batch * model.asked.layers_flops // model.num_hidden_layers
     groups = model.num_key_value_heads * model.head_dim
     attention = 2 * model.hidden_size * (model.hidden_size + groups)
     mlp = (len(model.kind.widening) + 1) * last_projection_flops(config)
@@ -42,7 +44,9 @@ def layer_flops(config: RunConfig) -> int:
 
 
 def head_flops(config: RunConfig) -> int:
-    """Forward of the head over the step; a tied one multiplies all the same."""
+    """Forward of the head over the step; a tied one multiplies all the same. Of a model asked, all but its layers."""
+    if config.model.asked is not None:
+        return config.train.global_batch * (config.model.asked.forward_flops - config.model.asked.layers_flops)
     return 2 * tokens(config) * config.model.hidden_size * config.model.vocab_size
 
 
@@ -71,6 +75,9 @@ def recomputed_flops(config: RunConfig, layout: Layout, whole_second_forward: bo
     """
     if config.checkpointing.name != "full":
         return 0
+    asked = config.model.asked
+    if asked is not None and not (whole_second_forward and asked.unfinished_are_linear):
+        return config.train.global_batch * asked.again_flops
     skipped = 0 if whole_second_forward or runs_to_its_end(config.model) else last_projection_flops(config)
     return second_forwards(config.model, layout) * (layer_flops(config) - skipped)
 
@@ -94,6 +101,8 @@ def remade_scores_flops(config: RunConfig, device: str) -> int:
     no groups. On CPU none has dropout. It multiplies the matrices one by one there, and keeps the scores.
     """
     model = config.model
+    if model.asked is not None:
+        return config.train.global_batch * (model.asked.step_flops - (1 + BACKWARD) * model.asked.forward_flops)
     grouped = model.num_key_value_heads != model.num_attention_heads
     without = config.precision.compute == "float32" and grouped if device == "cuda" else model.dropout > 0
     fused = model.attention == "flash" and not without

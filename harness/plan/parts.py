@@ -35,18 +35,20 @@ Bytes = dict[str, int]  # by what fills them
 
 def held_parameter_count(model: ModelConfig, stage: Stage, tp: int) -> int:
     """Parameters of a stage on the rank that holds most: matrices are cut as the plan says, the norms are not."""
-    held = stage.layers * cut_parameter_count(layer_shapes(model), tp)
+    held = stage.layers * cut_parameter_count(layer_shapes(model), model, tp)
     if stage.holds_embedding:
-        held += cut_parameter_count(embedding_shapes(model), tp)
+        held += cut_parameter_count(embedding_shapes(model), model, tp)
     if stage.holds_head:
-        held += cut_parameter_count(head_shapes(model), tp)
+        held += cut_parameter_count(head_shapes(model), model, tp)
     return held
 
 
-def cut_parameter_count(shapes: Shapes, tp: int) -> int:
+def cut_parameter_count(shapes: Shapes, model: ModelConfig, tp: int) -> int:
     """Of these parameters on the rank that holds most."""
     return sum(
-        math.prod(math.ceil(size / tp) if axis == cut_dimension(name) else size for axis, size in enumerate(shape))
+        math.prod(
+            math.ceil(size / tp) if axis == cut_dimension(name, model) else size for axis, size in enumerate(shape)
+        )
         for name, shape in shapes.items()
     )
 

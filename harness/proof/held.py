@@ -103,15 +103,15 @@ def rank_shares(model: ModelConfig, layout: Layout, rank: int, shards: int) -> d
     """Elements of each parameter that a rank holds: its stages' parameters, cut by tensor parallelism, sharded."""
     held = stages_of_rank(model, layout, rank)
     return {
-        name: math.prod(shape) / parts(name, layout) / shards
+        name: math.prod(shape) / parts(name, model, layout) / shards
         for name, shape in parameter_shapes(model).items()
         if any(stage.holds(name) for stage in held)
     }
 
 
-def parts(name: str, layout: Layout) -> int:
+def parts(name: str, model: ModelConfig, layout: Layout) -> int:
     """Into how many parts tensor parallelism cuts a parameter."""
-    return 1 if cut_dimension(name) is None else layout.tp
+    return 1 if cut_dimension(name, model) is None else layout.tp
 
 
 def _held(rank: Rank, kind: str) -> Iterator[Held]:
@@ -136,7 +136,7 @@ def _holding_problems(
     for name, slot in sorted({(name, slot) for name in shapes for slot in slots} | owners.keys()):
         label = f"{kind} of {name}" + (f" ({slot})" if slot else "")
         boxes = owners[name, slot]
-        copies = layout.world_size // (shards * layout.pp * parts(name, layout))
+        copies = layout.world_size // (shards * layout.pp * parts(name, model, layout))
         counts = {len(ranks) for ranks in boxes.values()}
         if name not in shapes:
             yield f"{label}: held, and not part of the model"
@@ -156,7 +156,7 @@ def _share_problems(
     shares = rank_shares(model, layout, rank, shards)
     total = math.ceil(sum(shares.values()))
     shapes = parameter_shapes(model)
-    by_rows = sum(_most_rows(name, shapes[name], layout, shards) for name in shares)
+    by_rows = sum(_most_rows(name, shapes[name], model, layout, shards) for name in shares)
     found: Counter[str] = Counter()
     for held in pieces:
         found[held.slot] += volume(held.box)
@@ -167,10 +167,10 @@ def _share_problems(
             yield f"{kind} {slot}: rank {rank} holds {elements} elements, its equal share is {total}"
 
 
-def _most_rows(name: str, shape: Sequence[int], layout: Layout, shards: int) -> int:
+def _most_rows(name: str, shape: Sequence[int], model: ModelConfig, layout: Layout, shards: int) -> int:
     """Elements of a parameter on the rank that holds most of it: cuts fall between rows, or columns."""
     rows, others = shape[0], math.prod(shape[1:])
-    dimension = cut_dimension(name)
+    dimension = cut_dimension(name, model)
     if dimension == 0:
         rows = math.ceil(rows / layout.tp)
     elif dimension == 1:

@@ -78,7 +78,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch.passes import Sequential
     from harness.engines.torch.pipeline import Pipeline
     from harness.engines.torch.replicate import Replicate, distributed_data_parallel
-    from harness.engines.torch.tensor import apply_tensor_parallel
+    from harness.engines.torch.tensor import apply_planned, apply_tensor_parallel
     from harness.model import build_model
     from harness.placement import stages_of_rank
 
@@ -86,7 +86,10 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     parts = [build_model(config.model, stage) for stage in stages]
     for part in parts:
         if layout.tp > 1:
-            apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
+            if config.model.asked is not None:
+                apply_planned(part, config.model, mesh["tp"])
+            else:
+                apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
         apply_checkpointing(part, config.checkpointing, probe)
     parallel: DataParallel
     if layout.data_parallel == "fsdp":

@@ -36,7 +36,9 @@ def apply_fully_shard(
 class FullyShard:
     """A model whose sharded fp32 parameters are the ones trained; 16-bit copies exist only while gathered."""
 
-    def __init__(self, model: Decoder, config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(
+        self, model: Decoder, config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device
+    ) -> None:
         precision = config.precision
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, precision.compute) if precision.mixed else None,

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from harness.config import ModelConfig
 from harness.model import Decoder, local_box
 from harness.placement import cut_of
 
@@ -40,7 +41,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
         (nn.Embedding, "vocabulary"): VocabularyParallelEmbedding(outside),
     }
     for path, module in list(model.named_modules()):
-        cut = cut_of(path)
+        cut = cut_of(path, model.config)
         if cut is not None:
             parallelize_module(module, mesh, styles[type(module), cut])
         elif sequence_parallel and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
@@ -55,6 +56,20 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
         parallelize_module(block.get_submodule("self_attn"), mesh, attention)
         parallelize_module(block.get_submodule("mlp"), mesh, mlp)
     model.tie()
+
+
+def apply_planned(module: nn.Module, model: ModelConfig, mesh: DeviceMesh) -> None:
+    """Cuts a model of a library along its own plan, in place, each matrix by itself."""
+    styles: dict[str, ParallelStyle] = {
+        "column": ColwiseParallel(),
+        "gathered": ColwiseParallel(output_layouts=Replicate()),
+        "row": RowwiseParallel(),
+        "vocabulary": VocabularyParallelEmbedding(Replicate()),
+    }
+    for path, part in list(module.named_modules()):
+        cut = cut_of(path, model)
+        if cut is not None and part._parameters:
+            parallelize_module(part, mesh, styles[cut])
 
 
 class VocabularyParallelEmbedding(RowwiseParallel):
