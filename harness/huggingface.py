@@ -141,7 +141,7 @@ def set_dropout(config: Any, share: float, path: object) -> None:
     found = dropouts(config)
     if share and not found:
         raise UserError(
-            f"model.dropout={share}: the configuration at model.path={path} drops nothing, choose null or 0"
+            f"model.dropout={share}: model.path={path} says of nothing that it is dropped, choose null or 0"
         )
     for key in found:
         setattr(config, key, share)
@@ -158,15 +158,25 @@ def name_of(path: Path, values: dict[str, Any], parameters: int) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", given) or f"{values['model_type']}_{size}"
 
 
-def made(config: Any, attention: str) -> nn.Module:
-    """A model of the library whose call takes token ids and gives logits."""
+def made(config: Any, attention: str, path: object) -> nn.Module:
+    """A model of the library whose call takes token ids and gives logits.
+
+    Raises UserError if it has no such attention.
+    """
     from transformers.initialization import no_init_weights
 
     transformers = library()
     with no_init_weights():
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.float32
-        )
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=torch.float32
+            )
+        except ValueError as error:
+            if attention not in str(error) and "attention implementation" not in str(error):
+                raise
+            other = next(ours for ours, theirs in ATTENTION.items() if theirs != attention)
+            reason = f"{config.model_type} has no {attention} attention in transformers"
+            raise UserError(f"model.path={path}: {reason}, choose model.attention={other}") from None
     model.tie_weights()
     model.__class__ = decoder(type(model))  # type: ignore[arg-type]
     return model  # type: ignore[no-any-return]
@@ -179,7 +189,7 @@ def build(model: ModelConfig) -> nn.Module:
     assert model.asked is not None
     config = configuration(model.asked.config, model.path)
     with init_empty_weights(include_buffers=False):
-        built = made(config, ATTENTION[model.attention])
+        built = made(config, ATTENTION[model.attention], model.path)
     built.tie_weights()  # type: ignore[operator]  # inside, every assignment made another parameter
     return built
 
@@ -217,11 +227,13 @@ def ask(config: Any, attention: str, seq_len: int, path: object) -> Asked:
 
     try:
         with FakeTensorMode():
-            model = made(config, attention)
+            model = made(config, attention, path)
             layers_path, layers = decoder_layers(model)
             forward, in_layers, step = operations(model, layers, seq_len)
             finished = checkpointed(layers)
             _, _, again = operations(model, layers, seq_len)
+    except UserError:
+        raise
     except Exception as error:  # whatever a library's model can raise
         raise UserError(
             f"model.path={path}: this model cannot be asked for its operations with model.attention={attention}"
@@ -234,7 +246,7 @@ def ask(config: Any, attention: str, seq_len: int, path: object) -> Asked:
         if module._parameters and module not in finished
     }
     return Asked(
-        config=config.to_dict() | {"tie_word_embeddings": bool(config.tie_word_embeddings)},
+        config=json.loads(config.to_json_string()) | {"tie_word_embeddings": bool(config.tie_word_embeddings)},
         shapes={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         layers=tuple(paths),
         head=next(name for name, module in model.named_modules() if module is model.get_output_embeddings()),  # type: ignore[operator]
