@@ -30,6 +30,7 @@ SIZES = {
     "one group": ["model.num_key_value_heads=1", "model.vocab_size=1000", "model.intermediate_size=100"],
     "tied": ["model.tie_word_embeddings=true", "train.micro_batch=2"],
     "one layer": ["model.num_hidden_layers=1", "train.seq_len=300"],
+    "gpt": ["model=gpt_tiny", "model.num_key_value_heads=2"],
     "larger": ["model=125m", "train.seq_len=512"],
 }
 CASES = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

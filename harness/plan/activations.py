@@ -238,10 +238,14 @@ def weights_alone(one: Pass, stage: Stage, checkpointing: str) -> tuple[int, int
     checkpointing all of every layer's second forward.
     """
     block, norm = block_tensors(one), head_tensors(one, stage)
-    used, head = used_by_weights(block, one), sum(norm.values())
+    statistics = statistics_bytes(block, one)
+    if statistics and checkpointing != "none":  # the first norm's input is the layer's, which is kept
+        statistics -= shared_input(one)
+    used, head = used_by_weights(block, one) + statistics, sum(norm.values())
     again = activations(one, stage, checkpointing).second_forward
     left = layers_bytes(one, stage, checkpointing) + stage.layers * (again - used)
-    last = head - used_by_weights(norm, one) + norm["norm.output"] if norm else block["mlp.product"]
+    freed = used_by_weights(norm, one) + statistics_bytes(norm, one)
+    last = head - freed + norm["norm.output"] if norm else block["mlp.product"]
     return left + used + head, left + last
 
 
@@ -262,6 +266,13 @@ def head_tensors(one: Pass, stage: Stage) -> dict[str, int]:
 def shared_input(one: Pass) -> int:
     """Of a recomputed layer's tensors the bytes that are there already: its norm keeps the input, if no fp32 copy."""
     return one.hidden_bytes if one.width == FP32_BYTES or not composes_norm(one) else 0
+
+
+def statistics_bytes(kept: dict[str, int], one: Pass) -> int:
+    """Bytes of what LayerNorm's one kernel needs for weight and bias, as for its input: it is run for them once more."""
+    if one.model.kind.norm != "layer":
+        return 0
+    return sum(size for name, size in kept.items() if name.endswith(("norm.input", "norm.mean", "norm.rstd")))
 
 
 def used_by_weights(kept: dict[str, int], one: Pass) -> int:
