@@ -1,4 +1,4 @@
-"""The families are the published ones: logits as transformers has them on the same weights, dropout where it belongs."""
+"""The families are the published ones: logits as transformers has them on the same weights, and dropout in place."""
 
 import dataclasses
 from collections.abc import Callable

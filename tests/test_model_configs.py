@@ -27,10 +27,24 @@ KNOWN = {
 }
 # Named by their counts in their tables: GPT-3's and Megatron's to what their digits say, MPT's to a tenth.
 ROUND = {
-    **{"gpt_125m": 125e6, "gpt_350m": 356e6, "gpt_760m": 760e6, "gpt_1.3b": 1.3e9, "gpt_2.7b": 2.7e9},
-    **{"gpt_6.7b": 6.7e9, "gpt_13b": 13e9, "gpt_175b": 175e9, "gpt_10b": 10e9},
-    **{"gpt_22b": 22e9, "gpt_530b": 530e9, "gpt_1t": 1e12},
-    **{"mpt_1b": 1.3e9, "mpt_3b": 2.7e9, "mpt_7b": 6.7e9, "mpt_13b": 13e9, "mpt_30b": 30e9, "mpt_70b": 65e9},
+    "gpt_125m": 125e6,
+    "gpt_350m": 356e6,
+    "gpt_760m": 760e6,
+    "gpt_1.3b": 1.3e9,
+    "gpt_2.7b": 2.7e9,
+    "gpt_6.7b": 6.7e9,
+    "gpt_13b": 13e9,
+    "gpt_175b": 175e9,
+    "gpt_10b": 10e9,
+    "gpt_22b": 22e9,
+    "gpt_530b": 530e9,
+    "gpt_1t": 1e12,
+    "mpt_1b": 1.3e9,
+    "mpt_3b": 2.7e9,
+    "mpt_7b": 6.7e9,
+    "mpt_13b": 13e9,
+    "mpt_30b": 30e9,
+    "mpt_70b": 65e9,
 }
 
 

@@ -89,7 +89,8 @@ def test_a_rank_of_tensor_parallelism_keeps_what_is_predicted(
         measured = meter.held_bytes
         del loss
     one = Pass(model, 2, 64, precision.compute, tp=tp, sequence_parallel=sequence_parallel)
-    predicted = activations(one, whole(model), checkpointing).before_backward + logits_bytes(one)
+    targets_bytes = 8 * tokens.numel()
+    predicted = activations(one, whole(model), checkpointing).before_backward + logits_bytes(one) + targets_bytes
     assert predicted == pytest.approx(measured, rel=0.01)
 
 

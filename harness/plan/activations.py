@@ -154,6 +154,16 @@ def block_backward_bytes(one: Pass) -> int:
     return max(tensors * inner + matrices * matrix, inner + gathered, 2 * gathered) + one.hidden_bytes
 
 
+def second_sum_bytes(one: Pass) -> int:
+    """Beyond what it keeps, at the end of a second forward in which tensor-parallel ranks sum what is dropped from.
+
+    The gradient that waits, the summand and three copies of the sum, as DTensor passes it on; no mask as yet.
+    """
+    if one.tp == 1 or not one.model.dropout:
+        return 0
+    return one.tokens * one.model.hidden_size * one.width + 4 * one.hidden_bytes - sum(masks(one, "mask").values())
+
+
 def norm_gradient_bytes(one: Pass) -> int:
     """The gradient of a norm's output, as wide as the norm computes."""
     return one.own_tokens * one.model.hidden_size * (FP32_BYTES if composes_norm(one) else one.width)
@@ -269,7 +279,7 @@ def shared_input(one: Pass) -> int:
 
 
 def statistics_bytes(kept: dict[str, int], one: Pass) -> int:
-    """Bytes of what LayerNorm's one kernel needs for weight and bias, as for its input: it is run for them once more."""
+    """Bytes of what LayerNorm's one kernel, run once more for weight and bias, needs as it did for its input."""
     if one.model.kind.norm != "layer":
         return 0
     return sum(size for name, size in kept.items() if name.endswith(("norm.input", "norm.mean", "norm.rstd")))

@@ -24,6 +24,7 @@ from harness.plan.activations import (
     norm_gradient_bytes,
     pass_of,
     scores_tensors,
+    second_sum_bytes,
     weights_alone,
 )
 from harness.plan.buffers import unreduced_bytes
@@ -164,7 +165,7 @@ def backward_fills(part: Part, kind: Kind, new_gradients: int) -> Iterator[Bytes
         matrix = max(part.matrix_gradient + part.logits_gradient, part.summand)
         yield {"activations": kept.before_backward, "temporaries": one.hidden_bytes + matrix}
     yield {"activations": kept.in_last_norm, "temporaries": norm_backward_bytes(one)}
-    block = block_backward_bytes(one)
+    block = max(block_backward_bytes(one), second_sum_bytes(one) if kept.second_forward else 0)
     yield {"activations": kept.in_last_block, "temporaries": block, "buffers": part.unreduced}
     yield {"activations": kept.at_last_scores, "temporaries": sum(scores_tensors(one).values())}
     if kind == "inputs":
