@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.config import RunConfig
 from harness.errors import UserError, one_line
+from harness.typed import from_dict
 
 
 def defaults_of(kind: type) -> dict[str, Any]:
@@ -41,6 +42,24 @@ def plain(composed: Any) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise UserError(one_line(error)) from None
     return values
+
+
+def run_config(values: dict[str, Any]) -> RunConfig:
+    """The configuration of these values; a model from outside is asked what it is.
+
+    Raises UserError if there can be none.
+    """
+    model = values.get("model")
+    if isinstance(model, dict) and model.get("family") == "hf" and not model.get("asked"):
+        from harness import huggingface
+
+        train = dict(values.get("train") or {})
+        found = huggingface.filled(model, train.get("seq_len"))
+        if train.get("seq_len") is None:
+            train["seq_len"] = found["context_length"]
+        values = values | {"model": found, "train": train}
+    made: RunConfig = from_dict(RunConfig, values)
+    return made
 
 
 def folder_of(values: dict[str, Any]) -> Path:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.asked import Asked
 from harness.errors import UserError
+from harness.family import FAMILIES, Family
 
 
 def _require(holds: bool, key: str, value: object, rule: str) -> None:
@@ -44,21 +46,31 @@ class ModelConfig:
     attention: str = "flash"
     dropout: float = 0.0
     rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float = 1e-5  # llama's
+    layer_norm_epsilon: float = 1e-5  # gpt's
     initializer_range: float = 0.02
+    path: str | None = None  # hf's: where its configuration was found
+    asked: Asked | None = None  # hf's: what it says of itself
 
     def __post_init__(self) -> None:
-        _one_of("model.family", self.family, ("llama",))
+        _one_of("model.family", self.family, (*FAMILIES, "hf"))
         _one_of("model.attention", self.attention, ("flash", "eager"))
         _positive("model", self, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
         _positive("model", self, "intermediate_size", "vocab_size", "context_length")
-        _require(self.dropout == 0, "model.dropout", self.dropout, "is not part of the llama family: choose 0")
+        if self.asked is not None:  # the library built it
+            return
+        if self.kind.dropout:
+            _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "is not a share: choose 0 or more, below 1")
+        else:
+            rule = f"is not part of the {self.family} family: choose 0"
+            _require(self.dropout == 0, "model.dropout", self.dropout, rule)
         heads, groups = self.num_attention_heads, self.num_key_value_heads
+        unit, even = (heads, "equal") if self.kind.learned_positions else (2 * heads, "even")  # rotary pairs halves
         _require(
-            self.hidden_size % (2 * heads) == 0,
+            self.hidden_size % unit == 0,
             "model.hidden_size",
             self.hidden_size,
-            f"does not give model.num_attention_heads={heads} heads of even size: choose a multiple of {2 * heads}",
+            f"does not give model.num_attention_heads={heads} heads of {even} size: choose a multiple of {unit}",
         )
         _require(
             heads % groups == 0,
@@ -66,6 +78,11 @@ class ModelConfig:
             groups,
             f"does not divide model.num_attention_heads={heads}: choose {divisors(heads)}",
         )
+
+    @property
+    def kind(self) -> Family:
+        """What its blocks are made of; a model that was asked is not known that well."""
+        return FAMILIES[self.family]
 
     @property
     def head_dim(self) -> int:

@@ -17,7 +17,7 @@ _NOT_IDENTITY = (
 def settling(values: Mapping[str, Any]) -> dict[str, Any]:
     """Of a configuration in plain values, groups missing or not, what affects a run's result."""
     kept = {key: value for key, value in values.items() if key not in _NOT_IDENTITY}
-    for group, name in (("data", "cache"), ("cluster", "name")):
+    for group, name in (("data", "cache"), ("cluster", "name"), ("model", "path")):
         if isinstance(kept.get(group), Mapping):
             kept[group] = {key: value for key, value in kept[group].items() if key != name}
     return kept

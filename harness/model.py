@@ -1,4 +1,4 @@
-"""The one model every strategy trains: a llama-family decoder, and initial weights that no layout can change."""
+"""The one model every strategy trains, of the family asked for, and initial weights that no layout can change."""
 
 import functools
 import hashlib
@@ -11,38 +11,51 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from harness.config import ModelConfig
+from harness.masks import masks_of_rank
 from harness.placement import Stage, whole
 
 Spans = tuple[tuple[int, int], ...]  # (start, stop) of positions
+Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, each (positions, head_dim)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped-query heads and rotary positions; (batch, seq, hidden) to the same."""
+    """Causal self-attention with grouped-query heads, rotary where given; (batch, seq, hidden) to the same."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.head_dim = model.head_dim
-        self.attend = eager_attention if model.attention == "eager" else flash_attention
+        self.eager = model.attention == "eager"
+        self.dropout = model.dropout
+        self.masks_rank: int | None = None  # set where ranks share what comes in and differ in their heads
         query_size = model.num_attention_heads * model.head_dim
         group_size = model.num_key_value_heads * model.head_dim
-        self.q_proj = nn.Linear(model.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(model.hidden_size, group_size, bias=False)
-        self.v_proj = nn.Linear(model.hidden_size, group_size, bias=False)
-        self.o_proj = nn.Linear(query_size, model.hidden_size, bias=False)
+        biases = model.kind.biases
+        self.q_proj = nn.Linear(model.hidden_size, query_size, bias=biases)
+        self.k_proj = nn.Linear(model.hidden_size, group_size, bias=biases)
+        self.v_proj = nn.Linear(model.hidden_size, group_size, bias=biases)
+        self.o_proj = nn.Linear(query_size, model.hidden_size, bias=biases)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *rotary: Tensor) -> Tensor:
         # Heads are counted from the projection's width, so that a shard of them works as the whole does.
         query, key, value = (
             proj(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        mixed = self.attend(query, key, value)
+        if rotary:
+            query, key = rotate(query, *rotary), rotate(key, *rotary)
+        mixed = self.core(query, key, value)
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """What lies between the projections: two products and a softmax; (batch, heads, seq, head_dim)."""
+        attend = eager_attention if self.eager else flash_attention
+        dropout = self.dropout if self.training else 0.0
+        with masks_of_rank(self.masks_rank if dropout else None):
+            return attend(query, key, value, dropout)
 
-class MLP(nn.Module):
-    """SwiGLU."""
+
+class SwiGLU(nn.Module):
+    """A gate and a value, widened (arXiv 2002.05202), and back."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -54,36 +67,65 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
 
 
+class GELU(nn.Module):
+    """A widening matrix, GELU (arXiv 1606.08415, by tanh as GPT-2 has it), and back."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size)
+        self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(hidden), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+MLPS: dict[str, type[nn.Module]] = {"llama": SwiGLU, "gpt": GELU}
+
+
+def norm_of(model: ModelConfig) -> nn.Module:
+    if model.kind.norm == "layer":
+        return nn.LayerNorm(model.hidden_size, eps=model.layer_norm_epsilon)
+    return nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
+
+
 class Block(nn.Module):
     """One decoder layer: the unit that is checkpointed, sharded and placed on a pipeline stage."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
+        self.dropout = model.dropout
+        self.input_layernorm = norm_of(model)
         self.self_attn = Attention(model)
-        self.post_attention_layernorm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
-        self.mlp = MLP(model)
+        self.post_attention_layernorm = norm_of(model)
+        self.mlp = MLPS[model.family](model)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+    def forward(self, hidden: Tensor, *rotary: Tensor) -> Tensor:
+        hidden = hidden + self.dropped(self.self_attn(self.input_layernorm(hidden), *rotary))
+        return hidden + self.dropped(self.mlp(self.post_attention_layernorm(hidden)))
+
+    def dropped(self, joining: Tensor) -> Tensor:
+        return F.dropout(joining, self.dropout, self.training)
 
 
-class Llama(nn.Module):
+class Decoder(nn.Module):
     """Token ids (batch, seq) to logits (batch, seq, vocab), or to the mean loss where targets are given.
 
-    Parameters are named as in Hugging Face's Llama. A stage of a pipeline has its own layers only, under the names
-    they have in the whole, and takes and returns hidden states (batch, seq, hidden) where it is not an end.
+    Parameters are named as in Hugging Face's Llama, whatever the family. A stage of a pipeline has its own layers only,
+    under the names they have in the whole, and takes and returns hidden states (batch, seq, hidden) where it is not an
+    end.
     """
 
     def __init__(self, model: ModelConfig, stage: Stage) -> None:
         super().__init__()
         self.config = model
         self.spans: Spans | None = None  # of every sequence, those that this rank has; None: from its beginning
-        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size) if stage.holds_embedding else None
+        first, last, kind = stage.holds_embedding, stage.holds_head, model.kind
+        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size) if first else None
+        learned = first and kind.learned_positions
+        self.embed_positions = nn.Embedding(model.context_length, model.hidden_size) if learned else None
         self.layers = nn.ModuleDict({str(index): Block(model) for index in stage.layer_indices})
-        self.norm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps) if stage.holds_head else None
-        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if stage.holds_head else None
+        self.norm = norm_of(model) if last else None
+        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if last else None
         self.tie()
 
     def tie(self) -> None:
@@ -91,26 +133,47 @@ class Llama(nn.Module):
         if self.config.tie_word_embeddings and self.embed_tokens is not None and self.lm_head is not None:
             self.lm_head.weight = self.embed_tokens.weight
 
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers, in order."""
+        return list(self.layers.values())
+
+    def ends(self) -> list[list[nn.Module]]:
+        """What turns tokens into hidden states, and hidden states into logits: one list, of both, where tied."""
+        first, last = (self.embed_tokens, self.embed_positions), (self.norm, self.lm_head)
+        groups = [first + last] if self.config.tie_word_embeddings else [first, last]
+        return [[module for module in group if module is not None] for group in groups]
+
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         spans = self.spans or ((0, hidden.shape[1]),)
         if self.embed_tokens is not None:
-            hidden = self.embed_tokens(hidden)
-        cos, sin = rotary_tables(spans, self.config, hidden.device, hidden.dtype)
+            hidden = self.embed(hidden, spans)
+        learned = self.config.kind.learned_positions
+        rotary = () if learned else rotary_tables(spans, self.config, hidden.device, hidden.dtype)
         for layer in self.layers.values():
-            hidden = layer(hidden, cos, sin)
+            hidden = layer(hidden, *rotary)
         if self.norm is None or self.lm_head is None:
             return hidden
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits if targets is None else loss_function(logits, targets)
 
+    def embed(self, tokens: Tensor, spans: Spans) -> Tensor:
+        assert self.embed_tokens is not None
+        hidden: Tensor = self.embed_tokens(tokens)
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(positions(spans, tokens.device))
+        return F.dropout(hidden, self.config.dropout, self.training)
 
-def rotary_tables(spans: Spans, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+
+def rotary_tables(spans: Spans, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Rotary:
     """Cosines and sines of shape (positions, head_dim), computed in fp32 (rotary embedding, arXiv 2104.09864)."""
     exponents = torch.arange(0, model.head_dim, 2, device=device, dtype=torch.float32) / model.head_dim
-    positions = torch.cat([torch.arange(*span, device=device, dtype=torch.float32) for span in spans])
-    angles = torch.outer(positions, model.rope_theta**-exponents)
+    angles = torch.outer(positions(spans, device).float(), model.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def positions(spans: Spans, device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(*span, device=device) for span in spans])
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -120,13 +183,12 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
     """Causal attention by torch's fused kernel; the queries are those of the last positions that the keys have."""
     grouped = query.shape[1] != key.shape[1]
-    if query.shape[2] == key.shape[2]:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-    mask = lower_right(query.shape[2], key.shape[2])
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+    whole = query.shape[2] == key.shape[2]
+    mask = None if whole else lower_right(query.shape[2], key.shape[2])
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=whole, enable_gqa=grouped)
 
 
 @functools.cache
@@ -135,7 +197,7 @@ def lower_right(queries: int, keys: int) -> CausalBias:
     return causal_lower_right(queries, keys)  # type: ignore[no-any-return]
 
 
-def eager_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def eager_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
     """The same with its scores materialised."""
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
@@ -144,14 +206,18 @@ def eager_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     hidden_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     hidden_future = hidden_future.triu(1 + key.shape[2] - query.shape[2])
     weights = scores.masked_fill(hidden_future, float("-inf")).softmax(-1, dtype=torch.float32)
-    mixed: Tensor = weights.to(value.dtype) @ value
+    mixed: Tensor = F.dropout(weights.to(value.dtype), dropout) @ value
     return mixed
 
 
-def build_model(model: ModelConfig, stage: Stage | None = None) -> Llama:
+def build_model(model: ModelConfig, stage: Stage | None = None) -> Decoder:
     """The model, or a stage of it, without memory: its weights come from initial_value."""
+    if model.asked is not None:
+        from harness import huggingface
+
+        return huggingface.build(model)  # type: ignore[return-value]
     with torch.device("meta"):
-        return Llama(model, stage or whole(model))
+        return Decoder(model, stage or whole(model))
 
 
 def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
@@ -168,8 +234,8 @@ def generator(seed: int, purpose: str, device: torch.device) -> torch.Generator:
 
 def initial_value(name: str, shape: torch.Size, model: ModelConfig, seed: int, device: torch.device) -> Tensor:
     """The whole fp32 tensor a parameter starts from: a function of seed, name and shape, never of the layout."""
-    if "norm" in name.rsplit(".", 2)[-2]:
-        return torch.ones(shape, device=device)
+    if len(shape) == 1:  # a norm's scale, or a bias
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
     value = torch.empty(shape, device=device)
     return value.normal_(0.0, model.initializer_range, generator=generator(seed, name, device))
 
@@ -183,6 +249,9 @@ def materialise(model: nn.Module, config: ModelConfig, seed: int, device: torch.
         whole = initial_value(name, parameter.shape, config, seed, device)
         filled = nn.Parameter(part_like(parameter, whole.to(dtype)))
         torch.utils.swap_tensors(parameter, filled)  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def part_like(template: Tensor, whole: Tensor) -> Tensor:

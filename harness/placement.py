@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from harness.config import ModelConfig
 from harness.errors import UserError
 from harness.layout import Layout
-from harness.sizes import layer_parameter_count, parameter_shapes
+from harness.sizes import elements, embedding_shapes, head_shapes, layer_parameter_count, parameter_shapes
 
 # How tensor parallelism cuts a module's weight of shape (out, in) (Megatron-LM, arXiv 1909.08053). A column-parallel
 # layer computes its own outputs from the whole input, the row-parallel one behind it sums over the ranks; embedding
@@ -22,23 +22,29 @@ TENSOR_PLAN = {
     "mlp.down_proj": "row",
     "lm_head": "vocabulary",
 }
-CUT_DIMENSION = {"vocabulary": 0, "column": 0, "row": 1}
+# Of a weight; of a bias it is that of its outputs. gathered: column-parallel, its output made whole.
+CUT_DIMENSION = {"vocabulary": 0, "column": 0, "gathered": 0, "row": 1}
 
 
-def cut_of(module: str) -> str | None:
+def cut_of(module: str, model: ModelConfig) -> str | None:
     """How the plan cuts a module, by its path in the model; None if it stays whole."""
+    if model.asked is not None:
+        return model.asked.tensor_plan.get(module)
     return next((cut for name, cut in TENSOR_PLAN.items() if module == name or module.endswith(f".{name}")), None)
 
 
-def cut_dimension(parameter: str) -> int | None:
+def cut_dimension(parameter: str, model: ModelConfig) -> int | None:
     """The dimension of a parameter, by its plain name, that tensor parallelism cuts; None if it stays whole."""
-    cut = cut_of(parameter.removesuffix(".weight"))
+    module, _, what = parameter.rpartition(".")
+    cut = cut_of(module, model)
+    if what == "bias":  # of what a rank computes alone; behind a sum over the ranks it is whole
+        return 0 if cut in ("column", "gathered") else None
     return None if cut is None else CUT_DIMENSION[cut]
 
 
-def parts(parameter: str, layout: Layout) -> int:
+def parts(parameter: str, model: ModelConfig, layout: Layout) -> int:
     """Into how many parts tensor parallelism cuts a parameter."""
-    return 1 if cut_dimension(parameter) is None else layout.tp
+    return 1 if cut_dimension(parameter, model) is None else layout.tp
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Stage:
         owner, *rest = parameter.split(".")
         if owner == "layers":
             return int(rest[0]) in self.layer_indices
-        return self.holds_embedding if owner == "embed_tokens" else self.holds_head
+        return self.holds_embedding if owner in ("embed_tokens", "embed_positions") else self.holds_head
 
 
 def whole(model: ModelConfig) -> Stage:
@@ -107,14 +113,13 @@ def stages_of_rank(model: ModelConfig, layout: Layout, rank: int) -> list[Stage]
 def rank_elements(model: ModelConfig, layout: Layout, stage: Stage) -> dict[str, float]:
     """Elements of each of a stage's parameters on one of its tensor-parallel ranks, before data-parallel sharding."""
     shapes = parameter_shapes(model).items()
-    return {name: math.prod(shape) / parts(name, layout) for name, shape in shapes if stage.holds(name)}
+    return {name: math.prod(shape) / parts(name, model, layout) for name, shape in shapes if stage.holds(name)}
 
 
 def ends_in_layers(model: ModelConfig) -> tuple[float, float]:
     """What embedding and head (with the final norm) hold, measured in parameters of a decoder layer."""
-    matrix = model.vocab_size * model.hidden_size
     layer = layer_parameter_count(model)
-    return matrix / layer, (matrix + model.hidden_size) / layer
+    return elements(embedding_shapes(model)) / layer, elements(head_shapes(model)) / layer
 
 
 def even_layers(depth: int, first: float, last: float, count: int) -> tuple[int, ...]:

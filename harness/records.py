@@ -249,7 +249,7 @@ def printable(text: object) -> str:
 def versions() -> dict[str, str | None]:
     """Versions of what determines a measurement, None if not installed; nothing is imported to learn them."""
     packages: dict[str, str | None] = {}
-    for package in ("torch", "deepspeed", "accelerate"):
+    for package in ("torch", "deepspeed", "accelerate", "transformers"):
         try:
             packages[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from harness import placement
+from harness.asked import Asked
 from harness.config import RunConfig, divisors
 from harness.errors import UserError
 from harness.layout import Layout
@@ -19,11 +20,11 @@ def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
         return
     if config.data.kind == "text" and config.model.vocab_size < 256:
         yield f"model.vocab_size={config.model.vocab_size} is too small for data={config.data.name}: choose 256 or more"
-    if layout.tp > 1 or layout.sequence_parallel:
-        yield from tensor_refusals(config, layout)
-    if layout.pp > 1:
-        yield from pipeline_refusals(config, layout, micro_batches)
-    elif layout.virtual_stages > 1:
+    if config.model.asked is not None:
+        yield from asked_refusals(config, layout, config.model.asked)
+    else:
+        yield from model_refusals(config, layout, micro_batches)
+    if layout.pp == 1 and layout.virtual_stages > 1:
         yield f"strategy.virtual_stages={layout.virtual_stages} needs strategy.pp of 2 or more: choose 1"
     if layout.pp == 1 and layout.layers_per_stage is not None:
         yield f"strategy.layers_per_stage={list(layout.layers_per_stage)} needs strategy.pp of 2 or more: choose null"
@@ -34,6 +35,53 @@ def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
         )
     if layout.offload != "none":
         yield f"strategy.offload={layout.offload} is not supported yet: choose none"
+
+
+def model_refusals(config: RunConfig, layout: Layout, micro_batches: int) -> Iterator[str]:
+    """What cannot be done with a model of our own."""
+    if config.model.kind.learned_positions and config.train.seq_len > config.model.context_length:
+        yield (
+            f"train.seq_len={config.train.seq_len} is more than the model.context_length={config.model.context_length}"
+            " learned positions: choose as many or fewer, or a larger model.context_length"
+        )
+    if layout.tp > 1 or layout.sequence_parallel:
+        yield from tensor_refusals(config, layout)
+    if layout.pp > 1:
+        yield from pipeline_refusals(config, layout, micro_batches)
+
+
+def asked_refusals(config: RunConfig, layout: Layout, asked: Asked) -> Iterator[str]:
+    """What cannot be done with a model whose code is a library's."""
+    name, tp = config.model.name, layout.tp
+    if config.train.seq_len > config.model.context_length:
+        yield (
+            f"train.seq_len={config.train.seq_len} is more than the {config.model.context_length} tokens of"
+            f" model={name}: choose as many or fewer"
+        )
+    if layout.pp > 1:
+        yield f"strategy.pp={layout.pp} needs a model cut by stages, and model={name} is a library's whole: choose 1"
+    if layout.sequence_parallel:
+        yield f"strategy.sequence_parallel=true is not part of the plan of model={name}: choose false"
+    if tp == 1:
+        return
+    if not asked.tensor_plan:
+        yield f"strategy.tp={tp} needs a plan, and model={name} ({asked.config['model_type']}) brings none: choose 1"
+    for path, cut in asked.tensor_plan.items():
+        dimension, shape = placement.CUT_DIMENSION.get(cut), asked.shapes.get(f"{path}.weight")
+        if dimension is None:
+            yield f"strategy.tp={tp}: the plan of model={name} has {path} as {cut}, which is not supported: choose 1"
+            return
+        if shape is not None and shape[dimension] % tp:
+            yield f"strategy.tp={tp} does not divide the {shape[dimension]} of {path} in model={name}: choose a divisor"
+            return
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if getattr(config.model, key) % tp:
+            size = getattr(config.model, key)
+            yield f"strategy.tp={tp} does not divide {key}={size} of model={name}: choose {divisors(size)}"
+    if config.model.tie_word_embeddings:
+        yield f"model.tie_word_embeddings=true of model={name} ties what strategy.tp={tp} cuts apart: choose false"
+    if config.model.dropout:
+        yield f"model.dropout={config.model.dropout} of model={name} is the library's, alike on no ranks: choose 0"
 
 
 def tensor_refusals(config: RunConfig, layout: Layout) -> Iterator[str]:

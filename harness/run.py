@@ -123,7 +123,7 @@ def refuse(config: RunConfig, machine: Machine, reason: str) -> Record:
 def refuse_values(values: dict[str, Any], reason: str) -> Record:
     """The row of a combination in a sweep whose very values are impossible: no configuration can be made of them."""
     groups = ("model", "strategy", "checkpointing", "precision")
-    names = {group: str(values[group]["name"]) for group in groups}
+    names = {group: str(values[group]["name"] or values[group].get("family")) for group in groups}
     key = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:10]
     run_id = "-".join((names["strategy"], names["checkpointing"], names["model"], key))
     folder = folder_of(values)
@@ -207,6 +207,8 @@ def reference_of(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say
     """The single process that trains the same, run once a comparison and kept."""
     if not this.config.proof.reference:
         return Reference(None, NOT_ASKED)
+    if this.config.model.dropout:
+        return Reference(None, f"no other run drops the same: model.dropout={this.config.model.dropout}")
     config = dataclasses.replace(
         this.config, strategy=SINGLE, checkpointing=CheckpointingConfig("none"), world_size=None, repeat=0, force=False
     )
@@ -283,10 +285,7 @@ def write(
     this: Plan, ending: dict[str, Any], ranks: Sequence[Rank] = (), extra: dict[str, Any] | None = None
 ) -> Record:
     """Writes record.json and, where there are steps, steps.jsonl beside it."""
-    predicted = memory.estimate(this.config, this.layout, this.widths, this.machine.device)
-    places = range(this.layout.pp)
-    activations = (memory.activation_bytes(this.config, this.layout, this.machine.device, place) for place in places)
-    ending |= {"predicted_peak_bytes": predicted.peak_bytes, "predicted_activation_bytes": max(activations)}
+    ending |= memory.predicted(this.config, this.layout, this.widths, this.machine.device)
     extra = (extra or {}) | {"corpus": this.corpus.fingerprint}
     record = row.record(this.config, this.machine, this.layout, this.run_id, ending, ranks, extra)
     steps = record.pop("steps", [])

@@ -77,7 +77,7 @@ class Session:
         """The record of one combination. Raises UserError for a mistake that is no row."""
         config: RunConfig | None = None
         try:
-            config = from_dict(RunConfig, values)
+            config = compose.run_config(values)
             found = machine.look(config.cluster)
             launch.prepare(found.device)
             planned = run.plan(config, found)
@@ -95,7 +95,8 @@ class Session:
     def models(self) -> list[ModelConfig]:
         """The models there are, for saying which would fit."""
         paths = sorted(self.model_folder.glob("*.yaml"))
-        return [from_dict(ModelConfig, yaml.safe_load(path.read_text())) for path in paths]
+        found = [yaml.safe_load(path.read_text()) for path in paths]
+        return [from_dict(ModelConfig, values) for values in found if values["family"] != "hf"]  # of a size yet unknown
 
     def finish(self) -> int:
         """Prints the table of this command's runs and writes the report of the whole folder; the exit status."""

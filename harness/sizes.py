@@ -1,37 +1,90 @@
 """How many parameters a model has, and where: from its configuration alone."""
 
+import math
+from collections.abc import Mapping
+
 from harness.config import ModelConfig
 
-
-def layer_parameter_count(model: ModelConfig) -> int:
-    """Parameters of one decoder layer: q and o, k and v, three matrices of SwiGLU, two norms."""
-    hidden, groups = model.hidden_size, model.num_key_value_heads * model.head_dim
-    return 2 * hidden * hidden + 2 * hidden * groups + 3 * hidden * model.intermediate_size + 2 * hidden
+Shapes = dict[str, tuple[int, ...]]
 
 
-def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the whole model; a tied embedding counts once."""
-    matrices = 1 if model.tie_word_embeddings else 2
-    embeddings = matrices * model.vocab_size * model.hidden_size
-    return embeddings + model.num_hidden_layers * layer_parameter_count(model) + model.hidden_size
+def elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes.values()))
 
 
-def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter by its plain name, as Hugging Face's Llama names them; a tied head is the embedding."""
-    hidden, inner, groups = model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_dim
-    layer = {
-        "input_layernorm": (hidden,),
+def layer_shapes(model: ModelConfig) -> Shapes:
+    """Every parameter of one decoder layer by its name there; of a model that was asked its first layer's."""
+    if model.asked is not None:
+        first = f"{model.asked.layers[0]}."
+        named = model.asked.shapes.items()
+        return {name.removeprefix(first): shape for name, shape in named if name.startswith(first)}
+    kind, hidden, inner = model.kind, model.hidden_size, model.intermediate_size
+    groups = model.num_key_value_heads * model.head_dim
+    matrices = {
         "self_attn.q_proj": (hidden, hidden),
         "self_attn.k_proj": (groups, hidden),
         "self_attn.v_proj": (groups, hidden),
         "self_attn.o_proj": (hidden, hidden),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
+        **{f"mlp.{name}": (inner, hidden) for name in kind.widening},
         "mlp.down_proj": (hidden, inner),
     }
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (model.vocab_size, hidden)}
-    for index in range(model.num_hidden_layers):
-        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["norm.weight"] = (hidden,)
-    return shapes if model.tie_word_embeddings else shapes | {"lm_head.weight": (model.vocab_size, hidden)}
+    found = norm_shapes("input_layernorm", model) | norm_shapes("post_attention_layernorm", model)
+    for name, shape in matrices.items():
+        found[f"{name}.weight"] = shape
+        if kind.biases:
+            found[f"{name}.bias"] = shape[:1]
+    return found
+
+
+def last_projection_shapes(model: ModelConfig) -> Shapes:
+    """The parameters of what a layer's second forward does not run to its end: its last matrix."""
+    if model.asked is not None:
+        first = f"{model.asked.layers[0]}."
+        ends = {path.removeprefix(first) for path in model.asked.unfinished if path.startswith(first)}
+        return {name: shape for name, shape in layer_shapes(model).items() if name.rpartition(".")[0] in ends}
+    return {name: shape for name, shape in layer_shapes(model).items() if name.startswith("mlp.down_proj")}
+
+
+def norm_shapes(name: str, model: ModelConfig) -> Shapes:
+    weight: Shapes = {f"{name}.weight": (model.hidden_size,)}
+    return weight | ({f"{name}.bias": (model.hidden_size,)} if model.kind.has_norm_biases else {})
+
+
+def embedding_shapes(model: ModelConfig) -> Shapes:
+    """What turns tokens into hidden states; of a model that was asked all but layers and head."""
+    if model.asked is not None:
+        named, head = model.asked.shapes.items(), head_shapes(model)
+        return {name: shape for name, shape in named if name not in head and not model.asked.in_layers(name)}
+    tokens: Shapes = {"embed_tokens.weight": (model.vocab_size, model.hidden_size)}
+    positions: Shapes = {"embed_positions.weight": (model.context_length, model.hidden_size)}
+    return tokens | (positions if model.kind.learned_positions else {})
+
+
+def head_shapes(model: ModelConfig) -> Shapes:
+    """What turns hidden states into logits; a tied matrix is the embedding's."""
+    if model.asked is not None:
+        return {name: shape for name, shape in model.asked.shapes.items() if name.startswith(f"{model.asked.head}.")}
+    head: Shapes = {} if model.tie_word_embeddings else {"lm_head.weight": (model.vocab_size, model.hidden_size)}
+    return norm_shapes("norm", model) | head
+
+
+def layer_parameter_count(model: ModelConfig) -> int:
+    """Parameters of one decoder layer."""
+    return elements(layer_shapes(model))
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of the whole model; a tied embedding counts once."""
+    if model.asked is not None:
+        return elements(model.asked.shapes)
+    ends = elements(embedding_shapes(model)) + elements(head_shapes(model))
+    return ends + model.num_hidden_layers * layer_parameter_count(model)
+
+
+def parameter_shapes(model: ModelConfig) -> Shapes:
+    """Every parameter by its plain name, as Hugging Face's Llama names them; a tied head is the embedding."""
+    if model.asked is not None:
+        return model.asked.shapes
+    layer = layer_shapes(model)
+    layers = {f"layers.{i}.{name}": shape for i in range(model.num_hidden_layers) for name, shape in layer.items()}
+    return embedding_shapes(model) | layers | head_shapes(model)

@@ -37,7 +37,7 @@ def _checked(kind: Any, value: Any, key: str) -> Any:
     if origin is types.UnionType:
         if value is None and type(None) in arguments:
             return None
-        return _checked(next(a for a in arguments if a is not type(None)), value, key)
+        return from_dict(next(a for a in arguments if a is not type(None)), value, key)
     if origin is tuple and isinstance(value, (list, tuple)) and arguments[1:] == (...,):
         return tuple(_checked(arguments[0], v, key) for v in value)
     if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(arguments):

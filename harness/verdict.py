@@ -30,6 +30,7 @@ def judge(
     problems = layout_problems + work.flops_problems(config, layout, widths, ranks)
     problems += work_problems(config, layout, ranks, expected)
     problems += training.disagreements(layout, ranks)
+    problems += training.mask_problems(layout, ranks) if config.model.dropout else []
     if None in row.mean_losses(ranks):
         problems.append("the loss is not finite")
     proven: Values = {"layout": "failed" if layout_problems else "proven", "reference": word}

@@ -19,6 +19,7 @@ from harness.data import Batches
 from harness.errors import one_line
 from harness.job import Job
 from harness.layout import AXES
+from harness.masks import masks_seed
 from harness.measure.memory import DeviceMemory
 from harness.measure.native import load_allocator
 from harness.measure.probe import Probe
@@ -66,6 +67,7 @@ def measure(this: Job, rank: int, progress: "Progress", directory: Path) -> dict
         memory.reset_peak()
         engine = engines.load(this.layout.engine).build(this.config, this.layout, mesh, device, probe)
         start_peak_bytes = memory.peak_allocated_bytes()
+        torch.manual_seed(masks_seed(this.config.train.seed, this.layout, rank))
         batches = Batches(this.corpus, this.config, this.layout, rank, device)
         snapshot = job.snapshot_file(directory, rank) if this.config.measure.memory_snapshot else None
         seen = train(engine, probe, batches, this.config.train, this.layout, memory, progress, snapshot)
@@ -82,6 +84,7 @@ def measure(this: Job, rank: int, progress: "Progress", directory: Path) -> dict
                 "skipped_steps": engine.skipped_steps,
                 "device_name": torch.cuda.get_device_name() if this.device == "cuda" else "cpu",
                 "start_peak_bytes": start_peak_bytes,
+                "masks_seed": torch.initial_seed(),
                 "parameter_bytes": held_bytes(engine, "parameters"),
                 "optimizer_bytes": held_bytes(engine, "optimizer"),
                 "parameters": holdings(engine, "parameters"),

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 
 from harness import compose
 from harness.config import RunConfig
-from harness.typed import from_dict
 
 ROOT = Path(__file__).resolve().parents[1]
 Harness = Callable[..., subprocess.CompletedProcess[str]]
@@ -43,5 +42,4 @@ def composed(*overrides: str) -> RunConfig:
     OmegaConf.register_new_resolver("harness.root", lambda: str(ROOT), replace=True)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         values = compose.plain(hydra.compose("config", [*overrides, "tracking=none"]))
-    made: RunConfig = from_dict(RunConfig, values)
-    return made
+    return compose.run_config(values)

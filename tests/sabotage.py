@@ -182,13 +182,14 @@ def whole_gradient(run_dir: str) -> None:
 def norms_not_summed(run_dir: str) -> None:
     """Gradients of norms stay those of this rank's part of the sequence."""
 
-    def spoiled(gradient: Any) -> Any:
-        if isinstance(gradient, DTensor) and gradient.placements[0].is_partial():
-            return DTensor.from_local(gradient.to_local(), gradient.device_mesh, [Replicate()], run_check=False)
-        return gradient
-
-    norm.reduce_partial = spoiled
+    norm.reduce_partial = unsummed
     worker.main(run_dir)
+
+
+def unsummed(gradient: Any) -> Any:
+    if isinstance(gradient, DTensor) and gradient.placements[0].is_partial():
+        return DTensor.from_local(gradient.to_local(), gradient.device_mesh, [Replicate()], run_check=False)
+    return gradient
 
 
 def other_weights(run_dir: str) -> None:
@@ -312,25 +313,25 @@ SLOW_SECONDS = 0.05
 
 def slow_last_stage(run_dir: str) -> None:
     """Not a fault: the last stage takes longer over every forward, so that the others wait for it."""
-    forward = harness.model.Llama.forward
+    forward = harness.model.Decoder.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
         time.sleep(SLOW_SECONDS if self.lm_head is not None else 0)
         return forward(self, hidden, targets)
 
-    harness.model.Llama.forward = spoiled  # type: ignore[method-assign]
+    harness.model.Decoder.forward = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 
 def slow_rank(run_dir: str) -> None:
     """Not a fault: rank 1 takes longer over every forward."""
-    forward = harness.model.Llama.forward
+    forward = harness.model.Decoder.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
         time.sleep(SLOW_SECONDS if rank() == 1 else 0)
         return forward(self, hidden, targets)
 
-    harness.model.Llama.forward = spoiled  # type: ignore[method-assign]
+    harness.model.Decoder.forward = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 
@@ -376,14 +377,14 @@ def exhausted(run_dir: str) -> None:
 
 def exhausted_in_a_stage(run_dir: str) -> None:
     """Rank 1 asks for more memory than there is, inside the model's forward."""
-    forward = harness.model.Llama.forward
+    forward = harness.model.Decoder.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
         if rank() == 1:
             torch.empty(1 << 50, dtype=torch.uint8)
         return forward(self, hidden, targets)
 
-    harness.model.Llama.forward = spoiled  # type: ignore[method-assign]
+    harness.model.Decoder.forward = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 
@@ -406,3 +407,61 @@ def stuck(run_dir: str) -> None:
         Path(run_dir, "stuck").touch()
         signal.pause()
     worker.main(run_dir)
+
+
+def masks_of_their_own(run_dir: str) -> None:
+    """Tensor-parallel ranks drop different parts of the residual stream that they share."""
+    worker.masks_seed = lambda seed, layout, number: seed + number
+    worker.main(run_dir)
+
+
+def masks_alike(run_dir: str) -> None:
+    """Ranks with different data drop the same of it."""
+    worker.masks_seed = lambda seed, layout, number: seed
+    worker.main(run_dir)
+
+
+def bias_summed_twice(run_dir: str) -> None:
+    """A row-parallel layer adds its bias once more, behind the sum over the ranks."""
+    apply = tensor.apply_tensor_parallel
+
+    def spoiled(model: Any, *arguments: Any) -> None:
+        apply(model, *arguments)
+        for block in model.blocks():
+            for row in (block.self_attn.o_proj, block.mlp.down_proj):
+                row.register_forward_hook(lambda module, _, output: output + module.bias.to_local())
+
+    tensor.apply_tensor_parallel = spoiled
+    worker.main(run_dir)
+
+
+def positions_not_summed(run_dir: str) -> None:
+    """Gradients of learned positions stay those of this rank's part of the sequence."""
+    ordinary = norm.reduce_partial
+    norm.reduce_partial = lambda gradient: unsummed(gradient) if gradient.dim() == 2 else ordinary(gradient)
+    worker.main(run_dir)
+
+
+def layer_of_library_twice(run_dir: str) -> None:
+    """Every layer of a library's model runs a second time in forward, for nothing."""
+    from harness import huggingface
+
+    build = huggingface.build
+
+    def spoiled(model: Any) -> Any:
+        built = build(model)
+        for block in built.blocks():
+            block.forward = twice(block.forward)
+        return built
+
+    huggingface.build = spoiled
+    worker.main(run_dir)
+
+
+def twice(forward: Any) -> Any:
+    def spoiled(*arguments: Any, **keywords: Any) -> Any:
+        with torch.no_grad():
+            forward(*arguments, **keywords)
+        return forward(*arguments, **keywords)
+
+    return spoiled

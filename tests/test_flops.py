@@ -17,7 +17,7 @@ from harness.checkpointing import apply_checkpointing
 from harness.config import RunConfig
 from harness.layout import Layout, resolve
 from harness.measure.probe import Probe
-from harness.model import Llama, loss_function
+from harness.model import Decoder, loss_function
 from harness.placement import Stage, stages, whole
 from harness.plan.flops import executed_flops, layer_flops, model_flops, recomputed_flops
 from harness.plan.hardware import PEAKS, peak_flops
@@ -30,6 +30,7 @@ SIZES = {
     "one group": ["model.num_key_value_heads=1", "model.vocab_size=1000", "model.intermediate_size=100"],
     "tied": ["model.tie_word_embeddings=true", "train.micro_batch=2"],
     "one layer": ["model.num_hidden_layers=1", "train.seq_len=300"],
+    "gpt": ["model=gpt_tiny", "model.num_key_value_heads=2"],
     "larger": ["model=125m", "train.seq_len=512"],
 }
 CASES = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -47,9 +48,9 @@ def counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=CPU_KERNEL)
 
 
-def part_of(config: RunConfig, stage: Stage) -> Llama:
+def part_of(config: RunConfig, stage: Stage) -> Decoder:
     """The model or a stage of it, to be made where a FakeTensorMode is on: a CPU's kernels, but no memory, no work."""
-    part = Llama(config.model, stage)
+    part = Decoder(config.model, stage)
     apply_checkpointing(part, config.checkpointing, Probe())
     return part
 

@@ -9,14 +9,14 @@ from conftest import ROOT
 from torch import Tensor
 
 from harness.config import ModelConfig
-from harness.model import Llama, build_model, initial_value, materialise
+from harness.model import Decoder, build_model, initial_value, materialise
 from harness.typed import from_dict
 
 TINY: ModelConfig = from_dict(ModelConfig, yaml.safe_load((ROOT / "conf" / "model" / "tiny.yaml").read_text()))
 CPU = torch.device("cpu")
 
 
-def made(attention: str = "flash", tied: bool = False) -> Llama:
+def made(attention: str = "flash", tied: bool = False) -> Decoder:
     config = dataclasses.replace(TINY, attention=attention, tie_word_embeddings=tied)
     model = build_model(config)
     materialise(model, config, 0, CPU, torch.float32)

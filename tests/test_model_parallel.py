@@ -102,10 +102,11 @@ def test_a_pipeline_sends_boundaries_forth_and_back(
 def test_cut_matrices_are_exactly_a_share(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
 ) -> None:
+    model = config_of(records[strategy, "none", world])[0].model
     for rank in records[strategy, "none", world]["rank_files"]:
         for name, _, shape, box, _ in rank["parameters"]:
             held = [stop - start for start, stop in box]
-            dimension = cut_dimension(name)
+            dimension = cut_dimension(name, model)
             assert (dimension is None) == ("norm" in name)
             whole = list(shape)
             if dimension is not None and shape[dimension] != VOCABULARY:

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import GraphExecGroup
 
 from harness.checkpointing import apply_checkpointing
-from harness.config import CheckpointingConfig, PrecisionConfig, RunConfig
+from harness.config import CheckpointingConfig, ModelConfig, PrecisionConfig, RunConfig
 from harness.engines.torch.tensor import apply_tensor_parallel
 from harness.layout import Layout, resolve
 from harness.measure.activations import ActivationMeter
@@ -37,6 +37,8 @@ from harness.plan.passes import moments, order
 from harness.sizes import parameter_shapes
 
 MODEL = shaped(num_key_value_heads=4, vocab_size=330)  # four ranks cannot cut this vocabulary evenly
+GPT = shaped("gpt_tiny", vocab_size=330)
+FAMILIES = {"llama": MODEL, "gpt": GPT, "gpt, dropout": dataclasses.replace(GPT, dropout=0.1)}
 CPU = torch.device("cpu")
 PRECISIONS = pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
 CHECKPOINTINGS = pytest.mark.parametrize("checkpointing", ("none", "full"))
@@ -44,10 +46,9 @@ CHECKPOINTINGS = pytest.mark.parametrize("checkpointing", ("none", "full"))
 
 @contextmanager
 def cut_model(
-    tp: int, sequence_parallel: bool, precision: PrecisionConfig, checkpointing: str, **sizes: object
+    tp: int, sequence_parallel: bool, precision: PrecisionConfig, checkpointing: str, model: ModelConfig
 ) -> Iterator[nn.Module]:
     """The first of tp ranks' part of the model; a fake group's collectives move nothing, and take what they take."""
-    model = dataclasses.replace(MODEL, **sizes)  # type: ignore[arg-type]
     dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
     try:
         module = build_model(model)
@@ -74,37 +75,40 @@ def test_tensor_parallelism_halves_what_lies_between_matrices() -> None:
 @pytest.mark.parametrize("tp", (2, 4))
 @pytest.mark.parametrize("sequence_parallel", (False, True))
 @pytest.mark.parametrize("attention", ("flash", "eager"))
+@pytest.mark.parametrize("family", FAMILIES)
 @PRECISIONS
 @CHECKPOINTINGS
 def test_a_rank_of_tensor_parallelism_keeps_what_is_predicted(
-    tp: int, sequence_parallel: bool, attention: str, precision: PrecisionConfig, checkpointing: str
+    tp: int, sequence_parallel: bool, attention: str, family: str, precision: PrecisionConfig, checkpointing: str
 ) -> None:
     tokens = torch.zeros(2, 64, dtype=torch.int64)
-    with cut_model(tp, sequence_parallel, precision, checkpointing, attention=attention) as module:
+    model = dataclasses.replace(FAMILIES[family], attention=attention)
+    with cut_model(tp, sequence_parallel, precision, checkpointing, model) as module:
         with ActivationMeter(module) as meter:
             loss = loss_function(module(tokens), tokens)
         measured = meter.held_bytes
         del loss
-    model = dataclasses.replace(MODEL, attention=attention)
     one = Pass(model, 2, 64, precision.compute, tp=tp, sequence_parallel=sequence_parallel)
-    predicted = activations(one, whole(model), checkpointing).before_backward + logits_bytes(one)
+    targets_bytes = 8 * tokens.numel()
+    predicted = activations(one, whole(model), checkpointing).before_backward + logits_bytes(one) + targets_bytes
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize("sizes", ({"vocab_size": 8000}, {"intermediate_size": 1024}, {"num_hidden_layers": 1}))
 @pytest.mark.parametrize(("tp", "sequence_parallel"), ((2, False), (4, False), (4, True)))
+@pytest.mark.parametrize("family", ("llama", "gpt, dropout"))
 @PRECISIONS
 @CHECKPOINTINGS
 def test_peak_of_a_rank_of_tensor_parallelism(
-    sizes: dict[str, int], tp: int, sequence_parallel: bool, precision: PrecisionConfig, checkpointing: str
+    sizes: dict[str, int], tp: int, sequence_parallel: bool, family: str, precision: PrecisionConfig, checkpointing: str
 ) -> None:
     tokens = torch.zeros(2, 64, dtype=torch.int64)
-    with cut_model(tp, sequence_parallel, precision, checkpointing, **sizes) as module:
+    model = dataclasses.replace(FAMILIES[family], **sizes)  # type: ignore[arg-type]
+    with cut_model(tp, sequence_parallel, precision, checkpointing, model) as module:
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         with Live() as live:
             loss_function(module(tokens), tokens).backward()
-    model = dataclasses.replace(MODEL, **sizes)  # type: ignore[arg-type]
     config = run(model, precision, checkpointing, micro_batch=2, global_batch=4, seq_len=64)
     layout = layout_of(config, tp=tp, sequence_parallel=sequence_parallel)
     at_peak = estimate(config, layout, ADAM_FP32).at_peak
@@ -120,16 +124,17 @@ def layout_of(config: RunConfig, **degrees: object) -> Layout:
 
 @pytest.mark.parametrize("tp", (1, 2, 4))
 @pytest.mark.parametrize("pp", (1, 2, 3))
-def test_parameters_are_those_of_the_plan_and_the_stage(tp: int, pp: int) -> None:
-    """Of each matrix the fullest rank has a tp-th, rounded up; norms are whole."""
-    config = run(MODEL)
-    for stage in stages(MODEL, layout_of(config, pp=pp)) if pp > 1 else [whole(MODEL)]:
+@pytest.mark.parametrize("model", (MODEL, GPT), ids=("llama", "gpt"))
+def test_parameters_are_those_of_the_plan_and_the_stage(model: ModelConfig, tp: int, pp: int) -> None:
+    """Of each matrix the fullest rank has a tp-th, rounded up; norms and biases behind a sum are whole."""
+    config = run(model)
+    for stage in stages(model, layout_of(config, pp=pp)) if pp > 1 else [whole(model)]:
         expected = 0
-        for name, shape in parameter_shapes(MODEL).items():
-            cut = cut_dimension(name)
+        for name, shape in parameter_shapes(model).items():
+            cut = cut_dimension(name, model)
             local = [-(-size // tp) if index == cut else size for index, size in enumerate(shape)]
             expected += math.prod(local) if stage.holds(name) else 0
-        assert held_parameter_count(MODEL, stage, tp) == expected
+        assert held_parameter_count(model, stage, tp) == expected
 
 
 # --- pipelines: passes kept, in torch's order
@@ -231,13 +236,16 @@ def test_the_estimate_is_that_of_the_fullest_rank() -> None:
 @pytest.mark.parametrize("sizes", ({}, {"vocab_size": 4000}, {"intermediate_size": 1024}))
 @pytest.mark.parametrize("seq_len", (128, 512))
 @pytest.mark.parametrize("place", (1, 2))
+@pytest.mark.parametrize("name", ("tiny", "gpt_tiny"))
 @PRECISIONS
 @CHECKPOINTINGS
 def test_a_backward_in_two_halves_fills_what_is_predicted(
-    sizes: dict[str, int], seq_len: int, place: int, precision: PrecisionConfig, checkpointing: str
+    sizes: dict[str, int], seq_len: int, place: int, name: str, precision: PrecisionConfig, checkpointing: str
 ) -> None:
     """An inner and the last of three stages, by the functions of torch's zero bubble."""
-    config = run(shaped(num_hidden_layers=6, **sizes), precision, checkpointing, seq_len=seq_len)
+    config = run(
+        shaped(name, num_hidden_layers=6, context_length=512, **sizes), precision, checkpointing, seq_len=seq_len
+    )
     layout = layout_of(config, pp=3, schedule="zero_bubble", layers_per_stage=(2, 2, 2))
     stage, dtype = stages(config.model, layout)[place], getattr(torch, precision.compute)
     module = built(config.model, dtype, checkpointing, stage)
@@ -323,9 +331,12 @@ def test_a_step_of_a_pipelines_rank_fills_what_is_predicted(
 
 @pytest.mark.parametrize("schedule", ("gpipe", "1f1b", "zero_bubble"))
 @pytest.mark.parametrize("place", (0, 1, 2))
+@pytest.mark.parametrize("family", ({}, {"name": "gpt_tiny"}, {"name": "gpt_tiny", "dropout": 0.1}))
 @CHECKPOINTINGS
-def test_a_pipelines_rank_keeps_what_is_predicted(schedule: str, place: int, checkpointing: str) -> None:
-    config = run(shaped(num_hidden_layers=6, vocab_size=1000), BF16, checkpointing, global_batch=6)
+def test_a_pipelines_rank_keeps_what_is_predicted(
+    schedule: str, place: int, family: dict[str, Any], checkpointing: str
+) -> None:
+    config = run(shaped(**family, num_hidden_layers=6, vocab_size=1000), BF16, checkpointing, global_batch=6)
     layout = layout_of(config, pp=3, schedule=schedule, layers_per_stage=(2, 2, 2))
     _, kept_bytes = played(config, layout, place)
     assert activation_bytes(config, layout, "cpu", place) == pytest.approx(kept_bytes, rel=0.02)

@@ -249,7 +249,8 @@ def test_versions_tell_code_and_packages_without_importing_them() -> None:
     found, imported = json.loads(subprocess.check_output([sys.executable, "-c", probe]))
     assert found == r.versions() and not imported
     assert (
-        found.keys() == {"python", "torch", "deepspeed", "accelerate", "harness", "code"} and len(found["code"]) == 12
+        found.keys() == {"python", "torch", "deepspeed", "accelerate", "transformers", "harness", "code"}
+        and len(found["code"]) == 12
     )
 
 

@@ -1,8 +1,15 @@
 """What one micro-batch's pass keeps for backward, tensor by tensor, on one rank. Imports no torch.
 
-After Korthikanti et al. (arXiv 2205.05198), derived anew for the block we run: RMSNorm, grouped heads, a flash kernel,
-SwiGLU. Tensor parallelism divides what lies between the matrices of attention and MLP; sequence parallelism also the
-norms and the residual stream, but not the norms' outputs: each is gathered for the projections, which keep it whole.
+After Korthikanti et al. (arXiv 2205.05198), derived anew for the blocks we run: RMSNorm or LayerNorm, grouped heads, a
+flash kernel, SwiGLU or GELU. Tensor parallelism divides what lies between the matrices of attention and MLP; sequence
+parallelism also the norms and the residual stream, but not the norms' outputs: each is gathered for the projections,
+which keep it whole.
+
+The paper's GPT layer keeps sbh(34 + 5as/h) bytes in 16 bit with eager attention and dropout. Ours keeps on CUDA
+34sbh + 7as²b + 16sb + s²: the softmax is made and kept in fp32 (4as²b, not 2), and kept are the norms' statistics
+(a mean and a reciprocal root in fp32 each) and the mask of the future. On CPU a dropout's mask is as wide as what it
+drops, not a byte: 36sbh + 8as²b + 8sb + s². The flash kernel keeps 34sbh + 4asb + 16sb on CUDA; on CPU there is none
+with dropout: scaled_dot_product_attention composes it in fp32, which keeps 42sbh + 12as²b + 8sb.
 """
 
 import math
@@ -59,19 +66,45 @@ def pass_of(config: RunConfig, layout: Layout, device: str) -> Pass:
 
 
 def norm_tensors(name: str, one: Pass) -> dict[str, int]:
-    """Bytes that one RMSNorm keeps for backward, and its output, kept by the projections behind it.
+    """Bytes that one norm keeps for backward, and its output, kept by the projections behind it.
 
-    On CPU torch composes the norm of plain operations in fp32, which keep two fp32 copies; on CUDA one kernel keeps
-    its input.
+    On CPU torch composes RMSNorm of plain operations in fp32, which keep two fp32 copies. On CUDA, and of LayerNorm
+    everywhere, one kernel keeps its input; the statistics are fp32, of a CPU's LayerNorm as wide as its input.
     """
+    composed, statistic = composes_norm(one), FP32_BYTES
+    if one.device == "cpu" and not composed:
+        statistic = one.width
     size = one.own_tokens * one.model.hidden_size
     kept = {
-        f"{name}.input": size * (FP32_BYTES if one.device == "cpu" else one.width),
-        f"{name}.rstd": one.own_tokens * FP32_BYTES,
+        f"{name}.input": size * (FP32_BYTES if composed else one.width),
+        f"{name}.rstd": one.own_tokens * statistic,
     }
-    if one.device == "cpu":
+    if one.model.kind.norm == "layer":
+        kept[f"{name}.mean"] = one.own_tokens * statistic
+    if composed:
         kept[f"{name}.normalised"] = size * FP32_BYTES
     return kept | {f"{name}.output": one.tokens * one.model.hidden_size * one.width}
+
+
+def composes_norm(one: Pass) -> bool:
+    """Whether torch makes the norm of plain operations in fp32."""
+    return one.device == "cpu" and one.model.kind.norm == "rms"
+
+
+def mask_width(one: Pass) -> int:
+    """Bytes an element of a dropout's mask: a CPU multiplies by it in the width of compute."""
+    return one.width if one.device == "cpu" else 1
+
+
+def masks(one: Pass, *names: str) -> dict[str, int]:
+    """Bytes of the dropout masks of the residual stream; none without dropout."""
+    size = one.own_tokens * one.model.hidden_size * mask_width(one)
+    return dict.fromkeys(names, size) if one.model.dropout else {}
+
+
+def composes_attention(one: Pass) -> bool:
+    """Whether scaled_dot_product_attention has no fused kernel: a CPU's takes no dropout, and it is made in fp32."""
+    return one.model.attention == "flash" and one.device == "cpu" and one.model.dropout > 0
 
 
 def attention_tensors(one: Pass) -> dict[str, int]:
@@ -79,6 +112,10 @@ def attention_tensors(one: Pass) -> dict[str, int]:
     model = one.model
     size = one.tokens * model.hidden_size * one.width // one.tp
     rows = one.tokens * model.num_attention_heads // one.tp
+    if composes_attention(one):
+        wide = size * FP32_BYTES // one.width
+        scores = dict.fromkeys(("weights_fp32", "weights_mask", "dropped"), rows * one.seq_len * FP32_BYTES)
+        return {"query": wide, "key": wide, "value": wide, "output": size} | scores
     if one.cp > 1:
         return context_tensors(one, size, rows)
     if model.attention == "flash":  # arXiv 2205.14135: the scores are never stored
@@ -86,6 +123,11 @@ def attention_tensors(one: Pass) -> dict[str, int]:
         return {"query": size, "key": grouped, "value": grouped, "output": size, "logsumexp": rows * FP32_BYTES}
     kept = {"query": size, "key": size, "value": size, "output": size}  # keys and values repeated to every head
     kept |= {"future_mask": one.seq_len**2, "weights_fp32": rows * one.seq_len * FP32_BYTES}
+    if model.dropout:
+        return kept | {
+            "weights_mask": rows * one.seq_len * mask_width(one),
+            "dropped": rows * one.seq_len * one.width,
+        }
     return kept if one.width == FP32_BYTES else kept | {"weights": rows * one.seq_len * one.width}
 
 
@@ -115,37 +157,52 @@ def block_tensors(one: Pass) -> dict[str, int]:
     return {
         **norm_tensors("input_layernorm", one),
         **{f"attention.{name}": size for name, size in attention_tensors(one).items()},
+        **masks(one, "attention.mask"),
         **norm_tensors("post_attention_layernorm", one),
-        **{f"mlp.{name}": inner for name in ("gate", "up", "silu", "product")},
+        **{f"mlp.{name}": inner for name in one.model.kind.mlp_keeps},
+        **masks(one, "mlp.mask"),
     }
 
 
 def block_backward_bytes(one: Pass) -> int:
     """Gradients of intermediates alive at the worst moment of a layer's backward, beyond what is kept for it.
 
-    At the SwiGLU product: gradients of product, silu and up, less the product freed before, and of the residual. With
-    sequence parallelism the residual's is gathered before that: twice there, then beside the product's.
+    At the SwiGLU product: gradients of product, silu and up, less the product freed before, and of the residual; a
+    family says how many there are of the inner width. With sequence parallelism the residual's is gathered before that:
+    twice there, then beside the product's.
     """
     inner = one.tokens * one.model.intermediate_size * one.width // one.tp
     gathered = one.tokens * one.model.hidden_size * one.width if one.sequence_parallel else 0
-    return max(2 * inner, inner + gathered, 2 * gathered) + one.hidden_bytes
+    matrix = one.model.hidden_size * one.model.intermediate_size * one.width // one.tp
+    tensors, matrices = one.model.kind.mlp_backward
+    return max(tensors * inner + matrices * matrix, inner + gathered, 2 * gathered) + one.hidden_bytes
+
+
+def second_sum_bytes(one: Pass) -> int:
+    """Beyond what it keeps, at the end of a second forward in which tensor-parallel ranks sum what is dropped from.
+
+    The gradient that waits, the summand and three copies of the sum, as DTensor passes it on; no mask as yet.
+    """
+    if one.tp == 1 or not one.model.dropout:
+        return 0
+    return one.tokens * one.model.hidden_size * one.width + 4 * one.hidden_bytes - sum(masks(one, "mask").values())
 
 
 def norm_gradient_bytes(one: Pass) -> int:
     """The gradient of a norm's output, as wide as the norm computes."""
-    return one.own_tokens * one.model.hidden_size * (FP32_BYTES if one.device == "cpu" else one.width)
+    return one.own_tokens * one.model.hidden_size * (FP32_BYTES if composes_norm(one) else one.width)
 
 
 def norm_backward_bytes(one: Pass) -> int:
     """Gradients alive at the worst moment of a norm's backward: of output and input, on CPU of three steps between."""
-    return (5 if one.device == "cpu" else 2) * norm_gradient_bytes(one)
+    return (5 if composes_norm(one) else 2) * norm_gradient_bytes(one)
 
 
 def deferred_tensors(one: Pass) -> dict[str, int]:
     """Bytes of what a backward for inputs alone leaves for the weights of one layer: gradients of their outputs."""
     whole, inner = (one.tokens * size * one.width for size in (one.model.hidden_size, one.model.intermediate_size))
     grouped = whole * one.model.num_key_value_heads // one.model.num_attention_heads
-    columns = {"q_proj": whole, "k_proj": grouped, "v_proj": grouped, "gate_proj": inner, "up_proj": inner}
+    columns = {"q_proj": whole, "k_proj": grouped, "v_proj": grouped} | dict.fromkeys(one.model.kind.widening, inner)
     rows = dict.fromkeys(("o_proj", "down_proj"), whole)
     norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), norm_gradient_bytes(one))
     return norms | rows | {name: size // one.tp for name, size in columns.items()}
@@ -153,15 +210,22 @@ def deferred_tensors(one: Pass) -> dict[str, int]:
 
 def scores_tensors(one: Pass) -> dict[str, int]:
     """Bytes of eager attention's scores at the worst moment of its forward, the softmax; none for flash."""
+    elements = one.tokens * one.model.num_attention_heads // one.tp * one.seq_len
+    if composes_attention(one):
+        return dict.fromkeys(("scores", "softmax", "mask", "dropped"), elements * FP32_BYTES)
     if one.model.attention == "flash":
         return {}
-    elements = one.tokens * one.model.num_attention_heads // one.tp * one.seq_len
     if one.cp > 1:  # one chunk of two at a time
         elements //= 2
     scores = {"scaled": elements * one.width, "masked": elements * one.width, "softmax": elements * FP32_BYTES}
     if one.width < FP32_BYTES and one.device == "cpu":  # on CUDA the softmax kernel widens as it reads
         scores["widened"] = elements * FP32_BYTES
-    return scores
+    if not one.model.dropout:
+        return scores
+    narrowed = elements * one.width if one.width < FP32_BYTES else 0
+    dropping = {"scaled": elements * one.width, "softmax": elements * FP32_BYTES, "narrowed": narrowed}
+    dropping |= {"mask": elements * mask_width(one), "dropped": elements * one.width}
+    return max(scores, dropping, key=lambda alive: sum(alive.values()))
 
 
 def logits_bytes(one: Pass) -> int:
@@ -210,18 +274,25 @@ def weights_alone(one: Pass, stage: Stage, checkpointing: str) -> tuple[int, int
     checkpointing all of every layer's second forward.
     """
     block, norm = block_tensors(one), head_tensors(one, stage)
-    used, head = used_by_weights(block, one), sum(norm.values())
+    statistics = statistics_bytes(block, one)
+    if statistics and checkpointing != "none":  # the first norm's input is the layer's, which is kept
+        statistics -= shared_input(one)
+    used, head = used_by_weights(block, one) + statistics, sum(norm.values())
     again = activations(one, stage, checkpointing).second_forward
     left = layers_bytes(one, stage, checkpointing) + stage.layers * (again - used)
-    last = head - used_by_weights(norm, one) + norm["norm.output"] if norm else block["mlp.product"]
+    freed = used_by_weights(norm, one) + statistics_bytes(norm, one)
+    last = head - freed + norm["norm.output"] if norm else block["mlp.product"]
     return left + used + head, left + last
 
 
 def layers_bytes(one: Pass, stage: Stage, checkpointing: str) -> int:
     """What the layers of a stage keep before backward, and what they share."""
-    shared = 2 * one.seq_len // one.cp * one.model.head_dim * one.width  # rotary tables
+    learned = one.model.kind.learned_positions
+    own = one.seq_len // one.cp
+    shared = 0 if learned else 2 * own * one.model.head_dim * one.width  # rotary tables
     if stage.holds_embedding:
         shared += one.tokens * (INT64_BYTES + (one.tp > 1))  # token ids, and which of them other ranks look up
+        shared += (own * INT64_BYTES if learned else 0) + sum(masks(one, "mask").values())
     return shared + stage.layers * (sum(block_tensors(one).values()) if checkpointing == "none" else one.hidden_bytes)
 
 
@@ -231,7 +302,14 @@ def head_tensors(one: Pass, stage: Stage) -> dict[str, int]:
 
 def shared_input(one: Pass) -> int:
     """Of a recomputed layer's tensors the bytes that are there already: its norm keeps the input, if no fp32 copy."""
-    return one.hidden_bytes if one.width == FP32_BYTES or one.device != "cpu" else 0
+    return one.hidden_bytes if one.width == FP32_BYTES or not composes_norm(one) else 0
+
+
+def statistics_bytes(kept: dict[str, int], one: Pass) -> int:
+    """Bytes of what LayerNorm's one kernel, run once more for weight and bias, needs as it did for its input."""
+    if one.model.kind.norm != "layer":
+        return 0
+    return sum(size for name, size in kept.items() if name.endswith(("norm.input", "norm.mean", "norm.rstd")))
 
 
 def used_by_weights(kept: dict[str, int], one: Pass) -> int:

@@ -8,6 +8,7 @@ from harness.engines import Widths
 from harness.layout import Layout
 from harness.placement import Stage, rank_elements
 from harness.plan.activations import WIDTH_BYTES
+from harness.sizes import embedding_shapes
 
 
 def held_groups(model: ModelConfig, layout: Layout, held: Iterable[Stage]) -> dict[str, float]:
@@ -18,10 +19,17 @@ def held_groups(model: ModelConfig, layout: Layout, held: Iterable[Stage]) -> di
     found: dict[str, float] = defaultdict(float)
     for stage in held:
         for name, elements in rank_elements(model, layout, stage).items():
-            owner, index, *_ = name.split(".")
-            ends = "embedding" if owner.startswith("embed") and not model.tie_word_embeddings else "head"
-            found[f"layers.{index}" if owner == "layers" else ends] += elements
+            found[group_of(name, model)] += elements
     return found
+
+
+def group_of(parameter: str, model: ModelConfig) -> str:
+    """The path of its layer, embedding or head."""
+    paths = model.asked.layers if model.asked else (".".join(parameter.split(".")[:2]),)
+    layer = next((path for path in paths if parameter.startswith(f"{path}.")), None)
+    if layer is not None and (model.asked or layer.startswith("layers.")):
+        return layer
+    return "embedding" if parameter in embedding_shapes(model) and not model.tie_word_embeddings else "head"
 
 
 def buffer_tensors(config: RunConfig, layout: Layout, widths: Widths, held: Sequence[Stage]) -> dict[str, int]:

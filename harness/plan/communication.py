@@ -2,12 +2,14 @@
 
 from collections import defaultdict
 
+from harness.asked import Asked
 from harness.config import RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
 from harness.placement import Stage, rank_elements, stages_of_rank
 from harness.plan.activations import WIDTH_BYTES
-from harness.plan.flops import times_again
+from harness.plan.flops import runs_to_its_end, times_again
+from harness.sizes import elements, norm_shapes
 
 LOSS_SUMS = 3  # of a number a token in fp32, for a loss over logits cut along the vocabulary: maximum, sum, target's
 
@@ -67,29 +69,36 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
 
     Two all-reduces of the hidden states a layer in forward and two in backward, one for the embedding in forward and
     one for the head in backward. A checkpointed layer runs its first again; torch stops the second forward before the
-    last, whose result nothing in backward needs. Sequence parallelism (arXiv 2205.05198) puts a reduce-scatter and an
-    all-gather in the place of each all-reduce; of those a second forward gathers both inputs and scatters one sum; the
-    gradients of norms are summed once a step, by fully_shard in every micro-batch, as wide as it makes them.
+    last, whose result nothing in backward needs unless it is dropped from. Sequence parallelism (arXiv 2205.05198)
+    puts a reduce-scatter and an all-gather in the place of each all-reduce; of those a second forward gathers both
+    inputs and scatters its sums; the gradients of norms and of learned positions are summed once a step, by
+    fully_shard in every micro-batch, as wide as it makes them. A bias is added before its product is summed, a share
+    of it on every rank, and so has a whole gradient there.
     """
     if layout.tp == 1:
         return {}
+    if config.model.asked is not None:
+        return planned_bytes(config, layout, config.model.asked)
     train, model = config.train, config.model
     micro_batches = layout.accumulation(train)
     sums = 4 * stage.layers + stage.holds_embedding + stage.holds_head
-    again = stage.layers * times_again(layout, stage) if config.checkpointing.name == "full" else 0
+    full = stage.layers * times_again(layout, stage) if config.checkpointing.name == "full" else 0
+    again = full * (2 if runs_to_its_end(model) else 1)  # of a layer's two sums
     hidden = micro_batches * hidden_bytes(config, layout)
     small = LOSS_SUMS * micro_batches * train.micro_batch * train.seq_len // layout.cp * 4 if stage.holds_head else 0
     once = ring_share(layout.tp)  # an all-reduce is two of these
     if not layout.sequence_parallel:
         return {"all_reduce": 2 * once * ((sums + again) * hidden + small)}
-    norms = (2 * stage.layers + stage.holds_head) * model.hidden_size
+    beside = (2 * stage.layers + stage.holds_head) * elements(norm_shapes("norm", model))
+    if stage.holds_embedding and model.kind.learned_positions:
+        beside += model.context_length * model.hidden_size
     if layout.data_parallel == "fsdp":
-        norms *= micro_batches * WIDTH_BYTES[config.precision.compute]
+        beside *= micro_batches * WIDTH_BYTES[config.precision.compute]
     else:
-        norms *= WIDTH_BYTES[config.precision.reduce]
+        beside *= WIDTH_BYTES[config.precision.reduce]
     return {
-        "all_reduce": 2 * once * (small + norms),
-        "all_gather": once * (sums + 2 * again) * hidden,
+        "all_reduce": 2 * once * (small + beside),
+        "all_gather": once * (sums + 2 * full) * hidden,
         "reduce_scatter": once * (sums + again) * hidden,
     }
 
@@ -100,6 +109,8 @@ def context_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:
     All-gather in forward, again in a checkpointed layer's second forward, reduce-scatter in backward (Llama 3, arXiv
     2407.21783, section 3.3.2).
     """
+    if layout.cp == 1:
+        return 0.0
     train, model = config.train, config.model
     groups = 2 * model.num_key_value_heads * model.head_dim // layout.tp
     layers = stage.layers * layout.accumulation(train)
@@ -107,6 +118,32 @@ def context_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:
     once *= WIDTH_BYTES[config.precision.compute]
     again = times_again(layout, stage) if config.checkpointing.name == "full" else 0
     return (2 + again) * once
+
+
+def planned_bytes(config: RunConfig, layout: Layout, asked: Asked) -> dict[str, float]:
+    """Along a model's own plan: every matrix sums by itself, by columns its input's gradient, by rows its output.
+
+    A table of the vocabulary sums its rows' output; a gathered output is gathered in forward. The second forward of a
+    layer sums again what it runs to its end.
+    """
+    train, once = config.train, ring_share(layout.tp)
+    full = config.checkpointing.name == "full"
+    summed = gathered = 0.0
+    for path, cut in asked.tensor_plan.items():
+        weight = asked.shapes.get(f"{path}.weight")
+        if weight is None:
+            continue
+        outputs, inputs = weight
+        if cut in ("column", "gathered"):
+            summed += inputs
+        if cut == "gathered":
+            gathered += outputs
+        if cut == "row":
+            summed += outputs * (2 if full and asked.in_layers(path) and path not in asked.unfinished else 1)
+        if cut == "vocabulary":
+            summed += inputs
+    tokens = layout.accumulation(train) * train.micro_batch * train.seq_len * WIDTH_BYTES[config.precision.compute]
+    return {"all_reduce": 2 * once * tokens * summed, "all_gather": once * tokens * gathered}
 
 
 def pipeline_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:

@@ -70,8 +70,9 @@ def fitting_checkpointing(config: RunConfig, layout: Layout, fits: Fits) -> Iter
 
 
 def fitting_model(config: RunConfig, layout: Layout, models: Sequence[ModelConfig], fits: Fits) -> Iterator[str]:
-    """The largest smaller model that fits under the same layout and batch, with the same attention."""
-    smaller = [model for model in models if parameter_count(model) < parameter_count(config.model)]
+    """The largest smaller model of the family that fits under the same layout and batch, with the same attention."""
+    family = [model for model in models if model.family == config.model.family]
+    smaller = [model for model in family if parameter_count(model) < parameter_count(config.model)]
     for model in sorted(smaller, key=parameter_count, reverse=True):
         trial = dataclasses.replace(config, model=dataclasses.replace(model, attention=config.model.attention))
         size = None if any(refusals(trial, layout)) else fits(trial, layout)

@@ -2,7 +2,7 @@
 
 A product of an (m, k) with a (k, n) matrix is 2 m n k operations. Counted are the projections, attention's two products
 and the head. Attention is not halved for its causal mask. Left out: embedding lookup, norms, rotary, softmax,
-activation functions, loss and optimizer.
+activation functions, loss and optimizer. A model from outside has been asked: its operators were counted.
 
 MFU (PaLM, arXiv 2204.02311, appendix B) counts what the model asks for: `model_flops`, forward and twice as much for
 backward, whatever is run again. HFU counts what the hardware ran: `executed_flops`, which adds the second forwards of
@@ -33,15 +33,20 @@ def last_projection_flops(config: RunConfig) -> int:
 
 
 def layer_flops(config: RunConfig) -> int:
-    """Forward of one layer over the step: q and o, k and v, three matrices of SwiGLU, attention."""
+    """Forward of one layer over the step: q and o, k and v, the MLP's matrices, attention."""
     model = config.model
+    if model.asked is not None:
+        return config.train.global_batch * model.asked.layers_flops // model.num_hidden_layers
     groups = model.num_key_value_heads * model.head_dim
     attention = 2 * model.hidden_size * (model.hidden_size + groups)
-    return 2 * tokens(config) * attention + 3 * last_projection_flops(config) + 2 * product_flops(config)
+    mlp = (len(model.kind.widening) + 1) * last_projection_flops(config)
+    return 2 * tokens(config) * attention + mlp + 2 * product_flops(config)
 
 
 def head_flops(config: RunConfig) -> int:
-    """Forward of the head over the step; a tied one multiplies all the same."""
+    """Forward of the head over the step; a tied one multiplies all the same. Of a model asked, all but its layers."""
+    if config.model.asked is not None:
+        return config.train.global_batch * (config.model.asked.forward_flops - config.model.asked.layers_flops)
     return 2 * tokens(config) * config.model.hidden_size * config.model.vocab_size
 
 
@@ -76,16 +81,25 @@ def hidden_flops(config: RunConfig, layout: Layout) -> int:
 def recomputed_flops(config: RunConfig, layout: Layout, whole_second_forward: bool = False) -> int:
     """What checkpointing runs a second time, over all ranks; 0 without it.
 
-    torch stops a second forward before a layer's last projection, whose result nothing in backward needs. Where an
+    torch stops a second forward before a layer's last projection, whose result nothing in backward needs unless it is
+    dropped from, as the mask is made behind it. Where an
     engine's own projection saves its input only after it has run (DeepSpeed's stage 3, unless
     strategy.options.memory_efficient_linear=false) that runs too: whole_second_forward. A backward in two halves (zero
     bubble, arXiv 2401.10241) has a second forward for each, but for the first stage, whose inputs need no gradient.
     """
     if config.checkpointing.name != "full":
         return 0
-    skipped = 0 if whole_second_forward else last_projection_flops(config)
+    asked = config.model.asked
+    if asked is not None and not (whole_second_forward and asked.unfinished_are_linear):
+        return config.train.global_batch * asked.again_flops
+    skipped = 0 if whole_second_forward or runs_to_its_end(config.model) else last_projection_flops(config)
     skipped += 2 * hidden_flops(config, layout)
     return second_forwards(config.model, layout) * (layer_flops(config) - skipped)
+
+
+def runs_to_its_end(model: ModelConfig) -> bool:
+    """Whether a layer's second forward makes its last projection too."""
+    return model.dropout > 0
 
 
 def second_forwards(model: ModelConfig, layout: Layout) -> int:
@@ -104,9 +118,12 @@ def remade_scores_flops(config: RunConfig, layout: Layout, device: str) -> int:
     """Queries with keys once more in backward, where a fused kernel keeps no scores (arXiv 2205.14135, algorithm 4).
 
     On CUDA torch has no fused kernel for grouped heads in fp32: flash and cuDNN take 16 bit, the memory-efficient one
-    no groups. It multiplies the matrices one by one there, and keeps the scores.
+    no groups. On CPU none has dropout. It multiplies the matrices one by one there, and keeps the scores.
     """
     model = config.model
+    if model.asked is not None:
+        return config.train.global_batch * (model.asked.step_flops - (1 + BACKWARD) * model.asked.forward_flops)
     grouped = model.num_key_value_heads != model.num_attention_heads
-    fused = model.attention == "flash" and not (device == "cuda" and config.precision.compute == "float32" and grouped)
+    without = config.precision.compute == "float32" and grouped if device == "cuda" else model.dropout > 0
+    fused = model.attention == "flash" and not without
     return fused * model.num_hidden_layers * (product_flops(config) - hidden_flops(config, layout))

@@ -14,7 +14,7 @@ from harness.layout import Layout
 from harness.placement import Stage, rank_elements, stages, whole
 from harness.plan.activations import loss_tensors
 from harness.plan.buffers import buffer_tensors, gradients_outlive_step, unreduced_bytes
-from harness.plan.parts import Bytes, Part, parts_of, step_fills
+from harness.plan.parts import Bytes, Part, held_parameter_count, parts_of, step_fills
 from harness.plan.passes import Moment, moments
 
 # Outside torch's allocator. cpu: resident size of a rank after three steps of DeepSpeed ZeRO-3 on a 66 kB model
@@ -58,14 +58,39 @@ def estimate(config: RunConfig, layout: Layout, widths: Widths, device: str = "c
 
     Model state is ZeRO's (arXiv 1910.02054, section 5). The peak is the fullest moment of the step's backwards: that
     of a loss, of a head, of a last layer, of its attention, or an end.
-    Raises UserError if the global batch leaves a remainder.
+    Of a model from outside it is what is known. Raises UserError if the global batch leaves a remainder.
     """
+    if config.model.asked is not None:
+        return state_estimate(config, layout, widths, device)
     model_stages = all_stages(config.model, layout)
     ranks = (
         estimate_at(config, layout, widths, device, place, model_stages[place :: layout.pp])
         for place in range(layout.pp)
     )
     return max(ranks, key=lambda found: found.peak_bytes)
+
+
+def predicted(config: RunConfig, layout: Layout, widths: Widths, device: str) -> dict[str, int | None]:
+    """The columns of the row; empty for a model from outside, whose activations are not known."""
+    if config.model.asked is not None:
+        return {"predicted_peak_bytes": None, "predicted_activation_bytes": None}
+    activations = (activation_bytes(config, layout, device, place) for place in range(layout.pp))
+    found = estimate(config, layout, widths, device)
+    return {"predicted_peak_bytes": found.peak_bytes, "predicted_activation_bytes": max(activations)}
+
+
+def state_estimate(config: RunConfig, layout: Layout, widths: Widths, device: str) -> MemoryEstimate:
+    """What is known of a model from outside: its state and buffers, and so the least that its peak can be."""
+    total = held_parameter_count(config.model, whole(config.model), layout.tp)
+    parameter_bytes, gradient_bytes, optimizer_bytes = (
+        -(-getattr(widths, kind) * total // layout.shards(kind)) for kind in ("parameters", "gradients", "optimizer")
+    )
+    buffers = sum(buffer_tensors(config, layout, widths, [whole(config.model)]).values())
+    at_peak = {"parameters": parameter_bytes, "optimizer": optimizer_bytes, "gradients": gradient_bytes}
+    at_peak["buffers"] = buffers
+    return MemoryEstimate(
+        parameter_bytes, gradient_bytes, optimizer_bytes, 0, 0, buffers, PROCESS_BYTES[device], at_peak
+    )
 
 
 def estimate_at(

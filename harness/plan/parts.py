@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from harness.config import ModelConfig, RunConfig
 from harness.layout import Layout
-from harness.placement import Stage
+from harness.placement import Stage, cut_dimension
 from harness.plan.activations import (
     FP32_BYTES,
     Activations,
     Pass,
     activations,
     block_backward_bytes,
+    composes_norm,
     deferred_tensors,
     logits_bytes,
     loss_tensors,
@@ -23,24 +24,34 @@ from harness.plan.activations import (
     norm_gradient_bytes,
     pass_of,
     scores_tensors,
+    second_sum_bytes,
     weights_alone,
 )
 from harness.plan.buffers import unreduced_bytes
 from harness.plan.passes import Kind, Moment
-from harness.sizes import layer_parameter_count
+from harness.sizes import Shapes, embedding_shapes, head_shapes, layer_shapes
 
 Bytes = dict[str, int]  # by what fills them
 
 
 def held_parameter_count(model: ModelConfig, stage: Stage, tp: int) -> int:
-    """Parameters of a stage on the rank that holds most: every matrix is cut, the norms are not."""
-    norms = 2 * model.hidden_size
-    layer = (layer_parameter_count(model) - norms) // tp + norms
-    matrices = stage.holds_embedding + stage.holds_head
-    if model.tie_word_embeddings:
-        matrices = min(matrices, 1)
-    head = stage.holds_head * model.hidden_size
-    return stage.layers * layer + matrices * vocabulary_parameter_count(model, tp) + head
+    """Parameters of a stage on the rank that holds most: matrices are cut as the plan says, the norms are not."""
+    held = stage.layers * cut_parameter_count(layer_shapes(model), model, tp)
+    if stage.holds_embedding:
+        held += cut_parameter_count(embedding_shapes(model), model, tp)
+    if stage.holds_head:
+        held += cut_parameter_count(head_shapes(model), model, tp)
+    return held
+
+
+def cut_parameter_count(shapes: Shapes, model: ModelConfig, tp: int) -> int:
+    """Of these parameters on the rank that holds most."""
+    return sum(
+        math.prod(
+            math.ceil(size / tp) if axis == cut_dimension(name, model) else size for axis, size in enumerate(shape)
+        )
+        for name, shape in shapes.items()
+    )
 
 
 def vocabulary_parameter_count(model: ModelConfig, tp: int) -> int:
@@ -125,7 +136,7 @@ def parts_of(config: RunConfig, layout: Layout, device: str, held: Sequence[Stag
             stage,
             activations(one, stage, config.checkpointing.name),
             weights_alone(one, stage, config.checkpointing.name),
-            keeps_input=full or one.width == FP32_BYTES or device != "cpu",
+            keeps_input=full or one.width == FP32_BYTES or not composes_norm(one),
             parameters=held_parameter_count(config.model, stage, layout.tp),
             narrow=config.precision.mixed,
             unreduced=unreduced_bytes(config, layout, [stage]),
@@ -154,7 +165,7 @@ def backward_fills(part: Part, kind: Kind, new_gradients: int) -> Iterator[Bytes
         matrix = max(part.matrix_gradient + part.logits_gradient, part.summand)
         yield {"activations": kept.before_backward, "temporaries": one.hidden_bytes + matrix}
     yield {"activations": kept.in_last_norm, "temporaries": norm_backward_bytes(one)}
-    block = block_backward_bytes(one)
+    block = max(block_backward_bytes(one), second_sum_bytes(one) if kept.second_forward else 0)
     yield {"activations": kept.in_last_block, "temporaries": block, "buffers": part.unreduced}
     yield {"activations": kept.at_last_scores, "temporaries": sum(scores_tensors(one).values())}
     if kind == "inputs":

@@ -129,7 +129,7 @@ def _holding_problems(
     for name, slot in sorted({(name, slot) for name in shapes for slot in slots} | owners.keys()):
         label = f"{kind} of {name}" + (f" ({slot})" if slot else "")
         boxes = owners[name, slot]
-        copies = layout.world_size // (shards * layout.pp * parts(name, layout))
+        copies = layout.world_size // (shards * layout.pp * parts(name, model, layout))
         counts = {len(ranks) for ranks in boxes.values()}
         if name not in shapes:
             yield f"{label}: held, and not part of the model"
@@ -149,7 +149,7 @@ def _share_problems(
     shares = rank_shares(model, layout, rank, shards)
     total = math.ceil(sum(shares.values()))
     shapes = parameter_shapes(model)
-    by_rows = sum(_most_rows(name, shapes[name], layout, shards) for name in shares)
+    by_rows = sum(_most_rows(name, shapes[name], model, layout, shards) for name in shares)
     found: Counter[str] = Counter()
     for held in pieces:
         found[held.slot] += volume(held.box)
@@ -163,10 +163,10 @@ def _share_problems(
             yield f"{kind} {slot}: rank {rank} holds {elements} elements, its equal share is {total}"
 
 
-def _most_rows(name: str, shape: Sequence[int], layout: Layout, shards: int) -> int:
+def _most_rows(name: str, shape: Sequence[int], model: ModelConfig, layout: Layout, shards: int) -> int:
     """Elements of a parameter on the rank that holds most of it: cuts fall between rows, or columns."""
     rows, others = shape[0], math.prod(shape[1:])
-    dimension = cut_dimension(name)
+    dimension = cut_dimension(name, model)
     if dimension == 0:
         rows = math.ceil(rows / layout.tp)
     elif dimension == 1:

@@ -70,6 +70,23 @@ def overflow_problems(reference: Rank, ranks: Sequence[Rank]) -> list[str]:
     ]
 
 
+def mask_problems(layout: Layout, ranks: Sequence[Rank]) -> list[str]:
+    """Whether dropout's masks are one where ranks share what is dropped, and differ where they do not."""
+    alone = ("pp", "dp_replicate", "dp_shard", "cp", *(["tp"] if layout.sequence_parallel else []))
+    by_seed: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    by_place: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    for rank in ranks:
+        place = tuple(layout.coordinates(rank["rank"])[axis] for axis in alone)
+        by_seed[rank["masks_seed"]].add(place)
+        by_place[place].add(rank["masks_seed"])
+    problems = []
+    if any(len(seeds) > 1 for seeds in by_place.values()):
+        problems.append("dropout: ranks that share what they drop drew their masks from different seeds")
+    if any(len(places) > 1 for places in by_seed.values()):
+        problems.append("dropout: ranks with data, layers or parts of their own drew the same masks")
+    return problems
+
+
 def deviation_problems(found: Deviation, limits: Mapping[str, float]) -> list[str]:
     """Which of loss and gradient is above its limit, or not a number at all."""
     found_of = {"loss": (found.loss, found.loss_where), "gradient": (found.gradient, found.gradient_where)}
@@ -81,19 +98,23 @@ def deviation_problems(found: Deviation, limits: Mapping[str, float]) -> list[st
 
 
 def _gradient_deviations(moment: str, reference: Rank, ranks: Sequence[Rank]) -> Iterator[tuple[float, str]]:
+    """Relative to the reference's norm of the parameter, of a bias to that of weight and bias together.
+
+    A bias's gradient may be rounding alone: the softmax of attention knows no shift, so a key's bias has none.
+    """
     whole = {name: (math.sqrt(square), product) for name, _, _, square, product in reference[moment]}
     for name, copies in _copies(moment, ranks).items():
         if name not in whole:
             yield math.inf, f"{name} is not in the reference"
             continue
         norm, product = whole[name]
+        module, _, what = name.rpartition(".")
+        beside = whole.get(f"{module}.weight", (0.0, 0.0))[0] if what == "bias" else 0.0
+        scale = math.hypot(norm, beside) or 1.0
         for square_sum, product_sum in copies:
-            yield _relative(math.sqrt(square_sum), norm), f"norm of {name}'s {moment.replace('_', ' ')}"
-            difference = abs(product_sum - product)
-            yield (
-                _guarded(difference / norm if norm else difference),
-                f"direction of {name}'s {moment.replace('_', ' ')}",
-            )
+            of = f"{name}'s {moment.replace('_', ' ')}"
+            yield _guarded(abs(math.sqrt(square_sum) - norm) / scale), f"norm of {of}"
+            yield _guarded(abs(product_sum - product) / scale), f"direction of {of}"
     for name in whole.keys() - {entry[0] for rank in ranks for entry in rank[moment]}:
         yield math.inf, f"{name} has no gradient"
 

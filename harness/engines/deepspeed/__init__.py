@@ -131,13 +131,14 @@ def gathers(config: "RunConfig") -> float:
     Twice, and the layers a third time where they are checkpointed, but for the last projection: the second forward
     ends before it. A tied embedding has two uses.
     """
-    from harness.sizes import layer_parameter_count, parameter_count
+    from harness.plan.flops import runs_to_its_end
+    from harness.sizes import elements, last_projection_shapes, layer_parameter_count, parameter_count
 
     model = config.model
     again = 2 * model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
     if config.checkpointing.name == "full":
-        layer = layer_parameter_count(model) - model.hidden_size * model.intermediate_size
-        again += model.num_hidden_layers * layer
+        skipped = 0 if runs_to_its_end(model) else elements(last_projection_shapes(model))
+        again += model.num_hidden_layers * (layer_parameter_count(model) - skipped)
     return 2 + again / parameter_count(model)
 
 

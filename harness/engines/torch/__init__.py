@@ -59,7 +59,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch.pipeline import Pipeline
     from harness.engines.torch.replicate import Replicate, distributed_data_parallel
     from harness.engines.torch.scaling import LossScale
-    from harness.engines.torch.tensor import apply_tensor_parallel
+    from harness.engines.torch.tensor import apply_planned, apply_tensor_parallel
     from harness.model import build_model
     from harness.placement import stages_of_rank
 
@@ -69,7 +69,10 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     for part in parts:
         part.spans = layout.spans(rank, config.train.seq_len)
         if layout.tp > 1:
-            apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
+            if config.model.asked is not None:
+                apply_planned(part, config.model, mesh["tp"])
+            else:
+                apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
         if layout.cp > 1:
             apply_context_parallel(part, mesh.get_group("cp"), part.spans)
         apply_checkpointing(part, config.checkpointing, probe)

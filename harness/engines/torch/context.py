@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
-from harness.model import Llama, Spans
+from harness.model import Decoder, Spans
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def apply_context_parallel(model: Llama, group: ProcessGroup, spans: Spans) -> None:
+def apply_context_parallel(model: Decoder, group: ProcessGroup, spans: Spans) -> None:
     """Lets every attention of a part see the whole sequence, though this rank has but these spans of it."""
-    for block in model.layers.values():
+    for block in model.blocks():
         attention = block.get_submodule("self_attn")
-        attention.attend = Gathering(attention.attend, group, spans)  # type: ignore[assignment,arg-type]
+        attention.core = Gathering(attention.core, group, spans)  # type: ignore[assignment,arg-type]
 
 
 class Gathering:

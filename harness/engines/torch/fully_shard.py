@@ -12,11 +12,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from harness.config import RunConfig
 from harness.engines.torch.mesh import replicas_and_shards
 from harness.layout import Layout
-from harness.model import Llama, materialise
+from harness.model import Decoder, materialise
 
 
 def apply_fully_shard(
-    model: Llama, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool
+    model: Decoder, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool
 ) -> None:
     """Shards embedding, every block and head as groups of their own, over the last axis of the mesh.
 
@@ -27,13 +27,11 @@ def apply_fully_shard(
     def shard(part: nn.Module | Sequence[nn.Module]) -> None:
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)  # type: ignore[arg-type]
 
-    for block in model.layers.values():
+    for block in model.blocks():
         shard(block)
-    if not model.config.tie_word_embeddings:  # tied weights must share a group: the root's
-        for group in ([model.embed_tokens], [model.norm, model.lm_head]):
-            found = [part for part in group if part is not None]
-            if found:
-                shard(found)
+    ends = [group for group in model.ends() if group]
+    for group in ends if len(ends) > 1 else ():  # tied weights must share a group: the root's
+        shard(group)
     shard(model)
 
 
@@ -55,7 +53,7 @@ class FullyShard:
     """Parts of a model whose sharded fp32 parameters are those trained; 16-bit copies exist only while gathered."""
 
     def __init__(
-        self, parts: Sequence[Llama], config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device
+        self, parts: Sequence[Decoder], config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device
     ) -> None:
         precision = config.precision
         policy = MixedPrecisionPolicy(

@@ -17,7 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.config import RunConfig
-from harness.model import Llama, initial_value, materialise, part_like
+from harness.model import Decoder, initial_value, materialise, part_like
 
 
 class Replicate:
@@ -25,7 +25,7 @@ class Replicate:
 
     def __init__(
         self,
-        parts: Sequence[Llama],
+        parts: Sequence[Decoder],
         config: RunConfig,
         device: torch.device,
         wrap: Callable[[nn.Module], nn.Module] | None = None,

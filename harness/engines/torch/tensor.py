@@ -10,7 +10,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -20,13 +20,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from harness.model import Llama, local_box
+from harness.config import ModelConfig
+from harness.model import Decoder, local_box
 from harness.placement import cut_of
 
 SEQUENCE = 1  # the dimension of hidden states (batch, seq, hidden)
 
 
-def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     """Cuts the matrices of a model on the meta device over a mesh of one dimension, in place; names stay.
 
     Attention and MLP make their input whole once for all their columns, so that each costs one all-reduce in forward
@@ -40,18 +41,35 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: boo
         (nn.Embedding, "vocabulary"): VocabularyParallelEmbedding(outside),
     }
     for path, module in list(model.named_modules()):
-        cut = cut_of(path)
+        cut = cut_of(path, model.config)
         if cut is not None:
             parallelize_module(module, mesh, styles[type(module), cut])
-        elif sequence_parallel and isinstance(module, nn.RMSNorm):
+        elif sequence_parallel and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
             parallelize_module(module, mesh, SequenceParallel(sequence_dim=SEQUENCE))
+        elif sequence_parallel and path == "embed_positions":
+            parallelize_module(module, mesh, PositionsOfRank())
     for block in model.layers.values():
-        rotary = (None, None)
+        rotary = () if model.config.kind.learned_positions else (None, None)
         attention = PrepareModuleInput(input_layouts=(outside, *rotary), desired_input_layouts=(Replicate(), *rotary))
         mlp = PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(Replicate(),))
+        block.self_attn.masks_rank = None if sequence_parallel else mesh.get_local_rank()  # type: ignore[union-attr,assignment]
         parallelize_module(block.get_submodule("self_attn"), mesh, attention)
         parallelize_module(block.get_submodule("mlp"), mesh, mlp)
     model.tie()
+
+
+def apply_planned(module: nn.Module, model: ModelConfig, mesh: DeviceMesh) -> None:
+    """Cuts a model of a library along its own plan, in place, each matrix by itself."""
+    styles: dict[str, ParallelStyle] = {
+        "column": ColwiseParallel(),
+        "gathered": ColwiseParallel(output_layouts=Replicate()),
+        "row": RowwiseParallel(),
+        "vocabulary": VocabularyParallelEmbedding(Replicate()),
+    }
+    for path, part in list(module.named_modules()):
+        cut = cut_of(path, model)
+        if cut is not None and part._parameters:
+            parallelize_module(part, mesh, styles[cut])
 
 
 class VocabularyParallelEmbedding(RowwiseParallel):
@@ -78,3 +96,20 @@ def look_up(module: nn.Module, mesh: DeviceMesh, output: Sequence[Placement], to
     rows = F.embedding((tokens - first).masked_fill(foreign, 0), weight.to_local())
     summand = DTensor.from_local(rows.masked_fill(foreign.unsqueeze(-1), 0.0), mesh, [Partial()], run_check=False)
     return summand.redistribute(placements=output).to_local()
+
+
+class PositionsOfRank(ParallelStyle):
+    """A table of positions, whole on every rank, of which each looks up its part of the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Replicate()]))  # type: ignore[arg-type]
+        module.forward = partial(look_up_part, module, device_mesh)  # type: ignore[method-assign]
+        return module
+
+
+def look_up_part(module: nn.Module, mesh: DeviceMesh, positions: Tensor) -> Tensor:
+    """Positions of the whole sequence (seq,) to this rank's part of (seq, hidden); its gradient is a summand."""
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    own = positions.chunk(mesh.size())[mesh.get_local_rank()]
+    return F.embedding(own, weight.to_local(grad_placements=[Partial()]))

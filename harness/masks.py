@@ -1,0 +1,38 @@
+"""Random numbers of dropout: masks that follow from the seed and from what a rank has of the data and the model.
+
+Ranks that hold the same (the residual stream of tensor-parallel ranks) must drop the same of it; ranks that hold
+different data, heads, parts of the sequence or layers each drop their own.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from harness.layout import Layout
+
+
+def masks_seed(seed: int, layout: Layout, rank: int) -> int:
+    """What a rank's default generators start from: the same on tensor-parallel ranks that share whole sequences."""
+    place = layout.coordinates(rank)
+    sequence = place["tp"] if layout.sequence_parallel else 0
+    purpose = f"{seed}/masks/{layout.data_rank(rank)}/{place['pp']}/{place['cp']}/{sequence}"
+    return int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "big") >> 1
+
+
+@contextmanager
+def masks_of_rank(rank: int | None) -> Iterator[None]:
+    """Inside, masks are this rank's own, though outside they are those of its peers; None changes nothing.
+
+    The seed is drawn from the CPU's default generator, which checkpointing puts back for a second forward, and on which
+    nothing has to be waited for.
+    """
+    if rank is None:
+        yield
+        return
+    drawn = int(torch.randint(1 << 62, ()))
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(drawn + rank)
+        yield
