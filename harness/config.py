@@ -113,10 +113,22 @@ class StrategyConfig:
 
 @dataclass(frozen=True)
 class CheckpointingConfig:
+    """What of a forward is run a second time in backward instead of being kept."""
+
     name: str
+    every: int = 1  # every_n: of so many decoder layers the last, counted through the whole model
 
     def __post_init__(self) -> None:
-        _one_of("checkpointing", self.name, ("none", "full"))
+        _one_of("checkpointing", self.name, ("none", "full", "every_n", "selective", "attention"))
+        _positive("checkpointing", self, "every")
+        is_every_n = self.name == "every_n"
+        rule = f"is for checkpointing=every_n, not {self.name}: choose it, or 1"
+        _require(is_every_n or self.every == 1, "checkpointing.every", self.every, rule)
+        _require(not is_every_n or self.every > 1, "checkpointing.every", self.every, "is full: choose 2 or more")
+
+    def calls_again(self, layer: int) -> bool:
+        """Whether the forward of a decoder layer, by its index in the whole model, is called a second time."""
+        return self.name in ("full", "every_n", "selective") and (layer + 1) % self.every == 0
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,15 @@ class Attention(nn.Module):
             proj(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if self.eager:
-            mixed = eager_attention(query, key, value)
-        else:
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
-            )
+        mixed = self.core(rotate(query, cos, sin), rotate(key, cos, sin), value)
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """What lies between the projections: two products and a softmax; (batch, heads, seq, head_dim)."""
+        if self.eager:
+            return eager_attention(query, key, value)
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
 
 class MLP(nn.Module):

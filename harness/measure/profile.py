@@ -122,6 +122,9 @@ class StepListener(Listener):
         with self.activations.recompute():
             yield
 
+    def kept(self, tensor: Tensor) -> None:
+        self.activations.watch(tensor)
+
     def gradients_ready(self, engine: Engine) -> None:
         """Takes the statistics with the watch closed: the memory they need is not the step's."""
         self.look(gradients=True)

@@ -59,8 +59,8 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
     """What a stage's layers, embedding, head and loss sum up over tensor-parallel ranks (arXiv 1909.08053, section 3).
 
     Two all-reduces of the hidden states a layer in forward and two in backward, one for the embedding in forward and
-    one for the head in backward. A checkpointed layer runs its first again; torch stops the second forward before the
-    last, whose result nothing in backward needs. Sequence parallelism (arXiv 2205.05198) puts a reduce-scatter and an
+    one for the head in backward. A layer that is called again, selectively too, runs its first again; torch stops the
+    second forward before the last, whose result nothing in backward needs. Sequence parallelism (arXiv 2205.05198) puts a reduce-scatter and an
     all-gather in the place of each all-reduce; of those a second forward gathers both inputs and scatters one sum; the
     gradients of norms are summed once a step.
     """
@@ -69,7 +69,7 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
     train, model = config.train, config.model
     micro_batches = layout.accumulation(train)
     sums = 4 * stage.layers + stage.holds_embedding + stage.holds_head
-    again = stage.layers if config.checkpointing.name == "full" else 0
+    again = sum(map(config.checkpointing.calls_again, stage.layer_indices))
     hidden = micro_batches * hidden_bytes(config)
     small = LOSS_SUMS * micro_batches * train.micro_batch * train.seq_len * 4 if stage.holds_head else 0
     once = ring_share(layout.tp)  # an all-reduce is two of these

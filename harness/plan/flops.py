@@ -10,9 +10,9 @@ checkpointing and the scores that fused attention kernels make again in backward
 divide the batch, the matrices or the depth divide the operations, and tensor-parallel ranks hold no matrix whole.
 """
 
-from harness.config import ModelConfig, RunConfig
+from harness.config import RunConfig
 from harness.layout import Layout
-from harness.placement import stages, whole
+from harness.placement import Stage, stages, whole
 
 BACKWARD = 2  # forwards that a backward costs: a product for the gradient of the input, one for the weight's
 
@@ -64,20 +64,35 @@ def recomputed_flops(config: RunConfig, layout: Layout, whole_second_forward: bo
 
     torch stops a second forward before a layer's last projection, whose result nothing in backward needs. Where an
     engine's own projection saves its input only after it has run (DeepSpeed's stage 3, unless
-    strategy.options.memory_efficient_linear=false) that runs too: whole_second_forward. A backward in two halves (zero
-    bubble, arXiv 2401.10241) has a second forward for each, but for the first stage, whose inputs need no gradient.
+    strategy.options.memory_efficient_linear=false) that runs too: whole_second_forward. A selective one takes all other
+    products from the first.
     """
-    if config.checkpointing.name != "full":
-        return 0
-    skipped = 0 if whole_second_forward else last_projection_flops(config)
-    return second_forwards(config.model, layout) * (layer_flops(config) - skipped)
+    parts = stages(config.model, layout) if layout.pp > 1 else [whole(config.model)]
+    calls = sum(second_forwards(config, layout, part) for part in parts)
+    last = last_projection_flops(config)
+    stopped = 0 if whole_second_forward else last
+    kinds = {"selective": last - stopped, "attention": core_again_flops(config)}
+    return calls * kinds.get(config.checkpointing.name, layer_flops(config) - stopped)
 
 
-def second_forwards(model: ModelConfig, layout: Layout) -> int:
-    """Layers that checkpointing runs again for each micro-batch, one that is run twice counted twice."""
-    halved = layout.pp > 1 and layout.schedule == "zero_bubble"
-    parts = stages(model, layout) if layout.pp > 1 else [whole(model)]
-    return sum(part.layers * (2 if halved and not part.holds_embedding else 1) for part in parts)
+def second_forwards(config: RunConfig, layout: Layout, stage: Stage) -> int:
+    """Layers of a stage that run again for each micro-batch, or their attention; one that runs twice counted twice.
+
+    A backward in two halves (zero bubble, arXiv 2401.10241) has a second forward for each, but for the first stage,
+    whose inputs need no gradient. The core of attention has no weights: only the half that is for inputs needs it.
+    """
+    if config.checkpointing.name == "attention":
+        return stage.layers
+    halved = layout.pp > 1 and layout.schedule == "zero_bubble" and not stage.holds_embedding
+    return sum(map(config.checkpointing.calls_again, stage.layer_indices)) * (2 if halved else 1)
+
+
+def core_again_flops(config: RunConfig) -> int:
+    """A second forward of attention's core over the step, in every layer once.
+
+    A fused kernel is one operator. Of plain operators torch stops before the second product, which nothing needs.
+    """
+    return product_flops(config) * (2 if config.model.attention == "flash" else 1)
 
 
 def remade_scores_flops(config: RunConfig, device: str) -> int:

@@ -118,14 +118,15 @@ class Part:
 
 def parts_of(config: RunConfig, layout: Layout, device: str, held: Sequence[Stage]) -> list[Part]:
     """A rank's stages as parts."""
-    one, full = pass_of(config, layout, device), config.checkpointing.name == "full"
+    one = pass_of(config, layout, device)
+    same = one.width == FP32_BYTES or device != "cpu"  # a norm keeps its input as it is
     return [
         Part(
             one,
             stage,
-            activations(one, stage, config.checkpointing.name),
-            weights_alone(one, stage, config.checkpointing.name),
-            keeps_input=full or one.width == FP32_BYTES or device != "cpu",
+            activations(one, stage, config.checkpointing),
+            weights_alone(one, stage, config.checkpointing),
+            keeps_input=same or config.checkpointing.calls_again(stage.first_layer),
             parameters=held_parameter_count(config.model, stage, layout.tp),
             narrow=config.precision.mixed,
             unreduced=unreduced_bytes(config, layout),

@@ -9,7 +9,7 @@ from harness.figures.traffic import communication
 from harness.layout import Layout
 from harness.measure.communication import LAYOUT
 from harness.placement import stages_of_rank
-from harness.plan.flops import model_flops, recomputed_flops, remade_scores_flops
+from harness.plan.flops import model_flops, recomputed_flops, remade_scores_flops, second_forwards
 from harness.plan.pipeline import in_flight
 from harness.proof import Rank
 
@@ -38,15 +38,9 @@ def flops_problems(config: RunConfig, layout: Layout, widths: Widths, ranks: Seq
 
 
 def checkpointing_problems(config: RunConfig, layout: Layout, rank: Rank) -> list[str]:
-    """Whether every layer's forward ran a second time in every micro-batch, or none did.
-
-    A backward in two halves runs it for each of them, but for the first stage, whose inputs need no gradient.
-    """
-    expected, found = 0, rank["profiled"]["recomputations"]
-    if config.checkpointing.name == "full":
-        for stage in stages_of_rank(config.model, layout, rank["rank"]):
-            halves = 2 if splits_backward(layout) and not stage.holds_embedding else 1
-            expected += halves * stage.layers * layout.accumulation(config.train)
+    """Whether the forwards that checkpointing names, and no other, ran a second time in every micro-batch."""
+    held, found = stages_of_rank(config.model, layout, rank["rank"]), rank["profiled"]["recomputations"]
+    expected = layout.accumulation(config.train) * sum(second_forwards(config, layout, stage) for stage in held)
     if found == expected:
         return []
     return [

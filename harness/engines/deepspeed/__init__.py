@@ -125,16 +125,15 @@ def gradient_width(config: "RunConfig", layout: "Layout") -> int:
 def gathers(config: "RunConfig") -> float:
     """How often stage 3 makes an average parameter whole in a micro-batch, nothing being kept from use to use.
 
-    Twice, and the layers a third time where they are checkpointed, but for the last projection: the second forward
-    ends before it. A tied embedding has two uses.
+    Twice, and a layer a third time where it is called again, selectively too, but for the last projection: the second
+    forward ends before it. A tied embedding has two uses.
     """
     from harness.sizes import layer_parameter_count, parameter_count
 
     model = config.model
     again = 2 * model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
-    if config.checkpointing.name == "full":
-        layer = layer_parameter_count(model) - model.hidden_size * model.intermediate_size
-        again += model.num_hidden_layers * layer
+    layer = layer_parameter_count(model) - model.hidden_size * model.intermediate_size
+    again += layer * sum(map(config.checkpointing.calls_again, range(model.num_hidden_layers)))
     return 2 + again / parameter_count(model)
 
 
