@@ -111,6 +111,9 @@ class StrategyConfig:
             _require(degree == -1 or degree >= 1, f"strategy.{axis}", degree, rule)
 
 
+CALLED_AGAIN = ("full", "every_n", "selective")  # the kinds of checkpointing that call a layer a second time
+
+
 @dataclass(frozen=True)
 class CheckpointingConfig:
     """What of a forward is run a second time in backward instead of being kept."""
@@ -128,7 +131,7 @@ class CheckpointingConfig:
 
     def calls_again(self, layer: int) -> bool:
         """Whether the forward of a decoder layer, by its index in the whole model, is called a second time."""
-        return self.name in ("full", "every_n", "selective") and (layer + 1) % self.every == 0
+        return self.name in CALLED_AGAIN and (layer + 1) % self.every == 0
 
 
 @dataclass(frozen=True)

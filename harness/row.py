@@ -74,6 +74,7 @@ def configured(config: RunConfig, layout: Layout | None) -> Row:
         "micro_batch": config.train.micro_batch,
         "global_batch": config.train.global_batch,
         "seq_len": config.train.seq_len,
+        "checkpointing_every": config.checkpointing.every if config.checkpointing.every > 1 else None,
         "repeat": config.repeat,
         "launch": "processes",
     }

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, loss
 import harness.checkpointing
 import harness.model
 from harness import worker
+from harness.config import CheckpointingConfig
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
 from harness.engines.torch import norm, passes, pipeline, replicate, tensor
@@ -125,6 +126,21 @@ def uncounted(run_dir: str) -> None:
 def never_recomputed(run_dir: str) -> None:
     """Checkpointing is left out."""
     harness.checkpointing.apply_checkpointing = lambda model, checkpointing, probe: None
+    worker.main(run_dir)
+
+
+def every_layer_recomputed(run_dir: str) -> None:
+    """Every layer is checkpointed, whatever was asked for."""
+    apply = harness.checkpointing.apply_checkpointing
+    full = CheckpointingConfig("full")
+    harness.checkpointing.apply_checkpointing = lambda model, checkpointing, probe: apply(model, full, probe)
+    worker.main(run_dir)
+
+
+def products_not_kept(run_dir: str) -> None:
+    """Selective checkpointing keeps attention alone and runs every projection again."""
+    aten = torch.ops.aten
+    harness.checkpointing.KEPT_OPERATORS = frozenset((aten._scaled_dot_product_flash_attention_for_cpu.default,))
     worker.main(run_dir)
 
 

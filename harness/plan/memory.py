@@ -110,7 +110,9 @@ def held_for_backward(parts: Sequence[Part], backwards: Sequence[Moment]) -> int
         there = sum((w + h) * part.kept.before_backward + w * part.log_probabilities for part, w, h in passes)
         own = parts[moment.own]
         change = {
-            "backward": own.kept.in_last_block - own.kept.before_backward - own.log_probabilities,
+            "backward": max(own.kept.in_last_block, own.kept.in_last_core)
+            - own.kept.before_backward
+            - own.log_probabilities,
             "inputs": own.kept.second_forward,  # and all else stays
             "weights": max(own.kept_for_weights) - own.kept.before_backward,
         }[moment.kind]

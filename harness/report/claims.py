@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from harness.plan.activations import WIDTH_BYTES
+from harness.config import CALLED_AGAIN
 from harness.plan.flops import executed_flops
 from harness.records import Record
 from harness.report import comparison as c
@@ -98,10 +99,10 @@ def _volume(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
     }
     paper = papers.get(stage)
     strategy, tied = run.groups.get("strategy") or {}, (run.groups.get("model") or {}).get("tie_word_embeddings")
-    deepspeed, full = run.row.get("engine") == "deepspeed", run.row.get("checkpointing") == "full"
+    deepspeed, again = run.row.get("engine") == "deepspeed", config.checkpointing.name in CALLED_AGAIN
     reasons = {
         "DeepSpeed's defaults are not the paper's method": deepspeed and strategy.get("literature") is False,
-        "DeepSpeed gathers layers once more for a second forward": deepspeed and stage == 3 and full,
+        "DeepSpeed gathers layers once more for a second forward": deepspeed and stage == 3 and again,
         "a tied embedding is gathered for each of its two uses": deepspeed and stage == 3 and tied is True,
     }
     if paper is not None:
