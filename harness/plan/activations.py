@@ -158,8 +158,10 @@ def core_tensors(one: Pass) -> dict[str, int]:
     if model.attention == "flash":
         return {name: block[name] for name in ("attention.logsumexp",)}
     made = [name for name in block if name.startswith(("attention.future_mask", "attention.weights"))]
-    if model.num_key_value_heads < model.num_attention_heads:
-        made += ["attention.key", "attention.value"]  # repeated to every head
+    copied = ["attention.query"] * (one.sequences > 1)  # heads and sequences as one dimension, as products take them
+    if copied or model.num_key_value_heads < model.num_attention_heads:
+        copied += ["attention.key", "attention.value"]  # or repeated to every head
+    made += copied
     return {name: block[name] for name in made}
 
 
@@ -186,7 +188,7 @@ def kept_by_layer(one: Pass, checkpointing: CheckpointingConfig, layer: int) -> 
     block = block_tensors(one)
     if checkpointing.name == "attention":
         grouped = block["attention.output"] * one.model.num_key_value_heads // one.model.num_attention_heads
-        given = {"attention.key": grouped, "attention.value": grouped}
+        given = {"attention.query": block["attention.query"], "attention.key": grouped, "attention.value": grouped}
         made = core_tensors(one)
         left = {name: size for name, size in block.items() if name not in made}
         return left | {f"{name}.given": size for name, size in given.items() if name in made}
@@ -240,6 +242,8 @@ def activations(one: Pass, stage: Stage, checkpointing: CheckpointingConfig) -> 
     if again:
         ended = ("mlp", "post_attention_layernorm", "attention.output")
         core = layers + second - sum(size for name, size in block.items() if name.startswith(ended))
+        weights = sum(size for name, size in again.items() if name.startswith("attention.weights"))
+        at_scores = max(at_scores, core - weights)
     return Activations(layers + head, in_last_norm, layers, at_scores, second, core)
 
 

@@ -157,10 +157,7 @@ def backward_fills(part: Part, kind: Kind, new_gradients: int) -> Iterator[Bytes
     yield {"activations": kept.in_last_norm, "temporaries": norm_backward_bytes(one)}
     block = block_backward_bytes(one)
     yield {"activations": kept.in_last_block, "temporaries": block, "buffers": part.unreduced}
-    scores = sum(scores_tensors(one).values())
-    yield {"activations": kept.at_last_scores, "temporaries": scores}
-    if kept.in_last_core:  # with the gradients of its output and of the residual
-        yield {"activations": kept.in_last_core, "temporaries": scores + 2 * one.hidden_bytes}
+    yield {"activations": kept.at_last_scores, "temporaries": sum(scores_tensors(one).values())}
     if kind == "inputs":
         all_kept = {"activations": kept.before_backward, "loss": part.log_probabilities}
         yield all_kept | {"temporaries": part.deferred - layer + block + kept.second_forward}
