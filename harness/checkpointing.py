@@ -35,7 +35,21 @@ def model_on_meta(config: RunConfig, probe: Probe) -> Llama:
     """What every engine starts from: the run's model without memory, its checkpointing applied."""
     model = build_model(config.model)
     apply_checkpointing(model, config.checkpointing, probe)
+    apply_loss_chunks(model, config.train.loss_chunks, probe)
     return model
+
+
+def apply_loss_chunks(model: Llama, chunks: int, probe: Probe) -> None:
+    """Has head and loss run in so many parts of the tokens, each checkpointed: one part's logits live at a time."""
+    head: Any = model.lm_head
+    if head is None or chunks == 1:
+        return
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), probe.recompute()
+
+    model.loss_chunks = chunks
+    head.part = functools.partial(checkpoint, head.part, use_reentrant=False, context_fn=contexts)
 
 
 def apply_checkpointing(model: Llama, checkpointing: CheckpointingConfig, probe: Probe) -> None:

@@ -199,6 +199,9 @@ class TrainConfig:
     betas: tuple[float, float]
     eps: float
     gradient_clipping: float  # 0: measured, not clipped
+    loss_chunks: int = 1  # parts of a micro-batch's tokens that go through head and loss one after another
+    fused_optimizer: bool = True  # one kernel without temporaries; else torch's foreach operators
+    compile: bool = False  # every decoder layer by torch.compile
 
     @property
     def all_steps(self) -> int:
@@ -206,7 +209,7 @@ class TrainConfig:
         return self.warmup_steps + self.steps + TRACED_STEPS + PROFILED_STEPS
 
     def __post_init__(self) -> None:
-        _positive("train", self, "global_batch", "micro_batch", "seq_len", "steps", "warmup_steps")
+        _positive("train", self, "global_batch", "micro_batch", "seq_len", "steps", "warmup_steps", "loss_chunks")
         _require(self.seed >= 0, "train.seed", self.seed, "is negative: choose 0 or more")
         for key in ("lr", "weight_decay", "eps", "gradient_clipping"):
             value = getattr(self, key)

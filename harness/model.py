@@ -71,6 +71,24 @@ class Block(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
 
+class Head(nn.Linear):
+    """Hidden states (batch, seq, hidden) to logits, or part by part of the tokens to the mean loss.
+
+    The loop over parts is inside the module, so that what wraps it (gathering of its weight, of the sequence) is done
+    once for all of them, and no part is cut from tokens of which this rank has only some.
+    """
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, chunks: int = 1) -> Tensor:
+        if targets is None:
+            return super().forward(hidden)
+        parts = zip(hidden.flatten(0, 1).chunk(chunks), targets.flatten().chunk(chunks), strict=True)
+        return torch.stack([self.part(*part) for part in parts]).mean()
+
+    def part(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of some tokens: hidden (tokens, hidden), targets (tokens)."""
+        return loss_function(super().forward(hidden).unsqueeze(0), targets)
+
+
 class Llama(nn.Module):
     """Token ids (batch, seq) to logits (batch, seq, vocab), or to the mean loss where targets are given.
 
@@ -84,7 +102,8 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size) if stage.holds_embedding else None
         self.layers = nn.ModuleDict({str(index): Block(model) for index in stage.layer_indices})
         self.norm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps) if stage.holds_head else None
-        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if stage.holds_head else None
+        self.lm_head = Head(model.hidden_size, model.vocab_size, bias=False) if stage.holds_head else None
+        self.loss_chunks = 1
         self.tie()
 
     def tie(self) -> None:
@@ -101,6 +120,8 @@ class Llama(nn.Module):
             hidden = layer(hidden, cos, sin)
         if self.norm is None or self.lm_head is None:
             return hidden
+        if targets is not None and self.loss_chunks > 1:
+            return self.lm_head(self.norm(hidden), targets=targets, chunks=self.loss_chunks)  # type: ignore[no-any-return]
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits if targets is None else loss_function(logits, targets)
 
@@ -143,6 +164,12 @@ def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy over the tokens, in fp32; logits (batch, seq, vocab), targets (batch, seq)."""
     loss: Tensor = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
     return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def loss_of(module: nn.Module, inputs: Tensor, targets: Tensor, chunks: int) -> Tensor:
+    """The mean loss of a model, however wrapped, over a micro-batch; in parts inside the model if there are several."""
+    loss: Tensor = module(inputs, targets) if chunks > 1 else loss_function(module(inputs), targets)
+    return loss
 
 
 def generator(seed: int, purpose: str, device: torch.device) -> torch.Generator:

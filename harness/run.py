@@ -210,7 +210,8 @@ def reference_of(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say
     config = dataclasses.replace(
         this.config, strategy=SINGLE, checkpointing=CheckpointingConfig("none"), world_size=None, repeat=0, force=False
     )
-    config = dataclasses.replace(config, proof=dataclasses.replace(config.proof, reference=False))
+    plain = dataclasses.replace(config.train, loss_chunks=1, fused_optimizer=True, compile=False)
+    config = dataclasses.replace(config, train=plain, proof=dataclasses.replace(config.proof, reference=False))
     single = plan(config, this.machine, is_reference=True)
     refused = unfit(single, models)
     if refused:

@@ -144,6 +144,37 @@ def products_not_kept(run_dir: str) -> None:
     worker.main(run_dir)
 
 
+def parts_of_the_loss_kept(run_dir: str) -> None:
+    """The loss goes through its tokens in parts, and every part's logits are kept."""
+    apply = harness.checkpointing.apply_loss_chunks
+
+    def spoiled(model: Any, chunks: int, probe: Any) -> None:
+        apply(model, chunks, probe)
+        del model.lm_head.part
+
+    harness.checkpointing.apply_loss_chunks = spoiled
+    worker.main(run_dir)
+
+
+def parts_of_the_loss_mixed(run_dir: str) -> None:
+    """Each part of the hidden states meets the targets of another, as where a cut sequence is taken for a whole one."""
+    forward = harness.model.Head.forward
+
+    def spoiled(self: Any, hidden: Any, targets: Any = None, chunks: int = 1) -> Any:
+        mixed = None if targets is None else targets.flatten().roll(targets.numel() // chunks)
+        return forward(self, hidden, mixed, chunks)
+
+    harness.model.Head.forward = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def other_kernel_of_the_optimizer(run_dir: str) -> None:
+    """The fused optimizer, whatever was asked for."""
+    adamw = torch.optim.AdamW
+    torch.optim.AdamW = lambda parameters, **keywords: adamw(parameters, **(keywords | {"fused": True, "foreach": False}))  # type: ignore[assignment,misc]
+    worker.main(run_dir)
+
+
 def other_optimizer(run_dir: str) -> None:
     """Plain SGD in place of AdamW."""
     torch.optim.AdamW = lambda parameters, lr, **_: torch.optim.SGD(parameters, lr=lr)  # type: ignore[assignment,misc]

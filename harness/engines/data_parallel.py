@@ -28,6 +28,8 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
     if config.checkpointing.name != "none":
         name = config.checkpointing.name
         yield f"checkpointing={name} does not survive the copies nn.DataParallel makes: choose checkpointing=none"
+    if config.train.loss_chunks > 1:
+        yield f"train.loss_chunks={config.train.loss_chunks} is not supported by nn.DataParallel: choose 1"
     if layout.world_size > 1:
         yield f"strategy={config.strategy.name} is one process: choose 1 for every degree of the strategy"
     if config.precision.mixed:
@@ -54,6 +56,6 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
 
     model = model_on_meta(config, probe)
     parallel = Replicate([model], config, device, nn.DataParallel)
-    engine = TorchEngine([model], config, parallel, Sequential(parallel, probe), mesh, probe)
+    engine = TorchEngine([model], config, parallel, Sequential(parallel, probe, config.train.loss_chunks), mesh, probe)
     engine.devices = torch.cuda.device_count()
     return engine

@@ -28,6 +28,7 @@ class Pass:
     device: str = "cpu"
     tp: int = 1
     sequence_parallel: bool = False
+    loss_chunks: int = 1
 
     @property
     def width(self) -> int:
@@ -53,7 +54,9 @@ def pass_of(config: RunConfig, layout: Layout, device: str) -> Pass:
     """A micro-batch's pass in a run."""
     train = config.train
     cut = (layout.tp, layout.sequence_parallel)
-    return Pass(config.model, train.micro_batch, train.seq_len, config.precision.compute, device, *cut)
+    return Pass(
+        config.model, train.micro_batch, train.seq_len, config.precision.compute, device, *cut, train.loss_chunks
+    )
 
 
 def norm_tensors(name: str, one: Pass) -> dict[str, int]:
@@ -139,8 +142,8 @@ def scores_tensors(one: Pass) -> dict[str, int]:
 
 
 def logits_bytes(one: Pass) -> int:
-    """This rank's part of the logits in fp32."""
-    return one.tokens * math.ceil(one.model.vocab_size / one.tp) * FP32_BYTES
+    """This rank's part of the logits in fp32, of as many tokens as go through the loss at once."""
+    return one.tokens // one.loss_chunks * math.ceil(one.model.vocab_size / one.tp) * FP32_BYTES
 
 
 def loss_tensors(one: Pass) -> dict[str, int]:

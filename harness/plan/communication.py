@@ -7,6 +7,9 @@ from harness.placement import Stage, stages_of_rank
 from harness.plan.activations import WIDTH_BYTES
 from harness.sizes import parameter_count
 
+# What a layout moves is tensors. A call of no more elements than this carries norms, flags, counts: no formula has it,
+# so it is named by the function that called it.
+SCALARS = 64
 LOSS_SUMS = 3  # of a number a token in fp32, for a loss over logits cut along the vocabulary: maximum, sum, target's
 
 
@@ -72,6 +75,8 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
     again = sum(map(config.checkpointing.calls_again, stage.layer_indices))
     hidden = micro_batches * hidden_bytes(config)
     small = LOSS_SUMS * micro_batches * train.micro_batch * train.seq_len * 4 if stage.holds_head else 0
+    if train.loss_chunks > 1:  # each part runs a second time, and may be so small that its sums count as scalars
+        small *= 2 * (train.micro_batch * train.seq_len // train.loss_chunks > SCALARS)
     once = ring_share(layout.tp)  # an all-reduce is two of these
     if not layout.sequence_parallel:
         return {"all_reduce": 2 * once * ((sums + again) * hidden + small)}

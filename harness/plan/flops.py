@@ -56,7 +56,7 @@ def model_flops(config: RunConfig) -> int:
 def executed_flops(config: RunConfig, layout: Layout, device: str = "cpu", whole_second_forward: bool = False) -> int:
     """What HFU counts: the operations of a step that run, over all ranks. device is cpu or cuda."""
     again = recomputed_flops(config, layout, whole_second_forward)
-    return model_flops(config) + again + remade_scores_flops(config, device)
+    return model_flops(config) + again + remade_scores_flops(config, device) + remade_logits_flops(config)
 
 
 def recomputed_flops(config: RunConfig, layout: Layout, whole_second_forward: bool = False) -> int:
@@ -93,6 +93,11 @@ def core_again_flops(config: RunConfig) -> int:
     A fused kernel is one operator. Of plain operators torch stops before the second product, which nothing needs.
     """
     return product_flops(config) * (2 if config.model.attention == "flash" else 1)
+
+
+def remade_logits_flops(config: RunConfig) -> int:
+    """The head once more in backward, where it goes through the tokens in parts and keeps no part's logits."""
+    return head_flops(config) if config.train.loss_chunks > 1 else 0
 
 
 def remade_scores_flops(config: RunConfig, device: str) -> int:

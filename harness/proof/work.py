@@ -9,7 +9,7 @@ from harness.figures.traffic import communication
 from harness.layout import Layout
 from harness.measure.communication import LAYOUT
 from harness.placement import stages_of_rank
-from harness.plan.flops import model_flops, recomputed_flops, remade_scores_flops, second_forwards
+from harness.plan.flops import model_flops, recomputed_flops, remade_logits_flops, remade_scores_flops, second_forwards
 from harness.plan.pipeline import in_flight
 from harness.proof import Rank
 
@@ -27,6 +27,7 @@ def flops_problems(config: RunConfig, layout: Layout, widths: Widths, ranks: Seq
     if ran is None:
         return []
     least = model_flops(config) + recomputed_flops(config, layout, widths.whole_second_forward)
+    least += remade_logits_flops(config)
     most = least + remade_scores_flops(config, "cpu")
     if all(rank["device_name"] == "cpu" for rank in ranks):
         least = most
@@ -38,13 +39,19 @@ def flops_problems(config: RunConfig, layout: Layout, widths: Widths, ranks: Seq
 
 
 def checkpointing_problems(config: RunConfig, layout: Layout, rank: Rank) -> list[str]:
-    """Whether the forwards that checkpointing names, and no other, ran a second time in every micro-batch."""
+    """Whether the forwards that checkpointing names, and no other, ran a second time in every micro-batch.
+
+    And the parts of the loss, where there are several.
+    """
     held, found = stages_of_rank(config.model, layout, rank["rank"]), rank["profiled"]["recomputations"]
-    expected = layout.accumulation(config.train) * sum(second_forwards(config, layout, stage) for stage in held)
+    calls, chunks = sum(second_forwards(config, layout, stage) for stage in held), config.train.loss_chunks
+    calls += chunks if chunks > 1 and held[-1].holds_head else 0
+    expected = layout.accumulation(config.train) * calls
     if found == expected:
         return []
     return [
-        f"checkpointing={config.checkpointing.name}: {found} second forwards of a layer in a step of rank"
+        f"checkpointing={config.checkpointing.name}: {found} second forwards of a layer or a part of the loss in a"
+        f" step of rank"
         f" {rank['rank']}, {expected} expected"
     ]
 

@@ -148,4 +148,4 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.deepspeed.training import Training
 
     engine, names = start(config, layout, device, probe)
-    return Training(engine, names, layout, probe)
+    return Training(engine, names, layout, probe, config.train.loss_chunks)

@@ -73,7 +73,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     """The model under this layout. The order is fixed: tensor parallel, checkpointing, data parallel, pipeline."""
     import torch.distributed as dist
 
-    from harness.checkpointing import apply_checkpointing
+    from harness.checkpointing import apply_checkpointing, apply_loss_chunks
     from harness.engines.torch.fully_shard import FullyShard
     from harness.engines.torch.passes import Sequential
     from harness.engines.torch.pipeline import Pipeline
@@ -88,6 +88,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         if layout.tp > 1:
             apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
         apply_checkpointing(part, config.checkpointing, probe)
+        apply_loss_chunks(part, config.train.loss_chunks, probe)
     parallel: DataParallel
     if layout.data_parallel == "fsdp":
         parallel = FullyShard(parts[0], config, layout, mesh, device)
@@ -95,7 +96,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         parallel = Replicate(parts, config, device, distributed_data_parallel(mesh, device, config))
     else:
         parallel = Replicate(parts, config, device)
-    passes: Passes = Sequential(parallel, probe)
+    passes: Passes = Sequential(parallel, probe, config.train.loss_chunks)
     if layout.pp > 1:
         passes = Pipeline(parts, stages, config, layout, mesh.get_group("pp"), device, parallel, probe)
     return TorchEngine(parts, config, parallel, passes, mesh, probe)
@@ -132,7 +133,8 @@ class TorchEngine:
             betas=train.betas,
             eps=train.eps,
             weight_decay=train.weight_decay,
-            fused=True,  # the one implementation without temporaries the size of the model
+            fused=train.fused_optimizer,
+            foreach=not train.fused_optimizer,
         )
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:

@@ -8,14 +8,15 @@ from torch import Tensor
 from harness.engines import Batch
 from harness.engines.torch.data_parallel import DataParallel
 from harness.measure.probe import Probe
-from harness.model import loss_function
+from harness.model import loss_of
 
 
 class Sequential:
     """Each micro-batch's forward, then its backward."""
 
-    def __init__(self, parallel: DataParallel, probe: Probe) -> None:
+    def __init__(self, parallel: DataParallel, probe: Probe, loss_chunks: int) -> None:
         self.parallel = parallel
+        self.loss_chunks = loss_chunks
         self.probe = probe
 
     def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
@@ -24,7 +25,7 @@ class Sequential:
         for index, batch in enumerate(micro_batches):
             with self.parallel.micro_batch(last=index == count - 1):
                 with self.probe.phase("forward"):
-                    loss = loss_function(self.parallel.module(batch.inputs), batch.targets)
+                    loss = loss_of(self.parallel.module, batch.inputs, batch.targets, self.loss_chunks)
                 losses.append(loss.detach())
                 with self.probe.phase("backward"):
                     self.backward(loss / count)
