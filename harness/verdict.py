@@ -28,6 +28,7 @@ def judge(
         layout_problems += held.gradient_problems(config.model, layout, widths, ranks)
     expected = [expected_bytes(config, layout, widths, rank["rank"]) for rank in ranks]
     problems = layout_problems + work.flops_problems(config, layout, widths, ranks)
+    problems += work.kernel_problems(config, ranks)
     problems += work_problems(config, layout, ranks, expected)
     problems += training.disagreements(layout, ranks)
     if None in row.mean_losses(ranks):

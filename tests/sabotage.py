@@ -168,6 +168,18 @@ def parts_of_the_loss_mixed(run_dir: str) -> None:
     worker.main(run_dir)
 
 
+def eager_on_one_rank(run_dir: str) -> None:
+    """Rank 1 composes its attention of plain operators."""
+    build = harness.model.Attention.__init__
+
+    def spoiled(self: Any, *arguments: Any) -> None:
+        build(self, *arguments)
+        self.eager = rank() == 1
+
+    harness.model.Attention.__init__ = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
 def other_kernel_of_the_optimizer(run_dir: str) -> None:
     """The fused optimizer, whatever was asked for."""
     adamw = torch.optim.AdamW

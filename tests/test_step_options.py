@@ -128,7 +128,7 @@ def test_another_loss_than_claimed_is_an_error(
     assert any(found in problem for problem in record["proof"]["problems"]), record["proof"]["problems"]
 
 
-@pytest.mark.parametrize("strategy", ("ddp", "zero2"))
+@pytest.mark.parametrize("strategy", ("ddp", "tp"))
 def test_the_foreach_optimizers_temporaries_are_planned(results: Path, strategy: str) -> None:
     """At a batch so small that the optimizer is the fullest moment."""
     small = ("train.seq_len=16", "train.micro_batch=1", "train.global_batch=2", "train.steps=1", "train.warmup_steps=2")
@@ -137,3 +137,24 @@ def test_the_foreach_optimizers_temporaries_are_planned(results: Path, strategy:
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["peak_phase"] == "optimizer"
     assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.1)
+
+
+@pytest.mark.parametrize("attention", ("flash", "eager"))
+def test_the_attention_kernel_is_the_one_that_was_heard(results: Path, attention: str) -> None:
+    row = run_with(results, worker.main, *SHORT, "strategy=pp_gpipe", f"model.attention={attention}")["row"]
+    assert (row["status"], row["reason"], row["attention_kernel"]) == ("ok", "", attention)
+
+
+@pytest.mark.parametrize(
+    ("fault", "overrides", "found"),
+    [
+        (sabotage.other_kernel_of_the_optimizer, "train.fused_optimizer=false", "ran the optimizer as fused"),
+        (sabotage.eager_on_one_rank, "", "attention ran as flash and math, not one on all ranks"),
+    ],
+)
+def test_another_kernel_than_claimed_is_an_error(
+    results: Path, fault: Callable[[str], None], overrides: str, found: str
+) -> None:
+    record = run_with(results, fault, *SHORT, "strategy=ddp", *overrides.split())
+    assert record["row"]["status"] == "error"
+    assert any(found in problem for problem in record["proof"]["problems"]), record["proof"]["problems"]

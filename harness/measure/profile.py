@@ -18,6 +18,7 @@ from harness.measure.blocks import Log, Notes, Span, fullest, fullest_like, name
 from harness.measure.communication import CommunicationCounter, Heard, Traffic, axis_of, is_data_axis
 from harness.measure.flops import operator_flops
 from harness.measure.gradients import GradientStatistic, GradientStatistics
+from harness.measure.kernels import Kernels
 from harness.measure.memory import DeviceMemory, element_bytes, storage_bytes, storages
 from harness.measure.probe import Listener, Probe
 from harness.measure.state import held_bytes
@@ -45,6 +46,8 @@ class ProfiledStep(NamedTuple):
     peak_allocated_bytes: int | None
     at_peak: AtPeak | None  # None where memory is not counted
     communication: tuple[Traffic, ...]
+    attention_kernels: tuple[str, ...]
+    optimizers: tuple[str, ...]  # implementations of its step
 
 
 @contextmanager
@@ -68,6 +71,7 @@ class StepListener(Listener):
         self.activations = ActivationMeter(engine.model, self.hold)
         self.communication = CommunicationCounter(self.sent)
         self.notes = Notes()
+        self.kernels = Kernels()
         self.buckets: set[int] = set()  # addresses of those that hold gradients
         self.flops = 0
         self.most_gradient_bytes = 0
@@ -146,6 +150,7 @@ class StepListener(Listener):
         """One has run since `began`."""
         if self.paused:
             return
+        self.kernels.heard(name)
         now = self.now()
         if now > began:
             self.notes.operators.append(Span(began, now, name))
@@ -241,6 +246,8 @@ class StepListener(Listener):
             self.peak_allocated_bytes,
             self.at_peak(timed),
             self.communication.traffic(),
+            tuple(sorted(self.kernels.attention)),
+            tuple(sorted(self.kernels.optimizer)),
         )
 
 
