@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from harness import data, engines, job, launch, layout, records, row, worker
+from harness import compiling, data, engines, job, launch, layout, records, row, worker
 from harness.compose import folder_of
 from harness.config import CheckpointingConfig, ModelConfig, RunConfig, StrategyConfig
 from harness.data import Corpus
@@ -52,7 +52,11 @@ def plan(config: RunConfig, machine: Machine, *, is_reference: bool = False) -> 
     """Raises UserError if the configuration is impossible; writes nothing but the corpus to its cache."""
     found = layout.resolve(config.strategy, config.world_size or machine.world_size)
     engine = engines.load(found.engine)
-    for problem in (*refusals(config, found), *engine.refusals(config, found, machine)):
+    for problem in (
+        *refusals(config, found),
+        *compiling.refusals(config, found, machine),
+        *engine.refusals(config, found, machine),
+    ):
         raise UserError(problem)
     corpus = data.prepare(config.data, config.train.seq_len)
     run_id = run_id_of(config, machine, found.world_size, corpus.fingerprint)
@@ -287,7 +291,8 @@ def write(
     predicted = memory.estimate(this.config, this.layout, this.widths, this.machine.device)
     places = range(this.layout.pp)
     activations = (memory.activation_bytes(this.config, this.layout, this.machine.device, place) for place in places)
-    ending |= {"predicted_peak_bytes": predicted.peak_bytes, "predicted_activation_bytes": max(activations)}
+    if not this.config.train.compile:  # what a compiled layer keeps and makes is the compiler's choice
+        ending |= {"predicted_peak_bytes": predicted.peak_bytes, "predicted_activation_bytes": max(activations)}
     extra = (extra or {}) | {"corpus": this.corpus.fingerprint}
     record = row.record(this.config, this.machine, this.layout, this.run_id, ending, ranks, extra)
     steps = record.pop("steps", [])

@@ -63,6 +63,7 @@ def work_problems(
     problems = []
     for rank, bytes_by_axis in zip(ranks, expected, strict=True):
         problems += work.checkpointing_problems(config, layout, rank)
+        problems += work.compile_problems(config, rank)
         problems += work.schedule_problems(config, layout, rank)
         if config.strategy.literature:
             problems += work.volume_problems(layout, rank, bytes_by_axis)

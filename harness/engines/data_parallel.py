@@ -30,6 +30,8 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield f"checkpointing={name} does not survive the copies nn.DataParallel makes: choose checkpointing=none"
     if config.train.loss_chunks > 1:
         yield f"train.loss_chunks={config.train.loss_chunks} is not supported by nn.DataParallel: choose 1"
+    if config.train.compile:
+        yield "train.compile=true does not survive the copies nn.DataParallel makes: choose false"
     if layout.world_size > 1:
         yield f"strategy={config.strategy.name} is one process: choose 1 for every degree of the strategy"
     if config.precision.mixed:

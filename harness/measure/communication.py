@@ -190,6 +190,11 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._bytes: dict[_Key, float] = defaultdict(float)
         self._sizes: dict[_Key, Counter[int]] = defaultdict(Counter)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """See profile.Watch."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -24,6 +24,8 @@ ATTENTION = {
 }
 OPTIMIZER = {"aten::_fused_adamw_": "fused", "aten::_foreach_sqrt": "foreach"}
 
+ACTIVATION_FUNCTIONS = ("aten::silu", "aten::gelu")  # compiled code has them inside kernels of its own
+
 
 @contextmanager
 def attention_asked_for() -> Iterator[None]:
@@ -38,8 +40,10 @@ class Kernels:
     def __init__(self) -> None:
         self.attention: set[str] = set()
         self.optimizer: set[str] = set()
+        self.activation_functions = 0
 
     def heard(self, operator: str) -> None:
+        self.activation_functions += operator in ACTIVATION_FUNCTIONS
         if operator in ATTENTION:
             self.attention.add(ATTENTION[operator])
         if operator in OPTIMIZER:

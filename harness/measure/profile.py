@@ -48,6 +48,7 @@ class ProfiledStep(NamedTuple):
     communication: tuple[Traffic, ...]
     attention_kernels: tuple[str, ...]
     optimizers: tuple[str, ...]  # implementations of its step
+    layers_compiled: bool  # none of a layer's activation functions ran as an operator
 
 
 @contextmanager
@@ -248,6 +249,7 @@ class StepListener(Listener):
             self.communication.traffic(),
             tuple(sorted(self.kernels.attention)),
             tuple(sorted(self.kernels.optimizer)),
+            not self.kernels.activation_functions,
         )
 
 
@@ -257,6 +259,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, listener: StepListener) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.listener = listener
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else torch would run compiled code operator by operator for as long as somebody listens."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

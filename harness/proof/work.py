@@ -58,6 +58,20 @@ def kernel_problems(config: RunConfig, ranks: Sequence[Rank]) -> list[str]:
     return problems
 
 
+def compile_problems(config: RunConfig, rank: Rank) -> list[str]:
+    """Whether the layers ran compiled, in the profiled step as in the timed ones, and the compiler in neither."""
+    problems, asked = [], config.train.compile
+    if rank["devices"] == 1 and rank["profiled"]["layers_compiled"] != asked:
+        how = "operator by operator" if asked else "compiled"
+        problems.append(f"rank {rank['rank']} ran its layers {how}, train.compile={str(asked).lower()}")
+    if rank["graphs_in_timed_steps"]:
+        problems.append(
+            f"rank {rank['rank']} compiled {rank['graphs_in_timed_steps']} graphs in the timed steps: choose more"
+            " train.warmup_steps"
+        )
+    return problems
+
+
 def checkpointing_problems(config: RunConfig, layout: Layout, rank: Rank) -> list[str]:
     """Whether the forwards that checkpointing names, and no other, ran a second time in every micro-batch.
 

@@ -70,10 +70,11 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
-    """The model under this layout. The order is fixed: tensor parallel, checkpointing, data parallel, pipeline."""
+    """The model under this layout. In a fixed order: tensor parallel, checkpointing, compiler, data parallel, pipeline."""
     import torch.distributed as dist
 
     from harness.checkpointing import apply_checkpointing, apply_loss_chunks
+    from harness.compiling import apply_compile
     from harness.engines.torch.fully_shard import FullyShard
     from harness.engines.torch.passes import Sequential
     from harness.engines.torch.pipeline import Pipeline
@@ -89,6 +90,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
             apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
         apply_checkpointing(part, config.checkpointing, probe)
         apply_loss_chunks(part, config.train.loss_chunks, probe)
+        apply_compile(part, config.train.compile)
     parallel: DataParallel
     if layout.data_parallel == "fsdp":
         parallel = FullyShard(parts[0], config, layout, mesh, device)
