@@ -21,8 +21,8 @@ def refusals(config: RunConfig, layout: Layout, machine: Machine) -> Iterator[st
         yield f"train.compile=true fails on the DTensors of strategy.tp={layout.tp} (torch 2.13): choose false"
     if config.checkpointing.name != "none":
         yield (
-            f"train.compile=true with checkpointing={config.checkpointing.name}: second forwards inside a compiled layer"
-            " cannot be counted; choose checkpointing=none, or train.compile=false"
+            f"train.compile=true with checkpointing={config.checkpointing.name}: second forwards inside a compiled"
+            " layer cannot be counted; choose checkpointing=none, or train.compile=false"
         )
 
 

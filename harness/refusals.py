@@ -22,8 +22,8 @@ def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield f"train.loss_chunks={chunks} does not divide the {tokens} tokens of a micro-batch: choose a divisor"
     if chunks > 1 and layout.pp > 1 and layout.schedule == "zero_bubble":
         yield (
-            f"train.loss_chunks={chunks} saves nothing under strategy.schedule=zero_bubble, which keeps the gradients of"
-            " all logits for the weights' half: choose 1, or another schedule"
+            f"train.loss_chunks={chunks} saves nothing under strategy.schedule=zero_bubble, which keeps the gradients"
+            " of all logits for the weights' half: choose 1, or another schedule"
         )
     if config.data.kind == "text" and config.model.vocab_size < 256:
         yield f"model.vocab_size={config.model.vocab_size} is too small for data={config.data.name}: choose 256 or more"

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, loss
 
 import harness.checkpointing
 import harness.model
-from harness import worker
+from harness import compiling, worker
 from harness.config import CheckpointingConfig
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
@@ -183,7 +183,28 @@ def eager_on_one_rank(run_dir: str) -> None:
 def other_kernel_of_the_optimizer(run_dir: str) -> None:
     """The fused optimizer, whatever was asked for."""
     adamw = torch.optim.AdamW
-    torch.optim.AdamW = lambda parameters, **keywords: adamw(parameters, **(keywords | {"fused": True, "foreach": False}))  # type: ignore[assignment,misc]
+    torch.optim.AdamW = lambda parameters, **keywords: adamw(
+        parameters, **(keywords | {"fused": True, "foreach": False})
+    )  # type: ignore[assignment,misc]
+    worker.main(run_dir)
+
+
+def never_compiled(run_dir: str) -> None:
+    """The layers are left as they are."""
+    compiling.apply_compile = lambda model, asked_for: None
+    worker.main(run_dir)
+
+
+def compiled_again(run_dir: str) -> None:
+    """The first timed step throws away what was compiled."""
+
+    def spoiled(self: Any, phase: str, step: int) -> None:
+        progress(self, phase, step)
+        if phase == "timed":
+            torch.compiler.reset()
+
+    progress = worker.Progress.__call__
+    worker.Progress.__call__ = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 

@@ -45,10 +45,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @KIND
 @ATTENTION
 def test_what_runs_again_is_what_torch_counts(kind: str, attention: str) -> None:
-    config = composed("strategy=single", "train.global_batch=2", f"checkpointing={kind}", f"model.attention={attention}")
+    config = composed(
+        "strategy=single", "train.global_batch=2", f"checkpointing={kind}", f"model.attention={attention}"
+    )
     plain = dataclasses.replace(config, checkpointing=CheckpointingConfig("none"))
     more = sum(counted(config)) - sum(counted(plain))
-    layers, full = config.model.num_hidden_layers, dataclasses.replace(config, checkpointing=CheckpointingConfig("full"))
+    layers, full = (
+        config.model.num_hidden_layers,
+        dataclasses.replace(config, checkpointing=CheckpointingConfig("full")),
+    )
     expected = {
         "selective": 0,
         "attention": layers * product_flops(config) * (2 if attention == "flash" else 1),
@@ -148,7 +153,7 @@ def test_selective_checkpointing_is_offered_where_it_is_enough() -> None:
 
 @pytest.mark.parametrize("overrides", (("full", 2), ("every_n", 1), ("every_n", 0), ("half", 1)))
 def test_an_interval_that_means_nothing_is_refused(overrides: tuple[str, int]) -> None:
-    with pytest.raises(UserError, match="checkpointing.*choose"):
+    with pytest.raises(UserError, match=r"checkpointing.*choose"):
         CheckpointingConfig(*overrides)
 
 

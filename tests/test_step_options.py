@@ -69,7 +69,9 @@ def test_a_loss_in_parts_is_the_same_and_keeps_one_parts_logits(vocab_size: int,
     tolerance = 1e-5 if precision is FP32 else 0.03
     for parameter, gradient in zip(module.parameters(), gradients, strict=True):
         assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, gradient, rtol=tolerance, atol=tolerance * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            parameter.grad, gradient, rtol=tolerance, atol=tolerance * float(gradient.abs().max())
+        )
     del loss
     with ActivationMeter(module) as meter, probe.listening(Hearing(meter)):
         module(tokens, tokens).backward()

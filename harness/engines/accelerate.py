@@ -73,6 +73,8 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
 
     model = model_on_meta(config, probe)
     parallel = Prepared([model], config, device, prepare)
-    engine = TorchEngine([model], config, parallel, PreparedPasses(parallel, probe, config.train.loss_chunks), mesh, probe)
+    engine = TorchEngine(
+        [model], config, parallel, PreparedPasses(parallel, probe, config.train.loss_chunks), mesh, probe
+    )
     engine.optimizer = accelerator.prepare_optimizer(engine.optimizer)
     return engine

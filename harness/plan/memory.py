@@ -82,7 +82,9 @@ def estimate_at(
     standing = gradients_outlive_step(config, layout)
     piles_up = layout.schedule != "1f1b"  # the other schedules of torch wait for what they sent at the end of the step
     fills = [fill for moment in backwards for fill in step_fills(parts, gradients, standing, moment, piles_up)]
-    fills.append(dict.fromkeys(fills[0], 0) | {"gradients": sum(gradients), "temporaries": update_bytes(config, layout, total)})
+    fills.append(
+        dict.fromkeys(fills[0], 0) | {"gradients": sum(gradients), "temporaries": update_bytes(config, layout, total)}
+    )
     fullest = max(fills, key=lambda fill: sum(fill.values()))
     fullest["buffers"] += buffer_bytes
     return MemoryEstimate(

@@ -54,7 +54,9 @@ def kernel_problems(config: RunConfig, ranks: Sequence[Rank]) -> list[str]:
         ran = "+".join(rank["profiled"]["optimizers"])
         if ran != wanted:
             said = str(config.train.fused_optimizer).lower()
-            problems.append(f"rank {rank['rank']} ran the optimizer as {ran or 'another'}, train.fused_optimizer={said}")
+            problems.append(
+                f"rank {rank['rank']} ran the optimizer as {ran or 'another'}, train.fused_optimizer={said}"
+            )
     return problems
 
 

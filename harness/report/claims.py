@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from harness.plan.activations import WIDTH_BYTES
 from harness.config import CALLED_AGAIN
+from harness.plan.activations import WIDTH_BYTES
 from harness.plan.flops import executed_flops
 from harness.records import Record
 from harness.report import comparison as c

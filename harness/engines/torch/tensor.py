@@ -56,7 +56,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: boo
 
 
 class VocabularyParallelHead(ColwiseParallel):
-    """A head of which each rank has the logits of some words; a loss made of them inside the module is left as it is."""
+    """A head of which each rank has the logits of some words; a loss made of them inside the module stays as it is."""
 
     @staticmethod
     def _prepare_output_fn(
