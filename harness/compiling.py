@@ -17,8 +17,11 @@ def refusals(config: RunConfig, layout: Layout, machine: Machine) -> Iterator[st
         return
     if machine.device == "cpu" and compiler_problem():
         yield f"train.compile=true makes C++ of every layer: {compiler_problem()}"
-    if layout.tp > 1:
-        yield f"train.compile=true fails on the DTensors of strategy.tp={layout.tp} (torch 2.13): choose false"
+    if layout.pp > 1 and layout.schedule == "zero_bubble":
+        yield (
+            "train.compile=true makes one operator of a layer's backward, which strategy.schedule=zero_bubble takes in"
+            " halves: choose false, or another schedule"
+        )
     if config.checkpointing.name != "none":
         yield (
             f"train.compile=true with checkpointing={config.checkpointing.name}: second forwards inside a compiled"

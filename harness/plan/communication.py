@@ -64,8 +64,8 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
     Two all-reduces of the hidden states a layer in forward and two in backward, one for the embedding in forward and
     one for the head in backward. A layer that is called again, selectively too, runs its first again; torch stops the
     second forward before the last, whose result nothing in backward needs. Sequence parallelism (arXiv 2205.05198) puts
-    a reduce-scatter and an all-gather in the place of each all-reduce; of those a second forward gathers both inputs and
-    scatters one sum; the gradients of norms are summed once a step.
+    a reduce-scatter and an all-gather in the place of each all-reduce; of those a second forward gathers both inputs
+    and scatters one sum; the gradients of norms are summed once a step.
     """
     if layout.tp == 1:
         return {}

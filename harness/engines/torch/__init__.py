@@ -70,7 +70,7 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
-    """The model under this layout, in a fixed order: tensor parallel, checkpointing, compile, data parallel, pipeline."""
+    """The model under this layout, always in this order: tensor, checkpointing, compile, data parallel, pipeline."""
     import torch.distributed as dist
 
     from harness.checkpointing import apply_checkpointing, apply_loss_chunks
