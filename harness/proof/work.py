@@ -86,9 +86,8 @@ def checkpointing_problems(config: RunConfig, layout: Layout, rank: Rank) -> lis
     if found == expected:
         return []
     return [
-        f"checkpointing={config.checkpointing.name}: {found} second forwards of a layer or a part of the loss in a"
-        f" step of rank"
-        f" {rank['rank']}, {expected} expected"
+        f"checkpointing={config.checkpointing.name}: {found} second forwards of a layer in a step of rank"
+        f" {rank['rank']}, {expected} expected{', parts of the loss among them' if chunks > 1 else ''}"
     ]
 
 
