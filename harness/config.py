@@ -128,12 +128,27 @@ class StrategyConfig:
             _require(degree == -1 or degree >= 1, f"strategy.{axis}", degree, rule)
 
 
+CALLED_AGAIN = ("full", "every_n", "selective")  # the kinds of checkpointing that call a layer a second time
+
+
 @dataclass(frozen=True)
 class CheckpointingConfig:
+    """What of a forward is run a second time in backward instead of being kept."""
+
     name: str
+    every: int = 1  # every_n: of so many decoder layers the last, counted through the whole model
 
     def __post_init__(self) -> None:
-        _one_of("checkpointing", self.name, ("none", "full"))
+        _one_of("checkpointing", self.name, ("none", "full", "every_n", "selective", "attention"))
+        _positive("checkpointing", self, "every")
+        is_every_n = self.name == "every_n"
+        rule = f"is for checkpointing=every_n, not {self.name}: choose it, or 1"
+        _require(is_every_n or self.every == 1, "checkpointing.every", self.every, rule)
+        _require(not is_every_n or self.every > 1, "checkpointing.every", self.every, "is full: choose 2 or more")
+
+    def calls_again(self, layer: int) -> bool:
+        """Whether the forward of a decoder layer, by its index in the whole model, is called a second time."""
+        return self.name in CALLED_AGAIN and (layer + 1) % self.every == 0
 
 
 @dataclass(frozen=True)
@@ -208,6 +223,9 @@ class TrainConfig:
     betas: tuple[float, float]
     eps: float
     gradient_clipping: float  # 0: measured, not clipped
+    loss_chunks: int = 1  # parts of a micro-batch's tokens that go through head and loss one after another
+    fused_optimizer: bool = True  # one kernel without temporaries; else torch's foreach operators
+    compile: bool = False  # every decoder layer by torch.compile
 
     @property
     def all_steps(self) -> int:
@@ -215,7 +233,7 @@ class TrainConfig:
         return self.warmup_steps + self.steps + TRACED_STEPS + PROFILED_STEPS
 
     def __post_init__(self) -> None:
-        _positive("train", self, "global_batch", "micro_batch", "seq_len", "steps", "warmup_steps")
+        _positive("train", self, "global_batch", "micro_batch", "seq_len", "steps", "warmup_steps", "loss_chunks")
         _require(self.seed >= 0, "train.seed", self.seed, "is negative: choose 0 or more")
         for key in ("lr", "weight_decay", "eps", "gradient_clipping"):
             value = getattr(self, key)

@@ -189,8 +189,8 @@ def decoder(base: type) -> type:
             logits: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
             return logits
 
-        def blocks(self) -> list[nn.Module]:
-            return list(decoder_layers(self)[1])
+        def blocks(self) -> dict[int, nn.Module]:
+            return dict(enumerate(decoder_layers(self)[1]))
 
         def ends(self) -> list[list[nn.Module]]:
             if self.config.tie_word_embeddings:

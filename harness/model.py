@@ -107,6 +107,24 @@ class Block(nn.Module):
         return F.dropout(joining, self.dropout, self.training)
 
 
+class Head(nn.Linear):
+    """Hidden states (batch, seq, hidden) to logits, or part by part of the tokens to the mean loss.
+
+    The loop over parts is inside the module, so that what wraps it (gathering of its weight, of the sequence) is done
+    once for all of them, and no part is cut from tokens of which this rank has only some.
+    """
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, chunks: int = 1) -> Tensor:
+        if targets is None:
+            return super().forward(hidden)
+        parts = zip(hidden.flatten(0, 1).chunk(chunks), targets.flatten().chunk(chunks), strict=True)
+        return torch.stack([self.part(*part) for part in parts]).mean()
+
+    def part(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of some tokens: hidden (tokens, hidden), targets (tokens)."""
+        return loss_function(super().forward(hidden).unsqueeze(0), targets)
+
+
 class Decoder(nn.Module):
     """Token ids (batch, seq) to logits (batch, seq, vocab), or to the mean loss where targets are given.
 
@@ -125,7 +143,8 @@ class Decoder(nn.Module):
         self.embed_positions = nn.Embedding(model.context_length, model.hidden_size) if learned else None
         self.layers = nn.ModuleDict({str(index): Block(model) for index in stage.layer_indices})
         self.norm = norm_of(model) if last else None
-        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if last else None
+        self.lm_head = Head(model.hidden_size, model.vocab_size, bias=False) if last else None
+        self.loss_chunks = 1
         self.tie()
 
     def tie(self) -> None:
@@ -133,9 +152,9 @@ class Decoder(nn.Module):
         if self.config.tie_word_embeddings and self.embed_tokens is not None and self.lm_head is not None:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def blocks(self) -> list[nn.Module]:
-        """The decoder layers, in order."""
-        return list(self.layers.values())
+    def blocks(self) -> dict[int, nn.Module]:
+        """The decoder layers, by their index in the whole model."""
+        return {int(index): block for index, block in self.layers.items()}
 
     def ends(self) -> list[list[nn.Module]]:
         """What turns tokens into hidden states, and hidden states into logits: one list, of both, where tied."""
@@ -153,6 +172,8 @@ class Decoder(nn.Module):
             hidden = layer(hidden, *rotary)
         if self.norm is None or self.lm_head is None:
             return hidden
+        if targets is not None and self.loss_chunks > 1:
+            return self.lm_head(self.norm(hidden), targets=targets, chunks=self.loss_chunks)  # type: ignore[no-any-return]
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits if targets is None else loss_function(logits, targets)
 
@@ -224,6 +245,12 @@ def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy over the tokens, in fp32; logits (batch, seq, vocab), targets (batch, seq)."""
     loss: Tensor = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
     return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def loss_of(module: nn.Module, inputs: Tensor, targets: Tensor, chunks: int) -> Tensor:
+    """The mean loss of a model, however wrapped, over a micro-batch; in parts inside the model if there are several."""
+    loss: Tensor = module(inputs, targets) if chunks > 1 else loss_function(module(inputs), targets)
+    return loss
 
 
 def generator(seed: int, purpose: str, device: torch.device) -> torch.Generator:

@@ -56,6 +56,9 @@ COLUMN_TYPES: Mapping[str, type] = (
     | dict.fromkeys(("data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds"), float)
     | dict.fromkeys(("exposed_communication_seconds", "idle_seconds", "other_seconds"), float)
     | {"overlapped_communication_seconds": float}
+    # What is computed when, and by which implementations: attention's as it was heard on all ranks.
+    | {"checkpointing_every": int, "loss_chunks": int, "compile": bool}
+    | {"attention_kernel": str, "fused_optimizer": bool}
     # Operations of a step over all ranks: the model's, without what is run again, and those that ran.
     | {"model_flops": int, "hardware_flops": int, "hfu": float, "model_flops_per_second_per_device": float}
     # Memory beyond tensors, and what the host gave.

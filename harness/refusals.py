@@ -18,6 +18,14 @@ def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
+    chunks, tokens = config.train.loss_chunks, config.train.micro_batch * config.train.seq_len // layout.cp
+    if tokens % chunks:
+        yield f"train.loss_chunks={chunks} does not divide the {tokens} tokens of a micro-batch: choose a divisor"
+    if chunks > 1 and layout.pp > 1 and layout.schedule == "zero_bubble":
+        yield (
+            f"train.loss_chunks={chunks} saves nothing under strategy.schedule=zero_bubble, which keeps the gradients"
+            " of all logits for the weights' half: choose 1, or another schedule"
+        )
     if config.data.kind == "text" and config.model.vocab_size < 256:
         yield f"model.vocab_size={config.model.vocab_size} is too small for data={config.data.name}: choose 256 or more"
     if config.model.asked is not None:
@@ -58,6 +66,17 @@ def asked_refusals(config: RunConfig, layout: Layout, asked: Asked) -> Iterator[
             f"train.seq_len={config.train.seq_len} is more than the {config.model.context_length} tokens of"
             f" model={name}: choose as many or fewer"
         )
+    if config.checkpointing.name in ("selective", "attention"):
+        yield (
+            f"checkpointing={config.checkpointing.name} knows the layers of this project's models, and model={name} is a"
+            " library's: choose none, full or every_n"
+        )
+    if config.train.loss_chunks > 1:
+        yield f"train.loss_chunks={config.train.loss_chunks} needs a head of this project's, not of model={name}: choose 1"
+    if config.train.compile:
+        yield f"train.compile=true with model={name}, a library's, is not proven: choose false"
+    if layout.cp > 1:
+        yield f"strategy.cp={layout.cp} needs attention of this project's, not of model={name}: choose 1"
     if layout.pp > 1:
         yield f"strategy.pp={layout.pp} needs a model cut by stages, and model={name} is a library's whole: choose 1"
     if layout.sequence_parallel:

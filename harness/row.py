@@ -11,6 +11,7 @@ from harness.config import PROFILED_STEPS, TRACED_STEPS, RunConfig
 from harness.figures import Row
 from harness.figures.cost import cost
 from harness.figures.disturbance import disturbances
+from harness.figures.kernels import kernels
 from harness.figures.memory import fullest, memory, most
 from harness.figures.speed import speed
 from harness.figures.time import bubble, step_seconds, time
@@ -74,6 +75,9 @@ def configured(config: RunConfig, layout: Layout | None) -> Row:
         "micro_batch": config.train.micro_batch,
         "global_batch": config.train.global_batch,
         "seq_len": config.train.seq_len,
+        "loss_chunks": config.train.loss_chunks,
+        "compile": config.train.compile,
+        "checkpointing_every": config.checkpointing.every if config.checkpointing.every > 1 else None,
         "repeat": config.repeat,
         "launch": "processes",
     }
@@ -106,6 +110,7 @@ def measured(config: RunConfig, layout: Layout, ranks: Sequence[Rank]) -> Row:
         **times,
         **memory(ranks),
         **cost(config, ranks),
+        **kernels(config, ranks),
         "disturbed": disturbances(step_seconds(ranks), [rank["used"] for rank in ranks]),
         "communication_bytes": round(max(map(sent_bytes, ranks))) if seen_whole else None,
         "loss_first": losses[0],

@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from harness import data, engines, job, launch, layout, records, row, worker
+from harness import compiling, data, engines, job, launch, layout, records, row, worker
 from harness.compose import folder_of
 from harness.config import CheckpointingConfig, ModelConfig, RunConfig, StrategyConfig
 from harness.data import Corpus
@@ -52,7 +52,11 @@ def plan(config: RunConfig, machine: Machine, *, is_reference: bool = False) -> 
     """Raises UserError if the configuration is impossible; writes nothing but the corpus to its cache."""
     found = layout.resolve(config.strategy, config.world_size or machine.world_size)
     engine = engines.load(found.engine)
-    for problem in (*refusals(config, found), *engine.refusals(config, found, machine)):
+    for problem in (
+        *refusals(config, found),
+        *compiling.refusals(config, found, machine),
+        *engine.refusals(config, found, machine),
+    ):
         raise UserError(problem)
     corpus = data.prepare(config.data, config.train.seq_len)
     run_id = run_id_of(config, machine, found.world_size, corpus.fingerprint)
@@ -212,7 +216,8 @@ def reference_of(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say
     config = dataclasses.replace(
         this.config, strategy=SINGLE, checkpointing=CheckpointingConfig("none"), world_size=None, repeat=0, force=False
     )
-    config = dataclasses.replace(config, proof=dataclasses.replace(config.proof, reference=False))
+    plain = dataclasses.replace(config.train, loss_chunks=1, fused_optimizer=True, compile=False)
+    config = dataclasses.replace(config, train=plain, proof=dataclasses.replace(config.proof, reference=False))
     single = plan(config, this.machine, is_reference=True)
     refused = unfit(single, models)
     if refused:
@@ -285,7 +290,8 @@ def write(
     this: Plan, ending: dict[str, Any], ranks: Sequence[Rank] = (), extra: dict[str, Any] | None = None
 ) -> Record:
     """Writes record.json and, where there are steps, steps.jsonl beside it."""
-    ending |= memory.predicted(this.config, this.layout, this.widths, this.machine.device)
+    if not this.config.train.compile:  # what a compiled layer keeps and makes is the compiler's choice
+        ending |= memory.predicted(this.config, this.layout, this.widths, this.machine.device)
     extra = (extra or {}) | {"corpus": this.corpus.fingerprint}
     record = row.record(this.config, this.machine, this.layout, this.run_id, ending, ranks, extra)
     steps = record.pop("steps", [])

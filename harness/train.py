@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from harness import compiling
 from harness.config import TRACED_STEPS, TrainConfig
 from harness.engines import Batch, Engine
 from harness.layout import Layout
@@ -34,6 +35,7 @@ class Measurements:
     first_moments: list[GradientStatistic]  # of gradients as the optimizer took them, clipped
     last_parameters: list[GradientStatistic]
     last_masters: list[GradientStatistic]
+    graphs_in_timed_steps: int  # compiled in them
     traced: Split | None
     profiled: ProfiledStep
 
@@ -81,6 +83,7 @@ def train(
     dist.barrier()
     memory.reset_peak()
     before, times, fullest = memory.counters(), StepTimes(memory.device), memory.keep_fullest()
+    graphs_before = compiling.graphs()
     usage.begin()
     with probe.listening(times):
         for _ in range(config.steps):
@@ -90,6 +93,7 @@ def train(
         times.mark_step()
     step_seconds, phase_seconds = times.step_seconds(), times.phase_seconds()
     used, in_steps = usage.end(), memory.in_steps(before)
+    graphs_in_timed_steps = compiling.graphs() - graphs_before
 
     trace = StepTrace(memory.device)
     with trace, probe.listening(trace):
@@ -111,6 +115,7 @@ def train(
         first_moments=first_moments,
         last_parameters=statistics(engine, "parameters", config.seed),
         last_masters=statistics(engine, "optimizer", config.seed, "master"),
+        graphs_in_timed_steps=graphs_in_timed_steps,
         traced=trace.split(),
         profiled=profiled.result(fullest.log),
     )

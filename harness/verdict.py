@@ -28,6 +28,7 @@ def judge(
         layout_problems += held.gradient_problems(config.model, layout, widths, ranks)
     expected = [expected_bytes(config, layout, widths, rank["rank"]) for rank in ranks]
     problems = layout_problems + work.flops_problems(config, layout, widths, ranks)
+    problems += work.kernel_problems(config, ranks)
     problems += work_problems(config, layout, ranks, expected)
     problems += training.disagreements(layout, ranks)
     problems += training.mask_problems(layout, ranks) if config.model.dropout else []
@@ -64,6 +65,7 @@ def work_problems(
     problems = []
     for rank, bytes_by_axis in zip(ranks, expected, strict=True):
         problems += work.checkpointing_problems(config, layout, rank)
+        problems += work.compile_problems(config, rank)
         problems += work.schedule_problems(config, layout, rank)
         if config.strategy.literature:
             problems += work.volume_problems(layout, rank, bytes_by_axis)

@@ -20,6 +20,7 @@ from harness.errors import one_line
 from harness.job import Job
 from harness.layout import AXES
 from harness.masks import masks_seed
+from harness.measure.kernels import attention_asked_for
 from harness.measure.memory import DeviceMemory
 from harness.measure.native import load_allocator
 from harness.measure.probe import Probe
@@ -61,7 +62,7 @@ def measure(this: Job, rank: int, progress: "Progress", directory: Path) -> dict
     """Builds the engine and trains; everything this rank has to say about it, as plain values."""
     os.environ.update(this.environment)
     allocator = load_allocator(Path(this.allocator)) if this.allocator else None
-    with process_group(this) as (mesh, device):
+    with process_group(this) as (mesh, device), attention_asked_for():
         memory = DeviceMemory(device, allocator)
         probe = Probe()
         memory.reset_peak()

@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import RowwiseParallel, loss
 
 import harness.checkpointing
 import harness.model
-from harness import worker
+from harness import compiling, worker
+from harness.config import CheckpointingConfig
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
 from harness.engines.torch import norm, passes, pipeline, replicate, tensor
@@ -125,6 +126,85 @@ def uncounted(run_dir: str) -> None:
 def never_recomputed(run_dir: str) -> None:
     """Checkpointing is left out."""
     harness.checkpointing.apply_checkpointing = lambda model, checkpointing, probe: None
+    worker.main(run_dir)
+
+
+def every_layer_recomputed(run_dir: str) -> None:
+    """Every layer is checkpointed, whatever was asked for."""
+    apply = harness.checkpointing.apply_checkpointing
+    full = CheckpointingConfig("full")
+    harness.checkpointing.apply_checkpointing = lambda model, checkpointing, probe: apply(model, full, probe)
+    worker.main(run_dir)
+
+
+def products_not_kept(run_dir: str) -> None:
+    """Selective checkpointing keeps attention alone and runs every projection again."""
+    aten = torch.ops.aten
+    harness.checkpointing.KEPT_OPERATORS = frozenset((aten._scaled_dot_product_flash_attention_for_cpu.default,))
+    worker.main(run_dir)
+
+
+def parts_of_the_loss_kept(run_dir: str) -> None:
+    """The loss goes through its tokens in parts, and every part's logits are kept."""
+    apply = harness.checkpointing.apply_loss_chunks
+
+    def spoiled(model: Any, chunks: int, probe: Any) -> None:
+        apply(model, chunks, probe)
+        del model.lm_head.part
+
+    harness.checkpointing.apply_loss_chunks = spoiled
+    worker.main(run_dir)
+
+
+def parts_of_the_loss_mixed(run_dir: str) -> None:
+    """Each part of the hidden states meets the targets of another, as where a cut sequence is taken for a whole one."""
+    forward = harness.model.Head.forward
+
+    def spoiled(self: Any, hidden: Any, targets: Any = None, chunks: int = 1) -> Any:
+        mixed = None if targets is None else targets.flatten().roll(targets.numel() // chunks)
+        return forward(self, hidden, mixed, chunks)
+
+    harness.model.Head.forward = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def eager_on_one_rank(run_dir: str) -> None:
+    """Rank 1 composes its attention of plain operators."""
+    build = harness.model.Attention.__init__
+
+    def spoiled(self: Any, *arguments: Any) -> None:
+        build(self, *arguments)
+        self.eager = rank() == 1
+
+    harness.model.Attention.__init__ = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def other_kernel_of_the_optimizer(run_dir: str) -> None:
+    """The fused optimizer, whatever was asked for."""
+    adamw = torch.optim.AdamW
+    torch.optim.AdamW = lambda parameters, **keywords: adamw(
+        parameters, **(keywords | {"fused": True, "foreach": False})
+    )  # type: ignore[assignment,misc]
+    worker.main(run_dir)
+
+
+def never_compiled(run_dir: str) -> None:
+    """The layers are left as they are."""
+    compiling.apply_compile = lambda model, asked_for: None
+    worker.main(run_dir)
+
+
+def compiled_again(run_dir: str) -> None:
+    """The first timed step throws away what was compiled."""
+
+    def spoiled(self: Any, phase: str, step: int) -> None:
+        progress(self, phase, step)
+        if phase == "timed":
+            torch.compiler.reset()
+
+    progress = worker.Progress.__call__
+    worker.Progress.__call__ = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 
@@ -427,7 +507,7 @@ def bias_summed_twice(run_dir: str) -> None:
 
     def spoiled(model: Any, *arguments: Any) -> None:
         apply(model, *arguments)
-        for block in model.blocks():
+        for block in model.blocks().values():
             for row in (block.self_attn.o_proj, block.mlp.down_proj):
                 row.register_forward_hook(lambda module, _, output: output + module.bias.to_local())
 
@@ -450,7 +530,7 @@ def layer_of_library_twice(run_dir: str) -> None:
 
     def spoiled(model: Any) -> Any:
         built = build(model)
-        for block in built.blocks():
+        for block in built.blocks().values():
             block.forward = twice(block.forward)
         return built
 

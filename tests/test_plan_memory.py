@@ -183,7 +183,9 @@ def test_activations_are_what_autograd_keeps(
     module = built(model, getattr(torch, compute), kind)
     tokens = torch.zeros(sequences, seq_len, dtype=torch.int64)
     measured = kept_bytes(module.parameters(), lambda: module(tokens))
-    predicted = activations(Pass(model, sequences, seq_len, compute), whole(model), kind).before_backward
+    predicted = activations(
+        Pass(model, sequences, seq_len, compute), whole(model), CheckpointingConfig(kind)
+    ).before_backward
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
@@ -206,7 +208,9 @@ def test_tiny_keeps_what_is_predicted(name: str, precision: PrecisionConfig, che
     module = built(model, getattr(torch, precision.compute), checkpointing)
     tokens = torch.zeros(4, 128, dtype=torch.int64)
     measured = kept_bytes(module.parameters(), lambda: loss_function(module(tokens), tokens))
-    kept = activations(Pass(model, 4, 128, precision.compute), whole(model), checkpointing).before_backward
+    kept = activations(
+        Pass(model, 4, 128, precision.compute), whole(model), CheckpointingConfig(checkpointing)
+    ).before_backward
     log_probabilities = 4 * 128 * model.vocab_size * 4
     assert kept + log_probabilities == pytest.approx(measured, rel=0.05)
 

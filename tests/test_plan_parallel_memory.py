@@ -90,7 +90,8 @@ def test_a_rank_of_tensor_parallelism_keeps_what_is_predicted(
         del loss
     one = Pass(model, 2, 64, precision.compute, tp=tp, sequence_parallel=sequence_parallel)
     targets_bytes = 8 * tokens.numel()
-    predicted = activations(one, whole(model), checkpointing).before_backward + logits_bytes(one) + targets_bytes
+    kept = activations(one, whole(model), CheckpointingConfig(checkpointing)).before_backward
+    predicted = kept + logits_bytes(one) + targets_bytes
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
@@ -180,7 +181,9 @@ def test_gpipe_keeps_every_micro_batch_and_1f1b_those_of_the_stages_from_here(
     config = run(shaped(num_hidden_layers=8), precision, global_batch=micro_batches)
     for place, stage in enumerate(stages(config.model, layout_of(config, pp=p))):
         one = Pass(config.model, 1, 128, precision.compute)
-        kept = activations(one, stage, "none").before_backward + logits_bytes(one) * stage.holds_head
+        kept = (
+            activations(one, stage, CheckpointingConfig("none")).before_backward + logits_bytes(one) * stage.holds_head
+        )
         gpipe, one_f_one_b = (
             activation_bytes(config, layout_of(config, pp=p, schedule=schedule), "cpu", place)
             for schedule in ("gpipe", "1f1b")
@@ -197,7 +200,9 @@ def test_interleaving_keeps_more_of_the_stages_that_come_first() -> None:
     config = run(shaped(num_hidden_layers=8), global_batch=4)
     layout = layout_of(config, pp=2, schedule="interleaved_1f1b", virtual_stages=2)
     one = Pass(config.model, 1, 128, "float32")
-    first, _, third, _ = (activations(one, stage, "none").before_backward for stage in stages(config.model, layout))
+    first, _, third, _ = (
+        activations(one, stage, CheckpointingConfig("none")).before_backward for stage in stages(config.model, layout)
+    )
     assert activation_bytes(config, layout, "cpu", 0) == max(3 * first + 2 * third, 4 * first + third)
 
 

@@ -79,7 +79,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         [model],
         config,
         parallel,
-        PreparedPasses(parallel, probe, scale),
+        PreparedPasses(parallel, probe, scale, config.train.loss_chunks),
         mesh,
         probe,
         scale,

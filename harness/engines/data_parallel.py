@@ -28,6 +28,10 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
     if config.checkpointing.name != "none":
         name = config.checkpointing.name
         yield f"checkpointing={name} does not survive the copies nn.DataParallel makes: choose checkpointing=none"
+    if config.train.loss_chunks > 1:
+        yield f"train.loss_chunks={config.train.loss_chunks} is not supported by nn.DataParallel: choose 1"
+    if config.train.compile:
+        yield "train.compile=true does not survive the copies nn.DataParallel makes: choose false"
     if layout.world_size > 1:
         yield f"strategy={config.strategy.name} is one process: choose 1 for every degree of the strategy"
     if config.precision.mixed:
@@ -56,8 +60,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     model = model_on_meta(config, probe)
     parallel = Replicate([model], config, device, nn.DataParallel)
     scale = LossScale(config.precision, layout.dp)
-    engine = TorchEngine(
-        [model], config, parallel, Sequential(parallel, probe, scale), mesh, probe, scale, adamw(parallel, config.train)
-    )
+    passes = Sequential(parallel, probe, scale, config.train.loss_chunks)
+    engine = TorchEngine([model], config, parallel, passes, mesh, probe, scale, adamw(parallel, config.train))
     engine.devices = torch.cuda.device_count()
     return engine

@@ -85,7 +85,7 @@ class ActivationMeter:
         outer_pack, outer_unpack = outer
 
         def pack(tensor: Tensor) -> Any:
-            self._watch(tensor)
+            self.watch(tensor)
             return outer_pack(tensor)
 
         with saved_tensors_hooks(pack, outer_unpack):
@@ -98,8 +98,8 @@ class ActivationMeter:
         # A weight itself, not its data of this moment: an engine may swap that (ZeRO-3 frees and gathers again).
         return tensor if tensor.is_leaf else tensor.detach()
 
-    def _watch(self, tensor: Tensor) -> None:
-        """Count a tensor's storages until they are freed: who holds them is checkpoint's secret.
+    def watch(self, tensor: Tensor) -> None:
+        """Counts a tensor's storages until they are freed: who holds them is checkpoint's secret.
 
         Not those already counted: a part's input, which may be a buffer that is never freed.
         """

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.layout import AXES, Layout
+from harness.plan.communication import SCALARS
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "deepspeed")
 
@@ -36,9 +37,6 @@ _SENT: dict[str, Callable[[int], float]] = {
 }
 
 
-# What a layout moves is tensors. A call of no more elements than this carries norms, flags, counts: no formula has it,
-# so it is named by the function that called it.
-SCALARS = 8
 LAYOUT = "layout"
 _NO_CALLERS = ("torch.", "deepspeed.comm.", "deepspeed.utils.", "harness.measure.", "contextlib", "functools")
 
@@ -192,6 +190,11 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._told = told
         self._bytes: dict[_Key, float] = defaultdict(float)
         self._sizes: dict[_Key, Counter[int]] = defaultdict(Counter)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """See profile.Watch."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

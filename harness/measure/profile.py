@@ -18,6 +18,7 @@ from harness.measure.blocks import Log, Notes, Span, fullest, fullest_like, name
 from harness.measure.communication import CommunicationCounter, Heard, Traffic, axis_of, is_data_axis
 from harness.measure.flops import operator_flops
 from harness.measure.gradients import GradientStatistic, GradientStatistics
+from harness.measure.kernels import Kernels
 from harness.measure.memory import DeviceMemory, element_bytes, storage_bytes, storages
 from harness.measure.probe import Listener, Probe
 from harness.measure.state import held_bytes
@@ -45,6 +46,9 @@ class ProfiledStep(NamedTuple):
     peak_allocated_bytes: int | None
     at_peak: AtPeak | None  # None where memory is not counted
     communication: tuple[Traffic, ...]
+    attention_kernels: tuple[str, ...]
+    optimizers: tuple[str, ...]  # implementations of its step
+    layers_compiled: bool  # none of a layer's activation functions ran as an operator
 
 
 @contextmanager
@@ -68,6 +72,7 @@ class StepListener(Listener):
         self.activations = ActivationMeter(engine.model, self.hold)
         self.communication = CommunicationCounter(self.sent)
         self.notes = Notes()
+        self.kernels = Kernels()
         self.buckets: set[int] = set()  # addresses of those that hold gradients
         self.flops = 0
         self.most_gradient_bytes = 0
@@ -122,6 +127,9 @@ class StepListener(Listener):
         with self.activations.recompute():
             yield
 
+    def kept(self, tensor: Tensor) -> None:
+        self.activations.watch(tensor)
+
     def gradients_ready(self, engine: Engine) -> None:
         """Takes the statistics with the watch closed: the memory they need is not the step's."""
         self.look(gradients=True)
@@ -143,6 +151,7 @@ class StepListener(Listener):
         """One has run since `began`."""
         if self.paused:
             return
+        self.kernels.heard(name)
         now = self.now()
         if now > began:
             self.notes.operators.append(Span(began, now, name))
@@ -240,6 +249,9 @@ class StepListener(Listener):
             self.peak_allocated_bytes,
             self.at_peak(timed),
             self.communication.traffic(),
+            tuple(sorted(self.kernels.attention)),
+            tuple(sorted(self.kernels.optimizer)),
+            not self.kernels.activation_functions,
         )
 
 
@@ -249,6 +261,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, listener: StepListener) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.listener = listener
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else torch would run compiled code operator by operator for as long as somebody listens."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

@@ -15,7 +15,7 @@ with dropout: scaled_dot_product_attention composes it in fp32, which keeps 42sb
 import math
 from dataclasses import dataclass
 
-from harness.config import ModelConfig, RunConfig
+from harness.config import CheckpointingConfig, ModelConfig, RunConfig
 from harness.layout import Layout
 from harness.placement import Stage
 
@@ -36,6 +36,7 @@ class Pass:
     tp: int = 1
     sequence_parallel: bool = False
     cp: int = 1
+    loss_chunks: int = 1
 
     @property
     def width(self) -> int:
@@ -61,7 +62,7 @@ class Pass:
 def pass_of(config: RunConfig, layout: Layout, device: str) -> Pass:
     """A micro-batch's pass in a run."""
     train = config.train
-    cut = (layout.tp, layout.sequence_parallel, layout.cp)
+    cut = (layout.tp, layout.sequence_parallel, layout.cp, train.loss_chunks)
     return Pass(config.model, train.micro_batch, train.seq_len, config.precision.compute, device, *cut)
 
 
@@ -229,8 +230,8 @@ def scores_tensors(one: Pass) -> dict[str, int]:
 
 
 def logits_bytes(one: Pass) -> int:
-    """This rank's part of the logits in fp32."""
-    return one.tokens * math.ceil(one.model.vocab_size / one.tp) * FP32_BYTES
+    """This rank's part of the logits in fp32, of as many tokens as go through the loss at once."""
+    return one.tokens // one.loss_chunks * math.ceil(one.model.vocab_size / one.tp) * FP32_BYTES
 
 
 def loss_tensors(one: Pass) -> dict[str, int]:
@@ -242,6 +243,60 @@ def loss_tensors(one: Pass) -> dict[str, int]:
     return dict.fromkeys(names + ["probabilities"] * (one.tp > 1), logits_bytes(one))
 
 
+def core_tensors(one: Pass) -> dict[str, int]:
+    """Bytes of what a second forward of attention's core makes, of those that a layer keeps; it is given the rest."""
+    block, model = block_tensors(one), one.model
+    if model.attention == "flash":
+        return {name: block[name] for name in ("attention.logsumexp",)}
+    made = [name for name in block if name.startswith(("attention.future_mask", "attention.weights"))]
+    copied = ["attention.query"] * (one.sequences > 1)  # heads and sequences as one dimension, as products take them
+    if copied or model.num_key_value_heads < model.num_attention_heads:
+        copied += ["attention.key", "attention.value"]  # or repeated to every head
+    made += copied
+    return {name: block[name] for name in made}
+
+
+def product_tensors(one: Pass) -> dict[str, int]:
+    """Bytes of the results that a selectively checkpointed layer keeps: of matrix products but the last, of attention.
+
+    What a layer keeps anyway has its name of block_tensors. A row-parallel product is this rank's summand, whole.
+    """
+    block, model = block_tensors(one), one.model
+    size = one.tokens * model.hidden_size * one.width // one.tp
+    grouped = size * model.num_key_value_heads // model.num_attention_heads
+    kept = {"q_proj": size, "k_proj": grouped, "o_proj": size * one.tp}
+    if model.attention == "flash":
+        shared = ["attention.value", "attention.output", "attention.logsumexp"]
+    else:
+        scores = one.tokens * model.num_attention_heads // one.tp * one.seq_len * one.width
+        kept |= {"v_proj": grouped, "scores": scores, "mixed": size}
+        shared = []
+    return kept | {name: block[name] for name in (*shared, "mlp.gate", "mlp.up")}
+
+
+def kept_by_layer(one: Pass, checkpointing: CheckpointingConfig, layer: int) -> dict[str, int]:
+    """Bytes of what a layer, by its index in the whole model, keeps before its backward."""
+    block = block_tensors(one)
+    if checkpointing.name == "attention":
+        grouped = block["attention.output"] * one.model.num_key_value_heads // one.model.num_attention_heads
+        given = {"attention.query": block["attention.query"], "attention.key": grouped, "attention.value": grouped}
+        made = core_tensors(one)
+        left = {name: size for name, size in block.items() if name not in made}
+        return left | {f"{name}.given": size for name, size in given.items() if name in made}
+    if not checkpointing.calls_again(layer):
+        return block
+    return {"input": one.hidden_bytes} | (product_tensors(one) if checkpointing.name == "selective" else {})
+
+
+def made_again(one: Pass, checkpointing: CheckpointingConfig, layer: int) -> dict[str, int]:
+    """Bytes of what a layer's second forward adds to what it keeps; the input is a norm's, if that has no fp32 copy."""
+    kept = kept_by_layer(one, checkpointing, layer)
+    made = {name: size for name, size in block_tensors(one).items() if name not in kept}
+    if "input" in kept and (one.width == FP32_BYTES or not composes_norm(one)):
+        del made["input_layernorm.input"]
+    return made
+
+
 @dataclass(frozen=True)
 class Activations:
     """Bytes held for backward by one micro-batch's pass through a stage, logits left out."""
@@ -251,41 +306,56 @@ class Activations:
     in_last_block: int  # when backward enters the stage's last layer, its recomputed tensors included
     at_last_scores: int  # when that layer computes (or recomputes) its attention
     second_forward: int  # what one layer's adds; 0 without checkpointing
+    in_last_core: int = 0  # when backward comes to that layer's attention, if that alone is recomputed
 
 
-def activations(one: Pass, stage: Stage, checkpointing: str) -> Activations:
-    """What a pass through a stage keeps; with full checkpointing the layers' inputs, and one layer's own."""
+def activations(one: Pass, stage: Stage, checkpointing: CheckpointingConfig) -> Activations:
+    """What a pass through a stage keeps, and has made again in the backward of its last layer."""
+    last = stage.layer_indices[-1]
     block, norm = block_tensors(one), head_tensors(one, stage)
-    layers, own, head = layers_bytes(one, stage, checkpointing), sum(block.values()), sum(norm.values())
+    kept, again = kept_by_layer(one, checkpointing, last), made_again(one, checkpointing, last)
+    layers, head = layers_bytes(one, stage, checkpointing), sum(norm.values())
     attended = ("input_layernorm", "attention.query", "attention.key", "attention.value", "attention.future_mask")
-    until_scores = sum(size for name, size in block.items() if name.startswith(attended))
+    until_scores = {name: size for name, size in block.items() if name.startswith(attended)}
     freed = ("mlp", "post_attention_layernorm.output", "post_attention_layernorm.normalised")
-    in_norm = own - sum(size for name, size in block.items() if name.startswith(freed))
-    rest = layers - (own if checkpointing == "none" else shared_input(one))
+    done = sum(size for name, size in block.items() if name.startswith(freed))
+    second = sum(again.values())
     in_final_norm = layers + head - used_by_weights(norm, one) if stage.holds_head else 0
-    in_last_norm = max(in_final_norm, rest + in_norm)
-    return Activations(layers + head, in_last_norm, rest + own, rest + until_scores, rest + own - layers)
+    at_scores = layers - sum(kept.values()) + sum(until_scores.values())  # in forward
+    if "input" in kept:  # in the second forward
+        held = kept if checkpointing.name == "selective" else {}
+        at_scores = layers + sum(size for name, size in until_scores.items() if name in again)
+        done -= sum(size for name, size in held.items() if name.startswith(freed))
+        return Activations(
+            layers + head, max(in_final_norm, layers + second - done), layers + second, at_scores, second
+        )
+    in_last_norm, core = max(in_final_norm, layers - done), 0
+    if again:
+        ended = ("mlp", "post_attention_layernorm", "attention.output")
+        core = layers + second - sum(size for name, size in block.items() if name.startswith(ended))
+        weights = sum(size for name, size in again.items() if name.startswith("attention.weights"))
+        at_scores = max(at_scores, core - weights)
+    return Activations(layers + head, in_last_norm, layers, at_scores, second, core)
 
 
-def weights_alone(one: Pass, stage: Stage, checkpointing: str) -> tuple[int, int]:
+def weights_alone(one: Pass, stage: Stage, checkpointing: CheckpointingConfig) -> tuple[int, int]:
     """What is kept when a backward for weights alone enters the last layer, and when it comes to the last matrix.
 
-    It takes them from first to last and frees what their gradients are made of, the rest at its end: with full
-    checkpointing all of every layer's second forward.
+    It takes them from first to last and frees what their gradients are made of, the rest at its end: where layers are
+    called again all of every second forward.
     """
     block, norm = block_tensors(one), head_tensors(one, stage)
-    statistics = statistics_bytes(block, one)
-    if statistics and checkpointing != "none":  # the first norm's input is the layer's, which is kept
-        statistics -= shared_input(one)
-    used, head = used_by_weights(block, one) + statistics, sum(norm.values())
-    again = activations(one, stage, checkpointing).second_forward
-    left = layers_bytes(one, stage, checkpointing) + stage.layers * (again - used)
+    head, left = sum(norm.values()), layers_bytes(one, stage, checkpointing)
+    for layer in stage.layer_indices:
+        left -= used_again(one, checkpointing, layer)
+        left += sum(made_again(one, checkpointing, layer).values()) if checkpointing.calls_again(layer) else 0
     freed = used_by_weights(norm, one) + statistics_bytes(norm, one)
+    used = used_again(one, checkpointing, stage.layer_indices[-1])
     last = head - freed + norm["norm.output"] if norm else block["mlp.product"]
     return left + used + head, left + last
 
 
-def layers_bytes(one: Pass, stage: Stage, checkpointing: str) -> int:
+def layers_bytes(one: Pass, stage: Stage, checkpointing: CheckpointingConfig) -> int:
     """What the layers of a stage keep before backward, and what they share."""
     learned = one.model.kind.learned_positions
     own = one.seq_len // one.cp
@@ -293,16 +363,11 @@ def layers_bytes(one: Pass, stage: Stage, checkpointing: str) -> int:
     if stage.holds_embedding:
         shared += one.tokens * (INT64_BYTES + (one.tp > 1))  # token ids, and which of them other ranks look up
         shared += (own * INT64_BYTES if learned else 0) + sum(masks(one, "mask").values())
-    return shared + stage.layers * (sum(block_tensors(one).values()) if checkpointing == "none" else one.hidden_bytes)
+    return shared + sum(sum(kept_by_layer(one, checkpointing, layer).values()) for layer in stage.layer_indices)
 
 
 def head_tensors(one: Pass, stage: Stage) -> dict[str, int]:
     return norm_tensors("norm", one) if stage.holds_head else {}
-
-
-def shared_input(one: Pass) -> int:
-    """Of a recomputed layer's tensors the bytes that are there already: its norm keeps the input, if no fp32 copy."""
-    return one.hidden_bytes if one.width == FP32_BYTES or not composes_norm(one) else 0
 
 
 def statistics_bytes(kept: dict[str, int], one: Pass) -> int:
@@ -310,6 +375,15 @@ def statistics_bytes(kept: dict[str, int], one: Pass) -> int:
     if one.model.kind.norm != "layer":
         return 0
     return sum(size for name, size in kept.items() if name.endswith(("norm.input", "norm.mean", "norm.rstd")))
+
+
+def used_again(one: Pass, checkpointing: CheckpointingConfig, layer: int) -> int:
+    """Bytes of what a layer keeps or makes again for its weights' gradients; a kept input stays after them."""
+    block = block_tensors(one)
+    statistics = statistics_bytes(block, one)
+    if statistics and checkpointing.calls_again(layer):  # the first norm's input is the layer's
+        statistics -= one.hidden_bytes
+    return used_by_weights(block, one) + statistics
 
 
 def used_by_weights(kept: dict[str, int], one: Pass) -> int:

@@ -8,9 +8,12 @@ from harness.engines import Widths
 from harness.layout import Layout
 from harness.placement import Stage, rank_elements, stages_of_rank
 from harness.plan.activations import WIDTH_BYTES
-from harness.plan.flops import runs_to_its_end, times_again
+from harness.plan.flops import runs_to_its_end, second_forwards
 from harness.sizes import elements, norm_shapes
 
+# What a layout moves is tensors. A call of no more elements than this carries norms, flags, counts: no formula has it,
+# so it is named by the function that called it.
+SCALARS = 8
 LOSS_SUMS = 3  # of a number a token in fp32, for a loss over logits cut along the vocabulary: maximum, sum, target's
 
 
@@ -68,12 +71,12 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
     """What a stage's layers, embedding, head and loss sum up over tensor-parallel ranks (arXiv 1909.08053, section 3).
 
     Two all-reduces of the hidden states a layer in forward and two in backward, one for the embedding in forward and
-    one for the head in backward. A checkpointed layer runs its first again; torch stops the second forward before the
-    last, whose result nothing in backward needs unless it is dropped from. Sequence parallelism (arXiv 2205.05198)
-    puts a reduce-scatter and an all-gather in the place of each all-reduce; of those a second forward gathers both
-    inputs and scatters its sums; the gradients of norms and of learned positions are summed once a step, by
-    fully_shard in every micro-batch, as wide as it makes them. A bias is added before its product is summed, a share
-    of it on every rank, and so has a whole gradient there.
+    one for the head in backward. A layer that is called again, selectively too, runs its first again; torch stops the
+    second forward before the last, whose result nothing in backward needs unless it is dropped from. Sequence
+    parallelism (arXiv 2205.05198) puts a reduce-scatter and an all-gather in the place of each all-reduce; of those a
+    second forward gathers both inputs and scatters its sums; the gradients of norms and of learned positions are summed
+    once a step, by fully_shard in every micro-batch, as wide as it makes them. A bias is added before its product is
+    summed, a share of it on every rank, and so has a whole gradient there.
     """
     if layout.tp == 1:
         return {}
@@ -82,10 +85,13 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
     train, model = config.train, config.model
     micro_batches = layout.accumulation(train)
     sums = 4 * stage.layers + stage.holds_embedding + stage.holds_head
-    full = stage.layers * times_again(layout, stage) if config.checkpointing.name == "full" else 0
-    again = full * (2 if runs_to_its_end(model) else 1)  # of a layer's two sums
+    called = second_forwards(config, layout, stage) if config.checkpointing.name != "attention" else 0
+    again = called * (2 if runs_to_its_end(model) else 1)  # of a layer's two sums
     hidden = micro_batches * hidden_bytes(config, layout)
-    small = LOSS_SUMS * micro_batches * train.micro_batch * train.seq_len // layout.cp * 4 if stage.holds_head else 0
+    tokens = train.micro_batch * train.seq_len // layout.cp
+    small = LOSS_SUMS * micro_batches * tokens * 4 if stage.holds_head else 0
+    if train.loss_chunks > 1:  # each part runs a second time, and may be so small that its sums count as scalars
+        small *= 2 * (tokens // train.loss_chunks > SCALARS)
     once = ring_share(layout.tp)  # an all-reduce is two of these
     if not layout.sequence_parallel:
         return {"all_reduce": 2 * once * ((sums + again) * hidden + small)}
@@ -98,7 +104,7 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
         beside *= WIDTH_BYTES[config.precision.reduce]
     return {
         "all_reduce": 2 * once * (small + beside),
-        "all_gather": once * (sums + 2 * full) * hidden,
+        "all_gather": once * (sums + 2 * called) * hidden,
         "reduce_scatter": once * (sums + again) * hidden,
     }
 
@@ -106,18 +112,16 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
 def context_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:
     """What a stage's layers gather of keys and values along the sequence, and scatter of their gradients.
 
-    All-gather in forward, again in a checkpointed layer's second forward, reduce-scatter in backward (Llama 3, arXiv
+    All-gather in forward, again in a second forward of layer or attention, reduce-scatter in backward (Llama 3, arXiv
     2407.21783, section 3.3.2).
     """
     if layout.cp == 1:
         return 0.0
     train, model = config.train, config.model
     groups = 2 * model.num_key_value_heads * model.head_dim // layout.tp
-    layers = stage.layers * layout.accumulation(train)
-    once = ring_share(layout.cp) * layers * train.micro_batch * train.seq_len * groups
-    once *= WIDTH_BYTES[config.precision.compute]
-    again = times_again(layout, stage) if config.checkpointing.name == "full" else 0
-    return (2 + again) * once
+    tokens = layout.accumulation(train) * train.micro_batch * train.seq_len
+    passes = 2 * stage.layers + second_forwards(config, layout, stage)
+    return ring_share(layout.cp) * passes * tokens * groups * WIDTH_BYTES[config.precision.compute]
 
 
 def planned_bytes(config: RunConfig, layout: Layout, asked: Asked) -> dict[str, float]:

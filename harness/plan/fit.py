@@ -62,11 +62,13 @@ Fits = Callable[[RunConfig, Layout], int | None]  # bytes a rank, None if that d
 
 
 def fitting_checkpointing(config: RunConfig, layout: Layout, fits: Fits) -> Iterator[str]:
-    """Full checkpointing, if that is enough."""
-    if config.checkpointing.name == "none":
-        size = fits(dataclasses.replace(config, checkpointing=CheckpointingConfig("full")), layout)
+    """Checkpointing that computes little again, and that which keeps least, where they are enough."""
+    for name in ("selective", "full"):
+        if config.checkpointing.name in (name, "full"):
+            continue
+        size = fits(dataclasses.replace(config, checkpointing=CheckpointingConfig(name)), layout)
         if size is not None:
-            yield f"checkpointing=full ({gib(size)} GiB a rank)"
+            yield f"checkpointing={name} ({gib(size)} GiB a rank)"
 
 
 def fitting_model(config: RunConfig, layout: Layout, models: Sequence[ModelConfig], fits: Fits) -> Iterator[str]:

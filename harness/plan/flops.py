@@ -61,7 +61,8 @@ def model_flops(config: RunConfig) -> int:
 def executed_flops(config: RunConfig, layout: Layout, device: str = "cpu", whole_second_forward: bool = False) -> int:
     """What HFU counts: the operations of a step that run, over all ranks. device is cpu or cuda."""
     again = recomputed_flops(config, layout, whole_second_forward)
-    return asked_flops(config, layout) + again + remade_scores_flops(config, layout, device)
+    made = asked_flops(config, layout) + remade_scores_flops(config, layout, device) + remade_logits_flops(config)
+    return made + again
 
 
 def asked_flops(config: RunConfig, layout: Layout) -> int:
@@ -84,17 +85,19 @@ def recomputed_flops(config: RunConfig, layout: Layout, whole_second_forward: bo
     torch stops a second forward before a layer's last projection, whose result nothing in backward needs unless it is
     dropped from, as the mask is made behind it. Where an
     engine's own projection saves its input only after it has run (DeepSpeed's stage 3, unless
-    strategy.options.memory_efficient_linear=false) that runs too: whole_second_forward. A backward in two halves (zero
-    bubble, arXiv 2401.10241) has a second forward for each, but for the first stage, whose inputs need no gradient.
+    strategy.options.memory_efficient_linear=false) that runs too: whole_second_forward. A selective one takes all other
+    products from the first.
     """
-    if config.checkpointing.name != "full":
-        return 0
-    asked = config.model.asked
-    if asked is not None and not (whole_second_forward and asked.unfinished_are_linear):
-        return config.train.global_batch * asked.again_flops
-    skipped = 0 if whole_second_forward or runs_to_its_end(config.model) else last_projection_flops(config)
-    skipped += 2 * hidden_flops(config, layout)
-    return second_forwards(config.model, layout) * (layer_flops(config) - skipped)
+    model = config.model
+    parts = stages(model, layout) if layout.pp > 1 else [whole(model)]
+    calls = sum(second_forwards(config, layout, part) for part in parts)
+    if model.asked is not None and calls and not (whole_second_forward and model.asked.unfinished_are_linear):
+        return config.train.global_batch * model.asked.again_flops * calls // model.num_hidden_layers
+    last = last_projection_flops(config)
+    stopped = 0 if whole_second_forward or runs_to_its_end(model) else last
+    whole_layer = layer_flops(config) - 2 * hidden_flops(config, layout)
+    kinds = {"selective": last - stopped, "attention": core_again_flops(config, layout)}
+    return calls * kinds.get(config.checkpointing.name, whole_layer - stopped)
 
 
 def runs_to_its_end(model: ModelConfig) -> bool:
@@ -102,16 +105,34 @@ def runs_to_its_end(model: ModelConfig) -> bool:
     return model.dropout > 0
 
 
-def second_forwards(model: ModelConfig, layout: Layout) -> int:
-    """Layers that checkpointing runs again for each micro-batch, one that is run twice counted twice."""
-    parts = stages(model, layout) if layout.pp > 1 else [whole(model)]
-    return sum(part.layers * times_again(layout, part) for part in parts)
+def second_forwards(config: RunConfig, layout: Layout, stage: Stage) -> int:
+    """Layers of a stage that run again for each micro-batch, or their attention; one that runs twice counted twice.
+
+    A backward in two halves (zero bubble, arXiv 2401.10241) has a second forward for each, but for the first stage,
+    whose inputs need no gradient. The core of attention has no weights: only the half that is for inputs needs it.
+    """
+    if config.checkpointing.name == "attention":
+        return stage.layers
+    halved = layout.pp > 1 and layout.schedule == "zero_bubble" and not stage.holds_embedding
+    return sum(map(config.checkpointing.calls_again, stage.layer_indices)) * (2 if halved else 1)
 
 
-def times_again(layout: Layout, stage: Stage) -> int:
-    """How often a micro-batch runs a checkpointed layer of a stage again."""
-    halved = layout.pp > 1 and layout.schedule == "zero_bubble"
-    return 2 if halved and not stage.holds_embedding else 1
+def core_again_flops(config: RunConfig, layout: Layout) -> int:
+    """A second forward of attention's core over the step, in every layer once.
+
+    A fused kernel is one operator. Of plain operators torch stops before the last product, which nothing needs: with
+    context parallelism that of a rank's second chunk, whose first sees (c + 1) / (4 c + 2) of what both do.
+    """
+    product = product_flops(config) - hidden_flops(config, layout)
+    if config.model.attention == "flash":
+        return 2 * product
+    c = layout.cp
+    return product + (product * (c + 1) // (4 * c + 2) if c > 1 else 0)
+
+
+def remade_logits_flops(config: RunConfig) -> int:
+    """The head once more in backward, where it goes through the tokens in parts and keeps no part's logits."""
+    return head_flops(config) if config.train.loss_chunks > 1 else 0
 
 
 def remade_scores_flops(config: RunConfig, layout: Layout, device: str) -> int:

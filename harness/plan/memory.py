@@ -12,7 +12,7 @@ from harness.config import ModelConfig, RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
 from harness.placement import Stage, rank_elements, stages, whole
-from harness.plan.activations import loss_tensors
+from harness.plan.activations import WIDTH_BYTES, loss_tensors
 from harness.plan.buffers import buffer_tensors, gradients_outlive_step, unreduced_bytes
 from harness.plan.parts import Bytes, Part, held_parameter_count, parts_of, step_fills
 from harness.plan.passes import Moment, moments
@@ -57,8 +57,8 @@ def estimate(config: RunConfig, layout: Layout, widths: Widths, device: str = "c
     """The memory of the fullest rank. device is cpu or cuda: torch keeps different tensors on each.
 
     Model state is ZeRO's (arXiv 1910.02054, section 5). The peak is the fullest moment of the step's backwards: that
-    of a loss, of a head, of a last layer, of its attention, or an end.
-    Of a model from outside it is what is known. Raises UserError if the global batch leaves a remainder.
+    of a loss, of a head, of a last layer, of its attention, or an end; or it is the optimizer's. Of a model from
+    outside it is what is known. Raises UserError if the global batch leaves a remainder.
     """
     if config.model.asked is not None:
         return state_estimate(config, layout, widths, device)
@@ -107,7 +107,10 @@ def estimate_at(
     buffer_bytes = received + sum(buffer_tensors(config, layout, widths, held).values())
     standing = gradients_outlive_step(config, layout)
     piles_up = layout.schedule != "1f1b"  # the other schedules of torch wait for what they sent at the end of the step
-    fills = (fill for moment in backwards for fill in step_fills(parts, gradients, standing, moment, piles_up))
+    fills = [fill for moment in backwards for fill in step_fills(parts, gradients, standing, moment, piles_up)]
+    fills.append(
+        dict.fromkeys(fills[0], 0) | {"gradients": sum(gradients), "temporaries": update_bytes(config, layout, total)}
+    )
     fullest = max(fills, key=lambda fill: sum(fill.values()))
     fullest["buffers"] += buffer_bytes
     return MemoryEstimate(
@@ -134,6 +137,12 @@ def optimizer_share(model: ModelConfig, layout: Layout, held: Sequence[Stage]) -
     return math.ceil(max(ranks))
 
 
+def update_bytes(config: RunConfig, layout: Layout, parameters: int) -> int:
+    """Temporaries of the optimizer: torch's foreach AdamW makes the roots of all second moments at once, fused none."""
+    width = WIDTH_BYTES[config.precision.master]
+    return 0 if config.train.fused_optimizer else -(-width * parameters // layout.shards("optimizer"))
+
+
 def activation_bytes(config: RunConfig, layout: Layout, device: str, place: int) -> int:
     """The most that a rank at this place of the pipeline holds for backward, log-probabilities included."""
     held = all_stages(config.model, layout)[place :: layout.pp]
@@ -148,7 +157,10 @@ def held_for_backward(parts: Sequence[Part], backwards: Sequence[Moment]) -> int
         there = sum((w + h) * part.kept.before_backward + w * part.log_probabilities for part, w, h in passes)
         own = parts[moment.own]
         change = {
-            "backward": own.kept.in_last_block - own.kept.before_backward - own.log_probabilities,
+            "backward": max(
+                max(own.kept.in_last_block, own.kept.in_last_core) - own.kept.before_backward - own.log_probabilities,
+                own.remade_log_probabilities,
+            ),
             "inputs": own.kept.second_forward,  # and all else stays
             "weights": max(own.kept_for_weights) - own.kept.before_backward,
         }[moment.kind]

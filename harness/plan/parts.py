@@ -89,12 +89,17 @@ class Part:
 
     @property
     def log_probabilities(self) -> int:
-        """Bytes kept for backward beside the activations."""
-        return logits_bytes(self.one) if self.stage.holds_head else 0
+        """Bytes kept for backward beside the activations; none where the loss goes through its tokens in parts."""
+        return logits_bytes(self.one) if self.stage.holds_head and self.one.loss_chunks == 1 else 0
+
+    @property
+    def remade_log_probabilities(self) -> int:
+        """Bytes of them that a second forward of a part of the loss keeps."""
+        return logits_bytes(self.one) if self.stage.holds_head and self.one.loss_chunks > 1 else 0
 
     @property
     def logits_gradient(self) -> int:
-        return self.log_probabilities * self.one.width // FP32_BYTES
+        return (self.log_probabilities + self.remade_log_probabilities) * self.one.width // FP32_BYTES
 
     @property
     def deferred(self) -> int:
@@ -129,14 +134,15 @@ class Part:
 
 def parts_of(config: RunConfig, layout: Layout, device: str, held: Sequence[Stage]) -> list[Part]:
     """A rank's stages as parts."""
-    one, full = pass_of(config, layout, device), config.checkpointing.name == "full"
+    one = pass_of(config, layout, device)
+    same = one.width == FP32_BYTES or not composes_norm(one)  # a norm keeps its input as it is
     return [
         Part(
             one,
             stage,
-            activations(one, stage, config.checkpointing.name),
-            weights_alone(one, stage, config.checkpointing.name),
-            keeps_input=full or one.width == FP32_BYTES or not composes_norm(one),
+            activations(one, stage, config.checkpointing),
+            weights_alone(one, stage, config.checkpointing),
+            keeps_input=same or config.checkpointing.calls_again(stage.first_layer),
             parameters=held_parameter_count(config.model, stage, layout.tp),
             narrow=config.precision.mixed,
             unreduced=unreduced_bytes(config, layout, [stage]),
@@ -159,10 +165,12 @@ def backward_fills(part: Part, kind: Kind, new_gradients: int) -> Iterator[Bytes
         yield {"activations": at_layer, "temporaries": left + before}
         yield {"activations": at_matrix, "temporaries": part.logits_gradient + made}
         return
+    chunked = one.loss_chunks > 1
+    made = part.matrix_gradient + one.hidden_bytes if chunked else 0  # gradients of what parts of the loss share
     if head:
-        yield {"activations": kept.before_backward, "loss": sum(loss_tensors(one).values())}
+        yield {"activations": kept.before_backward, "loss": sum(loss_tensors(one).values()), "temporaries": made}
     if head and kind == "backward":
-        matrix = max(part.matrix_gradient + part.logits_gradient, part.summand)
+        matrix = max((1 + chunked) * part.matrix_gradient + part.logits_gradient, part.summand)
         yield {"activations": kept.before_backward, "temporaries": one.hidden_bytes + matrix}
     yield {"activations": kept.in_last_norm, "temporaries": norm_backward_bytes(one)}
     block = max(block_backward_bytes(one), second_sum_bytes(one) if kept.second_forward else 0)

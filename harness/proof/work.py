@@ -1,15 +1,17 @@
 """Whether a step did the layout's work: its operations, what it ran again, the bytes it sent, its passes' order."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from harness.config import RunConfig
 from harness.engines import Widths
+from harness.figures.kernels import FUSED, attention_kernels
 from harness.figures.speed import executed
 from harness.figures.traffic import communication
 from harness.layout import Layout
 from harness.measure.communication import LAYOUT
 from harness.placement import stages_of_rank
-from harness.plan.flops import asked_flops, recomputed_flops, remade_scores_flops, times_again
+from harness.plan.flops import executed_flops, second_forwards
 from harness.plan.pipeline import in_flight
 from harness.proof import Rank
 
@@ -21,36 +23,71 @@ _PADDING = 4096  # bytes, for models so tiny that 5 % is less
 def flops_problems(config: RunConfig, layout: Layout, widths: Widths, ranks: Sequence[Rank]) -> list[str]:
     """Whether all ranks together ran the matrix products of the model once, and again what is checkpointed.
 
-    Which attention kernel a GPU takes decides whether backward makes the scores again: both are allowed there.
+    The attention kernel that ran decides whether backward makes the scores again.
     """
     ran = executed(ranks)
     if ran is None:
         return []
-    least = asked_flops(config, layout) + recomputed_flops(config, layout, widths.whole_second_forward)
-    most = least + remade_scores_flops(config, layout, "cpu")
-    if all(rank["device_name"] == "cpu" for rank in ranks):
-        least = most
-    if (1 - FLOPS_TOLERANCE) * least <= ran <= (1 + FLOPS_TOLERANCE) * most:
+    if not set(attention_kernels(config, ranks)) & set(FUSED):
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="eager"))
+    expected = executed_flops(config, layout, whole_second_forward=widths.whole_second_forward)
+    if abs(ran - expected) <= FLOPS_TOLERANCE * expected:
         return []
     return [
-        f"a step ran {ran} floating-point operations, {ran / most:.3f} x the {most} of this model and checkpointing"
+        f"a step ran {ran} floating-point operations, {ran / expected:.3f} x the {expected} of this model and"
+        " checkpointing"
     ]
 
 
-def checkpointing_problems(config: RunConfig, layout: Layout, rank: Rank) -> list[str]:
-    """Whether every layer's forward ran a second time in every micro-batch, or none did.
+def kernel_problems(config: RunConfig, ranks: Sequence[Rank]) -> list[str]:
+    """Whether all ranks ran one attention kernel, that of the model where it has its own, and the optimizer's."""
+    if any(rank["devices"] != 1 for rank in ranks):  # devices driven by threads that nobody hears
+        return []
+    found, problems = attention_kernels(config, ranks), []
+    by_rank = {tuple(attention_kernels(config, [rank])) for rank in ranks}
+    if len(found) != 1 or len(by_rank) != 1:
+        problems.append(f"attention ran as {' and '.join(found) or 'no kernel that is known'}, not one on all ranks")
+    elif (found == ["eager"]) != (config.model.attention == "eager"):
+        problems.append(f"attention ran as {found[0]}, not as model.attention={config.model.attention} says")
+    wanted = "fused" if config.train.fused_optimizer else "foreach"
+    for rank in ranks:
+        ran = "+".join(rank["profiled"]["optimizers"])
+        if ran != wanted:
+            said = str(config.train.fused_optimizer).lower()
+            problems.append(
+                f"rank {rank['rank']} ran the optimizer as {ran or 'another'}, train.fused_optimizer={said}"
+            )
+    return problems
 
-    A backward in two halves runs it for each of them, but for the first stage, whose inputs need no gradient.
+
+def compile_problems(config: RunConfig, rank: Rank) -> list[str]:
+    """Whether the layers ran compiled, in the profiled step as in the timed ones, and the compiler in neither."""
+    problems, asked = [], config.train.compile
+    if rank["devices"] == 1 and rank["profiled"]["layers_compiled"] != asked:
+        how = "operator by operator" if asked else "compiled"
+        problems.append(f"rank {rank['rank']} ran its layers {how}, train.compile={str(asked).lower()}")
+    if rank["graphs_in_timed_steps"]:
+        problems.append(
+            f"rank {rank['rank']} compiled {rank['graphs_in_timed_steps']} graphs in the timed steps: choose more"
+            " train.warmup_steps"
+        )
+    return problems
+
+
+def checkpointing_problems(config: RunConfig, layout: Layout, rank: Rank) -> list[str]:
+    """Whether the forwards that checkpointing names, and no other, ran a second time in every micro-batch.
+
+    And the parts of the loss, where there are several.
     """
-    expected, found = 0, rank["profiled"]["recomputations"]
-    if config.checkpointing.name == "full":
-        for stage in stages_of_rank(config.model, layout, rank["rank"]):
-            expected += times_again(layout, stage) * stage.layers * layout.accumulation(config.train)
+    held, found = stages_of_rank(config.model, layout, rank["rank"]), rank["profiled"]["recomputations"]
+    calls, chunks = sum(second_forwards(config, layout, stage) for stage in held), config.train.loss_chunks
+    calls += chunks if chunks > 1 and held[-1].holds_head else 0
+    expected = layout.accumulation(config.train) * calls
     if found == expected:
         return []
     return [
         f"checkpointing={config.checkpointing.name}: {found} second forwards of a layer in a step of rank"
-        f" {rank['rank']}, {expected} expected"
+        f" {rank['rank']}, {expected} expected{', parts of the loss among them' if chunks > 1 else ''}"
     ]
 
 

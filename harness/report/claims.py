@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from harness.config import CALLED_AGAIN
 from harness.plan.activations import WIDTH_BYTES
 from harness.plan.flops import executed_flops
 from harness.records import Record
@@ -102,11 +103,11 @@ def _volume(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
     }
     paper = papers.get(stage)
     strategy, tied = run.groups.get("strategy") or {}, (run.groups.get("model") or {}).get("tie_word_embeddings")
-    deepspeed, full = run.row.get("engine") == "deepspeed", run.row.get("checkpointing") == "full"
+    deepspeed, again = run.row.get("engine") == "deepspeed", config.checkpointing.name in CALLED_AGAIN
     reasons = {
         "DeepSpeed's defaults are not the paper's method": deepspeed and strategy.get("literature") is False,
         "ZeroRedundancyOptimizer all-reduces gradients, then broadcasts parameters": deals_out(run),
-        "DeepSpeed gathers layers once more for a second forward": deepspeed and stage == 3 and full,
+        "DeepSpeed gathers layers once more for a second forward": deepspeed and stage == 3 and again,
         "a tied embedding is gathered for each of its two uses": deepspeed and stage == 3 and tied is True,
     }
     if paper is not None:

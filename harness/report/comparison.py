@@ -164,6 +164,12 @@ def baseline_names(table: pd.DataFrame) -> str:
     return ", ".join(known(table, "baseline")) if any(base not in (None, label) for label, base in pairs) else ""
 
 
+def attention_kernels(table: pd.DataFrame) -> dict[str, list[str]]:
+    """The labels of rows by their attention kernel, where there are several: then more differs than the strategies."""
+    found = labels_by(table, "attention_kernel") if "attention_kernel" in table else {}
+    return found if len(found) > 1 else {}
+
+
 def stale_rows(table: pd.DataFrame) -> dict[str, list[str]]:
     """The labels of stale rows by what differs in their versions."""
     return labels_by(table, "stale")

@@ -172,6 +172,8 @@ def _notes(table: pd.DataFrame, lines: Sequence[Record]) -> list[str]:
         for why, whose in _said_of_runs(label, runs, lambda row: row.get("disturbed")):
             disturbed.setdefault(why, []).append(whose)
     notes += [f"{_DISTURBED_MARK} disturbed, {why}: {', '.join(labels)}" for why, labels in disturbed.items()]
+    for kernel, labels in c.attention_kernels(table).items():
+        notes.append(f"attention ran as {kernel}, not one kernel for all: {', '.join(labels)}")
     return [printable(note) for note in notes]
 
 

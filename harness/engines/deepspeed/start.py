@@ -48,7 +48,13 @@ def start(config: RunConfig, layout: Layout, device: torch.device, probe: Probe)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     train = config.train
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay, fused=True
+        model.parameters(),
+        lr=train.lr,
+        betas=train.betas,
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        fused=train.fused_optimizer,
+        foreach=not train.fused_optimizer,
     )
     with quiet():
         if layout.zero_stage == 1 and reduces_to_owner(config):

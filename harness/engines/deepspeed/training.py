@@ -9,7 +9,7 @@ from harness.engines import STAGING, Batch, Kind, Piece, StepResult
 from harness.engines.deepspeed import held
 from harness.layout import Layout
 from harness.measure.probe import Probe
-from harness.model import loss_function
+from harness.model import loss_of
 
 
 class Training:
@@ -17,11 +17,12 @@ class Training:
 
     devices = 1
 
-    def __init__(self, engine: Any, names: held.Names, layout: Layout, probe: Probe) -> None:
+    def __init__(self, engine: Any, names: held.Names, layout: Layout, probe: Probe, loss_chunks: int) -> None:
         self.model: torch.nn.Module = engine.module
         self._engine = engine
         self._names = names
         self._probe = probe
+        self._loss_chunks = loss_chunks
         self._ready = False  # whether gradients are reduced, and only they are asked for
         # Stage 1 may hold whole gradients until it reduces them once a step. Called apart, the reduction begins where
         # a phase of backward has ended, so that whole gradients can be seen.
@@ -42,7 +43,7 @@ class Training:
             if index:
                 self._engine.step()  # counts the micro-batch before this one and updates nothing
             with self._probe.phase("forward"):
-                loss = loss_function(self._engine(batch.inputs), batch.targets)
+                loss = loss_of(self._engine, batch.inputs, batch.targets, self._loss_chunks)
                 losses.append(loss.detach())
             with self._probe.phase("backward"):
                 self._engine.backward(loss)

@@ -47,11 +47,12 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
     """The model under this layout.
 
-    The order is fixed: tensor parallel, context parallel, checkpointing, data parallel, pipeline.
+    The order is fixed: tensor parallel, context parallel, checkpointing, compile, data parallel, pipeline.
     """
     import torch.distributed as dist
 
-    from harness.checkpointing import apply_checkpointing
+    from harness.checkpointing import apply_checkpointing, apply_loss_chunks
+    from harness.compiling import apply_compile
     from harness.engines.torch.context import apply_context_parallel
     from harness.engines.torch.fully_shard import FullyShard
     from harness.engines.torch.mesh import replica_group
@@ -76,6 +77,8 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         if layout.cp > 1:
             apply_context_parallel(part, mesh.get_group("cp"), part.spans)
         apply_checkpointing(part, config.checkpointing, probe)
+        apply_loss_chunks(part, config.train.loss_chunks, probe)
+        apply_compile(part, config.train.compile)
     parallel: DataParallel
     if layout.data_parallel == "fsdp":
         parallel = FullyShard(parts, config, layout, mesh, device)
@@ -86,7 +89,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     else:
         parallel = Replicate(parts, config, device)
     scale = LossScale(config.precision, layout.dp * layout.cp)
-    passes: Passes = Sequential(parallel, probe, scale)
+    passes: Passes = Sequential(parallel, probe, scale, config.train.loss_chunks)
     if layout.pp > 1:
         passes = Pipeline(stages, config, layout, mesh.get_group("pp"), device, parallel, probe, scale)
     shares = mesh.get_group("dp_shard") if layout.gives_whole_parameters else None
@@ -208,7 +211,11 @@ def adamw(
 
     settings: dict[str, Any] = {"lr": train.lr, "betas": train.betas, "eps": train.eps}
     # fused: the one implementation without temporaries the size of the model
-    settings |= {"weight_decay": train.weight_decay, "fused": True}
+    settings |= {
+        "weight_decay": train.weight_decay,
+        "fused": train.fused_optimizer,
+        "foreach": not train.fused_optimizer,
+    }
     trained = [parallel.trained(name) for name in parallel.names]
     if shares is None:
         return torch.optim.AdamW(of_one_kind(trained), **settings)

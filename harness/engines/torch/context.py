@@ -18,7 +18,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def apply_context_parallel(model: Decoder, group: ProcessGroup, spans: Spans) -> None:
     """Lets every attention of a part see the whole sequence, though this rank has but these spans of it."""
-    for block in model.blocks():
+    for block in model.blocks().values():
         attention = block.get_submodule("self_attn")
         attention.core = Gathering(attention.core, group, spans)  # type: ignore[assignment,arg-type]
 

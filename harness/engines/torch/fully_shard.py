@@ -27,7 +27,7 @@ def apply_fully_shard(
     def shard(part: nn.Module | Sequence[nn.Module]) -> None:
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)  # type: ignore[arg-type]
 
-    for block in model.blocks():
+    for block in model.blocks().values():
         shard(block)
     ends = [group for group in model.ends() if group]
     for group in ends if len(ends) > 1 else ():  # tied weights must share a group: the root's

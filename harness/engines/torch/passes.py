@@ -9,14 +9,15 @@ from harness.engines import Batch
 from harness.engines.torch.data_parallel import DataParallel
 from harness.engines.torch.scaling import LossScale
 from harness.measure.probe import Probe
-from harness.model import loss_function
+from harness.model import loss_of
 
 
 class Sequential:
     """Each micro-batch's forward, then its backward."""
 
-    def __init__(self, parallel: DataParallel, probe: Probe, scale: LossScale) -> None:
+    def __init__(self, parallel: DataParallel, probe: Probe, scale: LossScale, loss_chunks: int) -> None:
         self.parallel = parallel
+        self.loss_chunks = loss_chunks
         self.probe = probe
         self.scale = scale
 
@@ -26,7 +27,7 @@ class Sequential:
         for index, batch in enumerate(micro_batches):
             with self.parallel.micro_batch(last=index == count - 1):
                 with self.probe.phase("forward"):
-                    loss = loss_function(self.parallel.modules[0](batch.inputs), batch.targets)
+                    loss = loss_of(self.parallel.modules[0], batch.inputs, batch.targets, self.loss_chunks)
                 losses.append(loss.detach())
                 with self.probe.phase("backward"):
                     self.backward(loss * (self.scale.factor / count))

@@ -6,6 +6,7 @@ Between the matrices the model works on plain tensors: whole hidden states, or w
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from harness.config import ModelConfig
-from harness.model import Decoder, local_box
+from harness.model import Decoder, Head, local_box
 from harness.placement import cut_of
 
 SEQUENCE = 1  # the dimension of hidden states (batch, seq, hidden)
@@ -37,7 +38,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
     styles: dict[tuple[type[nn.Module], str], ParallelStyle] = {
         (nn.Linear, "column"): ColwiseParallel(),
         (nn.Linear, "row"): RowwiseParallel(output_layouts=outside),
-        (nn.Linear, "vocabulary"): ColwiseParallel(input_layouts=outside, use_local_output=False),
+        (Head, "vocabulary"): VocabularyParallelHead(input_layouts=outside, use_local_output=False),
         (nn.Embedding, "vocabulary"): VocabularyParallelEmbedding(outside),
     }
     for path, module in list(model.named_modules()):
@@ -70,6 +71,18 @@ def apply_planned(module: nn.Module, model: ModelConfig, mesh: DeviceMesh) -> No
         cut = cut_of(path, model)
         if cut is not None and part._parameters:
             parallelize_module(part, mesh, styles[cut])
+
+
+class VocabularyParallelHead(ColwiseParallel):
+    """A head of which each rank has the logits of some words; a loss made of them inside the module stays as it is."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        if not isinstance(outputs, DTensor):
+            return outputs
+        return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)  # type: ignore[no-untyped-call]
 
 
 class VocabularyParallelEmbedding(RowwiseParallel):

@@ -1,0 +1,77 @@
+"""train.compile: compiled code is what is timed, heard and proven; refused where it does not work."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sabotage
+from conftest import composed
+from test_proof import run_with
+
+from harness import compiling, machine, worker
+from harness.layout import resolve
+
+SHORT = ("train.compile=true", "train.steps=1", "train.warmup_steps=2", "model.num_hidden_layers=2", "train.seq_len=64")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, so that the reference is run once."""
+    return tmp_path_factory.mktemp("compile")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "fsdp_full_shard",
+        *(
+            pytest.param(strategy, marks=pytest.mark.long)
+            for strategy in (
+                "single world_size=1",
+                "ddp",
+                "ddp precision=bf16_mixed",
+                "pp_1f1b",
+                "tp",
+                "tp_sp",
+                "zero1",
+                "zero3",
+            )
+        ),
+    ],
+)
+def test_a_compiled_run_is_heard_as_it_is_timed(results: Path, strategy: str) -> None:
+    """Its products are operators still, so that operations, memory and volume are exact; the reference is eager."""
+    record = run_with(results, worker.main, *SHORT, *f"strategy={strategy}".split())
+    row = record["row"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["compile"] is True and row["attention_kernel"] == "flash"
+    assert row["grad_deviation"] < (1e-4 if row["precision"] == "fp32" else 0.1)
+    assert row["model_flops"] < row["hardware_flops"] < 1.1 * row["model_flops"]
+    parts = [size for name, size in row.items() if name.startswith("at_peak_") and name.endswith("_bytes")]
+    assert sum(parts) == row["peak_allocated_bytes"] > 0
+    assert row.get("predicted_peak_bytes") is None
+
+
+@pytest.mark.parametrize(
+    "fault", [sabotage.never_compiled, pytest.param(sabotage.compiled_again, marks=pytest.mark.long)]
+)
+def test_a_run_that_is_not_compiled_as_it_says_is_an_error(results: Path, fault: Callable[[str], None]) -> None:
+    record = run_with(results, fault, *SHORT, "strategy=ddp")
+    assert record["row"]["status"] == "error"
+    found = {"never_compiled": "ran its layers operator by operator", "compiled_again": "in the timed steps"}
+    problems = record["proof"]["problems"]
+    assert any(found[fault.__name__] in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        ("strategy=pp_zero_bubble", "train.compile=true makes one operator of a layer's backward"),
+        ("strategy=ddp checkpointing=full", "train.compile=true with checkpointing=full"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(overrides: str, found: str) -> None:
+    config = composed("train.compile=true", "world_size=2", *overrides.split())
+    layout = resolve(config.strategy, 2)
+    problems = list(compiling.refusals(config, layout, machine.look(config.cluster)))
+    assert any(found in problem and "choose" in problem for problem in problems)
