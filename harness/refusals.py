@@ -68,11 +68,11 @@ def asked_refusals(config: RunConfig, layout: Layout, asked: Asked) -> Iterator[
         )
     if config.checkpointing.name in ("selective", "attention"):
         yield (
-            f"checkpointing={config.checkpointing.name} knows the layers of this project's models, and model={name} is a"
-            " library's: choose none, full or every_n"
+            f"checkpointing={config.checkpointing.name} knows the layers of this project's models, and model={name} is"
+            " a library's: choose none, full or every_n"
         )
     if config.train.loss_chunks > 1:
-        yield f"train.loss_chunks={config.train.loss_chunks} needs a head of this project's, not of model={name}: choose 1"
+        yield f"train.loss_chunks={config.train.loss_chunks} needs a head of this project's, not model={name}'s: choose 1"
     if config.train.compile:
         yield f"train.compile=true with model={name}, a library's, is not proven: choose false"
     if layout.cp > 1:
