@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.utils.checkpoint import checkpoint
 
+from harness.activation_offload import offload_activations
 from harness.config import CheckpointingConfig, RunConfig
 from harness.measure.probe import Probe
 from harness.model import Llama, build_model
@@ -14,6 +15,8 @@ def model_on_meta(config: RunConfig, probe: Probe) -> Llama:
     """What every engine starts from: the run's model without memory, its checkpointing applied."""
     model = build_model(config.model)
     apply_checkpointing(model, config.checkpointing, probe)
+    if config.checkpointing.offload_activations:
+        offload_activations(model, probe)
     return model
 
 

@@ -114,6 +114,7 @@ class StrategyConfig:
 @dataclass(frozen=True)
 class CheckpointingConfig:
     name: str
+    offload_activations: bool = False  # what layers keep for backward, or under checkpointing their inputs, on the host
 
     def __post_init__(self) -> None:
         _one_of("checkpointing", self.name, ("none", "full"))

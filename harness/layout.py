@@ -70,6 +70,14 @@ class Layout:
         first_stage = {"optimizer": 1, "gradients": 2, "parameters": 3}[kind]
         return self.dp_shard if self.zero_stage >= first_stage else 1
 
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Kinds of model state that lie in the host's memory. With the optimizer go the gradients that it reads
+        (ZeRO-Offload, arXiv 2101.06840).
+        """
+        state = ("gradients", "optimizer")
+        return {"none": (), "optimizer": state, "parameters": ("parameters", *state)}[self.offload]
+
     def accumulation(self, train: TrainConfig) -> int:
         """Micro-batches a rank and step. Raises UserError on a remainder."""
         per_pass = train.micro_batch * self.dp

@@ -29,8 +29,6 @@ def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield f"strategy.layers_per_stage={list(layout.layers_per_stage)} needs strategy.pp of 2 or more: choose null"
     if layout.cp > 1:
         yield f"strategy.cp={layout.cp} is not supported yet: choose 1"
-    if layout.offload != "none":
-        yield f"strategy.offload={layout.offload} is not supported yet: choose none"
 
 
 def tensor_refusals(config: RunConfig, layout: Layout) -> Iterator[str]:

@@ -77,6 +77,8 @@ def configured(config: RunConfig, layout: Layout | None) -> Row:
         "repeat": config.repeat,
         "launch": "processes",
     }
+    if config.checkpointing.offload_activations:
+        row["offload_activations"] = True
     if layout is not None:
         degrees = ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp")
         row |= {degree: getattr(layout, degree) for degree in degrees}
@@ -85,6 +87,8 @@ def configured(config: RunConfig, layout: Layout | None) -> Row:
             split = [str(stage.layers) for stage in stages(config.model, layout)]
             row |= {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
             row["layers_per_stage"] = "-".join(split)
+        if layout.offload != "none":
+            row["offload"] = layout.offload
         if layout.tp > 1:
             row["sequence_parallel"] = layout.sequence_parallel
     return row

@@ -62,10 +62,10 @@ def train(
         with torch.no_grad():
             losses[index], grad_norms[index] = result.loss, result.grad_norm
 
-    first_gradients = GradientStatistics(config.seed)
+    first_gradients = GradientStatistics(config.seed, memory.device)
     with probe.listening(first_gradients):
         step("warm-up")
-    first_moments = statistics(engine, "optimizer", config.seed, "exp_avg")
+    first_moments = statistics(engine, "optimizer", config.seed, memory.device, "exp_avg")
     memory.forget_unused()  # of these statistics
     for _ in range(config.warmup_steps - 1):
         step("warm-up")
@@ -102,8 +102,8 @@ def train(
         used=used,
         first_gradients=first_gradients.found,
         first_moments=first_moments,
-        last_parameters=statistics(engine, "parameters", config.seed),
-        last_masters=statistics(engine, "optimizer", config.seed, "master"),
+        last_parameters=statistics(engine, "parameters", config.seed, memory.device),
+        last_masters=statistics(engine, "optimizer", config.seed, memory.device, "master"),
         traced=trace.split(),
         profiled=profiled.result(fullest.log),
     )

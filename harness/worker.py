@@ -22,7 +22,7 @@ from harness.layout import AXES
 from harness.measure.memory import DeviceMemory
 from harness.measure.native import load_allocator
 from harness.measure.probe import Probe
-from harness.measure.state import held_bytes, holdings
+from harness.measure.state import held_bytes, holdings, placed_bytes
 from harness.measure.trace import Split
 from harness.records import atomic_write_json
 from harness.train import train
@@ -83,6 +83,12 @@ def measure(this: Job, rank: int, progress: "Progress", directory: Path) -> dict
                 "start_peak_bytes": start_peak_bytes,
                 "parameter_bytes": held_bytes(engine, "parameters"),
                 "optimizer_bytes": held_bytes(engine, "optimizer"),
+                "on_host": sorted(engine.on_host),
+                "placed": {
+                    "parameters": placed_bytes(engine, "parameters"),
+                    "gradients": profiled["placed_gradients"],
+                    "optimizer": placed_bytes(engine, "optimizer"),
+                },
                 "parameters": holdings(engine, "parameters"),
                 "optimizer": holdings(engine, "optimizer"),
             }

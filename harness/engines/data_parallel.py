@@ -28,8 +28,12 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
     if config.checkpointing.name != "none":
         name = config.checkpointing.name
         yield f"checkpointing={name} does not survive the copies nn.DataParallel makes: choose checkpointing=none"
+    if config.checkpointing.offload_activations:
+        yield "checkpointing.offload_activations=true does not survive the copies nn.DataParallel makes: choose false"
     if layout.world_size > 1:
         yield f"strategy={config.strategy.name} is one process: choose 1 for every degree of the strategy"
+    if layout.offload != "none":
+        yield f"strategy.offload={layout.offload} is not part of nn.DataParallel: choose none"
     if config.precision.mixed:
         yield f"precision={config.precision.name} would be reduced in 16 bits by nn.DataParallel: choose precision=fp32"
 

@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from harness.engines import Engine
 
 # A split backward computes the gradient of its input first and those of its weights later (zero bubble schedules).
@@ -37,6 +39,11 @@ class Probe:
         """Around the second forward of a checkpointed part; a backward in two halves enters it twice."""
         return Recompute(self)
 
+    def offloaded(self, tensor: "Tensor") -> None:
+        """Of every tensor on the host that holds what was saved for backward, when it is made."""
+        if self.listener:
+            self.listener.offloaded(tensor)
+
     def gradients_ready(self, engine: "Engine") -> None:
         """Once a step: gradients are reduced and averaged over the global batch, and not yet clipped."""
         if self.listener:
@@ -68,6 +75,9 @@ class Listener:
     @contextmanager
     def recompute(self) -> Iterator[None]:
         yield
+
+    def offloaded(self, tensor: "Tensor") -> None:
+        pass
 
     def gradients_ready(self, engine: "Engine") -> None:
         pass

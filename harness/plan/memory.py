@@ -13,6 +13,7 @@ from harness.layout import Layout
 from harness.placement import Stage, stages, whole
 from harness.plan.activations import loss_tensors
 from harness.plan.buffers import buffer_tensors, gradients_outlive_step, unreduced_bytes
+from harness.plan.offload import host_gradient_bytes
 from harness.plan.parts import Bytes, Part, parts_of, step_fills
 from harness.plan.passes import Moment, moments
 
@@ -32,6 +33,7 @@ class MemoryEstimate:
     activation_bytes: int  # held for backward at most, log-probabilities included
     loss_bytes: int  # logits and cross-entropy
     communication_buffer_bytes: int
+    host_bytes: int  # kept on the host by offload, pinned; 0 on a CPU, where it is among all else
     process_bytes: int  # interpreter, libraries, context: never in torch's allocator; only for whether a host is enough
     at_peak: Bytes
 
@@ -76,9 +78,19 @@ def estimate_at(
     parameter_bytes = -(-widths.parameters * total // layout.shards("parameters"))
     optimizer_bytes = -(-widths.optimizer * total // layout.shards("optimizer"))
     gradients = [-(-widths.gradients * part.parameters // layout.shards("gradients")) for part in parts]
+    moved = host_gradient_bytes(widths, layout, [part.parameters for part in parts])
+    gradient_bytes = sum(gradients) + sum(moved)
+    resident = {"parameters": parameter_bytes, "optimizer": optimizer_bytes}
+    host_bytes = 0
+    if device == "cpu":  # the host's memory is the device's
+        gradients = [own + other for own, other in zip(gradients, moved, strict=True)]
+    else:
+        away = [resident.pop(kind) for kind in layout.on_host if kind in resident]
+        host_bytes = sum(away) + sum(moved) + widths.host_buffer_bytes + offloaded_activation_bytes(parts, backwards)
     # torch's stages receive every micro-batch of a step, and every gradient, into a buffer of its own.
     received = layout.accumulation(config.train) * sum(part.arriving + part.leaving for part in parts)
     buffer_bytes = received + sum(buffer_tensors(config, layout, widths).values())
+    buffer_bytes += widths.host_buffer_bytes if device == "cpu" else 0
     standing = gradients_outlive_step(config, layout)
     piles_up = layout.schedule != "1f1b"  # the other schedules of torch wait for what they sent at the end of the step
     fills = (fill for moment in backwards for fill in step_fills(parts, gradients, standing, moment, piles_up))
@@ -86,13 +98,14 @@ def estimate_at(
     fullest["buffers"] += buffer_bytes
     return MemoryEstimate(
         parameter_bytes,
-        sum(gradients),
+        gradient_bytes,
         optimizer_bytes,
         held_for_backward(parts, backwards),
         sum(sum(loss_tensors(part.one).values()) for part in parts if part.stage.holds_head),
         buffer_bytes + unreduced_bytes(config, layout),
+        host_bytes,
         PROCESS_BYTES[device],
-        {"parameters": parameter_bytes, "optimizer": optimizer_bytes, **fullest},
+        resident | fullest,
     )
 
 
@@ -100,6 +113,18 @@ def activation_bytes(config: RunConfig, layout: Layout, device: str, place: int)
     """The most that a rank at this place of the pipeline holds for backward, log-probabilities included."""
     held = all_stages(config.model, layout)[place :: layout.pp]
     return held_for_backward(parts_of(config, layout, device, held), rank_moments(config, layout, place))
+
+
+def moved_activation_bytes(config: RunConfig, layout: Layout, device: str, place: int) -> int:
+    """The most that activation offload holds on the host for a rank at this place of the pipeline; 0 without it."""
+    held = all_stages(config.model, layout)[place :: layout.pp]
+    return offloaded_activation_bytes(parts_of(config, layout, device, held), rank_moments(config, layout, place))
+
+
+def offloaded_activation_bytes(parts: Sequence[Part], backwards: Sequence[Moment]) -> int:
+    """The most of activations that lie on the host at once."""
+    passes = (zip(parts, moment.waiting, moment.halved, strict=True) for moment in backwards)
+    return max(sum((waiting + halved) * part.offloaded for part, waiting, halved in one) for one in passes)
 
 
 def held_for_backward(parts: Sequence[Part], backwards: Sequence[Moment]) -> int:

@@ -26,6 +26,7 @@ from harness.plan.activations import (
     weights_alone,
 )
 from harness.plan.buffers import unreduced_bytes
+from harness.plan.offload import offloaded_bytes, without_offloaded
 from harness.plan.passes import Kind, Moment
 from harness.sizes import layer_parameter_count
 
@@ -60,6 +61,7 @@ class Part:
     parameters: int
     narrow: bool  # whether gradients are made in 16 bit, and summed in fp32
     unreduced: int  # bytes of gradients on their way to their shards
+    offloaded: int  # bytes of what a pass keeps that activation offload moves to the host
 
     @property
     def arriving(self) -> int:
@@ -119,16 +121,28 @@ class Part:
 def parts_of(config: RunConfig, layout: Layout, device: str, held: Sequence[Stage]) -> list[Part]:
     """A rank's stages as parts."""
     one, full = pass_of(config, layout, device), config.checkpointing.name == "full"
+    away_from_device = device != "cpu"  # on a CPU it is all one memory
+
+    def kept(stage: Stage) -> tuple[Activations, tuple[int, int], int]:
+        """On the device, the same in a backward for weights alone, and what was moved to the host."""
+        name = config.checkpointing.name
+        found, (first, last) = activations(one, stage, name), weights_alone(one, stage, name)
+        moved = offloaded_bytes(one, stage, name) if config.checkpointing.offload_activations else 0
+        if moved and away_from_device:
+            others = moved - moved // stage.layers
+            return without_offloaded(found, moved, stage.layers), (first - others, max(0, last - others)), moved
+        return found, (first, last), moved
+
     return [
         Part(
             one,
             stage,
-            activations(one, stage, config.checkpointing.name),
-            weights_alone(one, stage, config.checkpointing.name),
+            *kept(stage)[:2],
             keeps_input=full or one.width == FP32_BYTES or device != "cpu",
             parameters=held_parameter_count(config.model, stage, layout.tp),
             narrow=config.precision.mixed,
             unreduced=unreduced_bytes(config, layout),
+            offloaded=kept(stage)[2],
         )
         for stage in held
     ]

@@ -74,13 +74,36 @@ def gradient_problems(model: ModelConfig, layout: Layout, widths: Widths, ranks:
     problems = []
     for rank in ranks:
         share = sum(rank_shares(model, layout, rank["rank"], layout.shards("gradients")).values())
-        allowed = 1.05 * widths.gradients * share + 3 * widths.gradients * largest
+        width = widths.gradients + widths.host_gradients
+        allowed = 1.05 * width * share + 3 * width * largest
         most = rank["profiled"]["gradient_bytes"]
         if most > allowed:
             problems.append(
                 f"gradients: rank {rank['rank']} held {most} bytes, its share in zero_stage={layout.zero_stage} is"
-                f" {widths.gradients * share:.0f}"
+                f" {width * share:.0f}"
             )
+    return problems
+
+
+def place_problems(layout: Layout, ranks: Sequence[Rank]) -> list[str]:
+    """Whether model state lies where strategy.offload says: as what was built says of itself and, where the device is
+    not the host, piece by piece.
+    """
+    problems = []
+    for rank in ranks:
+        if sorted(rank["on_host"]) != sorted(layout.on_host):
+            kept = ", ".join(rank["on_host"]) or "nothing"
+            problems.append(
+                f"rank {rank['rank']} was built to keep {kept} on the host, strategy.offload={layout.offload}"
+            )
+        for kind, bytes_by_device in rank["placed"].items() if rank["device_name"] != "cpu" else ():
+            place = "cpu" if kind in layout.on_host else "cuda"
+            for device, size in bytes_by_device.items():
+                if device != place and size:
+                    problems.append(
+                        f"{kind}: rank {rank['rank']} holds {size} bytes on {device}, strategy.offload={layout.offload}"
+                        f" says {place}"
+                    )
     return problems
 
 

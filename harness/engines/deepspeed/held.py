@@ -4,6 +4,9 @@ Three layouts, of DeepSpeed 0.19.8:
     stage 3 cuts every parameter into equal parts, the last one padded;
     stages 1 and 2 lay all parameters end to end and cut the whole, so that a part may begin inside a parameter;
     stage 1 in bf16_mixed (BF16_Optimizer) does so for masters and moments alone.
+
+With strategy.offload masters and moments lie on the host in the same layout, and so do the gradients that AdamW reads:
+buffers of their own, there for the whole run, to which each is copied when it is reduced and summed.
 """
 
 from collections.abc import Iterator
@@ -66,6 +69,9 @@ def gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
             # One flat buffer for the whole run, at rest too.
             buffer, _ = optimizer._get_fp32_grad_state_partition(cut.parameter, release_swap_buffers=False)
             yield cut.piece(names, buffer.narrow(0, 0, cut.stop - cut.start))
+        yield from sums_of_stage_3(optimizer, names)
+    elif on_host(optimizer):
+        yield from host_gradients(optimizer, names)
     elif is_bf16_stage_1(optimizer):
         for parameter, total in zip(all_of(optimizer), optimizer.fp32_groups_gradients[0], strict=True):
             yield whole(parameter, total.view(parameter.shape), names)
@@ -73,6 +79,35 @@ def gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
                 yield whole(parameter, parameter.grad, names, STAGING)
     else:
         yield from flat_gradients(optimizer, names)
+
+
+def sums_of_stage_3(optimizer: Any, names: Names) -> Iterator[Piece]:
+    """Offloaded, what micro-batches add up in, before it is copied to what AdamW reads."""
+    if on_host(optimizer):
+        sums, at = optimizer.grad_partitions_flat_buffer, 0
+        mine = {id(cut.parameter): cut for cut in cuts(optimizer)}
+        for parameter in all_of(optimizer):
+            if cut := mine.get(id(parameter)):
+                yield cut.piece(names, sums.narrow(0, at, cut.stop - cut.start), STAGING)
+            at += parameter.partition_numel()
+
+
+def host_gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
+    """Gradients of stages 1 and 2, offloaded: this rank's part as AdamW reads it, and what is on its way there."""
+    mine = list(cuts(optimizer))
+    flat: Any = master_buffers(optimizer)[0].grad
+    yield from (cut.piece(names, cut.of(flat)) for cut in mine)
+    summed = optimizer.accumulated_grads_in_cpu
+    on_device = getattr(optimizer.averaged_gradients.get(0), "flat_partition", None)
+    in_buckets = {bucket.untyped_storage().data_ptr() for bucket in buckets(optimizer)}
+    for cut in mine:
+        if on_device is not None:
+            yield cut.piece(names, cut.of(on_device), STAGING)
+    for parameter in all_of(optimizer):
+        sums = summed.get(optimizer.get_param_id(parameter))
+        for gradient in (parameter.grad, parameter.grad_accum, sums):
+            if gradient is not None and gradient.untyped_storage().data_ptr() not in in_buckets:
+                yield whole(parameter, gradient.view(parameter.shape), names, STAGING)
 
 
 def flat_gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
@@ -107,6 +142,22 @@ def buckets(optimizer: Any) -> Iterator[Tensor]:
                 yield bucket.buffer
         else:
             yield from bucket.buffer
+
+
+def passing(optimizer: Any) -> Iterator[Tensor]:
+    """Buffers of stages 1 and 2 through which gradients and parameters go to the host and back."""
+    if on_host(optimizer) and not is_stage_3(optimizer):
+        yield optimizer.temp_grad_buffer_for_gpu_offload
+        yield optimizer.temp_grad_buffer_for_cpu_offload
+        yield from optimizer.param_buffer_of_bit16_for_cpu_offload_groups
+
+
+def on_host(optimizer: Any) -> tuple[Kind, ...]:
+    """What this optimizer was built to keep on the host."""
+    if not (getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)):
+        return ()
+    state: tuple[Kind, ...] = ("gradients", "optimizer")
+    return ("parameters", *state) if getattr(optimizer, "offload_param", False) else state
 
 
 def masters(optimizer: Any, names: Names) -> Iterator[tuple[int, Piece]]:

@@ -51,6 +51,16 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield f"strategy.data_parallel={means} with strategy.pp={layout.pp} is not supported yet: choose none"
     if layout.tp > 1 and means == "ddp":
         yield f"strategy.data_parallel=ddp cannot wrap what strategy.tp={layout.tp} cuts: choose none or fsdp"
+    if layout.offload != "none" and means != "fsdp":
+        yield (
+            f"strategy.offload={layout.offload} is not part of strategy.data_parallel={means}: choose none, or"
+            " strategy=fsdp_full_shard or zero_offload"
+        )
+    elif layout.offload == "optimizer":
+        yield (
+            "strategy.offload=optimizer is not a policy of fully_shard, whose optimizer steps where the parameters lie:"
+            " choose parameters, or strategy=zero_offload"
+        )
     for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)) if means == "ddp" else ():
         yield f"strategy.options.{key} is not a setting of DistributedDataParallel: choose {', '.join(DDP_OPTIONS)}"
     if means != "ddp" and config.strategy.options:
@@ -62,6 +72,8 @@ def environment(machine: "Machine", cache: Path) -> dict[str, str]:
 
 
 def widths(config: "RunConfig", layout: "Layout") -> Widths:
+    if layout.offload != "none":
+        return Widths(4, 0, 8, gathered=2 if config.precision.mixed else 4, host_gradients=4)
     if not config.precision.mixed:
         return Widths(parameters=4, gradients=4, optimizer=8, gathered=4)
     if layout.data_parallel == "fsdp":  # the sharded fp32 parameters are their own masters
@@ -73,6 +85,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     """The model under this layout. The order is fixed: tensor parallel, checkpointing, data parallel, pipeline."""
     import torch.distributed as dist
 
+    from harness.activation_offload import offload_activations
     from harness.checkpointing import apply_checkpointing
     from harness.engines.torch.fully_shard import FullyShard
     from harness.engines.torch.passes import Sequential
@@ -88,6 +101,8 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         if layout.tp > 1:
             apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
         apply_checkpointing(part, config.checkpointing, probe)
+        if config.checkpointing.offload_activations:
+            offload_activations(part, probe)
     parallel: DataParallel
     if layout.data_parallel == "fsdp":
         parallel = FullyShard(parts[0], config, layout, mesh, device)
@@ -119,6 +134,7 @@ class TorchEngine:
 
         self.model: nn.Module = torch.nn.ModuleList(parts)
         self.parallel = parallel
+        self.on_host = parallel.on_host
         self.passes = passes
         self.mesh = mesh
         self.is_tensor_parallel = mesh["tp"].size() > 1

@@ -6,12 +6,15 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from harness.engines import Kind
+
 
 class DataParallel(Protocol):
     """How copies or shards of a model are kept together."""
 
     module: nn.Module  # what is called where the rank holds the whole depth
     names: dict[str, nn.Parameter]  # the model's parameters under their plain names
+    on_host: tuple[Kind, ...]  # see Engine.on_host
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one micro-batch."""

@@ -6,15 +6,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from harness.config import RunConfig
+from harness.engines import KINDS, Kind
 from harness.layout import Layout
 from harness.model import Llama, materialise
 
 
 def apply_fully_shard(
-    model: Llama, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool
+    model: Llama, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool, offload: OffloadPolicy
 ) -> None:
     """Shards embedding, every block and head as groups of their own, over the last axis of the mesh.
 
@@ -23,7 +24,9 @@ def apply_fully_shard(
     """
 
     def shard(part: nn.Module | list[nn.Module]) -> None:
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)  # type: ignore[arg-type]
+        fully_shard(  # type: ignore[call-overload]
+            part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, offload_policy=offload
+        )
 
     for block in model.layers.values():
         shard(block)
@@ -34,7 +37,10 @@ def apply_fully_shard(
 
 
 class FullyShard:
-    """A model whose sharded fp32 parameters are the ones trained; 16-bit copies exist only while gathered."""
+    """A model whose sharded fp32 parameters are the ones trained; 16-bit copies exist only while gathered.
+
+    Offloaded, shards and their gradients lie on the host, pinned, and so does what the optimizer makes of them.
+    """
 
     def __init__(self, model: Llama, config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device) -> None:
         precision = config.precision
@@ -43,13 +49,23 @@ class FullyShard:
             reduce_dtype=getattr(torch, precision.reduce) if precision.mixed else None,
         )
         axes = mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"]
-        apply_fully_shard(model, axes, policy, reshard_after_forward=layout.zero_stage == 3)
-        materialise(model, config.model, config.train.seed, device, getattr(torch, precision.master))
+        kept, offload = device, OffloadPolicy()
+        if layout.offload == "parameters":
+            kept, offload = torch.device("cpu"), CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        apply_fully_shard(model, axes, policy, layout.zero_stage == 3, offload)
+        materialise(model, config.model, config.train.seed, device, getattr(torch, precision.master), kept)
         assert isinstance(model, FSDPModule)
         self.module: nn.Module = model
         self.fsdp: FSDPModule = model
         self.zero_stage = layout.zero_stage
         self.names = dict(model.named_parameters())
+        self.on_host: tuple[Kind, ...] = KINDS if all(self.offloaded_groups()) else ()
+
+    def offloaded_groups(self) -> Iterator[bool]:
+        """Of every parameter, as fully_shard holds it, whether it and its gradient are kept on the host."""
+        for part in self.module.modules():
+            group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
+            yield from () if group is None else (parameter.offload_to_cpu for parameter in group.fsdp_params)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
