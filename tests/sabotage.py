@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import RowwiseParallel, loss
 
 import harness.checkpointing
 import harness.model
-from harness import worker
+from harness import activation_offload, worker
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
-from harness.engines.torch import norm, passes, pipeline, replicate, tensor
+from harness.engines.torch import fully_shard, norm, passes, pipeline, replicate, tensor
 from harness.layout import AXES
 from harness.measure.communication import CommunicationCounter
 from harness.measure.memory import HostLog
@@ -49,8 +49,8 @@ def lower_stage(run_dir: str) -> None:
     """ZeRO-2 runs as ZeRO-1: synchronises once a step instead of every micro-batch."""
     settings = deepspeed_start.settings
 
-    def spoiled(config: Any, layout: Any) -> Any:
-        chosen = settings(config, layout)
+    def spoiled(*arguments: Any) -> Any:
+        chosen = settings(*arguments)
         chosen["zero_optimization"]["stage"] = 1
         return chosen
 
@@ -405,4 +405,48 @@ def stuck(run_dir: str) -> None:
     if rank() == 1:
         Path(run_dir, "stuck").touch()
         signal.pause()
+    worker.main(run_dir)
+
+
+def offload_dropped(run_dir: str) -> None:
+    """DeepSpeed is not told of the offload: trains right, on the device."""
+    settings = deepspeed_start.settings
+
+    def spoiled(config: Any, layout: Any, device: Any) -> Any:
+        return settings(config, dataclasses.replace(layout, offload="none"), device)
+
+    deepspeed_start.settings = spoiled
+    worker.main(run_dir)
+
+
+def shards_not_offloaded(run_dir: str) -> None:
+    """fully_shard gets no offload policy."""
+    fully_shard.CPUOffloadPolicy = lambda **_: fully_shard.OffloadPolicy()  # type: ignore[assignment,misc]
+    worker.main(run_dir)
+
+
+def last_layer_not_offloaded(run_dir: str) -> None:
+    """What the last layer keeps for backward stays on the device."""
+    around = activation_offload.HostCopies.around
+
+    def spoiled(self: Any, block: Any, forward: Any, *arguments: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        return forward(*arguments) if self.calls % 4 == 0 else around(self, block, forward, *arguments)
+
+    activation_offload.HostCopies.around = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def stale_copy(run_dir: str) -> None:
+    """A copy on the host is taken for that of every tensor of its size."""
+
+    def spoiled(self: Any, tensor: Any) -> Any:
+        size = tensor.untyped_storage().nbytes()
+        if size not in self.copies:
+            self.kept = [*getattr(self, "kept", []), made := activation_offload.HostCopy(tensor)]
+            self.copies[size] = made
+            self.probe.offloaded(made.host)
+        return self.copies[size]
+
+    activation_offload.HostCopies.copied = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)

@@ -139,7 +139,7 @@ def device_gradient_width(config: "RunConfig", layout: "Layout") -> int:
 
 def host_gradient_width(config: "RunConfig", layout: "Layout") -> int:
     """Bytes an element of this rank's part on the host: what AdamW reads, and what micro-batches sum up in."""
-    sums = not config.precision.mixed and layout.accumulation(config.train) > 1
+    sums = layout.zero_stage == 2 and not config.precision.mixed and layout.accumulation(config.train) > 1
     return 8 if layout.zero_stage == 3 or sums else 4
 
 
