@@ -90,6 +90,7 @@ class StrategyConfig:
     dp_shard: int = 1
     tp: int = 1
     sequence_parallel: bool = False
+    vocabulary_parallel: bool = True  # whether tp cuts embedding and head too, or leaves them whole on every rank
     cp: int = 1
     pp: int = 1
     schedule: str = "1f1b"

@@ -29,11 +29,17 @@ class Layout:
     virtual_stages: int
     layers_per_stage: tuple[int, ...] | None
     offload: str
+    vocabulary_parallel: bool = True
 
     @property
     def dp(self) -> int:
         """The data degree: how many parts the global batch is cut into."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def vocabulary_tp(self) -> int:
+        """Into how many parts tensor parallelism cuts embedding and head."""
+        return self.tp if self.vocabulary_parallel else 1
 
     @property
     def stages(self) -> int:

@@ -173,6 +173,8 @@ def materialise(
     Tensors are swapped in place, so that tied weights stay tied and a wrapper's references stay true.
     """
     for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:  # an engine's own layers have theirs
+            continue
         whole = initial_value(name, parameter.shape, config, seed, device)
         filled = nn.Parameter(part_like(parameter, whole.to(dtype)).to(kept or device))
         torch.utils.swap_tensors(parameter, filled)  # type: ignore[no-untyped-call]

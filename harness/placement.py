@@ -35,6 +35,12 @@ def cut_dimension(parameter: str) -> int | None:
     return None if cut is None else CUT_DIMENSION[cut]
 
 
+def cut_dimension_in(parameter: str, layout: Layout) -> int | None:
+    """The same under a layout, which may leave the vocabulary whole."""
+    vocabulary = cut_of(parameter.removesuffix(".weight")) == "vocabulary"
+    return None if vocabulary and not layout.vocabulary_parallel else cut_dimension(parameter)
+
+
 @dataclass(frozen=True)
 class Stage:
     """A part of the model's depth: decoder layers `first_layer` to `last_layer` and, at the ends, what lies there."""

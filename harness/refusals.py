@@ -38,7 +38,9 @@ def tensor_refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
         size = getattr(model, key)
         if size % tp:
             yield f"strategy.tp={tp} does not divide model.{key}={size}: choose {divisors(all_divide)}"
-    if (tp - 1) * math.ceil(model.vocab_size / tp) >= model.vocab_size:  # cut into equal parts, the last what is left
+    if (
+        layout.vocabulary_parallel and (tp - 1) * math.ceil(model.vocab_size / tp) >= model.vocab_size
+    ):  # cut into equal parts, the last what is left
         yield f"strategy.tp={tp} leaves a rank without a part of model.vocab_size={model.vocab_size}: choose a smaller"
     if layout.sequence_parallel and tp == 1:
         yield "strategy.sequence_parallel=true needs strategy.tp of 2 or more: choose false"

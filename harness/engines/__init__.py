@@ -83,6 +83,7 @@ class Widths:
     gathers: float = 2  # for forward and again for backward
     buffer_bytes: int = 0
     whole_second_forward: bool = False
+    layer_sums: int = 4  # of hidden states over tensor-parallel ranks, in a layer's forward and backward
     host_gradients: int = 0
     host_buffer_bytes: int = 0
 

@@ -28,6 +28,12 @@ class Pass:
     device: str = "cpu"
     tp: int = 1
     sequence_parallel: bool = False
+    vocabulary_parallel: bool = True
+
+    @property
+    def vocabulary_tp(self) -> int:
+        """Into how many parts embedding and head are cut."""
+        return self.tp if self.vocabulary_parallel else 1
 
     @property
     def width(self) -> int:
@@ -52,7 +58,7 @@ class Pass:
 def pass_of(config: RunConfig, layout: Layout, device: str) -> Pass:
     """A micro-batch's pass in a run."""
     train = config.train
-    cut = (layout.tp, layout.sequence_parallel)
+    cut = (layout.tp, layout.sequence_parallel, layout.vocabulary_parallel)
     return Pass(config.model, train.micro_batch, train.seq_len, config.precision.compute, device, *cut)
 
 
@@ -140,7 +146,7 @@ def scores_tensors(one: Pass) -> dict[str, int]:
 
 def logits_bytes(one: Pass) -> int:
     """This rank's part of the logits in fp32."""
-    return one.tokens * math.ceil(one.model.vocab_size / one.tp) * FP32_BYTES
+    return one.tokens * math.ceil(one.model.vocab_size / one.vocabulary_tp) * FP32_BYTES
 
 
 def loss_tensors(one: Pass) -> dict[str, int]:
@@ -149,7 +155,7 @@ def loss_tensors(one: Pass) -> dict[str, int]:
     torch's loss over logits cut along the vocabulary composes that of plain operations, of which four are alive.
     """
     names = ["log_probabilities", "log_probabilities.gradient", "logits.gradient"]
-    return dict.fromkeys(names + ["probabilities"] * (one.tp > 1), logits_bytes(one))
+    return dict.fromkeys(names + ["probabilities"] * (one.vocabulary_tp > 1), logits_bytes(one))
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,9 @@ def layers_bytes(one: Pass, stage: Stage, checkpointing: str) -> int:
     """What the layers of a stage keep before backward, and what they share."""
     shared = 2 * one.seq_len * one.model.head_dim * one.width  # rotary tables
     if stage.holds_embedding:
-        shared += one.tokens * (INT64_BYTES + (one.tp > 1))  # token ids, and which of them other ranks look up
+        shared += one.tokens * (
+            INT64_BYTES + (one.vocabulary_tp > 1)
+        )  # token ids, and which of them other ranks look up
     return shared + stage.layers * (sum(block_tensors(one).values()) if checkpointing == "none" else one.hidden_bytes)
 
 

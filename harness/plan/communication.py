@@ -3,8 +3,9 @@
 from harness.config import RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
-from harness.placement import Stage, stages_of_rank
+from harness.placement import Stage, stages_of_rank, whole
 from harness.plan.activations import WIDTH_BYTES
+from harness.plan.parts import held_parameter_count
 from harness.sizes import parameter_count
 
 LOSS_SUMS = 3  # of a number a token in fp32, for a loss over logits cut along the vocabulary: maximum, sum, target's
@@ -22,7 +23,7 @@ def expected_bytes(config: RunConfig, layout: Layout, widths: Widths, rank: int)
     """
     expected = data_bytes(config, layout, widths)
     for stage in stages_of_rank(config.model, layout, rank):
-        for operation, moved in tensor_bytes(config, layout, stage).items():
+        for operation, moved in tensor_bytes(config, layout, stage, widths.layer_sums).items():
             expected[f"tp {operation}"] = expected.get(f"tp {operation}", 0.0) + moved
         expected["pp send"] = expected.get("pp send", 0.0) + pipeline_bytes(config, layout, stage)
     return expected
@@ -34,6 +35,8 @@ def data_bytes(config: RunConfig, layout: Layout, widths: Widths) -> dict[str, f
     Stages 0 and 1 synchronise once a step, stages 2 and 3 reduce-scatter every micro-batch.
     """
     parameters = parameter_count(config.model)
+    if layout.tp > 1:
+        parameters = held_parameter_count(config.model, whole(config.model), layout.tp, layout.vocabulary_tp)
     micro_batches = layout.accumulation(config.train)
     reduced = parameters * WIDTH_BYTES[config.precision.reduce]
     gathered = parameters * widths.gathered
@@ -55,23 +58,24 @@ def hidden_bytes(config: RunConfig) -> int:
     return train.micro_batch * train.seq_len * config.model.hidden_size * width
 
 
-def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, float]:
+def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage, layer_sums: int = 4) -> dict[str, float]:
     """What a stage's layers, embedding, head and loss sum up over tensor-parallel ranks (arXiv 1909.08053, section 3).
 
     Two all-reduces of the hidden states a layer in forward and two in backward, one for the embedding in forward and
     one for the head in backward. A checkpointed layer runs its first again; torch stops the second forward before the
     last, whose result nothing in backward needs. Sequence parallelism (arXiv 2205.05198) puts a reduce-scatter and an
     all-gather in the place of each all-reduce; of those a second forward gathers both inputs and scatters one sum; the
-    gradients of norms are summed once a step.
+    gradients of norms are summed once a step. Without vocabulary_parallel embedding, head and loss sum nothing.
     """
     if layout.tp == 1:
         return {}
     train, model = config.train, config.model
     micro_batches = layout.accumulation(train)
-    sums = 4 * stage.layers + stage.holds_embedding + stage.holds_head
+    cut = layout.vocabulary_parallel
+    sums = layer_sums * stage.layers + cut * (stage.holds_embedding + stage.holds_head)
     again = stage.layers if config.checkpointing.name == "full" else 0
     hidden = micro_batches * hidden_bytes(config)
-    small = LOSS_SUMS * micro_batches * train.micro_batch * train.seq_len * 4 if stage.holds_head else 0
+    small = LOSS_SUMS * micro_batches * train.micro_batch * train.seq_len * 4 if cut and stage.holds_head else 0
     once = ring_share(layout.tp)  # an all-reduce is two of these
     if not layout.sequence_parallel:
         return {"all_reduce": 2 * once * ((sums + again) * hidden + small)}

@@ -7,7 +7,8 @@ activation functions, loss and optimizer.
 MFU (PaLM, arXiv 2204.02311, appendix B) counts what the model asks for: `model_flops`, forward and twice as much for
 backward, whatever is run again. HFU counts what the hardware ran: `executed_flops`, which adds the second forwards of
 checkpointing and the scores that fused attention kernels make again in backward. Both are over all ranks: those that
-divide the batch, the matrices or the depth divide the operations, and tensor-parallel ranks hold no matrix whole.
+divide the batch, the matrices or the depth divide the operations; of tensor-parallel ranks that leave the head whole
+each multiplies by all of it.
 """
 
 from harness.config import ModelConfig, RunConfig
@@ -56,7 +57,12 @@ def model_flops(config: RunConfig) -> int:
 def executed_flops(config: RunConfig, layout: Layout, device: str = "cpu", whole_second_forward: bool = False) -> int:
     """What HFU counts: the operations of a step that run, over all ranks. device is cpu or cuda."""
     again = recomputed_flops(config, layout, whole_second_forward)
-    return model_flops(config) + again + remade_scores_flops(config, device)
+    return model_flops(config) + again + repeated_flops(config, layout) + remade_scores_flops(config, device)
+
+
+def repeated_flops(config: RunConfig, layout: Layout) -> int:
+    """What tensor-parallel ranks all do alike: the head, where it is not cut."""
+    return (layout.tp // layout.vocabulary_tp - 1) * (1 + BACKWARD) * head_flops(config)
 
 
 def recomputed_flops(config: RunConfig, layout: Layout, whole_second_forward: bool = False) -> int:

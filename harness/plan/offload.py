@@ -15,7 +15,7 @@ from harness.plan.activations import INT64_BYTES, Activations, Pass, layers_byte
 
 def offloaded_bytes(one: Pass, stage: Stage, checkpointing: str) -> int:
     """Of what a pass through a stage keeps, what its layers do; the embedding's token ids stay on the device."""
-    tokens = one.tokens * (INT64_BYTES + (one.tp > 1)) if stage.holds_embedding else 0
+    tokens = one.tokens * (INT64_BYTES + (one.vocabulary_tp > 1)) if stage.holds_embedding else 0
     return layers_bytes(one, stage, checkpointing) - tokens
 
 

@@ -33,15 +33,18 @@ from harness.sizes import layer_parameter_count
 Bytes = dict[str, int]  # by what fills them
 
 
-def held_parameter_count(model: ModelConfig, stage: Stage, tp: int) -> int:
-    """Parameters of a stage on the rank that holds most: every matrix is cut, the norms are not."""
+def held_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int | None = None) -> int:
+    """Parameters of a stage on the rank that holds most: every matrix is cut, the norms are not.
+
+    vocabulary_tp is into how many parts embedding and head are cut; by default as many as the others.
+    """
     norms = 2 * model.hidden_size
     layer = (layer_parameter_count(model) - norms) // tp + norms
     matrices = stage.holds_embedding + stage.holds_head
     if model.tie_word_embeddings:
         matrices = min(matrices, 1)
     head = stage.holds_head * model.hidden_size
-    return stage.layers * layer + matrices * vocabulary_parameter_count(model, tp) + head
+    return stage.layers * layer + matrices * vocabulary_parameter_count(model, vocabulary_tp or tp) + head
 
 
 def vocabulary_parameter_count(model: ModelConfig, tp: int) -> int:
@@ -109,7 +112,7 @@ class Part:
     @property
     def matrix_gradient(self) -> int:
         """Bytes of the gradient of embedding or head, the largest matrices, as backward makes it."""
-        return vocabulary_parameter_count(self.one.model, self.one.tp) * self.one.width
+        return vocabulary_parameter_count(self.one.model, self.one.vocabulary_tp) * self.one.width
 
     @property
     def summand(self) -> int:
@@ -139,7 +142,7 @@ def parts_of(config: RunConfig, layout: Layout, device: str, held: Sequence[Stag
             stage,
             *kept(stage)[:2],
             keeps_input=full or one.width == FP32_BYTES or device != "cpu",
-            parameters=held_parameter_count(config.model, stage, layout.tp),
+            parameters=held_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp),
             narrow=config.precision.mixed,
             unreduced=unreduced_bytes(config, layout),
             offloaded=kept(stage)[2],

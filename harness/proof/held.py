@@ -3,13 +3,13 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from harness.config import ModelConfig, PrecisionConfig
 from harness.engines import GATHERED, KINDS, Widths
 from harness.layout import Layout
-from harness.placement import cut_dimension, stages_of_rank
+from harness.placement import cut_dimension_in, stages_of_rank
 from harness.proof import Box, Rank
 from harness.sizes import parameter_shapes
 
@@ -134,7 +134,7 @@ def rank_shares(model: ModelConfig, layout: Layout, rank: int, shards: int) -> d
 
 def parts(name: str, layout: Layout) -> int:
     """Into how many parts tensor parallelism cuts a parameter."""
-    return 1 if cut_dimension(name) is None else layout.tp
+    return 1 if cut_dimension_in(name, layout) is None else layout.tp
 
 
 def _held(rank: Rank, kind: str) -> Iterator[Held]:
@@ -193,7 +193,7 @@ def _share_problems(
 def _most_rows(name: str, shape: Sequence[int], layout: Layout, shards: int) -> int:
     """Elements of a parameter on the rank that holds most of it: cuts fall between rows, or columns."""
     rows, others = shape[0], math.prod(shape[1:])
-    dimension = cut_dimension(name)
+    dimension = cut_dimension_in(name, layout)
     if dimension == 0:
         rows = math.ceil(rows / layout.tp)
     elif dimension == 1:
@@ -206,8 +206,7 @@ def volume(box: Iterable[Sequence[int]]) -> int:
 
 
 def _overlap(boxes: Iterable[Box]) -> bool:
-    """Whether two of a tensor's boxes share an element; shards are intervals, so sorted neighbours tell."""
+    """Whether two of a tensor's boxes share an element; of intervals sorted neighbours tell."""
     ordered = sorted(boxes)
-    return any(
-        all(a[0] < b[1] and b[0] < a[1] for a, b in zip(left, right, strict=True)) for left, right in pairwise(ordered)
-    )
+    pairs = pairwise(ordered) if ordered and len(ordered[0]) == 1 else combinations(ordered, 2)
+    return any(all(a[0] < b[1] and b[0] < a[1] for a, b in zip(left, right, strict=True)) for left, right in pairs)

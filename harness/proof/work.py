@@ -11,7 +11,7 @@ from harness.figures.traffic import communication
 from harness.layout import Layout
 from harness.measure.communication import LAYOUT
 from harness.placement import stages_of_rank
-from harness.plan.flops import model_flops, recomputed_flops, remade_scores_flops
+from harness.plan.flops import model_flops, recomputed_flops, remade_scores_flops, repeated_flops
 from harness.plan.memory import moved_activation_bytes
 from harness.plan.pipeline import in_flight
 from harness.proof import Rank
@@ -30,7 +30,8 @@ def flops_problems(config: RunConfig, layout: Layout, widths: Widths, ranks: Seq
     ran = executed(ranks)
     if ran is None:
         return []
-    least = model_flops(config) + recomputed_flops(config, layout, widths.whole_second_forward)
+    least = model_flops(config) + repeated_flops(config, layout)
+    least += recomputed_flops(config, layout, widths.whole_second_forward)
     most = least + remade_scores_flops(config, "cpu")
     if all(rank["device_name"] == "cpu" for rank in ranks):
         least = most

@@ -62,9 +62,11 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield f"strategy.zero_stage=0 {unsupported}: choose 1, 2 or 3"
     if layout.dp_replicate > 1:
         yield f"strategy.dp_replicate={layout.dp_replicate} {unsupported}: choose 1, and -1 for strategy.dp_shard"
-    for axis in ("tp", "cp", "pp"):
+    for axis in ("cp", "pp"):
         if getattr(layout, axis) > 1:
             yield f"strategy.{axis}={getattr(layout, axis)} {unsupported}: choose 1"
+    if layout.tp > 1:
+        yield from tensor_refusals(layout)
     if layout.offload == "parameters" and layout.zero_stage < 3:
         yield (
             f"strategy.offload=parameters needs strategy.zero_stage=3, not {layout.zero_stage}: DeepSpeed moves what it"
@@ -76,6 +78,20 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
     for key in sorted(config.strategy.options.keys() - set(OPTIONS)):
         value = config.strategy.options[key]
         yield f"strategy.options.{key}={value} {unsupported}: choose among {', '.join(OPTIONS)}"
+
+
+def tensor_refusals(layout: "Layout") -> Iterator[str]:
+    """Why AutoTP's layers cannot train this layout as it is asked for."""
+    tp = f"strategy.tp={layout.tp}"
+    if layout.vocabulary_parallel:
+        yield f"strategy.vocabulary_parallel=true: {tp} of DeepSpeed leaves embedding and head whole: choose false"
+    if layout.sequence_parallel:
+        yield f"strategy.sequence_parallel=true is not part of {tp} of DeepSpeed: choose false"
+    if layout.zero_stage == 3:
+        yield (
+            f"{tp} with strategy.zero_stage=3: DeepSpeed's tensor-parallel layers multiply by a view of the gathered"
+            " weight, which autograd keeps whole until backward: choose zero_stage 1 or 2, or strategy.tp=1"
+        )
 
 
 def environment(machine: "Machine", cache: Path) -> dict[str, str]:
@@ -105,6 +121,7 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
         gathers=gathers(config),
         buffer_bytes=bucket_bytes(config) + (staging_bytes(config, layout) if offloads else 0),
         whole_second_forward=own_linear,
+        layer_sums=7,  # two in forward; in backward each of five column-parallel layers sums by itself
         host_gradients=host_gradient_width(config, layout) if offloads else 0,
         host_buffer_bytes=host_buffer_bytes(config, layout) if offloads else 0,
     )

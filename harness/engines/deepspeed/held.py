@@ -9,7 +9,8 @@ With strategy.offload masters and moments lie on the host in the same layout, an
 buffers of their own, there for the whole run, to which each is copied when it is reduced and summed.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -18,7 +19,41 @@ from torch import Tensor
 
 from harness.engines import GATHERED, STAGING, Kind, Piece
 
-Names = dict[int, str]  # by id of the parameter
+
+class Shard(NamedTuple):
+    """What a parameter of this rank's model is of the plain model: tensor parallelism leaves it a box of the whole."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole
+    box: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def whole(cls, name: str, shape: Sequence[int]) -> "Shard":
+        return cls(name, tuple(shape), tuple((0, size) for size in shape))
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[int, int, tuple[int, ...], tuple[tuple[int, int], ...]]]:
+        """[start, stop) of the flattened shard as boxes of the whole: each with where it begins and ends in the shard.
+
+        Where the shard is whole rows it is an interval of the flattened whole. Of a shard of columns it is up to three
+        boxes: the end of a row, whole rows, the beginning of a row.
+        """
+        numel, width = math.prod(self.shape), math.prod(self.shape[1:])
+        (row, _), *columns = self.box
+        if all(edges == (0, size) for edges, size in zip(columns, self.shape[1:], strict=True)):
+            yield start, stop, (numel,), ((row * width + start, row * width + stop),)
+            return
+        ((left, right),) = columns
+        size = right - left
+        while start < stop:
+            first, offset = divmod(start, size)
+            rows = max(1, (stop - start) // size) if offset == 0 else 1
+            end = min(stop, (first + rows) * size)
+            across = (left + offset, left + offset + end - start) if rows == 1 else (left, right)
+            yield start, end, self.shape, ((row + first, row + first + rows), across)
+            start = end
+
+
+Names = dict[int, Shard]  # by id of the parameter
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -32,8 +67,11 @@ class Cut(NamedTuple):
     group: int
     at: int
 
-    def piece(self, names: Names, local: Tensor, slot: str = "") -> Piece:
-        return Piece(names[id(self.parameter)], local, (self.numel,), ((self.start, self.stop),), slot)
+    def pieces(self, names: Names, local: Tensor, slot: str = "") -> Iterator[Piece]:
+        shard = names[id(self.parameter)]
+        for start, stop, shape, box in shard.parts(self.start, self.stop):
+            part = local.view(-1)[start - self.start : stop - self.start]
+            yield Piece(shard.name, part.view([b - a for a, b in box]), shape, box, slot)
 
     def of(self, buffer: Tensor) -> Tensor:
         """The view of this cut in a buffer laid out as the masters are."""
@@ -47,7 +85,7 @@ def pieces(kind: Kind, optimizer: Any, names: Names) -> Iterator[Piece]:
     elif kind == "gradients":
         yield from gradients(optimizer, names)
     else:
-        yield from (piece for _, piece in masters(optimizer, names))
+        yield from masters(optimizer, names)
         yield from moments(optimizer, names)
 
 
@@ -57,7 +95,7 @@ def parameters(optimizer: Any, names: Names) -> Iterator[Piece]:
         return
     for cut in cuts(optimizer):
         parameter: Any = cut.parameter
-        yield cut.piece(names, parameter.ds_tensor.narrow(0, 0, cut.stop - cut.start))
+        yield from cut.pieces(names, parameter.ds_tensor.narrow(0, 0, cut.stop - cut.start))
     for parameter in all_of(optimizer):
         if parameter.ds_status.name == "AVAILABLE":
             yield whole(parameter, parameter.detach(), names, GATHERED)
@@ -68,7 +106,7 @@ def gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
         for cut in cuts(optimizer):
             # One flat buffer for the whole run, at rest too.
             buffer, _ = optimizer._get_fp32_grad_state_partition(cut.parameter, release_swap_buffers=False)
-            yield cut.piece(names, buffer.narrow(0, 0, cut.stop - cut.start))
+            yield from cut.pieces(names, buffer.narrow(0, 0, cut.stop - cut.start))
         yield from sums_of_stage_3(optimizer, names)
     elif on_host(optimizer):
         yield from host_gradients(optimizer, names)
@@ -88,7 +126,7 @@ def sums_of_stage_3(optimizer: Any, names: Names) -> Iterator[Piece]:
         mine = {id(cut.parameter): cut for cut in cuts(optimizer)}
         for parameter in all_of(optimizer):
             if cut := mine.get(id(parameter)):
-                yield cut.piece(names, sums.narrow(0, at, cut.stop - cut.start), STAGING)
+                yield from cut.pieces(names, sums.narrow(0, at, cut.stop - cut.start), STAGING)
             at += parameter.partition_numel()
 
 
@@ -96,13 +134,14 @@ def host_gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
     """Gradients of stages 1 and 2, offloaded: this rank's part as AdamW reads it, and what is on its way there."""
     mine = list(cuts(optimizer))
     flat: Any = master_buffers(optimizer)[0].grad
-    yield from (cut.piece(names, cut.of(flat)) for cut in mine)
+    for cut in mine:
+        yield from cut.pieces(names, cut.of(flat))
     summed = optimizer.accumulated_grads_in_cpu
     on_device = getattr(optimizer.averaged_gradients.get(0), "flat_partition", None)
     in_buckets = {bucket.untyped_storage().data_ptr() for bucket in buckets(optimizer)}
     for cut in mine:
         if on_device is not None:
-            yield cut.piece(names, cut.of(on_device), STAGING)
+            yield from cut.pieces(names, cut.of(on_device), STAGING)
     for parameter in all_of(optimizer):
         sums = summed.get(optimizer.get_param_id(parameter))
         for gradient in (parameter.grad, parameter.grad_accum, sums):
@@ -118,10 +157,11 @@ def flat_gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
     sums = optimizer.all_grad_tensors.get(0) or []
     if mine and reduced:
         real = [tensor for tensor in reduced if not getattr(tensor, "_zero_padding", False)]
-        yield from (cut.piece(names, tensor.view(-1)) for cut, tensor in zip(mine, real, strict=True))
+        for cut, tensor in zip(mine, real, strict=True):
+            yield from cut.pieces(names, tensor)
     elif mine and sums:
         for cut, tensor in zip(mine, sums, strict=True):
-            yield cut.piece(names, tensor.view(-1)[cut.start : cut.stop])
+            yield from cut.pieces(names, tensor.view(-1)[cut.start : cut.stop])
     slot = STAGING if reduced or sums else ""
     in_buckets = {bucket.untyped_storage().data_ptr() for bucket in buckets(optimizer)}
     for parameter in all_of(optimizer):
@@ -131,7 +171,8 @@ def flat_gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
                 yield whole(parameter, gradient, names, slot)
     flat = master_buffers(optimizer)[0].grad  # while AdamW runs
     if flat is not None and not reduced:
-        yield from (cut.piece(names, cut.of(flat)) for cut in mine)
+        for cut in mine:
+            yield from cut.pieces(names, cut.of(flat))
 
 
 def buckets(optimizer: Any) -> Iterator[Tensor]:
@@ -160,11 +201,10 @@ def on_host(optimizer: Any) -> tuple[Kind, ...]:
     return ("parameters", *state) if getattr(optimizer, "offload_param", False) else state
 
 
-def masters(optimizer: Any, names: Names) -> Iterator[tuple[int, Piece]]:
-    """fp32 masters, each with the id of its parameter."""
+def masters(optimizer: Any, names: Names) -> Iterator[Piece]:
     buffers = master_buffers(optimizer)
     for cut in cuts(optimizer):
-        yield id(cut.parameter), cut.piece(names, cut.of(buffers[cut.group].detach()), "master")
+        yield from cut.pieces(names, cut.of(buffers[cut.group].detach()), "master")
 
 
 def moments(optimizer: Any, names: Names) -> Iterator[Piece]:
@@ -172,24 +212,28 @@ def moments(optimizer: Any, names: Names) -> Iterator[Piece]:
     buffers = master_buffers(optimizer)
     for cut in cuts(optimizer):
         state = optimizer.optimizer.state.get(buffers[cut.group], {})
-        yield from (cut.piece(names, cut.of(state[slot]), slot) for slot in MOMENTS if slot in state)
+        for slot in MOMENTS:
+            if slot in state:
+                yield from cut.pieces(names, cut.of(state[slot]), slot)
 
 
 def whole(parameter: Any, local: Tensor, names: Names, slot: str = "") -> Piece:
-    shape = tuple(local.shape)
-    return Piece(names[id(parameter)], local, shape, tuple((0, size) for size in shape), slot)
+    """All that this rank's model has of a parameter."""
+    shard = names[id(parameter)]
+    return Piece(shard.name, local, shard.shape, shard.box, slot)
 
 
 def cuts(optimizer: Any) -> Iterator[Cut]:
     """This rank's parts, in the order in which they lie in its buffers; a part that is all padding is left out."""
-    rank = dist.get_rank()
     if is_stage_3(optimizer):
+        rank = dist.get_rank(optimizer.dp_process_group)
         for parameter in all_of(optimizer):
             group, at, part = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start, stop = (min(edge * part, parameter.ds_numel) for edge in (rank, rank + 1))
             if start < stop:
                 yield Cut(parameter, parameter.ds_numel, start, stop, group, at)
         return
+    rank = dist.get_rank(optimizer.real_dp_process_group[0])
     part = master_buffers(optimizer)[0].numel()
     if is_bf16_stage_1(optimizer):
         ordered = optimizer.bf16_groups[0]

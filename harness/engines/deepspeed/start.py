@@ -14,6 +14,7 @@ from torch import nn
 from harness.checkpointing import model_on_meta
 from harness.config import RunConfig
 from harness.engines.deepspeed import held, reduces_to_owner
+from harness.engines.deepspeed.tensor import apply_tensor_parallel
 from harness.layout import Layout
 from harness.measure.probe import Probe
 from harness.model import initial_value, materialise
@@ -24,7 +25,8 @@ def settings(config: RunConfig, layout: Layout, device: torch.device) -> dict[st
     host = {"device": "cpu", "pin_memory": device.type == "cuda"}
     moved = {"none": (), "optimizer": ("offload_optimizer",), "parameters": ("offload_optimizer", "offload_param")}
     offload = dict.fromkeys(moved[layout.offload], host)
-    return {
+    tensor = {"tensor_parallel": {"autotp_size": layout.tp}} if layout.tp > 1 else {}
+    return tensor | {
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": layout.accumulation(config.train),
         "zero_optimization": {"stage": layout.zero_stage, **offload, **config.strategy.options},
@@ -46,11 +48,13 @@ def start(config: RunConfig, layout: Layout, device: torch.device, probe: Probe)
     model = model_on_meta(config, probe)
     dtype = getattr(torch, config.precision.compute)
     chosen = settings(config, layout, device)
+    cut = apply_tensor_parallel(model, config, layout, device, dtype) if layout.tp > 1 else {}
     if layout.zero_stage == 3:
         materialise_partitioned(model, config, chosen, device, dtype)
     else:
         materialise(model, config.model, config.train.seed, device, dtype)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(p): held.Shard.whole(name, getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    names |= cut
     train = config.train
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay, fused=True
@@ -121,8 +125,8 @@ def materialise_partitioned(
 @torch.no_grad()
 def start_masters(optimizer: Any, names: held.Names, config: RunConfig, device: torch.device) -> None:
     """Masters from the fp32 initial values; DeepSpeed made them of the compute weights, which are rounded."""
-    shapes = {id(parameter): getattr(parameter, "ds_shape", parameter.shape) for parameter in held.all_of(optimizer)}
-    for key, piece in held.masters(optimizer, names):
-        whole = initial_value(piece.name, shapes[key], config.model, config.train.seed, device)
-        ((first, last),) = piece.box
-        piece.local.copy_(whole.view(-1)[first:last])
+    shapes = {shard.name: torch.Size(shard.shape) for shard in names.values()}
+    for piece in held.masters(optimizer, names):
+        whole = initial_value(piece.name, shapes[piece.name], config.model, config.train.seed, device)
+        part = whole.view(piece.shape)[tuple(slice(*edges) for edges in piece.box)]
+        piece.local.copy_(part.reshape(piece.local.shape))

@@ -61,6 +61,8 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
             "strategy.offload=optimizer is not a policy of fully_shard, whose optimizer steps where the parameters lie:"
             " choose parameters, or strategy=zero_offload"
         )
+    if not layout.vocabulary_parallel:
+        yield "strategy.vocabulary_parallel=false is not supported by strategy.engine=torch: choose true"
     for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)) if means == "ddp" else ():
         yield f"strategy.options.{key} is not a setting of DistributedDataParallel: choose {', '.join(DDP_OPTIONS)}"
     if means != "ddp" and config.strategy.options:
