@@ -69,6 +69,8 @@ def configured(config: RunConfig, layout: Layout | None) -> Row:
         "strategy": config.strategy.name,
         "engine": config.strategy.engine,
         "checkpointing": config.checkpointing.name,
+        "offload": config.strategy.offload,
+        "offload_activations": config.checkpointing.offload_activations,
         "precision": config.precision.name,
         "zero_stage": config.strategy.zero_stage,
         "micro_batch": config.train.micro_batch,
@@ -77,8 +79,6 @@ def configured(config: RunConfig, layout: Layout | None) -> Row:
         "repeat": config.repeat,
         "launch": "processes",
     }
-    if config.checkpointing.offload_activations:
-        row["offload_activations"] = True
     if layout is not None:
         degrees = ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp")
         row |= {degree: getattr(layout, degree) for degree in degrees}
@@ -87,8 +87,6 @@ def configured(config: RunConfig, layout: Layout | None) -> Row:
             split = [str(stage.layers) for stage in stages(config.model, layout)]
             row |= {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
             row["layers_per_stage"] = "-".join(split)
-        if layout.offload != "none":
-            row["offload"] = layout.offload
         if layout.tp > 1:
             row["sequence_parallel"] = layout.sequence_parallel
     return row

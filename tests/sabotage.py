@@ -450,3 +450,53 @@ def stale_copy(run_dir: str) -> None:
 
     activation_offload.HostCopies.copied = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
+
+
+def autotp_rows_not_summed(run_dir: str) -> None:
+    """DeepSpeed's row-parallel layers do not sum over the ranks."""
+    from deepspeed.module_inject import layers
+
+    layers.RowParallel.forward = staticmethod(lambda ctx, group, input, inference: input)
+    worker.main(run_dir)
+
+
+def autotp_not_marked(run_dir: str) -> None:
+    """DeepSpeed takes cut weights for copies: the global norm has those of one rank alone."""
+    apply = deepspeed_start.apply_tensor_parallel
+
+    def spoiled(model: Any, *arguments: Any) -> Any:
+        names = apply(model, *arguments)
+        for parameter in model.parameters():
+            parameter.tensor_model_parallel = False
+        return names
+
+    deepspeed_start.apply_tensor_parallel = spoiled
+    worker.main(run_dir)
+
+
+def autotp_parts_swapped(run_dir: str) -> None:
+    """Each rank has the other's rows and columns, and says they were its own."""
+    from deepspeed.module_inject import layers
+
+    def spoiled(dimension: int) -> Any:
+        def partition(self: Any, parameters: Any) -> None:
+            weight = parameters[0]
+            other = weight.split(self._partition_sizes, dim=dimension)[self.tp_world_size - 1 - self.tp_index]
+            weight.data = other.clone()
+
+        return partition
+
+    layers.LinearLayer.uneven_partition = spoiled(0)
+    layers.LinearAllreduce.uneven_partition = spoiled(1)
+    worker.main(run_dir)
+
+
+def autotp_dropped(run_dir: str) -> None:
+    """Every rank trains the whole model, and nothing is summed."""
+
+    def spoiled(model: Any, *_: Any) -> Any:
+        model.ds_autotp_parsed = True
+        return {}
+
+    deepspeed_start.apply_tensor_parallel = spoiled
+    worker.main(run_dir)

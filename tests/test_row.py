@@ -55,6 +55,7 @@ def rank(number: int, seconds: list[float], peak: int, **profiled: Any) -> dict[
         "profiled": {
             "gradient_bytes": 300 + number,
             "activation_bytes": 400 - number,
+            "offloaded_activation_bytes": 0,
             "in_flight": 1 + number,
             "flops": 10**9,
             "peak_allocated_bytes": peak,

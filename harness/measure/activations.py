@@ -47,7 +47,7 @@ class ActivationMeter:
     under torch.utils.checkpoint (use_reentrant=False) counts by its inputs until its second forward, which must run
     inside recompute(); what that saves counts until it is freed. Tensors that code keeps outside autograd (a context's
     attributes, a cache) are not seen. `told` is called with the address of every storage that is held or let go.
-    Bytes are those on `device`, where one is named; what offloaded() was told of is also counted by itself.
+    Where a `device` is named, only what lies on it is counted and told; what offloaded() was told of has its own count.
     """
 
     def __init__(self, model: nn.Module, told: Told | None = None, device: torch.device | None = None) -> None:
@@ -156,14 +156,17 @@ class ActivationMeter:
                 self._tell(storage, False)
 
     def _count(self, storage: Storage, size: int) -> None:
-        if self._device is None or storage.device == self._device.type:
+        if self._is_counted(storage):
             self._held_bytes += size
         if storage.identity in self._offloaded:
             self._offloaded_bytes += size
 
     def _tell(self, storage: Storage, held: bool) -> None:
-        if self._told is not None:
+        if self._told is not None and self._is_counted(storage):
             self._told(storage.address, held)
+
+    def _is_counted(self, storage: Storage) -> bool:
+        return self._device is None or storage.device == self._device.type
 
 
 def _unpack(kept: "Tensor | _Held") -> Tensor:
