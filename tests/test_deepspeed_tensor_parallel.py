@@ -12,7 +12,7 @@ import sabotage
 from conftest import composed
 
 from harness import engines, job, layout, machine, records, run, worker
-from harness.engines.deepspeed.held import Shard
+from harness.engines.deepspeed.shard import Shard
 from harness.proof import held
 from harness.refusals import refusals
 

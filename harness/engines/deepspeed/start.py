@@ -14,6 +14,7 @@ from torch import nn
 from harness.checkpointing import model_on_meta
 from harness.config import RunConfig
 from harness.engines.deepspeed import held, reduces_to_owner
+from harness.engines.deepspeed.shard import Names, Shard
 from harness.engines.deepspeed.tensor import apply_tensor_parallel
 from harness.layout import Layout
 from harness.measure.probe import Probe
@@ -40,7 +41,7 @@ def settings(config: RunConfig, layout: Layout, device: torch.device) -> dict[st
     }
 
 
-def start(config: RunConfig, layout: Layout, device: torch.device, probe: Probe) -> tuple[Any, held.Names]:
+def start(config: RunConfig, layout: Layout, device: torch.device, probe: Probe) -> tuple[Any, Names]:
     """A DeepSpeed engine and the plain names of its parameters, from the run's initial values."""
     deepspeed = library(device)
     with quiet():
@@ -53,7 +54,7 @@ def start(config: RunConfig, layout: Layout, device: torch.device, probe: Probe)
         materialise_partitioned(model, config, chosen, device, dtype)
     else:
         materialise(model, config.model, config.train.seed, device, dtype)
-    names = {id(p): held.Shard.whole(name, getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    names = {id(p): Shard.whole(name, getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     names |= cut
     train = config.train
     optimizer = torch.optim.AdamW(
@@ -123,7 +124,7 @@ def materialise_partitioned(
 
 
 @torch.no_grad()
-def start_masters(optimizer: Any, names: held.Names, config: RunConfig, device: torch.device) -> None:
+def start_masters(optimizer: Any, names: Names, config: RunConfig, device: torch.device) -> None:
     """Masters from the fp32 initial values; DeepSpeed made them of the compute weights, which are rounded."""
     shapes = {shard.name: torch.Size(shard.shape) for shard in names.values()}
     for piece in held.masters(optimizer, names):

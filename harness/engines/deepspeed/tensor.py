@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from harness.config import RunConfig
-from harness.engines.deepspeed.held import Names, Shard
+from harness.engines.deepspeed.shard import Names, Shard
 from harness.layout import Layout
 from harness.model import Llama, initial_value
 from harness.placement import CUT_DIMENSION, cut_of

@@ -7,6 +7,7 @@ import torch
 
 from harness.engines import STAGING, Batch, Kind, Piece, StepResult
 from harness.engines.deepspeed import held
+from harness.engines.deepspeed.shard import Names
 from harness.layout import Layout
 from harness.measure.probe import Probe
 from harness.model import loss_function
@@ -17,7 +18,7 @@ class Training:
 
     devices = 1
 
-    def __init__(self, engine: Any, names: held.Names, layout: Layout, probe: Probe) -> None:
+    def __init__(self, engine: Any, names: Names, layout: Layout, probe: Probe) -> None:
         self.model: torch.nn.Module = engine.module
         self.on_host = held.on_host(engine.optimizer)
         self._engine = engine
