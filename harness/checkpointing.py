@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from harness.activation_offload import offload_activations
 from harness.compiling import apply_compile
 from harness.config import CheckpointingConfig, RunConfig
 from harness.measure.probe import Probe, Recompute
@@ -36,6 +37,8 @@ def model_on_meta(config: RunConfig, probe: Probe) -> Decoder:
     """What every engine starts from: the run's model without memory; checkpointing, loss and compiler applied."""
     model = build_model(config.model)
     apply_checkpointing(model, config.checkpointing, probe)
+    if config.checkpointing.offload_activations:
+        offload_activations(model, probe)
     apply_loss_chunks(model, config.train.loss_chunks, probe)
     apply_compile(model, config.train.compile)
     return model

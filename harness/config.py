@@ -107,6 +107,7 @@ class StrategyConfig:
     dp_shard: int = 1
     tp: int = 1
     sequence_parallel: bool = False
+    vocabulary_parallel: bool = True  # whether tp cuts embedding and head too, or leaves them whole on every rank
     cp: int = 1
     pp: int = 1
     schedule: str = "1f1b"
@@ -137,6 +138,7 @@ class CheckpointingConfig:
 
     name: str
     every: int = 1  # every_n: of so many decoder layers the last, counted through the whole model
+    offload_activations: bool = False  # what layers keep for backward, or under checkpointing their inputs, on the host
 
     def __post_init__(self) -> None:
         _one_of("checkpointing", self.name, ("none", "full", "every_n", "selective", "attention"))

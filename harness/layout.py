@@ -30,11 +30,17 @@ class Layout:
     virtual_stages: int
     layers_per_stage: tuple[int, ...] | None
     offload: str
+    vocabulary_parallel: bool = True
 
     @property
     def dp(self) -> int:
         """The data degree: how many parts the global batch is cut into."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def vocabulary_tp(self) -> int:
+        """Into how many parts tensor parallelism cuts embedding and head."""
+        return self.tp if self.vocabulary_parallel else 1
 
     @property
     def stages(self) -> int:
@@ -105,6 +111,14 @@ class Layout:
             return degree
         first_stage = {"optimizer": 1, "gradients": 2, "parameters": 3}[kind]
         return degree if self.zero_stage >= first_stage else 1
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Kinds of model state that lie in the host's memory. With the optimizer go the gradients that it reads
+        (ZeRO-Offload, arXiv 2101.06840).
+        """
+        state = ("gradients", "optimizer")
+        return {"none": (), "optimizer": state, "parameters": ("parameters", *state)}[self.offload]
 
     def accumulation(self, train: TrainConfig) -> int:
         """Micro-batches a rank and step. Raises UserError on a remainder."""

@@ -23,6 +23,7 @@ class Machine:
     devices: int  # CUDA devices there are
     free_bytes: tuple[int, ...]  # of the host (cpu), or of every device (cuda)
     cores: int
+    host_free_bytes: int | None = None  # of the host, whatever the device; None: not looked at
 
     @property
     def world_size(self) -> int:
@@ -56,6 +57,7 @@ def look(cluster: ClusterConfig) -> Machine:
         devices=devices,
         free_bytes=tuple(free_bytes) if on_gpu else (psutil.virtual_memory().available,),
         cores=_cores(),
+        host_free_bytes=psutil.virtual_memory().available,
     )
 
 

@@ -267,14 +267,25 @@ def initial_value(name: str, shape: torch.Size, model: ModelConfig, seed: int, d
     return value.normal_(0.0, model.initializer_range, generator=generator(seed, name, device))
 
 
-def materialise(model: nn.Module, config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+def materialise(
+    model: nn.Module,
+    config: ModelConfig,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kept: torch.device | None = None,
+) -> None:
     """Fills a model built on the meta device, sharded or not, holding one whole parameter at a time.
+
+    Values are made on `device`, as every layout makes them, and kept there or on `kept`.
 
     Tensors are swapped in place, so that tied weights stay tied and a wrapper's references stay true.
     """
     for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:  # an engine's own layers have theirs
+            continue
         whole = initial_value(name, parameter.shape, config, seed, device)
-        filled = nn.Parameter(part_like(parameter, whole.to(dtype)))
+        filled = nn.Parameter(part_like(parameter, whole.to(dtype)).to(kept or device))
         torch.utils.swap_tensors(parameter, filled)  # type: ignore[no-untyped-call]
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -42,9 +42,15 @@ def cut_dimension(parameter: str, model: ModelConfig) -> int | None:
     return None if cut is None else CUT_DIMENSION[cut]
 
 
+def cut_dimension_in(parameter: str, model: ModelConfig, layout: Layout) -> int | None:
+    """The same under a layout, which may leave the vocabulary whole."""
+    vocabulary = cut_of(parameter.rpartition(".")[0], model) == "vocabulary"
+    return None if vocabulary and not layout.vocabulary_parallel else cut_dimension(parameter, model)
+
+
 def parts(parameter: str, model: ModelConfig, layout: Layout) -> int:
     """Into how many parts tensor parallelism cuts a parameter."""
-    return 1 if cut_dimension(parameter, model) is None else layout.tp
+    return 1 if cut_dimension_in(parameter, model, layout) is None else layout.tp
 
 
 @dataclass(frozen=True)

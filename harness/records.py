@@ -45,6 +45,8 @@ COLUMN_TYPES: Mapping[str, type] = (
     # Beyond the columns promised to readers of the file. started_at: ISO 8601, UTC. peak_rank: the rank of
     # peak_allocated_bytes. seconds: the run from start to end. stale: filled when runs.csv is built.
     | {"repeat": int, "started_at": str, "seconds": float, "peak_rank": int, "stale": str}
+    # What lies on the host: as asked, and bytes of model state there where the device has a memory of its own.
+    | {"offload": str, "offloaded_bytes": int, "offload_activations": bool, "offloaded_activation_bytes": int}
     # Of pipelines: idle over working time of all stages, and the papers'; the most passes in flight on a rank.
     | {"sequence_parallel": bool, "schedule": str, "virtual_stages": int, "layers_per_stage": str}
     | {"bubble": float, "bubble_formula": float, "in_flight": int}

@@ -26,6 +26,8 @@ def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
             f"train.loss_chunks={chunks} saves nothing under strategy.schedule=zero_bubble, which keeps the gradients"
             " of all logits for the weights' half: choose 1, or another schedule"
         )
+    if config.checkpointing.offload_activations:
+        yield from offload_refusals(config)
     if config.data.kind == "text" and config.model.vocab_size < 256:
         yield f"model.vocab_size={config.model.vocab_size} is too small for data={config.data.name}: choose 256 or more"
     if config.model.asked is not None:
@@ -43,6 +45,17 @@ def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
         )
     if layout.offload != "none":
         yield f"strategy.offload={layout.offload} is not supported yet: choose none"
+
+
+def offload_refusals(config: RunConfig) -> Iterator[str]:
+    """What keeps activations past the hooks by which they are moved to the host."""
+    moved, name = "checkpointing.offload_activations=true", config.model.name
+    if config.checkpointing.name == "selective":
+        yield f"{moved} does not reach what checkpointing=selective keeps: choose none, full, every_n or attention"
+    if config.train.compile:
+        yield f"{moved} does not reach what train.compile=true keeps inside a layer: choose one of the two"
+    if config.model.asked is not None:
+        yield f"{moved} is planned by the layers of this project, and model={name} is a library's: choose false"
 
 
 def model_refusals(config: RunConfig, layout: Layout, micro_batches: int) -> Iterator[str]:
@@ -72,7 +85,8 @@ def asked_refusals(config: RunConfig, layout: Layout, asked: Asked) -> Iterator[
             " a library's: choose none, full or every_n"
         )
     if config.train.loss_chunks > 1:
-        yield f"train.loss_chunks={config.train.loss_chunks} needs a head of this project's, not model={name}'s: choose 1"
+        chunks = config.train.loss_chunks
+        yield f"train.loss_chunks={chunks} needs a head of this project's, and model={name} has a library's: choose 1"
     if config.train.compile:
         yield f"train.compile=true with model={name}, a library's, is not proven: choose false"
     if layout.cp > 1:
@@ -110,7 +124,9 @@ def tensor_refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
         size = getattr(model, key)
         if size % tp:
             yield f"strategy.tp={tp} does not divide model.{key}={size}: choose {divisors(all_divide)}"
-    if (tp - 1) * math.ceil(model.vocab_size / tp) >= model.vocab_size:  # cut into equal parts, the last what is left
+    if (
+        layout.vocabulary_parallel and (tp - 1) * math.ceil(model.vocab_size / tp) >= model.vocab_size
+    ):  # cut into equal parts, the last what is left
         yield f"strategy.tp={tp} leaves a rank without a part of model.vocab_size={model.vocab_size}: choose a smaller"
     if layout.sequence_parallel and tp == 1:
         yield "strategy.sequence_parallel=true needs strategy.tp of 2 or more: choose false"

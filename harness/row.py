@@ -70,6 +70,8 @@ def configured(config: RunConfig, layout: Layout | None) -> Row:
         "strategy": config.strategy.name,
         "engine": config.strategy.engine,
         "checkpointing": config.checkpointing.name,
+        "offload": config.strategy.offload,
+        "offload_activations": config.checkpointing.offload_activations,
         "precision": config.precision.name,
         "zero_stage": config.strategy.zero_stage,
         "micro_batch": config.train.micro_batch,

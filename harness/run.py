@@ -204,6 +204,7 @@ def unfit(this: Plan, models: Sequence[ModelConfig]) -> str | None:
         ranks_on_host=ranks,
         device=machine.device,
         models=models,
+        host_available_bytes=machine.host_free_bytes,
     )
 
 

@@ -64,7 +64,7 @@ def train(
         with torch.no_grad():
             losses[index], grad_norms[index] = result.loss, result.grad_norm
 
-    first_gradients, first_moments = GradientStatistics(config.seed), None
+    first_gradients, first_moments = GradientStatistics(config.seed, memory.device), None
     for taken in range(config.warmup_steps):
         if first_moments is not None:
             step("warm-up")
@@ -72,7 +72,7 @@ def train(
         with probe.listening(first_gradients):
             step("warm-up")
         if engine.skipped_steps <= taken:  # else gradients overflowed: a smaller loss scale comes next
-            first_moments = statistics(engine, "optimizer", config.seed, "exp_avg")
+            first_moments = statistics(engine, "optimizer", config.seed, memory.device, "exp_avg")
             memory.forget_unused()  # of these statistics
     if first_moments is None:
         raise FloatingPointError(
@@ -113,8 +113,8 @@ def train(
         used=used,
         first_gradients=first_gradients.found,
         first_moments=first_moments,
-        last_parameters=statistics(engine, "parameters", config.seed),
-        last_masters=statistics(engine, "optimizer", config.seed, "master"),
+        last_parameters=statistics(engine, "parameters", config.seed, memory.device),
+        last_masters=statistics(engine, "optimizer", config.seed, memory.device, "master"),
         graphs_in_timed_steps=graphs_in_timed_steps,
         traced=trace.split(),
         profiled=profiled.result(fullest.log),

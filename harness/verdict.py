@@ -23,6 +23,7 @@ def judge(
     """Columns of the row, and what else belongs in the record. `word` says what became of the reference."""
     layout_problems = held.layout_problems(config.model, layout, ranks, config.strategy.literature)
     layout_problems += held.width_problems(widths, config.precision, ranks)
+    layout_problems += held.place_problems(layout, ranks)
     layout_problems += held.start_problems(config.model, layout, widths, ranks)
     if config.strategy.literature:
         layout_problems += held.gradient_problems(config.model, layout, widths, ranks)
@@ -66,6 +67,7 @@ def work_problems(
     for rank, bytes_by_axis in zip(ranks, expected, strict=True):
         problems += work.checkpointing_problems(config, layout, rank)
         problems += work.compile_problems(config, rank)
+        problems += work.offload_problems(config, layout, rank)
         problems += work.schedule_problems(config, layout, rank)
         if config.strategy.literature:
             problems += work.volume_problems(layout, rank, bytes_by_axis)

@@ -24,7 +24,7 @@ from harness.measure.kernels import attention_asked_for
 from harness.measure.memory import DeviceMemory
 from harness.measure.native import load_allocator
 from harness.measure.probe import Probe
-from harness.measure.state import held_bytes, holdings
+from harness.measure.state import held_bytes, holdings, placed_bytes
 from harness.measure.trace import Split
 from harness.records import atomic_write_json
 from harness.train import train
@@ -88,6 +88,12 @@ def measure(this: Job, rank: int, progress: "Progress", directory: Path) -> dict
                 "masks_seed": torch.initial_seed(),
                 "parameter_bytes": held_bytes(engine, "parameters"),
                 "optimizer_bytes": held_bytes(engine, "optimizer"),
+                "on_host": sorted(engine.on_host),
+                "placed": {
+                    "parameters": placed_bytes(engine, "parameters"),
+                    "gradients": profiled["placed_gradients"],
+                    "optimizer": placed_bytes(engine, "optimizer"),
+                },
                 "parameters": holdings(engine, "parameters"),
                 "optimizer": holdings(engine, "optimizer"),
             }

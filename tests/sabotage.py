@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel import RowwiseParallel, loss
 
 import harness.checkpointing
 import harness.model
-from harness import compiling, worker
+from harness import activation_offload, compiling, worker
 from harness.config import CheckpointingConfig
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
-from harness.engines.torch import norm, passes, pipeline, replicate, tensor
+from harness.engines.torch import fully_shard, norm, passes, pipeline, replicate, tensor
 from harness.layout import AXES
 from harness.measure.communication import CommunicationCounter
 from harness.measure.memory import HostLog
@@ -50,8 +50,8 @@ def lower_stage(run_dir: str) -> None:
     """ZeRO-2 runs as ZeRO-1: synchronises once a step instead of every micro-batch."""
     settings = deepspeed_start.settings
 
-    def spoiled(config: Any, layout: Any) -> Any:
-        chosen = settings(config, layout)
+    def spoiled(*arguments: Any) -> Any:
+        chosen = settings(*arguments)
         chosen["zero_optimization"]["stage"] = 1
         return chosen
 
@@ -545,3 +545,97 @@ def twice(forward: Any) -> Any:
         return forward(*arguments, **keywords)
 
     return spoiled
+
+
+def offload_dropped(run_dir: str) -> None:
+    """DeepSpeed is not told of the offload: trains right, on the device."""
+    settings = deepspeed_start.settings
+
+    def spoiled(config: Any, layout: Any, device: Any) -> Any:
+        return settings(config, dataclasses.replace(layout, offload="none"), device)
+
+    deepspeed_start.settings = spoiled
+    worker.main(run_dir)
+
+
+def shards_not_offloaded(run_dir: str) -> None:
+    """fully_shard gets no offload policy."""
+    fully_shard.CPUOffloadPolicy = lambda **_: fully_shard.OffloadPolicy()  # type: ignore[assignment,misc]
+    worker.main(run_dir)
+
+
+def last_layer_not_offloaded(run_dir: str) -> None:
+    """What the last layer keeps for backward stays on the device."""
+    around = activation_offload.HostCopies.around
+
+    def spoiled(self: Any, block: Any, forward: Any, *arguments: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        return forward(*arguments) if self.calls % 4 == 0 else around(self, block, forward, *arguments)
+
+    activation_offload.HostCopies.around = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def stale_copy(run_dir: str) -> None:
+    """A copy on the host is taken for that of every tensor of its size."""
+
+    def spoiled(self: Any, tensor: Any) -> Any:
+        size = tensor.untyped_storage().nbytes()
+        if size not in self.copies:
+            self.kept = [*getattr(self, "kept", []), made := activation_offload.HostCopy(tensor)]
+            self.copies[size] = made
+            self.probe.offloaded(made.host)
+        return self.copies[size]
+
+    activation_offload.HostCopies.copied = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def autotp_rows_not_summed(run_dir: str) -> None:
+    """DeepSpeed's row-parallel layers do not sum over the ranks."""
+    from deepspeed.module_inject import layers
+
+    layers.RowParallel.forward = staticmethod(lambda ctx, group, input, inference: input)
+    worker.main(run_dir)
+
+
+def autotp_not_marked(run_dir: str) -> None:
+    """DeepSpeed takes cut weights for copies: the global norm has those of one rank alone."""
+    apply = deepspeed_start.apply_tensor_parallel
+
+    def spoiled(model: Any, *arguments: Any) -> Any:
+        names = apply(model, *arguments)
+        for parameter in model.parameters():
+            parameter.tensor_model_parallel = False
+        return names
+
+    deepspeed_start.apply_tensor_parallel = spoiled
+    worker.main(run_dir)
+
+
+def autotp_parts_swapped(run_dir: str) -> None:
+    """Each rank has the other's rows and columns, and says they were its own."""
+    from deepspeed.module_inject import layers
+
+    def spoiled(dimension: int) -> Any:
+        def partition(self: Any, parameters: Any) -> None:
+            weight = parameters[0]
+            other = weight.split(self._partition_sizes, dim=dimension)[self.tp_world_size - 1 - self.tp_index]
+            weight.data = other.clone()
+
+        return partition
+
+    layers.LinearLayer.uneven_partition = spoiled(0)
+    layers.LinearAllreduce.uneven_partition = spoiled(1)
+    worker.main(run_dir)
+
+
+def autotp_dropped(run_dir: str) -> None:
+    """Every rank trains the whole model, and nothing is summed."""
+
+    def spoiled(model: Any, *_: Any) -> Any:
+        model.ds_autotp_parsed = True
+        return {}
+
+    deepspeed_start.apply_tensor_parallel = spoiled
+    worker.main(run_dir)

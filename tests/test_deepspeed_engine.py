@@ -324,8 +324,7 @@ MACHINE = Machine("cpu", "cpu", nodes=1, ranks_per_node=2, devices=0, free_bytes
     [
         ({"dp_replicate": 2, "dp_shard": 1}, "dp_replicate=2", "choose 1, and -1 for strategy.dp_shard"),
         ({"zero_stage": 0}, "zero_stage=0", "choose 1, 2 or 3"),
-        ({"dp_shard": 1, "tp": 2}, "tp=2", "choose 1"),
-        ({"offload": "optimizer"}, "offload=optimizer", "choose none"),
+        ({"dp_shard": 1, "cp": 2}, "cp=2", "choose 1"),
         ({"options": {"reduce_scater": True}}, "options.reduce_scater=True", f"choose among {', '.join(OPTIONS)}"),
         ({"options": {"stage": 3}}, "options.stage=3", f"choose among {', '.join(OPTIONS)}"),
     ],

@@ -52,9 +52,11 @@ def rank(number: int, seconds: list[float], peak: int, **profiled: Any) -> dict[
             "clocks_lowered": None,
             "device_pids": None,
         },
+        "placed": {"parameters": {"cuda": 100}, "gradients": {"cpu": 50}, "optimizer": {"cpu": 200 + number}},
         "profiled": {
             "gradient_bytes": 300 + number,
             "activation_bytes": 400 - number,
+            "offloaded_activation_bytes": 0,
             "in_flight": 1 + number,
             "flops": 10**9,
             "peak_allocated_bytes": peak,
@@ -76,6 +78,7 @@ def test_figures_are_the_whole_worlds() -> None:
     assert (found["peak_allocated_bytes"], found["peak_rank"], found["peak_reserved_bytes"]) == (1500, 1, None)
     assert (found["parameter_bytes"], found["optimizer_bytes"]) == (101, 200)
     assert (found["gradient_bytes"], found["activation_bytes"]) == (301, 400)
+    assert (found["offloaded_bytes"], found["offloaded_activation_bytes"]) == (251, None)
     assert found["communication_bytes"] == 100
     assert (found["loss_first"], found["loss_last"]) == (4.5, 2.5)
     assert found["at_peak_temporary_bytes"] == 850 and found["peak_phase"] == "backward"

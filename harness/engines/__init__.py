@@ -71,7 +71,9 @@ class Widths:
     optimizer counts masters kept beside the parameters; fp32 parameters that are their own masters do not count.
     gathered is the width of a parameter made whole for compute; gathers, how often stage 3 does so a micro-batch.
     buffer_bytes are set aside for communication whatever the model. whole_second_forward: a checkpointed layer runs
-    again to its very end, where torch stops before the last projection.
+    again to its very end, where torch stops before the last projection. Where strategy.offload takes gradients,
+    `gradients` is what stays on the device; host_gradients lie on the host, an element of this rank's shard, and beside
+    them host_buffer_bytes.
     """
 
     parameters: int
@@ -81,6 +83,9 @@ class Widths:
     gathers: float = 2  # for forward and again for backward
     buffer_bytes: int = 0
     whole_second_forward: bool = False
+    layer_sums: int = 4  # of hidden states over tensor-parallel ranks, in a layer's forward and backward
+    host_gradients: int = 0
+    host_buffer_bytes: int = 0
 
 
 class Engine(Protocol):
@@ -88,6 +93,7 @@ class Engine(Protocol):
 
     model: "nn.Module"  # the plain model inside whatever wraps it
     devices: int  # that this process drives
+    on_host: tuple[Kind, ...]  # kinds that what was built keeps on the host, whatever was asked for
 
     @property
     def skipped_steps(self) -> int:

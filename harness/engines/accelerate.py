@@ -28,6 +28,8 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
     for axis in ("tp", "cp", "pp"):
         if getattr(layout, axis) > 1:
             yield f"strategy.{axis}={getattr(layout, axis)} is not supported by strategy.engine=accelerate: choose 1"
+    if layout.offload != "none":
+        yield f"strategy.offload={layout.offload} is not supported by strategy.engine=accelerate: choose none"
 
 
 def environment(machine: "Machine", cache: Path) -> dict[str, str]:

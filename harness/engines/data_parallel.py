@@ -32,8 +32,12 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield f"train.loss_chunks={config.train.loss_chunks} is not supported by nn.DataParallel: choose 1"
     if config.train.compile:
         yield "train.compile=true does not survive the copies nn.DataParallel makes: choose false"
+    if config.checkpointing.offload_activations:
+        yield "checkpointing.offload_activations=true does not survive the copies nn.DataParallel makes: choose false"
     if layout.world_size > 1:
         yield f"strategy={config.strategy.name} is one process: choose 1 for every degree of the strategy"
+    if layout.offload != "none":
+        yield f"strategy.offload={layout.offload} is not part of nn.DataParallel: choose none"
     if config.precision.mixed:
         yield f"precision={config.precision.name} would be reduced in 16 bits by nn.DataParallel: choose precision=fp32"
 

@@ -23,6 +23,8 @@ def memory(ranks: Sequence[Rank]) -> Row:
         "gradient_bytes": most(rank["profiled"]["gradient_bytes"] for rank in ranks),
         "optimizer_bytes": most(rank["optimizer_bytes"] for rank in ranks),
         "activation_bytes": most(rank["profiled"]["activation_bytes"] for rank in ranks) if seen_whole else None,
+        "offloaded_activation_bytes": most(offloaded_activations(rank) for rank in ranks),
+        "offloaded_bytes": most(offloaded(rank) for rank in ranks),
         "fragmentation_bytes": most(fragmentation(rank) for rank in ranks),
         "outside_bytes": most(rank["outside_bytes"] for rank in ranks),
         "allocation_retries": total(rank["allocation_retries"] for rank in ranks),
@@ -34,6 +36,20 @@ def memory(ranks: Sequence[Rank]) -> Row:
 def fullest(ranks: Sequence[Rank]) -> Rank:
     """The rank whose peak is highest: with a pipeline often not the last."""
     return max(ranks, key=lambda rank: rank["peak_allocated_bytes"] or 0)
+
+
+def offloaded(rank: Rank) -> int | None:
+    """Bytes of model state on the host; unknown where the host's memory is the device's."""
+    if rank["device_name"] == "cpu":
+        return None
+    size: int = sum(bytes_by_device.get("cpu", 0) for bytes_by_device in rank["placed"].values())
+    return size
+
+
+def offloaded_activations(rank: Rank) -> int | None:
+    """The most that activation offload held on the host, on a CPU in the same memory; None without it."""
+    size: int = rank["profiled"]["offloaded_activation_bytes"]
+    return size or None
 
 
 def fragmentation(rank: Rank) -> int | None:

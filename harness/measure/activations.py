@@ -47,11 +47,15 @@ class ActivationMeter:
     under torch.utils.checkpoint (use_reentrant=False) counts by its inputs until its second forward, which must run
     inside recompute(); what that saves counts until it is freed. Tensors that code keeps outside autograd (a context's
     attributes, a cache) are not seen. `told` is called with the address of every storage that is held or let go.
+    Where a `device` is named, only what lies on it is counted and told; what offloaded() was told of has its own count.
     """
 
-    def __init__(self, model: nn.Module, told: Told | None = None) -> None:
-        self.most_bytes = 0
+    def __init__(self, model: nn.Module, told: Told | None = None, device: torch.device | None = None) -> None:
+        self.most_bytes = self.most_offloaded_bytes = 0
         self._told = told
+        self._device = device
+        self._offloaded: set[int] = set()  # storages on the host that hold what was saved on the device
+        self._offloaded_bytes = 0
         self._modules = tuple(model.modules())
         self._held_bytes = 0
         self._holders: Counter[int] = Counter()  # by storage: how many keep it for backward
@@ -90,6 +94,10 @@ class ActivationMeter:
 
         with saved_tensors_hooks(pack, outer_unpack):
             yield
+
+    def offloaded(self, tensor: Tensor) -> None:
+        """This tensor, which is about to be held for backward, holds on the host what was saved."""
+        self._offloaded |= {storage.identity for storage in storages(tensor)}
 
     def _pack(self, tensor: Tensor) -> "Tensor | _Held":
         held = self._activations(tensor)
@@ -132,22 +140,33 @@ class ActivationMeter:
     def _hold(self, held: dict[int, Storage]) -> None:
         for identity, storage in held.items():
             if self._holders[identity] == 0:
-                self._held_bytes += storage.bytes
+                self._count(storage, storage.bytes)
                 self._tell(storage, True)
             self._holders[identity] += 1
         self.most_bytes = max(self.most_bytes, self._held_bytes)
+        self.most_offloaded_bytes = max(self.most_offloaded_bytes, self._offloaded_bytes)
 
     def _release(self, held: dict[int, Storage]) -> None:
         for identity, storage in held.items():
             self._holders[identity] -= 1
             if self._holders[identity] == 0:
                 del self._holders[identity]
-                self._held_bytes -= storage.bytes
+                self._count(storage, -storage.bytes)
+                self._offloaded.discard(identity)
                 self._tell(storage, False)
 
+    def _count(self, storage: Storage, size: int) -> None:
+        if self._is_counted(storage):
+            self._held_bytes += size
+        if storage.identity in self._offloaded:
+            self._offloaded_bytes += size
+
     def _tell(self, storage: Storage, held: bool) -> None:
-        if self._told is not None:
+        if self._told is not None and self._is_counted(storage):
             self._told(storage.address, held)
+
+    def _is_counted(self, storage: Storage) -> bool:
+        return self._device is None or storage.device == self._device.type
 
 
 def _unpack(kept: "Tensor | _Held") -> Tensor:

@@ -27,25 +27,30 @@ class GradientStatistic(NamedTuple):
 class GradientStatistics(Listener):
     """Collects the statistics when gradients are ready; holds one random vector the size of a parameter at a time."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
+        self.device = device
         self.found: list[GradientStatistic] = []
 
     def gradients_ready(self, engine: Engine) -> None:
-        self.found = statistics(engine, "gradients", self.seed)
+        self.found = statistics(engine, "gradients", self.seed, self.device)
 
 
-def statistics(engine: Engine, kind: Kind, seed: int, slot: str | None = None) -> list[GradientStatistic]:
+def statistics(
+    engine: Engine, kind: Kind, seed: int, device: torch.device, slot: str | None = None
+) -> list[GradientStatistic]:
     """Of what this rank holds of a kind now, or of one slot of it."""
-    return [statistic(piece, seed) for piece in engine.pieces(kind) if slot in (None, piece.slot)]
+    return [statistic(piece, seed, device) for piece in engine.pieces(kind) if slot in (None, piece.slot)]
 
 
-def statistic(piece: Piece, seed: int) -> GradientStatistic:
-    """Computed in fp64 from the piece's gradient as it is held."""
+def statistic(piece: Piece, seed: int, device: torch.device) -> GradientStatistic:
+    """Computed in fp64 from the piece's gradient as it is held.
+
+    On the run's device wherever the piece lies: another's random numbers are others.
+    """
     with torch.no_grad():
-        device = piece.local.device
         whole = torch.randn(piece.shape, generator=generator(seed, f"projection/{piece.name}", device), device=device)
         direction = whole[tuple(slice(start, stop) for start, stop in piece.box)].double()
-        local = piece.local.detach().double().view(direction.shape)
+        local = piece.local.detach().to(device).double().view(direction.shape)
         square, projection = (local * local).sum(), (local * direction).sum()
     return GradientStatistic(piece.name, tuple(piece.shape), piece.box, float(square), float(projection))

@@ -237,6 +237,7 @@ class Storage(NamedTuple):
     identity: int
     bytes: int
     address: int
+    device: str  # cpu or cuda
 
 
 def storages(tensor: Tensor) -> Iterator[Storage]:
@@ -244,7 +245,7 @@ def storages(tensor: Tensor) -> Iterator[Storage]:
     for local in local_tensors(tensor):
         if local.device.type != "meta" and local.layout == torch.strided:
             storage = local.untyped_storage()
-            yield Storage(storage._cdata, storage.nbytes(), storage.data_ptr())
+            yield Storage(storage._cdata, storage.nbytes(), storage.data_ptr(), local.device.type)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

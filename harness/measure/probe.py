@@ -44,6 +44,11 @@ class Probe:
         if self.listener:
             self.listener.kept(tensor)
 
+    def offloaded(self, tensor: "Tensor") -> None:
+        """Of every tensor on the host that holds what was saved for backward, when it is made."""
+        if self.listener:
+            self.listener.offloaded(tensor)
+
     def gradients_ready(self, engine: "Engine") -> None:
         """Once a step: gradients are reduced and averaged over the global batch, and not yet clipped."""
         if self.listener:
@@ -77,6 +82,9 @@ class Listener:
         yield
 
     def kept(self, tensor: "Tensor") -> None:
+        pass
+
+    def offloaded(self, tensor: "Tensor") -> None:
         pass
 
     def gradients_ready(self, engine: "Engine") -> None:

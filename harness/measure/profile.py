@@ -21,7 +21,7 @@ from harness.measure.gradients import GradientStatistic, GradientStatistics
 from harness.measure.kernels import Kernels
 from harness.measure.memory import DeviceMemory, element_bytes, storage_bytes, storages
 from harness.measure.probe import Listener, Probe
-from harness.measure.state import held_bytes
+from harness.measure.state import held_bytes, placed_bytes
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 _PACKING_NAMESPACES = ("fsdp",)  # operators that copy into and out of what goes over the wire
@@ -38,7 +38,9 @@ class AtPeak(NamedTuple):
 class ProfiledStep(NamedTuple):
     gradients: list[GradientStatistic]
     gradient_bytes: int  # the most held during the step
-    activation_bytes: int  # the most held for backward during the step
+    placed_gradients: dict[str, int]  # bytes of the reduced ones by kind of device
+    activation_bytes: int  # the most held for backward during the step, on the device
+    offloaded_activation_bytes: int  # the most that activation offload held on the host
     recomputations: int  # second forwards of checkpointed parts
     in_flight: int  # the most forwards whose backward was not finished
     split_backwards: int  # whose first half, for inputs, left the gradients of weights alone
@@ -68,14 +70,15 @@ class StepListener(Listener):
         self.engine = engine
         self.memory = memory
         self.layout = layout
-        self.statistics = GradientStatistics(seed)
-        self.activations = ActivationMeter(engine.model, self.hold)
+        self.statistics = GradientStatistics(seed, memory.device)
+        self.activations = ActivationMeter(engine.model, self.hold, memory.device)
         self.communication = CommunicationCounter(self.sent)
         self.notes = Notes()
         self.kernels = Kernels()
         self.buckets: set[int] = set()  # addresses of those that hold gradients
         self.flops = 0
         self.most_gradient_bytes = 0
+        self.placed_gradients: dict[str, int] = {}
         self.recomputations = 0
         self.in_flight = self.most_in_flight = self.split_backwards = 0
         self.highest = 0
@@ -130,11 +133,15 @@ class StepListener(Listener):
     def kept(self, tensor: Tensor) -> None:
         self.activations.watch(tensor)
 
+    def offloaded(self, tensor: Tensor) -> None:
+        self.activations.offloaded(tensor)
+
     def gradients_ready(self, engine: Engine) -> None:
         """Takes the statistics with the watch closed: the memory they need is not the step's."""
         self.look(gradients=True)
         with self.pause():
             self.statistics.gradients_ready(engine)
+            self.placed_gradients = placed_bytes(engine, "gradients")
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -180,7 +187,8 @@ class StepListener(Listener):
         now = self.now()
         for tensor in tensors:
             for storage in storages(tensor):
-                self.notes.claim(now, storage.address, role, what)
+                if storage.device == self.memory.device.type:  # what is offloaded is not in this memory
+                    self.notes.claim(now, storage.address, role, what)
 
     def claim_state(self) -> None:
         """What is held between steps."""
@@ -241,7 +249,9 @@ class StepListener(Listener):
         return ProfiledStep(
             self.statistics.found,
             self.most_gradient_bytes,
+            self.placed_gradients,
             self.activations.most_bytes,
+            self.activations.most_offloaded_bytes,
             self.recomputations,
             self.most_in_flight,
             self.split_backwards,

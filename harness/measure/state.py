@@ -1,10 +1,12 @@
 """What a rank really holds of the model's state, as the proof of its layout and as bytes."""
 
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
 
-from harness.engines import BUCKET, Engine, Kind
+from harness.engines import BUCKET, GATHERED, STAGING, Engine, Kind, Piece
 from harness.measure.memory import element_bytes, storage_bytes
 
 
@@ -20,9 +22,22 @@ class Holding(NamedTuple):
 
 def held_bytes(engine: Engine, kind: Kind) -> int:
     """Bytes of one kind on this rank now: distinct storages, padding included; of views into buckets their own."""
+    return _bytes(engine.pieces(kind))
+
+
+def placed_bytes(engine: Engine, kind: Kind) -> dict[str, int]:
+    """The same by the kind of device they lie on, cpu or cuda; copies on top of the state itself are left out."""
+    by_device: dict[str, list[Piece]] = defaultdict(list)
+    for piece in engine.pieces(kind):
+        if piece.slot not in (GATHERED, STAGING):
+            by_device[piece.local.device.type].append(piece)
+    return {device: _bytes(pieces) for device, pieces in by_device.items()}
+
+
+def _bytes(pieces: Iterable[Piece]) -> int:
     in_buckets: list[Tensor] = []
     own: list[Tensor] = []
-    for piece in engine.pieces(kind):
+    for piece in pieces:
         (in_buckets if piece.slot == BUCKET else own).append(piece.local)
     return storage_bytes(own) + element_bytes(in_buckets)
 

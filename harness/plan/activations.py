@@ -37,6 +37,12 @@ class Pass:
     sequence_parallel: bool = False
     cp: int = 1
     loss_chunks: int = 1
+    vocabulary_parallel: bool = True
+
+    @property
+    def vocabulary_tp(self) -> int:
+        """Into how many parts embedding and head are cut."""
+        return self.tp if self.vocabulary_parallel else 1
 
     @property
     def width(self) -> int:
@@ -62,7 +68,7 @@ class Pass:
 def pass_of(config: RunConfig, layout: Layout, device: str) -> Pass:
     """A micro-batch's pass in a run."""
     train = config.train
-    cut = (layout.tp, layout.sequence_parallel, layout.cp, train.loss_chunks)
+    cut = (layout.tp, layout.sequence_parallel, layout.cp, train.loss_chunks, layout.vocabulary_parallel)
     return Pass(config.model, train.micro_batch, train.seq_len, config.precision.compute, device, *cut)
 
 
@@ -231,7 +237,7 @@ def scores_tensors(one: Pass) -> dict[str, int]:
 
 def logits_bytes(one: Pass) -> int:
     """This rank's part of the logits in fp32, of as many tokens as go through the loss at once."""
-    return one.tokens // one.loss_chunks * math.ceil(one.model.vocab_size / one.tp) * FP32_BYTES
+    return one.tokens // one.loss_chunks * math.ceil(one.model.vocab_size / one.vocabulary_tp) * FP32_BYTES
 
 
 def loss_tensors(one: Pass) -> dict[str, int]:
@@ -240,7 +246,7 @@ def loss_tensors(one: Pass) -> dict[str, int]:
     torch's loss over logits cut along the vocabulary composes that of plain operations, of which four are alive.
     """
     names = ["log_probabilities", "log_probabilities.gradient", "logits.gradient"]
-    return dict.fromkeys(names + ["probabilities"] * (one.tp > 1), logits_bytes(one))
+    return dict.fromkeys(names + ["probabilities"] * (one.vocabulary_tp > 1), logits_bytes(one))
 
 
 def core_tensors(one: Pass) -> dict[str, int]:
@@ -361,7 +367,8 @@ def layers_bytes(one: Pass, stage: Stage, checkpointing: CheckpointingConfig) ->
     own = one.seq_len // one.cp
     shared = 0 if learned else 2 * own * one.model.head_dim * one.width  # rotary tables
     if stage.holds_embedding:
-        shared += one.tokens * (INT64_BYTES + (one.tp > 1))  # token ids, and which of them other ranks look up
+        # Token ids, and which of them other ranks look up.
+        shared += one.tokens * (INT64_BYTES + (one.vocabulary_tp > 1))
         shared += (own * INT64_BYTES if learned else 0) + sum(masks(one, "mask").values())
     return shared + sum(sum(kept_by_layer(one, checkpointing, layer).values()) for layer in stage.layer_indices)
 

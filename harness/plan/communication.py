@@ -31,7 +31,7 @@ def expected_bytes(config: RunConfig, layout: Layout, widths: Widths, rank: int)
     for stage in stages_of_rank(config.model, layout, rank):
         for axes, moved in data_bytes(config, layout, widths, stage).items():
             expected[axes] += moved
-        for operation, moved in tensor_bytes(config, layout, stage).items():
+        for operation, moved in tensor_bytes(config, layout, stage, widths.layer_sums).items():
             expected[f"tp {operation}"] += moved
         expected["cp"] += context_bytes(config, layout, stage)
         expected["pp send"] += pipeline_bytes(config, layout, stage)
@@ -67,7 +67,7 @@ def hidden_bytes(config: RunConfig, layout: Layout) -> int:
     return train.micro_batch * train.seq_len // layout.cp * config.model.hidden_size * width
 
 
-def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, float]:
+def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage, layer_sums: int = 4) -> dict[str, float]:
     """What a stage's layers, embedding, head and loss sum up over tensor-parallel ranks (arXiv 1909.08053, section 3).
 
     Two all-reduces of the hidden states a layer in forward and two in backward, one for the embedding in forward and
@@ -76,7 +76,8 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
     parallelism (arXiv 2205.05198) puts a reduce-scatter and an all-gather in the place of each all-reduce; of those a
     second forward gathers both inputs and scatters its sums; the gradients of norms and of learned positions are summed
     once a step, by fully_shard in every micro-batch, as wide as it makes them. A bias is added before its product is
-    summed, a share of it on every rank, and so has a whole gradient there.
+    summed, a share of it on every rank, and so has a whole gradient there. Without vocabulary_parallel embedding, head
+    and loss sum nothing.
     """
     if layout.tp == 1:
         return {}
@@ -84,12 +85,13 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, f
         return planned_bytes(config, layout, config.model.asked)
     train, model = config.train, config.model
     micro_batches = layout.accumulation(train)
-    sums = 4 * stage.layers + stage.holds_embedding + stage.holds_head
+    cut = layout.vocabulary_parallel
+    sums = layer_sums * stage.layers + cut * (stage.holds_embedding + stage.holds_head)
     called = second_forwards(config, layout, stage) if config.checkpointing.name != "attention" else 0
     again = called * (2 if runs_to_its_end(model) else 1)  # of a layer's two sums
     hidden = micro_batches * hidden_bytes(config, layout)
     tokens = train.micro_batch * train.seq_len // layout.cp
-    small = LOSS_SUMS * micro_batches * tokens * 4 if stage.holds_head else 0
+    small = LOSS_SUMS * micro_batches * tokens * 4 if cut and stage.holds_head else 0
     if train.loss_chunks > 1:  # each part runs a second time, and may be so small that its sums count as scalars
         small *= 2 * (tokens // train.loss_chunks > SCALARS)
     once = ring_share(layout.tp)  # an all-reduce is two of these

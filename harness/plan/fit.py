@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from harness.config import CheckpointingConfig, ModelConfig, RunConfig
+from harness.config import ModelConfig, RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
-from harness.plan.memory import MemoryEstimate, estimate
+from harness.plan.memory import PROCESS_BYTES, MemoryEstimate, estimate
 from harness.refusals import refusals
 from harness.sizes import parameter_count
 
@@ -27,13 +27,17 @@ def refusal(
     ranks_on_host: int,
     device: str,
     models: Sequence[ModelConfig],
+    host_available_bytes: int | None = None,
 ) -> str | None:
     """Why the run cannot fit, in one line with its arithmetic and what would fit; None if it fits.
 
-    available_bytes is the host's free memory on cpu (shared by ranks_on_host), one device's on cuda. `models` are
-    the candidates for a smaller choice.
+    available_bytes is the host's free memory on cpu (shared by ranks_on_host), one device's on cuda, where what is
+    offloaded must fit host_available_bytes (None: unknown). `models` are the candidates for a smaller choice.
     """
     found = estimate(config, layout, widths, device)
+    too_much = host_refusal(config, found, ranks_on_host, host_available_bytes)
+    if too_much:
+        return too_much
     needed = needed_bytes(found, ranks_on_host, device)
     if needed <= available_bytes:
         return None
@@ -48,6 +52,7 @@ def refusal(
         """Bytes a rank if it fits."""
         trial = estimate(changed, other, widths, device)
         ok = needed_bytes(trial, ranks_on_host, device) <= available_bytes
+        ok = ok and not host_refusal(changed, trial, ranks_on_host, host_available_bytes)
         return trial.peak_bytes + trial.process_bytes if ok else None
 
     remedies = [*fitting_checkpointing(config, layout, fits), *fitting_model(config, layout, models, fits)]
@@ -55,6 +60,22 @@ def refusal(
     return (
         f"model={config.model.name} needs {per_rank}{shared} ({arithmetic}), {gib(available_bytes)} GiB are there:"
         f" choose {', or '.join(remedies)}"
+    )
+
+
+def host_refusal(
+    config: RunConfig, found: MemoryEstimate, ranks_on_host: int, available_bytes: int | None
+) -> str | None:
+    """Why what is offloaded, in memory that cannot be paged out, cannot fit the host beside its ranks' processes."""
+    needed = (found.host_bytes + PROCESS_BYTES["cpu"]) * ranks_on_host
+    if not found.host_bytes or available_bytes is None or needed <= available_bytes:
+        return None
+    asked = [f"strategy.offload={config.strategy.offload}"] if config.strategy.offload != "none" else []
+    asked += ["checkpointing.offload_activations=true"] if config.checkpointing.offload_activations else []
+    return (
+        f"{' and '.join(asked)} of model={config.model.name} needs {gib(needed // ranks_on_host)} GiB a rank x"
+        f" {ranks_on_host} ranks of the host = {gib(needed)} GiB, {gib(available_bytes)} GiB are there: choose less of"
+        " it, a smaller model, or preflight=false to try"
     )
 
 
@@ -66,7 +87,8 @@ def fitting_checkpointing(config: RunConfig, layout: Layout, fits: Fits) -> Iter
     for name in ("selective", "full"):
         if config.checkpointing.name in (name, "full"):
             continue
-        size = fits(dataclasses.replace(config, checkpointing=CheckpointingConfig(name)), layout)
+        changed = dataclasses.replace(config.checkpointing, name=name, every=1)
+        size = fits(dataclasses.replace(config, checkpointing=changed), layout)
         if size is not None:
             yield f"checkpointing={name} ({gib(size)} GiB a rank)"
 

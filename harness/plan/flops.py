@@ -7,7 +7,8 @@ activation functions, loss and optimizer. A model from outside has been asked: i
 MFU (PaLM, arXiv 2204.02311, appendix B) counts what the model asks for: `model_flops`, forward and twice as much for
 backward, whatever is run again. HFU counts what the hardware ran: `executed_flops`, which adds the second forwards of
 checkpointing and the scores that fused attention kernels make again in backward. Both are over all ranks: those that
-divide the batch, the matrices or the depth divide the operations, and tensor-parallel ranks hold no matrix whole.
+divide the batch, the matrices or the depth divide the operations; of tensor-parallel ranks that leave the head whole
+each multiplies by all of it.
 """
 
 from harness.config import ModelConfig, RunConfig
@@ -62,7 +63,13 @@ def executed_flops(config: RunConfig, layout: Layout, device: str = "cpu", whole
     """What HFU counts: the operations of a step that run, over all ranks. device is cpu or cuda."""
     again = recomputed_flops(config, layout, whole_second_forward)
     made = asked_flops(config, layout) + remade_scores_flops(config, layout, device) + remade_logits_flops(config)
-    return made + again
+    return made + again + repeated_flops(config, layout)
+
+
+def repeated_flops(config: RunConfig, layout: Layout) -> int:
+    """What tensor-parallel ranks all do alike: the head, where it is not cut."""
+    times = 1 + BACKWARD + (config.train.loss_chunks > 1)
+    return (layout.tp // layout.vocabulary_tp - 1) * times * head_flops(config)
 
 
 def asked_flops(config: RunConfig, layout: Layout) -> int:

@@ -14,6 +14,7 @@ from harness.layout import Layout
 from harness.placement import Stage, rank_elements, stages, whole
 from harness.plan.activations import WIDTH_BYTES, loss_tensors
 from harness.plan.buffers import buffer_tensors, gradients_outlive_step, unreduced_bytes
+from harness.plan.offload import host_gradient_bytes
 from harness.plan.parts import Bytes, Part, held_parameter_count, parts_of, step_fills
 from harness.plan.passes import Moment, moments
 
@@ -33,6 +34,7 @@ class MemoryEstimate:
     activation_bytes: int  # held for backward at most, log-probabilities included
     loss_bytes: int  # logits and cross-entropy
     communication_buffer_bytes: int
+    host_bytes: int  # kept on the host by offload, pinned; 0 on a CPU, where it is among all else
     process_bytes: int  # interpreter, libraries, context: never in torch's allocator; only for whether a host is enough
     at_peak: Bytes
 
@@ -86,10 +88,13 @@ def state_estimate(config: RunConfig, layout: Layout, widths: Widths, device: st
         -(-getattr(widths, kind) * total // layout.shards(kind)) for kind in ("parameters", "gradients", "optimizer")
     )
     buffers = sum(buffer_tensors(config, layout, widths, [whole(config.model)]).values())
+    (moved,) = host_gradient_bytes(widths, layout, [total])
+    gradient_bytes += moved
     at_peak = {"parameters": parameter_bytes, "optimizer": optimizer_bytes, "gradients": gradient_bytes}
+    away = 0 if device == "cpu" else sum(at_peak.pop(kind) for kind in layout.on_host)
     at_peak["buffers"] = buffers
     return MemoryEstimate(
-        parameter_bytes, gradient_bytes, optimizer_bytes, 0, 0, buffers, PROCESS_BYTES[device], at_peak
+        parameter_bytes, gradient_bytes, optimizer_bytes, 0, 0, buffers, away, PROCESS_BYTES[device], at_peak
     )
 
 
@@ -102,9 +107,19 @@ def estimate_at(
     parameter_bytes = -(-widths.parameters * total // layout.shards("parameters"))
     optimizer_bytes = widths.optimizer * optimizer_share(config.model, layout, held)
     gradients = [-(-widths.gradients * part.parameters // layout.shards("gradients")) for part in parts]
+    moved = host_gradient_bytes(widths, layout, [part.parameters for part in parts])
+    gradient_bytes = sum(gradients) + sum(moved)
+    resident = {"parameters": parameter_bytes, "optimizer": optimizer_bytes}
+    host_bytes = 0
+    if device == "cpu":  # the host's memory is the device's
+        gradients = [own + other for own, other in zip(gradients, moved, strict=True)]
+    else:
+        away = [resident.pop(kind) for kind in layout.on_host if kind in resident]
+        host_bytes = sum(away) + sum(moved) + widths.host_buffer_bytes + offloaded_activation_bytes(parts, backwards)
     # torch's stages receive every micro-batch of a step, and every gradient, into a buffer of its own.
     received = layout.accumulation(config.train) * sum(part.arriving + part.leaving for part in parts)
     buffer_bytes = received + sum(buffer_tensors(config, layout, widths, held).values())
+    buffer_bytes += widths.host_buffer_bytes if device == "cpu" else 0
     standing = gradients_outlive_step(config, layout)
     piles_up = layout.schedule != "1f1b"  # the other schedules of torch wait for what they sent at the end of the step
     fills = [fill for moment in backwards for fill in step_fills(parts, gradients, standing, moment, piles_up)]
@@ -115,13 +130,14 @@ def estimate_at(
     fullest["buffers"] += buffer_bytes
     return MemoryEstimate(
         parameter_bytes,
-        sum(gradients),
+        gradient_bytes,
         optimizer_bytes,
         held_for_backward(parts, backwards),
         sum(sum(loss_tensors(part.one).values()) for part in parts if part.stage.holds_head),
         buffer_bytes + max(unreduced_bytes(config, layout, [stage]) for stage in held),
+        host_bytes,
         PROCESS_BYTES[device],
-        {"parameters": parameter_bytes, "optimizer": optimizer_bytes, **fullest},
+        resident | fullest,
     )
 
 
@@ -147,6 +163,18 @@ def activation_bytes(config: RunConfig, layout: Layout, device: str, place: int)
     """The most that a rank at this place of the pipeline holds for backward, log-probabilities included."""
     held = all_stages(config.model, layout)[place :: layout.pp]
     return held_for_backward(parts_of(config, layout, device, held), rank_moments(config, layout, place))
+
+
+def moved_activation_bytes(config: RunConfig, layout: Layout, device: str, place: int) -> int:
+    """The most that activation offload holds on the host for a rank at this place of the pipeline; 0 without it."""
+    held = all_stages(config.model, layout)[place :: layout.pp]
+    return offloaded_activation_bytes(parts_of(config, layout, device, held), rank_moments(config, layout, place))
+
+
+def offloaded_activation_bytes(parts: Sequence[Part], backwards: Sequence[Moment]) -> int:
+    """The most of activations that lie on the host at once."""
+    passes = (zip(parts, moment.waiting, moment.halved, strict=True) for moment in backwards)
+    return max(sum((waiting + halved) * part.offloaded for part, waiting, halved in one) for one in passes)
 
 
 def held_for_backward(parts: Sequence[Part], backwards: Sequence[Moment]) -> int:

@@ -28,19 +28,24 @@ from harness.plan.activations import (
     weights_alone,
 )
 from harness.plan.buffers import unreduced_bytes
+from harness.plan.offload import offloaded_bytes, without_offloaded
 from harness.plan.passes import Kind, Moment
 from harness.sizes import Shapes, embedding_shapes, head_shapes, layer_shapes
 
 Bytes = dict[str, int]  # by what fills them
 
 
-def held_parameter_count(model: ModelConfig, stage: Stage, tp: int) -> int:
-    """Parameters of a stage on the rank that holds most: matrices are cut as the plan says, the norms are not."""
+def held_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int | None = None) -> int:
+    """Parameters of a stage on the rank that holds most: matrices are cut as the plan says, the norms are not.
+
+    vocabulary_tp is into how many parts embedding and head are cut; by default as many as the others.
+    """
     held = stage.layers * cut_parameter_count(layer_shapes(model), model, tp)
+    ends = tp if vocabulary_tp is None else vocabulary_tp
     if stage.holds_embedding:
-        held += cut_parameter_count(embedding_shapes(model), model, tp)
+        held += cut_parameter_count(embedding_shapes(model), model, ends)
     if stage.holds_head:
-        held += cut_parameter_count(head_shapes(model), model, tp)
+        held += cut_parameter_count(head_shapes(model), model, ends)
     return held
 
 
@@ -71,6 +76,7 @@ class Part:
     parameters: int
     narrow: bool  # whether gradients are made in 16 bit, and summed in fp32
     unreduced: int  # bytes of gradients on their way to their shards
+    offloaded: int  # bytes of what a pass keeps that activation offload moves to the host
 
     @property
     def arriving(self) -> int:
@@ -123,7 +129,7 @@ class Part:
     @property
     def matrix_gradient(self) -> int:
         """Bytes of the gradient of embedding or head, the largest matrices, as backward makes it."""
-        return vocabulary_parameter_count(self.one.model, self.one.tp) * self.one.width
+        return vocabulary_parameter_count(self.one.model, self.one.vocabulary_tp) * self.one.width
 
     @property
     def summand(self) -> int:
@@ -136,16 +142,28 @@ def parts_of(config: RunConfig, layout: Layout, device: str, held: Sequence[Stag
     """A rank's stages as parts."""
     one = pass_of(config, layout, device)
     same = one.width == FP32_BYTES or not composes_norm(one)  # a norm keeps its input as it is
+    away_from_device = device != "cpu"  # on a CPU it is all one memory
+
+    def kept(stage: Stage) -> tuple[Activations, tuple[int, int], int]:
+        """On the device, the same in a backward for weights alone, and what was moved to the host."""
+        found = activations(one, stage, config.checkpointing)
+        first, last = weights_alone(one, stage, config.checkpointing)
+        moved = offloaded_bytes(one, stage, config.checkpointing) if config.checkpointing.offload_activations else 0
+        if moved and away_from_device:
+            others = moved - moved // stage.layers
+            return without_offloaded(found, moved, stage.layers), (first - others, max(0, last - others)), moved
+        return found, (first, last), moved
+
     return [
         Part(
             one,
             stage,
-            activations(one, stage, config.checkpointing),
-            weights_alone(one, stage, config.checkpointing),
+            *kept(stage)[:2],
             keeps_input=same or config.checkpointing.calls_again(stage.first_layer),
-            parameters=held_parameter_count(config.model, stage, layout.tp),
+            parameters=held_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp),
             narrow=config.precision.mixed,
             unreduced=unreduced_bytes(config, layout, [stage]),
+            offloaded=kept(stage)[2],
         )
         for stage in held
     ]

@@ -3,13 +3,13 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from harness.config import ModelConfig, PrecisionConfig
 from harness.engines import GATHERED, KINDS, Widths
 from harness.layout import Layout
-from harness.placement import cut_dimension, parts, rank_elements, stages_of_rank
+from harness.placement import cut_dimension_in, parts, rank_elements, stages_of_rank
 from harness.proof import Box, Rank
 from harness.sizes import parameter_shapes
 
@@ -74,13 +74,36 @@ def gradient_problems(model: ModelConfig, layout: Layout, widths: Widths, ranks:
     problems = []
     for rank in ranks:
         share = sum(rank_shares(model, layout, rank["rank"], layout.shards("gradients")).values())
-        allowed = 1.05 * widths.gradients * share + 3 * widths.gradients * largest
+        width = widths.gradients + widths.host_gradients
+        allowed = 1.05 * width * share + 3 * width * largest
         most = rank["profiled"]["gradient_bytes"]
         if most > allowed:
             problems.append(
                 f"gradients: rank {rank['rank']} held {most} bytes, its share in zero_stage={layout.zero_stage} is"
-                f" {widths.gradients * share:.0f}"
+                f" {width * share:.0f}"
             )
+    return problems
+
+
+def place_problems(layout: Layout, ranks: Sequence[Rank]) -> list[str]:
+    """Whether model state lies where strategy.offload says: as what was built says of itself and, where the device is
+    not the host, piece by piece.
+    """
+    problems = []
+    for rank in ranks:
+        if sorted(rank["on_host"]) != sorted(layout.on_host):
+            kept = ", ".join(rank["on_host"]) or "nothing"
+            problems.append(
+                f"rank {rank['rank']} was built to keep {kept} on the host, strategy.offload={layout.offload}"
+            )
+        for kind, bytes_by_device in rank["placed"].items() if rank["device_name"] != "cpu" else ():
+            place = "cpu" if kind in layout.on_host else "cuda"
+            for device, size in bytes_by_device.items():
+                if device != place and size:
+                    problems.append(
+                        f"{kind}: rank {rank['rank']} holds {size} bytes on {device}, strategy.offload={layout.offload}"
+                        f" says {place}"
+                    )
     return problems
 
 
@@ -166,7 +189,7 @@ def _share_problems(
 def _most_rows(name: str, shape: Sequence[int], model: ModelConfig, layout: Layout, shards: int) -> int:
     """Elements of a parameter on the rank that holds most of it: cuts fall between rows, or columns."""
     rows, others = shape[0], math.prod(shape[1:])
-    dimension = cut_dimension(name, model)
+    dimension = cut_dimension_in(name, model, layout)
     if dimension == 0:
         rows = math.ceil(rows / layout.tp)
     elif dimension == 1:
@@ -179,8 +202,7 @@ def volume(box: Iterable[Sequence[int]]) -> int:
 
 
 def _overlap(boxes: Iterable[Box]) -> bool:
-    """Whether two of a tensor's boxes share an element; shards are intervals, so sorted neighbours tell."""
+    """Whether two of a tensor's boxes share an element; of intervals sorted neighbours tell."""
     ordered = sorted(boxes)
-    return any(
-        all(a[0] < b[1] and b[0] < a[1] for a, b in zip(left, right, strict=True)) for left, right in pairwise(ordered)
-    )
+    pairs = pairwise(ordered) if ordered and len(ordered[0]) == 1 else combinations(ordered, 2)
+    return any(all(a[0] < b[1] and b[0] < a[1] for a, b in zip(left, right, strict=True)) for left, right in pairs)

@@ -1,6 +1,7 @@
 """Whether a step did the layout's work: its operations, what it ran again, the bytes it sent, its passes' order."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from harness.config import RunConfig
@@ -12,11 +13,13 @@ from harness.layout import Layout
 from harness.measure.communication import LAYOUT
 from harness.placement import stages_of_rank
 from harness.plan.flops import executed_flops, second_forwards
+from harness.plan.memory import moved_activation_bytes
 from harness.plan.pipeline import in_flight
 from harness.proof import Rank
 
 VOLUME_TOLERANCE = 0.05  # for padding beside the papers' volume
 FLOPS_TOLERANCE = 0.01
+OFFLOAD_TOLERANCE = 0.03  # what the plan of activations is held to everywhere
 _PADDING = 4096  # bytes, for models so tiny that 5 % is less
 
 
@@ -88,6 +91,25 @@ def checkpointing_problems(config: RunConfig, layout: Layout, rank: Rank) -> lis
     return [
         f"checkpointing={config.checkpointing.name}: {found} second forwards of a layer in a step of rank"
         f" {rank['rank']}, {expected} expected{', parts of the loss among them' if chunks > 1 else ''}"
+    ]
+
+
+def offload_problems(config: RunConfig, layout: Layout, rank: Rank) -> list[str]:
+    """Whether what the layers keep for backward was moved to the host, all of it, or nothing was.
+
+    A GPU's kernels keep other tensors from version to version: there every layer's input at least must be among it.
+    """
+    place, asked = layout.coordinates(rank["rank"])["pp"], config.checkpointing.offload_activations
+    on_cpu = rank["device_name"] == "cpu"
+    inputs = dataclasses.replace(config, checkpointing=dataclasses.replace(config.checkpointing, name="full"))
+    expected = moved_activation_bytes(config if on_cpu else inputs, layout, "cpu" if on_cpu else "cuda", place)
+    found = rank["profiled"]["offloaded_activation_bytes"]
+    most = math.inf if asked and not on_cpu else (1 + OFFLOAD_TOLERANCE) * expected
+    if (1 - OFFLOAD_TOLERANCE) * expected <= found <= most:
+        return []
+    return [
+        f"checkpointing.offload_activations={str(asked).lower()}: rank {rank['rank']} held {found} bytes of activations"
+        f" on the host, {expected} expected"
     ]
 
 

@@ -16,6 +16,7 @@ _LINE = (
     *("model", "parameters", "precision", "strategy", "engine", "seq_len", "measured_on", "launch"),
     *("zero_stage", "world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp"),
     *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "repeat"),
+    *("offload", "offload_activations"),
 )
 Key = tuple[Any, ...]
 Points = dict[int, tuple[float, float | None]]  # measured and predicted bytes by micro-batch

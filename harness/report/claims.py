@@ -60,7 +60,7 @@ def _state_bytes(run: Run) -> float | None:
 def _widths(run: Run, accounting: dict[str, int], stage: int, shards: int) -> Iterator[str]:
     """What a run holds otherwise than the accounting has it, a phrase each with the cause where it is known."""
     fsdp, deepspeed = run.degrees.get("data_parallel") == "fsdp", run.row.get("engine") == "deepspeed"
-    mixed = run.row.get("precision") != "fp32"
+    mixed, offloaded = run.row.get("precision") != "fp32", run.row.get("offload") not in (None, "none")
     for kind, column in zip(_STATE, c.MODEL_STATE, strict=True):
         held, parameters = run.number(column), run.number("parameters")
         parts = shards if stage >= _FIRST_STAGE[kind] else 1
@@ -75,6 +75,7 @@ def _widths(run: Run, accounting: dict[str, int], stage: int, shards: int) -> It
             ("parameters", fsdp and stage < 3): {4 / shards: "fully_shard divides them at rest in every mode"},
             ("gradients", mixed): {4: "they are summed in fp32", 6: "the sum is fp32, beside 16-bit ones of one pass"},
             ("gradients", deepspeed and not mixed): {8: "the sum so far, and what the next micro-batch adds to it"},
+            ("gradients", offloaded): {8: "offloaded, what micro-batches sum up in lies beside what AdamW reads"},
         }
         known = [sizes for (of, holds), sizes in causes.items() if of == kind and holds]
         found = (text for sizes in known for made, text in sizes.items() if abs(size - made) <= EXACT * made)

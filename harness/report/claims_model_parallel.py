@@ -11,15 +11,17 @@ from harness.sizes import parameter_count
 
 
 def tensor_parallel(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
-    t, config = run.degree("tp"), run.config()
+    t, config, layout = run.degree("tp"), run.config(), run.layout()
     if t < 2 or t != run.degree("world_size"):
         return
-    if config is not None:
+    if config is not None and layout is not None:
+        held = held_parameter_count(config.model, whole(config.model), t, layout.vocabulary_tp)
+        uncut = "norms" if layout.vocabulary_parallel else "norms and vocabulary"
         yield from compared(
             run,
-            "parameters: the whole model over a rank's part, norms not cut",
+            f"parameters: the whole model over a rank's part, {uncut} not cut",
             "Megatron-LM, arXiv 1909.08053, section 3",
-            parameter_count(config.model) / held_parameter_count(config.model, whole(config.model), t),
+            parameter_count(config.model) / held,
             f"t× = {t}×",
             ratio(_undivided(run, runs), run, "parameter_bytes"),
             required=True,

@@ -31,11 +31,13 @@ VARYING = {
     "virtual_stages": "virtual",
     "layers_per_stage": "layers",
     "sequence_parallel": "sequence",
+    "offload": "offload",
+    "offload_activations": "activations away",
 }
 # Strategy and world size say these, unless rows that share both differ in them.
 _DEGREES = (
     *("dp_replicate", "dp_shard", "tp", "cp", "pp"),
-    *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel"),
+    *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "offload", "offload_activations"),
 )
 MODEL_STATE = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 MEMORY = (*MODEL_STATE, "activation_bytes", "peak_allocated_bytes")

@@ -14,10 +14,20 @@ from harness.typed import from_dict
 COUNTED = "counted as in"  # before a source whose method the planner counts by
 EXACT, TIMED = 0.05, 0.20  # relative; bytes, counts and operations, or seconds
 # What has to be the same for a claim to be about one difference alone.
-_SETTING = ("model", "parameters", "precision", "global_batch", "micro_batch", "seq_len", "measured_on", "launch")
+_SETTING = (
+    "model",
+    "parameters",
+    "precision",
+    "global_batch",
+    "micro_batch",
+    "seq_len",
+    "measured_on",
+    "launch",
+    "offload_activations",
+)
 DIVISION = (
     *("strategy", "engine", "zero_stage", "world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp"),
-    *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel"),
+    *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "offload"),
 )
 
 

@@ -23,6 +23,7 @@ _SETTLED = (
     *("strategy", "engine", "checkpointing", "model", "parameters", "precision", "measured_on", "launch"),
     *("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "zero_stage", "sequence_parallel"),
     *("schedule", "virtual_stages", "layers_per_stage", "micro_batch", "global_batch", "seq_len"),
+    *("offload", "offload_activations"),
 )
 _MEDIAN = (
     *("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "bubble", "mfu", "hfu"),

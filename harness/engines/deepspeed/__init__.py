@@ -9,6 +9,7 @@ width. Where bf16_mixed differs:
     stage 2 divides a bf16 gradient by the number of ranks before it widens it: exact for powers of two only.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,17 +65,38 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield f"strategy.zero_stage=0 {unsupported}: choose 1, 2 or 3"
     if layout.dp_replicate > 1:
         yield f"strategy.dp_replicate={layout.dp_replicate} {unsupported}: choose 1, and -1 for strategy.dp_shard"
-    for axis in ("tp", "cp", "pp"):
+    for axis in ("cp", "pp"):
         if getattr(layout, axis) > 1:
             yield f"strategy.{axis}={getattr(layout, axis)} {unsupported}: choose 1"
-    if layout.offload != "none":
-        yield f"strategy.offload={layout.offload} {unsupported}: choose none"
+    if layout.tp > 1:
+        yield from tensor_refusals(config, layout)
+    if layout.offload == "parameters" and layout.zero_stage < 3:
+        yield (
+            f"strategy.offload=parameters needs strategy.zero_stage=3, not {layout.zero_stage}: DeepSpeed moves what it"
+            " shards; choose optimizer, or zero_stage 3"
+        )
     for key, value in config.strategy.options.items():
         if isinstance(value, (int, float)) and value < 0:
             yield f"strategy.options.{key}={value} is negative: choose 0 or more"
     for key in sorted(config.strategy.options.keys() - set(OPTIONS)):
         value = config.strategy.options[key]
         yield f"strategy.options.{key}={value} {unsupported}: choose among {', '.join(OPTIONS)}"
+
+
+def tensor_refusals(config: "RunConfig", layout: "Layout") -> Iterator[str]:
+    """Why AutoTP's layers cannot train this layout as it is asked for."""
+    tp = f"strategy.tp={layout.tp}"
+    if config.model.asked is not None or config.model.kind.biases:
+        yield f"{tp} of DeepSpeed is proven for matrices without biases, not model={config.model.name}: choose 1"
+    if layout.vocabulary_parallel:
+        yield f"strategy.vocabulary_parallel=true: {tp} of DeepSpeed leaves embedding and head whole: choose false"
+    if layout.sequence_parallel:
+        yield f"strategy.sequence_parallel=true is not part of {tp} of DeepSpeed: choose false"
+    if layout.zero_stage == 3:
+        yield (
+            f"{tp} with strategy.zero_stage=3: DeepSpeed's tensor-parallel layers multiply by a view of the gathered"
+            " weight, which autograd keeps whole until backward: choose zero_stage 1 or 2, or strategy.tp=1"
+        )
 
 
 def environment(machine: "Machine", cache: Path) -> dict[str, str]:
@@ -92,7 +114,8 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
     It clones an fp32 master even of fp32 parameters: 4 + 4 + 4 of optimizer state in both precisions.
     """
     compute = WIDTH_BYTES[config.precision.compute]
-    gradients = gradient_width(config, layout)
+    offloads = layout.offload != "none"
+    gradients = device_gradient_width(config, layout) if offloads else gradient_width(config, layout)
     # Its own linear function of stage 3 saves its input only after it has run.
     own_linear = layout.zero_stage == 3 and config.strategy.options.get("memory_efficient_linear", True)
     return Widths(
@@ -101,8 +124,11 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
         12,
         gathered=compute,
         gathers=gathers(config),
-        buffer_bytes=bucket_bytes(config),
+        buffer_bytes=bucket_bytes(config) + (staging_bytes(config, layout) if offloads else 0),
         whole_second_forward=own_linear,
+        layer_sums=7,  # two in forward; in backward each of five column-parallel layers sums by itself
+        host_gradients=host_gradient_width(config, layout) if offloads else 0,
+        host_buffer_bytes=host_buffer_bytes(config, layout) if offloads else 0,
     )
 
 
@@ -123,6 +149,38 @@ def gradient_width(config: "RunConfig", layout: "Layout") -> int:
     if stage == 2 and mixed and options.get("reduce_bucket_size", 5e8) < config.model.hidden_size**2:
         return 6  # a matrix that no bucket can take keeps its bf16 gradient until the end of backward
     return 4
+
+
+def device_gradient_width(config: "RunConfig", layout: "Layout") -> int:
+    """Bytes an element that stay on the device where the optimizer is offloaded, over the shards that the layout says.
+
+    Stage 1 holds whole gradients until it reduces them; 16-bit gradients are summed in fp32 before they go.
+    """
+    return 4 if layout.zero_stage == 1 or (layout.zero_stage == 2 and config.precision.mixed) else 0
+
+
+def host_gradient_width(config: "RunConfig", layout: "Layout") -> int:
+    """Bytes an element of this rank's part on the host: what AdamW reads, and what micro-batches sum up in."""
+    sums = layout.zero_stage == 2 and not config.precision.mixed and layout.accumulation(config.train) > 1
+    return 8 if layout.zero_stage == 3 or sums else 4
+
+
+def staging_bytes(config: "RunConfig", layout: "Layout") -> int:
+    """Stages 1 and 2 bring a gradient back from the host through a buffer as large as the largest."""
+    from harness.sizes import parameter_shapes
+
+    largest = max(math.prod(shape) for shape in parameter_shapes(config.model).values())
+    return 0 if layout.zero_stage == 3 else largest * (2 if config.precision.mixed else 4)
+
+
+def host_buffer_bytes(config: "RunConfig", layout: "Layout") -> int:
+    """The same buffer on the host, and this rank's part of the parameters on its way to the device."""
+    from harness.sizes import parameter_count
+
+    if layout.zero_stage == 3:
+        return 0
+    part = -(-parameter_count(config.model) // layout.dp_shard)
+    return staging_bytes(config, layout) + part * (2 if config.precision.mixed else 4)
 
 
 def gathers(config: "RunConfig") -> float:

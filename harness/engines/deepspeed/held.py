@@ -4,6 +4,9 @@ Three layouts, of DeepSpeed 0.19.8:
     stage 3 cuts every parameter into equal parts, the last one padded;
     stages 1 and 2 lay all parameters end to end and cut the whole, so that a part may begin inside a parameter;
     stage 1 in bf16_mixed (BF16_Optimizer) does so for masters and moments alone.
+
+With strategy.offload masters and moments lie on the host in the same layout, and so do the gradients that AdamW reads:
+buffers of their own, there for the whole run, to which each is copied when it is reduced and summed.
 """
 
 from collections.abc import Iterator
@@ -14,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.engines import GATHERED, STAGING, Kind, Piece
+from harness.engines.deepspeed.shard import Names
 
-Names = dict[int, str]  # by id of the parameter
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -29,8 +32,11 @@ class Cut(NamedTuple):
     group: int
     at: int
 
-    def piece(self, names: Names, local: Tensor, slot: str = "") -> Piece:
-        return Piece(names[id(self.parameter)], local, (self.numel,), ((self.start, self.stop),), slot)
+    def pieces(self, names: Names, local: Tensor, slot: str = "") -> Iterator[Piece]:
+        shard = names[id(self.parameter)]
+        for start, stop, shape, box in shard.parts(self.start, self.stop):
+            part = local.view(-1)[start - self.start : stop - self.start]
+            yield Piece(shard.name, part.view([b - a for a, b in box]), shape, box, slot)
 
     def of(self, buffer: Tensor) -> Tensor:
         """The view of this cut in a buffer laid out as the masters are."""
@@ -44,7 +50,7 @@ def pieces(kind: Kind, optimizer: Any, names: Names) -> Iterator[Piece]:
     elif kind == "gradients":
         yield from gradients(optimizer, names)
     else:
-        yield from (piece for _, piece in masters(optimizer, names))
+        yield from masters(optimizer, names)
         yield from moments(optimizer, names)
 
 
@@ -54,7 +60,7 @@ def parameters(optimizer: Any, names: Names) -> Iterator[Piece]:
         return
     for cut in cuts(optimizer):
         parameter: Any = cut.parameter
-        yield cut.piece(names, parameter.ds_tensor.narrow(0, 0, cut.stop - cut.start))
+        yield from cut.pieces(names, parameter.ds_tensor.narrow(0, 0, cut.stop - cut.start))
     for parameter in all_of(optimizer):
         if parameter.ds_status.name == "AVAILABLE":
             yield whole(parameter, parameter.detach(), names, GATHERED)
@@ -65,7 +71,10 @@ def gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
         for cut in cuts(optimizer):
             # One flat buffer for the whole run, at rest too.
             buffer, _ = optimizer._get_fp32_grad_state_partition(cut.parameter, release_swap_buffers=False)
-            yield cut.piece(names, buffer.narrow(0, 0, cut.stop - cut.start))
+            yield from cut.pieces(names, buffer.narrow(0, 0, cut.stop - cut.start))
+        yield from sums_of_stage_3(optimizer, names)
+    elif on_host(optimizer):
+        yield from host_gradients(optimizer, names)
     elif is_bf16_stage_1(optimizer):
         for parameter, total in zip(all_of(optimizer), optimizer.fp32_groups_gradients[0], strict=True):
             yield whole(parameter, total.view(parameter.shape), names)
@@ -73,6 +82,36 @@ def gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
                 yield whole(parameter, parameter.grad, names, STAGING)
     else:
         yield from flat_gradients(optimizer, names)
+
+
+def sums_of_stage_3(optimizer: Any, names: Names) -> Iterator[Piece]:
+    """Offloaded, what micro-batches add up in, before it is copied to what AdamW reads."""
+    if on_host(optimizer):
+        sums, at = optimizer.grad_partitions_flat_buffer, 0
+        mine = {id(cut.parameter): cut for cut in cuts(optimizer)}
+        for parameter in all_of(optimizer):
+            if cut := mine.get(id(parameter)):
+                yield from cut.pieces(names, sums.narrow(0, at, cut.stop - cut.start), STAGING)
+            at += parameter.partition_numel()
+
+
+def host_gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
+    """Gradients of stages 1 and 2, offloaded: this rank's part as AdamW reads it, and what is on its way there."""
+    mine = list(cuts(optimizer))
+    flat: Any = master_buffers(optimizer)[0].grad
+    for cut in mine:
+        yield from cut.pieces(names, cut.of(flat))
+    summed = optimizer.accumulated_grads_in_cpu
+    on_device = getattr(optimizer.averaged_gradients.get(0), "flat_partition", None)
+    in_buckets = {bucket.untyped_storage().data_ptr() for bucket in buckets(optimizer)}
+    for cut in mine:
+        if on_device is not None:
+            yield from cut.pieces(names, cut.of(on_device), STAGING)
+    for parameter in all_of(optimizer):
+        sums = summed.get(optimizer.get_param_id(parameter))
+        for gradient in (parameter.grad, parameter.grad_accum, sums):
+            if gradient is not None and gradient.untyped_storage().data_ptr() not in in_buckets:
+                yield whole(parameter, gradient.view(parameter.shape), names, STAGING)
 
 
 def flat_gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
@@ -83,10 +122,11 @@ def flat_gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
     sums = optimizer.all_grad_tensors.get(0) or []
     if mine and reduced:
         real = [tensor for tensor in reduced if not getattr(tensor, "_zero_padding", False)]
-        yield from (cut.piece(names, tensor.view(-1)) for cut, tensor in zip(mine, real, strict=True))
+        for cut, tensor in zip(mine, real, strict=True):
+            yield from cut.pieces(names, tensor)
     elif mine and sums:
         for cut, tensor in zip(mine, sums, strict=True):
-            yield cut.piece(names, tensor.view(-1)[cut.start : cut.stop])
+            yield from cut.pieces(names, tensor.view(-1)[cut.start : cut.stop])
     slot = STAGING if reduced or sums else ""
     in_buckets = {bucket.untyped_storage().data_ptr() for bucket in buckets(optimizer)}
     for parameter in all_of(optimizer):
@@ -96,7 +136,8 @@ def flat_gradients(optimizer: Any, names: Names) -> Iterator[Piece]:
                 yield whole(parameter, gradient, names, slot)
     flat = master_buffers(optimizer)[0].grad  # while AdamW runs
     if flat is not None and not reduced:
-        yield from (cut.piece(names, cut.of(flat)) for cut in mine)
+        for cut in mine:
+            yield from cut.pieces(names, cut.of(flat))
 
 
 def buckets(optimizer: Any) -> Iterator[Tensor]:
@@ -109,11 +150,26 @@ def buckets(optimizer: Any) -> Iterator[Tensor]:
             yield from bucket.buffer
 
 
-def masters(optimizer: Any, names: Names) -> Iterator[tuple[int, Piece]]:
-    """fp32 masters, each with the id of its parameter."""
+def passing(optimizer: Any) -> Iterator[Tensor]:
+    """Buffers of stages 1 and 2 through which gradients and parameters go to the host and back."""
+    if on_host(optimizer) and not is_stage_3(optimizer):
+        yield optimizer.temp_grad_buffer_for_gpu_offload
+        yield optimizer.temp_grad_buffer_for_cpu_offload
+        yield from optimizer.param_buffer_of_bit16_for_cpu_offload_groups
+
+
+def on_host(optimizer: Any) -> tuple[Kind, ...]:
+    """What this optimizer was built to keep on the host."""
+    if not (getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)):
+        return ()
+    state: tuple[Kind, ...] = ("gradients", "optimizer")
+    return ("parameters", *state) if getattr(optimizer, "offload_param", False) else state
+
+
+def masters(optimizer: Any, names: Names) -> Iterator[Piece]:
     buffers = master_buffers(optimizer)
     for cut in cuts(optimizer):
-        yield id(cut.parameter), cut.piece(names, cut.of(buffers[cut.group].detach()), "master")
+        yield from cut.pieces(names, cut.of(buffers[cut.group].detach()), "master")
 
 
 def moments(optimizer: Any, names: Names) -> Iterator[Piece]:
@@ -121,24 +177,28 @@ def moments(optimizer: Any, names: Names) -> Iterator[Piece]:
     buffers = master_buffers(optimizer)
     for cut in cuts(optimizer):
         state = optimizer.optimizer.state.get(buffers[cut.group], {})
-        yield from (cut.piece(names, cut.of(state[slot]), slot) for slot in MOMENTS if slot in state)
+        for slot in MOMENTS:
+            if slot in state:
+                yield from cut.pieces(names, cut.of(state[slot]), slot)
 
 
 def whole(parameter: Any, local: Tensor, names: Names, slot: str = "") -> Piece:
-    shape = tuple(local.shape)
-    return Piece(names[id(parameter)], local, shape, tuple((0, size) for size in shape), slot)
+    """All that this rank's model has of a parameter."""
+    shard = names[id(parameter)]
+    return Piece(shard.name, local, shard.shape, shard.box, slot)
 
 
 def cuts(optimizer: Any) -> Iterator[Cut]:
     """This rank's parts, in the order in which they lie in its buffers; a part that is all padding is left out."""
-    rank = dist.get_rank()
     if is_stage_3(optimizer):
+        rank = dist.get_rank(optimizer.dp_process_group)
         for parameter in all_of(optimizer):
             group, at, part = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start, stop = (min(edge * part, parameter.ds_numel) for edge in (rank, rank + 1))
             if start < stop:
                 yield Cut(parameter, parameter.ds_numel, start, stop, group, at)
         return
+    rank = dist.get_rank(optimizer.real_dp_process_group[0])
     part = master_buffers(optimizer)[0].numel()
     if is_bf16_stage_1(optimizer):
         ordered = optimizer.bf16_groups[0]

@@ -14,17 +14,25 @@ from torch import nn
 from harness.checkpointing import model_on_meta
 from harness.config import RunConfig
 from harness.engines.deepspeed import held, reduces_to_owner
+from harness.engines.deepspeed.shard import Names, Shard
+from harness.engines.deepspeed.tensor import apply_tensor_parallel
 from harness.layout import Layout
 from harness.measure.probe import Probe
 from harness.model import initial_value, materialise
 
 
-def settings(config: RunConfig, layout: Layout) -> dict[str, Any]:
+def settings(config: RunConfig, layout: Layout, device: torch.device) -> dict[str, Any]:
     """DeepSpeed's own configuration of this run."""
-    return {
+    host = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    moved = {"none": (), "optimizer": ("offload_optimizer",), "parameters": ("offload_optimizer", "offload_param")}
+    offload = dict.fromkeys(moved[layout.offload], host)
+    tensor = {"tensor_parallel": {"autotp_size": layout.tp}} if layout.tp > 1 else {}
+    return tensor | {
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": layout.accumulation(config.train),
-        "zero_optimization": {"stage": layout.zero_stage, **config.strategy.options},
+        "zero_optimization": {"stage": layout.zero_stage, **offload, **config.strategy.options},
+        # torch's AdamW on the host too, the same as in every engine; its kernel is as fast as DeepSpeedCPUAdam's.
+        "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": config.precision.mixed},
         "communication_data_type": "fp32",  # its default is the compute width
         "data_types": {"grad_accum_dtype": "fp32"},  # its default is the compute width
@@ -33,19 +41,21 @@ def settings(config: RunConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
-def start(config: RunConfig, layout: Layout, device: torch.device, probe: Probe) -> tuple[Any, held.Names]:
+def start(config: RunConfig, layout: Layout, device: torch.device, probe: Probe) -> tuple[Any, Names]:
     """A DeepSpeed engine and the plain names of its parameters, from the run's initial values."""
     deepspeed = library(device)
     with quiet():
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     model = model_on_meta(config, probe)
     dtype = getattr(torch, config.precision.compute)
-    chosen = settings(config, layout)
+    chosen = settings(config, layout, device)
+    cut = apply_tensor_parallel(model, config, layout, device, dtype) if layout.tp > 1 else {}
     if layout.zero_stage == 3:
         materialise_partitioned(model, config, chosen, device, dtype)
     else:
         materialise(model, config.model, config.train.seed, device, dtype)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(p): Shard.whole(name, getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    names |= cut
     train = config.train
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -120,10 +130,10 @@ def materialise_partitioned(
 
 
 @torch.no_grad()
-def start_masters(optimizer: Any, names: held.Names, config: RunConfig, device: torch.device) -> None:
+def start_masters(optimizer: Any, names: Names, config: RunConfig, device: torch.device) -> None:
     """Masters from the fp32 initial values; DeepSpeed made them of the compute weights, which are rounded."""
-    shapes = {id(parameter): getattr(parameter, "ds_shape", parameter.shape) for parameter in held.all_of(optimizer)}
-    for key, piece in held.masters(optimizer, names):
-        whole = initial_value(piece.name, shapes[key], config.model, config.train.seed, device)
-        ((first, last),) = piece.box
-        piece.local.copy_(whole.view(-1)[first:last])
+    shapes = {shard.name: torch.Size(shard.shape) for shard in names.values()}
+    for piece in held.masters(optimizer, names):
+        whole = initial_value(piece.name, shapes[piece.name], config.model, config.train.seed, device)
+        part = whole.view(piece.shape)[tuple(slice(*edges) for edges in piece.box)]
+        piece.local.copy_(part.reshape(piece.local.shape))

@@ -7,6 +7,7 @@ import torch
 
 from harness.engines import STAGING, Batch, Kind, Piece, StepResult
 from harness.engines.deepspeed import held
+from harness.engines.deepspeed.shard import Names
 from harness.layout import Layout
 from harness.measure.probe import Probe
 from harness.model import loss_of
@@ -17,8 +18,9 @@ class Training:
 
     devices = 1
 
-    def __init__(self, engine: Any, names: held.Names, layout: Layout, probe: Probe, loss_chunks: int) -> None:
+    def __init__(self, engine: Any, names: Names, layout: Layout, probe: Probe, loss_chunks: int) -> None:
         self.model: torch.nn.Module = engine.module
+        self.on_host = held.on_host(engine.optimizer)
         self._engine = engine
         self._names = names
         self._probe = probe
@@ -70,8 +72,9 @@ class Training:
         return (piece for piece in found if not (self._ready and piece.slot == STAGING))
 
     def buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
-        """The reduction buckets, of which the second may wait for its turn."""
-        return (("communication", "reduction buckets", bucket) for bucket in held.buckets(self._engine.optimizer))
+        """The reduction buckets, of which the second may wait for its turn, and what passes to and from the host."""
+        yield from (("communication", "reduction buckets", bucket) for bucket in held.buckets(self._engine.optimizer))
+        yield from (("communication", "offload buffers", buffer) for buffer in held.passing(self._engine.optimizer))
 
     def close(self) -> None:
         from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched

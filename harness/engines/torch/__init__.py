@@ -36,6 +36,8 @@ def environment(machine: "Machine", cache: Path) -> dict[str, str]:
 
 
 def widths(config: "RunConfig", layout: "Layout") -> Widths:
+    if layout.offload != "none":
+        return Widths(4, 0, 8, gathered=2 if config.precision.mixed else 4, host_gradients=4)
     if not config.precision.mixed:
         width = WIDTH_BYTES[config.precision.compute]
         return Widths(parameters=width, gradients=width, optimizer=2 * width, gathered=width)
@@ -51,6 +53,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     """
     import torch.distributed as dist
 
+    from harness.activation_offload import offload_activations
     from harness.checkpointing import apply_checkpointing, apply_loss_chunks
     from harness.compiling import apply_compile
     from harness.engines.torch.context import apply_context_parallel
@@ -77,6 +80,8 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         if layout.cp > 1:
             apply_context_parallel(part, mesh.get_group("cp"), part.spans)
         apply_checkpointing(part, config.checkpointing, probe)
+        if config.checkpointing.offload_activations:
+            offload_activations(part, probe)
         apply_loss_chunks(part, config.train.loss_chunks, probe)
         apply_compile(part, config.train.compile)
     parallel: DataParallel
@@ -116,6 +121,7 @@ class TorchEngine:
 
         self.model: nn.Module = torch.nn.ModuleList(parts)
         self.parallel = parallel
+        self.on_host = parallel.on_host
         self.passes = passes
         self.mesh = mesh
         self.is_tensor_parallel = mesh["tp"].size() > 1

@@ -6,12 +6,15 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from harness.engines import Kind
+
 
 class DataParallel(Protocol):
     """How copies or shards of a model are kept together."""
 
     modules: list[nn.Module]  # the rank's parts of the model as they are called, one for every stage it holds
     names: dict[str, nn.Parameter]  # the model's parameters under their plain names
+    on_host: tuple[Kind, ...]  # see Engine.on_host
 
     def micro_batch(self, last: bool, part: int = 0) -> AbstractContextManager[None]:
         """Around the backward of one micro-batch through a part, and its forward unless others come between."""

@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from harness.config import RunConfig
+from harness.engines import KINDS, Kind
 from harness.engines.torch.mesh import replicas_and_shards
 from harness.layout import Layout
 from harness.model import Decoder, materialise
 
 
 def apply_fully_shard(
-    model: Decoder, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool
+    model: Decoder, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool, offload: OffloadPolicy
 ) -> None:
     """Shards embedding, every block and head as groups of their own, over the last axis of the mesh.
 
@@ -25,7 +26,13 @@ def apply_fully_shard(
     """
 
     def shard(part: nn.Module | Sequence[nn.Module]) -> None:
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)  # type: ignore[arg-type]
+        fully_shard(
+            part,  # type: ignore[arg-type]
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=offload,
+        )
 
     for block in model.blocks().values():
         shard(block)
@@ -50,7 +57,10 @@ class Plain(nn.Module):
 
 
 class FullyShard:
-    """Parts of a model whose sharded fp32 parameters are those trained; 16-bit copies exist only while gathered."""
+    """Parts of a model whose sharded fp32 parameters are those trained; 16-bit copies exist only while gathered.
+
+    Offloaded, shards and their gradients lie on the host, pinned, and so does what the optimizer makes of them.
+    """
 
     def __init__(
         self, parts: Sequence[Decoder], config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device
@@ -63,15 +73,21 @@ class FullyShard:
         axes = replicas_and_shards(mesh, layout)
         if axes.size(0) == 1 and layout.zero_stage > 0:
             axes = axes[axes.mesh_dim_names[1]]  # type: ignore[index]
+        kept, offload = device, OffloadPolicy()
+        if layout.offload == "parameters":
+            kept, offload = torch.device("cpu"), CPUOffloadPolicy(pin_memory=device.type == "cuda")
         self.parts: list[FSDPModule] = []
         for part in parts:
-            apply_fully_shard(part, axes, policy, reshard_after_forward=layout.zero_stage == 3)
-            materialise(part, config.model, config.train.seed, device, getattr(torch, precision.master))
+            apply_fully_shard(part, axes, policy, layout.zero_stage == 3, offload)
+            materialise(part, config.model, config.train.seed, device, getattr(torch, precision.master), kept)
             assert isinstance(part, FSDPModule)
             self.parts.append(part)
         self.modules: list[nn.Module] = [Plain(part) for part in parts]
         self.zero_stage = layout.zero_stage
         self.names = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+        groups = [group for part in self.parts for group in groups_of(part)]
+        offloaded = all(parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params)
+        self.on_host: tuple[Kind, ...] = KINDS if offloaded else ()
 
     @contextmanager
     def micro_batch(self, last: bool, part: int = 0) -> Iterator[None]:

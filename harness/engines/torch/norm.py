@@ -41,7 +41,7 @@ def square_of_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
         cut[tuple(found)].append(local_part(gradient))
     total = torch.zeros((), device=device)
     for axes in sorted(cut):
-        square = get_total_norm(cut[axes]).float() ** 2
+        square = get_total_norm(cut[axes]).float().to(total.device) ** 2  # offloaded gradients lie on the host
         for axis in axes:
             dist.all_reduce(square, group=groups[axis])
         total += square
@@ -50,7 +50,8 @@ def square_of_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, most: float) -> None:
     """Scales gradients in place so that their norm is at most so much."""
-    torch._foreach_mul_([local_part(gradient) for gradient in gradients], (most / (norm + 1e-6)).clamp(max=1.0))
+    local = [local_part(gradient) for gradient in gradients]
+    torch._foreach_mul_(local, (most / (norm + 1e-6)).clamp(max=1.0).to(local[0].device))
 
 
 def reduce_partial(tensor: Tensor) -> Tensor:

@@ -45,6 +45,18 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield f"strategy.dp_shard={layout.dp_shard} shards parameters, not what strategy.zero_stage=0 says: choose 1"
     if layout.tp > 1 and means == "ddp":
         yield f"strategy.data_parallel=ddp cannot wrap what strategy.tp={layout.tp} cuts: choose none or fsdp"
+    if layout.offload != "none" and means != "fsdp":
+        yield (
+            f"strategy.offload={layout.offload} is not part of strategy.data_parallel={means}: choose none, or"
+            " strategy=fsdp_full_shard or zero_offload"
+        )
+    elif layout.offload == "optimizer":
+        yield (
+            "strategy.offload=optimizer is not a policy of fully_shard, whose optimizer steps where the parameters lie:"
+            " choose parameters, or strategy=zero_offload"
+        )
+    if not layout.vocabulary_parallel:
+        yield "strategy.vocabulary_parallel=false is not supported by strategy.engine=torch: choose true"
     for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)) if means == "ddp" else ():
         yield f"strategy.options.{key} is not a setting of DistributedDataParallel: choose {', '.join(DDP_OPTIONS)}"
     if means != "ddp" and config.strategy.options:

@@ -17,11 +17,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.config import RunConfig
+from harness.engines import Kind
 from harness.model import Decoder, initial_value, materialise, part_like
 
 
 class Replicate:
     """Parts of a model as they are, with fp32 masters beside 16-bit parameters where the precision is mixed."""
+
+    on_host: tuple[Kind, ...] = ()
 
     def __init__(
         self,

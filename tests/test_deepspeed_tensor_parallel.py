@@ -1,0 +1,113 @@
+"""DeepSpeed's tensor-parallel layers under ZeRO 1 and 2: proven rows, faults found, and what is refused."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import figures
+import numpy as np
+import pytest
+import sabotage
+from conftest import composed
+
+from harness import engines, job, layout, machine, records, run, worker
+from harness.engines.deepspeed.shard import Shard
+from harness.proof import held
+from harness.refusals import refusals
+
+BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=1", "train.warmup_steps=2")
+TWO = "strategy.tp=2 strategy.vocabulary_parallel=false"
+CASES = ["strategy=zero1_tp", f"strategy=zero_offload {TWO} checkpointing=full"]
+LONG = [
+    f"strategy=zero2 {TWO} precision=bf16_mixed",
+    "strategy=zero1_tp precision=bf16_mixed model.attention=eager",
+    f"strategy=zero1_defaults {TWO} precision=bf16_mixed",
+    "strategy=zero1_tp strategy.offload=optimizer precision=bf16_mixed",
+    "strategy=zero1_tp model.tie_word_embeddings=true checkpointing.offload_activations=true",
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("autotp")
+
+
+def run_with(results: Path, entry: Callable[[str], None], overrides: str, world: int) -> records.Record:
+    own = overrides.split()
+    config = composed(f"results_dir={results}", "name=autotp", f"world_size={world}", "force=true", *BATCH, *own)
+    planned = run.plan(config, machine.look(config.cluster))
+    return run.execute(planned, [], lambda _: None, lambda _: None, entry)
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [*((case, 4) for case in CASES), *(pytest.param(case, 4, marks=pytest.mark.long) for case in LONG)],
+)
+def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: str, world: int) -> None:
+    """Two replicas of a model in two parts: parts of ZeRO's begin inside the rows of what is cut by columns."""
+    record = run_with(results, worker.main, f"{case} train.gradient_clipping=0.5", world)
+    row = record["row"]
+    assert (row["status"], row["reason"]) == ("ok", ""), case
+    assert (row["dp_shard"], row["tp"]) == (2, 2)
+    if row["precision"] == "fp32":
+        assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
+    assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
+    folder = results / "autotp" / row["run_id"]
+    figures.check_memory(row, [json.loads(job.rank_file(folder, rank).read_text()) for rank in range(world)])
+    figures.check_bytes(record)
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        (sabotage.autotp_rows_not_summed, "along tp all_reduce, 0.71 x the"),
+        (sabotage.autotp_not_marked, "first moments"),  # clipped by a norm that is too small
+        (sabotage.autotp_parts_swapped, "gradient deviates"),
+        (sabotage.autotp_dropped, "layers.0.self_attn.q_proj.weight: held by 2 of 2 ranks, the layout says 1"),
+    ],
+)
+def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], found: str) -> None:
+    record = run_with(results, fault, "strategy=zero1_tp", 2)
+    assert record["row"]["status"] == "error"
+    assert any(found in problem for problem in record["proof"]["problems"]), record["proof"]["problems"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ("strategy=zero1_tp strategy.vocabulary_parallel=true", "leaves embedding and head whole: choose false"),
+        ("strategy=zero1_tp strategy.sequence_parallel=true", "strategy.sequence_parallel=true is not part of"),
+        (f"strategy=zero3 {TWO}", "strategy.tp=2 with strategy.zero_stage=3: DeepSpeed's tensor-parallel layers"),
+        ("strategy=ddp strategy.vocabulary_parallel=false", "is not supported by strategy.engine=torch: choose true"),
+        ("strategy=zero1_tp strategy.tp=4", "strategy.tp=4 does not divide model.num_key_value_heads=2"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(overrides: str, reason: str) -> None:
+    config = composed(*overrides.split(), "world_size=4")
+    found = layout.resolve(config.strategy, 4)
+    engine = engines.load(found.engine)
+    problems = [*refusals(config, found), *engine.refusals(config, found, machine.look(config.cluster))]
+    assert len(problems) == 1 and reason in problems[0] and "choose" in problems[0]
+
+
+@pytest.mark.parametrize("box", [((0, 5), (0, 6)), ((2, 5), (0, 6)), ((0, 5), (0, 3)), ((0, 5), (3, 6))])
+def test_any_part_of_a_shard_is_boxes_of_the_whole(box: tuple[tuple[int, int], ...]) -> None:
+    """Every [start, stop) of the flattened shard, put where its boxes say, is where it belongs and nowhere else."""
+    whole = np.arange(30).reshape(5, 6)
+    shard = Shard("w", (5, 6), box)
+    flat = whole[tuple(slice(*edges) for edges in box)].reshape(-1)
+    for start, stop in itertools.combinations(range(flat.size + 1), 2):
+        parts = list(shard.parts(start, stop))
+        assert len(parts) <= 3 and [parts[0][0], parts[-1][1]] == [start, stop]
+        for first, end, shape, place in parts:
+            assert np.array_equal(
+                whole.reshape(shape)[tuple(slice(*edges) for edges in place)].reshape(-1), flat[first:end]
+            )
+        assert sum(held.volume(place) for *_, place in parts) == stop - start
+
+
+def test_boxes_that_overlap_are_found_wherever_they_are_sorted() -> None:
+    apart = [((0, 3), (0, 2)), ((0, 3), (2, 4)), ((3, 4), (0, 4))]
+    assert not held._overlap(apart)
+    assert held._overlap([((0, 4), (0, 1)), ((0, 1), (1, 4)), ((3, 4), (0, 4))])  # the first and the last alone
