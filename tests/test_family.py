@@ -196,10 +196,14 @@ def test_dropout_can_be_repeated_and_compares_with_nothing(results: Path) -> Non
 @pytest.mark.parametrize(
     ("fault", "overrides", "found"),
     [
-        (sabotage.masks_of_their_own, (*DROPPING, "strategy=tp"), "the loss of the same data is not the same"),
+        (sabotage.masks_of_their_own, (*DROPPING, "strategy=tp"), "the global gradient norm is not the same"),
         (sabotage.masks_alike, (*DROPPING, "strategy=ddp"), "drew the same masks"),
         (sabotage.bias_summed_twice, ("model=gpt_tiny", "world_size=2", "strategy=tp"), ".bias's first gradients"),
-        (sabotage.norms_not_summed, ("model=gpt_tiny", "world_size=2", "strategy=tp_sp"), "norm.bias's "),
+        (
+            sabotage.norms_not_summed,
+            ("model=gpt_tiny", "world_size=2", "strategy=tp_sp"),
+            "input_layernorm.bias is not the same",
+        ),
         (sabotage.positions_not_summed, ("model=gpt_tiny", "world_size=2", "strategy=tp_sp"), "embed_positions.weight"),
     ],
 )

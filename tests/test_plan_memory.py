@@ -247,11 +247,7 @@ class Live(TorchDispatchMode):
 
 
 LONG = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 128}
-FAMILIES = {
-    "llama": {"name": "tiny"},
-    "gpt": {"name": "gpt_tiny"},
-    "gpt, dropout": {"name": "gpt_tiny", "dropout": 0.1},
-}
+FAMILIES = {"llama": {"name": "tiny"}, "gpt": {"name": "gpt_tiny", "dropout": 0.1}}
 
 
 @pytest.mark.parametrize("sizes", ({"vocab_size": 8000}, {"intermediate_size": 768}, LONG), ids=("loss", "mlp", "long"))
