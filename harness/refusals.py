@@ -43,8 +43,6 @@ def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
             f"strategy.cp={layout.cp} cuts sequences into {2 * layout.cp} chunks: choose train.seq_len a multiple of"
             f" {2 * layout.cp}, not {config.train.seq_len}"
         )
-    if layout.offload != "none":
-        yield f"strategy.offload={layout.offload} is not supported yet: choose none"
 
 
 def offload_refusals(config: RunConfig) -> Iterator[str]:
