@@ -1,21 +1,20 @@
 """Activation checkpointing, the same for every engine: which parts are run a second time in backward."""
 
 import functools
-from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from harness.activation_offload import offload_activations
 from harness.compiling import apply_compile
 from harness.config import CheckpointingConfig, RunConfig
-from harness.measure.probe import Probe, Recompute
+from harness.measure.probe import Probe
 from harness.model import Decoder, build_model
 
 _aten = torch.ops.aten
@@ -68,8 +67,8 @@ def apply_checkpointing(model: Decoder, checkpointing: CheckpointingConfig, prob
         return nullcontext(), probe.recompute()
 
     def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        results = Results(probe)
-        return Keeping(results), Reusing(results, probe.recompute())
+        first, second = create_selective_checkpoint_contexts(is_kept)  # type: ignore[no-untyped-call]
+        return both(first, Kept(probe)) if probe.listener else first, both(probe.recompute(), second)
 
     for index, block in model.blocks().items():
         if checkpointing.calls_again(index):
@@ -89,68 +88,25 @@ def again(forward: Callable[..., Tensor], contexts: Contexts) -> Any:
     return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
 
-class Results:
-    """What one pass through a layer keeps, operator by operator in the order in which they ran."""
+def is_kept(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells whoever listens what a selectively checkpointed forward keeps, past autograd."""
 
     def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.kept: dict[Any, list[Any]] = defaultdict(list)
-        self.last: Any = None
-
-    def keep(self, operator: Any, result: Any) -> None:
-        # Detached: a result itself has the graph, and the graph has this.
-        self.kept[operator].append(tree_map_only(Tensor, Tensor.detach, result))
-        tree_map_only(Tensor, self.probe.kept, result)
-        self.last = operator
-
-    def drop_last(self) -> None:
-        """The layer's last projection: a second forward stops before it, as nothing in backward needs its result."""
-        self.kept[self.last].pop()
-
-
-class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Around a layer's forward."""
-
-    def __init__(self, results: Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.results = results
+        self.probe = probe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in KEPT_OPERATORS:
-            self.results.keep(func, result)
+            tree_map_only(Tensor, self.probe.kept, result)
         return result
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self.results.drop_last()
 
-
-class Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Around a second forward, or each of two where backward comes in halves; what was kept goes with the graph.
-
-    torch's own (create_selective_checkpoint_contexts) gives each result once, which a backward in halves does not bear.
-    """
-
-    def __init__(self, results: Results, recompute: Recompute) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.results = results
-        self.recompute = recompute
-        self.taken: dict[Any, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kept, index = self.results.kept.get(func, ()), self.taken.get(func, 0)
-        if index == len(kept):
-            return func(*args, **(kwargs or {}))
-        self.taken[func] = index + 1
-        return tree_map_only(Tensor, Tensor.detach, kept[index])
-
-    def __enter__(self) -> "Reusing":
-        self.taken.clear()
-        self.recompute.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self.recompute.__exit__(*error)
+@contextmanager
+def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield

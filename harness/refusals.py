@@ -26,6 +26,11 @@ def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
             f"train.loss_chunks={chunks} saves nothing under strategy.schedule=zero_bubble, which keeps the gradients"
             " of all logits for the weights' half: choose 1, or another schedule"
         )
+    if config.checkpointing.name == "selective" and layout.pp > 1 and layout.schedule == "zero_bubble":
+        yield (
+            "checkpointing=selective gives what it kept to one second forward, and strategy.schedule=zero_bubble takes"
+            " two, one for each half of a backward: choose full, every_n or attention, or another schedule"
+        )
     if config.checkpointing.offload_activations:
         yield from offload_refusals(config)
     if config.data.kind == "text" and config.model.vocab_size < 256:

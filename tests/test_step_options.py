@@ -20,7 +20,7 @@ from harness.config import PrecisionConfig
 from harness.layout import resolve
 from harness.measure.activations import ActivationMeter
 from harness.measure.probe import Probe
-from harness.model import Llama, build_model, loss_function, materialise
+from harness.model import Decoder, build_model, loss_function, materialise
 from harness.placement import whole
 from harness.plan.flops import executed_flops, head_flops, model_flops
 from harness.plan.memory import activation_bytes, estimate
@@ -39,7 +39,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_loss_in_parts_runs_the_head_once_more() -> None:
     config = composed("strategy=single", "train.global_batch=1", f"train.loss_chunks={CHUNKS}")
     with FakeTensorMode():
-        model = Llama(config.model, whole(config.model))
+        model = Decoder(config.model, whole(config.model))
         apply_loss_chunks(model, CHUNKS, Probe())
         tokens = torch.zeros(1, config.train.seq_len, dtype=torch.int64)
         with counter() as found:

@@ -263,14 +263,14 @@ def core_tensors(one: Pass) -> dict[str, int]:
 
 
 def product_tensors(one: Pass) -> dict[str, int]:
-    """Bytes of the results that a selectively checkpointed layer keeps: of matrix products but the last, of attention.
+    """Bytes of the results that a selectively checkpointed layer keeps: of matrix products, and of attention.
 
     What a layer keeps anyway has its name of block_tensors. A row-parallel product is this rank's summand, whole.
     """
     block, model = block_tensors(one), one.model
     size = one.tokens * model.hidden_size * one.width // one.tp
     grouped = size * model.num_key_value_heads // model.num_attention_heads
-    kept = {"q_proj": size, "k_proj": grouped, "o_proj": size * one.tp}
+    kept = {"q_proj": size, "k_proj": grouped, "o_proj": size * one.tp, "down_proj": size * one.tp}
     if model.attention == "flash":
         shared = ["attention.value", "attention.output", "attention.logsumexp"]
     else:
@@ -278,6 +278,15 @@ def product_tensors(one: Pass) -> dict[str, int]:
         kept |= {"v_proj": grouped, "scores": scores, "mixed": size}
         shared = []
     return kept | {name: block[name] for name in (*shared, "mlp.gate", "mlp.up")}
+
+
+def taken_again(one: Pass, checkpointing: CheckpointingConfig) -> dict[str, int]:
+    """Of what a selective forward kept what the second takes and lets go of; it stops before the last product."""
+    if checkpointing.name != "selective":
+        return {}
+    block = block_tensors(one)
+    products = product_tensors(one)
+    return {name: size for name, size in products.items() if name not in block and name != "down_proj"}
 
 
 def kept_by_layer(one: Pass, checkpointing: CheckpointingConfig, layer: int) -> dict[str, int]:
@@ -329,9 +338,11 @@ def activations(one: Pass, stage: Stage, checkpointing: CheckpointingConfig) -> 
     in_final_norm = layers + head - used_by_weights(norm, one) if stage.holds_head else 0
     at_scores = layers - sum(kept.values()) + sum(until_scores.values())  # in forward
     if "input" in kept:  # in the second forward
-        held = kept if checkpointing.name == "selective" else {}
+        taken = taken_again(one, checkpointing)
+        second -= sum(taken.values())
         at_scores = layers + sum(size for name, size in until_scores.items() if name in again)
-        done -= sum(size for name, size in held.items() if name.startswith(freed))
+        at_scores -= sum(size for name, size in taken.items() if name in ("q_proj", "k_proj", "v_proj"))
+        done -= sum(size for name, size in kept.items() if name.startswith(freed))
         return Activations(
             layers + head, max(in_final_norm, layers + second - done), layers + second, at_scores, second
         )

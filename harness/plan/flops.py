@@ -103,7 +103,7 @@ def recomputed_flops(config: RunConfig, layout: Layout, whole_second_forward: bo
     last = last_projection_flops(config)
     stopped = 0 if whole_second_forward or runs_to_its_end(model) else last
     whole_layer = layer_flops(config) - 2 * hidden_flops(config, layout)
-    kinds = {"selective": last - stopped, "attention": core_again_flops(config, layout)}
+    kinds = {"selective": 0, "attention": core_again_flops(config, layout)}
     return calls * kinds.get(config.checkpointing.name, whole_layer - stopped)
 
 

@@ -101,8 +101,10 @@ def offload_problems(config: RunConfig, layout: Layout, rank: Rank) -> list[str]
     """
     place, asked = layout.coordinates(rank["rank"])["pp"], config.checkpointing.offload_activations
     on_cpu = rank["device_name"] == "cpu"
-    inputs = dataclasses.replace(config, checkpointing=dataclasses.replace(config.checkpointing, name="full"))
-    expected = moved_activation_bytes(config if on_cpu else inputs, layout, "cpu" if on_cpu else "cuda", place)
+    if asked and not on_cpu:
+        inputs = dataclasses.replace(config.checkpointing, name="full", every=1)
+        config = dataclasses.replace(config, checkpointing=inputs)
+    expected = moved_activation_bytes(config, layout, "cpu" if on_cpu else "cuda", place) if asked else 0
     found = rank["profiled"]["offloaded_activation_bytes"]
     most = math.inf if asked and not on_cpu else (1 + OFFLOAD_TOLERANCE) * expected
     if (1 - OFFLOAD_TOLERANCE) * expected <= found <= most:
