@@ -35,11 +35,11 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 def model_on_meta(config: RunConfig, probe: Probe) -> Decoder:
     """What every engine starts from: the run's model without memory; checkpointing, loss and compiler applied."""
     model = build_model(config.model)
+    apply_compile(model, config.train.compile)
     apply_checkpointing(model, config.checkpointing, probe)
     if config.checkpointing.offload_activations:
         offload_activations(model, probe)
     apply_loss_chunks(model, config.train.loss_chunks, probe)
-    apply_compile(model, config.train.compile)
     return model
 
 

@@ -22,15 +22,15 @@ def refusals(config: RunConfig, layout: Layout, machine: Machine) -> Iterator[st
             "train.compile=true makes one operator of a layer's backward, which strategy.schedule=zero_bubble takes in"
             " halves: choose false, or another schedule"
         )
-    if config.checkpointing.name != "none":
+    if config.checkpointing.name in ("selective", "attention"):
         yield (
-            f"train.compile=true with checkpointing={config.checkpointing.name}: second forwards inside a compiled"
-            " layer cannot be counted; choose checkpointing=none, or train.compile=false"
+            f"checkpointing={config.checkpointing.name} runs parts of a layer again, of which train.compile=true makes"
+            " one whole: choose none, full or every_n, or train.compile=false"
         )
 
 
 def apply_compile(model: Any, asked_for: bool) -> None:
-    """Compiles the forward of every block of `model.layers` in place; what wraps a block later stays outside."""
+    """Compiles the forward of every decoder layer in place; what wraps a layer later, checkpointing too, is outside."""
     if not asked_for:
         return
     import torch

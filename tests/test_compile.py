@@ -29,6 +29,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for strategy in (
                 "single world_size=1",
                 "ddp",
+                "ddp checkpointing=full",
+                "tp_sp checkpointing=full",
+                "zero3 checkpointing=every_n checkpointing.every=2",
+                "cp",
                 "ddp precision=bf16_mixed",
                 "pp_1f1b",
                 "tp",
@@ -46,7 +50,7 @@ def test_a_compiled_run_is_heard_as_it_is_timed(results: Path, strategy: str) ->
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["compile"] is True and row["attention_kernel"] == "flash"
     assert row["grad_deviation"] < (1e-4 if row["precision"] == "fp32" else 0.1)
-    assert row["model_flops"] < row["hardware_flops"] < 1.1 * row["model_flops"]
+    assert row["model_flops"] < row["hardware_flops"] < (1.1 if "checkp" not in strategy else 1.4) * row["model_flops"]
     parts = [size for name, size in row.items() if name.startswith("at_peak_") and name.endswith("_bytes")]
     assert sum(parts) == row["peak_allocated_bytes"] > 0
     assert row.get("predicted_peak_bytes") is None
@@ -67,7 +71,7 @@ def test_a_run_that_is_not_compiled_as_it_says_is_an_error(results: Path, fault:
     ("overrides", "found"),
     [
         ("strategy=pp_zero_bubble", "train.compile=true makes one operator of a layer's backward"),
-        ("strategy=ddp checkpointing=full", "train.compile=true with checkpointing=full"),
+        ("strategy=ddp checkpointing=selective", "checkpointing=selective runs parts of a layer again"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(overrides: str, found: str) -> None:

@@ -88,7 +88,7 @@ def tensor_bytes(config: RunConfig, layout: Layout, stage: Stage, layer_sums: in
     cut = layout.vocabulary_parallel
     sums = layer_sums * stage.layers + cut * (stage.holds_embedding + stage.holds_head)
     called = second_forwards(config, layout, stage) if config.checkpointing.name != "attention" else 0
-    again = called * (2 if runs_to_its_end(model) else 1)  # of a layer's two sums
+    again = called * (2 if runs_to_its_end(config) else 1)  # of a layer's two sums
     hidden = micro_batches * hidden_bytes(config, layout)
     tokens = train.micro_batch * train.seq_len // layout.cp
     small = LOSS_SUMS * micro_batches * tokens * 4 if cut and stage.holds_head else 0

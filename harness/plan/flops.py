@@ -11,7 +11,7 @@ divide the batch, the matrices or the depth divide the operations; of tensor-par
 each multiplies by all of it.
 """
 
-from harness.config import ModelConfig, RunConfig
+from harness.config import RunConfig
 from harness.layout import Layout
 from harness.placement import Stage, stages, whole
 
@@ -101,15 +101,15 @@ def recomputed_flops(config: RunConfig, layout: Layout, whole_second_forward: bo
     if model.asked is not None and calls and not (whole_second_forward and model.asked.unfinished_are_linear):
         return config.train.global_batch * model.asked.again_flops * calls // model.num_hidden_layers
     last = last_projection_flops(config)
-    stopped = 0 if whole_second_forward or runs_to_its_end(model) else last
+    stopped = 0 if whole_second_forward or runs_to_its_end(config) else last
     whole_layer = layer_flops(config) - 2 * hidden_flops(config, layout)
     kinds = {"selective": 0, "attention": core_again_flops(config, layout)}
     return calls * kinds.get(config.checkpointing.name, whole_layer - stopped)
 
 
-def runs_to_its_end(model: ModelConfig) -> bool:
-    """Whether a layer's second forward makes its last projection too."""
-    return model.dropout > 0
+def runs_to_its_end(config: RunConfig) -> bool:
+    """Whether a layer's second forward makes its last projection too: for a mask behind it, or as compiled code."""
+    return config.model.dropout > 0 or config.train.compile
 
 
 def second_forwards(config: RunConfig, layout: Layout, stage: Stage) -> int:

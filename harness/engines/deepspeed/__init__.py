@@ -187,14 +187,13 @@ def gathers(config: "RunConfig") -> float:
     """How often stage 3 makes an average parameter whole in a micro-batch, nothing being kept from use to use.
 
     Twice, and a layer a third time where it is called again, selectively too, but for the last projection: the second
-    forward ends before it. A tied embedding has two uses.
+    forward ends before it unless a mask is made behind it. A tied embedding has two uses.
     """
-    from harness.plan.flops import runs_to_its_end
     from harness.sizes import elements, last_projection_shapes, layer_parameter_count, parameter_count
 
     model = config.model
     again = 2 * model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
-    skipped = 0 if runs_to_its_end(model) else elements(last_projection_shapes(model))
+    skipped = 0 if model.dropout > 0 else elements(last_projection_shapes(model))
     layer = layer_parameter_count(model) - skipped
     again += layer * sum(map(config.checkpointing.calls_again, range(model.num_hidden_layers)))
     return 2 + again / parameter_count(model)

@@ -49,7 +49,7 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
     """The model under this layout.
 
-    The order is fixed: tensor parallel, context parallel, checkpointing, compile, data parallel, pipeline.
+    The order is fixed: tensor parallel, context parallel, compile, checkpointing, data parallel, pipeline.
     """
     import torch.distributed as dist
 
@@ -79,11 +79,11 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
                 apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
         if layout.cp > 1:
             apply_context_parallel(part, mesh.get_group("cp"), part.spans)
+        apply_compile(part, config.train.compile)
         apply_checkpointing(part, config.checkpointing, probe)
         if config.checkpointing.offload_activations:
             offload_activations(part, probe)
         apply_loss_chunks(part, config.train.loss_chunks, probe)
-        apply_compile(part, config.train.compile)
     parallel: DataParallel
     if layout.data_parallel == "fsdp":
         parallel = FullyShard(parts, config, layout, mesh, device)
