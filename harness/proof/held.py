@@ -10,6 +10,7 @@ from harness.config import ModelConfig, PrecisionConfig
 from harness.engines import GATHERED, KINDS, Widths
 from harness.layout import Layout
 from harness.placement import cut_dimension_in, parts, rank_elements, stages_of_rank
+from harness.plan.activations import WIDTH_BYTES
 from harness.proof import Box, Rank
 from harness.sizes import parameter_shapes
 
@@ -50,7 +51,7 @@ def layout_problems(model: ModelConfig, layout: Layout, ranks: Sequence[Rank], l
 def width_problems(widths: Widths, precision: PrecisionConfig, ranks: Sequence[Rank]) -> list[str]:
     """Whether parameters, masters and both moments are there, and as wide as the precision says in this engine."""
     moments = {"exp_avg", "exp_avg_sq"}
-    has_masters = widths.optimizer > MOMENTS_BYTES
+    has_masters = widths.optimizer > 2 * WIDTH_BYTES[precision.master]  # beside both moments
     parameter = precision.compute if widths.parameters < MASTER_BYTES else precision.master
     expected = {
         "parameters": {("", parameter), (GATHERED, parameter)},

@@ -59,8 +59,13 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
     if machine.device == "cpu" and compiler_problem():
         yield f"strategy.engine=deepspeed compiles its CPU collective: {compiler_problem()}"
     unsupported = "is not supported by strategy.engine=deepspeed"
-    if config.precision.name in ("bf16", "fp16_mixed"):
-        yield f"precision={config.precision.name} {unsupported} yet: choose fp32 or bf16_mixed"
+    if config.precision.name == "fp16_mixed":
+        yield (
+            f"precision=fp16_mixed {unsupported}, which scales the loss by a rule of its own (and on a CPU not at all):"
+            " choose bf16_mixed"
+        )
+    if config.precision.name == "bf16" and layout.offload != "none":
+        yield f"precision=bf16 with strategy.offload={layout.offload} needs DeepSpeed's own AdamW: choose bf16_mixed"
     if layout.zero_stage == 0:
         yield f"strategy.zero_stage=0 {unsupported}: choose 1, 2 or 3"
     if layout.dp_replicate > 1:
@@ -111,7 +116,8 @@ def environment(machine: "Machine", cache: Path) -> dict[str, str]:
 def widths(config: "RunConfig", layout: "Layout") -> Widths:
     """Bytes an element as DeepSpeed allocates them.
 
-    It clones an fp32 master even of fp32 parameters: 4 + 4 + 4 of optimizer state in both precisions.
+    It clones a master of every parameter, in fp32 even of fp32 parameters: with moments 4 + 4 + 4 of optimizer state,
+    in bf16 throughout 2 + 2 + 2.
     """
     compute = WIDTH_BYTES[config.precision.compute]
     offloads = layout.offload != "none"
@@ -121,7 +127,7 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
     return Widths(
         compute,
         gradients,
-        12,
+        3 * WIDTH_BYTES[config.precision.master],
         gathered=compute,
         gathers=gathers(config),
         buffer_bytes=bucket_bytes(config) + (staging_bytes(config, layout) if offloads else 0),
@@ -133,22 +139,27 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
 
 
 def bucket_bytes(config: "RunConfig") -> int:
-    """The reduction buckets in fp32: one, and in stages 1 and 2 a second to fill while the first is sent."""
+    """The reduction buckets, as wide as what is reduced.
+
+    One, and in stages 1 and 2 a second to fill while the first is sent.
+    """
     options = config.strategy.options
     second = config.strategy.zero_stage < 3 and options.get("overlap_comm", False)
-    return int(options.get("reduce_bucket_size", 5e8)) * 4 * (2 if second else 1)
+    elements = int(options.get("reduce_bucket_size", 5e8)) * (2 if second else 1)
+    return elements * WIDTH_BYTES[config.precision.reduce]
 
 
 def gradient_width(config: "RunConfig", layout: "Layout") -> int:
     """Bytes an element at most, over the shards that the layout says; buckets left out."""
     stage, mixed, options = layout.zero_stage, config.precision.mixed, config.strategy.options
+    width = WIDTH_BYTES[config.precision.accumulate]
     if stage == 1 and mixed and not reduces_to_owner(config):
         return 6  # BF16_Optimizer: fp32 sums, and the bf16 gradients of the last micro-batch
     if stage == 2 and not mixed and layout.accumulation(config.train) > 1:
-        return 8  # the sum so far, and what the next micro-batch adds to it
+        return 2 * width  # the sum so far, and what the next micro-batch adds to it
     if stage == 2 and mixed and options.get("reduce_bucket_size", 5e8) < config.model.hidden_size**2:
         return 6  # a matrix that no bucket can take keeps its bf16 gradient until the end of backward
-    return 4
+    return width
 
 
 def device_gradient_width(config: "RunConfig", layout: "Layout") -> int:

@@ -20,12 +20,16 @@ from harness.layout import Layout
 from harness.measure.probe import Probe
 from harness.model import initial_value, materialise
 
+WORDS = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's, by torch's
+
 
 def settings(config: RunConfig, layout: Layout, device: torch.device) -> dict[str, Any]:
     """DeepSpeed's own configuration of this run."""
     host = {"device": "cpu", "pin_memory": device.type == "cuda"}
     moved = {"none": (), "optimizer": ("offload_optimizer",), "parameters": ("offload_optimizer", "offload_param")}
     offload = dict.fromkeys(moved[layout.offload], host)
+    precision = config.precision
+    narrow = dict.fromkeys(("bf16_master_weights_and_grads", "bf16_optimizer_states"), precision.master == "bfloat16")
     tensor = {"tensor_parallel": {"autotp_size": layout.tp}} if layout.tp > 1 else {}
     return tensor | {
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
@@ -33,9 +37,9 @@ def settings(config: RunConfig, layout: Layout, device: torch.device) -> dict[st
         "zero_optimization": {"stage": layout.zero_stage, **offload, **config.strategy.options},
         # torch's AdamW on the host too, the same as in every engine; its kernel is as fast as DeepSpeedCPUAdam's.
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": config.precision.mixed},
-        "communication_data_type": "fp32",  # its default is the compute width
-        "data_types": {"grad_accum_dtype": "fp32"},  # its default is the compute width
+        "bf16": {"enabled": precision.compute == "bfloat16"} | narrow,
+        "communication_data_type": WORDS[precision.reduce],  # its default is the compute width
+        "data_types": {"grad_accum_dtype": WORDS[precision.accumulate]},  # its default is the compute width
         "gradient_clipping": config.train.gradient_clipping,
         "steps_per_print": None,
     }
