@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, loss
 
@@ -22,7 +22,7 @@ from harness import activation_offload, compiling, worker
 from harness.config import CheckpointingConfig
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
-from harness.engines.torch import fully_shard, norm, passes, pipeline, replicate, tensor
+from harness.engines.torch import context, fully_shard, norm, passes, pipeline, replicate, tensor
 from harness.layout import AXES
 from harness.measure.communication import CommunicationCounter
 from harness.measure.memory import HostLog
@@ -224,6 +224,45 @@ def not_finite(run_dir: str) -> None:
 def tensor_parallel_dropped(run_dir: str) -> None:
     """The model is not cut: every rank trains all of it."""
     tensor.apply_tensor_parallel = lambda model, mesh, sequence_parallel: None
+    worker.main(run_dir)
+
+
+def keys_in_other_order(run_dir: str) -> None:
+    """Keys and values stay in the order of ranks, not of the sequence."""
+    context.in_order = iter
+    worker.main(run_dir)
+
+
+def positions_from_the_start(run_dir: str) -> None:
+    """Every rank takes its part of a sequence for the first."""
+    tables = harness.model.rotary_tables
+
+    def spoiled(spans: Any, *arguments: Any) -> Any:
+        return tables(((0, sum(stop - start for start, stop in spans)),), *arguments)
+
+    harness.model.rotary_tables = spoiled
+    worker.main(run_dir)
+
+
+def own_keys_alone(run_dir: str) -> None:
+    """Nothing is gathered for attention: a token sees its own rank's alone."""
+    context.apply_context_parallel = lambda model, group, spans: None
+    worker.main(run_dir)
+
+
+def replicas_apart(run_dir: str) -> None:
+    """Hybrid sharding whose replicas never average."""
+    alone = DeviceMesh._concatenate
+    fully_shard.replicas_and_shards = lambda mesh, layout: alone([mesh["pp"], mesh["dp_shard"]])
+    worker.main(run_dir)
+
+
+def sharding_over_all(run_dir: str) -> None:
+    """Hybrid sharding that divides parameters over the replicas too."""
+    alone = DeviceMesh._concatenate
+    fully_shard.replicas_and_shards = lambda mesh, layout: alone(
+        [mesh["pp"], mesh["dp_replicate", "dp_shard"]._flatten()]
+    )
     worker.main(run_dir)
 
 

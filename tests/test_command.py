@@ -21,7 +21,7 @@ SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("strategy=nope", "strategy=nope is not known: choose ddp, dp,"),
+        ("strategy=nope", "strategy=nope is not known: choose 3d, cp, ddp, ddp_pp, dp,"),
         ("train.stepz=3", "train.stepz is not a key"),
         ("+strategy.foo=1", "strategy.foo is not a key: choose one of name, engine,"),
         ("strategy.engine=foo", "strategy.engine=foo is not known: choose accelerate,"),
@@ -62,14 +62,14 @@ SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
         ("strategy=ddp strategy.layers_per_stage=[2,2]", "strategy.layers_per_stage=[2, 2] needs strategy.pp"),
         ("strategy=pp_1f1b model.tie_word_embeddings=true", "model.tie_word_embeddings=true ties the first stage"),
         ("strategy=pp_1f1b strategy.schedule=zbv", "strategy.schedule=zbv is not known: choose gpipe, 1f1b,"),
-        ("strategy=tp strategy.pp=2 world_size=4", "strategy.tp=2 beside other degrees is not supported yet"),
+        ("strategy=cp strategy.data_parallel=none", "strategy.cp=2 needs strategy.data_parallel"),
         ("strategy=ddp strategy.tp=2", "strategy.data_parallel=ddp cannot wrap what strategy.tp=2 cuts"),
-        ("strategy=fsdp_full_shard strategy.pp=2", "strategy.data_parallel=fsdp with strategy.pp=2 is not supported"),
+        ("strategy=ddp_pp strategy.schedule=zero_bubble world_size=4", "strategy.data_parallel=ddp averages gradients"),
         ("strategy=pp_1f1b strategy.layers_per_stage=2", "strategy.layers_per_stage=2 is not a list: give it a list"),
-        ("strategy=zero3 strategy.tp=2 world_size=4", "strategy.tp=2 is not supported by strategy.engine=deepspeed"),
+        ("strategy=zero3 strategy.tp=2 world_size=4", "strategy.vocabulary_parallel=true: strategy.tp=2"),
         ("strategy=ddp strategy.engine=accelerate strategy.tp=2 world_size=4", "strategy.tp=2 is not supported by"),
         ("cluster.device=cuda", "cluster.device=cuda needs a CUDA device"),
-        ("precision=fp8", "precision=fp8 is not known: choose bf16_mixed, fp32"),
+        ("precision=fp8", "precision=fp8 is not known: choose bf16, bf16_mixed, fp16_mixed, fp32"),
         ("tracking.mode=loud", "tracking.mode=loud is not known"),
     ],
 )

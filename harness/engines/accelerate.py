@@ -52,10 +52,10 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.checkpointing import model_on_meta
     from harness.engines.torch import TorchEngine, adamw
     from harness.engines.torch.passes import Sequential
-    from harness.engines.torch.replicate import Replicate
+    from harness.engines.torch.replicate import Replicate, ddp_options
     from harness.engines.torch.scaling import LossScale
 
-    wrapper = DistributedDataParallelKwargs(**config.strategy.options)
+    wrapper = DistributedDataParallelKwargs(**ddp_options(config))
     # No autocast and no accumulation of its own: the loop's precision and its micro-batches, as in every engine.
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[wrapper])
 

@@ -71,7 +71,8 @@ def unreduced_bytes(config: RunConfig, layout: Layout, held: Sequence[Stage]) ->
 
 
 def bucket_views(config: RunConfig) -> bool:
-    return bool(config.strategy.options.get("gradient_as_bucket_view", False))
+    """Whether DistributedDataParallel's gradients lie in its buckets, held once; torch's own default is false."""
+    return bool(config.strategy.options.get("gradient_as_bucket_view", True))
 
 
 def gradients_outlive_step(config: RunConfig, layout: Layout) -> bool:

@@ -7,6 +7,7 @@ micro-batches and over ranks in fp32 (mixed precision training, arXiv 1710.03740
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.config import RunConfig
 from harness.engines import Kind
 from harness.model import Decoder, initial_value, materialise, part_like
+from harness.plan.buffers import bucket_views
 
 
 class Replicate:
@@ -42,12 +44,7 @@ class Replicate:
         self.modules: list[nn.Module] = list(parts)
         self.synchronising = True
         # Else the first micro-batch would make gradients beside the buckets that wait for their sum.
-        self.sums_in_buckets = (
-            wrap is not None
-            and not precision.mixed
-            and accumulation > 1
-            and config.strategy.options.get("gradient_as_bucket_view", False)
-        )
+        self.sums_in_buckets = wrap is not None and not precision.mixed and accumulation > 1 and bucket_views(config)
         if precision.mixed:
             for name, parameter in self.names.items():
                 value = initial_value(name, parameter.shape, config.model, seed, device)
@@ -124,8 +121,13 @@ def distributed_data_parallel(
         DistributedDataParallel,
         device_ids=[device.index] if device.type == "cuda" else None,
         process_group=group,
-        **config.strategy.options,
+        **ddp_options(config),
     )
+
+
+def ddp_options(config: RunConfig) -> dict[str, Any]:
+    """The wrapper's own arguments."""
+    return config.strategy.options | {"gradient_as_bucket_view": bucket_views(config)}
 
 
 def take_gradient(parameter: Tensor, master: nn.Parameter) -> None:

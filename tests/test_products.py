@@ -1,0 +1,164 @@
+"""Products of data, tensor, context and pipeline parallelism: proven at four and eight ranks, wrong pairs refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import figures
+import pytest
+import sabotage
+from conftest import composed
+from test_proof import BATCH
+
+from harness import launch, machine, records, run, worker
+from harness.config import RunConfig
+from harness.engines import torch as torch_engine
+from harness.errors import UserError
+from harness.layout import Layout, resolve
+from harness.plan.memory import activation_bytes
+from harness.typed import from_dict
+
+FSDP = "strategy.data_parallel=fsdp"
+# By world size: every product that has a name, and some that are overrides.
+PRODUCTS = {
+    4: (
+        "fsdp_hybrid_shard strategy.dp_replicate=2",
+        "fsdp_tp",
+        "ddp_pp",
+        "fsdp_pp strategy.zero_stage=3 checkpointing=full",
+        "tp_pp strategy.sequence_parallel=true precision=bf16_mixed",
+        "cp",
+    ),
+    8: (
+        "3d",
+        f"cp {FSDP} strategy.zero_stage=3 strategy.cp=2 strategy.tp=2 strategy.sequence_parallel=true strategy.pp=2",
+    ),
+}
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b strategy.virtual_stages=2", "zero_bubble")
+# The rest of the grid: every product by every schedule, with and without checkpointing, in two precisions.
+MORE = [
+    f"{product} checkpointing={checkpointing} precision={precision}"
+    for product in (
+        "fsdp_tp strategy.sequence_parallel=true",
+        "fsdp_hybrid_shard strategy.dp_replicate=2 strategy.tp=2",
+        f"cp {FSDP} strategy.cp=4 strategy.dp_shard=2 strategy.zero_stage=2",
+        "cp strategy.cp=2 strategy.dp_replicate=4",
+        *(
+            f"{layout} strategy.schedule={schedule}"
+            for layout in ("3d", "3d strategy.dp_replicate=1 strategy.dp_shard=-1 strategy.zero_stage=2", "fsdp_pp")
+            for schedule in SCHEDULES
+        ),
+        *(f"ddp_pp strategy.schedule={schedule}" for schedule in SCHEDULES if schedule != "zero_bubble"),
+    )
+    for checkpointing, precision in (("none", "fp32"), ("full", "bf16_mixed"))
+]
+SIZES = ("train.micro_batch=1", "train.global_batch=8", "train.seq_len=32")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, so that references are run once."""
+    return tmp_path_factory.mktemp("products")
+
+
+def record_of(results: Path, world: int, overrides: str, entry: Callable[[str], None] = worker.main) -> records.Record:
+    config = composed(
+        *(f"results_dir={results}", "name=products", f"world_size={world}", "force=true"),
+        *(*BATCH, *SIZES, *f"strategy={overrides}".split()),
+    )
+    launch.prepare("cpu")
+    planned = run.plan(config, machine.look(config.cluster))
+    return run.execute(planned, [], lambda _: None, lambda _: None, entry)
+
+
+def check(results: Path, record: records.Record, parts: bool = True) -> None:
+    """Proven, and its activations the plan's on every rank; its parts the whole."""
+    row = record["row"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert 0 < row["grad_deviation"] < (1e-4 if row["precision"] == "fp32" else 0.1)
+    folder = results / "products" / row["run_id"]
+    ranks = [json.loads(path.read_text()) for path in sorted((folder / "ranks").glob("*.json"))]
+    config, layout = config_of(record)
+    for rank in ranks:
+        predicted = activation_bytes(config, layout, "cpu", layout.coordinates(rank["rank"])["pp"])
+        assert rank["profiled"]["activation_bytes"] == pytest.approx(predicted, rel=0.03), rank["rank"]
+    if parts:
+        figures.check_memory(row, ranks)
+    figures.check_bytes(record)
+
+
+def config_of(record: dict[str, Any]) -> tuple[RunConfig, Layout]:
+    config: RunConfig = from_dict(RunConfig, record["config"])
+    return config, resolve(config.strategy, record["row"]["world_size"])
+
+
+@pytest.mark.parametrize(("world", "overrides"), [(world, each) for world, all_ in PRODUCTS.items() for each in all_])
+def test_a_product_is_proven(results: Path, world: int, overrides: str) -> None:
+    check(results, record_of(results, world, overrides))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overrides", MORE)
+def test_the_grid_is_proven(results: Path, overrides: str) -> None:
+    check(results, record_of(results, 8, overrides))
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "fault", "found"),
+    [
+        (2, "cp", sabotage.keys_in_other_order, "loss deviates"),
+        (2, "cp", sabotage.positions_from_the_start, "gradient deviates"),
+        (2, "cp", sabotage.own_keys_alone, "along cp, 0."),
+        (4, "fsdp_hybrid_shard strategy.dp_replicate=2", sabotage.replicas_apart, "along dp_replicate, 0.00 x"),
+        (4, "fsdp_hybrid_shard strategy.dp_replicate=2", sabotage.sharding_over_all, "held by 1 of 4 ranks"),
+        (4, "tp_pp", sabotage.tensor_parallel_dropped, "held by 2 of 4 ranks"),
+    ],
+)
+def test_a_fault_is_an_error(
+    results: Path, world: int, overrides: str, fault: Callable[[str], None], found: str
+) -> None:
+    record = record_of(results, world, overrides, fault)
+    assert record["row"]["status"] == "error"
+    assert any(found in problem for problem in record["proof"]["problems"]), record["proof"]["problems"]
+
+
+WRONG = (
+    ("ddp_pp strategy.schedule=zero_bubble", "before the second half"),
+    ("fsdp_pp strategy.zero_stage=3 strategy.schedule=zero_bubble", "lets go of parameters"),
+    ("cp strategy.data_parallel=none", "to average gradients"),
+    ("tp_pp strategy.data_parallel=ddp", "cannot wrap what strategy.tp=2 cuts"),
+    ("cp train.seq_len=33", "choose train.seq_len a multiple of 8"),
+)
+
+
+@pytest.mark.parametrize(("overrides", "reason"), WRONG)
+def test_a_wrong_pair_is_refused(results: Path, overrides: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        record_of(results, 4, overrides)
+
+
+def test_a_wrong_pair_is_wrong(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused ran to its end with gradients that are not averaged; were it let through it would be an error."""
+    monkeypatch.setattr(torch_engine, "refusals", lambda *_: iter(()))
+    record = record_of(results, 4, WRONG[0][0])
+    assert record["row"]["status"] == "error"
+
+
+def test_the_named_defaults_are_the_contract() -> None:
+    """tp, cp and pp_* fill the world; fsdp_tp tp 2, tp_pp 2 x 2, 3d tp 2 and pp 2; hybrid shards inside a node."""
+
+    def shape(strategy: str, world: int) -> dict[str, int]:
+        layout = resolve(composed(f"strategy={strategy}").strategy, world)
+        return {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp")}
+
+    ones = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "pp": 1}
+    assert shape("cp", 8) == ones | {"cp": 8}
+    assert shape("fsdp_tp", 8) == ones | {"dp_shard": 4, "tp": 2}
+    assert shape("tp_pp", 4) == ones | {"tp": 2, "pp": 2}
+    assert shape("3d", 8) == ones | {"dp_replicate": 2, "tp": 2, "pp": 2}
+    assert shape("ddp_pp", 8) == ones | {"dp_replicate": 4, "pp": 2}
+    assert shape("fsdp_pp", 8) == ones | {"dp_shard": 4, "pp": 2}
+    assert shape(["fsdp_hybrid_shard", "cluster.nodes=2"][0], 8) == ones | {"dp_shard": 8}
+    two_nodes = composed("strategy=fsdp_hybrid_shard", "cluster.nodes=2").strategy
+    assert (two_nodes.dp_replicate, resolve(two_nodes, 16).dp_shard) == (2, 8)
