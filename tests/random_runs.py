@@ -5,6 +5,7 @@ python -m tests.random_runs --draws 200 --first 0 --world 8
 
 import argparse
 import collections
+import math
 import random
 import tempfile
 import time
@@ -67,24 +68,43 @@ def draw(seed: int, most_ranks: int) -> list[str]:
     batch = micro_batch * passes * degree["dp_replicate"] * degree["dp_shard"]
     heads, groups = r.choice(((4, 2), (4, 4), (8, 4)))
     layers = r.choice((4, 5, 8)) if degree["pp"] * virtual <= 4 else 8
-    return [
-        "strategy=single",
-        f"world_size={degree['dp_replicate'] * degree['dp_shard'] * degree['tp'] * degree['cp'] * degree['pp']}",
-        *(f"strategy.{key}={value}" for key, value in degree.items()),
-        *(f"strategy.engine={engine}", f"strategy.data_parallel={means}", f"strategy.zero_stage={stage}"),
-        *(f"strategy.schedule={schedule if degree['pp'] > 1 else '1f1b'}", f"strategy.virtual_stages={virtual}"),
-        f"strategy.sequence_parallel={degree['tp'] > 1 and r.random() < 0.5}",
-        f"strategy.literature={engine != 'deepspeed' and (means, stage) != ('ddp', 1)}",
-        f"checkpointing={r.choice(('none', 'none', 'full'))}",
-        f"precision={r.choice(('fp32', 'fp32', 'fp32', 'bf16_mixed', 'bf16', 'fp16_mixed'))}",
-        f"train.global_batch={batch}",
-        *(f"train.micro_batch={micro_batch}", f"train.seq_len={r.choice((16, 32, 48))}"),
-        *("train.steps=1", "train.warmup_steps=2", f"train.gradient_clipping={r.choice((0, 1.0))}"),
+    family = r.choice(("tiny", "tiny", "gpt_tiny"))
+    model = {
         *(f"model.num_hidden_layers={layers}", f"model.num_attention_heads={heads}"),
         *(f"model.num_key_value_heads={groups}", f"model.hidden_size={r.choice((64, 96))}"),
         *(f"model.intermediate_size={r.choice((128, 192))}", f"model.vocab_size={r.choice((256, 258))}"),
         *(f"model.attention={r.choice(('flash', 'eager'))}", f"model.tie_word_embeddings={r.random() < 0.2}"),
+        f"model.dropout={0.1 if family == 'gpt_tiny' and r.random() < 0.3 else 0}",
+    }
+    checkpointing = r.choice(("none", "none", "full", "every_n", "selective", "attention"))
+    vocabulary = degree["tp"] == 1 or engine != "deepspeed"
+    return [
+        *("strategy=single", f"model={family}", *sorted(model)),
+        f"world_size={math.prod(degree.values())}",
+        *(f"strategy.{key}={value}" for key, value in degree.items()),
+        *(f"strategy.engine={engine}", f"strategy.data_parallel={means}", f"strategy.zero_stage={stage}"),
+        *(f"strategy.schedule={schedule if degree['pp'] > 1 else '1f1b'}", f"strategy.virtual_stages={virtual}"),
+        f"strategy.sequence_parallel={vocabulary and degree['tp'] > 1 and r.random() < 0.5}",
+        f"strategy.literature={engine != 'deepspeed' and (means, stage) != ('ddp', 1)}",
+        f"strategy.vocabulary_parallel={vocabulary}",
+        f"strategy.offload={offload(r, engine, means, stage)}",
+        f"checkpointing={checkpointing}",
+        f"checkpointing.offload_activations={checkpointing != 'selective' and r.random() < 0.15}",
+        f"precision={r.choice(('fp32', 'fp32', 'fp32', 'bf16_mixed', 'bf16', 'fp16_mixed'))}",
+        f"train.global_batch={batch}",
+        *(f"train.micro_batch={micro_batch}", f"train.seq_len={r.choice((16, 32, 48))}"),
+        *("train.steps=1", "train.warmup_steps=2", f"train.gradient_clipping={r.choice((0, 1.0))}"),
+        *(f"train.loss_chunks={r.choice((1, 1, 1, 2))}", f"train.fused_optimizer={r.random() < 0.8}"),
     ]
+
+
+def offload(r: random.Random, engine: str, means: str, stage: int) -> str:
+    """Seldom; mostly what the engine has."""
+    if r.random() < 0.8:
+        return "none"
+    if engine == "deepspeed":
+        return "parameters" if stage == 3 and r.random() < 0.5 else "optimizer"
+    return "parameters" if means == "fsdp" or r.random() < 0.1 else "none"
 
 
 def composed(overrides: Sequence[str]) -> RunConfig:
@@ -125,7 +145,7 @@ def main() -> None:
             began, overrides = time.monotonic(), draw(seed, asked.world)
             found = ending(overrides, Path(folder))
             counted[found.status] += 1
-            told = found.reason or f"loss {found.row['loss_deviation']:.1e}, gradient {found.row['grad_deviation']:.1e}"
+            told = found.reason or str({name: found.row.get(name) for name in ("loss_deviation", "grad_deviation")})
             print(f"{seed} {time.monotonic() - began:.0f} s {found.status}: {told[:300]}", flush=True)
             if found.status not in ("ok", "refused"):
                 print("    " + " ".join(overrides), flush=True)
