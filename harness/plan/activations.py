@@ -119,12 +119,12 @@ def attention_tensors(one: Pass) -> dict[str, int]:
     model = one.model
     size = one.tokens * model.hidden_size * one.width // one.tp
     rows = one.tokens * model.num_attention_heads // one.tp
+    if one.cp > 1:
+        return context_tensors(one, size, rows)
     if composes_attention(one):
         wide = size * FP32_BYTES // one.width
         scores = dict.fromkeys(("weights_fp32", "weights_mask", "dropped"), rows * one.seq_len * FP32_BYTES)
         return {"query": wide, "key": wide, "value": wide, "output": size} | scores
-    if one.cp > 1:
-        return context_tensors(one, size, rows)
     if model.attention == "flash":  # arXiv 2205.14135: the scores are never stored
         grouped = size * model.num_key_value_heads // model.num_attention_heads
         return {"query": size, "key": grouped, "value": grouped, "output": size, "logsumexp": rows * FP32_BYTES}
@@ -147,14 +147,20 @@ def context_tensors(one: Pass, size: int, rows: int) -> dict[str, int]:
     model, seen = one.model, 2 * one.cp + 1  # in chunks of keys
     whole = size * one.cp * model.num_key_value_heads // model.num_attention_heads
     chunk = one.seq_len // (2 * one.cp)
+    repeated = size * seen // 2  # keys of every chunk seen, for every head
+    scores = rows * seen * chunk // 2
+    if composes_attention(one):
+        width = FP32_BYTES // one.width
+        kept = {"query": size * width, "key": repeated * width, "value": whole * width, "output": size}
+        return kept | dict.fromkeys(("weights_fp32", "weights_mask", "dropped"), scores * FP32_BYTES)
     if model.attention == "flash":
         kept = {"query": size, "key": whole, "value": whole, "output": size, "chunks": size}
         mask = seen * chunk**2 * one.width if one.device == "cpu" else 0
-        return kept | {"logsumexp": rows * FP32_BYTES, "mask": mask}
-    repeated = size * seen // 2  # keys of every chunk seen, for every head
-    scores = rows * seen * chunk // 2
+        return kept | {"logsumexp": rows * FP32_BYTES, "future_mask": mask}
     kept = {"query": size, "key": repeated, "value": repeated, "output": size, "future_mask": seen * chunk**2}
     kept["weights_fp32"] = scores * FP32_BYTES
+    if model.dropout:
+        return kept | {"weights_mask": scores * mask_width(one), "dropped": scores * one.width}
     return kept if one.width == FP32_BYTES else kept | {"weights": scores * one.width}
 
 
@@ -252,14 +258,27 @@ def loss_tensors(one: Pass) -> dict[str, int]:
 def core_tensors(one: Pass) -> dict[str, int]:
     """Bytes of what a second forward of attention's core makes, of those that a layer keeps; it is given the rest."""
     block, model = block_tensors(one), one.model
-    if model.attention == "flash":
-        return {name: block[name] for name in ("attention.logsumexp",)}
-    made = [name for name in block if name.startswith(("attention.future_mask", "attention.weights"))]
-    copied = ["attention.query"] * (one.sequences > 1)  # heads and sequences as one dimension, as products take them
-    if copied or model.num_key_value_heads < model.num_attention_heads:
-        copied += ["attention.key", "attention.value"]  # or repeated to every head
-    made += copied
+    made = [name for name in block if name.startswith(CORE)]
+    if one.cp > 1:  # gathered from all ranks
+        made += ["attention.key", "attention.value"]
+    elif composes_attention(one):
+        made += ["attention.query", "attention.key", "attention.value"]
+    elif model.attention == "eager":
+        made += ["attention.query"] * (one.sequences > 1)  # heads and sequences as one dimension, as products take them
+        if one.sequences > 1 or model.num_key_value_heads < model.num_attention_heads:
+            made += ["attention.key", "attention.value"]  # or repeated to every head
     return {name: block[name] for name in made}
+
+
+# What lies between query, key and value and the output: of plain operations, of the fused kernel, of context parallel.
+CORE = tuple(f"attention.{name}" for name in ("future_mask", "weights", "dropped", "logsumexp", "chunks"))
+
+
+def given_tensors(one: Pass) -> dict[str, int]:
+    """Bytes of what attention's core is given."""
+    size = one.tokens * one.model.hidden_size * one.width // one.tp
+    grouped = size * one.model.num_key_value_heads // one.model.num_attention_heads
+    return {"attention.query": size, "attention.key": grouped, "attention.value": grouped}
 
 
 def product_tensors(one: Pass) -> dict[str, int]:
@@ -268,16 +287,20 @@ def product_tensors(one: Pass) -> dict[str, int]:
     What a layer keeps anyway has its name of block_tensors. A row-parallel product is this rank's summand, whole.
     """
     block, model = block_tensors(one), one.model
-    size = one.tokens * model.hidden_size * one.width // one.tp
-    grouped = size * model.num_key_value_heads // model.num_attention_heads
+    size, grouped, _ = given_tensors(one).values()
     kept = {"q_proj": size, "k_proj": grouped, "o_proj": size * one.tp, "down_proj": size * one.tp}
-    if model.attention == "flash":
-        shared = ["attention.value", "attention.output", "attention.logsumexp"]
+    shared = [f"mlp.{name.removesuffix('_proj')}" for name in model.kind.widening]
+    if model.attention == "eager" or composes_attention(one):
+        width = FP32_BYTES if composes_attention(one) else one.width
+        scores = one.tokens * model.num_attention_heads // one.tp * one.seq_len * width
+        seen = scores * (2 * one.cp + 1) // (4 * one.cp) if one.cp > 1 else scores
+        kept |= {"v_proj": grouped, "scores": seen, "mixed": size * width // one.width}
+    elif one.cp > 1:  # keys and values are gathered again
+        kept |= {"v_proj": grouped}
+        shared += ["attention.chunks", "attention.logsumexp"]
     else:
-        scores = one.tokens * model.num_attention_heads // one.tp * one.seq_len * one.width
-        kept |= {"v_proj": grouped, "scores": scores, "mixed": size}
-        shared = []
-    return kept | {name: block[name] for name in (*shared, "mlp.gate", "mlp.up")}
+        shared += ["attention.value", "attention.output", "attention.logsumexp"]
+    return kept | {name: block[name] for name in shared}
 
 
 def taken_again(one: Pass, checkpointing: CheckpointingConfig) -> dict[str, int]:
@@ -293,11 +316,9 @@ def kept_by_layer(one: Pass, checkpointing: CheckpointingConfig, layer: int) -> 
     """Bytes of what a layer, by its index in the whole model, keeps before its backward."""
     block = block_tensors(one)
     if checkpointing.name == "attention":
-        grouped = block["attention.output"] * one.model.num_key_value_heads // one.model.num_attention_heads
-        given = {"attention.query": block["attention.query"], "attention.key": grouped, "attention.value": grouped}
         made = core_tensors(one)
         left = {name: size for name, size in block.items() if name not in made}
-        return left | {f"{name}.given": size for name, size in given.items() if name in made}
+        return left | {f"{name}.given": size for name, size in given_tensors(one).items() if name in made}
     if not checkpointing.calls_again(layer):
         return block
     return {"input": one.hidden_bytes} | (product_tensors(one) if checkpointing.name == "selective" else {})
