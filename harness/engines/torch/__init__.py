@@ -37,7 +37,8 @@ def environment(machine: "Machine", cache: Path) -> dict[str, str]:
 
 def widths(config: "RunConfig", layout: "Layout") -> Widths:
     if layout.offload != "none":
-        return Widths(4, 0, 8, gathered=2 if config.precision.mixed else 4, host_gradients=4)
+        width, gathered = (WIDTH_BYTES[dtype] for dtype in (config.precision.master, config.precision.compute))
+        return Widths(width, 0, 2 * width, gathered=gathered, host_gradients=width)
     if not config.precision.mixed:
         width = WIDTH_BYTES[config.precision.compute]
         return Widths(parameters=width, gradients=width, optimizer=2 * width, gathered=width)
