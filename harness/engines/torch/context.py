@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
-from harness.model import Decoder, Spans
+from harness.model import Decoder, Spans, lower_right
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -30,6 +30,8 @@ class Gathering:
         self.attend = attend
         self.group = group
         self.spans = spans
+        for start, stop in spans:
+            lower_right(stop - start, stop)  # made now: operators may be listened to later
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         own = torch.stack(torch.stack((key, value)).chunk(2, dim=3))  # two chunks first
