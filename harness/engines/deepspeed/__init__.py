@@ -99,7 +99,7 @@ def tensor_refusals(config: "RunConfig", layout: "Layout") -> Iterator[str]:
         )
 
 
-def environment(machine: "Machine", cache: Path) -> dict[str, str]:
+def environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
     """On a CPU DeepSpeed compiles its shared-memory collective, once for all ranks: here, before they start."""
     if machine.device != "cpu":
         return {}
