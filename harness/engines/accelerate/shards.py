@@ -50,7 +50,8 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
     host, master = torch.device("cpu"), getattr(torch, config.precision.master)
     materialise(model, config.model, config.train.seed, device, master, kept=host)
     model, optimizer = accelerator.prepare(model, adamw(WholeModel(model), config.train))  # type: ignore[arg-type]
-    assert isinstance(model, FSDPModule)
+    if not isinstance(model, FSDPModule):
+        raise RuntimeError(f"Accelerate made a {type(model).__name__} of the model, not what fully_shard makes")
     model.set_reshard_after_forward(layout.zero_stage == 3)
     check(model, config, layout)
     parallel = PreparedShards(model, layout.zero_stage)
@@ -84,12 +85,11 @@ def accelerator_of(config: RunConfig, layout: Layout, model: Decoder) -> Acceler
     )
 
 
-def check(model: nn.Module, config: RunConfig, layout: Layout) -> None:
+def check(model: FSDPModule, config: RunConfig, layout: Layout) -> None:
     """Raises RuntimeError if what Accelerate made is not this layout."""
-    if not isinstance(model, FSDPModule):
-        raise RuntimeError(f"Accelerate made a {type(model).__name__} of the model, not what fully_shard makes")
     copies = [layout.dp_replicate] if layout.dp_replicate > 1 else []
     expected = (tuple([*copies, layout.dp_shard]), (*[Replicate()] * len(copies), Shard(0)))
+    assert isinstance(model, nn.Module)
     for name, parameter in model.named_parameters():
         found = (tuple(parameter.device_mesh.shape), parameter.placements) if isinstance(parameter, DTensor) else None
         if found != expected:
