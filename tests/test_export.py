@@ -49,7 +49,7 @@ def losses(directory: Path, launch: tuple[str, ...]) -> list[float]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-4000:]

@@ -83,7 +83,11 @@ def zero(run: Recorded) -> Parts:
     )
     if not run.config.precision.mixed:
         return start, [], accumulated(clips=False)
-    return Piece(imports=(*start.imports, *MASTERS_IMPORTS), apply=start.apply), [MASTERS.replace("engine.", "model.")], accumulated(clips=False)
+    return (
+        Piece(imports=(*start.imports, *MASTERS_IMPORTS), apply=start.apply),
+        [MASTERS.replace("engine.", "model.")],
+        accumulated(clips=False),
+    )
 
 
 def shards(run: Recorded) -> Parts:
@@ -97,9 +101,7 @@ def shards(run: Recorded) -> Parts:
         imports.append("from torch.distributed.fsdp import MixedPrecisionPolicy")
         imports.append("from accelerate.utils import FullyShardedDataParallelPlugin")
         alone = 'raise SystemExit("no GPU: Accelerate would train plain DistributedDataParallel in fp32")'
-    start = Piece(
-        imports=tuple(imports), apply=f"accelerator = Accelerator(cpu=not torch.cuda.is_available(){plugin})"
-    )
+    start = Piece(imports=tuple(imports), apply=f"accelerator = Accelerator(cpu=not torch.cuda.is_available(){plugin})")
     after = text(f"""
         sharded = isinstance(model, FSDPModule)
         if sharded:
@@ -108,7 +110,11 @@ def shards(run: Recorded) -> Parts:
             {alone}
         """)
     (piece,) = pieces.fully_shard(run)
-    switches = ["last = index == MICRO_BATCHES - 1", "if sharded:", *("    " + line for line in piece.before.split("\n"))]
+    switches = [
+        "last = index == MICRO_BATCHES - 1",
+        "if sharded:",
+        *("    " + line for line in piece.before.split("\n")),
+    ]
     lines = [
         "total = torch.zeros((), device=device)",
         "for index, (inputs, targets) in enumerate(micro_batches(step)):",

@@ -41,8 +41,8 @@ def deepspeed_reasons(run: Recorded) -> Iterator[str]:
         yield f"strategy.tp={layout.tp}: this project puts in DeepSpeed's layers one by one, which no setting does"
     if layout.zero_stage == 1 and config.precision.mixed and reduces_to_owner(config):
         yield (
-            f"precision={config.precision.name} at stage 1: DeepSpeed left to itself runs BF16_Optimizer, which sends more"
-            " than the run did"
+            f"precision={config.precision.name} at stage 1: DeepSpeed left to itself runs BF16_Optimizer, which sends"
+            " more than the run did"
         )
 
 

@@ -151,7 +151,7 @@ def inside(opening: str, lines: str) -> str:
 
 
 def loop(step: Iterable[str]) -> list[str]:
-    return [inside("for step in range(STEPS):", "\n".join(step)), "dist.destroy_process_group()"]
+    return [inside("for step in range(STEPS):", "\n".join(step))]
 
 
 def assemble(
@@ -179,7 +179,7 @@ def assemble(
         LINE,
         *(piece.functions for piece in used if piece.functions),
         inside("def main():", "\n".join(main)),
-        'if __name__ == "__main__":\n    main()',
+        END,
     ]
     return "\n\n".join(parts[:5]) + "\n\n\n" + "\n\n\n".join(parts[5:]) + "\n"
 
@@ -199,7 +199,7 @@ def header(run: Recorded, library: str) -> str:
     config = run.config
     return (
         f'"""{config.strategy.name} in plain {library}: {run.layout.world_size} ranks, {config.precision.name},'
-        f' checkpointing {config.checkpointing.name}.\n\nMade from the run {run.directory.name}; prints every'
+        f" checkpointing {config.checkpointing.name}.\n\nMade from the run {run.directory.name}; prints every"
         ' step\'s loss, to be held against its steps.jsonl.\n"""'
     )
 
@@ -259,6 +259,11 @@ MASTERS = text("""
         shape = getattr(parameter, "ds_shape", parameter.shape)
         value = initial_value(name, shape, RUN.config.model, RUN.config.train.seed, device)
         safe_set_full_fp32_param(parameter, value)
+    """)
+END = text("""
+    if __name__ == "__main__":
+        main()
+        dist.destroy_process_group()  # when the model is gone: a DistributedDataParallel that outlives it can hang
     """)
 START = text("""
     on_gpu = torch.cuda.is_available()

@@ -44,7 +44,7 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
 
 def copies_refusals(layout: "Layout") -> Iterator[str]:
     if layout.zero_stage > 0:
-        yield f"strategy.zero_stage={layout.zero_stage} is not what Accelerate makes of ddp: choose 0, or strategy=zero1"
+        yield f"strategy.zero_stage={layout.zero_stage} is not Accelerate's of ddp: choose 0, or strategy=zero1"
     if layout.dp_shard > 1:
         yield f"strategy.dp_shard={layout.dp_shard} shards nothing under strategy.data_parallel=ddp: choose 1"
 
@@ -55,7 +55,7 @@ def shards_refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -
     if machine.device == "cpu":
         yield f"{chosen}: Accelerate silently drops sharding on CPU and would train plain DDP; choose strategy=ddp"
     if layout.zero_stage < 2:
-        yield f"{chosen}: strategy.zero_stage={layout.zero_stage} shards nothing, which Accelerate refuses; choose 2 or 3"
+        yield f"{chosen}: strategy.zero_stage={layout.zero_stage} shards nothing, which it refuses; choose 2 or 3"
     if config.strategy.options:
         yield f"strategy.options={config.strategy.options} are for strategy.data_parallel=ddp: choose {{}}"
     if config.model.tie_word_embeddings:
@@ -102,5 +102,5 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
     from harness.engines.accelerate import copies, shards, zero
 
-    kind = {"ddp": copies, "fsdp": shards, "none": zero}[layout.data_parallel]
-    return kind.build(config, layout, mesh, device, probe)
+    kinds = {"ddp": copies.build, "fsdp": shards.build, "none": zero.build}
+    return kinds[layout.data_parallel](config, layout, mesh, device, probe)

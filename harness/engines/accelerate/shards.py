@@ -49,12 +49,12 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
     accelerator = accelerator_of(config, layout, model)
     host, master = torch.device("cpu"), getattr(torch, config.precision.master)
     materialise(model, config.model, config.train.seed, device, master, kept=host)
-    model, optimizer = accelerator.prepare(model, adamw(WholeModel(model), config.train))  # type: ignore[arg-type]
-    if not isinstance(model, FSDPModule):
-        raise RuntimeError(f"Accelerate made a {type(model).__name__} of the model, not what fully_shard makes")
-    model.set_reshard_after_forward(layout.zero_stage == 3)
-    check(model, config, layout)
-    parallel = PreparedShards(model, layout.zero_stage)
+    prepared, optimizer = accelerator.prepare(model, adamw(WholeModel(model), config.train))  # type: ignore[arg-type]
+    if not isinstance(prepared, FSDPModule):
+        raise RuntimeError(f"Accelerate made a {type(prepared).__name__} of the model, not what fully_shard makes")
+    prepared.set_reshard_after_forward(layout.zero_stage == 3)
+    check(prepared, config, layout)
+    parallel = PreparedShards(model, layout.zero_stage)  # sharded in place
     scale = LossScale(config.precision, layout.dp)
     passes = PreparedPasses(accelerator, parallel, probe, scale, config.train.loss_chunks)
     return TorchEngine([model], config, parallel, passes, mesh, probe, scale, optimizer)
@@ -88,7 +88,7 @@ def accelerator_of(config: RunConfig, layout: Layout, model: Decoder) -> Acceler
 def check(model: FSDPModule, config: RunConfig, layout: Layout) -> None:
     """Raises RuntimeError if what Accelerate made is not this layout."""
     copies = [layout.dp_replicate] if layout.dp_replicate > 1 else []
-    expected = (tuple([*copies, layout.dp_shard]), (*[Replicate()] * len(copies), Shard(0)))
+    expected = ((*copies, layout.dp_shard), (*[Replicate()] * len(copies), Shard(0)))
     assert isinstance(model, nn.Module)
     for name, parameter in model.named_parameters():
         found = (tuple(parameter.device_mesh.shape), parameter.placements) if isinstance(parameter, DTensor) else None
