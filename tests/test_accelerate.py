@@ -12,6 +12,7 @@ from conftest import ROOT, composed
 
 from harness import machine, records, run, worker
 from harness.engines import accelerate as accelerate_engine
+from harness.errors import UserError
 
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
 
@@ -99,6 +100,25 @@ def test_another_layout_than_asked_for_is_an_error(
 ) -> None:
     row = run_with(results, fault, "world_size=2", f"strategy={strategy}", "proof.reference=false")["row"]
     assert row["status"] == "error" and found in row["reason"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("strategy=fsdp_full_shard", "Accelerate silently drops sharding on CPU"),
+        ("strategy=zero1 precision=bf16_mixed", "Accelerate leaves DeepSpeed its BF16_Optimizer"),
+        ("strategy=zero1_torch", "strategy.zero_stage=1 is not Accelerate's of ddp"),
+        ("strategy=ddp +strategy.options.device_ids=1", "strategy.options.device_ids is not a setting of"),
+        ("strategy=zero2 strategy.offload=optimizer", "strategy.offload=optimizer is not supported by"),
+        ("strategy=tp", "strategy.tp=2 is not supported by strategy.engine=accelerate"),
+        ("strategy=single world_size=1", "Accelerate wraps data parallelism"),
+    ],
+)
+def test_what_it_would_do_otherwise_is_refused(overrides: str, said: str) -> None:
+    config = composed("strategy.engine=accelerate", "world_size=2", *BATCH, *overrides.split())
+    with pytest.raises(UserError) as refused:
+        run.plan(config, machine.look(config.cluster))
+    assert said in str(refused.value)
 
 
 def test_accelerate_drops_sharding_on_a_cpu(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.engines import Engine, Widths
+from harness.engines.torch.refusals import DDP_OPTIONS
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
     if layout.offload != "none":
         yield f"strategy.offload={layout.offload} is not supported by strategy.engine=accelerate: choose none"
     if layout.data_parallel == "ddp":
-        yield from copies_refusals(layout)
+        yield from copies_refusals(config, layout)
     elif layout.data_parallel == "fsdp":
         yield from shards_refusals(config, layout, machine)
     elif layout.zero_stage > 0:
@@ -42,11 +43,14 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield f"{chosen}: Accelerate wraps data parallelism; choose strategy=ddp, a fsdp_* or a zero*"
 
 
-def copies_refusals(layout: "Layout") -> Iterator[str]:
+def copies_refusals(config: "RunConfig", layout: "Layout") -> Iterator[str]:
+    """Reasons against DistributedDataParallel through Accelerate."""
     if layout.zero_stage > 0:
         yield f"strategy.zero_stage={layout.zero_stage} is not Accelerate's of ddp: choose 0, or strategy=zero1"
     if layout.dp_shard > 1:
         yield f"strategy.dp_shard={layout.dp_shard} shards nothing under strategy.data_parallel=ddp: choose 1"
+    for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)):
+        yield f"strategy.options.{key} is not a setting of DistributedDataParallel: choose {', '.join(DDP_OPTIONS)}"
 
 
 def shards_refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
@@ -55,7 +59,9 @@ def shards_refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -
     if machine.device == "cpu":
         yield f"{chosen}: Accelerate silently drops sharding on CPU and would train plain DDP; choose strategy=ddp"
     if layout.zero_stage < 2:
-        yield f"{chosen}: strategy.zero_stage={layout.zero_stage} shards nothing, which it refuses; choose 2 or 3"
+        yield f"{chosen}: strategy.zero_stage={layout.zero_stage} is not a mode of its FSDP2; choose 2 or 3"
+    if layout.dp_shard == 1:
+        yield f"{chosen}: strategy.dp_shard=1 shards nothing, which Accelerate refuses; choose 2 or more"
     if config.strategy.options:
         yield f"strategy.options={config.strategy.options} are for strategy.data_parallel=ddp: choose {{}}"
     if config.model.tie_word_embeddings:

@@ -45,6 +45,7 @@ class PreparedPasses(Sequential):
 
 
 def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device, probe: Probe) -> Engine:
+    # No autocast and no accumulation of its own: the loop's precision and its micro-batches.
     wrapper = DistributedDataParallelKwargs(**config.strategy.options)
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[wrapper])
 
@@ -55,8 +56,8 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
         return prepared
 
     model = model_on_meta(config, probe)
-    Prepared.accelerator = accelerator
     parallel = Prepared([model], config, device, prepare, layout.accumulation(config.train))
+    parallel.accelerator = accelerator
     scale = LossScale(config.precision, layout.dp)
     passes = PreparedPasses(accelerator, parallel, probe, scale, config.train.loss_chunks)
     engine = TorchEngine([model], config, parallel, passes, mesh, probe, scale, adamw(parallel, config.train))

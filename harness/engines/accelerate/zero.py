@@ -29,7 +29,7 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
         # zero3_init_flag: transformers would build models of its own sharded; this one is.
         plugin = DeepSpeedPlugin(hf_ds_config=chosen, zero3_init_flag=False)
         accelerator = Accelerator(
-            mixed_precision=None if config.precision.mixed else "no",
+            mixed_precision="no",  # DeepSpeed's configuration says it
             gradient_accumulation_steps=accumulation,
             deepspeed_plugin=plugin,
             kwargs_handlers=[InitProcessGroupKwargs(backend=dist.get_backend())],
