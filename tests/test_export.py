@@ -58,9 +58,12 @@ def losses(directory: Path, launch: tuple[str, ...]) -> list[float]:
     return [float(words[3]) for words in said]
 
 
+def of_the_run(directory: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (directory / "steps.jsonl").read_text().splitlines()]
+
+
 def trains_alike(directory: Path, launch: tuple[str, ...], bound: float = 1e-4) -> None:
-    steps = [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
-    assert losses(directory, launch) == pytest.approx([step["loss"] for step in steps], rel=bound)
+    assert losses(directory, launch) == pytest.approx(of_the_run(directory), rel=bound)
 
 
 def test_ddp_by_torchrun_and_by_accelerate(results: Path) -> None:
@@ -105,6 +108,18 @@ def test_more_by_torchrun(results: Path, overrides: str) -> None:
     directory = recorded(results, overrides)
     assert command.main([str(directory)]) == 0
     trains_alike(directory, TORCHRUN)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", ["model = DistributedDataParallel(", "torch.nn.utils.clip_grad_norm_("])
+def test_a_script_that_lost_a_line_trains_otherwise(results: Path, lost: str) -> None:
+    """The comparison can fail: ranks that no longer synchronise, gradients that are no longer clipped."""
+    directory = recorded(results, "strategy=ddp train.micro_batch=4")
+    assert command.main([str(directory)]) == 0
+    script = directory / "export" / "train.py"
+    kept = [line for line in script.read_text().splitlines(keepends=True) if not line.strip().startswith(lost)]
+    script.write_text("".join(kept))
+    assert losses(directory, TORCHRUN) != pytest.approx(of_the_run(directory), rel=1e-4)
 
 
 @pytest.mark.long

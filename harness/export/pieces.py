@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from textwrap import dedent
 
 from harness.export.run import Recorded
+from harness.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def fully_shard(run: Recorded) -> Iterator[Piece]:
     layout, precision = run.layout, run.config.precision
     if layout.data_parallel != "fsdp":
         return
-    two = layout.dp_replicate > 1 or layout.zero_stage == 0
+    two = len(data_axes(layout)) > 1
     mesh = 'mesh["dp_replicate", "dp_shard"]  # copies of shards' if two else 'mesh["dp_shard"]'
     policy = ""
     if precision.mixed:
@@ -116,6 +117,12 @@ def fully_shard(run: Recorded) -> Iterator[Piece]:
             """),
         before="\n".join(between) if run.micro_batches > 1 else "",
     )
+
+
+def data_axes(layout: Layout) -> tuple[str, ...]:
+    """Of the mesh that fully_shard is given: with copies of shards it has two."""
+    two = layout.dp_replicate > 1 or layout.zero_stage == 0
+    return ("dp_replicate", "dp_shard") if two else ("dp_shard",)
 
 
 def copies(run: Recorded) -> Iterator[Piece]:

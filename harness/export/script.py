@@ -45,7 +45,7 @@ def torch_script(run: Recorded) -> str:
             """),
     ]
     main = [START, *mesh(run), "model = build()", *(p.apply for p in before), "fill(model, device)"]
-    main += [*(p.apply for p in after), "micro_batches = batches(device)", *loop(step)]
+    main += [*(p.apply for p in after if p.apply), "micro_batches = batches(device)", *loop(step)]
     helpers = [LAYERS] if any("layers(model)" in p.apply for p in used) else []
     helpers += [ENDS] if any("ends(model)" in p.apply for p in used) else []
     return assemble(run, "torch", [*IMPORTS, *mesh_import(run)], used, [BUILD, *helpers, FILL, BATCHES], main)
@@ -136,9 +136,10 @@ def mesh(run: Recorded) -> list[str]:
     axes = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
     if not mesh_import(run):
         return []
-    names = [name for name, size in axes.items() if size > 1 or (name != "tp" and layout.data_parallel == "fsdp")]
-    sizes, quoted = ", ".join(str(axes[name]) for name in names), ", ".join(f'"{name}"' for name in names)
-    return [f"mesh = init_device_mesh(device.type, ({sizes},), mesh_dim_names=({quoted},))"]
+    wanted = pieces.data_axes(layout) if layout.data_parallel == "fsdp" else ()
+    names = tuple(name for name, size in axes.items() if size > 1 or name in wanted)
+    sizes, quoted = tuple(axes[name] for name in names), str(names).replace("'", '"')
+    return [f"mesh = init_device_mesh(device.type, {sizes}, mesh_dim_names={quoted})"]
 
 
 def mesh_import(run: Recorded) -> list[str]:
