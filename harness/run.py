@@ -280,7 +280,7 @@ def prepare(this: Plan) -> tuple[job.Job, list[str]]:
             allocator = str(native.build_allocator(cache))
         except (RuntimeError, UserError) as error:
             notes.append(f"memory is not counted: {one_line(error)}")
-    variables = engines.load(this.layout.engine).environment(this.machine, cache)
+    variables = engines.load(this.layout.engine).environment(this.layout, this.machine, cache)
     threads = launch.threads_per_rank(this.layout.world_size // this.machine.nodes)
     return job.Job(
         this.run_id, this.config, this.layout, this.corpus, this.machine.device, threads, allocator, variables

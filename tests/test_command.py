@@ -41,7 +41,7 @@ SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
         ("results_dir=/proc/x", "results_dir: /proc/x/runs cannot be written"),
         ("strategy=dp", "strategy=dp needs two CUDA devices"),
         ("strategy=zero1 strategy.dp_replicate=2 world_size=4", "strategy.dp_replicate=2 is not supported by"),
-        ("strategy=zero3 strategy.engine=accelerate", "Accelerate silently drops sharding on CPU"),
+        ("strategy=fsdp_full_shard strategy.engine=accelerate", "Accelerate silently drops sharding on CPU"),
         ("strategy=fsdp_full_shard strategy.zero_stage=1", "strategy.zero_stage=1 is not a mode of fully_shard"),
         ("strategy=tp world_size=4", "strategy.tp=4 does not divide model.num_key_value_heads=2: choose 1 or 2"),
         ("strategy=tp world_size=3", "strategy.tp=3 does not divide model.num_attention_heads=4: choose 1 or 2"),

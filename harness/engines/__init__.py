@@ -3,7 +3,7 @@
 An engine is one module (or package) in this folder, found by its name. It has
     refusals(config, layout, machine)          -> Iterator[str]  why it cannot honour this run; imports nothing heavy
     widths(config, layout)                     -> Widths         bytes an element it really allocates, for the planner
-    environment(machine, cache)                -> dict           what ranks need set, built by the parent if need be
+    environment(layout, machine, cache)        -> dict           what ranks need set, built by the parent if need be
     build(config, layout, mesh, device, probe) -> Engine         on a rank, with the process group up
 """
 
@@ -130,7 +130,7 @@ class EngineModule(Protocol):
 
     def widths(self, config: "RunConfig", layout: "Layout") -> Widths: ...
 
-    def environment(self, machine: "Machine", cache: Path) -> dict[str, str]: ...
+    def environment(self, layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]: ...
 
     def build(
         self, config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe"

@@ -42,7 +42,7 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield f"precision={config.precision.name} would be reduced in 16 bits by nn.DataParallel: choose precision=fp32"
 
 
-def environment(machine: "Machine", cache: Path) -> dict[str, str]:
+def environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
     return {}
 
 

@@ -93,6 +93,8 @@ def tensor_refusals(config: "RunConfig", layout: "Layout") -> Iterator[str]:
     tp = f"strategy.tp={layout.tp}"
     if config.model.asked is not None or config.model.kind.biases:
         yield f"{tp} of DeepSpeed is proven for matrices without biases, not model={config.model.name}: choose 1"
+    if config.checkpointing.name == "selective":
+        yield f"checkpointing=selective keeps products that {tp} of DeepSpeed then sums in place: choose none or full"
     if layout.vocabulary_parallel:
         yield f"strategy.vocabulary_parallel=true: {tp} of DeepSpeed leaves embedding and head whole: choose false"
     if layout.sequence_parallel:
@@ -104,7 +106,7 @@ def tensor_refusals(config: "RunConfig", layout: "Layout") -> Iterator[str]:
         )
 
 
-def environment(machine: "Machine", cache: Path) -> dict[str, str]:
+def environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
     """On a CPU DeepSpeed compiles its shared-memory collective, once for all ranks: here, before they start."""
     if machine.device != "cpu":
         return {}

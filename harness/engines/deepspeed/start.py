@@ -4,6 +4,7 @@ import importlib
 import io
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, redirect_stdout
 from typing import Any
 
@@ -45,8 +46,21 @@ def settings(config: RunConfig, layout: Layout, device: torch.device) -> dict[st
     }
 
 
-def start(config: RunConfig, layout: Layout, device: torch.device, probe: Probe) -> tuple[Any, Names]:
-    """A DeepSpeed engine and the plain names of its parameters, from the run's initial values."""
+# (model, optimizer, DeepSpeed's configuration) to a DeepSpeed engine
+Initialise = Callable[[nn.Module, torch.optim.Optimizer, dict[str, Any]], Any]
+
+
+def start(
+    config: RunConfig,
+    layout: Layout,
+    device: torch.device,
+    probe: Probe,
+    initialise: Initialise | None = None,
+) -> tuple[Any, Names]:
+    """A DeepSpeed engine and the plain names of its parameters, from the run's initial values.
+
+    `initialise` stands in for deepspeed.initialize where another library calls it.
+    """
     deepspeed = library(device)
     with quiet():
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
@@ -71,7 +85,9 @@ def start(config: RunConfig, layout: Layout, device: torch.device, probe: Probe)
         foreach=not train.fused_optimizer,
     )
     with quiet():
-        if layout.zero_stage == 1 and reduces_to_owner(config):
+        if initialise is not None:
+            engine = initialise(model, optimizer, chosen)
+        elif layout.zero_stage == 1 and reduces_to_owner(config):
             engine = stage_1_engine(model, optimizer, chosen)
         else:
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=chosen)

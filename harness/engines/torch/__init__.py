@@ -31,7 +31,7 @@ class Passes(Protocol):
         ...
 
 
-def environment(machine: "Machine", cache: Path) -> dict[str, str]:
+def environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
     return {}
 
 

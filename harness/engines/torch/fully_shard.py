@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from harness.config import RunConfig
+from harness.config import PrecisionConfig, RunConfig
 from harness.engines import KINDS, Kind
 from harness.engines.torch.mesh import replicas_and_shards
 from harness.layout import Layout
@@ -42,6 +42,14 @@ def apply_fully_shard(
     shard(model)
 
 
+def policy_of(precision: PrecisionConfig) -> MixedPrecisionPolicy:
+    """16-bit copies for compute of fp32 shards, and the width of gradients on the wire."""
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, precision.compute) if precision.mixed else None,
+        reduce_dtype=getattr(torch, precision.reduce) if precision.mixed else None,
+    )
+
+
 class Plain(nn.Module):
     """A sharded part that torch's pipeline takes for any other.
 
@@ -66,24 +74,26 @@ class FullyShard:
         self, parts: Sequence[Decoder], config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device
     ) -> None:
         precision = config.precision
-        policy = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, precision.compute) if precision.mixed else None,
-            reduce_dtype=getattr(torch, precision.reduce) if precision.mixed else None,
-        )
+        policy = policy_of(precision)
         axes = replicas_and_shards(mesh, layout)
         if axes.size(0) == 1 and layout.zero_stage > 0:
             axes = axes[axes.mesh_dim_names[1]]  # type: ignore[index]
         kept, offload = device, OffloadPolicy()
         if layout.offload == "parameters":
             kept, offload = torch.device("cpu"), CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        self.parts: list[FSDPModule] = []
         for part in parts:
             apply_fully_shard(part, axes, policy, layout.zero_stage == 3, offload)
             materialise(part, config.model, config.train.seed, device, getattr(torch, precision.master), kept)
+        self.hold(parts, layout.zero_stage)
+
+    def hold(self, parts: Sequence[nn.Module], zero_stage: int) -> None:
+        """Takes on parts that are sharded and filled, by whatever means."""
+        self.parts: list[FSDPModule] = []
+        for part in parts:
             assert isinstance(part, FSDPModule)
             self.parts.append(part)
         self.modules: list[nn.Module] = [Plain(part) for part in parts]
-        self.zero_stage = layout.zero_stage
+        self.zero_stage = zero_stage
         self.names = {name: parameter for part in parts for name, parameter in part.named_parameters()}
         groups = [group for part in self.parts for group in groups_of(part)]
         offloaded = all(parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params)
