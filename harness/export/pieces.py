@@ -9,6 +9,7 @@ from textwrap import dedent
 
 from harness.export.run import Recorded
 from harness.layout import Layout
+from harness.plan.buffers import ddp_options
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def copies(run: Recorded) -> Iterator[Piece]:
     """DistributedDataParallel, which wraps what is filled."""
     if run.layout.data_parallel != "ddp":
         return
-    options = "".join(f", {key}={value!r}" for key, value in sorted(run.config.strategy.options.items()))
+    options = "".join(f", {key}={value!r}" for key, value in sorted(ddp_options(run.config).items()))
     yield Piece(
         imports=("from contextlib import nullcontext", "from torch.nn.parallel import DistributedDataParallel"),
         apply=f"model = DistributedDataParallel(model, device_ids=[device.index] if on_gpu else None{options})",

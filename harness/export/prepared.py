@@ -14,6 +14,7 @@ from harness.export.script import (
     assemble,
     loop,
 )
+from harness.plan.buffers import ddp_options
 
 
 def train_accelerate_py(run: Recorded) -> str:
@@ -57,7 +58,7 @@ def clips(run: Recorded) -> bool:
 
 
 def copies(run: Recorded) -> Parts:
-    options = ", ".join(f"{key}={value!r}" for key, value in sorted(run.config.strategy.options.items()))
+    options = ", ".join(f"{key}={value!r}" for key, value in sorted(ddp_options(run.config).items()))
     start = Piece(
         imports=("from accelerate.utils import DistributedDataParallelKwargs",),
         apply=text(f"""

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from harness.config import ModelConfig, RunConfig
 from harness.engines import Widths
@@ -73,6 +74,11 @@ def unreduced_bytes(config: RunConfig, layout: Layout, held: Sequence[Stage]) ->
 def bucket_views(config: RunConfig) -> bool:
     """Whether DistributedDataParallel's gradients lie in its buckets, held once; torch's own default is false."""
     return bool(config.strategy.options.get("gradient_as_bucket_view", True))
+
+
+def ddp_options(config: RunConfig) -> dict[str, Any]:
+    """DistributedDataParallel's own arguments."""
+    return config.strategy.options | {"gradient_as_bucket_view": bucket_views(config)}
 
 
 def gradients_outlive_step(config: RunConfig, layout: Layout) -> bool:

@@ -7,7 +7,6 @@ micro-batches and over ranks in fp32 (mixed precision training, arXiv 1710.03740
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.config import RunConfig
 from harness.engines import Kind
 from harness.model import Decoder, initial_value, materialise, part_like
-from harness.plan.buffers import bucket_views
+from harness.plan.buffers import bucket_views, ddp_options
 
 
 class Replicate:
@@ -123,11 +122,6 @@ def distributed_data_parallel(
         process_group=group,
         **ddp_options(config),
     )
-
-
-def ddp_options(config: RunConfig) -> dict[str, Any]:
-    """The wrapper's own arguments."""
-    return config.strategy.options | {"gradient_as_bucket_view": bucket_views(config)}
 
 
 def take_gradient(parameter: Tensor, master: nn.Parameter) -> None:
