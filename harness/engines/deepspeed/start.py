@@ -30,7 +30,8 @@ def settings(config: RunConfig, layout: Layout, device: torch.device) -> dict[st
     moved = {"none": (), "optimizer": ("offload_optimizer",), "parameters": ("offload_optimizer", "offload_param")}
     offload = dict.fromkeys(moved[layout.offload], host)
     precision = config.precision
-    narrow = dict.fromkeys(("bf16_master_weights_and_grads", "bf16_optimizer_states"), precision.master == "bfloat16")
+    throughout = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+    narrow = dict.fromkeys(throughout, True) if precision.master == "bfloat16" else {}
     tensor = {"tensor_parallel": {"autotp_size": layout.tp}} if layout.tp > 1 else {}
     return tensor | {
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
