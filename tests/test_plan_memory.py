@@ -195,7 +195,7 @@ def test_block_table_is_what_one_block_keeps(model: ModelConfig, sequences: int,
     dtype = getattr(torch, compute)
     block = built(model, dtype).get_submodule("layers.0")
     hidden = torch.zeros(sequences, seq_len, model.hidden_size, dtype=dtype, requires_grad=True)
-    tables = () if model.kind.learned_positions else rotary_tables(seq_len, model, hidden.device, dtype)
+    tables = () if model.kind.learned_positions else rotary_tables(((0, seq_len),), model, hidden.device, dtype)
     measured = kept_bytes(block.parameters(), lambda: block(hidden, *tables), tables)
     assert sum(block_tensors(Pass(model, sequences, seq_len, compute)).values()) == pytest.approx(measured, rel=0.05)
 

@@ -25,6 +25,7 @@ def rank(number: int, seconds: list[float], peak: int, **profiled: Any) -> dict[
     return {
         "rank": number,
         "devices": 1,
+        "skipped_steps": 0,
         "device_name": "NVIDIA H200",
         "step_seconds": seconds,
         "phase_seconds": {name: [share * second for second in seconds] for name, share in PHASES.items()},
