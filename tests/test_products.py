@@ -93,7 +93,14 @@ def config_of(record: dict[str, Any]) -> tuple[RunConfig, Layout]:
     return config, resolve(config.strategy, record["row"]["world_size"])
 
 
-@pytest.mark.parametrize(("world", "overrides"), [(world, each) for world, all_ in PRODUCTS.items() for each in all_])
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        pytest.param(world, each, marks=[pytest.mark.long] if each.startswith("cp strategy") else [])
+        for world, all_ in PRODUCTS.items()
+        for each in all_
+    ],
+)
 def test_a_product_is_proven(results: Path, world: int, overrides: str) -> None:
     check(results, record_of(results, world, overrides))
 
@@ -108,10 +115,16 @@ def test_the_grid_is_proven(results: Path, overrides: str) -> None:
     ("world", "overrides", "fault", "found"),
     [
         (2, "cp", sabotage.keys_in_other_order, "loss deviates"),
-        (2, "cp", sabotage.positions_from_the_start, "gradient deviates"),
-        (2, "cp", sabotage.own_keys_alone, "along cp, 0."),
+        pytest.param(2, "cp", sabotage.positions_from_the_start, "gradient deviates", marks=pytest.mark.long),
+        pytest.param(2, "cp", sabotage.own_keys_alone, "along cp, 0.", marks=pytest.mark.long),
         (4, "fsdp_hybrid_shard strategy.dp_replicate=2", sabotage.replicas_apart, "along dp_replicate, 0.00 x"),
-        (4, "fsdp_hybrid_shard strategy.dp_replicate=2", sabotage.sharding_over_all, "held by 1 of 4 ranks"),
+        pytest.param(
+            4,
+            "fsdp_hybrid_shard strategy.dp_replicate=2",
+            sabotage.sharding_over_all,
+            "held by 1 of 4 ranks",
+            marks=pytest.mark.long,
+        ),
         (4, "tp_pp", sabotage.tensor_parallel_dropped, "held by 2 of 4 ranks"),
     ],
 )
