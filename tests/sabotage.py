@@ -22,7 +22,7 @@ from harness import activation_offload, compiling, worker
 from harness.config import CheckpointingConfig
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
-from harness.engines.torch import context, fully_shard, norm, passes, pipeline, replicate, tensor
+from harness.engines.torch import context, fully_shard, norm, pipeline, replicate, tensor
 from harness.layout import AXES
 from harness.measure.communication import CommunicationCounter
 from harness.measure.memory import HostLog
@@ -217,7 +217,7 @@ def other_optimizer(run_dir: str) -> None:
 def not_finite(run_dir: str) -> None:
     """The loss is not a number from the start."""
     loss_function = harness.model.loss_function
-    passes.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
+    harness.model.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
     worker.main(run_dir)
 
 
@@ -347,7 +347,7 @@ def norm_of_one_stage(run_dir: str) -> None:
 
     def spoiled(self: Any, loss: Any, gradients: Any) -> Any:
         known, _ = totals(self, loss, gradients)
-        return known, norm.square_of_norm(gradients, self.mesh).sqrt()
+        return known, norm.square_of_norm(gradients, gradients[0].device).sqrt()
 
     torch_engine.TorchEngine.totals = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
