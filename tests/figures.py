@@ -11,7 +11,7 @@ from harness.proof.held import volume
 
 STANDING_BYTES = 64 * 1024  # rotary tables, losses, counters: what no one claims between steps
 # Of Python between phases, for steps so short that 2 % is less; a rank that has no core of its own may lose it there.
-GLUE_SECONDS = {2: 0.005, 4: 0.025}  # by world size
+GLUE_SECONDS = {2: 0.01, 4: 0.025}  # by world size
 
 
 def check_memory(row: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
