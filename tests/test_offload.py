@@ -239,7 +239,7 @@ def test_each_storage_is_copied_once_and_gradients_are_the_same_bits(checkpointi
         device_bytes.append(meter.most_bytes)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))  # type: ignore[arg-type]
     one = Pass(config.model, 2, 32, "float32")
-    expected = layers_bytes(one, whole(config.model), checkpointing) - 64 * 8  # token ids stay
+    expected = layers_bytes(one, whole(config.model), config.checkpointing) - 64 * 8  # token ids stay
     assert meter.most_offloaded_bytes == expected and device_bytes == [0, 0]
     layers = config.model.num_hidden_layers
     assert counted.copies == (layers + 2 if checkpointing == "full" else counted.copies)
@@ -255,6 +255,7 @@ def test_a_tensor_changed_after_it_was_copied_is_copied_again() -> None:
 
     model: Any = torch.nn.Module()
     model.layers = torch.nn.ModuleDict({str(index): Square() for index in range(2)})
+    model.blocks = lambda: dict(enumerate(model.layers.values()))
     offload_activations(model, Probe())
     factor, data = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
     first = model.layers["0"](factor, data)
