@@ -23,7 +23,8 @@ from harness.measure.probe import Listener, Probe
 from harness.model import build_model, loss_function, materialise
 from harness.placement import whole
 from harness.plan import fit
-from harness.plan.activations import Pass, layers_bytes
+from harness.plan.activations import Pass
+from harness.plan.kept import layers_bytes
 from harness.plan.memory import activation_bytes, estimate, moved_activation_bytes
 from harness.proof import held
 from harness.typed import from_dict

@@ -24,8 +24,9 @@ from harness.layout import Layout, resolve
 from harness.measure.probe import Probe
 from harness.model import build_model, loss_function, materialise, rotary_tables
 from harness.placement import Stage, whole
-from harness.plan.activations import Pass, activations, block_tensors
+from harness.plan.activations import Pass, block_tensors
 from harness.plan.fit import refusal
+from harness.plan.kept import activations
 from harness.plan.memory import PROCESS_BYTES, estimate
 from harness.sizes import parameter_count
 from harness.typed import from_dict

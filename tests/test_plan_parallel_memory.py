@@ -29,8 +29,9 @@ from harness.measure.activations import ActivationMeter
 from harness.measure.probe import Listener, Probe
 from harness.model import build_model, loss_function, materialise
 from harness.placement import cut_dimension, stages, whole
-from harness.plan.activations import Pass, activations, block_tensors, logits_bytes, loss_tensors
+from harness.plan.activations import Pass, block_tensors, logits_bytes, loss_tensors
 from harness.plan.fit import refusal
+from harness.plan.kept import activations
 from harness.plan.memory import activation_bytes, estimate, estimate_at
 from harness.plan.parts import backward_fills, held_parameter_count, parts_of, step_fills
 from harness.plan.passes import moments, order

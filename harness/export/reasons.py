@@ -4,12 +4,14 @@ from collections.abc import Iterator
 
 from harness.export.run import Recorded
 
+SCRIPTED = ("torch", "deepspeed", "accelerate")  # engines whose layouts script.py knows to write
+
 
 def common(run: Recorded) -> Iterator[str]:
     """What no script of a page can do as this project's engines do."""
     config, layout = run.config, run.layout
-    if layout.engine == "data_parallel":
-        yield "nn.DataParallel is one line of your own: nn.DataParallel(model)"
+    if layout.engine not in SCRIPTED:
+        yield f"strategy.engine={layout.engine} has no script here, {', '.join(SCRIPTED)} have"
     if config.model.asked is not None:
         yield f"model={config.model.name} is a library's, whose own trainer builds it"
     if config.model.dropout:

@@ -11,7 +11,8 @@ from harness.config import CheckpointingConfig
 from harness.engines import Widths
 from harness.layout import Layout
 from harness.placement import Stage
-from harness.plan.activations import INT64_BYTES, Activations, Pass, layers_bytes
+from harness.plan.activations import INT64_BYTES, Pass
+from harness.plan.kept import Activations, layers_bytes
 
 
 def offloaded_bytes(one: Pass, stage: Stage, checkpointing: CheckpointingConfig) -> int:

@@ -12,9 +12,7 @@ from harness.layout import Layout
 from harness.placement import Stage, cut_dimension
 from harness.plan.activations import (
     FP32_BYTES,
-    Activations,
     Pass,
-    activations,
     block_backward_bytes,
     composes_norm,
     deferred_tensors,
@@ -25,9 +23,9 @@ from harness.plan.activations import (
     pass_of,
     scores_tensors,
     second_sum_bytes,
-    weights_alone,
 )
 from harness.plan.buffers import unreduced_bytes
+from harness.plan.kept import Activations, activations, weights_alone
 from harness.plan.offload import offloaded_bytes, without_offloaded
 from harness.plan.passes import Kind, Moment
 from harness.sizes import Shapes, embedding_shapes, head_shapes, layer_shapes
