@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from harness.records import Record, printable
+from harness.errors import printable
+from harness.records import Record
 
 if TYPE_CHECKING:
     from harness.run import Plan

@@ -1,5 +1,8 @@
 """The one kind of error that is the user's to mend: shown as a single line, never as a traceback."""
 
+import sys
+from collections.abc import Callable
+
 
 class UserError(Exception):
     """A value that cannot work. The message names the dotted key, its value, the rule and the remedy."""
@@ -8,3 +11,21 @@ class UserError(Exception):
 def one_line(message: object) -> str:
     """Any message as a single line, white space folded, for a table cell or a terminal."""
     return " ".join(str(message).split())
+
+
+def printable(text: object) -> str:
+    """Any text as one line without characters that steer a terminal or a parser."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in one_line(text))
+
+
+def exit_status(command: Callable[[], None]) -> int:
+    """0, or 2 for a user's mistake or a file that cannot be written, said in one line."""
+    try:
+        command()
+    except UserError as error:
+        print(printable(error), file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(printable(f"{error.filename} cannot be written: {error.strerror}"), file=sys.stderr)
+        return 2
+    return 0

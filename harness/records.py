@@ -20,7 +20,7 @@ from platform import python_version
 from typing import Any, NamedTuple
 
 import harness
-from harness.errors import UserError, one_line
+from harness.errors import UserError, one_line, printable
 
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -243,11 +243,6 @@ def csv_cell(value: str | int | float | bool | None) -> str:
         return repr(value)
     text = printable(value)
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "'")) else text
-
-
-def printable(text: object) -> str:
-    """Any text as one line without characters that steer a terminal or a parser."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in one_line(text))
 
 
 @functools.cache

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.errors import UserError
+from harness.errors import exit_status, printable
 from harness.export import reasons
 from harness.export.run import Recorded, read
-from harness.records import atomic_write_text, printable
+from harness.records import atomic_write_text
 
 
 class File(NamedTuple):
@@ -54,16 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="results/NAME/RUN", help="the folder of one run")
     parser.add_argument("--to", type=Path, metavar="DIR", help="where to write instead of RUN/export")
     chosen = parser.parse_args(arguments)
-    try:
-        for line in export(read(chosen.run, chosen.to)):
-            print(printable(line))
-    except UserError as error:
-        print(printable(error), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(printable(f"{error.filename} cannot be written: {error.strerror}"), file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(lambda: write(chosen.run, chosen.to))
+
+
+def write(run: Path, target: Path | None) -> None:
+    for line in export(read(run, target)):
+        print(printable(line))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from harness.errors import UserError
-from harness.records import Found, printable, read_all
+from harness.errors import UserError, exit_status, printable
+from harness.records import Found, read_all
 from harness.report.compare import print_comparison
 from harness.report.files import write_files
 from harness.report.tables import print_table, terminal
@@ -58,15 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal of few letters still gets its table
-    try:
-        compare(*chosen.compare) if chosen.compare else report(chosen.results_dir)
-    except UserError as error:
-        print(printable(error), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(printable(f"{error.filename} cannot be written: {error.strerror}"), file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(lambda: compare(*chosen.compare) if chosen.compare else report(chosen.results_dir))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.errors import printable
 from harness.identity import settling
-from harness.records import Record, Row, printable
+from harness.records import Record, Row
 from harness.report import comparison as c
 from harness.report.spread import is_unsettled, merged, spread
 from harness.report.tables import Column, fit_width, rich_table

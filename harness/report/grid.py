@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from harness.records import printable
+from harness.errors import printable
 from harness.report import comparison as c
 
 _ACTIVE = re.compile(r"[\\`*\[\]<>|~#$&]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.|@")

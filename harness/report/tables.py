@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.records import Record, Row, printable
+from harness.errors import printable
+from harness.records import Record, Row
 from harness.report import comparison as c
 from harness.report.spread import merged
 
