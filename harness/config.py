@@ -2,29 +2,13 @@
 
 import dataclasses
 import math
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness.asked import Asked
-from harness.errors import UserError
 from harness.family import FAMILIES, Family
-
-
-def _require(holds: bool, key: str, value: object, rule: str) -> None:
-    if not holds:
-        raise UserError(f"{key}={value} {rule}")
-
-
-def _positive(group: str, owner: object, *keys: str) -> None:
-    for key in keys:
-        value = getattr(owner, key)
-        _require(value >= 1, f"{group}.{key}", value, "is not a positive whole number: choose 1 or more")
-
-
-def _one_of(key: str, value: object, choices: typing.Sequence[object]) -> None:
-    _require(value in choices, key, value, f"is not known: choose {', '.join(map(str, choices))}")
+from harness.rules import divisors, one_of, positive, require
 
 
 @dataclass(frozen=True)
@@ -53,26 +37,26 @@ class ModelConfig:
     asked: Asked | None = None  # hf's: what it says of itself
 
     def __post_init__(self) -> None:
-        _one_of("model.family", self.family, (*FAMILIES, "hf"))
-        _one_of("model.attention", self.attention, ("flash", "eager"))
-        _positive("model", self, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        _positive("model", self, "intermediate_size", "vocab_size", "context_length")
+        one_of("model.family", self.family, (*FAMILIES, "hf"))
+        one_of("model.attention", self.attention, ("flash", "eager"))
+        positive("model", self, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        positive("model", self, "intermediate_size", "vocab_size", "context_length")
         if self.asked is not None:  # the library built it
             return
         if self.kind.dropout:
-            _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "is not a share: choose 0 or more, below 1")
+            require(0 <= self.dropout < 1, "model.dropout", self.dropout, "is not a share: choose 0 or more, below 1")
         else:
             rule = f"is not part of the {self.family} family: choose 0"
-            _require(self.dropout == 0, "model.dropout", self.dropout, rule)
+            require(self.dropout == 0, "model.dropout", self.dropout, rule)
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         unit, even = (heads, "equal") if self.kind.learned_positions else (2 * heads, "even")  # rotary pairs halves
-        _require(
+        require(
             self.hidden_size % unit == 0,
             "model.hidden_size",
             self.hidden_size,
             f"does not give model.num_attention_heads={heads} heads of {even} size: choose a multiple of {unit}",
         )
-        _require(
+        require(
             heads % groups == 0,
             "model.num_key_value_heads",
             groups,
@@ -87,12 +71,6 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
-
-
-def divisors(number: int) -> str:
-    """For a sentence: 1, 2 or 4."""
-    found = [str(d) for d in range(1, number + 1) if number % d == 0]
-    return found[0] if len(found) == 1 else ", ".join(found[:-1]) + " or " + found[-1]
 
 
 @dataclass(frozen=True)
@@ -118,15 +96,15 @@ class StrategyConfig:
     options: dict[str, Any] = field(default_factory=dict)  # the engine's own settings, passed on as they are
 
     def __post_init__(self) -> None:
-        _one_of("strategy.data_parallel", self.data_parallel, ("none", "ddp", "fsdp"))
-        _one_of("strategy.zero_stage", self.zero_stage, (0, 1, 2, 3))
-        _one_of("strategy.schedule", self.schedule, ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"))
-        _one_of("strategy.offload", self.offload, ("none", "optimizer", "parameters"))
-        _positive("strategy", self, "virtual_stages")
+        one_of("strategy.data_parallel", self.data_parallel, ("none", "ddp", "fsdp"))
+        one_of("strategy.zero_stage", self.zero_stage, (0, 1, 2, 3))
+        one_of("strategy.schedule", self.schedule, ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"))
+        one_of("strategy.offload", self.offload, ("none", "optimizer", "parameters"))
+        positive("strategy", self, "virtual_stages")
         for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
             degree = getattr(self, axis)
             rule = "is not a degree: choose 1 or more, or -1 for whatever is left of the world"
-            _require(degree == -1 or degree >= 1, f"strategy.{axis}", degree, rule)
+            require(degree == -1 or degree >= 1, f"strategy.{axis}", degree, rule)
 
 
 CALLED_AGAIN = ("full", "every_n", "selective")  # the kinds of checkpointing that call a layer a second time
@@ -141,12 +119,12 @@ class CheckpointingConfig:
     offload_activations: bool = False  # what layers keep for backward, or under checkpointing their inputs, on the host
 
     def __post_init__(self) -> None:
-        _one_of("checkpointing", self.name, ("none", "full", "every_n", "selective", "attention"))
-        _positive("checkpointing", self, "every")
+        one_of("checkpointing", self.name, ("none", "full", "every_n", "selective", "attention"))
+        positive("checkpointing", self, "every")
         is_every_n = self.name == "every_n"
         rule = f"is for checkpointing=every_n, not {self.name}: choose it, or 1"
-        _require(is_every_n or self.every == 1, "checkpointing.every", self.every, rule)
-        _require(not is_every_n or self.every > 1, "checkpointing.every", self.every, "is full: choose 2 or more")
+        require(is_every_n or self.every == 1, "checkpointing.every", self.every, rule)
+        require(not is_every_n or self.every > 1, "checkpointing.every", self.every, "is full: choose 2 or more")
 
     def calls_again(self, layer: int) -> bool:
         """Whether the forward of a decoder layer, by its index in the whole model, is called a second time."""
@@ -166,12 +144,12 @@ class PrecisionConfig:
     loss_scale_window: int = 2000  # steps without an overflow before the scale is doubled
 
     def __post_init__(self) -> None:
-        _one_of("precision", self.name, ("fp32", "bf16", "bf16_mixed", "fp16_mixed"))
-        _positive("precision", self, "loss_scale_window")
+        one_of("precision", self.name, ("fp32", "bf16", "bf16_mixed", "fp16_mixed"))
+        positive("precision", self, "loss_scale_window")
         if self.initial_loss_scale is not None:
             rule = "is not a finite number above 0: choose one, such as 65536"
             finite = math.isfinite(self.initial_loss_scale) and self.initial_loss_scale > 0
-            _require(finite, "precision.initial_loss_scale", self.initial_loss_scale, rule)
+            require(finite, "precision.initial_loss_scale", self.initial_loss_scale, rule)
 
     @property
     def mixed(self) -> bool:
@@ -186,10 +164,10 @@ class DataConfig:
     cache: str = "~/.cache/harness"
 
     def __post_init__(self) -> None:
-        _one_of("data.kind", self.kind, ("text", "synthetic"))
+        one_of("data.kind", self.kind, ("text", "synthetic"))
         if self.kind == "text" and self.path is not None:
             found = Path(self.path).expanduser()
-            _require(found.exists(), "data.path", self.path, "does not exist: name a text file or a folder of them")
+            require(found.exists(), "data.path", self.path, "does not exist: name a text file or a folder of them")
 
 
 @dataclass(frozen=True)
@@ -200,10 +178,10 @@ class ClusterConfig:
     device: str = "auto"  # auto | cpu | cuda
 
     def __post_init__(self) -> None:
-        _positive("cluster", self, "nodes")
+        positive("cluster", self, "nodes")
         if self.gpus_per_node is not None:
-            _positive("cluster", self, "gpus_per_node")
-        _one_of("cluster.device", self.device, ("auto", "cpu", "cuda"))
+            positive("cluster", self, "gpus_per_node")
+        one_of("cluster.device", self.device, ("auto", "cpu", "cuda"))
 
 
 # Steps after the timed ones: under torch's profiler, to see where time goes, and one with every operator heard.
@@ -235,12 +213,12 @@ class TrainConfig:
         return self.warmup_steps + self.steps + TRACED_STEPS + PROFILED_STEPS
 
     def __post_init__(self) -> None:
-        _positive("train", self, "global_batch", "micro_batch", "seq_len", "steps", "warmup_steps", "loss_chunks")
-        _require(self.seed >= 0, "train.seed", self.seed, "is negative: choose 0 or more")
+        positive("train", self, "global_batch", "micro_batch", "seq_len", "steps", "warmup_steps", "loss_chunks")
+        require(self.seed >= 0, "train.seed", self.seed, "is negative: choose 0 or more")
         for key in ("lr", "weight_decay", "eps", "gradient_clipping"):
             value = getattr(self, key)
             rule = "is not a finite number of 0 or more: choose one"
-            _require(math.isfinite(value) and value >= 0, f"train.{key}", value, rule)
+            require(math.isfinite(value) and value >= 0, f"train.{key}", value, rule)
 
 
 @dataclass(frozen=True)
@@ -266,8 +244,8 @@ class TrackingConfig:
     project: str = "harness"
 
     def __post_init__(self) -> None:
-        _one_of("tracking", self.name, ("none", "wandb"))
-        _one_of("tracking.mode", self.mode, ("offline", "online"))
+        one_of("tracking", self.name, ("none", "wandb"))
+        one_of("tracking.mode", self.mode, ("offline", "online"))
 
 
 @dataclass(frozen=True)
@@ -295,9 +273,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.world_size is not None:
-            _require(self.world_size >= 1, "world_size", self.world_size, "is not a positive number: choose 1 or more")
-        _require(self.repeats >= 1, "repeats", self.repeats, "is not a positive whole number: choose 1 or more")
-        _require(self.timeout_seconds > 0, "timeout_seconds", self.timeout_seconds, "is not positive: choose seconds")
+            require(self.world_size >= 1, "world_size", self.world_size, "is not a positive number: choose 1 or more")
+        require(self.repeats >= 1, "repeats", self.repeats, "is not a positive whole number: choose 1 or more")
+        require(self.timeout_seconds > 0, "timeout_seconds", self.timeout_seconds, "is not positive: choose seconds")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written to a run file."""

@@ -28,3 +28,9 @@ def identity(config: RunConfig, device_name: str, world_size: int, corpus: str) 
     values = settling(config.to_dict()) | {"world_size": world_size, "device_name": device_name, "corpus": corpus}
     canonical = json.dumps(values, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:10]
+
+
+def run_id_of(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
+    """What is run, readable, and the hash of all that affects its result."""
+    key = identity(config, device_name, world_size, corpus)
+    return "-".join((config.strategy.name, config.checkpointing.name, config.model.name, f"w{world_size}", key))

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 from harness import placement
 from harness.asked import Asked
-from harness.config import RunConfig, divisors
+from harness.config import RunConfig
 from harness.errors import UserError
 from harness.layout import Layout
 from harness.plan.pipeline import round_size
+from harness.rules import divisors
 
 
 def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:

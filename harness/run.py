@@ -1,7 +1,6 @@
 """One run from its configuration to its record: planned, refused or launched, proven, written down."""
 
 import dataclasses
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from harness.config import CheckpointingConfig, ModelConfig, RunConfig, Strategy
 from harness.data import Corpus
 from harness.engines import Widths
 from harness.errors import UserError, one_line
-from harness.identity import identity
+from harness.identity import run_id_of
 from harness.layout import Layout
 from harness.machine import Machine
 from harness.measure import native
@@ -59,15 +58,9 @@ def plan(config: RunConfig, machine: Machine, *, is_reference: bool = False) -> 
     ):
         raise UserError(problem)
     corpus = data.prepare(config.data, config.train.seq_len)
-    run_id = run_id_of(config, machine, found.world_size, corpus.fingerprint)
+    run_id = run_id_of(config, machine.kind, found.world_size, corpus.fingerprint)
     folder = folder_of(config.to_dict()) / ("references" if is_reference else "")
     return Plan(config, machine, found, engine.widths(config, found), corpus, run_id, folder / run_id)
-
-
-def run_id_of(config: RunConfig, machine: Machine, world_size: int, corpus: str) -> str:
-    """What is run, readable, and the hash of all that affects its result."""
-    key = identity(config, machine.kind, world_size, corpus)
-    return "-".join((config.strategy.name, config.checkpointing.name, config.model.name, f"w{world_size}", key))
 
 
 @dataclass(frozen=True)
@@ -112,35 +105,6 @@ def alone(this: Plan, say: Say) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def refuse(config: RunConfig, machine: Machine, reason: str) -> Record:
-    """The row of a combination that is impossible as configured, inside a sweep."""
-    world_size = config.world_size or machine.world_size
-    run_id = run_id_of(config, machine, world_size, corpus="")
-    ending = {"status": "refused", "reason": reason, "world_size": world_size}
-    record = row.record(config, machine, None, run_id, ending)
-    records.write_record(folder_of(config.to_dict()) / run_id, record)
-    return record
-
-
-def refuse_values(values: dict[str, Any], reason: str) -> Record:
-    """The row of a combination in a sweep whose very values are impossible: no configuration can be made of them."""
-    groups = ("model", "strategy", "checkpointing", "precision")
-    names = {group: str(values[group]["name"] or values[group].get("family")) for group in groups}
-    key = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:10]
-    run_id = "-".join((names["strategy"], names["checkpointing"], names["model"], key))
-    folder = folder_of(values)
-    ending = {"run_id": run_id, "name": folder.name, "status": "refused", "reason": reason}
-    record: Record = {
-        "row": names | ending | {"started_at": datetime.now(UTC).isoformat()},
-        "config": values,
-        "ranks": [],
-        "versions": records.versions(),
-        "commit": records.git_commit(),
-    }
-    records.write_record(folder / run_id, record)
-    return record
 
 
 def recorded(this: Plan, say: Say) -> Record | None:

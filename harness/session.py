@@ -10,7 +10,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from harness import compose, launch, machine, run, worker
+from harness import compose, launch, machine, refused, run, worker
 from harness.cli import each_repeat, sweep_size
 from harness.config import ModelConfig, RunConfig
 from harness.display import Display
@@ -86,8 +86,8 @@ class Session:
                 raise
             run.writable(folder)
             if config is None:
-                return run.refuse_values(values, str(error))
-            return run.refuse(config, machine.look(config.cluster), str(error))
+                return refused.values_only(values, str(error))
+            return refused.combination(config, machine.look(config.cluster), str(error))
         run.writable(folder)
         with self.display.running(planned):
             return run.execute(planned, self.models(), self.display.tick, self.display.say, worker.main)

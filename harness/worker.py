@@ -59,46 +59,52 @@ def out_of_memory(error: BaseException | None) -> BaseException | None:
 
 
 def measure(this: Job, rank: int, progress: "Progress", directory: Path) -> dict[str, Any]:
-    """Builds the engine and trains; everything this rank has to say about it, as plain values."""
+    """Joins the other ranks and trains; everything this rank has to say about it, as plain values."""
     os.environ.update(this.environment)
     allocator = load_allocator(Path(this.allocator)) if this.allocator else None
     with process_group(this) as (mesh, device), attention_asked_for():
-        memory = DeviceMemory(device, allocator)
-        probe = Probe()
-        memory.reset_peak()
-        engine = engines.load(this.layout.engine).build(this.config, this.layout, mesh, device, probe)
-        start_peak_bytes = memory.peak_allocated_bytes()
-        torch.manual_seed(masks_seed(this.config.train.seed, this.layout, rank))
-        batches = Batches(this.corpus, this.config, this.layout, rank, device)
-        snapshot = job.snapshot_file(directory, rank) if this.config.measure.memory_snapshot else None
-        seen = train(engine, probe, batches, this.config.train, this.layout, memory, progress, snapshot)
-        profiled = seen.profiled._asdict()
-        report = (
-            {key: value for key, value in vars(seen).items() if key != "memory"}
-            | seen.memory._asdict()
-            | {
-                "last_gradients": profiled.pop("gradients"),
-                "profiled": as_plain(profiled),
-                "traced": seen.traced and as_plain_split(seen.traced),
-                "used": dataclasses.asdict(seen.used),
-                "devices": engine.devices,
-                "skipped_steps": engine.skipped_steps,
-                "device_name": torch.cuda.get_device_name() if this.device == "cuda" else "cpu",
-                "start_peak_bytes": start_peak_bytes,
-                "masks_seed": torch.initial_seed(),
-                "parameter_bytes": held_bytes(engine, "parameters"),
-                "optimizer_bytes": held_bytes(engine, "optimizer"),
-                "on_host": sorted(engine.on_host),
-                "placed": {
-                    "parameters": placed_bytes(engine, "parameters"),
-                    "gradients": profiled["placed_gradients"],
-                    "optimizer": placed_bytes(engine, "optimizer"),
-                },
-                "parameters": holdings(engine, "parameters"),
-                "optimizer": holdings(engine, "optimizer"),
-            }
-        )
-        engine.close()
+        return trained(this, rank, progress, directory, mesh, DeviceMemory(device, allocator))
+
+
+def trained(
+    this: Job, rank: int, progress: "Progress", directory: Path, mesh: DeviceMesh, memory: DeviceMemory
+) -> dict[str, Any]:
+    """Builds the engine and trains. The engine is gone on return, so that nothing outlives the groups it talks over."""
+    probe, device = Probe(), memory.device
+    memory.reset_peak()
+    engine = engines.load(this.layout.engine).build(this.config, this.layout, mesh, device, probe)
+    start_peak_bytes = memory.peak_allocated_bytes()
+    torch.manual_seed(masks_seed(this.config.train.seed, this.layout, rank))
+    batches = Batches(this.corpus, this.config, this.layout, rank, device)
+    snapshot = job.snapshot_file(directory, rank) if this.config.measure.memory_snapshot else None
+    seen = train(engine, probe, batches, this.config.train, this.layout, memory, progress, snapshot)
+    profiled = seen.profiled._asdict()
+    report = (
+        {key: value for key, value in vars(seen).items() if key != "memory"}
+        | seen.memory._asdict()
+        | {
+            "last_gradients": profiled.pop("gradients"),
+            "profiled": as_plain(profiled),
+            "traced": seen.traced and as_plain_split(seen.traced),
+            "used": dataclasses.asdict(seen.used),
+            "devices": engine.devices,
+            "skipped_steps": engine.skipped_steps,
+            "device_name": torch.cuda.get_device_name() if this.device == "cuda" else "cpu",
+            "start_peak_bytes": start_peak_bytes,
+            "masks_seed": torch.initial_seed(),
+            "parameter_bytes": held_bytes(engine, "parameters"),
+            "optimizer_bytes": held_bytes(engine, "optimizer"),
+            "on_host": sorted(engine.on_host),
+            "placed": {
+                "parameters": placed_bytes(engine, "parameters"),
+                "gradients": profiled["placed_gradients"],
+                "optimizer": placed_bytes(engine, "optimizer"),
+            },
+            "parameters": holdings(engine, "parameters"),
+            "optimizer": holdings(engine, "optimizer"),
+        }
+    )
+    engine.close()
     return report
 
 

@@ -11,7 +11,7 @@ import pytest
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from harness import compose
+from harness import compose, machine, records, run
 from harness.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,3 +43,16 @@ def composed(*overrides: str) -> RunConfig:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         values = compose.plain(hydra.compose("config", [*overrides, "tracking=none"]))
     return compose.run_config(values)
+
+
+def executed(config: RunConfig, entry: Callable[[str], None]) -> records.Record:
+    """The record of one run by its parts, whose ranks run `entry`: harness.worker.main, or one of tests/sabotage.py."""
+    planned = run.plan(config, machine.look(config.cluster))
+    return run.execute(planned, [], lambda _: None, lambda _: None, entry)
+
+
+def assert_not_proven(record: records.Record, found: str) -> None:
+    """The run is an error, and one of the problems that the proof names has these words."""
+    problems = record["proof"]["problems"]
+    assert record["row"]["status"] == "error"
+    assert any(found in problem for problem in problems), problems

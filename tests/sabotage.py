@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, loss
 
 import harness.checkpointing
 import harness.model
+import harness.weights
 from harness import activation_offload, compiling, worker
 from harness.config import CheckpointingConfig
 from harness.engines import torch as torch_engine
@@ -313,12 +314,12 @@ def unsummed(gradient: Any) -> Any:
 
 def other_weights(run_dir: str) -> None:
     """The last stage starts from the weights of other layers."""
-    initial_value = harness.model.initial_value
+    initial_value = harness.weights.initial_value
 
     def spoiled(name: str, *arguments: Any) -> Any:
         return initial_value(name.replace("layers.3.", "layers.2."), *arguments)
 
-    harness.model.initial_value = spoiled
+    harness.weights.initial_value = spoiled
     worker.main(run_dir)
 
 
@@ -408,7 +409,7 @@ def whole_model_built(run_dir: str) -> None:
     build = harness.model.build_model
 
     def spoiled(model: Any, stage: Any = None) -> Any:
-        harness.model.materialise(build(model), model, 0, torch.device("cpu"), torch.float32)
+        harness.weights.materialise(build(model), model, 0, torch.device("cpu"), torch.float32)
         return build(model, stage)
 
     harness.model.build_model = spoiled

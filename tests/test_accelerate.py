@@ -8,7 +8,7 @@ from pathlib import Path
 
 import accelerate_entries
 import pytest
-from conftest import ROOT, composed
+from conftest import ROOT, composed, executed
 
 from harness import machine, records, run, worker
 from harness.engines import accelerate as accelerate_engine
@@ -32,8 +32,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> records.Record:
     asked = (f"results_dir={results}", "name=accelerate", "force=true", "strategy.engine=accelerate", *BATCH)
     config = composed(*asked, *overrides)
-    planned = run.plan(config, machine.look(config.cluster))
-    return run.execute(planned, [], lambda _: None, lambda _: None, entry)
+    return executed(config, entry)
 
 
 @pytest.mark.parametrize("overrides", ["strategy=zero1"])

@@ -28,9 +28,10 @@ from harness.measure.native import build_deepspeed_comm
 from harness.measure.probe import Listener, Probe
 from harness.measure.profile import profiling
 from harness.measure.state import held_bytes
-from harness.model import build_model, initial_value, loss_function, materialise
+from harness.model import build_model, loss_function
 from harness.plan.communication import expected_bytes
 from harness.typed import from_dict
+from harness.weights import initial_value, materialise
 
 STRATEGIES = Path(__file__).parent.parent / "conf" / "strategy"
 STEPS = 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from accelerate import DistributedType
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-from conftest import ROOT, composed
+from conftest import ROOT, composed, executed
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from harness import job, machine, run, worker
@@ -31,10 +31,9 @@ def recorded(results: Path, overrides: str) -> Path:
     """The folder of a run."""
     asked = (f"results_dir={results}", "name=export", "proof.reference=false", "world_size=2", *BATCH)
     config = composed(*asked, *overrides.split())
-    planned = run.plan(config, machine.look(config.cluster))
-    row = run.execute(planned, [], lambda _: None, lambda _: None, worker.main)["row"]
+    row = executed(config, worker.main)["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
-    return planned.directory
+    return results / "export" / row["run_id"]
 
 
 def losses(directory: Path, launch: tuple[str, ...]) -> list[float]:

@@ -10,20 +10,21 @@ import pytest
 import sabotage
 import torch
 import transformers
-from conftest import Harness, composed
+from conftest import Harness, assert_not_proven, composed, executed
 from test_plan_memory import model_named
 
-from harness import huggingface, machine, records, run, worker
+from harness import huggingface, records, worker
 from harness.compose import run_config
 from harness.config import RunConfig
 from harness.errors import UserError
 from harness.identity import identity
 from harness.layout import resolve
-from harness.model import build_model, materialise
+from harness.model import build_model
 from harness.plan.flops import executed_flops, model_flops
 from harness.refusals import refusals
 from harness.sizes import parameter_count, parameter_shapes
 from harness.typed import from_dict
+from harness.weights import materialise
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
 COMMON = SIZES | {"intermediate_size": 128, "max_position_embeddings": 128}
@@ -114,8 +115,7 @@ def test_a_run_is_proven(tmp_path: Path, kind: str, overrides: str) -> None:
 
 def run_with(tmp_path: Path, kind: str, *overrides: str, entry: Any = worker.main) -> records.Record:
     config = config_of(folder(tmp_path, kind), f"results_dir={tmp_path}", "world_size=2", *overrides)
-    planned = run.plan(config, machine.look(config.cluster))
-    return run.execute(planned, [], lambda _: None, lambda _: None, entry)
+    return executed(config, entry)
 
 
 @pytest.mark.long
@@ -141,8 +141,7 @@ def test_every_layout_is_proven(tmp_path: Path, kind: str, checkpointing: str, p
 )
 def test_a_fault_is_an_error(tmp_path: Path, fault: Any, overrides: str, found: str) -> None:
     record = run_with(tmp_path, "llama", *overrides.split(), entry=fault)
-    assert record["row"]["status"] == "error"
-    assert any(found in problem for problem in record["proof"]["problems"]), record["proof"]["problems"]
+    assert_not_proven(record, found)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from conftest import ROOT
 from torch import Tensor
 
 from harness.config import ModelConfig
-from harness.model import Decoder, build_model, initial_value, materialise
+from harness.model import Decoder, build_model
 from harness.typed import from_dict
+from harness.weights import initial_value, materialise
 
 TINY: ModelConfig = from_dict(ModelConfig, yaml.safe_load((ROOT / "conf" / "model" / "tiny.yaml").read_text()))
 CPU = torch.device("cpu")

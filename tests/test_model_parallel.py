@@ -10,9 +10,8 @@ import figures
 import pandas as pd
 import pytest
 import sabotage
-from conftest import composed, rows_of, run_harness
+from conftest import composed, executed, rows_of, run_harness
 
-from harness import machine, run
 from harness.config import RunConfig
 from harness.layout import Layout, resolve
 from harness.placement import cut_dimension, stages
@@ -224,8 +223,7 @@ def test_a_stage_that_waits_is_idle(tmp_path: Path) -> None:
     micro_batches = 8
     overrides = ("strategy=pp_1f1b", "world_size=2", "train.micro_batch=1", "train.seq_len=16", "train.warmup_steps=1")
     config = composed(f"results_dir={tmp_path}", "proof.reference=false", "train.steps=3", *overrides)
-    planned = run.plan(config, machine.look(config.cluster))
-    record = run.execute(planned, [], lambda _: None, lambda _: None, sabotage.slow_last_stage)
+    record = executed(config, sabotage.slow_last_stage)
     assert record["row"]["status"] == "ok", record["row"]["reason"]
     slept = micro_batches * sabotage.SLOW_SECONDS
     first, last = record["pipeline"]

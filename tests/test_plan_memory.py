@@ -22,7 +22,7 @@ from harness.config import CheckpointingConfig, ModelConfig, PrecisionConfig, Ru
 from harness.engines import Widths
 from harness.layout import Layout, resolve
 from harness.measure.probe import Probe
-from harness.model import build_model, loss_function, materialise, rotary_tables
+from harness.model import build_model, loss_function, rotary_tables
 from harness.placement import Stage, whole
 from harness.plan.activations import Pass, block_tensors
 from harness.plan.fit import refusal
@@ -30,6 +30,7 @@ from harness.plan.kept import activations
 from harness.plan.memory import PROCESS_BYTES, estimate
 from harness.sizes import parameter_count
 from harness.typed import from_dict
+from harness.weights import materialise
 
 FP32 = PrecisionConfig("fp32", "float32", "float32", "float32", "float32")
 BF16 = PrecisionConfig("bf16_mixed", "bfloat16", "float32", "float32", "float32")

@@ -27,7 +27,7 @@ from harness.engines.torch.tensor import apply_tensor_parallel
 from harness.layout import Layout, resolve
 from harness.measure.activations import ActivationMeter
 from harness.measure.probe import Listener, Probe
-from harness.model import build_model, loss_function, materialise
+from harness.model import build_model, loss_function
 from harness.placement import cut_dimension, stages, whole
 from harness.plan.activations import Pass, block_tensors, logits_bytes, loss_tensors
 from harness.plan.fit import refusal
@@ -36,6 +36,7 @@ from harness.plan.memory import activation_bytes, estimate, estimate_at
 from harness.plan.parts import backward_fills, held_parameter_count, parts_of, step_fills
 from harness.plan.passes import moments, order
 from harness.sizes import parameter_shapes
+from harness.weights import materialise
 
 MODEL = shaped(num_key_value_heads=4, vocab_size=330)  # four ranks cannot cut this vocabulary evenly
 GPT = shaped("gpt_tiny", vocab_size=330)

@@ -8,10 +8,10 @@ from typing import Any
 import figures
 import pytest
 import sabotage
-from conftest import composed
+from conftest import assert_not_proven, composed, executed
 from test_proof import BATCH
 
-from harness import launch, machine, records, run, worker
+from harness import launch, records, worker
 from harness.config import RunConfig
 from harness.engines import torch as torch_engine
 from harness.errors import UserError
@@ -68,8 +68,7 @@ def record_of(results: Path, world: int, overrides: str, entry: Callable[[str], 
         *(*BATCH, *SIZES, *f"strategy={overrides}".split()),
     )
     launch.prepare("cpu")
-    planned = run.plan(config, machine.look(config.cluster))
-    return run.execute(planned, [], lambda _: None, lambda _: None, entry)
+    return executed(config, entry)
 
 
 def check(results: Path, record: records.Record, parts: bool = True) -> None:
@@ -132,8 +131,7 @@ def test_a_fault_is_an_error(
     results: Path, world: int, overrides: str, fault: Callable[[str], None], found: str
 ) -> None:
     record = record_of(results, world, overrides, fault)
-    assert record["row"]["status"] == "error"
-    assert any(found in problem for problem in record["proof"]["problems"]), record["proof"]["problems"]
+    assert_not_proven(record, found)
 
 
 WRONG = (

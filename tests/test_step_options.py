@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import sabotage
 import torch
-from conftest import composed
+from conftest import assert_not_proven, composed
 from test_checkpointing import Hearing
 from test_flops import alone, counter
 from test_plan_memory import ADAM_FP32, BF16, FP32, Live, layout_of, run, shaped
@@ -20,11 +20,12 @@ from harness.config import PrecisionConfig
 from harness.layout import resolve
 from harness.measure.activations import ActivationMeter
 from harness.measure.probe import Probe
-from harness.model import Decoder, build_model, loss_function, materialise
+from harness.model import Decoder, build_model, loss_function
 from harness.placement import whole
 from harness.plan.flops import executed_flops, head_flops, model_flops
 from harness.plan.memory import activation_bytes, estimate
 from harness.refusals import refusals
+from harness.weights import materialise
 
 CHUNKS = 4
 SHORT = ("train.steps=1", "train.warmup_steps=2", "train.global_batch=4", "train.micro_batch=2", "train.seq_len=160")
@@ -126,8 +127,7 @@ def test_another_loss_than_claimed_is_an_error(
     results: Path, fault: Callable[[str], None], strategy: str, found: str
 ) -> None:
     record = run_with(results, fault, *SHORT, f"strategy={strategy}", f"train.loss_chunks={CHUNKS}")
-    assert record["row"]["status"] == "error"
-    assert any(found in problem for problem in record["proof"]["problems"]), record["proof"]["problems"]
+    assert_not_proven(record, found)
 
 
 @pytest.mark.parametrize("strategy", ("ddp", "tp"))
@@ -158,5 +158,4 @@ def test_another_kernel_than_claimed_is_an_error(
     results: Path, fault: Callable[[str], None], overrides: str, found: str
 ) -> None:
     record = run_with(results, fault, *SHORT, "strategy=ddp", *overrides.split())
-    assert record["row"]["status"] == "error"
-    assert any(found in problem for problem in record["proof"]["problems"]), record["proof"]["problems"]
+    assert_not_proven(record, found)

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import sabotage
 import torch
-from conftest import composed
+from conftest import composed, executed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import machine, run
 from harness.measure.spans import common, seconds, spans, without
 from harness.measure.trace import Happened, StepTrace, split_of_cpu, split_of_gpu
 from harness.row import read_ranks
@@ -151,11 +150,11 @@ def test_a_rank_that_waits_for_another_communicates_exposed(tmp_path: Path) -> N
     """Rank 1 sleeps in its forwards; rank 0 waits for it in the synchronisation at the end of backward."""
     small = ("train.global_batch=4", "train.micro_batch=1", "train.seq_len=16", "train.steps=1", "train.warmup_steps=1")
     config = composed(f"results_dir={tmp_path}", "proof.reference=false", "strategy=ddp", "world_size=2", *small)
-    planned = run.plan(config, machine.look(config.cluster))
-    record = run.execute(planned, [], lambda _: None, lambda _: None, sabotage.slow_rank)
+    record = executed(config, sabotage.slow_rank)
     assert record["row"]["status"] == "ok", record["row"]["reason"]
+    folder = tmp_path / config.name / record["row"]["run_id"]
     slept = 2 * 2 * sabotage.SLOW_SECONDS  # two traced steps of two micro-batches
-    waiting, sleeping = (rank["traced"]["phases"] for rank in read_ranks(planned.directory, 2))
+    waiting, sleeping = (rank["traced"]["phases"] for rank in read_ranks(folder, 2))
     assert waiting["backward"]["exposed_seconds"] > 0.8 * slept > 2 * sleeping["backward"]["exposed_seconds"]
     assert sleeping["forward"]["seconds"] > slept > 2 * waiting["forward"]["seconds"]
     assert sleeping["forward"]["exposed_seconds"] == 0

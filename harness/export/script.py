@@ -220,7 +220,8 @@ IMPORTS = ["import os", "from pathlib import Path", "import torch", "import torc
 STAGES_IMPORT = "from harness.placement import stages_of_rank\n"
 OWN_IMPORTS = """from harness import job
 from harness.data import Batches
-from harness.model import build_model, loss_function, materialise
+from harness.model import build_model, loss_function
+from harness.weights import materialise
 {stages}
 RUN = job.read({run})"""
 BUILD = text('''
@@ -254,7 +255,7 @@ BATCHES = text('''
         """By step the micro-batches of this rank: (inputs, targets), token ids of (batch, sequence)."""
         return Batches(RUN.corpus, RUN.config, RUN.layout, dist.get_rank(), device)
     ''')
-MASTERS_IMPORTS = ("from deepspeed.utils import safe_set_full_fp32_param", "from harness.model import initial_value")
+MASTERS_IMPORTS = ("from deepspeed.utils import safe_set_full_fp32_param", "from harness.weights import initial_value")
 MASTERS = text("""
     for name, parameter in engine.module.named_parameters():  # DeepSpeed made its fp32 masters of rounded weights
         shape = getattr(parameter, "ds_shape", parameter.shape)

@@ -11,7 +11,7 @@ import torch
 
 from harness.engines import Engine, Kind, Piece
 from harness.measure.probe import Listener
-from harness.model import generator
+from harness.weights import generator
 
 
 class GradientStatistic(NamedTuple):

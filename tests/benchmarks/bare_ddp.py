@@ -24,7 +24,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from harness import job
 from harness.data import Batches
-from harness.model import build_model, materialise
+from harness.model import build_model
+from harness.weights import materialise
 
 
 def main(folder: str) -> None:

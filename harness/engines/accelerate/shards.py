@@ -24,7 +24,8 @@ from harness.engines.torch.fully_shard import FullyShard, groups_of, policy_of
 from harness.engines.torch.scaling import LossScale
 from harness.layout import Layout
 from harness.measure.probe import Probe
-from harness.model import Decoder, materialise
+from harness.model import Decoder
+from harness.weights import materialise
 
 
 class PreparedShards(FullyShard):

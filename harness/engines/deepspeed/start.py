@@ -19,7 +19,7 @@ from harness.engines.deepspeed.shard import Names, Shard
 from harness.engines.deepspeed.tensor import apply_tensor_parallel
 from harness.layout import Layout
 from harness.measure.probe import Probe
-from harness.model import initial_value, materialise
+from harness.weights import initial_value, materialise
 
 WORDS = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's, by torch's
 

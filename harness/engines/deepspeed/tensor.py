@@ -11,8 +11,9 @@ from torch import nn
 from harness.config import RunConfig
 from harness.engines.deepspeed.shard import Names, Shard
 from harness.layout import Layout
-from harness.model import Decoder, initial_value
+from harness.model import Decoder
 from harness.placement import CUT_DIMENSION, cut_of
+from harness.weights import initial_value
 
 
 def apply_tensor_parallel(

@@ -241,7 +241,7 @@ def piece(name: str, tensor: "Tensor", slot: str = "") -> Piece:
     """What this rank holds of a tensor, whole or sharded."""
     from torch.distributed.tensor import DTensor
 
-    from harness.model import local_box
+    from harness.weights import local_box
 
     if isinstance(tensor, DTensor):
         return Piece(name, tensor.to_local(), tuple(tensor.shape), local_box(tensor), slot)

@@ -13,7 +13,8 @@ from harness.config import PrecisionConfig, RunConfig
 from harness.engines import KINDS, Kind
 from harness.engines.torch.mesh import replicas_and_shards
 from harness.layout import Layout
-from harness.model import Decoder, materialise
+from harness.model import Decoder
+from harness.weights import materialise
 
 
 def apply_fully_shard(

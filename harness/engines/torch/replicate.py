@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.config import RunConfig
 from harness.engines import Kind
-from harness.model import Decoder, initial_value, materialise, part_like
+from harness.model import Decoder
 from harness.plan.buffers import bucket_views, ddp_options
+from harness.weights import initial_value, materialise, part_like
 
 
 class Replicate:

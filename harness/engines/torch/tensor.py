@@ -22,8 +22,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from harness.config import ModelConfig
-from harness.model import Decoder, Head, local_box
+from harness.model import Decoder, Head
 from harness.placement import cut_of
+from harness.weights import local_box
 
 SEQUENCE = 1  # the dimension of hidden states (batch, seq, hidden)
 

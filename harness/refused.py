@@ -1,0 +1,42 @@
+"""The rows of combinations in a sweep that are impossible as configured: no process is started for them."""
+
+import hashlib
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from harness import records, row
+from harness.compose import folder_of
+from harness.config import RunConfig
+from harness.identity import run_id_of
+from harness.machine import Machine
+from harness.records import Record
+
+
+def combination(config: RunConfig, machine: Machine, reason: str) -> Record:
+    """The row of a configuration that cannot be run here."""
+    world_size = config.world_size or machine.world_size
+    run_id = run_id_of(config, machine.kind, world_size, corpus="")
+    ending = {"status": "refused", "reason": reason, "world_size": world_size}
+    record = row.record(config, machine, None, run_id, ending)
+    records.write_record(folder_of(config.to_dict()) / run_id, record)
+    return record
+
+
+def values_only(values: dict[str, Any], reason: str) -> Record:
+    """The row of values of which no configuration can be made."""
+    groups = ("model", "strategy", "checkpointing", "precision")
+    names = {group: str(values[group]["name"] or values[group].get("family")) for group in groups}
+    key = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:10]
+    run_id = "-".join((names["strategy"], names["checkpointing"], names["model"], key))
+    folder = folder_of(values)
+    ending = {"run_id": run_id, "name": folder.name, "status": "refused", "reason": reason}
+    record: Record = {
+        "row": names | ending | {"started_at": datetime.now(UTC).isoformat()},
+        "config": values,
+        "ranks": [],
+        "versions": records.versions(),
+        "commit": records.git_commit(),
+    }
+    records.write_record(folder / run_id, record)
+    return record
