@@ -39,7 +39,7 @@ def judge(
     proven |= {"expected_communication_bytes": expected}
     columns: Values = {}
     if reference is not None:
-        found = training.deviation(reference, ranks)
+        found = training.deviation(reference, ranks, config.precision.compute)
         bounds = {"loss": config.proof.loss_bound, "gradient": config.proof.grad_bound}
         limits = {what: bound[config.precision.name] for what, bound in bounds.items()}
         problems += training.overflow_problems(reference, ranks)

@@ -1,9 +1,11 @@
 """What the tests of whole runs share: the harness as a user calls it, and as its parts."""
 
-import subprocess
+import io
 import sys
 from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import hydra
 import pandas as pd
@@ -12,22 +14,31 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from harness import compose, machine, records, run
+from harness.__main__ import main
 from harness.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-Harness = Callable[..., subprocess.CompletedProcess[str]]
+Done = CompletedProcess[str]
+Harness = Callable[..., Done]
 
 
-def run_harness(results: Path, *arguments: str, seconds: float = 900) -> subprocess.CompletedProcess[str]:
-    """python -m harness with its results in a folder of the test's."""
-    command = [sys.executable, "-m", "harness", *arguments, f"results_dir={results}", "tracking=none"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+def run_harness(results: Path, *arguments: str) -> Done:
+    """What python -m harness does, with its results in a folder of the test's; here, to import torch once for all."""
+    command = ["harness", *arguments, f"results_dir={results}", "tracking=none"]
+    out, error = io.StringIO(), io.StringIO()
+    before, sys.argv = sys.argv, command
+    try:
+        with chdir(ROOT), redirect_stdout(out), redirect_stderr(error):
+            status = main()
+    finally:
+        sys.argv = before
+    return Done(command, status, out.getvalue(), error.getvalue())
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Harness:
-    def call(*arguments: str, seconds: float = 900) -> subprocess.CompletedProcess[str]:
-        return run_harness(tmp_path / "results", *arguments, seconds=seconds)
+    def call(*arguments: str) -> Done:
+        return run_harness(tmp_path / "results", *arguments)
 
     return call
 

@@ -67,7 +67,7 @@ def draw(seed: int, most_ranks: int) -> list[str]:
     )
     batch = micro_batch * passes * degree["dp_replicate"] * degree["dp_shard"]
     heads, groups = r.choice(((4, 2), (4, 4), (8, 4)))
-    layers = r.choice((4, 5, 8)) if degree["pp"] * virtual <= 4 else 8
+    layers = r.choice((4, 5)) if degree["pp"] * virtual <= 4 else 8
     family = r.choice(("tiny", "tiny", "gpt_tiny"))
     model = {
         *(f"model.num_hidden_layers={layers}", f"model.num_attention_heads={heads}"),

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Harness, rows_of, run_harness
+from conftest import ROOT, Harness, rows_of
 from torch.cuda._memory_viz import trace_plot
 
 from harness import __main__ as command
@@ -101,7 +101,7 @@ def test_impossible_combinations_of_a_sweep_are_rows(harness: Harness, tmp_path:
 
 def test_what_cannot_fit_is_refused_with_the_arithmetic(harness: Harness, tmp_path: Path) -> None:
     began = time.monotonic()
-    done = harness("strategy=zero3", "model=70b", "name=big", seconds=60)
+    done = harness("strategy=zero3", "model=70b", "name=big")
     assert time.monotonic() - began < 60
     assert done.returncode == 1
     (row,) = rows_of(tmp_path / "results", "big").itertuples()
@@ -191,13 +191,3 @@ def test_the_quick_comparison(tmp_path: Path) -> None:
     read = subprocess.run(reader, capture_output=True, text=True, check=False)
     assert read.returncode == 0, read.stderr
     assert str(rows.peak_allocated_bytes[1]) in read.stdout
-
-
-def test_bf16_mixed_is_proven_too(tmp_path: Path) -> None:
-    data = "ddp,zero1,zero2,zero3,fsdp_full_shard,fsdp_shard_grad_op,fsdp_no_shard"
-    sweep = (f"strategy={data},tp,tp_sp,pp_gpipe,pp_1f1b,pp_interleaved,pp_zero_bubble", "train.micro_batch=2")
-    done = run_harness(tmp_path, "-m", "name=bf16", "precision=bf16_mixed", *sweep, *SMALL)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = rows_of(tmp_path, "bf16")
-    assert set(rows.status) == {"ok"}
-    assert rows.loss_deviation.max() < 1e-3 and rows.grad_deviation.max() < 0.1

@@ -222,8 +222,8 @@ def test_a_bias_is_held_against_its_module() -> None:
         moments = dict.fromkeys(("first_gradients", "first_moments", "last_gradients"), entries)
         return {"rank": 0, "losses": [1.0], "grad_norms": [1.0], **moments}
 
-    assert training.deviation(rank(1e-9), [rank(3e-9)]).gradient < 1e-8
-    assert training.deviation(rank(0.2), [rank(0.1)]).gradient == pytest.approx(0.1 / (1 + 0.2**2) ** 0.5)
+    assert training.deviation(rank(1e-9), [rank(3e-9)], "float32").gradient < 1e-8
+    assert training.deviation(rank(0.2), [rank(0.1)], "float32").gradient == pytest.approx(0.1 / (1 + 0.2**2) ** 0.5)
 
 
 # --- the paper's block

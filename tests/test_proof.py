@@ -142,3 +142,24 @@ def test_a_loss_that_is_no_number_is_lost_in_no_mean() -> None:
     assert (
         training._mean([1.0, 3.0]) == 2.0 and math.isnan(training._mean([1.0, None])) and math.isnan(training._mean([]))
     )
+
+
+@pytest.mark.parametrize(("moment", "held_to"), [("first_gradients", 0.5), ("last_gradients", 0.1)])
+def test_a_gradient_below_the_rounding_of_the_others_is_held_to_that_at_the_last_step(
+    moment: str, held_to: float
+) -> None:
+    """At the first step, and in fp32, every gradient is held to itself however small."""
+    small = 0.2 * 2.0**-8  # of the average; between two 16-bit runs it may differ by as much as itself
+
+    def rank(query: float) -> dict[str, Any]:
+        entries = [["v.weight", [4], ((0, 4),), 8.0, 0.5], ["q.weight", [4], ((0, 4),), query**2, query]]
+        still = [[name, shape, box, 1.0, 0.5] for name, shape, box, _, _ in entries]
+        moments = dict.fromkeys(("first_gradients", "first_moments", "last_gradients"), still)
+        return {"rank": 0, "losses": [1.0], "grad_norms": [1.0], **moments, moment: entries}
+
+    def found(query: float, compute: str) -> float:
+        return training.deviation(rank(2 * small), [rank(query)], compute).gradient
+
+    assert found(small, "float32") == pytest.approx(0.5)
+    assert found(small, "bfloat16") == pytest.approx(held_to)
+    assert found(2.0, "bfloat16") > 100  # larger than it should be, it is found

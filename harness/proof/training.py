@@ -10,6 +10,7 @@ from harness.layout import Layout
 from harness.proof import Box, Rank
 
 SAME = 1e-6  # relative; what the same operations on the same numbers may differ by
+ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # relative, of one operation
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,12 @@ class Deviation:
     gradient_where: str
 
 
-def deviation(reference: Rank, ranks: Sequence[Rank]) -> Deviation:
+def deviation(reference: Rank, ranks: Sequence[Rank], compute: str) -> Deviation:
     """Compares every step's loss and gradient norm, and every parameter's gradient at the first and last step.
 
     Copies of a gradient are compared one by one, never averaged: averaging would hide ranks that never synchronised.
+    At the first step all start from the same weights. At the last these differ by what was rounded on the way in the
+    width of `compute`, and a gradient far below the others (of queries and keys that attend evenly) by more than it is.
     """
     losses = [
         (_relative(_mean(rank["losses"][step] for rank in ranks), expected), f"step {step}")
@@ -36,8 +39,8 @@ def deviation(reference: Rank, ranks: Sequence[Rank]) -> Deviation:
         for rank in ranks
         for step, (norm, expected) in enumerate(zip(_norms(rank), _norms(reference), strict=True))
     ]
-    for moment in ("first_gradients", "first_moments", "last_gradients"):
-        gradients += _gradient_deviations(moment, reference, ranks)
+    for moment, rounding in (("first_gradients", 0.0), ("first_moments", 0.0), ("last_gradients", ROUNDING[compute])):
+        gradients += _gradient_deviations(moment, reference, ranks, rounding)
     loss, loss_where = max(losses)
     gradient, gradient_where = max(gradients)
     return Deviation(loss, loss_where, gradient, gradient_where)
@@ -97,12 +100,17 @@ def deviation_problems(found: Deviation, limits: Mapping[str, float]) -> list[st
     ]
 
 
-def _gradient_deviations(moment: str, reference: Rank, ranks: Sequence[Rank]) -> Iterator[tuple[float, str]]:
+def _gradient_deviations(
+    moment: str, reference: Rank, ranks: Sequence[Rank], rounding: float
+) -> Iterator[tuple[float, str]]:
     """Relative to the reference's norm of the parameter, of a bias to that of weight and bias together.
 
-    A bias's gradient may be rounding alone: the softmax of attention knows no shift, so a key's bias has none.
+    A bias's gradient may be rounding alone: the softmax of attention knows no shift, so a key's bias has none. For the
+    same reason a norm counts as no smaller than `rounding` of one of that many elements of the average size.
     """
     whole = {name: (math.sqrt(square), product) for name, _, _, square, product in reference[moment]}
+    elements = {name: math.prod(stop - start for start, stop in box) for name, _, box, _, _ in reference[moment]}
+    average = math.hypot(*(norm for norm, _ in whole.values())) / math.sqrt(sum(elements.values()))
     for name, copies in _copies(moment, ranks).items():
         if name not in whole:
             yield math.inf, f"{name} is not in the reference"
@@ -110,7 +118,8 @@ def _gradient_deviations(moment: str, reference: Rank, ranks: Sequence[Rank]) ->
         norm, product = whole[name]
         module, _, what = name.rpartition(".")
         beside = whole.get(f"{module}.weight", (0.0, 0.0))[0] if what == "bias" else 0.0
-        scale = math.hypot(norm, beside) or 1.0
+        least = rounding * average * math.sqrt(elements[name])
+        scale = max(math.hypot(norm, beside), least) or 1.0
         for square_sum, product_sum in copies:
             of = f"{name}'s {moment.replace('_', ' ')}"
             yield _guarded(abs(math.sqrt(square_sum) - norm) / scale), f"norm of {of}"
