@@ -26,6 +26,7 @@ KEPT_OPERATORS = frozenset(
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_efficient_attention.default,
+        _aten._efficient_attention_forward.default,
         _aten._scaled_dot_product_cudnn_attention.default,
     )
 )
@@ -35,12 +36,17 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 def model_on_meta(config: RunConfig, probe: Probe) -> Decoder:
     """What every engine starts from: the run's model without memory; checkpointing, loss and compiler applied."""
     model = build_model(config.model)
+    apply_step_options(model, config, probe)
+    return model
+
+
+def apply_step_options(model: Decoder, config: RunConfig, probe: Probe) -> None:
+    """Compiler, checkpointing, offload of what is kept then, and the loss in parts: each around those before it."""
     apply_compile(model, config.train.compile)
     apply_checkpointing(model, config.checkpointing, probe)
     if config.checkpointing.offload_activations:
         offload_activations(model, probe)
     apply_loss_chunks(model, config.train.loss_chunks, probe)
-    return model
 
 
 def apply_loss_chunks(model: Decoder, chunks: int, probe: Probe) -> None:

@@ -26,8 +26,14 @@ def defaults_of(kind: type) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Makes the dataclasses' defaults what conf/config.yaml starts from, under the name `defaults_of_groups`."""
+    """Makes the dataclasses' defaults what conf/config.yaml starts from, under the name `defaults_of_groups`.
+
+    In a file ${harness.most:2,${cluster.nodes}} is the larger of both.
+    """
     from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("harness.most", max, replace=True)
 
     ConfigStore.instance().store(name="defaults_of_groups", node=defaults_of(RunConfig))
 

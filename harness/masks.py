@@ -5,10 +5,12 @@ different data, heads, parts of the sequence or layers each drop their own.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import nn
 
 from harness.layout import Layout
 
@@ -19,6 +21,13 @@ def masks_seed(seed: int, layout: Layout, rank: int) -> int:
     sequence = place["tp"] if layout.sequence_parallel else 0
     purpose = f"{seed}/masks/{layout.data_rank(rank)}/{place['pp']}/{place['cp']}/{sequence}"
     return int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "big") >> 1
+
+
+def masks_ranks(model: nn.Module) -> list[int | None]:
+    """By which rank a model's heads tell their masks from those of its peers; None: by its generators alone."""
+    modules: Iterable[Any] = model.modules()
+    found: set[int | None] = {module.masks_rank for module in modules if hasattr(module, "masks_rank")}
+    return sorted(found, key=str)
 
 
 @contextmanager

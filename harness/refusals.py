@@ -40,6 +40,11 @@ def refusals(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield from asked_refusals(config, layout, config.model.asked)
     else:
         yield from model_refusals(config, layout, micro_batches)
+    if layout.zero_stage > 0 and layout.dp_replicate > 1 and layout.degree(layout.sharding_axes) == 1:
+        yield (
+            f"strategy.zero_stage={layout.zero_stage} over strategy.dp_shard=1 shards nothing, and trains"
+            f" {layout.dp_replicate} copies under its name: choose strategy.dp_shard of 2 or more, or zero_stage 0"
+        )
     if layout.pp == 1 and layout.virtual_stages > 1:
         yield f"strategy.virtual_stages={layout.virtual_stages} needs strategy.pp of 2 or more: choose 1"
     if layout.pp == 1 and layout.layers_per_stage is not None:

@@ -19,7 +19,7 @@ from harness.data import Batches
 from harness.errors import one_line
 from harness.job import Job
 from harness.layout import AXES
-from harness.masks import masks_seed
+from harness.masks import masks_ranks, masks_seed
 from harness.measure.kernels import attention_asked_for
 from harness.measure.memory import DeviceMemory
 from harness.measure.native import load_allocator
@@ -92,6 +92,7 @@ def trained(
             "device_name": torch.cuda.get_device_name() if this.device == "cuda" else "cpu",
             "start_peak_bytes": start_peak_bytes,
             "masks_seed": torch.initial_seed(),
+            "masks_ranks": masks_ranks(engine.model),
             "parameter_bytes": held_bytes(engine, "parameters"),
             "optimizer_bytes": held_bytes(engine, "optimizer"),
             "on_host": sorted(engine.on_host),
@@ -128,7 +129,9 @@ def process_group(this: Job) -> Iterator[tuple[DeviceMesh, torch.device]]:
     if this.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        # gloo for gradients that lie on the host and are summed there
+        backend = "cpu:gloo,cuda:nccl" if this.layout.on_host else "nccl"
+        dist.init_process_group(backend, device_id=device)
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, loss
 
@@ -23,7 +24,7 @@ from harness import activation_offload, compiling, worker
 from harness.config import CheckpointingConfig
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
-from harness.engines.torch import context, fully_shard, norm, pipeline, replicate, tensor
+from harness.engines.torch import context, fully_shard, norm, pipeline, replicate, scaling, tensor
 from harness.layout import AXES
 from harness.measure.communication import CommunicationCounter
 from harness.measure.memory import HostLog
@@ -532,6 +533,44 @@ def stuck(run_dir: str) -> None:
 def masks_of_their_own(run_dir: str) -> None:
     """Tensor-parallel ranks drop different parts of the residual stream that they share."""
     worker.masks_seed = lambda seed, layout, number: seed + number
+    worker.main(run_dir)
+
+
+def heads_drop_alike(run_dir: str) -> None:
+    """Tensor-parallel ranks have different heads, and drop the same of them."""
+    apply = tensor.apply_tensor_parallel
+
+    def spoiled(model: Any, *arguments: Any) -> None:
+        apply(model, *arguments)
+        for block in model.blocks().values():
+            block.self_attn.masks_rank = None
+
+    tensor.apply_tensor_parallel = spoiled
+    worker.main(run_dir)
+
+
+def summed_in_16_bit(run_dir: str) -> None:
+    """DeepSpeed left to its default sums gradients in the width of the compute."""
+    settings = deepspeed_start.settings
+
+    def spoiled(*arguments: Any) -> Any:
+        chosen = settings(*arguments)
+        chosen["data_types"]["grad_accum_dtype"] = "bf16"
+        return chosen
+
+    deepspeed_start.settings = spoiled
+    worker.main(run_dir)
+
+
+def never_broadcast(run_dir: str) -> None:
+    """ZeroRedundancyOptimizer steps each rank's share and tells nobody."""
+    ZeroRedundancyOptimizer._sync_params = lambda self: None  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def scale_never_taken_out(run_dir: str) -> None:
+    """Gradients in fp16 stay as large as the loss was made."""
+    scaling.LossScale.unscale = lambda self, gradients: None  # type: ignore[method-assign]
     worker.main(run_dir)
 
 

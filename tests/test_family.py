@@ -197,6 +197,7 @@ def test_dropout_can_be_repeated_and_compares_with_nothing(results: Path) -> Non
     ("fault", "overrides", "found"),
     [
         (sabotage.masks_of_their_own, (*DROPPING, "strategy=tp"), "the global gradient norm is not the same"),
+        (sabotage.heads_drop_alike, (*DROPPING, "strategy=tp"), "heads of rank 0 drew masks as of [None]"),
         (sabotage.masks_alike, (*DROPPING, "strategy=ddp"), "drew the same masks"),
         (sabotage.bias_summed_twice, ("model=gpt_tiny", "world_size=2", "strategy=tp"), ".bias's first gradients"),
         (

@@ -7,7 +7,7 @@ from conftest import rows_of, run_harness
 
 SMALL = ("train.global_batch=4", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
 LAYOUTS = {
-    "bf16": "single,ddp,fsdp_full_shard,tp_sp,pp_zero_bubble",
+    "bf16": "single,ddp,zero1,zero3,fsdp_full_shard,tp_sp,pp_zero_bubble",
     "fp16_mixed": "single,ddp,fsdp_full_shard,fsdp_shard_grad_op,tp_sp,pp_zero_bubble",
     "bf16_mixed": "single,ddp,zero1,zero2,zero3,fsdp_full_shard,fsdp_shard_grad_op,fsdp_no_shard,tp,pp_interleaved",
 }

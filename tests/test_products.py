@@ -152,8 +152,7 @@ def test_a_wrong_pair_is_refused(results: Path, overrides: str, reason: str) -> 
 def test_a_wrong_pair_is_wrong(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused ran to its end with gradients that are not averaged; were it let through it would be an error."""
     monkeypatch.setattr(torch_engine, "refusals", lambda *_: iter(()))
-    record = record_of(results, 4, WRONG[0][0])
-    assert record["row"]["status"] == "error"
+    assert_not_proven(record_of(results, 4, WRONG[0][0]), "gradient deviates")
 
 
 def test_the_named_defaults_are_the_contract() -> None:
@@ -170,6 +169,6 @@ def test_the_named_defaults_are_the_contract() -> None:
     assert shape("3d", 8) == ones | {"dp_replicate": 2, "tp": 2, "pp": 2}
     assert shape("ddp_pp", 8) == ones | {"dp_replicate": 4, "pp": 2}
     assert shape("fsdp_pp", 8) == ones | {"dp_shard": 4, "pp": 2}
-    assert shape(["fsdp_hybrid_shard", "cluster.nodes=2"][0], 8) == ones | {"dp_shard": 8}
-    two_nodes = composed("strategy=fsdp_hybrid_shard", "cluster.nodes=2").strategy
-    assert (two_nodes.dp_replicate, resolve(two_nodes, 16).dp_shard) == (2, 8)
+    assert shape("fsdp_hybrid_shard", 8) == ones | {"dp_replicate": 2, "dp_shard": 4}
+    four_nodes = composed("strategy=fsdp_hybrid_shard", "cluster.nodes=4").strategy
+    assert (four_nodes.dp_replicate, resolve(four_nodes, 16).dp_shard) == (4, 4)

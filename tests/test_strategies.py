@@ -17,12 +17,9 @@ from harness.records import read_all
 from harness.report.claims import claims
 from harness.typed import from_dict
 
-STRATEGIES = [
-    "single",
-    "ddp",
-    *("zero1", "zero2", "zero3", "zero1_defaults", "zero2_defaults", "zero3_defaults"),
-    *("fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard"),
-]
+STRATEGIES = dict.fromkeys(
+    ("single", "ddp", "zero1_torch", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard"), "torch"
+) | dict.fromkeys(("zero1", "zero2", "zero3", "zero1_defaults", "zero2_defaults", "zero3_defaults"), "deepspeed")
 CHECKPOINTING = {2: ("none", "full"), 4: ("none",)}  # by world
 # 8 sequences in micro-batches of 2: two of them a rank at world 2, one at world 4.
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=2", "train.warmup_steps=2")
@@ -44,8 +41,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
 
 def test_every_combination_is_a_proven_row(rows: pd.DataFrame) -> None:
     expected = {
-        (strategy, "torch" if strategy.startswith(("single", "ddp", "fsdp")) else "deepspeed", checkpointing, world)
-        for strategy, (world, kinds) in itertools.product(STRATEGIES, CHECKPOINTING.items())
+        (strategy, engine, checkpointing, world)
+        for (strategy, engine), (world, kinds) in itertools.product(STRATEGIES.items(), CHECKPOINTING.items())
         for checkpointing in kinds
         if strategy != "single"
     }

@@ -38,6 +38,8 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
         yield f"strategy={config.strategy.name} is one process: choose 1 for every degree of the strategy"
     if layout.offload != "none":
         yield f"strategy.offload={layout.offload} is not part of nn.DataParallel: choose none"
+    if config.model.dropout:
+        yield f"model.dropout={config.model.dropout} would drop alike on all devices of nn.DataParallel: choose 0"
     if config.precision.mixed:
         yield f"precision={config.precision.name} would be reduced in 16 bits by nn.DataParallel: choose precision=fp32"
 

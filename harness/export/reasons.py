@@ -57,6 +57,8 @@ def train(run: Recorded) -> Iterator[str]:
         yield "a pipeline beside other parallelisms is this project's own; one alone is written"
     if layout.offload != "none" and not run.is_deepspeed:
         yield f"strategy.offload={layout.offload} with fully_shard is not part of it"
+    if layout.gives_whole_parameters and layout.dp_replicate > 1:
+        yield f"strategy.dp_replicate={layout.dp_replicate} with ZeroRedundancyOptimizer over part of the ranks"
     if layout.tp > 1 and config.model.tie_word_embeddings:
         yield f"model.tie_word_embeddings=true is tied again after strategy.tp={layout.tp} by this project"
     if layout.sequence_parallel and config.model.kind.learned_positions:

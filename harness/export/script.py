@@ -44,7 +44,7 @@ def torch_script(run: Recorded) -> str:
                 print(f"step {step} loss {total.item() / dist.get_world_size():.6f}", flush=True)
             """),
     ]
-    main = [START, *mesh(run), "model = build()", *(p.apply for p in before), "fill(model, device)"]
+    main = [start(run), *mesh(run), "model = build()", *(p.apply for p in before), "fill(model, device)"]
     main += [*(p.apply for p in after if p.apply), "micro_batches = batches(device)", *loop(step)]
     helpers = [LAYERS] if any("layers(model)" in p.apply for p in used) else []
     helpers += [ENDS] if any("ends(model)" in p.apply for p in used) else []
@@ -76,7 +76,7 @@ def pipeline_script(run: Recorded) -> str:
             """),
     ]
     main = [
-        START,
+        start(run),
         "parts = build()",
         *again,
         "for part in parts:\n    fill(part, device)",
@@ -112,7 +112,7 @@ def deepspeed_script(run: Recorded) -> str:
             """),
     ]
     main = [
-        START.replace("dist.init_process_group", "deepspeed.init_distributed"),
+        start(run).replace("dist.init_process_group", "deepspeed.init_distributed"),
         "model = build()",
         *(p.apply for p in again),
         "fill(model, device)  # whole at first; deepspeed.zero.Init is for models that do not fit",
@@ -268,9 +268,17 @@ END = text("""
         dist.destroy_process_group()  # when the model is gone: a DistributedDataParallel that outlives it can hang
     """)
 START = text("""
-    on_gpu = torch.cuda.is_available()
+    on_gpu = {on_gpu}
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     """)
+
+
+def start(run: Recorded) -> str:
+    """On the run's kind of device: another's random weights are others."""
+    found = "torch.cuda.is_available()"
+    return START.format(
+        on_gpu=found if run.device == "cuda" else f"False  # as in the run; {found} where there are GPUs"
+    )

@@ -18,6 +18,7 @@ ATTENTION = {
     "aten::_scaled_dot_product_flash_attention": "flash",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
     "aten::_scaled_dot_product_efficient_attention": "efficient",
+    "aten::_efficient_attention_forward": "efficient",  # of queries that are fewer than the keys
     "aten::_scaled_dot_product_cudnn_attention": "cudnn",
     "aten::_softmax": COMPOSED,
     "aten::_safe_softmax": COMPOSED,

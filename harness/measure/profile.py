@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.engines import BUCKET, GATHERED, Engine
+from harness.engines import BUCKET, GATHERED, STAGING, Engine
 from harness.layout import Layout
 from harness.measure import snapshot
 from harness.measure.activations import ActivationMeter
@@ -21,7 +21,7 @@ from harness.measure.gradients import GradientStatistic, GradientStatistics
 from harness.measure.kernels import Kernels
 from harness.measure.memory import DeviceMemory, element_bytes, storage_bytes, storages
 from harness.measure.probe import Listener, Probe
-from harness.measure.state import held_bytes, placed_bytes
+from harness.measure.state import held_bytes, holdings, placed_bytes
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 _PACKING_NAMESPACES = ("fsdp",)  # operators that copy into and out of what goes over the wire
@@ -39,6 +39,7 @@ class ProfiledStep(NamedTuple):
     gradients: list[GradientStatistic]
     gradient_bytes: int  # the most held during the step
     placed_gradients: dict[str, int]  # bytes of the reduced ones by kind of device
+    gradient_dtypes: tuple[str, ...]  # of the reduced ones
     activation_bytes: int  # the most held for backward during the step, on the device
     offloaded_activation_bytes: int  # the most that activation offload held on the host
     recomputations: int  # second forwards of checkpointed parts
@@ -79,6 +80,7 @@ class StepListener(Listener):
         self.flops = 0
         self.most_gradient_bytes = 0
         self.placed_gradients: dict[str, int] = {}
+        self.gradient_dtypes: set[str] = set()
         self.recomputations = 0
         self.in_flight = self.most_in_flight = self.split_backwards = 0
         self.highest = 0
@@ -142,6 +144,7 @@ class StepListener(Listener):
         with self.pause():
             self.statistics.gradients_ready(engine)
             self.placed_gradients = placed_bytes(engine, "gradients")
+            self.gradient_dtypes = {held.dtype for held in holdings(engine, "gradients") if held.slot != STAGING}
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -250,6 +253,7 @@ class StepListener(Listener):
             self.statistics.found,
             self.most_gradient_bytes,
             self.placed_gradients,
+            tuple(sorted(self.gradient_dtypes)),
             self.activations.most_bytes,
             self.activations.most_offloaded_bytes,
             self.recomputations,

@@ -49,7 +49,9 @@ def layout_problems(model: ModelConfig, layout: Layout, ranks: Sequence[Rank], l
 
 
 def width_problems(widths: Widths, precision: PrecisionConfig, ranks: Sequence[Rank]) -> list[str]:
-    """Whether parameters, masters and both moments are there, and as wide as the precision says in this engine."""
+    """Whether parameters, masters and both moments are there, and as wide as the precision says in this engine; and
+    whether gradients are summed over micro-batches as wide as it says.
+    """
     moments = {"exp_avg", "exp_avg_sq"}
     has_masters = widths.optimizer > 2 * WIDTH_BYTES[precision.master]  # beside both moments
     parameter = precision.compute if widths.parameters < MASTER_BYTES else precision.master
@@ -64,6 +66,9 @@ def width_problems(widths: Widths, precision: PrecisionConfig, ranks: Sequence[R
         for slot, dtype in sorted((found - allowed) | (needed - found)):
             state = "held, not part of" if (slot, dtype) in found else "not held, part of"
             problems.append(f"{kind}: {slot or 'values'} in {dtype} are {state} precision={precision.name} here")
+    summed = {dtype for rank in ranks for dtype in rank["profiled"]["gradient_dtypes"]}
+    for dtype in sorted(summed - {precision.accumulate}):
+        problems.append(f"gradients: summed in {dtype}, by precision={precision.name} in {precision.accumulate}")
     return problems
 
 

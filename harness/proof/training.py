@@ -87,6 +87,11 @@ def mask_problems(layout: Layout, ranks: Sequence[Rank]) -> list[str]:
         problems.append("dropout: ranks that share what they drop drew their masks from different seeds")
     if any(len(places) > 1 for places in by_seed.values()):
         problems.append("dropout: ranks with data, layers or parts of their own drew the same masks")
+    shares_sequence = layout.tp > 1 and not layout.sequence_parallel
+    for rank in ranks:
+        own = [layout.coordinates(rank["rank"])["tp"]] if shares_sequence else [None]
+        if rank["masks_ranks"] != own:
+            problems.append(f"dropout: heads of rank {rank['rank']} drew masks as of {rank['masks_ranks']}, not {own}")
     return problems
 
 

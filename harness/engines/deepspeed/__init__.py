@@ -75,6 +75,13 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
             yield f"strategy.{axis}={getattr(layout, axis)} {unsupported}: choose 1"
     if layout.tp > 1:
         yield from tensor_refusals(config, layout)
+    biases = config.model.asked is None and config.model.kind.biases
+    if config.checkpointing.name == "selective" and biases and has_own_linear(config, layout):
+        yield (
+            f"checkpointing=selective keeps products to which DeepSpeed's linear function of stage 3 adds the biases of"
+            f" model={config.model.name} in place, again in the second forward: choose none or full, or"
+            " +strategy.options.memory_efficient_linear=false"
+        )
     if layout.offload == "parameters" and layout.zero_stage < 3:
         yield (
             f"strategy.offload=parameters needs strategy.zero_stage=3, not {layout.zero_stage}: DeepSpeed moves what it"
@@ -106,6 +113,11 @@ def tensor_refusals(config: "RunConfig", layout: "Layout") -> Iterator[str]:
         )
 
 
+def has_own_linear(config: "RunConfig", layout: "Layout") -> bool:
+    """Whether torch's linear function is replaced, for the whole process."""
+    return layout.zero_stage == 3 and bool(config.strategy.options.get("memory_efficient_linear", True))
+
+
 def environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
     """On a CPU DeepSpeed compiles its shared-memory collective, once for all ranks: here, before they start."""
     if machine.device != "cpu":
@@ -124,8 +136,7 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
     compute = WIDTH_BYTES[config.precision.compute]
     offloads = layout.offload != "none"
     gradients = device_gradient_width(config, layout) if offloads else gradient_width(config, layout)
-    # Its own linear function of stage 3 saves its input only after it has run.
-    own_linear = layout.zero_stage == 3 and config.strategy.options.get("memory_efficient_linear", True)
+    own_linear = has_own_linear(config, layout)  # it saves its input only after it has run
     return Widths(
         compute,
         gradients,

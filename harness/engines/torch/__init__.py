@@ -54,9 +54,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     """
     import torch.distributed as dist
 
-    from harness.activation_offload import offload_activations
-    from harness.checkpointing import apply_checkpointing, apply_loss_chunks
-    from harness.compiling import apply_compile
+    from harness.checkpointing import apply_step_options
     from harness.engines.torch.context import apply_context_parallel
     from harness.engines.torch.fully_shard import FullyShard
     from harness.engines.torch.mesh import replica_group
@@ -80,11 +78,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
                 apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
         if layout.cp > 1:
             apply_context_parallel(part, mesh.get_group("cp"), part.spans)
-        apply_compile(part, config.train.compile)
-        apply_checkpointing(part, config.checkpointing, probe)
-        if config.checkpointing.offload_activations:
-            offload_activations(part, probe)
-        apply_loss_chunks(part, config.train.loss_chunks, probe)
+        apply_step_options(part, config, probe)
     parallel: DataParallel
     if layout.data_parallel == "fsdp":
         parallel = FullyShard(parts, config, layout, mesh, device)
@@ -174,7 +168,7 @@ class TorchEngine:
 
         from harness.engines.torch.norm import square_of_norm
 
-        square = square_of_norm(gradients, gradients[0].device)
+        square = square_of_norm(gradients, torch.device(self.mesh.device_type))
         sums = torch.stack((square.new_zeros(()) if loss is None else loss.float(), square))
         if self.stages is not None:
             dist.all_reduce(sums, group=self.stages)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.utils import get_total_norm
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -32,7 +31,10 @@ def cut_along(tensor: Tensor) -> dict[str, ProcessGroup]:
 
 
 def square_of_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares over all ranks that hold parts of these gradients, in fp32; a copy counts once."""
+    """Sum of squares over all ranks that hold parts of these gradients, in fp32 on the device where they compute.
+
+    A copy counts once.
+    """
     cut: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     groups: dict[str, ProcessGroup] = {}
     for gradient in gradients:
@@ -41,7 +43,8 @@ def square_of_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
         cut[tuple(found)].append(local_part(gradient))
     total = torch.zeros((), device=device)
     for axes in sorted(cut):
-        square = get_total_norm(cut[axes]).float().to(total.device) ** 2  # offloaded gradients lie on the host
+        norms = torch._foreach_norm(cut[axes], 2, torch.float32)
+        square = torch.linalg.vector_norm(torch.stack(norms)).to(device) ** 2  # offloaded gradients lie on the host
         for axis in axes:
             dist.all_reduce(square, group=groups[axis])
         total += square
