@@ -6,7 +6,7 @@ import pytest
 
 from tests.random_runs import Ending, draw, ending, is_proven
 
-RANKS, DRAWS = 4, 15
+RANKS, FIRST, DRAWS = 4, 14, 15  # of these draws five are pipelines, four not of the torch engine
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def endings() -> dict[int, Ending]:
     return {}
 
 
-@pytest.mark.parametrize("seed", range(DRAWS))
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + DRAWS))
 def test_a_random_run_is_proven_or_refused(results: Path, endings: dict[int, Ending], seed: int) -> None:
     overrides = draw(seed, RANKS)
     found = endings[seed] = ending(overrides, results)
