@@ -17,6 +17,7 @@ from torch import Tensor
 from harness import worker
 from harness.checkpointing import apply_checkpointing
 from harness.config import CheckpointingConfig, PrecisionConfig, RunConfig
+from harness.engines import deepspeed as deepspeed_engine
 from harness.errors import UserError
 from harness.layout import resolve
 from harness.measure.activations import ActivationMeter
@@ -156,6 +157,23 @@ def test_selective_checkpointing_is_offered_where_it_is_enough() -> None:
 def test_an_interval_that_means_nothing_is_refused(overrides: tuple[str, int]) -> None:
     with pytest.raises(UserError, match=r"checkpointing.*choose"):
         CheckpointingConfig(*overrides)
+
+
+BIASED = ("strategy=zero3", "model=gpt_tiny", "checkpointing=selective")
+
+
+def test_biases_that_would_be_added_twice_are_refused(results: Path) -> None:
+    """DeepSpeed's linear function of stage 3 adds them in place to the product that selective keeps."""
+    with pytest.raises(UserError, match="adds the biases of model=gpt_tiny in place"):
+        run_with(results, worker.main, *BIASED)
+
+
+@pytest.mark.long
+def test_biases_added_twice_are_found(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = "+strategy.options.memory_efficient_linear=false"
+    assert run_with(results, worker.main, *BIASED, own)["row"]["status"] == "ok"
+    monkeypatch.setattr(deepspeed_engine, "has_own_linear", lambda *_: False)
+    assert_not_proven(run_with(results, worker.main, *BIASED), "gradient deviates")
 
 
 def test_selective_checkpointing_is_proven_where_it_is_hardest(results: Path) -> None:

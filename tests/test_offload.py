@@ -16,6 +16,7 @@ from harness import engines, job, layout, machine, records, worker
 from harness.activation_offload import offload_activations
 from harness.checkpointing import apply_checkpointing
 from harness.config import RunConfig
+from harness.engines.torch.norm import square_of_norm
 from harness.errors import UserError
 from harness.machine import Machine
 from harness.measure.activations import ActivationMeter
@@ -267,3 +268,11 @@ def test_a_tensor_changed_after_it_was_copied_is_copied_again() -> None:
 def test_an_unknown_key_is_a_mistake() -> None:
     with pytest.raises(UserError, match="offload_activations"):
         composed("+checkpointing.offload_activation=true")
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_the_norm_of_gradients_on_the_host_lies_where_ranks_can_sum_it(dtype: torch.dtype) -> None:
+    """In fp32 whatever the gradients' width: 16 bits know no 3001."""
+    gradients = [torch.ones(3001, dtype=dtype), torch.full((2,), 0.5, dtype=dtype)]
+    assert square_of_norm(gradients, torch.device("cpu")).item() == pytest.approx(3001.5, rel=1e-6)
+    assert square_of_norm(gradients, torch.device("meta")).device.type == "meta"

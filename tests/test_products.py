@@ -140,6 +140,8 @@ WRONG = (
     ("cp strategy.data_parallel=none", "to average gradients"),
     ("tp_pp strategy.data_parallel=ddp", "cannot wrap what strategy.tp=2 cuts"),
     ("cp train.seq_len=33", "choose train.seq_len a multiple of 8"),
+    ("fsdp_full_shard strategy.dp_replicate=4", "shards nothing"),
+    ("zero1_torch strategy.dp_replicate=4", "shards nothing"),
 )
 
 
