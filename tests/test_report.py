@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import composed
+from conftest import ROOT, composed
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from rich.console import Console
@@ -415,15 +415,16 @@ def test_every_axis_is_a_column_and_tells_rows_apart_alone() -> None:
         pair = [record_of(row(n, *TORCH) | {name: value}) for n, value in enumerate(other[COLUMN_TYPES[name]])]
         alike = [entry | {"ranks": []} for entry in pair]
         assert len(set(values(frame(alike), "label"))) == 2 and VARYING[name] in columns_of(alike), name
-    config = composed("strategy=tp_sp", "checkpointing=every_n", "checkpointing.every=2")
-    known = configured(config, resolve(config.strategy, 2)).keys() - {
-        "name",
-        "parameters",
-        "strategy",
-        "checkpointing",
-        "grad_accumulation",
-    }
-    assert known <= VARYING.keys()
+    config = composed("strategy=tp_pp", "checkpointing=every_n", "checkpointing.every=2")
+    made = configured(config, resolve(config.strategy, 4)).keys()
+    others = {"name", "parameters", "strategy", "checkpointing", "grad_accumulation"}
+    assert made - others == VARYING.keys() - {"measured_on", "otherwise"}
+
+
+def test_the_readme_names_every_column() -> None:
+    section = (ROOT / "README.md").read_text().split("## How to read the columns")[1].split("\nBeside it:")[0]
+    named = {word for code in re.findall(r"`([^`]*)`", section) for word in code.split()}
+    assert set(COLUMN_TYPES) - named == set()
 
 
 def test_what_no_column_has_is_told_by_its_key() -> None:
