@@ -77,22 +77,22 @@ class ModelConfig:
 class StrategyConfig:
     """One strategy as asked for; -1 stands for whatever is left of the world. Resolved by harness.layout."""
 
-    name: str
-    engine: str = "torch"
-    data_parallel: str = "none"  # the torch engine's means: none, ddp (DistributedDataParallel), fsdp (fully_shard)
-    zero_stage: int = 0
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
-    sequence_parallel: bool = False
+    name: str  # what rows are called
+    engine: str = "torch"  # the library that trains: a module of harness/engines
+    data_parallel: str = "none"  # PyTorch's means: none, ddp (DistributedDataParallel), fsdp (fully_shard)
+    zero_stage: int = 0  # what dp_shard divides: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters
+    dp_replicate: int = 1  # copies of the model, or of the group that shards it (hybrid sharding)
+    dp_shard: int = 1  # ranks over which the stage divides; the data degree is dp_replicate x dp_shard
+    tp: int = 1  # ranks that cut every matrix (tensor parallelism)
+    sequence_parallel: bool = False  # whether tp cuts the residual stream too, along the sequence
     vocabulary_parallel: bool = True  # whether tp cuts embedding and head too, or leaves them whole on every rank
-    cp: int = 1
-    pp: int = 1
-    schedule: str = "1f1b"
+    cp: int = 1  # ranks that share every sequence (context parallelism)
+    pp: int = 1  # ranks that share the depth (pipeline parallelism)
+    schedule: str = "1f1b"  # of the pipeline: gpipe, 1f1b, interleaved_1f1b, zero_bubble
     virtual_stages: int = 1  # stages a rank holds, for schedules that interleave them
     layers_per_stage: tuple[int, ...] | None = None  # in the order of stages; null: parameters spread evenly
-    offload: str = "none"
-    literature: bool = True  # whether the papers' volume is claimed; if so a run that sends another is an error
+    offload: str = "none"  # to the host: none, optimizer (and the gradients it reads), parameters (and all of these)
+    literature: bool = True  # whether the papers' volume and shares are claimed: a run that has others is an error
     options: dict[str, Any] = field(default_factory=dict)  # the engine's own settings, passed on as they are
 
     def __post_init__(self) -> None:

@@ -113,6 +113,11 @@ class Layout:
         return degree if self.zero_stage >= first_stage else 1
 
     @property
+    def zero_by_deepspeed(self) -> bool:
+        """Whether ZeRO is DeepSpeed's, whichever engine calls DeepSpeed."""
+        return self.data_parallel == "none" and self.zero_stage > 0
+
+    @property
     def on_host(self) -> tuple[str, ...]:
         """Kinds of model state that lie in the host's memory. With the optimizer go the gradients that it reads
         (ZeRO-Offload, arXiv 2101.06840).

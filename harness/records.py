@@ -47,6 +47,8 @@ COLUMN_TYPES: Mapping[str, type] = (
     | {"repeat": int, "started_at": str, "seconds": float, "peak_rank": int, "stale": str}
     # What lies on the host: as asked, and bytes of model state there where the device has a memory of its own.
     | {"offload": str, "offloaded_bytes": int, "offload_activations": bool, "offloaded_activation_bytes": int}
+    # By which means, and what tensor parallelism cuts.
+    | {"data_parallel": str, "vocabulary_parallel": bool}
     # Of pipelines: idle over working time of all stages, and the papers'; the most passes in flight on a rank.
     | {"sequence_parallel": bool, "schedule": str, "virtual_stages": int, "layers_per_stage": str}
     | {"bubble": float, "bubble_formula": float, "in_flight": int}
@@ -60,7 +62,7 @@ COLUMN_TYPES: Mapping[str, type] = (
     | {"overlapped_communication_seconds": float}
     # What is computed when, and by which implementations: attention's as it was heard on all ranks.
     | {"checkpointing_every": int, "loss_chunks": int, "compile": bool}
-    | {"attention_kernel": str, "fused_optimizer": bool}
+    | {"attention": str, "attention_kernel": str, "fused_optimizer": bool, "dropout": float}
     # Operations of a step over all ranks: the model's, without what is run again, and those that ran.
     | {"model_flops": int, "hardware_flops": int, "hfu": float, "model_flops_per_second_per_device": float}
     # Memory beyond tensors, and what the host gave.

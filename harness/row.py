@@ -67,8 +67,11 @@ def configured(config: RunConfig, layout: Layout | None) -> Row:
         "name": config.name,
         "model": config.model.name,
         "parameters": parameter_count(config.model),
+        "attention": config.model.attention,
+        "dropout": config.model.dropout,
         "strategy": config.strategy.name,
         "engine": config.strategy.engine,
+        "data_parallel": config.strategy.data_parallel,
         "checkpointing": config.checkpointing.name,
         "offload": config.strategy.offload,
         "offload_activations": config.checkpointing.offload_activations,
@@ -79,6 +82,7 @@ def configured(config: RunConfig, layout: Layout | None) -> Row:
         "seq_len": config.train.seq_len,
         "loss_chunks": config.train.loss_chunks,
         "compile": config.train.compile,
+        "fused_optimizer": config.train.fused_optimizer,
         "checkpointing_every": config.checkpointing.every if config.checkpointing.every > 1 else None,
         "repeat": config.repeat,
         "launch": "processes",
@@ -93,6 +97,7 @@ def configured(config: RunConfig, layout: Layout | None) -> Row:
             row["layers_per_stage"] = "-".join(split)
         if layout.tp > 1:
             row["sequence_parallel"] = layout.sequence_parallel
+            row["vocabulary_parallel"] = layout.vocabulary_parallel
     return row
 
 

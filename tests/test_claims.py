@@ -218,13 +218,17 @@ def test_the_papers_own_accounting_in_mixed_precision() -> None:
     )
 
 
-def test_what_deepspeed_does_otherwise_is_said() -> None:
-    sent = 3 * N * 2
+@pytest.mark.parametrize("engine", ["deepspeed", "accelerate"])
+def test_what_deepspeed_does_otherwise_is_said(engine: str) -> None:
+    """Whoever calls it."""
+    sent, by = 3 * N * 2, f"strategy.engine={engine}"
+    again_flops = 13 * record_of("zero3", by)["row"]["hardware_flops"] // 10
     records = [
         *(record_of("ddp"), record_of("ddp", "checkpointing=full")),
-        record_of("zero1", optimizer_bytes=6 * N),
-        record_of("zero1_defaults", **dict(zip(COLUMNS, (4 * N, 4 * N, 6 * N, None, sent), strict=True))),
-        record_of("zero3", "checkpointing=full", communication_bytes=13396232),
+        record_of("zero1", by, optimizer_bytes=6 * N),
+        record_of("zero1_defaults", by, **dict(zip(COLUMNS, (4 * N, 4 * N, 6 * N, None, sent), strict=True))),
+        record_of("zero3", by),
+        record_of("zero3", by, "checkpointing=full", communication_bytes=13396232, hardware_flops=again_flops),
     ]
     found = claims(records)
     cloned, defaults = of(found, "zero1", "model state"), of(found, "zero1_defaults", "bytes sent")
@@ -234,6 +238,9 @@ def test_what_deepspeed_does_otherwise_is_said() -> None:
     assert defaults.measured == pytest.approx(1.5)
     again = of(found, "zero3 full", "bytes sent")
     assert not again.agrees and "second forward" in again.reason and "defaults" not in again.reason
+    projection, ddps = of(found, "zero3 full", "operations"), of(found, "ddp full", "operations")
+    assert projection.reason.endswith("DeepSpeed's own projection runs that too")
+    assert projection.expected > ddps.expected
 
 
 def test_the_reason_why_recomputation_costs_less_than_a_third_is_always_said() -> None:

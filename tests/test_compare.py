@@ -253,3 +253,20 @@ def test_folders_without_records_are_one_line_and_exit_2(tmp_path: Path, capsys:
         with pytest.raises(SystemExit) as end:
             main(wrong)
         assert end.value.code == 2
+
+
+def test_lines_of_one_strategy_are_told_apart(tmp_path: Path) -> None:
+    """By columns where they differ in one, else by the keys of their configurations."""
+    first = [record(1, "ddp", engine="torch", compile=False), record(2, "ddp", engine="torch", compile=True)]
+    first += [record(3, "ddp", engine="accelerate"), record(4, "ddp", engine="accelerate")]
+    first[1]["config"]["train"]["compile"] = True
+    for entry, graph in zip(first[2:], (False, True), strict=True):
+        entry["config"]["strategy"] |= {"engine": "accelerate", "options": {"static_graph": graph}}
+    lines = compared(tmp_path, first, copy.deepcopy(first))
+    shown = [line.split("  ")[0] for line in lines if line.startswith("ddp ")]
+    assert shown == [
+        "ddp torch",
+        "ddp torch compiled yes",
+        "ddp accelerate static_graph=False",
+        "ddp accelerate static_graph=True",
+    ]

@@ -230,7 +230,11 @@ def test_repeats_in_a_sweep_and_of_what_is_impossible(harness: Harness, tmp_path
     assert sorted(rows[rows.status == "ok"].repeat) == [3, 4]
     assert "[8/8]" in done.stderr
     table = [line.split() for line in done.stdout.splitlines() if line.startswith(("ddp ", "dp "))]
-    assert [cells[1] for cells in table if cells[1] in ("ok", "refused")] == ["ok", "refused", "refused", "refused"]
+    ends = [cells[:3] for cells in table if cells[2] in ("ok", "refused")]
+    assert ends == [
+        ["ddp", "steps=1", "ok"],
+        *([name, f"steps={n}", "refused"] for name, n in (("ddp", 0), ("dp", 1), ("dp", 0))),
+    ]
 
 
 @pytest.mark.parametrize(("wrong", "said"), [("0", "is not a positive whole number"), ("x", "is not a whole number")])

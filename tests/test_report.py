@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT, composed
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from rich.console import Console
 
-from harness.records import Record, versions, write_record
+from harness.layout import resolve
+from harness.records import COLUMN_TYPES, Record, versions, write_record
 from harness.report.__main__ import main
+from harness.report.axes import VARYING
 from harness.report.comparison import byte_unit, frame, scaled, values
 from harness.report.markdown import escape, page
-from harness.report.tables import print_table
+from harness.report.tables import comparison_columns, print_table
+from harness.row import configured
 
 PARAMETERS = 2**20
 MIB = 2**20
@@ -332,10 +336,112 @@ def test_degrees_are_shown_where_strategy_and_world_do_not_say_them() -> None:
         [["fsdp_tp", "8", "4", "2"], ["tp", "2", "1", "2"]]
     )
     assert values(frame(entries), "label") == [
-        "fsdp_tp world 8 dp_shard 4 tp 2",
-        "fsdp_tp world 8 dp_shard 2 tp 4",
+        "fsdp_tp dp_shard 4 tp 2",
+        "fsdp_tp dp_shard 2 tp 4",
         "tp",
     ]
+
+
+TORCH, OTHER = ("ddp", "torch", 0), ("ddp", "accelerate", 0)
+STAGES = {"data_parallel": "fsdp", "dp_shard": 2, "pp": 2, "world_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("several", "header", "cells", "labels"),
+    [
+        ([(TORCH, {}), (OTHER, {})], "engine", ["torch", "accelerate"], ["ddp torch", "ddp accelerate"]),
+        (
+            [(TORCH, {"compile": False}), (TORCH, {"compile": True})],
+            "compiled",
+            ["no", "yes"],
+            ["ddp", "ddp compiled yes"],
+        ),
+        (
+            [(("fsdp_pp", "torch", stage), STAGES) for stage in (2, 3)],
+            "ZeRO",
+            ["2", "3"],
+            ["fsdp_pp ZeRO 2", "fsdp_pp ZeRO 3"],
+        ),
+        (
+            [(TORCH, {"checkpointing": "every_n", "checkpointing_every": every}) for every in (2, 4)],
+            "every",
+            ["2", "4"],
+            ["ddp every_n every 2", "ddp every_n every 4"],
+        ),
+        (
+            [(("cp", "torch", 0), {"data_parallel": means}) for means in ("none", "fsdp")],
+            "data_parallel",
+            ["none", "fsdp"],
+            ["cp data_parallel none", "cp data_parallel fsdp"],
+        ),
+        (
+            [(("tp", "torch", 0), {"vocabulary_parallel": cut}) for cut in (True, False)],
+            "vocabulary cut",
+            ["yes", "no"],
+            ["tp vocabulary cut yes", "tp vocabulary cut no"],
+        ),
+    ],
+    ids=["engine", "compile", "zero_stage", "every", "data_parallel", "vocabulary"],
+)
+def test_rows_that_differ_are_told_apart(
+    several: list[tuple[Any, dict[str, Any]]], header: str, cells: list[str], labels: list[str]
+) -> None:
+    """In the terminal, on the page and by their labels; a column only where it varies."""
+    entries = [record_of(row(n, *named, **changes)) for n, (named, changes) in enumerate(several)]
+    assert_told_apart(entries, header, cells, labels)
+    assert header not in columns_of(entries[:1]) and header not in grids(page("demo", entries[:1], []))["Comparison"][0]
+
+
+def columns_of(entries: list[Record]) -> dict[str, list[str]]:
+    return {column.title: column.cells for column in comparison_columns(frame(entries), short=True)}
+
+
+def assert_told_apart(entries: list[Record], header: str, cells: list[str], labels: list[str]) -> None:
+    assert values(frame(entries), "label") == labels
+    assert columns_of(entries)[header] == cells
+    lines = printed(entries, 120)
+    assert max(map(cell_len, lines)) <= 120 and header in " ".join(lines)
+    shown = [line for line in lines if line.startswith(entries[0]["row"]["strategy"] + " ")]
+    assert len(set(shown)) == len(entries) and all(cell in line for cell, line in zip(cells, shown, strict=True))
+    found = grids(page("demo", entries, []))
+    assert [line[header] for line in found["Comparison"]] == cells
+    assert [line["run"] for line in found["Memory"]] == labels
+
+
+def test_every_axis_is_a_column_and_tells_rows_apart_alone() -> None:
+    """Whatever a row says of how it ran is an axis: two rows that differ in it are called differently."""
+    other = {str: ("a", "b"), int: (1, 2), float: (0.0, 0.5), bool: (False, True)}
+    for name in VARYING.keys() - {"otherwise"}:
+        pair = [record_of(row(n, *TORCH) | {name: value}) for n, value in enumerate(other[COLUMN_TYPES[name]])]
+        alike = [entry | {"ranks": []} for entry in pair]
+        assert len(set(values(frame(alike), "label"))) == 2 and VARYING[name] in columns_of(alike), name
+    config = composed("strategy=tp_pp", "checkpointing=every_n", "checkpointing.every=2")
+    made = configured(config, resolve(config.strategy, 4)).keys()
+    others = {"name", "parameters", "strategy", "checkpointing", "grad_accumulation"}
+    assert made - others == VARYING.keys() - {"measured_on", "otherwise"}
+
+
+def test_the_readme_names_every_column() -> None:
+    section = (ROOT / "README.md").read_text().split("## How to read the columns")[1].split("\nBeside it:")[0]
+    named = {word for code in re.findall(r"`([^`]*)`", section) for word in code.split()}
+    assert set(COLUMN_TYPES) - named == set()
+
+
+def test_what_no_column_has_is_told_by_its_key() -> None:
+    """Of rows alike in every column, their configurations; -: has no such key."""
+    entries = [record_of(row(n, *TORCH)) for n in range(3)] + [record_of(row(3, "zero1", "deepspeed", 1))]
+    for entry, options in zip(entries, ({}, {"static_graph": True}, {"static_graph": False}, {}), strict=True):
+        entry["config"] = {"strategy": {"options": options}, "tracking": {"name": entry["row"]["run_id"]}}
+    told = [f"static_graph={value}" for value in ("-", "True", "False")]
+    assert_told_apart(entries[:3], "otherwise", told, [f"ddp {text}" for text in told])
+    assert values(frame(entries), "label")[3] == "zero1"
+    assert "otherwise" not in columns_of([entries[1], entries[3]])
+
+
+def test_what_all_rows_share_is_said_where_it_is_not_as_usual() -> None:
+    unusual = {"compile": True, "loss_chunks": 4, "dropout": 0.1, "fused_optimizer": False}
+    entries = [record_of(row(n, name, "torch", 0, **unusual)) for n, name in enumerate(("ddp", "fsdp_no_shard"))]
+    assert printed(entries, 400)[0].split("; ")[-5:-1] == ["compiled yes", "loss chunks 4", "fused no", "dropout 0.1"]
 
 
 def test_one_row_is_still_measured_against_the_baseline_of_all() -> None:
@@ -362,6 +468,12 @@ def test_baseline_is_ddp_then_single_then_the_first_and_only_of_the_same_setting
     assert ratio_of(zero1, dead, zero3) == [1.0, None, 10 / 18]
     checkpointed = record_of(ddp["row"] | {"checkpointing": "full", "peak_allocated_bytes": 10 * MIB, "run_id": "full"})
     assert ratio_of(checkpointed, ddp) == [0.5, 1.0]
+
+
+def test_the_plainest_of_several_is_the_baseline() -> None:
+    changes = ({"checkpointing": "full"}, {"compile": True}, {"compile": False}, {"dropout": 0.0})
+    entries = [record_of(row(n, *TORCH, **change)) for n, change in enumerate(changes)]
+    assert values(frame(entries), "baseline")[0] == values(frame(entries), "label")[2]
 
 
 def test_units_and_small_numbers() -> None:
@@ -460,6 +572,28 @@ def test_what_fills_the_peak_adds_up_and_leaves_text_alone() -> None:
         "temporaries": "16.00",
         "peak": "20.00",
     }
+
+
+def test_what_lies_on_the_host_is_said_beside_the_state_that_it_is_part_of() -> None:
+    entries = [record_of(row(1, "ddp", "torch", 0)), record_of(row(2, "zero_offload", "deepspeed", 2))]
+    without = page("demo", entries, [])
+    assert "on the host" not in "".join(grids(without)["Memory"][0]) and "on the host are" not in without
+    entries[0]["row"] |= {"offloaded_bytes": 0, "offloaded_activation_bytes": 3 * MIB}
+    entries[1]["row"] |= {"offloaded_bytes": 8 * MIB}
+    text = page("demo", entries, [])
+    memory = grids(text)["Memory"]
+    assert [line["state on the host"] for line in memory] == ["0.00", "8.00"]
+    assert [line["activations on the host"] for line in memory] == ["3.00", ""]
+    assert "of them state on the host lies in the host" in text and "Activations on the host are the most" in text
+
+
+def test_skipped_steps_stand_beside_the_proof_where_there_are_any() -> None:
+    entries = [record_of(row(1, "ddp", "torch", 0, skipped_steps=0)), record_of(row(2, "zero1", "deepspeed", 1))]
+    assert "skipped steps" not in grids(page("demo", entries, []))["Proof"][0]
+    entries.append(record_of(row(3, "fsdp_full_shard", "torch", 3, skipped_steps=2)))
+    text = page("demo", entries, [])
+    assert [line["skipped steps"] for line in grids(text)["Proof"]] == ["0", "", "2"]
+    assert "because a gradient overflowed" in text
 
 
 def test_rows_stale_for_one_reason_share_a_line() -> None:

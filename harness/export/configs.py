@@ -26,14 +26,16 @@ def torchrun_sh(run: Recorded) -> str:
         'cd "$(dirname "$0")" || exit',
         f"export OMP_NUM_THREADS={run.threads}  # the cores, divided among the ranks, as in the run",
     ]
-    if run.device == "cpu" and run.is_deepspeed:
+    if run.device == "cpu" and run.layout.zero_by_deepspeed:
         lines.append("export DS_ACCELERATOR=cpu  # else DeepSpeed chooses; it compiles its CPU collective once")
     lines.append(f'exec torchrun --nnodes={nodes} --nproc-per-node={run.ranks_per_node} {meet} train.py "$@"')
     return "\n".join(lines) + "\n"
 
 
 def accelerate_yaml(run: Recorded) -> str:
-    kind = "DEEPSPEED" if run.is_deepspeed else {"ddp": "MULTI_GPU", "fsdp": "FSDP"}[run.layout.data_parallel]
+    kind = (
+        "DEEPSPEED" if run.layout.zero_by_deepspeed else {"ddp": "MULTI_GPU", "fsdp": "FSDP"}[run.layout.data_parallel]
+    )
     lines = ["# accelerate launch --config_file accelerate.yaml train_accelerate.py, in this folder"]
     if run.device == "cpu":
         lines.append("# The run was on a CPU. This type starts processes there too; MULTI_CPU does so by mpirun alone.")

@@ -18,7 +18,7 @@ from harness.plan.buffers import ddp_options
 
 
 def train_accelerate_py(run: Recorded) -> str:
-    if run.is_deepspeed:
+    if run.layout.zero_by_deepspeed:
         start, after, step = zero(run)
     elif run.layout.data_parallel == "fsdp":
         start, after, step = shards(run)
@@ -54,7 +54,7 @@ Parts = tuple[Piece, list[str], str]
 
 
 def clips(run: Recorded) -> bool:
-    return run.config.train.gradient_clipping > 0 and not run.is_deepspeed  # whose configuration says it
+    return run.config.train.gradient_clipping > 0 and not run.layout.zero_by_deepspeed  # whose configuration says it
 
 
 def copies(run: Recorded) -> Parts:

@@ -26,12 +26,12 @@ def common(run: Recorded) -> Iterator[str]:
         yield "train.compile=true is not part of it; add block.compile() to a script of train.compile=false"
     if config.precision.name not in ("fp32", "bf16_mixed"):
         yield f"precision={config.precision.name} is not part of it: fp32 and bf16_mixed are"
-    if config.precision.mixed and layout.data_parallel != "fsdp" and not run.is_deepspeed:
+    if config.precision.mixed and layout.data_parallel != "fsdp" and not run.layout.zero_by_deepspeed:
         yield (
             f"precision={config.precision.name} keeps fp32 masters beside 16-bit copies by this project's hooks; fsdp_*"
             " and zero* have them"
         )
-    if run.is_deepspeed:
+    if run.layout.zero_by_deepspeed:
         yield from deepspeed_reasons(run)
 
 
@@ -55,7 +55,7 @@ def train(run: Recorded) -> Iterator[str]:
         yield f"strategy.cp={layout.cp} gathers keys and values by this project's attention"
     if layout.pp > 1 and layout.world_size > layout.pp:
         yield "a pipeline beside other parallelisms is this project's own; one alone is written"
-    if layout.offload != "none" and not run.is_deepspeed:
+    if layout.offload != "none" and not run.layout.zero_by_deepspeed:
         yield f"strategy.offload={layout.offload} with fully_shard is not part of it"
     if layout.gives_whole_parameters and layout.dp_replicate > 1:
         yield f"strategy.dp_replicate={layout.dp_replicate} with ZeroRedundancyOptimizer over part of the ranks"
@@ -66,7 +66,7 @@ def train(run: Recorded) -> Iterator[str]:
 
 
 def deepspeed(run: Recorded) -> Iterator[str]:
-    if not run.is_deepspeed:
+    if not run.layout.zero_by_deepspeed:
         yield f"strategy={run.config.strategy.name} is torch's own; DeepSpeed's are zero1, zero2 and zero3"
     yield from common(run)
 

@@ -28,11 +28,6 @@ class Recorded:
     def ranks_per_node(self) -> int:
         return self.layout.world_size // self.config.cluster.nodes
 
-    @property
-    def is_deepspeed(self) -> bool:
-        """Whether the layout is ZeRO's as DeepSpeed has it, whoever called DeepSpeed."""
-        return self.layout.data_parallel == "none" and self.layout.zero_stage > 0
-
 
 def read(directory: Path, target: Path | None) -> Recorded:
     """Raises UserError where there is no run, or none that is `ok`."""

@@ -14,7 +14,7 @@ LINE = "# " + "-" * 117
 
 
 def train_py(run: Recorded) -> str:
-    if run.is_deepspeed:
+    if run.layout.zero_by_deepspeed:
         return deepspeed_script(run)
     return pipeline_script(run) if run.layout.pp > 1 else torch_script(run)
 

@@ -12,7 +12,7 @@ COMPOSED = "composed"
 
 def kernels(config: RunConfig, ranks: Sequence[Rank]) -> Row:
     found = attention_kernels(config, ranks)
-    return {"attention_kernel": "+".join(found) or None, "fused_optimizer": config.train.fused_optimizer}
+    return {"attention_kernel": "+".join(found) or None}
 
 
 def attention_kernels(config: RunConfig, ranks: Sequence[Rank]) -> list[str]:

@@ -8,16 +8,12 @@ import pandas as pd
 
 from harness.records import Record
 from harness.report import comparison as c
+from harness.report.axes import VARYING
 from harness.report.grid import escape, grid
 
 # Runs that differ in the micro-batch alone, and in the batch and accumulation that follow from it, are one line of the
 # picture; those of one line and its checkpointed twin differ in checkpointing too.
-_LINE = (
-    *("model", "parameters", "precision", "strategy", "engine", "seq_len", "measured_on", "launch"),
-    *("zero_stage", "world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp"),
-    *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "repeat"),
-    *("offload", "offload_activations"),
-)
+_LINE = ("strategy", "parameters", *(name for name in VARYING if name not in ("micro_batch", "global_batch")))
 Key = tuple[Any, ...]
 Points = dict[int, tuple[float, float | None]]  # measured and predicted bytes by micro-batch
 
@@ -54,7 +50,7 @@ def _lines(records: Sequence[Record]) -> dict[Key, Points]:
         row, config = record["row"], record.get("config") or {}
         if row["status"] != "ok" or not row.get("activation_bytes") or not row.get("micro_batch"):
             continue
-        groups = (repr(config.get("model")), repr(config.get("strategy")))  # attention, options
+        groups = (repr(config.get("model")), repr(config.get("strategy")))  # sizes, options
         key = (*(row.get(name) for name in _LINE), *groups, row.get("checkpointing"))
         point = (row["activation_bytes"], row.get("predicted_activation_bytes"))
         found.setdefault(key, {}).setdefault(row["micro_batch"], point)

@@ -59,7 +59,7 @@ def _state_bytes(run: Run) -> float | None:
 
 def _widths(run: Run, accounting: dict[str, int], stage: int, shards: int) -> Iterator[str]:
     """What a run holds otherwise than the accounting has it, a phrase each with the cause where it is known."""
-    fsdp, deepspeed = run.degrees.get("data_parallel") == "fsdp", run.row.get("engine") == "deepspeed"
+    fsdp, deepspeed = run.degrees.get("data_parallel") == "fsdp", run.zero_by_deepspeed
     mixed, offloaded = run.row.get("precision") != "fp32", run.row.get("offload") not in (None, "none")
     for kind, column in zip(_STATE, c.MODEL_STATE, strict=True):
         held, parameters = run.number(column), run.number("parameters")
@@ -104,7 +104,7 @@ def _volume(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
     }
     paper = papers.get(stage)
     strategy, tied = run.groups.get("strategy") or {}, (run.groups.get("model") or {}).get("tie_word_embeddings")
-    deepspeed, again = run.row.get("engine") == "deepspeed", config.checkpointing.name in CALLED_AGAIN
+    deepspeed, again = run.zero_by_deepspeed, config.checkpointing.name in CALLED_AGAIN
     reasons = {
         "DeepSpeed's defaults are not the paper's method": deepspeed and strategy.get("literature") is False,
         "ZeroRedundancyOptimizer all-reduces gradients, then broadcasts parameters": deals_out(run),
@@ -148,7 +148,7 @@ def _recomputation(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
     if layout is None or config is None or before is None:
         return
     device = "cpu" if run.row.get("measured_on") == "cpu" else "cuda"
-    deepspeed = run.row.get("engine") == "deepspeed" and layout.zero_stage == 3
+    deepspeed = layout.zero_by_deepspeed and layout.zero_stage == 3
     projection = deepspeed and run.options().get("memory_efficient_linear") is not False
     remark = "4/3 leaves out that the head runs once and that torch stops before a layer's last projection"
     if layout.schedule == "zero_bubble" and layout.pp > 1:

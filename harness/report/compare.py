@@ -1,7 +1,7 @@
 """Two folders of results side by side: what made them differently, and what each run cost in one over the other."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from harness.errors import printable
 from harness.identity import settling
 from harness.records import Record, Row
 from harness.report import comparison as c
+from harness.report.axes import flattened
 from harness.report.spread import is_unsettled, merged, spread
 from harness.report.tables import Column, fit_width, rich_table
 
@@ -22,14 +23,16 @@ _IS = ("model.", "strategy.", "checkpointing.")
 # Where no configuration was recorded, these columns say what ran.
 _SETTLED = (
     *("model", "strategy", "engine", "checkpointing", "precision", "world_size", "micro_batch", "global_batch"),
-    *("seq_len", "zero_stage", "schedule", "virtual_stages"),
+    *("seq_len", "zero_stage", "schedule", "virtual_stages", "data_parallel", "vocabulary_parallel"),
+    *("checkpointing_every", "compile", "loss_chunks", "fused_optimizer", "offload", "offload_activations"),
+    *("attention", "dropout"),
 )
 
 EXACT = 0.01  # relative; of figures that no machine's load changes
 _EXACT = ("_bytes", "_flops", "in_flight", "_retries", "_errors")
 _SHOWN = {"peak_allocated_bytes", "communication_bytes", "peak_host_bytes"}  # the last by what else a process imported
 
-Flat = dict[str, Any]  # groups inside groups under dotted keys
+Flat = dict[str, Any]  # under dotted keys
 Changes = dict[str, tuple[str, str]]  # by key, the values of A and of B
 Rows = Sequence[tuple[Row, Row]]  # of A and of B
 
@@ -53,26 +56,19 @@ def print_comparison(names: tuple[str, str], first: Sequence[Record], second: Se
     _print_pairs(pairs(merged(first), merged(second), configuration), out)
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Flat:
-    found: Flat = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
-    return found
-
-
 def _made_by(record: Record) -> Flat:
     commit = record.get("commit") or {}
     name = commit.get("commit") and f"{str(commit['commit'])[:12]}{' and changes' if commit.get('dirty') else ''}"
-    return _flat(record.get("versions") or {}) | {"commit": name}
+    return flattened(record.get("versions") or {}) | {"commit": name}
 
 
 def _environment(record: Record) -> Flat:
-    return _flat(record.get("environment") or {})
+    return flattened(record.get("environment") or {})
 
 
 def _configuration(record: Record) -> Flat:
     """Without what tells repeats apart. Null is a choice here, and not the same as no such key."""
-    flat = _flat(settling(record.get("config") or {}))
+    flat = flattened(settling(record.get("config") or {}))
     flat |= {"data.fingerprint": record["corpus"]} if record.get("corpus") else {}
     return {key: _NULL if value is None else value for key, value in flat.items() if key != "repeat"}
 

@@ -7,38 +7,12 @@ from typing import Any
 import pandas as pd
 
 from harness.records import COLUMN_TYPES, Record, Row, is_stale, versions
+from harness.report import axes
+from harness.report.axes import SAID_BY_STRATEGY, VARYING
 from harness.report.spread import is_unsettled, spread
 
 # Runs are comparable, and a ratio between them means something, where all of these are equal.
 _SETTING = ("model", "parameters", "precision", "global_batch", "seq_len", "measured_on", "launch")
-# Shown as columns where they vary over the rows, else said once: column and its header.
-VARYING = {
-    "model": "model",
-    "precision": "precision",
-    "world_size": "world",
-    "global_batch": "batch",
-    "seq_len": "seq_len",
-    "micro_batch": "micro",
-    "measured_on": "device",
-    "launch": "launch",
-    "repeat": "repeat",
-    "dp_replicate": "dp_replicate",
-    "dp_shard": "dp_shard",
-    "tp": "tp",
-    "cp": "cp",
-    "pp": "pp",
-    "schedule": "schedule",
-    "virtual_stages": "virtual",
-    "layers_per_stage": "layers",
-    "sequence_parallel": "sequence",
-    "offload": "offload",
-    "offload_activations": "activations away",
-}
-# Strategy and world size say these, unless rows that share both differ in them.
-_DEGREES = (
-    *("dp_replicate", "dp_shard", "tp", "cp", "pp"),
-    *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "offload", "offload_activations"),
-)
 MODEL_STATE = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 MEMORY = (*MODEL_STATE, "activation_bytes", "peak_allocated_bytes")
 RATIOS = ("peak_allocated_bytes", "tokens_per_second", "communication_bytes")
@@ -55,9 +29,10 @@ class Unit:
 def frame(records: Sequence[Record]) -> pd.DataFrame:
     """One row a record, in the given order: its columns, unknown values NA, and what follows from them.
 
-    Added are `state_bytes`, `stale` (what differs in versions), `label` (what tells the row apart), `baseline` (the
-    label of the row it is measured against), `<column>_ratio` to that row, and `unsettled`: whether the ratio of speed
-    is within the spread. Repeated runs are a row each; frame(merged(records)) has a row for all repeats.
+    Added are `state_bytes`, `stale` (what differs in versions), `otherwise` (what of the configuration differs in rows
+    that no column tells apart), `label` (what tells the row apart), `baseline` (the label of the row it is measured
+    against), `<column>_ratio` to that row, and `unsettled`: whether the ratio of speed is within the spread. Repeated
+    runs are a row each; frame(merged(records)) has a row for all repeats.
     """
     rows: list[Row] = [record["row"] for record in records]
     names = dict.fromkeys((*COLUMN_TYPES, *(name for row in rows for name in row)))
@@ -66,7 +41,9 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     now = versions()
     table["stale"] = ["; ".join(is_stale(record, now)) or None for record in records]
     table["state_bytes"] = table[list(MODEL_STATE)].astype("Float64").sum(axis=1, skipna=False).astype("Int64")
-    labels = _labels(rows, varying_columns(table))
+    varying = varying_columns(table)
+    table["otherwise"] = axes.otherwise(records, varying)
+    labels = axes.labels(rows, varying, table["otherwise"].tolist())
     baselines = [_baseline(row, rows) for row in rows]
     table["label"] = labels
     table["baseline"] = [None if baseline is None else labels[baseline] for baseline in baselines]
@@ -93,38 +70,15 @@ def varying_columns(table: pd.DataFrame) -> list[str]:
     return [
         name
         for name in VARYING
-        if (alike[name].nunique().gt(1).any() if name in _DEGREES else len(known(table, name)) > 1)
+        if (alike[name].nunique().gt(1).any() if name in SAID_BY_STRATEGY else len(known(table, name)) > 1)
     ]
-
-
-def _labels(rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
-    """A label a row, no two the same, only as long as that needs: ddp, zero3 full, tp world 4."""
-    labels = [_label(row) for row in rows]
-    details = [" ".join(_told(name, row[name]) for name in varying if row.get(name) is not None) for row in rows]
-    labels = _distinguished(labels, details)
-    return _distinguished(labels, [row["run_id"] for row in rows])
-
-
-def _label(row: Row) -> str:
-    checkpointing = row.get("checkpointing")
-    return f"{row.get('strategy') or row['run_id']}{'' if checkpointing in (None, 'none') else f' {checkpointing}'}"
-
-
-def _distinguished(labels: Sequence[str], details: Sequence[str]) -> list[str]:
-    return [
-        f"{label} {detail}" if detail and labels.count(label) > 1 else label
-        for label, detail in zip(labels, details, strict=True)
-    ]
-
-
-def _told(name: str, value: Any) -> str:
-    return value if isinstance(value, str) else f"{VARYING[name]} {value}"
 
 
 def _baseline(row: Row, rows: Sequence[Row]) -> int | None:
     """The position of the row this one is measured against: ddp on as many ranks, else single, else the first ok.
 
-    A single process is held against the only ddp there is. Without checkpointing goes before with it.
+    A single process is held against the only ddp there is. Of several the first without checkpointing, and with what
+    is optional as it usually is.
     """
     if row["status"] != "ok":
         return None
@@ -138,8 +92,11 @@ def _baseline(row: Row, rows: Sequence[Row]) -> int | None:
     lone = row.get("world_size") == 1 and len({peer.get("world_size") for _, peer in ddp}) == 1
     single = [(position, peer) for position, peer in peers if peer.get("strategy") == "single"]
     candidates = (ddp if lone else [pair for pair in ddp if pair in same_world]) or single or same_world
-    plain = [pair for pair in candidates if pair[1].get("checkpointing") in (None, "none")]
-    return (plain or candidates)[0][0]
+
+    def variations(pair: tuple[int, Row]) -> tuple[bool, int]:
+        return pair[1].get("checkpointing") not in (None, "none"), len(axes.unusual(pair[1]))
+
+    return min(candidates, key=variations)[0]
 
 
 def _ratios(column: Sequence[Any], baselines: Sequence[int | None]) -> list[float | None]:
@@ -272,4 +229,5 @@ def summary(table: pd.DataFrame) -> list[str]:
     phrases += [f"micro-batch {one['micro_batch']}"] if "micro_batch" in one else []
     phrases += [f"on {one['measured_on']}"] if "measured_on" in one else []
     phrases += [f"{one['launch']} launch"] if "launch" in one else []
+    phrases += [axes.told(name, one[name]) for name, usual in axes.USUAL.items() if one.get(name, usual) != usual]
     return phrases

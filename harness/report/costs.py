@@ -9,11 +9,22 @@ from harness.report import comparison as c
 from harness.report.grid import escape, labelled
 
 _MEMORY_HEADERS = dict(zip(c.MEMORY, ("parameters", "gradients", "optimizer", "activations", "peak"), strict=True))
+_ON_HOST = {"offloaded_bytes": "state on the host", "offloaded_activation_bytes": "activations on the host"}
 _BESIDE = {
     "peak_reserved_bytes": "peak reserved",
     "fragmentation_bytes": "fragmentation",
     "outside_bytes": "outside torch",
     "peak_host_bytes": "host process",
+}
+_HOST_NOTES = {
+    "offloaded_bytes": (
+        " Parameters, gradients and optimizer are counted wherever they lie: of them state on the host lies in the"
+        " host's memory and is no part of the device's peak."
+    ),
+    "offloaded_activation_bytes": (
+        " Activations on the host are the most that offload held there at once: on a GPU beside those of the column"
+        " activations, on a CPU in the same memory."
+    ),
 }
 _PARTS = {
     "parameter": "parameters",
@@ -40,7 +51,8 @@ _LARGEST = 3  # of a run's blocks that are told by what made them
 
 
 def memory(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
-    names = (*c.MEMORY, *_BESIDE)
+    on_host = {name: header for name, header in _ON_HOST.items() if any(c.values(table, name))}
+    names = (*c.MEMORY, *on_host, *_BESIDE)
     unit = c.byte_unit([value for name in names for value in c.values(table, name)])
     compared = c.baseline_names(table)
     columns: dict[str, list[str]] = {}
@@ -49,7 +61,7 @@ def memory(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
         if compared:
             columns[f"× {header}"] = c.ratios(c.values(table, f"{name}_ratio"))
     columns["peak of the least rank"] = c.scaled(_least_peaks(records), unit)
-    for name, header in _BESIDE.items():
+    for name, header in (on_host | _BESIDE).items():
         columns[header] = c.scaled(c.values(table, name), unit)
     columns = {header: cells for header, cells in columns.items() if any(cells)}
     if columns:
@@ -59,6 +71,7 @@ def memory(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
             "Each column is the maximum over ranks. Parameters and optimizer at rest between steps, gradients and"
             " activations at their most; the parts need not be at their most at once, so they need not add up. The host"
             " process is the most that was ever resident of one, interpreter and libraries included."
+            + "".join(_HOST_NOTES[name] for name in on_host)
             + (f" × is over {escape(compared)}." if compared else "")
         )
 

@@ -8,6 +8,7 @@ import pandas as pd
 from harness.records import Record
 from harness.report import batches, claims, costs
 from harness.report import comparison as c
+from harness.report.axes import VARYING
 from harness.report.grid import escape, grid, labelled
 from harness.report.pipelines import pipelines
 from harness.report.spread import HOW_TO_READ, merged
@@ -44,7 +45,7 @@ def page(name: str, records: Sequence[Record], problems: Sequence[str]) -> str:
 def _introduction(table: pd.DataFrame, records: Sequence[Record]) -> str:
     ended = [f"{c.values(table, 'status').count(status)} {status}" for status in c.known(table, "status")]
     shared = "; ".join(escape(phrase) for phrase in c.summary(table))
-    varied = ", ".join(c.VARYING[name] for name in c.varying_columns(table))
+    varied = ", ".join(VARYING[name] for name in c.varying_columns(table))
     text = f"{len(records)} run{'s'[: len(records) > 1]} ({', '.join(ended)})"
     text += f", all of them: {shared}." if shared else "."
     text += f" What varies beside the strategy: {varied}." if varied else ""
@@ -71,8 +72,9 @@ def _main(table: pd.DataFrame) -> Iterator[str]:
     baseline = c.baseline_names(table)
     yield (
         (f"× is the value over that of {escape(baseline)}. " if baseline else "")
-        + "Memory is the maximum over ranks; state is parameters, gradients and optimizer; comm. is what one rank"
-        " sends in one step. The deviations are the largest relative differences from the single-process reference."
+        + "Memory is the maximum over ranks; state is parameters, gradients and optimizer, on the device and the host;"
+        " comm. is what one rank sends in one step. The deviations are the largest relative differences from the"
+        " single-process reference."
         + (" The bubble is the idle time of all stages over their working time." if c.known(table, "bubble") else "")
         + (f" {HOW_TO_READ}" if baseline or c.known(table, "between_runs") else "")
         + (" ‡ marks runs that something disturbed, listed below." if any(c.values(table, "disturbed")) else "")
@@ -125,6 +127,9 @@ def _proof(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
         "gradient deviation": c.deviations(c.values(table, "grad_deviation")),
         "gradient bound": c.deviations([proof.get("gradient_bound") for proof in proofs]),
     }
+    skipped = c.values(table, "skipped_steps")
+    if any(skipped):
+        columns["skipped steps"] = ["" if count is None else str(count) for count in skipped]
     columns = {header: cells for header, cells in columns.items() if any(cells)}
     if columns:
         yield "## Proof"
@@ -132,6 +137,7 @@ def _proof(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
         yield (
             "Layout: whether local and global sizes of parameters, gradients and optimizer state match what the layout"
             " says. A deviation above its bound makes the run an error."
+            + (" Skipped steps were left out because a gradient overflowed." if any(skipped) else "")
         )
 
 

@@ -28,6 +28,7 @@ _SETTING = (
 DIVISION = (
     *("strategy", "engine", "zero_stage", "world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp"),
     *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "offload"),
+    *("data_parallel", "vocabulary_parallel"),
 )
 
 
@@ -78,6 +79,11 @@ class Run:
     def layout(self) -> Layout | None:
         layout: Layout | None = _read(Layout, self.degrees)
         return layout
+
+    @property
+    def zero_by_deepspeed(self) -> bool:
+        layout = self.layout()
+        return layout is not None and layout.zero_by_deepspeed
 
 
 def _read(kind: type, values: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.identity import settling
 from harness.records import Record, Row, is_stale, versions
+from harness.report.axes import VARYING
 
 # For the page, in Markdown: what the comparison's marks mean.
 HOW_TO_READ = (
@@ -19,12 +20,7 @@ HOW_TO_READ = (
 )
 
 # Of a row: what is known before anything runs. Rows without a configuration are told apart by this alone.
-_SETTLED = (
-    *("strategy", "engine", "checkpointing", "model", "parameters", "precision", "measured_on", "launch"),
-    *("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "zero_stage", "sequence_parallel"),
-    *("schedule", "virtual_stages", "layers_per_stage", "micro_batch", "global_batch", "seq_len"),
-    *("offload", "offload_activations"),
-)
+_SETTLED = ("strategy", "checkpointing", "parameters", *(name for name in VARYING if name != "repeat"))
 _MEDIAN = (
     *("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "bubble", "mfu", "hfu"),
     *("model_flops_per_second_per_device", "cpu_seconds", "joules_per_token"),

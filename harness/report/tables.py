@@ -14,6 +14,7 @@ from rich.text import Text
 from harness.errors import printable
 from harness.records import Record, Row
 from harness.report import comparison as c
+from harness.report.axes import VARYING, plain
 from harness.report.spread import merged
 
 PIPED_WIDTH = 120
@@ -90,7 +91,7 @@ def _names(table: pd.DataFrame, short: bool) -> list[Column]:
         cells = [printable(_SHORT.get(kind, kind) if short else kind) for kind in kinds]
         columns.append(Column(("ckpt" if short else "checkpointing", ""), cells, number=False))
     varying = [
-        Column((c.VARYING[name], ""), _texts(c.values(table, name)), number=False, drop=_DROP_NAMES + position)
+        Column((VARYING[name], ""), _texts(c.values(table, name)), number=False, drop=_DROP_NAMES + position)
         for position, name in enumerate(reversed(c.varying_columns(table)))
     ]
     return [*columns, *reversed(varying), Column(("status", ""), _statuses(table), number=False)]
@@ -115,7 +116,7 @@ def _runs(table: pd.DataFrame) -> list[str]:
 
 
 def _texts(cells: Sequence[object]) -> list[str]:
-    return ["" if cell is None else printable(cell) for cell in cells]
+    return ["" if cell is None else printable(plain(cell)) for cell in cells]
 
 
 def print_table(records: Sequence[Record], console: Console, only: Collection[str] | None = None) -> None:
@@ -191,7 +192,10 @@ def _said_of_runs(label: str, runs: Sequence[Record], said: Callable[[Row], Any]
 
 
 def fit_width(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
-    """The columns that fit a width, and those left out: names are shortened, a number never is."""
+    """The columns that fit a width, and those left out: names are shortened, a number never is.
+
+    As long as there is a column to leave out, no two names of a column become one.
+    """
     fitted = [_limited(column, _LONGEST_TEXT) for column in columns]
     if _width(fitted) > width:
         fitted = [fitted[0], *(_limited(column, _SHORTER_TEXT) for column in fitted[1:])]
@@ -201,14 +205,14 @@ def fit_width(columns: Sequence[Column], width: int) -> tuple[list[Column], list
         left_out.append(least)
         fitted.remove(least)
     if _width(fitted) > width:
-        fitted = [_limited(column, _SHORTEST_TEXT) for column in fitted]
+        fitted = [_limited(column, _SHORTEST_TEXT, at_any_rate=True) for column in fitted]
     return fitted, left_out
 
 
-def _limited(column: Column, limit: int) -> Column:
-    if column.number:
-        return column
-    return replace(column, cells=[_cut(cell, limit) for cell in column.cells])
+def _limited(column: Column, limit: int, at_any_rate: bool = False) -> Column:
+    cells = [_cut(cell, limit) for cell in column.cells]
+    merges = len(set(cells)) < len(set(column.cells))
+    return column if column.number or (merges and not at_any_rate) else replace(column, cells=cells)
 
 
 def _cut(text: str, width: int) -> str:
