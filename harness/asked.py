@@ -21,6 +21,7 @@ class Asked:
     forward_flops: int
     layers_flops: int  # of forward, in the decoder layers
     step_flops: int  # forward and backward
+    remade_flops: int  # of backward: scores that a fused attention kernel makes again, wherever there is one
     again_flops: int  # what full checkpointing adds
 
     def in_layers(self, name: str) -> bool:

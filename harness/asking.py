@@ -14,6 +14,7 @@ from harness.asked import Asked
 from harness.errors import UserError, one_line
 from harness.huggingface import decoder_layers, made
 from harness.measure.flops import operator_flops
+from harness.plan.flops import BACKWARD
 
 # The library's names for ways of cutting (transformers/distributed/tensor_parallel.py) that DTensor does here.
 STYLES = {
@@ -33,7 +34,8 @@ def ask(config: Any, attention: str, seq_len: int, path: object) -> Asked:
         with FakeTensorMode():
             model = made(config, attention, path)
             layers_path, layers = decoder_layers(model)
-            forward, in_layers, step = operations(model, layers, seq_len)
+            once, _, undropped = operations(model.eval(), layers, seq_len)  # no kernel of a CPU drops
+            forward, in_layers, step = operations(model.train(), layers, seq_len)
             finished = checkpointed(layers)
             _, _, again = operations(model, layers, seq_len)
     except UserError:
@@ -60,6 +62,7 @@ def ask(config: Any, attention: str, seq_len: int, path: object) -> Asked:
         forward_flops=forward,
         layers_flops=in_layers,
         step_flops=step,
+        remade_flops=undropped - (1 + BACKWARD) * once,
         again_flops=again - step,
     )
 

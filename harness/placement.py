@@ -42,10 +42,15 @@ def cut_dimension(parameter: str, model: ModelConfig) -> int | None:
     return None if cut is None else CUT_DIMENSION[cut]
 
 
+def cuts_vocabulary(parameter: str, model: ModelConfig) -> bool:
+    """Whether what tensor parallelism cuts of a parameter is the vocabulary."""
+    return cut_of(parameter.rpartition(".")[0], model) == "vocabulary"
+
+
 def cut_dimension_in(parameter: str, model: ModelConfig, layout: Layout) -> int | None:
     """The same under a layout, which may leave the vocabulary whole."""
-    vocabulary = cut_of(parameter.rpartition(".")[0], model) == "vocabulary"
-    return None if vocabulary and not layout.vocabulary_parallel else cut_dimension(parameter, model)
+    whole_vocabulary = cuts_vocabulary(parameter, model) and not layout.vocabulary_parallel
+    return None if whole_vocabulary else cut_dimension(parameter, model)
 
 
 def parts(parameter: str, model: ModelConfig, layout: Layout) -> int:

@@ -50,17 +50,20 @@ class Plan:
 def plan(config: RunConfig, machine: Machine, *, is_reference: bool = False) -> Plan:
     """Raises UserError if the configuration is impossible; writes nothing but the corpus to its cache."""
     found = layout.resolve(config.strategy, config.world_size or machine.world_size)
-    engine = engines.load(found.engine)
-    for problem in (
-        *refusals(config, found),
-        *compiling.refusals(config, found, machine),
-        *engine.refusals(config, found, machine),
-    ):
+    for problem in problems(config, found, machine):
         raise UserError(problem)
+    engine = engines.load(found.engine)
     corpus = data.prepare(config.data, config.train.seq_len)
     run_id = run_id_of(config, machine.kind, found.world_size, corpus.fingerprint)
     folder = folder_of(config.to_dict()) / ("references" if is_reference else "")
     return Plan(config, machine, found, engine.widths(config, found), corpus, run_id, folder / run_id)
+
+
+def problems(config: RunConfig, found: Layout, machine: Machine) -> Iterator[str]:
+    """Every reason why this configuration cannot be run as this layout, a line each."""
+    yield from refusals(config, found)
+    yield from compiling.refusals(config, found, machine)
+    yield from engines.load(found.engine).refusals(config, found, machine)
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,15 @@ def unfit(this: Plan, models: Sequence[ModelConfig]) -> str | None:
         return f"world_size={ranks} needs {ranks} CUDA devices, {machine.devices} are there: choose {machine.devices}"
     if not this.config.preflight:
         return None
+
+    def accepts(changed: RunConfig, other: Layout) -> bool:
+        """Whether that world makes this layout of the strategy, and it can be run."""
+        try:
+            made = layout.resolve(changed.strategy, other.world_size)
+        except UserError:
+            return False
+        return made == other and not any(problems(changed, other, machine))
+
     return fit.refusal(
         this.config,
         this.layout,
@@ -169,6 +181,7 @@ def unfit(this: Plan, models: Sequence[ModelConfig]) -> str | None:
         device=machine.device,
         models=models,
         host_available_bytes=machine.host_free_bytes,
+        accepts=accepts,
     )
 
 

@@ -1,7 +1,9 @@
 """DeepSpeed's tensor-parallel layers under ZeRO 1 and 2: proven rows, faults found, and what is refused."""
 
+import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from harness import engines, job, layout, machine, records, worker
 from harness.engines.deepspeed.shard import Shard
 from harness.proof import held
 from harness.refusals import refusals
+from harness.sizes import parameter_count, parameter_shapes
 
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=1", "train.warmup_steps=2")
 TWO = "strategy.tp=2 strategy.vocabulary_parallel=false"
@@ -52,6 +55,8 @@ def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: s
     if row["precision"] == "fp32":
         assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
+    if row["offload"] != "none":  # what goes back and forth is this rank's part of each matrix
+        assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.06)
     folder = results / "autotp" / row["run_id"]
     figures.check_memory(row, [json.loads(job.rank_file(folder, rank).read_text()) for rank in range(world)])
     figures.check_bytes(record)
@@ -69,6 +74,22 @@ def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: s
 def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], found: str) -> None:
     record = run_with(results, fault, "strategy=zero1_tp", 2)
     assert_not_proven(record, found)
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16_mixed", 2)])
+def test_what_is_offloaded_goes_through_buffers_of_a_ranks_part(precision: str, width: int) -> None:
+    """Of four ranks: the table of words is whole, the layers' matrices are halves, of which ZeRO divides all by two."""
+    config = composed("strategy=zero_offload", *TWO.split(), f"precision={precision}")
+    found = layout.resolve(config.strategy, 4)
+    widths = engines.load("deepspeed").widths(config, found)
+    shapes = parameter_shapes(config.model)
+    halved = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers") and len(shape) == 2)
+    own = parameter_count(config.model) - halved // 2
+    table = config.model.vocab_size * config.model.hidden_size
+    half_matrix = config.model.intermediate_size * config.model.hidden_size // 2
+    assert widths.host_buffer_bytes == width * (max(table, half_matrix) + own // 2)
+    whole = dataclasses.replace(found, tp=1)
+    assert engines.load("deepspeed").widths(config, whole).host_buffer_bytes > widths.host_buffer_bytes
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from harness.checkpointing import apply_checkpointing
 from harness.config import RunConfig
+from harness.engines import Widths
+from harness.figures.kernels import FUSED
 from harness.layout import Layout, resolve
 from harness.measure.probe import Probe
 from harness.model import Decoder, loss_function
 from harness.placement import Stage, stages, whole
 from harness.plan.flops import executed_flops, layer_flops, model_flops, recomputed_flops
 from harness.plan.hardware import PEAKS, peak_flops
+from harness.proof.work import flops_problems
 from harness.sizes import parameter_count
 
 SHORT = ("strategy=single", "model.num_hidden_layers=2", "train.global_batch=2")
@@ -185,6 +188,33 @@ def test_cuda_has_no_fused_kernel_for_grouped_heads_in_fp32() -> None:
     assert executed_flops(grouped, layout, "cuda") == model_flops(grouped)
     assert executed_flops(plain, layout, "cuda") > model_flops(plain)
     assert executed_flops(mixed, layout, "cuda") == executed_flops(mixed, layout) > model_flops(mixed)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "attention"])
+@pytest.mark.parametrize(
+    ("asked_for", "heard", "counts"),
+    [
+        ("model=gpt_tiny model.dropout=0.1", "flash", "model=gpt_tiny model.dropout=0"),  # cuda: its kernels drop
+        ("model=gpt_tiny model.dropout=0.1", "composed", "model=gpt_tiny model.dropout=0.1"),  # cpu
+        ("model=gpt_tiny model.dropout=0", "flash", "model=gpt_tiny model.dropout=0"),
+        ("model=tiny", "flash", "model=tiny"),
+        ("model=tiny", "composed", "model=tiny model.attention=eager"),  # cuda: math for grouped heads in fp32
+        ("model=tiny precision=bf16_mixed", "cudnn", "model=tiny"),
+        ("model=tiny model.num_key_value_heads=4", "efficient", "model=tiny model.num_key_value_heads=4"),
+        ("model=tiny model.attention=eager", "composed", "model=tiny model.attention=eager"),
+    ],
+)
+def test_a_run_is_held_to_the_operations_of_the_kernel_it_heard(
+    asked_for: str, heard: str, counts: str, checkpointing: str
+) -> None:
+    """What ran is torch's count of a CPU's kernel that does the same; with the other kernel it would be an error."""
+    both = (*SHORT, "train.seq_len=256", f"checkpointing={checkpointing}")
+    config = composed(*both, *asked_for.split())
+    ran = sum(counted(composed(*both, *counts.split())))
+    other = "composed" if heard in FUSED else "flash"
+    for kernel, problems in ((heard, 0), (other, 1)):
+        ranks = [{"devices": 1, "profiled": {"flops": ran, "attention_kernels": [kernel]}}]
+        assert len(flops_problems(config, alone(config), Widths(4, 4, 8, 4), ranks)) == problems
 
 
 @pytest.mark.parametrize(

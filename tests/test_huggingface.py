@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,22 @@ import transformers
 from conftest import Harness, assert_not_proven, composed, executed
 from test_plan_memory import model_named
 
-from harness import huggingface, records, worker
+from harness import engines, huggingface, records, worker
 from harness.compose import run_config
 from harness.config import RunConfig
+from harness.engines import Widths
 from harness.errors import UserError
 from harness.identity import identity
 from harness.layout import resolve
 from harness.model import build_model
-from harness.plan.flops import executed_flops, model_flops
+from harness.placement import rank_elements, whole
+from harness.plan.flops import executed_flops, model_flops, takes_fused_kernel
+from harness.plan.memory import state_estimate
+from harness.plan.parts import held_parameter_count
+from harness.proof.work import flops_problems
 from harness.refusals import refusals
+from harness.report.claims import claims
+from harness.row import configured
 from harness.sizes import parameter_count, parameter_shapes
 from harness.typed import from_dict
 from harness.weights import materialise
@@ -91,7 +99,8 @@ def test_what_is_asked_is_what_our_formula_says(tmp_path: Path, attention: str, 
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
-        ("llama", "strategy=tp checkpointing=full"),
+        pytest.param("llama", "strategy=tp checkpointing=full", marks=pytest.mark.long),
+        ("llama", "strategy=tp checkpointing=every_n checkpointing.every=2"),
         pytest.param("gpt_neox", "strategy=tp precision=bf16_mixed", marks=pytest.mark.long),
         ("qwen2", "strategy=fsdp_full_shard precision=bf16_mixed checkpointing=full"),
         ("gpt2", "strategy=zero3 checkpointing=full model.dropout=0"),
@@ -111,11 +120,58 @@ def test_a_run_is_proven(tmp_path: Path, kind: str, overrides: str) -> None:
     assert row["predicted_peak_bytes"] is None and row["predicted_activation_bytes"] is None  # not known, so empty
     stored: RunConfig = from_dict(RunConfig, record["config"])  # a report needs neither the library nor the path
     assert model_flops(stored) == row["model_flops"]
+    layout = resolve(stored.strategy, 2)
+    if layout.tp > 1:
+        held = state_estimate(stored, layout, engines.load("torch").widths(stored, layout), "cpu")
+        assert row["parameter_bytes"] == held.parameter_bytes and row["optimizer_bytes"] == held.optimizer_bytes
 
 
 def run_with(tmp_path: Path, kind: str, *overrides: str, entry: Any = worker.main) -> records.Record:
     config = config_of(folder(tmp_path, kind), f"results_dir={tmp_path}", "world_size=2", *overrides)
     return executed(config, entry)
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen2", "gpt_neox"))
+def test_a_rank_holds_its_part_of_every_layer(tmp_path: Path, kind: str) -> None:
+    """As the proof of pieces has it; so the claim on parameters holds, and not of a model whose layers are whole."""
+    config = config_of(folder(tmp_path, kind), "strategy=tp")
+    layout, model = resolve(config.strategy, 2), config.model
+    own = int(sum(rank_elements(model, layout, whole(model)).values()))
+    layers = [shape for name, shape in parameter_shapes(model).items() if model.asked and model.asked.in_layers(name)]
+    assert own < parameter_count(model) - sum(math.prod(shape) for shape in layers if len(shape) == 2) / 2 + 1
+    assert held_parameter_count(model, whole(model), 2) == own
+    widths = engines.load("torch").widths(config, layout)
+    assert state_estimate(config, layout, widths, "cpu").parameter_bytes == 4 * own
+
+    def verdicts(held: int) -> list[bool]:
+        single = config_of(folder(tmp_path, kind), "strategy=single")
+        sizes = ((config, layout, held), (single, resolve(single.strategy, 1), parameter_count(model)))
+        found = [
+            {
+                "row": configured(one, its) | {"run_id": str(its.tp), "status": "ok", "parameter_bytes": 4 * size},
+                "config": one.to_dict(),
+                "layout": its.to_dict(),
+            }
+            for one, its, size in sizes
+        ]
+        return [claim.agrees for claim in claims(found) if claim.required and claim.claim.startswith("parameters")]
+
+    assert verdicts(own) == [True] and verdicts(parameter_count(model)) == [False]
+
+
+def test_the_kernel_that_was_heard_decides_what_backward_makes_again(tmp_path: Path) -> None:
+    """Asked on a CPU, run on a GPU: math takes fp32's grouped heads, a fused kernel drops."""
+    for kind, asked_fused in (("llama", True), ("gpt2", False)):
+        config = config_of(folder(tmp_path, kind), "strategy=single")
+        layout, scores = resolve(config.strategy, 1), 2 * 2 * 32**2 * 64 * 4  # a product of each layer, four sequences
+        assert config.model.asked is not None
+        assert takes_fused_kernel(config, "cpu") == asked_fused
+        made = {"composed": model_flops(config), "flash": model_flops(config) + scores}
+        assert made[["composed", "flash"][asked_fused]] == 4 * config.model.asked.step_flops
+        for kernel, flops in made.items():
+            for heard in made:
+                ranks = [{"devices": 1, "profiled": {"flops": flops, "attention_kernels": [heard]}}]
+                assert bool(flops_problems(config, layout, Widths(4, 4, 8, 4), ranks)) == (heard != kernel)
 
 
 @pytest.mark.long

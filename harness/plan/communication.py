@@ -130,22 +130,25 @@ def planned_bytes(config: RunConfig, layout: Layout, asked: Asked) -> dict[str, 
     """Along a model's own plan: every matrix sums by itself, by columns its input's gradient, by rows its output.
 
     A table of the vocabulary sums its rows' output; a gathered output is gathered in forward. The second forward of a
-    layer sums again what it runs to its end.
+    layer, where it has one, sums and gathers again what it runs to its end.
     """
     train, once = config.train, ring_share(layout.tp)
-    full = config.checkpointing.name == "full"
+    called_again = tuple(
+        f"{path}." for index, path in enumerate(asked.layers) if config.checkpointing.calls_again(index)
+    )
     summed = gathered = 0.0
     for path, cut in asked.tensor_plan.items():
         weight = asked.shapes.get(f"{path}.weight")
         if weight is None:
             continue
         outputs, inputs = weight
+        forwards = 2 if path.startswith(called_again) and path not in asked.unfinished else 1
         if cut in ("column", "gathered"):
             summed += inputs
         if cut == "gathered":
-            gathered += outputs
+            gathered += outputs * forwards
         if cut == "row":
-            summed += outputs * (2 if full and asked.in_layers(path) and path not in asked.unfinished else 1)
+            summed += outputs * forwards
         if cut == "vocabulary":
             summed += inputs
     tokens = layout.accumulation(train) * train.micro_batch * train.seq_len * WIDTH_BYTES[config.precision.compute]

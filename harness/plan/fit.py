@@ -11,6 +11,12 @@ from harness.refusals import refusals
 from harness.sizes import parameter_count
 
 GIB = 2**30
+Accepts = Callable[[RunConfig, Layout], bool]  # whether a changed configuration could be run as that layout
+
+
+def common(config: RunConfig, layout: Layout) -> bool:
+    """Whether no rule that holds for every engine is broken."""
+    return not any(refusals(config, layout))
 
 
 def needed_bytes(found: MemoryEstimate, ranks_on_host: int, device: str) -> int:
@@ -28,11 +34,13 @@ def refusal(
     device: str,
     models: Sequence[ModelConfig],
     host_available_bytes: int | None = None,
+    accepts: Accepts = common,
 ) -> str | None:
     """Why the run cannot fit, in one line with its arithmetic and what would fit; None if it fits.
 
     available_bytes is the host's free memory on cpu (shared by ranks_on_host), one device's on cuda, where what is
-    offloaded must fit host_available_bytes (None: unknown). `models` are the candidates for a smaller choice.
+    offloaded must fit host_available_bytes (None: unknown). `models` are the candidates for a smaller choice; what is
+    offered must be accepted as well as fit.
     """
     found = estimate(config, layout, widths, device)
     too_much = host_refusal(config, found, ranks_on_host, host_available_bytes)
@@ -49,7 +57,9 @@ def refusal(
     )
 
     def fits(changed: RunConfig, other: Layout) -> int | None:
-        """Bytes a rank if it fits."""
+        """Bytes a rank if it can be run and fits."""
+        if not accepts(changed, other):
+            return None
         trial = estimate(changed, other, widths, device)
         ok = needed_bytes(trial, ranks_on_host, device) <= available_bytes
         ok = ok and not host_refusal(changed, trial, ranks_on_host, host_available_bytes)
@@ -79,7 +89,7 @@ def host_refusal(
     )
 
 
-Fits = Callable[[RunConfig, Layout], int | None]  # bytes a rank, None if that does not fit
+Fits = Callable[[RunConfig, Layout], int | None]  # bytes a rank, None if that cannot be run or does not fit
 
 
 def fitting_checkpointing(config: RunConfig, layout: Layout, fits: Fits) -> Iterator[str]:
@@ -99,7 +109,7 @@ def fitting_model(config: RunConfig, layout: Layout, models: Sequence[ModelConfi
     smaller = [model for model in family if parameter_count(model) < parameter_count(config.model)]
     for model in sorted(smaller, key=parameter_count, reverse=True):
         trial = dataclasses.replace(config, model=dataclasses.replace(model, attention=config.model.attention))
-        size = None if any(refusals(trial, layout)) else fits(trial, layout)
+        size = fits(trial, layout)
         if size is not None:
             yield f"model={model.name} ({gib(size)} GiB a rank)"
             return

@@ -60,10 +60,35 @@ def model_flops(config: RunConfig) -> int:
 
 
 def executed_flops(config: RunConfig, layout: Layout, device: str = "cpu", whole_second_forward: bool = False) -> int:
-    """What HFU counts: the operations of a step that run, over all ranks. device is cpu or cuda."""
-    again = recomputed_flops(config, layout, whole_second_forward)
-    made = asked_flops(config, layout) + remade_scores_flops(config, layout, device) + remade_logits_flops(config)
+    """What HFU will count, by the attention kernel that torch is expected to take. device is cpu or cuda."""
+    return ran_flops(config, layout, takes_fused_kernel(config, device), whole_second_forward)
+
+
+def ran_flops(config: RunConfig, layout: Layout, fused: bool, whole_second_forward: bool = False) -> int:
+    """What HFU counts: the operations of a step that run, over all ranks, where a fused kernel makes attention or not.
+
+    Which it was, a run's ranks have heard.
+    """
+    again = recomputed_flops(config, layout, whole_second_forward, fused)
+    made = asked_flops(config, layout) + remade_logits_flops(config)
+    made += remade_scores_flops(config, layout) if fused else 0
     return made + again + repeated_flops(config, layout)
+
+
+def takes_fused_kernel(config: RunConfig, device: str) -> bool:
+    """Whether attention is expected to run as one fused kernel on cpu or cuda.
+
+    On CUDA torch has none for grouped heads in fp32: flash and cuDNN take 16 bit, the memory-efficient one no groups.
+    On CPU none has dropout. It multiplies the matrices one by one there, and keeps the scores.
+    """
+    model = config.model
+    if model.attention != "flash":
+        return False
+    if device == "cuda":
+        return config.precision.compute != "float32" or model.num_key_value_heads == model.num_attention_heads
+    if model.asked is not None:  # its dropout may be elsewhere
+        return model.asked.step_flops > (1 + BACKWARD) * model.asked.forward_flops
+    return model.dropout == 0
 
 
 def repeated_flops(config: RunConfig, layout: Layout) -> int:
@@ -86,14 +111,16 @@ def hidden_flops(config: RunConfig, layout: Layout) -> int:
     return product_flops(config) * (chunks - 1) // (2 * chunks) if layout.cp > 1 else 0
 
 
-def recomputed_flops(config: RunConfig, layout: Layout, whole_second_forward: bool = False) -> int:
+def recomputed_flops(
+    config: RunConfig, layout: Layout, whole_second_forward: bool = False, fused: bool | None = None
+) -> int:
     """What checkpointing runs a second time, over all ranks; 0 without it.
 
     torch stops a second forward before a layer's last projection, whose result nothing in backward needs unless it is
     dropped from, as the mask is made behind it. Where an
     engine's own projection saves its input only after it has run (DeepSpeed's stage 3, unless
     strategy.options.memory_efficient_linear=false) that runs too: whole_second_forward. A selective one takes all other
-    products from the first.
+    products from the first. fused: whether one kernel makes attention; by default as expected on a CPU.
     """
     model = config.model
     parts = stages(model, layout) if layout.pp > 1 else [whole(model)]
@@ -103,7 +130,8 @@ def recomputed_flops(config: RunConfig, layout: Layout, whole_second_forward: bo
     last = last_projection_flops(config)
     stopped = 0 if whole_second_forward or runs_to_its_end(config) else last
     whole_layer = layer_flops(config) - 2 * hidden_flops(config, layout)
-    kinds = {"selective": 0, "attention": core_again_flops(config, layout)}
+    one_kernel = takes_fused_kernel(config, "cpu") if fused is None else fused
+    kinds = {"selective": 0, "attention": core_again_flops(config, layout, one_kernel)}
     return calls * kinds.get(config.checkpointing.name, whole_layer - stopped)
 
 
@@ -124,14 +152,14 @@ def second_forwards(config: RunConfig, layout: Layout, stage: Stage) -> int:
     return sum(map(config.checkpointing.calls_again, stage.layer_indices)) * (2 if halved else 1)
 
 
-def core_again_flops(config: RunConfig, layout: Layout) -> int:
+def core_again_flops(config: RunConfig, layout: Layout, fused: bool) -> int:
     """A second forward of attention's core over the step, in every layer once.
 
     A fused kernel is one operator. Of plain operators torch stops before the last product, which nothing needs: with
     context parallelism that of a rank's second chunk, whose first sees (c + 1) / (4 c + 2) of what both do.
     """
     product = product_flops(config) - hidden_flops(config, layout)
-    if config.model.attention == "flash":
+    if fused:
         return 2 * product
     c = layout.cp
     return product + (product * (c + 1) // (4 * c + 2) if c > 1 else 0)
@@ -142,16 +170,9 @@ def remade_logits_flops(config: RunConfig) -> int:
     return head_flops(config) if config.train.loss_chunks > 1 else 0
 
 
-def remade_scores_flops(config: RunConfig, layout: Layout, device: str) -> int:
-    """Queries with keys once more in backward, where a fused kernel keeps no scores (arXiv 2205.14135, algorithm 4).
-
-    On CUDA torch has no fused kernel for grouped heads in fp32: flash and cuDNN take 16 bit, the memory-efficient one
-    no groups. On CPU none has dropout. It multiplies the matrices one by one there, and keeps the scores.
-    """
+def remade_scores_flops(config: RunConfig, layout: Layout) -> int:
+    """Queries with keys once more in backward: a fused kernel keeps no scores (arXiv 2205.14135, algorithm 4)."""
     model = config.model
     if model.asked is not None:
-        return config.train.global_batch * (model.asked.step_flops - (1 + BACKWARD) * model.asked.forward_flops)
-    grouped = model.num_key_value_heads != model.num_attention_heads
-    without = config.precision.compute == "float32" and grouped if device == "cuda" else model.dropout > 0
-    fused = model.attention == "flash" and not without
-    return fused * model.num_hidden_layers * (product_flops(config) - hidden_flops(config, layout))
+        return config.train.global_batch * model.asked.remade_flops
+    return model.num_hidden_layers * (product_flops(config) - hidden_flops(config, layout))

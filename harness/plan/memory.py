@@ -83,7 +83,7 @@ def predicted(config: RunConfig, layout: Layout, widths: Widths, device: str) ->
 
 def state_estimate(config: RunConfig, layout: Layout, widths: Widths, device: str) -> MemoryEstimate:
     """What is known of a model from outside: its state and buffers, and so the least that its peak can be."""
-    total = held_parameter_count(config.model, whole(config.model), layout.tp)
+    total = held_parameter_count(config.model, whole(config.model), layout.tp, layout.vocabulary_tp)
     parameter_bytes, gradient_bytes, optimizer_bytes = (
         -(-getattr(widths, kind) * total // layout.shards(kind)) for kind in ("parameters", "gradients", "optimizer")
     )

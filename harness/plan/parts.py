@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from harness.config import ModelConfig, RunConfig
 from harness.layout import Layout
-from harness.placement import Stage, cut_dimension
+from harness.placement import Stage, cut_dimension, cuts_vocabulary
 from harness.plan.activations import (
     FP32_BYTES,
     Pass,
@@ -28,7 +28,7 @@ from harness.plan.buffers import unreduced_bytes
 from harness.plan.kept import Activations, activations, weights_alone
 from harness.plan.offload import offloaded_bytes, without_offloaded
 from harness.plan.passes import Kind, Moment
-from harness.sizes import Shapes, embedding_shapes, head_shapes, layer_shapes
+from harness.sizes import parameter_shapes
 
 Bytes = dict[str, int]  # by what fills them
 
@@ -38,23 +38,14 @@ def held_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_t
 
     vocabulary_tp is into how many parts embedding and head are cut; by default as many as the others.
     """
-    held = stage.layers * cut_parameter_count(layer_shapes(model), model, tp)
     ends = tp if vocabulary_tp is None else vocabulary_tp
-    if stage.holds_embedding:
-        held += cut_parameter_count(embedding_shapes(model), model, ends)
-    if stage.holds_head:
-        held += cut_parameter_count(head_shapes(model), model, ends)
+    held = 0
+    for name, shape in parameter_shapes(model).items():
+        if stage.holds(name):
+            parts = ends if cuts_vocabulary(name, model) else tp
+            cut = cut_dimension(name, model)
+            held += math.prod(math.ceil(size / parts) if axis == cut else size for axis, size in enumerate(shape))
     return held
-
-
-def cut_parameter_count(shapes: Shapes, model: ModelConfig, tp: int) -> int:
-    """Of these parameters on the rank that holds most."""
-    return sum(
-        math.prod(
-            math.ceil(size / tp) if axis == cut_dimension(name, model) else size for axis, size in enumerate(shape)
-        )
-        for name, shape in shapes.items()
-    )
 
 
 def vocabulary_parameter_count(model: ModelConfig, tp: int) -> int:

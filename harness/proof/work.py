@@ -12,7 +12,7 @@ from harness.figures.traffic import communication
 from harness.layout import Layout
 from harness.measure.communication import LAYOUT
 from harness.placement import stages_of_rank
-from harness.plan.flops import executed_flops, second_forwards
+from harness.plan.flops import ran_flops, second_forwards
 from harness.plan.memory import moved_activation_bytes
 from harness.plan.pipeline import in_flight
 from harness.proof import Rank
@@ -31,9 +31,8 @@ def flops_problems(config: RunConfig, layout: Layout, widths: Widths, ranks: Seq
     ran = executed(ranks)
     if ran is None:
         return []
-    if not set(attention_kernels(config, ranks)) & set(FUSED):
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="eager"))
-    expected = executed_flops(config, layout, whole_second_forward=widths.whole_second_forward)
+    fused = not set(attention_kernels(config, ranks)).isdisjoint(FUSED)
+    expected = ran_flops(config, layout, fused, widths.whole_second_forward)
     if abs(ran - expected) <= FLOPS_TOLERANCE * expected:
         return []
     return [

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from harness.config import CALLED_AGAIN
+from harness.figures.kernels import FUSED
 from harness.plan.activations import WIDTH_BYTES
-from harness.plan.flops import executed_flops
+from harness.plan.flops import ran_flops, takes_fused_kernel
 from harness.records import Record
 from harness.report import comparison as c
 from harness.report.claims_model_parallel import pipeline, tensor_parallel
@@ -148,6 +149,8 @@ def _recomputation(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
     if layout is None or config is None or before is None:
         return
     device = "cpu" if run.row.get("measured_on") == "cpu" else "cuda"
+    heard = run.row.get("attention_kernel")
+    fused = heard in FUSED if heard else takes_fused_kernel(config, device)
     deepspeed = layout.zero_by_deepspeed and layout.zero_stage == 3
     projection = deepspeed and run.options().get("memory_efficient_linear") is not False
     remark = "4/3 leaves out that the head runs once and that torch stops before a layer's last projection"
@@ -159,7 +162,7 @@ def _recomputation(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
         run,
         "operations that ran: with checkpointing over without, one more forward",
         f"{COUNTED} Chen et al., arXiv 1604.06174, abstract",
-        executed_flops(config, layout, device, projection) / executed_flops(before, layout, device),
+        ran_flops(config, layout, fused, projection) / ran_flops(before, layout, fused),
         "4/3× = 1.33×",
         ratio(run, plain, "hardware_flops"),
         remark=remark,

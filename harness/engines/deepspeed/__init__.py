@@ -190,20 +190,20 @@ def host_gradient_width(config: "RunConfig", layout: "Layout") -> int:
 
 
 def staging_bytes(config: "RunConfig", layout: "Layout") -> int:
-    """Stages 1 and 2 bring a gradient back from the host through a buffer as large as the largest."""
-    from harness.sizes import parameter_shapes
+    """Stages 1 and 2 bring a gradient back from the host through a buffer as large as this rank's largest."""
+    from harness.placement import rank_elements, whole
 
-    largest = max(math.prod(shape) for shape in parameter_shapes(config.model).values())
-    return 0 if layout.zero_stage == 3 else largest * (2 if config.precision.mixed else 4)
+    largest = max(rank_elements(config.model, layout, whole(config.model)).values())
+    return 0 if layout.zero_stage == 3 else math.ceil(largest) * (2 if config.precision.mixed else 4)
 
 
 def host_buffer_bytes(config: "RunConfig", layout: "Layout") -> int:
     """The same buffer on the host, and this rank's part of the parameters on its way to the device."""
-    from harness.sizes import parameter_count
+    from harness.placement import rank_elements, whole
 
     if layout.zero_stage == 3:
         return 0
-    part = -(-parameter_count(config.model) // layout.dp_shard)
+    part = math.ceil(sum(rank_elements(config.model, layout, whole(config.model)).values()) / layout.dp_shard)
     return staging_bytes(config, layout) + part * (2 if config.precision.mixed else 4)
 
 
