@@ -5,7 +5,7 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from harness import records, row
+from harness import records, row, versions
 from harness.compose import folder_of
 from harness.config import RunConfig
 from harness.identity import run_id_of
@@ -35,8 +35,8 @@ def values_only(values: dict[str, Any], reason: str) -> Record:
         "row": names | ending | {"started_at": datetime.now(UTC).isoformat()},
         "config": values,
         "ranks": [],
-        "versions": records.versions(),
-        "commit": records.git_commit(),
+        "versions": versions.versions(),
+        "commit": versions.git_commit(),
     }
     records.write_record(folder / run_id, record)
     return record

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness import job, launch, records
+from harness import job, launch, versions
 from harness.config import PROFILED_STEPS, TRACED_STEPS, RunConfig
 from harness.figures import Row
 from harness.figures.cost import cost
@@ -55,8 +55,8 @@ def record(
         "layout": layout.to_dict() if layout else None,
         "ranks": [{key: value for key, value in rank.items() if key not in _LONG} for rank in ranks],
         "environment": environment(machine, threads, given),
-        "versions": records.versions(),
-        "commit": records.git_commit(),
+        "versions": versions.versions(),
+        "commit": versions.git_commit(),
         **(extra or {}),
     }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from harness import compiling, data, engines, job, launch, layout, records, row, worker
+from harness import compiling, data, engines, job, launch, layout, records, row, versions, worker
 from harness.compose import folder_of
 from harness.config import CheckpointingConfig, ModelConfig, RunConfig, StrategyConfig
 from harness.data import Corpus
@@ -121,7 +121,7 @@ def recorded(this: Plan, say: Say) -> Record | None:
         return None
     if record["row"]["status"] != "ok":
         return None
-    lacking = records.is_stale(record, records.versions()) or unproven(this, record)
+    lacking = versions.is_stale(record, versions.versions()) or unproven(this, record)
     if lacking:
         say(f"{this.run_id} is run again, its record is stale: {'; '.join(lacking)}")
         return None

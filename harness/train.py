@@ -15,7 +15,8 @@ from harness.layout import Layout
 from harness.measure.gradients import GradientStatistic, GradientStatistics, statistics
 from harness.measure.memory import Counters, DeviceMemory
 from harness.measure.probe import Probe
-from harness.measure.profile import ProfiledStep, profiling
+from harness.measure.profile import profiling
+from harness.measure.profiled import ProfiledStep
 from harness.measure.timing import StepTimes
 from harness.measure.trace import STEP, Split, StepTrace
 from harness.measure.usage import Usage, Used

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import records as r
+from harness import versions as v
 from harness.errors import UserError
 
 PROMISED = [
@@ -65,7 +66,7 @@ def record(run_id: str = "run", **row: Any) -> r.Record:
     return {
         "row": {"run_id": run_id, "status": "ok"} | row,
         "ranks": [{"rank": 0}],
-        "versions": r.versions(),
+        "versions": v.versions(),
         "communication": [],
     } | {key: {} for key in ("config", "layout", "environment", "proof")}
 
@@ -244,10 +245,10 @@ def test_a_failed_write_leaves_the_old_and_no_litter(tmp_path: Path) -> None:
 
 def test_versions_tell_code_and_packages_without_importing_them() -> None:
     probe = (
-        "import json, sys; from harness.records import versions as v; print(json.dumps([v(), 'torch' in sys.modules]))"
+        "import json, sys; from harness.versions import versions as v; print(json.dumps([v(), 'torch' in sys.modules]))"
     )
     found, imported = json.loads(subprocess.check_output([sys.executable, "-c", probe]))
-    assert found == r.versions() and not imported
+    assert found == v.versions() and not imported
     assert (
         found.keys() == {"python", "torch", "deepspeed", "accelerate", "transformers", "harness", "code"}
         and len(found["code"]) == 12
@@ -265,39 +266,39 @@ def test_code_follows_what_measures_and_nothing_else(tmp_path: Path, monkeypatch
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    monkeypatch.setattr(r, "__file__", str(tmp_path / "records.py"))
-    before = r.versions.__wrapped__()["code"]
+    monkeypatch.setattr(v, "__file__", str(tmp_path / "versions.py"))
+    before = v.versions.__wrapped__()["code"]
     changed = {}
     for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
         text = path.read_text()
         path.write_text(text + " ")
-        changed[path.name] = r.versions.__wrapped__()["code"] != before
+        changed[path.name] = v.versions.__wrapped__()["code"] != before
         path.write_text(text)
     assert {name for name, differs in changed.items() if differs} == {"train.py", "allocator.cpp", "memory.py"}
-    assert r.versions.__wrapped__()["code"] == before and r.git_commit.__wrapped__() is None
+    assert v.versions.__wrapped__()["code"] == before and v.git_commit.__wrapped__() is None
 
 
 def test_git_commit_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "harness" / "records.py"
+    source = tmp_path / "harness" / "versions.py"
     source.parent.mkdir()
     (source.parent / "__init__.py").write_text("")
-    monkeypatch.setattr(r, "__file__", str(source))
+    monkeypatch.setattr(v, "__file__", str(source))
 
     def git(*arguments: str) -> str:
         identity = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
         return subprocess.check_output(["git", "-C", str(tmp_path), *identity, *arguments], text=True).strip()
 
     git("init", "-q")
-    assert r.git_commit.__wrapped__() is None  # nothing of it is in the repository yet
+    assert v.git_commit.__wrapped__() is None  # nothing of it is in the repository yet
     git("add", ".")
     git("commit", "-q", "-m", "first")
-    assert r.git_commit.__wrapped__() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    assert v.git_commit.__wrapped__() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
     source.write_text("changed")
-    assert r.git_commit.__wrapped__() == {"commit": git("rev-parse", "HEAD"), "dirty": True}
+    assert v.git_commit.__wrapped__() == {"commit": git("rev-parse", "HEAD"), "dirty": True}
 
 
 def test_stale_says_what_differs() -> None:
     now: dict[str, str | None] = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": None, "code": "abc"}
-    assert r.is_stale({"versions": dict(now)}, now) == []
-    assert r.is_stale({"versions": now | {"torch": "2.12.0", "deepspeed": "0.19.8"}}, now) == ["torch 2.12.0 → 2.13.0"]
-    assert r.is_stale({"row": {}}, now)[-1] == "code unknown → abc"
+    assert v.is_stale({"versions": dict(now)}, now) == []
+    assert v.is_stale({"versions": now | {"torch": "2.12.0", "deepspeed": "0.19.8"}}, now) == ["torch 2.12.0 → 2.13.0"]
+    assert v.is_stale({"row": {}}, now)[-1] == "code unknown → abc"

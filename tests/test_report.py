@@ -16,13 +16,14 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from harness.layout import resolve
-from harness.records import COLUMN_TYPES, Record, versions, write_record
+from harness.records import COLUMN_TYPES, Record, write_record
 from harness.report.__main__ import main
 from harness.report.axes import VARYING
 from harness.report.comparison import byte_unit, frame, scaled, values
 from harness.report.markdown import escape, page
 from harness.report.tables import comparison_columns, print_table
 from harness.row import configured
+from harness.versions import versions
 
 PARAMETERS = 2**20
 MIB = 2**20

@@ -31,7 +31,7 @@ VARIABLES = (
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|PWD|AUTH|CREDENTIAL|COOKIE|JWT|BEARER", re.IGNORECASE)
 _URL_WITH_MORE = re.compile(r"//[^/\s]*@|://\S*\?")  # user:password@host, or a query
 
-# Beside records.versions(), by their names in a package index.
+# Beside versions.py, by their names in a package index.
 PACKAGES = {"numpy": "numpy", "hydra": "hydra-core", "wandb": "wandb", "transformers": "transformers"}
 PACKAGES |= {"triton": "triton"}
 
@@ -111,7 +111,7 @@ def _processor() -> str | None:
 
 @functools.cache
 def _software() -> dict[str, str | None]:
-    """Versions that no package of records.versions() tells; CUDA's are those torch was built for or brings along."""
+    """Versions that no package of versions.py tells; CUDA's are those torch was built for or brings along."""
     try:
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     except RuntimeError:  # torch refuses the library it finds

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,43 +15,17 @@ from harness.layout import Layout
 from harness.measure import snapshot
 from harness.measure.activations import ActivationMeter
 from harness.measure.blocks import Log, Notes, Span, fullest, fullest_like, name_at
-from harness.measure.communication import CommunicationCounter, Heard, Traffic, axis_of, is_data_axis
+from harness.measure.communication import CommunicationCounter, Heard, axis_of, is_data_axis
 from harness.measure.flops import operator_flops
-from harness.measure.gradients import GradientStatistic, GradientStatistics
+from harness.measure.gradients import GradientStatistics
 from harness.measure.kernels import Kernels
 from harness.measure.memory import DeviceMemory, element_bytes, storage_bytes, storages
 from harness.measure.probe import Listener, Probe
+from harness.measure.profiled import AtPeak, ProfiledStep
 from harness.measure.state import held_bytes, holdings, placed_bytes
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 _PACKING_NAMESPACES = ("fsdp",)  # operators that copy into and out of what goes over the wire
-
-
-class AtPeak(NamedTuple):
-    """When memory was fullest, and what filled it; the parts add up to `bytes`, as torch requested them."""
-
-    phase: str
-    bytes: int
-    parts: tuple[dict[str, Any], ...]  # role, what, bytes
-
-
-class ProfiledStep(NamedTuple):
-    gradients: list[GradientStatistic]
-    gradient_bytes: int  # the most held during the step
-    placed_gradients: dict[str, int]  # bytes of the reduced ones by kind of device
-    gradient_dtypes: tuple[str, ...]  # of the reduced ones
-    activation_bytes: int  # the most held for backward during the step, on the device
-    offloaded_activation_bytes: int  # the most that activation offload held on the host
-    recomputations: int  # second forwards of checkpointed parts
-    in_flight: int  # the most forwards whose backward was not finished
-    split_backwards: int  # whose first half, for inputs, left the gradients of weights alone
-    flops: int  # of matrix products and attention, second forwards included
-    peak_allocated_bytes: int | None
-    at_peak: AtPeak | None  # None where memory is not counted
-    communication: tuple[Traffic, ...]
-    attention_kernels: tuple[str, ...]
-    optimizers: tuple[str, ...]  # implementations of its step
-    layers_compiled: bool  # none of a layer's activation functions ran as an operator
 
 
 @contextmanager

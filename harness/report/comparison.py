@@ -6,10 +6,11 @@ from typing import Any
 
 import pandas as pd
 
-from harness.records import COLUMN_TYPES, Record, Row, is_stale, versions
+from harness.records import COLUMN_TYPES, Record, Row
 from harness.report import axes
 from harness.report.axes import SAID_BY_STRATEGY, VARYING
 from harness.report.spread import is_unsettled, spread
+from harness.versions import is_stale, versions
 
 # Runs are comparable, and a ratio between them means something, where all of these are equal.
 _SETTING = ("model", "parameters", "precision", "global_batch", "seq_len", "measured_on", "launch")

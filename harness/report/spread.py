@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.identity import settling
-from harness.records import Record, Row, is_stale, versions
+from harness.records import Record, Row
 from harness.report.axes import VARYING
+from harness.versions import is_stale, versions
 
 # For the page, in Markdown: what the comparison's marks mean.
 HOW_TO_READ = (

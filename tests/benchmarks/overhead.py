@@ -74,14 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def this_machine() -> dict[str, Any]:
-    from harness import launch, machine, records
+    from harness import launch, machine, versions
     from harness.config import ClusterConfig
     from harness.measure.environment import environment
 
     given = launch.rank_environment("cpu", RANKS)
     return {
-        "versions": records.versions(),
-        "commit": records.git_commit(),
+        "versions": versions.versions(),
+        "commit": versions.git_commit(),
         "environment": environment(machine.look(ClusterConfig("local", device="cpu"))),
         "ranks": {name: given[name] for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")},
     }
