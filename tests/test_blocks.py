@@ -136,7 +136,8 @@ def test_the_parts_are_the_peak(history: tuple[list[Line], int], data: st.DataOb
     told = Notes()
     for _ in range(data.draw(st.integers(0, 20))):
         role = data.draw(st.sampled_from(blocks.ROLES[:-1]))
-        moment, address = data.draw(st.integers(0, len(lines))), data.draw(st.integers(1, 30))
+        moment = data.draw(st.integers(standing, len(lines)))  # what stands was there before anybody claims
+        address = data.draw(st.integers(1, 30))
         told.claim(moment, address, role, "x", held=data.draw(st.booleans()))
     log = log_of(lines, standing)
     totals = list(itertools.accumulate(size for _, size in lines))
