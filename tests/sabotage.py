@@ -108,8 +108,8 @@ def halved(run_dir: str) -> None:
 
 def unsynchronised(run_dir: str) -> None:
     """Copies never exchange their gradients."""
-    micro_batch = replicate.Replicate.micro_batch
-    replicate.Replicate.micro_batch = lambda self, last: micro_batch(self, last=False)  # type: ignore[assignment]
+    micro_batch = replicate.Copies.micro_batch
+    replicate.Copies.micro_batch = lambda self, last: micro_batch(self, last=False)  # type: ignore[assignment]
     worker.main(run_dir)
 
 
@@ -373,7 +373,7 @@ def sequence_whole(run_dir: str) -> None:
 
 def norms_drift(run_dir: str) -> None:
     """Rank 1 never updates its copies of the norms."""
-    publish = replicate.Replicate.publish
+    publish = replicate.Copies.publish
 
     def spoiled(self: Any) -> None:
         with torch.no_grad():
@@ -382,7 +382,7 @@ def norms_drift(run_dir: str) -> None:
                     self.trained(name).fill_(1.0)
         publish(self)
 
-    replicate.Replicate.publish = spoiled  # type: ignore[method-assign]
+    replicate.Copies.publish = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 

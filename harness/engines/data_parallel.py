@@ -60,11 +60,11 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.checkpointing import model_on_meta
     from harness.engines.torch import TorchEngine, adamw
     from harness.engines.torch.passes import Sequential
-    from harness.engines.torch.replicate import Replicate
+    from harness.engines.torch.replicate import Copies
     from harness.engines.torch.scaling import LossScale
 
     model = model_on_meta(config, probe)
-    parallel = Replicate([model], config, device, nn.DataParallel)
+    parallel = Copies([model], config, device, nn.DataParallel)
     scale = LossScale(config.precision, layout.dp)
     passes = Sequential(parallel, probe, scale, config.train.loss_chunks)
     engine = TorchEngine([model], config, parallel, passes, mesh, probe, scale, adamw(parallel, config.train))

@@ -15,14 +15,14 @@ from harness.engines import Engine
 from harness.engines.torch import TorchEngine, adamw
 from harness.engines.torch.data_parallel import DataParallel
 from harness.engines.torch.passes import Sequential
-from harness.engines.torch.replicate import Replicate
+from harness.engines.torch.replicate import Copies
 from harness.engines.torch.scaling import LossScale
 from harness.layout import Layout
 from harness.measure.probe import Probe
 from harness.plan.buffers import ddp_options
 
 
-class Prepared(Replicate):
+class Prepared(Copies):
     """Copies whose synchronisation is put off by Accelerate's means."""
 
     accelerator: Accelerator

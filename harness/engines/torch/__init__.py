@@ -60,7 +60,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch.mesh import replica_group
     from harness.engines.torch.passes import Sequential
     from harness.engines.torch.pipeline import Pipeline
-    from harness.engines.torch.replicate import Replicate, distributed_data_parallel
+    from harness.engines.torch.replicate import Copies, distributed_data_parallel
     from harness.engines.torch.scaling import LossScale
     from harness.engines.torch.tensor import apply_planned, apply_tensor_parallel
     from harness.model import build_model
@@ -85,9 +85,9 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     elif layout.data_parallel == "ddp":
         group = replica_group(mesh)
         wrap = distributed_data_parallel(group, device, config)
-        parallel = Replicate(parts, config, device, wrap, layout.accumulation(config.train))
+        parallel = Copies(parts, config, device, wrap, layout.accumulation(config.train))
     else:
-        parallel = Replicate(parts, config, device)
+        parallel = Copies(parts, config, device)
     scale = LossScale(config.precision, layout.dp * layout.cp)
     passes: Passes = Sequential(parallel, probe, scale, config.train.loss_chunks)
     if layout.pp > 1:

@@ -23,7 +23,7 @@ from harness.plan.buffers import bucket_views, ddp_options
 from harness.weights import initial_value, materialise, part_like
 
 
-class Replicate:
+class Copies:
     """Parts of a model as they are, with fp32 masters beside 16-bit parameters where the precision is mixed."""
 
     on_host: tuple[Kind, ...] = ()
@@ -135,7 +135,7 @@ def take_gradient(parameter: Tensor, master: nn.Parameter) -> None:
     parameter.grad = None
 
 
-def reduce_into_masters(state: tuple[Replicate, ProcessGroup], bucket: GradBucket) -> Future[Tensor]:
+def reduce_into_masters(state: tuple[Copies, ProcessGroup], bucket: GradBucket) -> Future[Tensor]:
     """DDP's communication hook: averages a bucket with what was accumulated before, in the masters' width.
 
     DDP gets its 16-bit bucket back as it was; the averaged gradient lies with the masters.
