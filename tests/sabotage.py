@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, loss
 import harness.checkpointing
 import harness.model
 import harness.weights
-from harness import activation_offload, compiling, worker
+from harness import activation_offload, worker
 from harness.config import CheckpointingConfig
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
@@ -193,7 +193,7 @@ def other_kernel_of_the_optimizer(run_dir: str) -> None:
 
 def never_compiled(run_dir: str) -> None:
     """The layers are left as they are."""
-    compiling.apply_compile = lambda model, asked_for: None
+    harness.checkpointing.apply_compile = lambda model, asked_for: None
     worker.main(run_dir)
 
 
