@@ -82,10 +82,10 @@ def main(folder: str) -> None:
         }
         print(json.dumps(seen), flush=True)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    dist.destroy_process_group()  # when the model is gone: a DistributedDataParallel that outlives it can hang
     # gloo's threads may still let go of tensors, which aborts a process whose interpreter ends (pytorch PR 179291).
     os._exit(0)
