@@ -43,6 +43,7 @@ GPT = shaped("gpt_tiny", vocab_size=330)
 FAMILIES = {"llama": MODEL, "gpt": dataclasses.replace(GPT, dropout=0.1)}
 CPU = torch.device("cpu")
 PRECISIONS = pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
+PLACES = pytest.mark.parametrize("place", (0, pytest.param(1, marks=pytest.mark.long), 2))
 CHECKPOINTINGS = pytest.mark.parametrize("checkpointing", ("none", "full"))
 
 
@@ -320,7 +321,7 @@ def played(config: RunConfig, layout: Layout, place: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("schedule", ("gpipe", "1f1b", "zero_bubble"))
-@pytest.mark.parametrize("place", (0, 1, 2))
+@PLACES
 @pytest.mark.parametrize("vocab_size", (256, 4000))
 @CHECKPOINTINGS
 def test_a_step_of_a_pipelines_rank_fills_what_is_predicted(
@@ -336,8 +337,10 @@ def test_a_step_of_a_pipelines_rank_fills_what_is_predicted(
 
 
 @pytest.mark.parametrize("schedule", ("gpipe", "1f1b", "zero_bubble"))
-@pytest.mark.parametrize("place", (0, 1, 2))
-@pytest.mark.parametrize("family", ({}, {"name": "gpt_tiny"}, {"name": "gpt_tiny", "dropout": 0.1}))
+@PLACES
+@pytest.mark.parametrize(
+    "family", ({}, pytest.param({"name": "gpt_tiny"}, marks=pytest.mark.long), {"name": "gpt_tiny", "dropout": 0.1})
+)
 @CHECKPOINTINGS
 def test_a_pipelines_rank_keeps_what_is_predicted(
     schedule: str, place: int, family: dict[str, Any], checkpointing: str
