@@ -30,6 +30,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "single world_size=1",
                 "ddp",
                 "ddp checkpointing=full",
+                "ddp model.attention=eager",
                 "tp_sp checkpointing=full",
                 "zero3 checkpointing=every_n checkpointing.every=2",
                 "cp",
@@ -48,9 +49,9 @@ def test_a_compiled_run_is_heard_as_it_is_timed(results: Path, strategy: str) ->
     record = run_with(results, worker.main, *SHORT, *f"strategy={strategy}".split())
     row = record["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
-    assert row["compile"] is True and row["attention_kernel"] == "flash"
+    assert row["compile"] is True and row["attention_kernel"] == ("eager" if "eager" in strategy else "flash")
     assert row["grad_deviation"] < (1e-4 if row["precision"] == "fp32" else 0.1)
-    assert row["model_flops"] < row["hardware_flops"] < (1.1 if "checkp" not in strategy else 1.4) * row["model_flops"]
+    assert row["model_flops"] <= row["hardware_flops"] < (1.1 if "checkp" not in strategy else 1.4) * row["model_flops"]
     parts = [size for name, size in row.items() if name.startswith("at_peak_") and name.endswith("_bytes")]
     assert sum(parts) == row["peak_allocated_bytes"] > 0
     assert row.get("predicted_peak_bytes") is None

@@ -55,6 +55,9 @@ CASES = [
     f"strategy=fsdp_full_shard strategy.offload=parameters precision=bf16_mixed {ACTIVATIONS}",
     f"strategy=tp_sp {ACTIVATIONS}",
     f"strategy=pp_zero_bubble checkpointing=full {ACTIVATIONS}",
+    # One narrow layer a stage: what the embedding keeps, and is not moved, would show.
+    "strategy=pp_gpipe model=gpt_tiny model.hidden_size=64 model.num_hidden_layers=2 precision=bf16_mixed"
+    f" train.micro_batch=1 checkpointing=full {ACTIVATIONS}",
 ]
 LONG = [
     "strategy=zero3 strategy.offload=optimizer precision=bf16_mixed",

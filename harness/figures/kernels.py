@@ -16,7 +16,11 @@ def kernels(config: RunConfig, ranks: Sequence[Rank]) -> Row:
 
 
 def attention_kernels(config: RunConfig, ranks: Sequence[Rank]) -> list[str]:
-    """Of all ranks; what is composed of plain operators is the model's own where it says eager, else torch's math."""
-    composed = "eager" if config.model.attention == "eager" else "math"
-    heard = {name for rank in ranks for name in rank["profiled"].get("attention_kernels", ())}
-    return sorted(composed if name == COMPOSED else name for name in heard)
+    """Of all ranks; what is composed of plain operators is the model's own where it says eager, else torch's math.
+
+    Compiled, the model's own is inside generated kernels, and no operator of attention is heard; a fused one still is.
+    """
+    is_eager = config.model.attention == "eager"
+    unheard = (COMPOSED,) if is_eager and config.train.compile else ()
+    heard = {name for rank in ranks for name in rank["profiled"].get("attention_kernels", ()) or unheard}
+    return sorted(("eager" if is_eager else "math") if name == COMPOSED else name for name in heard)

@@ -159,15 +159,19 @@ def weights_alone(one: Pass, stage: Stage, checkpointing: CheckpointingConfig) -
 
 
 def layers_bytes(one: Pass, stage: Stage, checkpointing: CheckpointingConfig) -> int:
-    """What the layers of a stage keep before backward, and what they share."""
-    learned = one.model.kind.learned_positions
+    """What the layers of a stage keep before backward, what they share, and what the embedding before them keeps."""
     own = one.seq_len // one.cp
-    shared = 0 if learned else 2 * own * one.model.head_dim * one.width  # rotary tables
-    if stage.holds_embedding:
-        # Token ids, and which of them other ranks look up.
-        shared += one.tokens * (INT64_BYTES + (one.vocabulary_tp > 1))
-        shared += (own * INT64_BYTES if learned else 0) + sum(masks(one, "mask").values())
+    rotary_tables = 0 if one.model.kind.learned_positions else 2 * own * one.model.head_dim * one.width
+    shared = rotary_tables + embedding_bytes(one, stage)
     return shared + sum(sum(kept_by_layer(one, checkpointing, layer).values()) for layer in stage.layer_indices)
+
+
+def embedding_bytes(one: Pass, stage: Stage) -> int:
+    """Token ids, which of them other ranks look up, positions, and what was dropped."""
+    if not stage.holds_embedding:
+        return 0
+    positions = one.seq_len // one.cp * INT64_BYTES if one.model.kind.learned_positions else 0
+    return one.tokens * (INT64_BYTES + (one.vocabulary_tp > 1)) + positions + sum(masks(one, "mask").values())
 
 
 def head_tensors(one: Pass, stage: Stage) -> dict[str, int]:

@@ -11,14 +11,13 @@ from harness.config import CheckpointingConfig
 from harness.engines import Widths
 from harness.layout import Layout
 from harness.placement import Stage
-from harness.plan.activations import INT64_BYTES, Pass
-from harness.plan.kept import Activations, layers_bytes
+from harness.plan.activations import Pass
+from harness.plan.kept import Activations, embedding_bytes, layers_bytes
 
 
 def offloaded_bytes(one: Pass, stage: Stage, checkpointing: CheckpointingConfig) -> int:
-    """Of what a pass through a stage keeps, what its layers do; the embedding's token ids stay on the device."""
-    tokens = one.tokens * (INT64_BYTES + (one.vocabulary_tp > 1)) if stage.holds_embedding else 0
-    return layers_bytes(one, stage, checkpointing) - tokens
+    """Of what a pass through a stage keeps, what its layers do; what the embedding keeps stays on the device."""
+    return layers_bytes(one, stage, checkpointing) - embedding_bytes(one, stage)
 
 
 def without_offloaded(kept: Activations, bytes_away: int, layers: int) -> Activations:
