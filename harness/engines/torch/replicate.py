@@ -121,6 +121,7 @@ def distributed_data_parallel(
         DistributedDataParallel,
         device_ids=[device.index] if device.type == "cuda" else None,
         process_group=group,
+        init_sync=False,  # weights are the same already; a broadcast's copies go when its backend comes to it
         **ddp_options(config),
     )
 
