@@ -1,7 +1,9 @@
 """Every precision means the same in every layout: widths, masters, loss scaling, and gradients within its bound."""
 
+import json
 from pathlib import Path
 
+import figures
 import pytest
 from conftest import rows_of, run_harness
 
@@ -22,6 +24,10 @@ def test_a_precision_is_the_same_in_every_layout(tmp_path: Path, precision: str)
     done = run_harness(tmp_path, "-m", "name=p", *sweep, *SMALL)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = rows_of(tmp_path, "p").set_index("strategy")
+    for run_id in rows.run_id:
+        folder = tmp_path / "p" / run_id
+        ranks = [json.loads(path.read_text()) for path in sorted((folder / "ranks").glob("*.json"))]
+        figures.check_memory(json.loads((folder / "record.json").read_text())["row"], ranks)
     assert set(rows.status) == {"ok"} and set(rows.skipped_steps) == {0}
     whole = rows.loc[["single", "ddp"]]
     parameters, optimizer = STATE[precision]

@@ -47,7 +47,7 @@ MORE = [
         *(
             f"{layout} strategy.schedule={schedule}"
             for layout in (
-                "tp_pp strategy.pp=4",
+                "tp_pp strategy.pp=4 model.num_hidden_layers=8",
                 "3d",
                 "3d strategy.dp_replicate=1 strategy.dp_shard=-1 strategy.zero_stage=2",
                 "fsdp_pp",

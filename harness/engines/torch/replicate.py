@@ -7,6 +7,7 @@ micro-batches and over ranks in fp32 (mixed precision training, arXiv 1710.03740
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ class Copies:
             materialise(part, config.model, seed, device, getattr(torch, precision.compute))
         self.names = {name: parameter for part in parts for name, parameter in part.named_parameters()}
         self.masters: dict[str, nn.Parameter] = {}
+        self.buckets: list[list[Tensor]] = []  # of every wrapper that has masters, as it last reduced them
         self.modules: list[nn.Module] = list(parts)
         self.synchronising = True
         # Else the first micro-batch would make gradients beside the buckets that wait for their sum.
@@ -62,7 +64,8 @@ class Copies:
 
         synchronised = [module for module in self.modules if isinstance(module, DistributedDataParallel)]
         for module in synchronised:
-            module.register_comm_hook((self, module.process_group), reduce_into_masters)
+            self.buckets.append([])
+            module.register_comm_hook((self, module.process_group, self.buckets[-1]), reduce_into_masters)
         if synchronised:
 
             def accumulate_unless_synchronising(parameter: Tensor) -> None:
@@ -98,7 +101,8 @@ class Copies:
         return self.masters.get(name, self.names[name])
 
     def buffers(self) -> Iterator[tuple[str, str, Tensor]]:
-        return iter(())
+        for bucket in chain.from_iterable(self.buckets):
+            yield "communication", "buckets", bucket
 
     def publish(self) -> None:
         with torch.no_grad():
@@ -136,12 +140,15 @@ def take_gradient(parameter: Tensor, master: nn.Parameter) -> None:
     parameter.grad = None
 
 
-def reduce_into_masters(state: tuple[Copies, ProcessGroup], bucket: GradBucket) -> Future[Tensor]:
+def reduce_into_masters(state: tuple[Copies, ProcessGroup, list[Tensor]], bucket: GradBucket) -> Future[Tensor]:
     """DDP's communication hook: averages a bucket with what was accumulated before, in the masters' width.
 
     DDP gets its 16-bit bucket back as it was; the averaged gradient lies with the masters.
     """
-    replica, group = state
+    replica, group, buckets = state
+    if bucket.index() == 0:  # DDP makes others after the first step
+        buckets.clear()
+    buckets.append(bucket.buffer())
     name_of = {id(parameter): name for name, parameter in replica.names.items()}
     masters = [replica.masters[name_of[id(parameter)]] for parameter in bucket.parameters()]
     total = bucket.buffer().to(masters[0].dtype)
