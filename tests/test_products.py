@@ -68,8 +68,8 @@ WIDE = (
     "fsdp_hybrid_shard checkpointing.offload_activations=true",
     "fsdp_tp checkpointing=attention precision=bf16",
     "3d model=gpt_tiny checkpointing=selective",
-    "tp_pp train.loss_chunks=2 train.fused_optimizer=false precision=fp16_mixed",
-    "cp strategy.data_parallel=fsdp strategy.dp_shard=2 strategy.cp=4 checkpointing=selective",
+    "tp_pp strategy.pp=4 train.loss_chunks=2 train.fused_optimizer=false precision=fp16_mixed",
+    f"cp {FSDP} strategy.zero_stage=2 strategy.dp_shard=2 strategy.cp=4 checkpointing=selective",
 )
 COMPILED = ("fsdp_hybrid_shard", "fsdp_pp checkpointing=full", "cp", "ddp_pp strategy.schedule=1f1b")
 SIZES = ("train.micro_batch=1", "train.global_batch=8", "train.seq_len=32")
