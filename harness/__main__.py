@@ -3,7 +3,6 @@
 import os
 import sys
 import tempfile
-from pathlib import Path
 
 import hydra
 from hydra.errors import HydraException
@@ -15,20 +14,19 @@ from harness.cli import composition_error
 from harness.errors import UserError
 from harness.session import Session
 
-ROOT = Path(__file__).resolve().parents[1]
+CONF = compose.ROOT / "conf"
 
 
 def main() -> int:
     """The exit status: 0 all ok or refused as measured, 1 a failure among the rows, 2 a mistake, 130 interrupted."""
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))  # anywhere will do
-    session = Session(sys.argv[1:], ROOT / "conf" / "model")
+    session = Session(sys.argv[1:], CONF / "model")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors to us instead of printing them its own way
     compose.register()
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            OmegaConf.register_new_resolver("harness.root", lambda: str(ROOT), replace=True)
             OmegaConf.register_new_resolver("harness.scratch", lambda: scratch, replace=True)
-            hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(session.job)()
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(session.job)()
         session.repeat()
         return session.finish()
     except (HydraException, OmegaConfBaseException) as error:

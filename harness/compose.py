@@ -10,6 +10,8 @@ from harness.config import RunConfig
 from harness.errors import UserError, one_line
 from harness.typed import from_dict
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def defaults_of(kind: type) -> dict[str, Any]:
     """A group's keys that have a default, so that the command line may set those that no YAML file mentions."""
@@ -28,11 +30,12 @@ def defaults_of(kind: type) -> dict[str, Any]:
 def register() -> None:
     """Makes the dataclasses' defaults what conf/config.yaml starts from, under the name `defaults_of_groups`.
 
-    In a file ${harness.most:2,${cluster.nodes}} is the larger of both.
+    In a file ${harness.root:} is where this project lies, and ${harness.most:2,${cluster.nodes}} the larger of both.
     """
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
+    OmegaConf.register_new_resolver("harness.root", lambda: str(ROOT), replace=True)
     OmegaConf.register_new_resolver("harness.most", max, replace=True)
 
     ConfigStore.instance().store(name="defaults_of_groups", node=defaults_of(RunConfig))

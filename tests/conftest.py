@@ -11,7 +11,6 @@ import hydra
 import pandas as pd
 import pytest
 from hydra import initialize_config_dir
-from omegaconf import OmegaConf
 
 from harness import compose, machine, records, run
 from harness.__main__ import main
@@ -50,7 +49,6 @@ def rows_of(results: Path, name: str) -> pd.DataFrame:
 def composed(*overrides: str) -> RunConfig:
     """The configuration that these overrides make on a command line."""
     compose.register()
-    OmegaConf.register_new_resolver("harness.root", lambda: str(ROOT), replace=True)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         values = compose.plain(hydra.compose("config", [*overrides, "tracking=none"]))
     return compose.run_config(values)

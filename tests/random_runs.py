@@ -14,12 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import launch, machine, run, worker
-from harness.compose import plain, register
-from harness.config import RunConfig
 from harness.errors import UserError
-from harness.typed import from_dict
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.conftest import composed
 
 
 class Ending(NamedTuple):
@@ -111,23 +107,10 @@ def offload(r: random.Random, engine: str, means: str, stage: int) -> str:
     return "parameters" if means == "fsdp" or r.random() < 0.1 else "none"
 
 
-def composed(overrides: Sequence[str]) -> RunConfig:
-    import hydra
-    from hydra import initialize_config_dir
-    from omegaconf import OmegaConf
-
-    register()
-    OmegaConf.register_new_resolver("harness.root", lambda: str(ROOT), replace=True)
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        values = plain(hydra.compose("config", [*overrides, "tracking=none"]))
-    made: RunConfig = from_dict(RunConfig, values)
-    return made
-
-
 def ending(overrides: Sequence[str], results: Path) -> Ending:
     """How the run of these overrides ends; refused means before any of its processes started."""
     try:
-        config = composed([*overrides, f"results_dir={results}", "name=random"])
+        config = composed(*overrides, f"results_dir={results}", "name=random")
         found = machine.look(config.cluster)
         launch.prepare(found.device)
         planned = run.plan(config, found)

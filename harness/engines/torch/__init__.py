@@ -50,7 +50,7 @@ def widths(config: "RunConfig", layout: "Layout") -> Widths:
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
     """The model under this layout.
 
-    The order is fixed: tensor parallel, context parallel, compile, checkpointing, data parallel, pipeline.
+    The order is fixed: tensor parallel, context parallel, the step's options, data parallel, pipeline.
     """
     import torch.distributed as dist
 
