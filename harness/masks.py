@@ -24,10 +24,13 @@ def masks_seed(seed: int, layout: Layout, rank: int) -> int:
 
 
 def masks_ranks(model: nn.Module) -> list[int | None]:
-    """By which rank a model's heads tell their masks from those of its peers; None: by its generators alone."""
+    """By which rank a model's heads tell their masks from those of its peers; None: by its generators alone.
+
+    Those of a model from outside have nothing else.
+    """
     modules: Iterable[Any] = model.modules()
     found: set[int | None] = {module.masks_rank for module in modules if hasattr(module, "masks_rank")}
-    return sorted(found, key=str)
+    return sorted(found, key=str) or [None]
 
 
 @contextmanager

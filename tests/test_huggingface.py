@@ -105,7 +105,7 @@ def test_what_is_asked_is_what_our_formula_says(tmp_path: Path, attention: str, 
         ("qwen2", "strategy=fsdp_full_shard precision=bf16_mixed checkpointing=full"),
         ("gpt2", "strategy=zero3 checkpointing=full model.dropout=0"),
         pytest.param("gemma", "strategy=fsdp_shard_grad_op", marks=pytest.mark.long),
-        pytest.param("gpt2", "strategy=ddp checkpointing=full", marks=pytest.mark.long),
+        ("gpt2", "strategy=ddp checkpointing=full"),
     ],
 )
 def test_a_run_is_proven(tmp_path: Path, kind: str, overrides: str) -> None:
