@@ -146,6 +146,7 @@ def context_tensors(one: Pass, size: int, rows: int) -> dict[str, int]:
     model, seen = one.model, 2 * one.cp + 1  # in chunks of keys
     whole = size * one.cp * model.num_key_value_heads // model.num_attention_heads
     chunk = one.seq_len // (2 * one.cp)
+    grouped = model.num_key_value_heads < model.num_attention_heads
     repeated = size * seen // 2  # keys of every chunk seen, for every head
     scores = rows * seen * chunk // 2
     if composes_attention(one):
@@ -156,7 +157,8 @@ def context_tensors(one: Pass, size: int, rows: int) -> dict[str, int]:
         kept = {"query": size, "key": whole, "value": whole, "output": size, "chunks": size}
         mask = seen * chunk**2 * one.width if one.device == "cpu" else 0
         return kept | {"logsumexp": rows * FP32_BYTES, "future_mask": mask}
-    kept = {"query": size, "key": repeated, "value": repeated, "output": size, "future_mask": seen * chunk**2}
+    seen_keys = repeated if grouped else whole  # heads that need no repeating are seen where they were gathered
+    kept = {"query": size, "key": seen_keys, "value": seen_keys, "output": size, "future_mask": seen * chunk**2}
     kept["weights_fp32"] = scores * FP32_BYTES
     if model.dropout:
         return kept | {"weights_mask": scores * mask_width(one), "dropped": scores * one.width}
