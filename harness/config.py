@@ -268,6 +268,7 @@ class RunConfig:
     repeat: int = 0
     repeats: int = 1  # so many runs, from `repeat` on; each of them is a run of its own
     timeout_seconds: float = 1800.0
+    hang_seconds: float = 600.0
     preflight: bool = True
     force: bool = False
 
@@ -275,7 +276,8 @@ class RunConfig:
         if self.world_size is not None:
             require(self.world_size >= 1, "world_size", self.world_size, "is not a positive number: choose 1 or more")
         require(self.repeats >= 1, "repeats", self.repeats, "is not a positive whole number: choose 1 or more")
-        require(self.timeout_seconds > 0, "timeout_seconds", self.timeout_seconds, "is not positive: choose seconds")
+        for key in ("timeout_seconds", "hang_seconds"):
+            require(getattr(self, key) > 0, key, getattr(self, key), "is not positive: choose seconds")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written to a run file."""

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from harness import pulse
 from harness.errors import printable
 from harness.records import Record
 
@@ -51,16 +52,14 @@ class Display:
 
     def tick(self, run_dir: Path) -> None:
         """Called several times a second while ranks run, from another thread."""
-        try:
-            phase, step = (run_dir / "progress").read_text().split()
-        except (OSError, ValueError):
-            phase, step = "starting", "0"
+        beat = pulse.read(run_dir, 0)
+        phase, step = (beat.phase, beat.step) if beat else ("starting", 0)
         now = time.monotonic()
         if self.first is None or self.first[0] != run_dir:
-            self.first = (run_dir, int(step), now) if int(step) else None
+            self.first = (run_dir, step, now) if step else None
         rate = ""
-        if self.first is not None and int(step) > self.first[1]:
-            rate = f", {(int(step) - self.first[1]) / (now - self.first[2]):.1f} steps/s"
+        if self.first is not None and step > self.first[1]:
+            rate = f", {(step - self.first[1]) / (now - self.first[2]):.1f} steps/s"
         which = "reference, " if run_dir.parent.name == "references" else ""
         text = f"{self.label}: {which}{phase}, step {step} of {self.steps}{rate}, {now - self.began:.0f} s"
         if self.status is not None:

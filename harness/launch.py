@@ -1,6 +1,7 @@
 """From the parent to the ranks: starts them through torch's elastic launcher, watches them, says how they ended."""
 
 import logging
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -19,10 +20,12 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from harness import pulse, stacks
 from harness import rank as rank_side
 from harness.errors import one_line
+from harness.host import kernel_kills
 from harness.outcome import Outcome, judge
-from harness.watch import watching
+from harness.watch import Patience, watching
 
 MONITOR_SECONDS = 0.05  # between two looks of the elastic agent at its ranks
 LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
@@ -85,6 +88,7 @@ def launch(
     *,
     device: str,
     timeout_seconds: float,
+    hang_seconds: float = math.inf,
     on_tick: Callable[[], None] | None = None,
     nodes: Nodes | None = None,
     start: Start | None = None,
@@ -93,7 +97,9 @@ def launch(
 
     `entry` is a module's function. `on_tick` is called five times a second, from another thread; what it raises is
     raised here. Call it from the main thread: a first SIGINT, SIGTERM or SIGHUP ends the run as 'interrupted', a second
-    raises KeyboardInterrupt. Logs go to `run_dir/logs`: rank_<r>.log, and launcher.log if the launcher complains.
+    raises KeyboardInterrupt. Logs go to `run_dir/logs`: rank_<r>.log, and launcher.log if the launcher complains. Ranks
+    of which none says anything new (harness.pulse) for `hang_seconds` are ended; those, and ranks at their time limit,
+    leave their stacks there too.
     """
     if entry.__module__ == "__main__":
         raise ValueError(f"{entry.__qualname__} is in __main__, which a rank cannot import: move it to a module")
@@ -101,13 +107,16 @@ def launch(
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     nodes, start = nodes or Nodes(), start or STARTS[device]
     local_ranks = world_size // nodes.count
+    ranks = range(nodes.rank * local_ranks, (nodes.rank + 1) * local_ranks)
+    patience = Patience(lambda: tuple(pulse.read(run_dir, rank) for rank in ranks), hang_seconds)
     arguments = (entry.__module__, entry.__qualname__, run_dir)
+    kills_before = kernel_kills()
     died: Mapping[int, ProcessFailure] = {}
     trouble = ""
     with (
         _environment({}),  # the elastic launcher leaves a variable behind
         _complaints_to(run_dir / "logs" / "launcher.log"),
-        watching(local_ranks, began + timeout_seconds, on_tick) as watch,
+        watching(local_ranks, began + timeout_seconds, patience, on_tick) as watch,
     ):
         try:
             try:
@@ -127,7 +136,9 @@ def launch(
             trouble = one_line(f"the ranks could not be run: {type(error).__name__}: {error}")
             with (run_dir / "logs" / "launcher.log").open("a") as log:
                 traceback.print_exc(file=log)
-    return judge(watch, died, trouble, run_dir, nodes.rank * local_ranks, time.monotonic() - began)
+    stacks.tidy(run_dir, ranks)
+    killed_by_kernel = kernel_kills() > kills_before
+    return judge(watch, died, trouble, run_dir, ranks.start, time.monotonic() - began, killed_by_kernel)
 
 
 def _store(port: int = 0) -> TCPStore:

@@ -2,12 +2,13 @@
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from harness import pulse, stacks
 from harness.errors import one_line
 from harness.rank import log_file
 from harness.watch import Watch
@@ -30,33 +31,42 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Outcome:
-    status: str  # ok | error | timeout | interrupted
+    status: str  # ok | oom | error | timeout | interrupted
     reason: str  # one line, '' when ok
     failures: tuple[RankFailure, ...]  # the one that came first is first; ranks killed in consequence are not here
     seconds: float
 
 
 def judge(
-    watch: Watch, died: Mapping[int, ProcessFailure], trouble: str, run_dir: Path, first_rank: int, seconds: float
+    watch: Watch,
+    died: Mapping[int, ProcessFailure],
+    trouble: str,
+    run_dir: Path,
+    first_rank: int,
+    seconds: float,
+    killed_by_kernel: bool = False,
 ) -> Outcome:
     """The outcome of a run whose ranks are all dead.
 
     `died` is what the agent reports, by global rank; `trouble` what kept it from running them; `first_rank` this
-    node's first.
+    node's first; `killed_by_kernel` whether the kernel killed for want of memory meanwhile.
     """
     failures = () if trouble or watch.stopped else _failures(watch, died, first_rank, run_dir)
-    if watch.stopped == "timeout":
+    if watch.stopped in ("timeout", "hang"):
         late = [first_rank + rank for rank in range(len(watch.reports)) if rank not in watch.done]
-        reason = f"killed after {seconds:.1f} s, its time limit; not done: rank {', '.join(map(str, late))}"
-        if late:
-            reason += f"; the log of rank {late[0]} {_ends(log_tail(log_file(run_dir, late[0])))}"
-        return Outcome("timeout", reason, (), seconds)
+        how = f"killed after {seconds:.1f} s, its time limit"
+        if watch.stopped == "hang":
+            how = f"killed after {watch.patience.seconds:g} s in which no rank got any further"
+        return Outcome(
+            "timeout", f"{how}; not done: rank {', '.join(map(str, late))}{_standing(run_dir, late)}", (), seconds
+        )
     if watch.stopped:
         return Outcome(watch.stopped, f"stopped by a signal after {seconds:.1f} s", (), seconds)
     if trouble:
         return Outcome("error", trouble, (), seconds)
     if failures:
-        return Outcome("error", _blame(failures), failures, seconds)
+        starved = killed_by_kernel and failures[0].signal == "SIGKILL"
+        return Outcome("oom" if starved else "error", _blame(failures, starved), failures, seconds)
     return Outcome("ok", "", (), seconds)
 
 
@@ -78,13 +88,27 @@ def _failures(
     return tuple(failure for *_, failure in sorted(found, key=lambda entry: entry[:2]))
 
 
-def _blame(failures: tuple[RankFailure, ...]) -> str:
+def _standing(run_dir: Path, late: Sequence[int]) -> str:
+    """Where the rank is that is furthest behind, and what it last wrote."""
+    if not late:
+        return ""
+    silent = pulse.Beat("before its first word", -1, None, None)
+    beats = {rank: pulse.read(run_dir, rank) or silent for rank in late}
+    rank = min(late, key=lambda rank: beats[rank].step)
+    doing = beats[rank].phase if beats[rank] is silent else f"{beats[rank].phase}, step {beats[rank].step}"
+    place = stacks.place(run_dir, rank)
+    return (
+        f"; rank {rank} in {doing}{place and ', stands in '}{place}; its log {_ends(log_tail(log_file(run_dir, rank)))}"
+    )
+
+
+def _blame(failures: tuple[RankFailure, ...], starved: bool) -> str:
     """One line on the rank that failed first."""
     first = failures[0]
     if first.signal:
         how = f"was killed by {first.signal}"
-        if first.signal == "SIGKILL":
-            how += " (the kernel sends it when memory runs out)"
+        if starved:
+            how = "was killed by the kernel, which had no memory left"
     elif first.error:
         how = f"raised {first.error}"
     else:

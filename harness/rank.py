@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from harness import stacks
 from harness.errors import one_line
 
 # A rank that raised stays this long before it exits. Its peers' connections break only then, and the agent, which
@@ -22,7 +23,7 @@ LINGER_SECONDS = 0.4
 
 @dataclass(frozen=True)
 class Started:
-    pass
+    pid: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def run(module: str, function: str, run_dir: Path, lifeline: Connection, reports
         if other is not report:
             other.close()
     _redirect(log_file(run_dir, int(os.environ["RANK"])))
-    _tell(report, Started())
+    stacks.offer(run_dir, int(os.environ["RANK"]))
+    _tell(report, Started(os.getpid()))
     try:
         getattr(importlib.import_module(module), function)(str(run_dir))
     except BaseException as error:

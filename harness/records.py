@@ -49,6 +49,8 @@ COLUMN_TYPES: Mapping[str, type] = (
     | {"bubble": float, "bubble_formula": float, "in_flight": int}
     # Steps left out because a gradient overflowed, where the loss is scaled.
     | {"skipped_steps": int}
+    # Where a run that is not ok ended, and the most that a rank said last it held.
+    | {"phase": str, "last_allocated_bytes": int, "last_host_bytes": int}
     # Time: quantiles and spread (interquartile range over median) of the timed steps; of the median step the parts,
     # which add up to it, and what was hidden behind computing. disturbed: empty, or what disturbed the run.
     | {"step_seconds_p95": float, "step_seconds_spread": float, "disturbed": str}

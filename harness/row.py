@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness import job, launch, versions
+from harness import job, launch, pulse, versions
 from harness.config import PROFILED_STEPS, TRACED_STEPS, RunConfig
 from harness.figures import Row
 from harness.figures.cost import cost
@@ -19,6 +19,7 @@ from harness.figures.traffic import sent_bytes
 from harness.layout import Layout
 from harness.machine import Machine
 from harness.measure.environment import environment
+from harness.outcome import Outcome
 from harness.placement import stages
 from harness.proof import Rank
 from harness.records import Record
@@ -105,6 +106,25 @@ def read_ranks(run_dir: Path, world_size: int) -> list[Rank]:
     """The rank files there are, whole or not written at all."""
     paths = [job.rank_file(run_dir, rank) for rank in range(world_size)]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def ended(run_dir: Path, world_size: int, outcome: Outcome, ranks: Sequence[Rank]) -> Row:
+    """The columns of a run that did not come to its end: where it stood and what its ranks held, as each said last.
+
+    The phase is that of the rank to blame, else of the one furthest behind.
+    """
+    exhausted = next((rank for rank in ranks if rank["status"] == "oom"), None)
+    beats = {rank: beat for rank in range(world_size) if (beat := pulse.read(run_dir, rank))}
+    blamed = exhausted["rank"] if exhausted else next((failure.rank for failure in outcome.failures), None)
+    if blamed not in beats:
+        blamed = min(beats, key=lambda rank: beats[rank].step, default=None)
+    row: Row = {"phase": beats[blamed].phase if blamed in beats else None}
+    for quantity in ("allocated_bytes", "host_bytes"):
+        row[f"last_{quantity}"] = most(getattr(beat, quantity) for beat in beats.values())
+    if outcome.status == "error" and exhausted:
+        row["status"] = "oom"
+        row["reason"] = f"rank {exhausted['rank']} in {exhausted['phase']}: {exhausted['reason']}"
+    return row
 
 
 def measured(config: RunConfig, layout: Layout, ranks: Sequence[Rank]) -> Row:

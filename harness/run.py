@@ -233,17 +233,16 @@ def start(this: Plan, entry: Callable[[str], None], tick: Tick, say: Say, refere
         world_size,
         device=this.machine.device,
         timeout_seconds=this.config.timeout_seconds,
+        hang_seconds=this.config.hang_seconds,
         on_tick=lambda: tick(this.directory),
     )
     ranks = row.read_ranks(this.directory, world_size)
     ending: dict[str, Any] = {"status": outcome.status, "reason": outcome.reason}
     extra: dict[str, Any] = {}
-    exhausted = next((rank for rank in ranks if rank["status"] == "oom"), None)
     if outcome.status == "ok":
         ending, extra = judge(this.config, this.layout, this.widths, ranks, reference.rank, reference.word)
-    elif outcome.status == "error" and exhausted:
-        ending["status"] = "oom"
-        ending["reason"] = f"rank {exhausted['rank']} in {exhausted['phase']}: {exhausted['reason']}"
+    else:
+        ending |= row.ended(this.directory, world_size, outcome, ranks)
     ending |= {"started_at": began.isoformat(), "seconds": outcome.seconds}
     return write(this, ending, ranks, extra | {"notes": notes})
 

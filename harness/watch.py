@@ -4,7 +4,7 @@ import multiprocessing
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -12,11 +12,13 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from harness import stacks
 from harness.rank import Done, Raised, Started
 
 TICK_SECONDS = 0.2
 SHORTEST_SECONDS = 0.01  # of a look at the ranks, while there is no tick to wait for
 GRACE_SECONDS = 2.0  # from a rank's failure to the end of its peers, should the elastic agent not manage by then
+LOOK_SECONDS = 0.5  # between two looks at how far ranks are
 DEATH_SECONDS = 5.0  # for killed ranks to be gone
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TOUCHED = (*HANDLED, signal.SIGQUIT)  # SIGQUIT stays with the elastic agent
@@ -31,13 +33,14 @@ class Watch:
     reports: list[Connection]  # for the ranks, one each
     ears: dict[Connection, int]  # the other ends of those still open
     ends_at: float  # time.monotonic()
-    stopped: str = ""  # timeout | interrupted
+    patience: "Patience"
+    stopped: str = ""  # timeout | hang | interrupted
     armed: bool = False  # whether a signal may break into what the main thread does: while the agent runs
     signals: int = 0  # received from outside
     poked_at: float = 0.0
     poked: bool = False
     ending: bool = False  # the agent has returned
-    started: set[int] = field(default_factory=set)
+    pids: dict[int, int] = field(default_factory=dict)  # of ranks that have started
     done: set[int] = field(default_factory=set)
     raised: dict[int, Raised] = field(default_factory=dict)
     gone: dict[int, float] = field(default_factory=dict)  # when a rank that had started was seen to be dead
@@ -57,13 +60,32 @@ class Watch:
         return min(moments, default=None)
 
 
+class Patience:
+    """With ranks that get no further. `standing` tells where they are: any change of it is progress."""
+
+    def __init__(self, standing: Callable[[], Hashable], seconds: float) -> None:
+        self.standing, self.seconds = standing, seconds
+        self.seen: Hashable = None
+        self.looked_at = self.moved_at = time.monotonic()
+
+    def is_over(self, now: float) -> bool:
+        if now - self.looked_at >= LOOK_SECONDS:
+            self.looked_at = now
+            seen = self.standing()
+            if seen != self.seen:
+                self.seen, self.moved_at = seen, now
+        return now - self.moved_at >= self.seconds
+
+
 @contextmanager
-def watching(local_ranks: int, ends_at: float, on_tick: Callable[[], None] | None) -> Iterator[Watch]:
+def watching(
+    local_ranks: int, ends_at: float, patience: "Patience", on_tick: Callable[[], None] | None
+) -> Iterator[Watch]:
     """Watches until the block ends; then every rank is dead, and signal handlers are what they were."""
     lifeline, hold = multiprocessing.Pipe(duplex=False)
     pairs = [multiprocessing.Pipe(duplex=False) for _ in range(local_ranks)]
     ears = {ear: rank for rank, (ear, _) in enumerate(pairs)}
-    watch = Watch(lifeline, hold, [mouth for _, mouth in pairs], ears, ends_at)
+    watch = Watch(lifeline, hold, [mouth for _, mouth in pairs], ears, ends_at, patience)
     already = set(multiprocessing.active_children())
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(watch, on_tick, over), daemon=True)
@@ -119,7 +141,7 @@ def _watch(watch: Watch, on_tick: Callable[[], None] | None, over: threading.Eve
 
 def _listen(watch: Watch, over: threading.Event, seconds: float) -> None:
     """What the ranks say within that time; the end of a rank's pipe is the end of the rank."""
-    if watch.ending or len(watch.started) == len(watch.reports):
+    if watch.ending or len(watch.pids) == len(watch.reports):
         for mouth in watch.reports:  # every rank that will ever have one has it: now a pipe ends with its rank
             mouth.close()
     if not watch.ears:
@@ -135,7 +157,7 @@ def _listen(watch: Watch, over: threading.Event, seconds: float) -> None:
             del watch.ears[ear]
             continue
         if isinstance(message, Started):
-            watch.started.add(rank)
+            watch.pids[rank] = message.pid
         elif isinstance(message, Done):
             watch.done.add(rank)
         elif isinstance(message, Raised):
@@ -147,8 +169,11 @@ def _enforce(watch: Watch, now: float) -> None:
     if not watch.armed or now - watch.poked_at < GRACE_SECONDS:
         return
     failed_at = watch.failed_at()
-    if now >= watch.ends_at:
-        watch.stopped = watch.stopped or "timeout"
+    late = "timeout" if now >= watch.ends_at else "hang" if watch.patience.is_over(now) else ""
+    if late:
+        if not watch.stopped:
+            stacks.ask(pid for rank, pid in watch.pids.items() if rank not in watch.gone)
+        watch.stopped = watch.stopped or late
         _poke(watch, now)
     elif failed_at is not None and now - failed_at > GRACE_SECONDS:
         if not watch.hold.closed:  # first the peers, which may have a way to survive the agent's SIGTERM

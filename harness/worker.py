@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import socket
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,10 +25,9 @@ from harness.measure.native import load_allocator
 from harness.measure.probe import Probe
 from harness.measure.state import held_bytes, holdings, placed_bytes
 from harness.measure.trace import Split
+from harness.pulse import Pulse
 from harness.records import atomic_write_json
 from harness.train import train
-
-PROGRESS_SECONDS = 0.2  # between two words of progress, so that saying it costs the steps nothing
 
 
 def main(run_dir: str) -> None:
@@ -38,12 +36,12 @@ def main(run_dir: str) -> None:
     rank = int(os.environ["RANK"])
     target = job.rank_file(directory, rank)
     report: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "status": "error"}
-    progress = Progress(directory if rank == 0 else None)
+    pulse = Pulse(directory, rank)
     try:
-        report |= measure(job.read(directory), rank, progress, directory) | {"status": "ok"}
+        report |= measure(job.read(directory), rank, pulse, directory) | {"status": "ok"}
     except BaseException as error:
         exhausted = out_of_memory(error)
-        report |= {"status": "oom" if exhausted else "error", "phase": progress.phase, "step": progress.step}
+        report |= {"status": "oom" if exhausted else "error"} | pulse.look()._asdict()
         said = exhausted or error
         report |= {"error": type(said).__name__, "reason": one_line(said), "traceback": traceback.format_exc()}
         raise
@@ -58,26 +56,31 @@ def out_of_memory(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def measure(this: Job, rank: int, progress: "Progress", directory: Path) -> dict[str, Any]:
+def measure(this: Job, rank: int, pulse: Pulse, directory: Path) -> dict[str, Any]:
     """Joins the other ranks and trains; everything this rank has to say about it, as plain values."""
     os.environ.update(this.environment)
     allocator = load_allocator(Path(this.allocator)) if this.allocator else None
+    pulse("joining")
     with process_group(this) as (mesh, device), attention_asked_for():
-        return trained(this, rank, progress, directory, mesh, DeviceMemory(device, allocator))
+        memory = DeviceMemory(device, allocator)
+        pulse.allocated_bytes = memory.allocated_bytes
+        return trained(this, rank, pulse, directory, mesh, memory)
 
 
 def trained(
-    this: Job, rank: int, progress: "Progress", directory: Path, mesh: DeviceMesh, memory: DeviceMemory
+    this: Job, rank: int, pulse: Pulse, directory: Path, mesh: DeviceMesh, memory: DeviceMemory
 ) -> dict[str, Any]:
     """Builds the engine and trains. The engine is gone on return, so that nothing outlives the groups it talks over."""
     probe, device = Probe(), memory.device
+    pulse("building")
     memory.reset_peak()
     engine = engines.load(this.layout.engine).build(this.config, this.layout, mesh, device, probe)
     start_peak_bytes = memory.peak_allocated_bytes()
     torch.manual_seed(masks_seed(this.config.train.seed, this.layout, rank))
     batches = Batches(this.corpus, this.config, this.layout, rank, device)
     snapshot = job.snapshot_file(directory, rank) if this.config.measure.memory_snapshot else None
-    seen = train(engine, probe, batches, this.config.train, this.layout, memory, progress, snapshot)
+    seen = train(engine, probe, batches, this.config.train, this.layout, memory, pulse, snapshot)
+    pulse("finishing", this.config.train.all_steps)
     profiled = seen.profiled._asdict()
     report = (
         {key: value for key, value in vars(seen).items() if key != "memory"}
@@ -137,19 +140,3 @@ def process_group(this: Job) -> Iterator[tuple[DeviceMesh, torch.device]]:
         dist.init_process_group("gloo")
     yield init_device_mesh(this.device, this.layout.mesh_shape, mesh_dim_names=AXES), device
     dist.destroy_process_group()  # only after success: a failed rank must not wait for the others
-
-
-class Progress:
-    """Where the run stands, in a small file that the parent reads; written by one rank, seldom."""
-
-    def __init__(self, run_dir: Path | None) -> None:
-        self.path = run_dir / "progress" if run_dir else None
-        self.phase, self.step = "start", 0
-        self.said = 0.0
-
-    def __call__(self, phase: str, step: int) -> None:
-        self.phase, self.step = phase, step
-        now = time.monotonic()
-        if self.path and now - self.said >= PROGRESS_SECONDS:
-            self.path.write_text(f"{phase} {step}")
-            self.said = now

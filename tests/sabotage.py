@@ -4,6 +4,7 @@ Every rank is a process of its own, so what is patched here is gone with it.
 """
 
 import dataclasses
+import itertools
 import os
 import signal
 import time
@@ -29,6 +30,7 @@ from harness.layout import AXES
 from harness.measure.communication import CommunicationCounter
 from harness.measure.memory import HostLog
 from harness.measure.probe import Probe
+from harness.pulse import Pulse
 
 
 def rank() -> int:
@@ -200,13 +202,13 @@ def never_compiled(run_dir: str) -> None:
 def compiled_again(run_dir: str) -> None:
     """The first timed step throws away what was compiled."""
 
-    def spoiled(self: Any, phase: str, step: int) -> None:
-        progress(self, phase, step)
+    def spoiled(self: Any, phase: str, step: int = 0) -> None:
+        beat(self, phase, step)
         if phase == "timed":
             torch.compiler.reset()
 
-    progress = worker.Progress.__call__
-    worker.Progress.__call__ = spoiled  # type: ignore[method-assign]
+    beat = Pulse.__call__
+    Pulse.__call__ = spoiled  # type: ignore[method-assign]
     worker.main(run_dir)
 
 
@@ -444,6 +446,18 @@ def slow_last_stage(run_dir: str) -> None:
     worker.main(run_dir)
 
 
+def slow_steps(run_dir: str) -> None:
+    """Not a fault: every step takes more than a second more."""
+    step = torch_engine.TorchEngine.step
+
+    def spoiled(self: Any, micro_batches: Any) -> Any:
+        time.sleep(1.2)
+        return step(self, micro_batches)
+
+    torch_engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
 def slow_rank(run_dir: str) -> None:
     """Not a fault: rank 1 takes longer over every forward."""
     forward = harness.model.Decoder.forward
@@ -526,7 +540,36 @@ def stuck(run_dir: str) -> None:
     """Rank 1 never takes part."""
     if rank() == 1:
         Path(run_dir, "stuck").touch()
-        signal.pause()
+        time.sleep(3600)
+    worker.main(run_dir)
+
+
+def stuck_in_a_step(run_dir: str) -> None:
+    """Rank 1 comes as far as its second step."""
+    step = torch_engine.TorchEngine.step
+    taken = itertools.count()
+
+    def waiting(self: Any, micro_batches: Any) -> Any:
+        if rank() == 1 and next(taken) == 1:
+            time.sleep(3600)
+        return step(self, micro_batches)
+
+    torch_engine.TorchEngine.step = waiting  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def greedy(run_dir: str) -> None:
+    """Rank 1 touches more and more memory of the host in its second step, until somebody stops it."""
+    step = torch_engine.TorchEngine.step
+    taken, held = itertools.count(), []
+
+    def hungry(self: Any, micro_batches: Any) -> Any:
+        if rank() == 1 and next(taken) == 1:
+            while True:
+                held.append(b"1" * 2**24)
+        return step(self, micro_batches)
+
+    torch_engine.TorchEngine.step = hungry  # type: ignore[method-assign]
     worker.main(run_dir)
 
 

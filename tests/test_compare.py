@@ -54,6 +54,7 @@ def record(number: int, strategy: str, **row: Any) -> Record:
             "tracking": {"mode": "none"},
             "world_size": None,
             "timeout_seconds": 1800.0,
+            "hang_seconds": 600.0,
             "repeat": row.get("repeat", 0),
         },
         "environment": {"device_name": "cpu", "cores": 2, "driver": None, "variables": {"OMP_NUM_THREADS": "1"}},

@@ -104,29 +104,9 @@ def test_a_reference_that_fails_leaves_nothing_to_prove(results: Path, monkeypat
     assert row["reason"].startswith("nothing to compare with, the single process failed: not proven: the loss is not")
 
 
-@pytest.mark.parametrize(
-    ("fault", "strategy"), [(sabotage.exhausted, "ddp"), (sabotage.exhausted_in_a_stage, "pp_1f1b")]
-)
-def test_memory_that_runs_out_is_an_oom_row(results: Path, fault: Callable[[str], None], strategy: str) -> None:
-    row = run_with(results, fault, f"strategy={strategy}")["row"]
-    assert row["status"] == "oom"
-    assert "rank 1 in warm-up" in row["reason"] and "memory" in row["reason"]
-
-
 def test_a_block_that_is_not_logged_is_no_row_of_figures(results: Path) -> None:
     row = run_with(results, sabotage.block_unlogged, "strategy=ddp")["row"]
     assert row["status"] == "error" and "are logged at the peak of" in row["reason"]
-
-
-def test_a_killed_rank_is_named(results: Path) -> None:
-    row = run_with(results, sabotage.killed, "strategy=ddp")["row"]
-    assert row["status"] == "error"
-    assert "rank 1" in row["reason"] and "SIGKILL" in row["reason"]
-
-
-def test_a_rank_that_hangs_is_a_timeout(results: Path) -> None:
-    row = run_with(results, sabotage.stuck, "strategy=ddp", "timeout_seconds=8")["row"]
-    assert row["status"] == "timeout"
 
 
 def test_a_copy_that_some_ranks_lack_is_no_copy() -> None:

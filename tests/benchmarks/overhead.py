@@ -128,8 +128,10 @@ class Pair:
 
     def phase(self) -> str:
         """What the row's ranks are doing."""
-        progress = self.directory / "progress"
-        return progress.read_text().partition(" ")[0] if progress.exists() else ""
+        from harness import pulse
+
+        beat = pulse.read(self.directory, 0)
+        return beat.phase if beat else ""
 
     def row(self) -> Seen:
         from harness import machine, run, worker
