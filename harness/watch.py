@@ -24,6 +24,23 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TOUCHED = (*HANDLED, signal.SIGQUIT)  # SIGQUIT stays with the elastic agent
 
 
+class Patience:
+    """With ranks that get no further. `standing` tells where they are: any change of it is progress."""
+
+    def __init__(self, standing: Callable[[], Hashable], seconds: float) -> None:
+        self.standing, self.seconds = standing, seconds
+        self.seen: Hashable = None
+        self.looked_at = self.moved_at = time.monotonic()
+
+    def is_over(self, now: float) -> bool:
+        if now - self.looked_at >= LOOK_SECONDS:
+            self.looked_at = now
+            seen = self.standing()
+            if seen != self.seen:
+                self.seen, self.moved_at = seen, now
+        return now - self.moved_at >= self.seconds
+
+
 @dataclass
 class Watch:
     """One run's ranks, by local rank. The watching thread writes it, and the signal handlers in the main thread."""
@@ -33,7 +50,7 @@ class Watch:
     reports: list[Connection]  # for the ranks, one each
     ears: dict[Connection, int]  # the other ends of those still open
     ends_at: float  # time.monotonic()
-    patience: "Patience"
+    patience: Patience
     stopped: str = ""  # timeout | hang | interrupted
     armed: bool = False  # whether a signal may break into what the main thread does: while the agent runs
     signals: int = 0  # received from outside
@@ -60,26 +77,9 @@ class Watch:
         return min(moments, default=None)
 
 
-class Patience:
-    """With ranks that get no further. `standing` tells where they are: any change of it is progress."""
-
-    def __init__(self, standing: Callable[[], Hashable], seconds: float) -> None:
-        self.standing, self.seconds = standing, seconds
-        self.seen: Hashable = None
-        self.looked_at = self.moved_at = time.monotonic()
-
-    def is_over(self, now: float) -> bool:
-        if now - self.looked_at >= LOOK_SECONDS:
-            self.looked_at = now
-            seen = self.standing()
-            if seen != self.seen:
-                self.seen, self.moved_at = seen, now
-        return now - self.moved_at >= self.seconds
-
-
 @contextmanager
 def watching(
-    local_ranks: int, ends_at: float, patience: "Patience", on_tick: Callable[[], None] | None
+    local_ranks: int, ends_at: float, patience: Patience, on_tick: Callable[[], None] | None
 ) -> Iterator[Watch]:
     """Watches until the block ends; then every rank is dead, and signal handlers are what they were."""
     lifeline, hold = multiprocessing.Pipe(duplex=False)

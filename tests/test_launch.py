@@ -26,7 +26,7 @@ from harness.launch import STARTS, Nodes, launch, threads_per_rank
 from harness.watch import Patience, watching
 
 ROOT = Path(__file__).parents[1]
-GONE_SECONDS = 10.0  # what a killed parent's ranks have to be gone, on a machine with much else to do
+GONE_SECONDS = 2.0  # what a killed parent's ranks have to be gone
 MARK = "LAUNCH_TEST_MARK"
 
 # A parent of its own: says when it launches and how that ended. `lean` and `warm` preload less than the product does,
@@ -336,4 +336,5 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path, capfd: pytest.CaptureF
         lived_on = list(pool.map(lambda case: kill_one(tmp_path / str(KILLS.index(case)), *case), KILLS))
     with capfd.disabled():
         print("\n  lived on: " + ", ".join(f"{seconds:.2f} s" for seconds in lived_on))
-    assert max(lived_on) < GONE_SECONDS
+    wanting = os.getloadavg()[0] / threads_per_rank(1)  # processes for each core: others' too take their turns
+    assert max(lived_on) < GONE_SECONDS * max(1.0, wanting)

@@ -17,6 +17,7 @@ from harness.layout import Layout, resolve
 from harness.placement import cut_dimension, stages
 from harness.plan.memory import activation_bytes
 from harness.plan.pipeline import bubble, in_flight
+from harness.row import read_ranks
 from harness.sizes import parameter_shapes
 from harness.typed import from_dict
 
@@ -56,7 +57,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, in
     for row in rows.itertuples():
         folder = results / "parallel" / str(row.run_id)
         record = json.loads((folder / "record.json").read_text())
-        record["rank_files"] = [json.loads(path.read_text()) for path in sorted((folder / "ranks").glob("*.json"))]
+        record["rank_files"] = read_ranks(folder, int(row.world_size))
         found[str(row.strategy), str(row.checkpointing), int(row.world_size)] = record
     return found
 

@@ -1,11 +1,13 @@
 """Every precision means the same in every layout: widths, masters, loss scaling, and gradients within its bound."""
 
-import json
 from pathlib import Path
 
 import figures
 import pytest
 from conftest import rows_of, run_harness
+
+from harness import records
+from harness.row import read_ranks
 
 SMALL = ("train.global_batch=4", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
 LAYOUTS = {
@@ -26,8 +28,8 @@ def test_a_precision_is_the_same_in_every_layout(tmp_path: Path, precision: str)
     rows = rows_of(tmp_path, "p").set_index("strategy")
     for run_id in rows.run_id:
         folder = tmp_path / "p" / run_id
-        ranks = [json.loads(path.read_text()) for path in sorted((folder / "ranks").glob("*.json"))]
-        figures.check_memory(json.loads((folder / "record.json").read_text())["row"], ranks)
+        row = records.read_record(folder)["row"]
+        figures.check_memory(row, read_ranks(folder, row["world_size"]))
     assert set(rows.status) == {"ok"} and set(rows.skipped_steps) == {0}
     whole = rows.loc[["single", "ddp"]]
     parameters, optimizer = STATE[precision]

@@ -1,6 +1,5 @@
 """Products of data, tensor, context and pipeline parallelism: proven at four and eight ranks, wrong pairs refused."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from harness.engines import torch as torch_engine
 from harness.errors import UserError
 from harness.layout import Layout, resolve
 from harness.plan.memory import activation_bytes
+from harness.row import read_ranks
 from harness.typed import from_dict
 
 FSDP = "strategy.data_parallel=fsdp"
@@ -96,7 +96,7 @@ def check(results: Path, record: records.Record, parts: bool = True) -> None:
     assert (row["status"], row["reason"]) == ("ok", "")
     assert 0 < row["grad_deviation"] < {"fp32": 1e-4, "bf16": 0.2}.get(row["precision"], 0.1)
     folder = results / "products" / row["run_id"]
-    ranks = [json.loads(path.read_text()) for path in sorted((folder / "ranks").glob("*.json"))]
+    ranks = read_ranks(folder, row["world_size"])
     config, layout = config_of(record)
     for rank in ranks:
         predicted = activation_bytes(config, layout, "cpu", layout.coordinates(rank["rank"])["pp"])

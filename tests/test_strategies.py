@@ -15,6 +15,7 @@ from harness.config import RunConfig
 from harness.layout import resolve
 from harness.records import read_all
 from harness.report.claims import claims
+from harness.row import read_ranks
 from harness.typed import from_dict
 
 STRATEGIES = dict.fromkeys(
@@ -129,7 +130,7 @@ def test_the_parts_are_the_whole(rows: pd.DataFrame) -> None:
     unaccounted = []
     for folder in map(Path, rows.folder):
         record = json.loads((folder / "record.json").read_text())
-        ranks = [json.loads(path.read_text()) for path in sorted((folder / "ranks").glob("*.json"))]
+        ranks = read_ranks(folder, record["row"]["world_size"])
         figures.check_memory(record["row"], ranks)
         unaccounted.append(figures.check_time(record["row"]))
         figures.check_bytes(record)
