@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness import compose
-from harness.cli import composition_error
+from harness.cli import arguments, composition_error
 from harness.errors import UserError
 from harness.session import Session
 
@@ -19,15 +19,15 @@ CONF = compose.ROOT / "conf"
 
 def main() -> int:
     """The exit status: 0 all ok or refused as measured, 1 a failure among the rows, 2 a mistake, 130 interrupted."""
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))  # anywhere will do
-    session = Session(sys.argv[1:], CONF / "model")
+    sys.argv[1:] = arguments(sys.argv[1:])
+    session = Session(CONF / "model")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors to us instead of printing them its own way
     compose.register()
     try:
         with tempfile.TemporaryDirectory() as scratch:
             OmegaConf.register_new_resolver("harness.scratch", lambda: scratch, replace=True)
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(session.job)()
-        session.repeat()
+        session.go()
         return session.finish()
     except (HydraException, OmegaConfBaseException) as error:
         return session.refuse(composition_error(error))

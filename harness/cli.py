@@ -1,9 +1,8 @@
-"""What the command line means: Hydra's complaints in one line, and how many runs it asks for."""
+"""What the command line means: arguments as Hydra takes them, its complaints in one line, repeated runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -21,22 +20,18 @@ def composition_error(error: Exception) -> str:
     return one_line(str(error).split("\nSee https", maxsplit=1)[0])
 
 
-def sweep_size(arguments: Sequence[str], parameters: Mapping[str, object] | None, repeats: int) -> int:
-    """How many runs Hydra's basic sweeper makes of the sweep's parameters and the command line.
+LISTS = ("retry", "stop_after")  # keys whose values can be several: commas there make no sweep
 
-    repeats: how often the combination at hand is run; in a sweep of `repeats` itself each has its own number.
-    """
-    stated = [f"{key}={value}" for key, value in (parameters or {}).items()]
-    overrides = OverridesParser.create().parse_overrides([*stated, *(a for a in arguments if "=" in a)])
-    combinations = 1
-    for override in overrides:
-        if override.is_sweep_override():
-            choices = list(override.sweep_string_iterator())
-            if override.key_or_group == "repeats":
-                repeats = sum(max(1, int(choice)) if choice.isdecimal() else 1 for choice in choices)
-            else:
-                combinations *= len(choices)
-    return combinations * repeats
+
+def arguments(given: Sequence[str]) -> list[str]:
+    """The command line as Hydra takes it: -m may stand anywhere, and keys of several values need no brackets."""
+    found = sorted(given, key=lambda argument: argument not in ("-m", "--multirun"))
+    return [bracketed(argument) for argument in found]
+
+
+def bracketed(argument: str) -> str:
+    key, _, value = argument.partition("=")
+    return f"{key}=[{value}]" if key in LISTS and value and not value.startswith("[") else argument
 
 
 def each_repeat(values: dict[str, Any]) -> list[dict[str, Any]]:

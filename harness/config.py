@@ -238,6 +238,22 @@ class MeasureConfig:
 
 
 @dataclass(frozen=True)
+class SweepConfig:
+    """How the runs of one command are gone through."""
+
+    parallel: int | str = 1  # runs side by side, each on devices or cores of its own; auto: as many as have devices
+    skip_dominated: bool = True  # what ran out of memory at a smaller batch is not tried at a larger
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.parallel, int) and self.parallel >= 1
+        rule = "is not a number of runs: choose auto, or 1 or more"
+        require(is_number or self.parallel == "auto", "sweep.parallel", self.parallel, rule)
+
+
+RETRIED = ("error", "timeout", "oom")  # the ends that can be tried again; what was interrupted always is
+
+
+@dataclass(frozen=True)
 class TrackingConfig:
     name: str
     mode: str = "offline"  # offline | online
@@ -264,12 +280,15 @@ class RunConfig:
     proof: ProofConfig
     tracking: TrackingConfig
     measure: MeasureConfig = field(default_factory=MeasureConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     world_size: int | None = None  # null: the cluster's
     repeat: int = 0
     repeats: int = 1  # so many runs, from `repeat` on; each of them is a run of its own
     timeout_seconds: float = 1800.0
     hang_seconds: float = 600.0
     preflight: bool = True
+    retry: tuple[str, ...] = ()  # ends, of RETRIED, that are no result: those runs are made again
+    stop_after: tuple[str | int | float, ...] = ()  # harness.budget: 8h, 20runs, 3failures: no run is begun then
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -278,6 +297,8 @@ class RunConfig:
         require(self.repeats >= 1, "repeats", self.repeats, "is not a positive whole number: choose 1 or more")
         for key in ("timeout_seconds", "hang_seconds"):
             require(getattr(self, key) > 0, key, getattr(self, key), "is not positive: choose seconds")
+        for status in self.retry:
+            one_of("retry", status, RETRIED)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written to a run file."""

@@ -1,9 +1,8 @@
-"""What is seen while runs work: a live line in a terminal, plain lines elsewhere."""
+"""What is seen while runs work: live lines in a terminal, plain ones elsewhere."""
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,14 +10,36 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from harness import pulse
+from harness import progress, pulse
 from harness.errors import printable
 from harness.records import Record
 
 if TYPE_CHECKING:
-    from harness.run import Plan
+    from harness.sweep import Item
 
-PLAIN_SECONDS = 10.0  # between two lines about the same run where there is no terminal
+PLAIN_SECONDS = 10.0  # between two lines about running runs where there is no terminal
+
+
+@dataclass
+class Running:
+    """A run at work, and the first progress seen of it."""
+
+    label: str
+    steps: int
+    began: float
+    at: Path | None = None  # the folder that its ranks write to now: the reference's, then its own
+    first: tuple[Path, int, float] | None = None  # folder, step and time
+
+    def text(self, now: float) -> str:
+        beat = pulse.read(self.at, 0) if self.at else None
+        phase, step = (beat.phase, beat.step) if beat else ("starting", 0)
+        if self.at and (self.first is None or self.first[0] != self.at):
+            self.first = (self.at, step, now) if step else None
+        rate = ""
+        if self.first is not None and step > self.first[1]:
+            rate = f", {(step - self.first[1]) / (now - self.first[2]):.1f} steps/s"
+        which = "reference, " if self.at and self.at.parent.name == "references" else ""
+        return f"{self.label}: {which}{phase}, step {step} of {self.steps}{rate}, {now - self.began:.0f} s"
 
 
 class Display:
@@ -26,60 +47,98 @@ class Display:
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)
-        self.total = 1
+        self.total = 0
         self.position = 0
         self.repeated = False  # whether runs that differ in `repeat` alone follow each other
-        self.label = ""
-        self.steps = 0
-        self.began = self.said = time.monotonic()
+        self.side_by_side = 1
+        self.running: dict[Item, Running] = {}
+        self.left: dict[Item, float] = {}  # costs of what has no record yet
+        self.made: list[tuple[float, float]] = []  # costs and seconds of what was run
+        self.said = time.monotonic()
         self.status: Status | None = None
-        self.first: tuple[Path, int, float] | None = None  # run, step and time of the first progress seen of it
 
-    @contextmanager
-    def running(self, planned: "Plan") -> Iterator[None]:
-        """Around one run."""
-        config = planned.config
-        self.label = self.label_of(planned.run_id, config.repeat)
-        self.steps = config.train.all_steps
-        self.began = self.said = time.monotonic()
+    def expect(self, items: "list[Item]", side_by_side: int) -> None:
+        self.total = self.position + len(items)  # runs asked for twice are one
+        self.repeated = any(item.turn for item in items)
+        self.left = {item: item.cost for item in items}
+        self.side_by_side = side_by_side
+
+    def begins(self, item: "Item") -> None:
+        """A run is begun."""
+        self.position += 1
+        label = self.label(item.name, item.config.repeat)
+        self.running[item] = Running(label, item.config.train.all_steps, time.monotonic())
+        self.left.setdefault(item, item.cost)
+        self.total = max(self.total, self.position)
         if not self.console.is_terminal:
-            self.say(f"{self.label}: {planned.layout.world_size} ranks, {planned.machine.device}")
-            yield
-            return
-        with self.console.status(Text(f"{self.label}: preparing")) as self.status:
-            yield
-        self.status = None
+            ranks = f": {item.plan.layout.world_size} ranks, {item.plan.machine.device}" if item.plan else ""
+            self.say(f"{label}{ranks}")
+        elif self.status is None:
+            self.status = self.console.status(Text(f"{label}: preparing"))
+            self.status.start()
 
-    def tick(self, run_dir: Path) -> None:
-        """Called several times a second while ranks run, from another thread."""
-        beat = pulse.read(run_dir, 0)
-        phase, step = (beat.phase, beat.step) if beat else ("starting", 0)
+    def tick(self, item: "Item", at: Path) -> None:
+        """Called several times a second while ranks run, perhaps from another thread."""
+        self.running[item].at = at
+        self.show()
+
+    def show(self) -> None:
         now = time.monotonic()
-        if self.first is None or self.first[0] != run_dir:
-            self.first = (run_dir, step, now) if step else None
-        rate = ""
-        if self.first is not None and step > self.first[1]:
-            rate = f", {(step - self.first[1]) / (now - self.first[2]):.1f} steps/s"
-        which = "reference, " if run_dir.parent.name == "references" else ""
-        text = f"{self.label}: {which}{phase}, step {step} of {self.steps}{rate}, {now - self.began:.0f} s"
+        if self.status is None and now - self.said < PLAIN_SECONDS:
+            return
+        lines = [one.text(now) for one in list(self.running.values())]
+        left = progress.seconds_left(self.made, list(self.left.values()), self.side_by_side)
+        if lines and left is not None and len(self.left) > 1:
+            lines[-1] += f"; about {duration(left)} left for {len(self.left)} runs"
         if self.status is not None:
-            self.status.update(Text(text))
-        elif time.monotonic() - self.said >= PLAIN_SECONDS:
-            self.said = time.monotonic()
-            self.say(text)
+            self.status.update(Text("\n".join(lines)))
+            return
+        self.said = now
+        for line in lines:
+            self.say(line)
 
-    def finished(self, record: Record) -> None:
+    def ended(self, item: "Item", record: Record, is_new: bool) -> None:
+        """A run has its record."""
+        running = self.running.pop(item, None)
+        cost = self.left.pop(item, None)
+        if running is None:  # its record was on file
+            self.position += 1
+        elif is_new and cost is not None and record["row"].get("seconds"):
+            self.made.append((cost, time.monotonic() - running.began))
+        if not self.running:
+            self.close()
+        self.line(running.label if running else self.label(item.name, item.config.repeat), record)
+
+    def close(self) -> None:
+        """Nothing is live any more."""
+        if self.status is not None:
+            self.status.stop()
+            self.status = None
+
+    def refused(self, record: Record) -> None:
+        """A combination is impossible."""
+        self.position += 1
+        self.line(self.label(record["row"]["run_id"], None), record)
+
+    def line(self, label: str, record: Record) -> None:
         row = record["row"]
         ok = row["status"] == "ok"
         told = f"{row['tokens_per_second']:,.0f} tokens/s" if ok else printable(row["reason"])
-        self.say(f"{self.label_of(row['run_id'], row.get('repeat'))}: {row['status']}, {told}")
+        self.say(f"{label}: {row['status']}, {told}")
 
-    def label_of(self, run_id: str, repeat: int | None) -> str:
+    def label(self, name: str, repeat: int | None) -> str:
         """A run's number among those of the command, and its name."""
         told = f" repeat {repeat}" if self.repeated and repeat is not None else ""
-        return f"[{self.position}/{self.total}] {run_id}{told}"
+        return f"[{self.position}/{self.total}] {name}{told}"
 
     def say(self, line: str) -> None:
         """A line that stays."""
         self.console.print(Text(printable(line)), soft_wrap=True)
         sys.stderr.flush()
+
+
+def duration(seconds: float) -> str:
+    """To read: 40 s, 12 min, 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -10,7 +10,7 @@ from harness.config import RunConfig
 # What names, places and watches a run without changing its result: not part of its identity.
 _NOT_IDENTITY = (
     *("name", "results_dir", "tracking", "timeout_seconds", "hang_seconds", "preflight", "force", "proof"),
-    *("repeats", "measure"),
+    *("repeats", "measure", "sweep", "retry", "stop_after"),
 )
 
 

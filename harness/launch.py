@@ -24,6 +24,7 @@ from harness import pulse, stacks
 from harness import rank as rank_side
 from harness.errors import one_line
 from harness.host import kernel_kills
+from harness.machine import usable_cores
 from harness.outcome import Outcome, judge
 from harness.watch import Patience, watching
 
@@ -61,8 +62,7 @@ class Nodes:
 
 def threads_per_rank(local_world_size: int) -> int:
     """The cores this process may use, divided among the ranks of this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_world_size)
+    return max(1, len(usable_cores()) // local_world_size)
 
 
 def prepare(device: str, start: Start | None = None) -> None:
@@ -109,7 +109,7 @@ def launch(
     local_ranks = world_size // nodes.count
     ranks = range(nodes.rank * local_ranks, (nodes.rank + 1) * local_ranks)
     patience = Patience(lambda: tuple(pulse.read(run_dir, rank) for rank in ranks), hang_seconds)
-    arguments = (entry.__module__, entry.__qualname__, run_dir)
+    arguments = (entry.__module__, entry.__qualname__, run_dir, usable_cores())
     kills_before = kernel_kills()
     died: Mapping[int, ProcessFailure] = {}
     trouble = ""
@@ -205,6 +205,8 @@ def rank_environment(device: str, local_ranks: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads_per_rank(local_ranks)),
         "PATH": os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]),
     }
+    if "CUDA_VISIBLE_DEVICES" in os.environ:  # as it is now, not when the process that forks ranks was started
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
     if device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would choose mps on macOS
         # libgomp's threads spin 300000 times before they sleep: beside other work that takes the core they wait for.

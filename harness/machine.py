@@ -1,7 +1,9 @@
 """What there is to run on, found without touching a device."""
 
+import dataclasses
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import psutil
@@ -24,6 +26,7 @@ class Machine:
     free_bytes: tuple[int, ...]  # of the host (cpu), or of every device (cuda)
     cores: int
     host_free_bytes: int | None = None  # of the host, whatever the device; None: not looked at
+    sharing: int = 1  # runs that have this machine's memory between them
 
     @property
     def world_size(self) -> int:
@@ -33,16 +36,36 @@ class Machine:
         """Of the host, or of the fullest device among those that so many ranks use."""
         return min(self.free_bytes[:ranks])
 
+    def nodes_of(self, ranks: int) -> int:
+        """On how many of the nodes so many ranks run: as few as can be."""
+        return -(-ranks // self.ranks_per_node) if self.nodes > 1 else 1
+
+    def refusals(self, ranks: int) -> Iterator[str]:
+        nodes = self.nodes_of(ranks)
+        if nodes > self.nodes:
+            yield (
+                f"world_size={ranks} is more than cluster.nodes={self.nodes} x {self.ranks_per_node} ranks: choose"
+                f" {self.world_size}"
+            )
+        elif ranks % nodes:
+            yield f"world_size={ranks} does not spread evenly over {nodes} nodes: choose a multiple of {nodes}"
+
     @property
     def kind(self) -> str:
         """What tells its figures from another machine's."""
         return self.device_name if self.device == "cuda" else f"cpu, {self.cores} cores, {platform.machine()}"
 
 
+def as_it_is_now(machine: Machine, cluster: ClusterConfig) -> Machine:
+    """The same with the memory and devices that this process may use at this moment."""
+    now = look(cluster)
+    shared = machine.sharing if machine.device == "cpu" else 1
+    free_bytes = tuple(size // shared for size in now.free_bytes)
+    return dataclasses.replace(machine, free_bytes=free_bytes, devices=now.devices, host_free_bytes=now.host_free_bytes)
+
+
 def look(cluster: ClusterConfig) -> Machine:
-    """Raises UserError if the cluster asks for what this machine is not."""
-    if cluster.nodes > 1:
-        raise UserError(f"cluster.nodes={cluster.nodes} is not supported yet: choose 1")
+    """This machine, as one of the cluster's equal nodes. Raises UserError if the cluster asks for what it is not."""
     free_bytes, name = _cuda_devices()
     devices = len(free_bytes)
     device = ("cuda" if devices else "cpu") if cluster.device == "auto" else cluster.device
@@ -56,7 +79,7 @@ def look(cluster: ClusterConfig) -> Machine:
         ranks_per_node=cluster.gpus_per_node or (devices if on_gpu else CPU_RANKS),
         devices=devices,
         free_bytes=tuple(free_bytes) if on_gpu else (psutil.virtual_memory().available,),
-        cores=_cores(),
+        cores=len(usable_cores()),
         host_free_bytes=psutil.virtual_memory().available,
     )
 
@@ -93,6 +116,8 @@ def nvml_handle(pynvml: "object", entry: str) -> object:
     return pynvml.nvmlDeviceGetHandleByUUID(entry.strip())  # type: ignore[attr-defined]
 
 
-def _cores() -> int:
+def usable_cores() -> list[int]:
     """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(psutil.cpu_count() or 1))

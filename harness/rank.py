@@ -45,12 +45,21 @@ def log_file(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank_{rank}.log"
 
 
-def run(module: str, function: str, run_dir: Path, lifeline: Connection, reports: Sequence[Connection]) -> None:
-    """Runs `module.function(str(run_dir))` as this rank.
+def run(
+    module: str,
+    function: str,
+    run_dir: Path,
+    cores: Sequence[int],
+    lifeline: Connection,
+    reports: Sequence[Connection],
+) -> None:
+    """Runs `module.function(str(run_dir))` as this rank, on these cores.
 
     `lifeline` ends when the parent dies or lets go; `reports` are every local rank's way to the parent.
     """
     threading.Thread(target=_die_with, args=(lifeline,), daemon=True).start()
+    if hasattr(os, "sched_setaffinity"):  # the process that forked it may have others
+        os.sched_setaffinity(0, cores)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)  # die at once, whatever was inherited
     report = reports[int(os.environ["LOCAL_RANK"])]

@@ -5,10 +5,10 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from harness import records, row, versions
+from harness import records, row, stored, versions
 from harness.compose import folder_of
 from harness.config import RunConfig
-from harness.identity import run_id_of
+from harness.identity import run_id_of, settling
 from harness.machine import Machine
 from harness.records import Record
 
@@ -17,9 +17,13 @@ def combination(config: RunConfig, machine: Machine, reason: str) -> Record:
     """The row of a configuration that cannot be run here."""
     world_size = config.world_size or machine.world_size
     run_id = run_id_of(config, machine.kind, world_size, corpus="")
+    directory = folder_of(config.to_dict()) / run_id
+    on_file = stored.refusal(directory, config.force)
+    if on_file is not None:
+        return on_file
     ending = {"status": "refused", "reason": reason, "world_size": world_size}
     record = row.record(config, machine, None, run_id, ending)
-    records.write_record(folder_of(config.to_dict()) / run_id, record)
+    records.write_record(directory, record)
     return record
 
 
@@ -27,9 +31,12 @@ def values_only(values: dict[str, Any], reason: str) -> Record:
     """The row of values of which no configuration can be made."""
     groups = ("model", "strategy", "checkpointing", "precision")
     names = {group: str(values[group]["name"] or values[group].get("family")) for group in groups}
-    key = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:10]
+    key = hashlib.sha256(json.dumps(settling(values), sort_keys=True, default=str).encode()).hexdigest()[:10]
     run_id = "-".join((names["strategy"], names["checkpointing"], names["model"], key))
     folder = folder_of(values)
+    on_file = stored.refusal(folder / run_id, bool(values.get("force")))
+    if on_file is not None:
+        return on_file
     ending = {"run_id": run_id, "name": folder.name, "status": "refused", "reason": reason}
     record: Record = {
         "row": names | ending | {"started_at": datetime.now(UTC).isoformat()},

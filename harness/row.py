@@ -47,7 +47,7 @@ def record(
         "measured_on": machine.device_name,
         "started_at": datetime.now(UTC).isoformat(),
     }
-    local_ranks = layout.world_size // machine.nodes if layout else None
+    local_ranks = layout.world_size // machine.nodes_of(layout.world_size) if layout else None
     threads = local_ranks and launch.threads_per_rank(local_ranks)
     given = launch.rank_environment(machine.device, local_ranks) if local_ranks else {}
     return {

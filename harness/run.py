@@ -4,15 +4,12 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from harness import compiling, data, engines, job, launch, layout, records, row, versions, worker
+from harness import compiling, data, dominated, engines, job, launch, layout, records, room, row, stored, worker
 from harness.compose import folder_of
 from harness.config import CheckpointingConfig, ModelConfig, RunConfig, StrategyConfig
 from harness.data import Corpus
@@ -20,17 +17,17 @@ from harness.engines import Widths
 from harness.errors import UserError, one_line
 from harness.identity import run_id_of
 from harness.layout import Layout
-from harness.machine import Machine
+from harness.machine import Machine, as_it_is_now
 from harness.measure import native
+from harness.outcome import Outcome
 from harness.plan import fit, memory
 from harness.proof import Rank
 from harness.records import Record
 from harness.refusals import refusals
+from harness.stored import NOT_ASKED, STARTED, Say
 from harness.verdict import judge
 
 SINGLE = StrategyConfig(name="single")
-NOT_ASKED = "not asked for: proof.reference=false"
-Say = Callable[[str], None]
 Tick = Callable[[Path], None]  # called with the run's folder several times a second while ranks run
 
 
@@ -45,6 +42,27 @@ class Plan:
     corpus: Corpus
     run_id: str
     directory: Path
+
+    @property
+    def folder(self) -> Path:
+        """The comparison's."""
+        return folder_of(self.config.to_dict())
+
+    @property
+    def nodes(self) -> int:
+        return self.machine.nodes_of(self.layout.world_size)
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a run is made with."""
+
+    entry: Callable[[str], None] = worker.main  # what every rank runs; the tests have others
+    models: Sequence[ModelConfig] = ()  # named when a smaller one would fit
+    tick: Tick = lambda _: None
+    say: Say = lambda _: None
+    ranks: Callable[..., Outcome] = launch.launch  # runs the entry in all ranks, with launch.launch's arguments
+    wait: bool = True  # for another command that is at the same run
 
 
 def plan(config: RunConfig, machine: Machine, *, is_reference: bool = False) -> Plan:
@@ -62,6 +80,7 @@ def plan(config: RunConfig, machine: Machine, *, is_reference: bool = False) -> 
 def problems(config: RunConfig, found: Layout, machine: Machine) -> Iterator[str]:
     """Every reason why this configuration cannot be run as this layout, a line each."""
     yield from refusals(config, found)
+    yield from machine.refusals(found.world_size)
     yield from compiling.refusals(config, found, machine)
     yield from engines.load(found.engine).refusals(config, found, machine)
 
@@ -75,92 +94,54 @@ class Reference:
     ending: dict[str, Any] | None = None
 
 
-def execute(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say, entry: Callable[[str], None]) -> Record:
-    """The run's record: the one on file if it is `ok`, proven as asked and made by this code, else a new one.
+def execute(this: Plan, means: Means) -> Record | None:
+    """The run's record: the one on file if that stands, else a new one. None: another command is at it, not waited for.
 
-    `entry` is what every rank runs, harness.worker.main; `models` are those named when a smaller one would fit.
+    Raises OSError if not even the row of a full disk can be written.
     """
-    with alone(this, say):
-        stored = recorded(this, say)
-        if stored is not None:
-            return stored
-        refused = unfit(this, models)
-        if refused:
-            return write(this, {"status": "refused", "reason": refused})
-        reference = reference_of(this, models, tick, say)
-        if reference.ending is not None:
-            return write(this, reference.ending)
-        return start(this, entry, tick, say, reference)
-
-
-@contextmanager
-def alone(this: Plan, say: Say) -> Iterator[None]:
-    """Keeps other parents from this run's folder; the operating system lets go when the holder dies."""
-    locks = this.directory.parent / ".locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(locks / f"{this.run_id}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        say(f"{this.run_id} is being run by another command: waiting for it")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def recorded(this: Plan, say: Say) -> Record | None:
-    """The record that need not be made again; one that must is said, with the reason."""
-    if this.config.force or not (this.directory / records.RECORD_FILE).exists():
+    with stored.alone(this.directory, wait=False) as is_mine:
+        if is_mine:
+            return recorded(this, means)
+    if not means.wait:
         return None
-    try:
-        record = records.read_record(this.directory)
-    except UserError as error:
-        say(f"{this.run_id} is run again: {error}")
-        return None
-    if record["row"]["status"] != "ok":
-        return None
-    lacking = versions.is_stale(record, versions.versions()) or unproven(this, record)
-    if lacking:
-        say(f"{this.run_id} is run again, its record is stale: {'; '.join(lacking)}")
-        return None
-    say(f"{this.run_id} is recorded; force=true runs it again")
-    return record
+    means.say(f"{this.run_id} is being run by another command: waiting for it")
+    with stored.alone(this.directory):
+        return recorded(this, means)
 
 
-def unproven(this: Plan, record: Record) -> list[str]:
-    """What an `ok` record lacks of what is asked now: a comparison, a tighter bound, memory that can be counted."""
-    row, asked = record["row"], this.config.proof
-    lacking = []
-    if asked.reference and record["proof"]["reference"] == NOT_ASKED:
-        lacking.append("it was not compared with a reference")
-    for column, bounds in (("loss_deviation", asked.loss_bound), ("grad_deviation", asked.grad_bound)):
-        value = row.get(column)
-        if asked.reference and value is not None and not value <= bounds[this.config.precision.name]:
-            lacking.append(f"{column} {value:.2e} is above the bound asked for now")
-    if row["peak_allocated_bytes"] is None and native.compiler_problem() is None:
-        lacking.append("its memory was not counted")
-    if this.config.measure.memory_snapshot and not job.snapshot_file(this.directory, 0).exists():
-        lacking.append("no snapshot of its memory was kept")
-    return lacking
+def recorded(this: Plan, means: Means) -> Record:
+    """As execute(), with nobody else at this run."""
+    record = stored.standing(this.config, this.directory, means.say)
+    if record is not None:
+        return record
+    this = dataclasses.replace(this, machine=as_it_is_now(this.machine, this.config.cluster))
+    why_not = unfit(this, means.models) or dominated.reason(
+        this.config, this.layout, this.widths, this.machine, this.directory
+    )
+    if why_not:
+        return refuse(this, why_not)
+    reference = reference_of(this, means)
+    if reference.ending is not None:
+        return write(this, reference.ending)
+    return start(this, means, reference)
 
 
-def writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"results_dir: {folder} cannot be written ({error.strerror}): choose another folder") from None
+def refuse(this: Plan, reason: str) -> Record:
+    """The row that says so; the one on file if that is still a refusal, whatever the figures of the moment."""
+    return stored.refusal(this.directory, this.config.force) or write(this, {"status": "refused", "reason": reason})
+
+
+def fits(this: Plan) -> bool:
+    """Whether it is predicted to fit the machine as it is now."""
+    return unfit(dataclasses.replace(this, machine=as_it_is_now(this.machine, this.config.cluster)), ()) is None
 
 
 def unfit(this: Plan, models: Sequence[ModelConfig]) -> str | None:
     """Why the run does not fit this machine, with the arithmetic; preflight=false lifts what is only predicted."""
     machine, ranks = this.machine, this.layout.world_size
-    if machine.device == "cuda" and ranks > machine.devices:
-        return f"world_size={ranks} needs {ranks} CUDA devices, {machine.devices} are there: choose {machine.devices}"
+    if machine.device == "cuda" and ranks > machine.devices * machine.nodes:
+        there = machine.devices * machine.nodes
+        return f"world_size={ranks} needs {ranks} CUDA devices, {there} are there: choose {there}"
     if not this.config.preflight:
         return None
 
@@ -176,8 +157,8 @@ def unfit(this: Plan, models: Sequence[ModelConfig]) -> str | None:
         this.config,
         this.layout,
         this.widths,
-        available_bytes=machine.available_bytes(ranks),
-        ranks_on_host=ranks,
+        available_bytes=machine.available_bytes(ranks // this.nodes),
+        ranks_on_host=ranks // this.nodes,
         device=machine.device,
         models=models,
         host_available_bytes=machine.host_free_bytes,
@@ -185,65 +166,84 @@ def unfit(this: Plan, models: Sequence[ModelConfig]) -> str | None:
     )
 
 
-def reference_of(this: Plan, models: Sequence[ModelConfig], tick: Tick, say: Say) -> Reference:
+def reference_of(this: Plan, means: Means) -> Reference:
     """The single process that trains the same, run once a comparison and kept."""
     if not this.config.proof.reference:
         return Reference(None, NOT_ASKED)
     if this.config.model.dropout:
         return Reference(None, f"no other run drops the same: model.dropout={this.config.model.dropout}")
+    single = single_of(this)
+    refused = unfit(single, means.models)
+    if refused:
+        return Reference(None, f"skipped, the single process does not fit: {refused}")
+    with stored.alone(single.directory):
+        record = stored.standing(single.config, single.directory, lambda _: None)
+        if record is None or (record["row"]["status"] == "ok" and not reference_rank(single)):
+            means.say(f"reference {single.run_id}")
+            alone = dataclasses.replace(means, entry=worker.main)
+            record = start(single, alone, Reference(None, NOT_ASKED))
+        rank = reference_rank(single)
+    status, reason = record["row"]["status"], record["row"]["reason"]
+    if status == "oom":
+        return Reference(None, f"skipped, the single process ran out of memory: {reason}")
+    if status != "ok" or rank is None:
+        ending = {"status": status, "reason": f"nothing to compare with, the single process failed: {reason}"}
+        return Reference(None, "failed", ending)
+    return Reference(rank, f"compared with {single.run_id}")
+
+
+def single_of(this: Plan) -> Plan:
+    """The reference's plan: one process on one node, with nothing that only makes a run cheaper."""
     config = dataclasses.replace(
         this.config, strategy=SINGLE, checkpointing=CheckpointingConfig("none"), world_size=None, repeat=0, force=False
     )
     plain = dataclasses.replace(config.train, loss_chunks=1, fused_optimizer=True, compile=False)
     config = dataclasses.replace(config, train=plain, proof=dataclasses.replace(config.proof, reference=False))
-    single = plan(config, this.machine, is_reference=True)
-    refused = unfit(single, models)
-    if refused:
-        return Reference(None, f"skipped, the single process does not fit: {refused}")
-    with alone(single, say):
-        record = recorded(single, lambda _: None)
-        ranks = row.read_ranks(single.directory, 1)
-        if record is None or not ranks:
-            say(f"reference {single.run_id}")
-            record = start(single, worker.main, tick, say, Reference(None, NOT_ASKED))
-            ranks = row.read_ranks(single.directory, 1)
-    status, reason = record["row"]["status"], record["row"]["reason"]
-    if status != "ok":
-        ending = {"status": status, "reason": f"nothing to compare with, the single process failed: {reason}"}
-        return Reference(None, "failed", ending)
-    return Reference(ranks[0], f"compared with {single.run_id}")
+    return plan(config, this.machine, is_reference=True)
 
 
-def start(this: Plan, entry: Callable[[str], None], tick: Tick, say: Say, reference: Reference) -> Record:
-    """Runs the ranks and writes the record, whatever their end."""
-    shutil.rmtree(this.directory, ignore_errors=True)
-    (this.directory / "ranks").mkdir(parents=True)
-    began = datetime.now(UTC)
+def reference_rank(single: Plan) -> Rank | None:
+    """What the single process wrote; None if that is gone or damaged."""
     try:
+        return next(iter(row.read_ranks(single.directory, 1)), None)
+    except ValueError:
+        return None
+
+
+def start(this: Plan, means: Means, reference: Reference) -> Record:
+    """Runs the ranks and writes the record, whatever their end; until then one that tells of a command that died."""
+    began = {"started_at": datetime.now(UTC).isoformat()}
+    shutil.rmtree(this.directory, ignore_errors=True)
+    try:
+        (this.directory / "ranks").mkdir(parents=True)
+        write(this, {"status": "interrupted", "reason": STARTED} | began)
         made, notes = prepare(this)
+        made.write(this.directory)
     except (RuntimeError, OSError, UserError) as error:
-        return write(this, {"status": "error", "reason": f"before any rank was started: {error}"})
+        return write(this, {"status": "error", "reason": f"before any rank was started: {one_line(error)}"} | began)
     for note in notes:
-        say(note)
-    made.write(this.directory)
+        means.say(note)
     world_size = this.layout.world_size
-    outcome = launch.launch(
-        entry,
+    outcome = means.ranks(
+        means.entry,
         this.directory,
         world_size,
         device=this.machine.device,
         timeout_seconds=this.config.timeout_seconds,
         hang_seconds=this.config.hang_seconds,
-        on_tick=lambda: tick(this.directory),
+        on_tick=lambda: means.tick(this.directory),
     )
-    ranks = row.read_ranks(this.directory, world_size)
     ending: dict[str, Any] = {"status": outcome.status, "reason": outcome.reason}
     extra: dict[str, Any] = {}
-    if outcome.status == "ok":
+    try:
+        ranks = row.read_ranks(this.directory, world_size)
+    except ValueError as error:
+        ranks, ending = [], {"status": "error", "reason": f"what its ranks wrote is damaged: {one_line(error)}"}
+    if ending["status"] == "ok":
         ending, extra = judge(this.config, this.layout, this.widths, ranks, reference.rank, reference.word)
-    else:
+    elif outcome.status != "ok":
         ending |= row.ended(this.directory, world_size, outcome, ranks)
-    ending |= {"started_at": began.isoformat(), "seconds": outcome.seconds}
+    ending |= began | {"seconds": outcome.seconds}
     return write(this, ending, ranks, extra | {"notes": notes})
 
 
@@ -257,7 +257,7 @@ def prepare(this: Plan) -> tuple[job.Job, list[str]]:
         except (RuntimeError, UserError) as error:
             notes.append(f"memory is not counted: {one_line(error)}")
     variables = engines.load(this.layout.engine).environment(this.layout, this.machine, cache)
-    threads = launch.threads_per_rank(this.layout.world_size // this.machine.nodes)
+    threads = launch.threads_per_rank(this.layout.world_size // this.nodes)
     return job.Job(
         this.run_id, this.config, this.layout, this.corpus, this.machine.device, threads, allocator, variables
     ), notes
@@ -266,10 +266,24 @@ def prepare(this: Plan) -> tuple[job.Job, list[str]]:
 def write(
     this: Plan, ending: dict[str, Any], ranks: Sequence[Rank] = (), extra: dict[str, Any] | None = None
 ) -> Record:
-    """Writes record.json and, where there are steps, steps.jsonl beside it."""
+    """Writes record.json and, where there are steps, steps.jsonl beside it. On a full disk the row alone."""
     if not this.config.train.compile:  # what a compiled layer keeps and makes is the compiler's choice
         ending |= memory.predicted(this.config, this.layout, this.widths, this.machine.device)
     extra = (extra or {}) | {"corpus": this.corpus.fingerprint}
+    try:
+        return written(this, ending, ranks, extra)
+    except OSError as error:
+        if not room.is_full(error):
+            raise
+        room.give(this.folder)
+        known = {key: ending[key] for key in ("started_at", "seconds", "phase") if key in ending}
+        status = "error" if ending["status"] == "ok" else ending["status"]
+        reason = f"{ending['reason'] or 'the ranks came to their end'}; {one_line(error)}: make room and run it again"
+        return written(this, known | {"status": status, "reason": reason}, (), {})
+
+
+def written(this: Plan, ending: dict[str, Any], ranks: Sequence[Rank], extra: dict[str, Any]) -> Record:
+    """As write(). Raises OSError."""
     record = row.record(this.config, this.machine, this.layout, this.run_id, ending, ranks, extra)
     steps = record.pop("steps", [])
     this.directory.mkdir(parents=True, exist_ok=True)

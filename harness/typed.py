@@ -37,6 +37,8 @@ def _checked(kind: Any, value: Any, key: str) -> Any:
     if origin is types.UnionType:
         if value is None and type(None) in arguments:
             return None
+        if type(value) in arguments:
+            return value
         return from_dict(next(a for a in arguments if a is not type(None)), value, key)
     if origin is tuple and isinstance(value, (list, tuple)) and arguments[1:] == (...,):
         return tuple(_checked(arguments[0], v, key) for v in value)

@@ -57,7 +57,9 @@ def composed(*overrides: str) -> RunConfig:
 def executed(config: RunConfig, entry: Callable[[str], None]) -> records.Record:
     """The record of one run by its parts, whose ranks run `entry`: harness.worker.main, or one of tests/sabotage.py."""
     planned = run.plan(config, machine.look(config.cluster))
-    return run.execute(planned, [], lambda _: None, lambda _: None, entry)
+    record = run.execute(planned, run.Means(entry))
+    assert record is not None
+    return record
 
 
 def assert_not_proven(record: records.Record, found: str) -> None:

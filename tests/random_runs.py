@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import launch, machine, run, worker
+from harness import launch, machine, run
 from harness.errors import UserError
 from tests.conftest import composed
 
@@ -116,7 +116,7 @@ def ending(overrides: Sequence[str], results: Path) -> Ending:
         planned = run.plan(config, found)
     except UserError as error:
         return Ending("refused", str(error), {})
-    row = run.execute(planned, [], lambda _: None, lambda _: None, worker.main)["row"]
+    row = run.execute(planned, run.Means())["row"]
     return Ending(row["status"], row["reason"], row)
 
 

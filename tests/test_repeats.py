@@ -12,7 +12,7 @@ from conftest import Harness, rows_of
 from test_report import FAILED, MIB, printed, record_of, row, terminal_cells
 
 from harness import __main__ as command
-from harness.cli import each_repeat, sweep_size
+from harness.cli import each_repeat
 from harness.identity import settling
 from harness.records import Record
 from harness.report.comparison import frame, labels_by, values
@@ -181,23 +181,6 @@ def test_values_of_each_repeat(values: dict[str, Any], numbers: list[Any]) -> No
     each = each_repeat(values | {"name": "r"})
     assert [one["repeat"] for one in each] == numbers
     assert all(one["repeats"] == (1 if len(numbers) > 1 else values["repeats"]) for one in each)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parameters", "repeats", "runs"),
-    [
-        (["-m", "strategy=ddp,zero1"], None, 1, 2),
-        (["-m", "strategy=ddp,zero1", "repeats=3"], None, 3, 6),
-        (["sweeps=quickstart", "repeats=2"], {"strategy": "ddp,zero1,zero2"}, 2, 6),
-        (["-m", "repeats=1,4", "strategy=ddp,zero1"], None, 4, 10),
-        (["-m", "repeats=range(1,4)"], None, 1, 6),
-        (["-m", "repeats=0,2,x"], None, 1, 4),
-    ],
-)
-def test_a_sweep_counts_its_repeats(
-    arguments: list[str], parameters: dict[str, object] | None, repeats: int, runs: int
-) -> None:
-    assert sweep_size(arguments, parameters, repeats) == runs
 
 
 def test_every_repeat_is_run_and_recorded(harness: Harness, tmp_path: Path) -> None:

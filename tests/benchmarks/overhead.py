@@ -134,11 +134,11 @@ class Pair:
         return beat.phase if beat else ""
 
     def row(self) -> Seen:
-        from harness import machine, run, worker
+        from harness import machine, run
 
         began = time.perf_counter()
         planned = run.plan(self.config, machine.look(self.config.cluster))
-        record = run.execute(planned, [], lambda _: None, lambda _: None, worker.main)
+        record = run.execute(planned, run.Means())
         wall_seconds = time.perf_counter() - began
         if record["row"]["status"] != "ok":
             raise SystemExit(f"the harness's row is no row: {record['row']['reason']}")

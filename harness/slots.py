@@ -1,0 +1,205 @@
+"""Runs side by side on one machine, each in a process of its own, on devices or cores that no other has meanwhile."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from harness import run
+from harness.config import ClusterConfig, ModelConfig
+from harness.display import Display
+from harness.errors import UserError
+from harness.machine import Machine, usable_cores, visible_devices
+from harness.records import Record
+from harness.sweep import Item, standing, this_machine
+from harness.watch import HANDLED
+
+WAIT_SECONDS = 0.2
+END_SECONDS = 15.0  # for interrupted runs to write their records
+
+
+@dataclass
+class Slot:
+    """A process that makes one run at a time."""
+
+    process: Any
+    pipe: Connection
+    item: Item | None = None
+    devices: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
+
+
+class Slots:
+    """Gives a run as many devices as it has ranks, with their share of the cores; on a CPU one of equal core sets."""
+
+    def __init__(self, parallel: int | str, models: Sequence[ModelConfig], display: Display) -> None:
+        self.models, self.display = models, display
+        self.cores = usable_cores()
+        self.parallel = parallel
+        self.slots: list[Slot] = []
+        self.machines: dict[ClusterConfig, Machine] = {}
+        self.devices: list[str] = []
+        self.before = {number: signal.signal(number, interrupted) for number in HANDLED}
+
+    @property
+    def side_by_side(self) -> int:
+        return len(self.core_sets()) if self.parallel == "auto" else int(self.parallel)
+
+    def core_sets(self) -> list[tuple[int, ...]]:
+        """The cores, divided equally among devices, or on a CPU among runs."""
+        parts = len(self.devices) or (1 if self.parallel == "auto" else int(self.parallel))
+        each = len(self.cores) // parts
+        return [tuple(self.cores[index * each : (index + 1) * each]) for index in range(parts)]
+
+    def machine(self, cluster: ClusterConfig) -> Machine:
+        """A run's part of it on a CPU; on GPUs all devices, of which a run is given as many as it has ranks."""
+        if cluster not in self.machines:
+            found = this_machine(cluster)
+            if found.device == "cuda":
+                self.devices = visible_devices(found.devices)
+            elif self.parallel != "auto" and int(self.parallel) > len(self.cores):
+                rule = f"is more than the {len(self.cores)} cores: choose fewer"
+                raise UserError(f"sweep.parallel={self.parallel} {rule}")
+            else:
+                sets = self.core_sets()
+                found = replace(found, cores=len(sets[0]), sharing=len(sets))
+            self.machines[cluster] = found
+        return self.machines[cluster]
+
+    def on_file(self, item: Item) -> Record | None:
+        return standing(item, self.display.say)
+
+    def takes(self, item: Item) -> bool:
+        return self.place_for(item) is not None
+
+    def place_for(self, item: Item) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+        """Devices and cores that are free and enough; None while there are not."""
+        busy = [slot for slot in self.slots if slot.item is not None]
+        if self.parallel != "auto" and len(busy) >= int(self.parallel):
+            return None
+        sets = self.core_sets()
+        if not self.devices:
+            taken = {slot.cores for slot in busy}
+            free = [cores for cores in sets if cores not in taken]
+            return ((), free[0]) if free else None
+        assert item.plan is not None
+        used = {device for slot in busy for device in slot.devices}
+        indices = [index for index, device in enumerate(self.devices) if device not in used]
+        wanted = min(item.plan.layout.world_size, len(self.devices))  # of more the run itself says what is wrong
+        if len(indices) < wanted:
+            return None
+        chosen = indices[:wanted]
+        return tuple(self.devices[i] for i in chosen), tuple(core for i in chosen for core in sets[i])
+
+    def start(self, item: Item) -> None:
+        found = self.place_for(item)
+        assert found is not None and item.plan is not None
+        slot = next((slot for slot in self.slots if slot.item is None), None) or self.new()
+        slot.item, (slot.devices, slot.cores) = item, found
+        slot.pipe.send((item.plan, slot.devices, slot.cores))
+
+    def new(self) -> Slot:
+        context = multiprocessing.get_context("spawn")  # as clean as a command of its own
+        mine, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, list(self.models)))
+        process.start()
+        theirs.close()
+        self.slots.append(Slot(process, mine))
+        return self.slots[-1]
+
+    def ended(self) -> list[tuple[Item, Record | None]]:
+        self.display.show()
+        busy = {slot.pipe: slot for slot in self.slots if slot.item is not None}
+        found = [self.hear(busy[pipe]) for pipe in wait(list(busy), WAIT_SECONDS) if isinstance(pipe, Connection)]
+        return [entry for entry in found if entry is not None]
+
+    def hear(self, slot: Slot) -> tuple[Item, Record | None] | None:
+        """What one has to say; the end of its run."""
+        item = slot.item
+        assert item is not None and item.plan is not None
+        try:
+            kind, value = slot.pipe.recv()
+        except (EOFError, OSError):
+            slot.process.join()
+            self.slots.remove(slot)
+            code = slot.process.exitcode
+            how = signal.Signals(-code).name if code < 0 else f"code {code}"
+            return item, run.write(
+                item.plan, {"status": "error", "reason": f"the process that ran it ended with {how}"}
+            )
+        if kind == "at":
+            self.display.tick(item, value)
+        elif kind == "say":
+            self.display.say(value)
+        else:
+            slot.item = None
+            return item, value
+        return None
+
+    def interrupt(self) -> list[tuple[Item, Record]]:
+        """Ends what runs, and waits for its records."""
+        for number in HANDLED:
+            signal.signal(number, signal.SIG_IGN)
+        for slot in self.slots:
+            if slot.item is not None and slot.process.pid:
+                slot.process.terminate()
+        patience, found = time.monotonic() + END_SECONDS, []
+        while any(slot.item for slot in self.slots) and time.monotonic() < patience:
+            found += [(item, record) for item, record in self.ended() if record is not None]
+        return found
+
+    def close(self) -> None:
+        for slot in self.slots:
+            slot.pipe.close()
+            slot.process.join(0 if slot.item is None else END_SECONDS)
+            slot.process.kill()
+            slot.process.join()
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def serve(pipe: Connection, models: list[ModelConfig]) -> None:
+    """In the slot's process: the runs that it is given, until the command has no more or dies."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=die_with, args=(parent.sentinel,), daemon=True).start()
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_IGN)  # between runs; during one they end it
+    while True:
+        try:
+            plan, devices, cores = pipe.recv()
+        except EOFError:
+            return
+        if devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cores)
+        pipe.send(("done", attempt(plan, pipe, models)))
+
+
+def attempt(plan: run.Plan, pipe: Connection, models: list[ModelConfig]) -> Record | None:
+    """One run, with what it says on the way."""
+    said: list[Path] = []
+
+    def tick(at: Path) -> None:
+        if said != [at]:
+            said[:] = [at]
+            pipe.send(("at", at))
+
+    means = run.Means(models=models, tick=tick, say=lambda line: pipe.send(("say", line)))
+    return run.execute(plan, means)
+
+
+def die_with(sentinel: int) -> None:
+    wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)

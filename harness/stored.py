@@ -1,0 +1,137 @@
+"""What a comparison's folder says of a run: whether another command is at it, and whether its record stands."""
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from harness import job, room, versions
+from harness.config import RunConfig
+from harness.errors import UserError, one_line
+from harness.measure import native
+from harness.records import RECORD_FILE, Record, read_record
+
+NOT_ASKED = "not asked for: proof.reference=false"
+STARTED = "its command is gone, or still running"  # the reason of a record that its command has not yet replaced
+Say = Callable[[str], None]
+
+
+def lock_file(run_dir: Path) -> Path:
+    return run_dir.parent / ".locks" / f"{run_dir.name}.lock"
+
+
+@contextmanager
+def alone(run_dir: Path, wait: bool = True) -> Iterator[bool]:
+    """Keeps other commands from this run; whether that worked, where it does not wait.
+
+    The operating system lets go when the holder dies. Raises UserError where files cannot be locked.
+    """
+    lock_file(run_dir).parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(lock_file(run_dir))
+    try:
+        lock.acquire(timeout=-1 if wait else 0)
+    except Timeout:
+        yield False
+        return
+    except (OSError, NotImplementedError) as error:
+        raise UserError(
+            f"results_dir: {run_dir.parent} cannot lock files ({one_line(error)}): choose another"
+        ) from None
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether a command is at this run, on this machine or another that shares the folder."""
+    try:
+        descriptor = os.open(lock_file(run_dir), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EAGAIN, errno.EACCES)
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def writable(folder: Path) -> None:
+    """Makes a comparison's folder. Raises UserError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+        room.keep(folder)
+    except OSError as error:
+        raise UserError(f"results_dir: {folder} cannot be written ({error.strerror}): choose another folder") from None
+
+
+def standing(config: RunConfig, run_dir: Path, say: Say) -> Record | None:
+    """The record of a run that need not be made again; one that must is said, with the reason.
+
+    A refusal is not looked for: whether it still holds is quickly found out.
+    """
+    if config.force or not (run_dir / RECORD_FILE).exists():
+        return None
+    try:
+        record = read_record(run_dir)
+    except UserError as error:
+        say(f"{run_dir.name} is run again: {error}")
+        return None
+    status = record["row"]["status"]
+    if status == "refused":
+        return None
+    why = reason_to_repeat(config, run_dir, record)
+    if why:
+        say(f"{run_dir.name} is run again, {why}")
+        return None
+    ended = "" if status == "ok" else f" as {status}"
+    say(f"{run_dir.name} is recorded{ended}; {'force=true' if status == 'ok' else f'retry={status}'} runs it again")
+    return record
+
+
+def refusal(run_dir: Path, force: bool) -> Record | None:
+    """The refusal on file, if this code made it."""
+    try:
+        record = read_record(run_dir)
+    except UserError:
+        return None
+    is_same = record["row"]["status"] == "refused" and not versions.is_stale(record, versions.versions())
+    return record if is_same and not force else None
+
+
+def reason_to_repeat(config: RunConfig, run_dir: Path, record: Record) -> str:
+    status = record["row"]["status"]
+    if status == "interrupted":
+        return "it was interrupted"
+    if status in config.retry:
+        return f"it ended as {status}"
+    lacking = versions.is_stale(record, versions.versions())
+    if status == "ok":
+        lacking = lacking or unproven(config, run_dir, record)
+    return f"its record is stale: {'; '.join(lacking)}" if lacking else ""
+
+
+def unproven(config: RunConfig, run_dir: Path, record: Record) -> list[str]:
+    """What an `ok` record lacks of what is asked now: a comparison, a tighter bound, memory that can be counted."""
+    row, asked = record["row"], config.proof
+    lacking = []
+    if asked.reference and record["proof"]["reference"] == NOT_ASKED:
+        lacking.append("it was not compared with a reference")
+    for column, bounds in (("loss_deviation", asked.loss_bound), ("grad_deviation", asked.grad_bound)):
+        value = row.get(column)
+        if asked.reference and value is not None and not value <= bounds[config.precision.name]:
+            lacking.append(f"{column} {value:.2e} is above the bound asked for now")
+    if row["peak_allocated_bytes"] is None and native.compiler_problem() is None:
+        lacking.append("its memory was not counted")
+    if config.measure.memory_snapshot and not job.snapshot_file(run_dir, 0).exists():
+        lacking.append("no snapshot of its memory was kept")
+    return lacking
