@@ -85,7 +85,7 @@ _LISTS = {
 
 
 class Found(NamedTuple):
-    """What a results directory holds: the records in order of their start, and a line for each unreadable one."""
+    """What a results directory holds: the records in order of their start, refused ones last, and a line for each unreadable one."""
 
     records: list[Record]
     problems: list[str]
@@ -213,8 +213,13 @@ def read_all(results_dir: Path) -> Found:
             found.records.append(read_record(path.parent))
         except UserError as error:
             found.problems.append(str(error))
-    found.records.sort(key=lambda record: (record["row"].get("started_at") or "", record["row"]["run_id"]))
+    found.records.sort(key=lambda record: _place(record["row"]))
     return found
+
+
+def _place(row: Row) -> tuple[bool, str, str]:
+    """In the order of their start, and after them what never started."""
+    return row["status"] == "refused", row.get("started_at") or "", row["run_id"]
 
 
 def write_runs_csv(results_dir: Path) -> Path:
