@@ -85,7 +85,7 @@ _LISTS = {
 
 
 class Found(NamedTuple):
-    """What a results directory holds: the records in order of their start, refused ones last, and a line for each unreadable one."""
+    """What a results directory holds: records by their start, refused ones last; a line for each unreadable."""
 
     records: list[Record]
     problems: list[str]
