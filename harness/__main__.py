@@ -9,7 +9,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harness import compose
+from harness import compose, slurm
 from harness.cli import arguments, composition_error
 from harness.errors import UserError
 from harness.session import Session
@@ -20,9 +20,10 @@ CONF = compose.ROOT / "conf"
 def main() -> int:
     """The exit status: 0 all ok or refused as measured, 1 a failure among the rows, 2 a mistake, 130 interrupted."""
     sys.argv[1:] = arguments(sys.argv[1:])
-    session = Session(CONF / "model")
+    session = Session()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors to us instead of printing them its own way
     compose.register()
+    slurm.register()
     try:
         with tempfile.TemporaryDirectory() as scratch:
             OmegaConf.register_new_resolver("harness.scratch", lambda: scratch, replace=True)

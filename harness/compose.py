@@ -6,7 +6,9 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from harness.config import RunConfig
+import yaml
+
+from harness.config import ModelConfig, RunConfig
 from harness.errors import UserError, one_line
 from harness.typed import from_dict
 
@@ -69,6 +71,12 @@ def run_config(values: dict[str, Any]) -> RunConfig:
         values = values | {"model": found, "train": train}
     made: RunConfig = from_dict(RunConfig, values)
     return made
+
+
+def models() -> list[ModelConfig]:
+    """The models there are files of, for saying which would fit."""
+    found = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf" / "model").glob("*.yaml"))]
+    return [from_dict(ModelConfig, values) for values in found if values["family"] != "hf"]  # of a size yet unknown
 
 
 def folder_of(values: dict[str, Any]) -> Path:

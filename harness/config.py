@@ -176,6 +176,9 @@ class ClusterConfig:
     nodes: int = 1
     gpus_per_node: int | None = None  # null: look at the machine
     device: str = "auto"  # auto | cpu | cuda
+    partition: str | None = None  # the site's, for Slurm; null: its default
+    account: str | None = None
+    time: str | None = None  # a job's limit, in Slurm's forms such as 4:00:00; null: from timeout_seconds
 
     def __post_init__(self) -> None:
         positive("cluster", self, "nodes")
@@ -288,6 +291,7 @@ class RunConfig:
     hang_seconds: float = 600.0
     preflight: bool = True
     retry: tuple[str, ...] = ()  # ends, of RETRIED, that are no result: those runs are made again
+    launch: str = "processes"  # or script: with Slurm, the batch script is written and not submitted
     stop_after: tuple[str | int | float, ...] = ()  # harness.budget: 8h, 20runs, 3failures: no run is begun then
     force: bool = False
 
@@ -297,6 +301,7 @@ class RunConfig:
         require(self.repeats >= 1, "repeats", self.repeats, "is not a positive whole number: choose 1 or more")
         for key in ("timeout_seconds", "hang_seconds"):
             require(getattr(self, key) > 0, key, getattr(self, key), "is not positive: choose seconds")
+        one_of("launch", self.launch, ("processes", "script"))
         for status in self.retry:
             one_of("retry", status, RETRIED)
 

@@ -15,7 +15,7 @@ from harness.errors import printable
 from harness.records import Record
 
 if TYPE_CHECKING:
-    from harness.sweep import Item
+    from harness.items import Item
 
 PLAIN_SECONDS = 10.0  # between two lines about running runs where there is no terminal
 
@@ -29,10 +29,11 @@ class Running:
     began: float
     at: Path | None = None  # the folder that its ranks write to now: the reference's, then its own
     first: tuple[Path, int, float] | None = None  # folder, step and time
+    note: str = ""  # what is said of it before its ranks say anything
 
     def text(self, now: float) -> str:
         beat = pulse.read(self.at, 0) if self.at else None
-        phase, step = (beat.phase, beat.step) if beat else ("starting", 0)
+        phase, step = (beat.phase, beat.step) if beat else (self.note or "starting", 0)
         if self.at and (self.first is None or self.first[0] != self.at):
             self.first = (self.at, step, now) if step else None
         rate = ""
@@ -79,8 +80,16 @@ class Display:
 
     def tick(self, item: "Item", at: Path) -> None:
         """Called several times a second while ranks run, perhaps from another thread."""
-        self.running[item].at = at
+        self.at(item, at)
         self.show()
+
+    def at(self, item: "Item", at: Path) -> None:
+        if item in self.running:
+            self.running[item].at = at
+
+    def note(self, item: "Item", note: str) -> None:
+        if item in self.running:
+            self.running[item].note = note
 
     def show(self) -> None:
         now = time.monotonic()

@@ -10,16 +10,17 @@ from harness.config import RunConfig
 # What names, places and watches a run without changing its result: not part of its identity.
 _NOT_IDENTITY = (
     *("name", "results_dir", "tracking", "timeout_seconds", "hang_seconds", "preflight", "force", "proof"),
-    *("repeats", "measure", "sweep", "retry", "stop_after"),
+    *("repeats", "measure", "sweep", "retry", "stop_after", "launch"),
 )
+_NOT_IDENTITY_OF = {"data": ("cache",), "cluster": ("name", "partition", "account", "time"), "model": ("path",)}
 
 
 def settling(values: Mapping[str, Any]) -> dict[str, Any]:
     """Of a configuration in plain values, groups missing or not, what affects a run's result."""
     kept = {key: value for key, value in values.items() if key not in _NOT_IDENTITY}
-    for group, name in (("data", "cache"), ("cluster", "name"), ("model", "path")):
+    for group, names in _NOT_IDENTITY_OF.items():
         if isinstance(kept.get(group), Mapping):
-            kept[group] = {key: value for key, value in kept[group].items() if key != name}
+            kept[group] = {key: value for key, value in kept[group].items() if key not in names}
     return kept
 
 

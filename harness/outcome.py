@@ -27,6 +27,7 @@ class RankFailure:
     signal: str  # its name, '' if none
     error: str  # the exception in one line, '' where none was raised
     log_tail: str
+    at: float  # time.time(), about
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def _failures(
         code = raised.exit_code if raised else codes[local]
         name = signal.Signals(-code).name if code < 0 else ""
         moment = raised.moment if raised else watch.gone.get(local, time.monotonic())
-        failure = RankFailure(rank, code, name, raised.error if raised else "", log_tail(log_file(run_dir, rank)))
+        at = time.time() - (time.monotonic() - moment)
+        failure = RankFailure(rank, code, name, raised.error if raised else "", log_tail(log_file(run_dir, rank)), at)
         found.append((name not in OWN_DEATHS, moment, failure))
     return tuple(failure for *_, failure in sorted(found, key=lambda entry: entry[:2]))
 

@@ -6,11 +6,22 @@ from datetime import UTC, datetime
 from typing import Any
 
 from harness import records, row, stored, versions
-from harness.compose import folder_of
+from harness.compose import folder_of, run_config
 from harness.config import RunConfig
+from harness.errors import UserError
 from harness.identity import run_id_of, settling
-from harness.machine import Machine
+from harness.machine import Machine, look
 from harness.records import Record
+
+
+def row_of(values: dict[str, Any], reason: str) -> Record:
+    """The row of a combination that cannot be run, written down."""
+    stored.writable(folder_of(values))
+    try:
+        config = run_config(values)
+        return combination(config, look(config.cluster), reason)
+    except UserError:
+        return values_only(values, reason)
 
 
 def combination(config: RunConfig, machine: Machine, reason: str) -> Record:
@@ -27,19 +38,27 @@ def combination(config: RunConfig, machine: Machine, reason: str) -> Record:
     return record
 
 
-def values_only(values: dict[str, Any], reason: str) -> Record:
-    """The row of values of which no configuration can be made."""
-    groups = ("model", "strategy", "checkpointing", "precision")
-    names = {group: str(values[group]["name"] or values[group].get("family")) for group in groups}
+def bare_id(values: dict[str, Any]) -> str:
+    """What such a row is called."""
     key = hashlib.sha256(json.dumps(settling(values), sort_keys=True, default=str).encode()).hexdigest()[:10]
-    run_id = "-".join((names["strategy"], names["checkpointing"], names["model"], key))
+    return "-".join((*(names_of(values)[group] for group in ("strategy", "checkpointing", "model")), key))
+
+
+def names_of(values: dict[str, Any]) -> dict[str, str]:
+    groups = ("model", "strategy", "checkpointing", "precision")
+    return {group: str(values[group]["name"] or values[group].get("family")) for group in groups}
+
+
+def values_only(values: dict[str, Any], reason: str, status: str = "refused") -> Record:
+    """The row of values of which no configuration can be made, or of which no node told anything."""
+    run_id = bare_id(values)
     folder = folder_of(values)
     on_file = stored.refusal(folder / run_id, bool(values.get("force")))
     if on_file is not None:
         return on_file
-    ending = {"run_id": run_id, "name": folder.name, "status": "refused", "reason": reason}
+    ending = {"run_id": run_id, "name": folder.name, "status": status, "reason": reason}
     record: Record = {
-        "row": names | ending | {"started_at": datetime.now(UTC).isoformat()},
+        "row": names_of(values) | ending | {"started_at": datetime.now(UTC).isoformat()},
         "config": values,
         "ranks": [],
         "versions": versions.versions(),

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from harness.identity import run_id_of
 from harness.layout import Layout
 from harness.machine import Machine, as_it_is_now
 from harness.measure import native
-from harness.outcome import Outcome
 from harness.plan import fit, memory
 from harness.proof import Rank
 from harness.records import Record
 from harness.refusals import refusals
 from harness.stored import NOT_ASKED, STARTED, Say
+from harness.team import Team
 from harness.verdict import judge
 
 SINGLE = StrategyConfig(name="single")
@@ -61,8 +62,7 @@ class Means:
     models: Sequence[ModelConfig] = ()  # named when a smaller one would fit
     tick: Tick = lambda _: None
     say: Say = lambda _: None
-    ranks: Callable[..., Outcome] = launch.launch  # runs the entry in all ranks, with launch.launch's arguments
-    wait: bool = True  # for another command that is at the same run
+    team: Team | None = None  # other nodes, where the machine is more than this one
 
 
 def plan(config: RunConfig, machine: Machine, *, is_reference: bool = False) -> Plan:
@@ -95,18 +95,12 @@ class Reference:
 
 
 def execute(this: Plan, means: Means) -> Record | None:
-    """The run's record: the one on file if that stands, else a new one. None: another command is at it, not waited for.
+    """The run's record: the one on file if that stands, else a new one. None: another command is at it.
 
     Raises OSError if not even the row of a full disk can be written.
     """
     with stored.alone(this.directory, wait=False) as is_mine:
-        if is_mine:
-            return recorded(this, means)
-    if not means.wait:
-        return None
-    means.say(f"{this.run_id} is being run by another command: waiting for it")
-    with stored.alone(this.directory):
-        return recorded(this, means)
+        return recorded(this, means) if is_mine else None
 
 
 def recorded(this: Plan, means: Means) -> Record:
@@ -224,7 +218,8 @@ def start(this: Plan, means: Means, reference: Reference) -> Record:
     for note in notes:
         means.say(note)
     world_size = this.layout.world_size
-    outcome = means.ranks(
+    ranks_of = partial(means.team.launch, this.nodes) if means.team else launch.launch
+    outcome = ranks_of(
         means.entry,
         this.directory,
         world_size,

@@ -1,36 +1,34 @@
 """One command: its combinations collected, then run as one sweep, each shown while it works, their table at the end."""
 
-import dataclasses
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from harness import budget, compose, progress, refused, run, search, stored
+from harness import budget, compose, progress, refused, slurm, stored
 from harness.cli import each_repeat
-from harness.config import ModelConfig, RunConfig
 from harness.display import Display
 from harness.errors import UserError, one_line
-from harness.machine import look
+from harness.here import Here
+from harness.items import Item, in_order
 from harness.records import Record, read_all
 from harness.report.files import write_files
 from harness.report.tables import print_table, terminal
 from harness.slots import Slots
-from harness.sweep import Here, Item, Place, Sweep, in_order
+from harness.sweep import Place, Sweep
 from harness.tracking import tracker
-from harness.typed import from_dict
 
 
 class Session:
     """What the jobs of one command share. Hydra calls job() for each of them, in this process; then comes go()."""
 
-    def __init__(self, model_folder: Path) -> None:
-        self.model_folder = model_folder
+    def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []  # the values of every combination
+        self.queue: dict[str, Any] = {}  # the keys of hydra/launcher
+        self.scripts: list[Path] = []  # to submit by hand
         self.records: list[Record] = []
         self.folder: Path | None = None
         self.is_sweep = False
@@ -39,11 +37,15 @@ class Session:
 
     def job(self, composed: Any) -> None:
         """One combination, kept for later: which comes first depends on all of them."""
-        self.is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+        hydra_config = HydraConfig.get()
+        self.is_sweep = hydra_config.mode == RunMode.MULTIRUN
         if self.mistake is not None:
             return
         try:
             values = compose.plain(composed)
+            if not self.is_sweep:  # who asks for one run wants it tried
+                values["sweep"] |= {"skip_dominated": False}
+            self.queue = compose.plain(hydra_config.launcher)
             self.folder = compose.folder_of(values)
             self.asked.append(values)
         except UserError as error:
@@ -53,9 +55,14 @@ class Session:
         """Runs them. Raises UserError for a mistake that is no row."""
         if self.mistake is not None:
             raise UserError(self.mistake)
-        limits = budget.parse(self.asked[0]["stop_after"]) if self.asked else budget.Budget()
+        if not self.asked:  # Hydra was asked for something else, such as --cfg job
+            return
+        limits = budget.parse(self.asked[0]["stop_after"])
         place = self.place()
         items = in_order(self.items(place))
+        if isinstance(place, slurm.Slurm) and self.asked[0]["launch"] == "script":
+            self.scripts = slurm.write_scripts(place, items)
+            return
         self.display.expect(items, place.side_by_side)
         with ExitStack() as shown:
             shown.callback(self.display.close)
@@ -67,10 +74,12 @@ class Session:
 
     def place(self) -> Place:
         """Where the runs are made."""
-        parallel = self.asked[0]["sweep"]["parallel"] if self.asked else 1
+        if slurm.is_asked_for(self.queue) or self.asked[0]["launch"] == "script":
+            return slurm.Slurm(self.queue, self.display)
+        parallel = self.asked[0]["sweep"]["parallel"]
         if parallel == 1:
-            return Here(self.models(), self.display)
-        return Slots(parallel, self.models(), self.display)
+            return Here(compose.models(), self.display)
+        return Slots(parallel, compose.models(), self.display)
 
     def items(self, place: Place) -> list[Item]:
         """Every run of every combination. What is impossible is a row of a sweep at once, alone a mistake."""
@@ -79,40 +88,14 @@ class Session:
         for values in self.asked:
             for turn, one in enumerate(each_repeat(values)):
                 try:
-                    items.append(self.item(one, turn, place))
+                    items.append(place.item(one, turn))
                 except UserError as error:
                     if not self.is_sweep:
                         raise
-                    self.refused(one, str(error))
+                    record = refused.row_of(one, str(error))
+                    self.records.append(record)
+                    self.display.refused(record)
         return items
-
-    def item(self, values: dict[str, Any], turn: int, place: Place) -> Item:
-        if search.is_asked(values):
-            found = search.Search(search.planned(values, lambda one: self.plan(self.config(one), place)), run.fits)
-            return Item(found.first.config, found.first, found.first.run_id, turn, found)
-        planned = self.plan(self.config(values), place)
-        return Item(planned.config, planned, planned.run_id, turn)
-
-    def config(self, values: dict[str, Any]) -> RunConfig:
-        config = compose.run_config(values)
-        if self.is_sweep:
-            return config
-        # Who asks for one run wants it tried.
-        return dataclasses.replace(config, sweep=dataclasses.replace(config.sweep, skip_dominated=False))
-
-    def plan(self, config: RunConfig, place: Place) -> run.Plan:
-        return run.plan(config, place.machine(config.cluster))
-
-    def refused(self, values: dict[str, Any], reason: str) -> None:
-        """The row of what cannot be run."""
-        stored.writable(compose.folder_of(values))
-        try:
-            config = compose.run_config(values)
-            record = refused.combination(config, look(config.cluster), reason)
-        except UserError:
-            record = refused.values_only(values, reason)
-        self.records.append(record)
-        self.display.refused(record)
 
     def begins(self, item: Item) -> None:
         self.display.begins(item)
@@ -129,12 +112,6 @@ class Session:
     def say(self, line: str) -> None:
         self.display.say(line)
 
-    def models(self) -> list[ModelConfig]:
-        """The models there are, for saying which would fit."""
-        paths = sorted(self.model_folder.glob("*.yaml"))
-        found = [yaml.safe_load(path.read_text()) for path in paths]
-        return [from_dict(ModelConfig, values) for values in found if values["family"] != "hf"]  # of a size yet unknown
-
     def finish(self) -> int:
         """Prints the table of this command's runs and writes the report of the whole folder; the exit status."""
         if self.records and self.folder is not None:
@@ -142,6 +119,8 @@ class Session:
             print_table(found.records, terminal(), [record["row"]["run_id"] for record in self.records])
             for path in write_files(self.folder, found):
                 print(path)
+        for path in self.scripts:
+            print(f"sbatch {path}")
         statuses = {record["row"]["status"] for record in self.records}
         acceptable = {"ok", "oom", "refused"} if self.is_sweep else {"ok"}
         return 0 if statuses <= acceptable else 1

@@ -15,9 +15,10 @@ from harness import run
 from harness.config import ClusterConfig, ModelConfig
 from harness.display import Display
 from harness.errors import UserError
+from harness.here import standing, this_machine
+from harness.items import Item, planned_item
 from harness.machine import Machine, usable_cores, visible_devices
 from harness.records import Record
-from harness.sweep import Item, standing, this_machine
 from harness.watch import HANDLED
 
 WAIT_SECONDS = 0.2
@@ -56,6 +57,9 @@ class Slots:
         parts = len(self.devices) or (1 if self.parallel == "auto" else int(self.parallel))
         each = len(self.cores) // parts
         return [tuple(self.cores[index * each : (index + 1) * each]) for index in range(parts)]
+
+    def item(self, values: dict[str, Any], turn: int) -> Item:
+        return planned_item(values, turn, self.machine)
 
     def machine(self, cluster: ClusterConfig) -> Machine:
         """A run's part of it on a CPU; on GPUs all devices, of which a run is given as many as it has ranks."""

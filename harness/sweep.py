@@ -1,46 +1,15 @@
 """The runs of one command: in which order, made where, until every one has its row."""
 
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from harness import launch, room, run, stored
+from harness import room
 from harness.budget import Budget
-from harness.compose import folder_of
-from harness.config import ClusterConfig, ModelConfig, RunConfig
-from harness.display import Display
-from harness.errors import UserError
-from harness.machine import Machine, look
-from harness.plan.flops import model_flops
+from harness.items import Item
 from harness.records import Record
-from harness.run import Plan
-from harness.search import Search
 
 AGAIN_SECONDS = 0.5  # before a run that another command is at is looked for again
-
-
-@dataclass(eq=False)
-class Item:
-    """A run to be made. plan is None where only the place that makes it knows the machine."""
-
-    config: RunConfig
-    plan: Plan | None
-    name: str  # what it is called while it has no record
-    turn: int = 0  # repeats come in turns, so that they are not of one moment
-    search: Search | None = None  # what follows from its record
-    not_before: float = 0.0  # time.monotonic()
-    is_elsewhere: bool = False  # another command was at it
-
-    @property
-    def folder(self) -> Path:
-        return folder_of(self.config.to_dict())
-
-    @property
-    def cost(self) -> float:
-        """Operations of the whole run, the same however they are divided: only good to compare."""
-        return float(model_flops(self.config) * self.config.train.all_steps)
 
 
 class Place(Protocol):
@@ -51,8 +20,8 @@ class Place(Protocol):
         """How many runs there can be at once."""
         ...
 
-    def machine(self, cluster: ClusterConfig) -> Machine:
-        """What to plan for. Raises UserError."""
+    def item(self, values: dict[str, Any], turn: int) -> Item:
+        """The run of these values, planned if its machine is known. Raises UserError if it is impossible."""
         ...
 
     def on_file(self, item: Item) -> Record | None:
@@ -84,14 +53,6 @@ class Watcher(Protocol):
     def has(self, item: Item, record: Record, is_new: bool) -> None: ...
 
     def say(self, line: str) -> None: ...
-
-
-def in_order(items: Iterable[Item]) -> list[Item]:
-    """Each run once; the cheap first, whose end tells most of the others, and of equals as asked for."""
-    unique: dict[tuple[Path, str], Item] = {}
-    for item in items:
-        unique.setdefault((item.folder, item.name), item)
-    return sorted(unique.values(), key=lambda item: (item.turn, item.cost))
 
 
 @dataclass
@@ -174,56 +135,3 @@ class Sweep:
         following = Item(found.config, found, found.run_id, item.turn, item.search)
         if not self.is_done(following):
             self.waiting.insert(0, following)
-
-
-def this_machine(cluster: ClusterConfig) -> Machine:
-    if cluster.nodes > 1:
-        raise UserError(
-            f"cluster.nodes={cluster.nodes} is more than this machine: choose 1, or hydra/launcher=submitit_slurm"
-        )
-    return look(cluster)
-
-
-def standing(item: Item, say: stored.Say) -> Record | None:
-    """The record on file of a planned run."""
-    assert item.plan is not None
-    return stored.standing(item.config, item.plan.directory, say)
-
-
-class Here:
-    """One run after another, in this process."""
-
-    side_by_side = 1
-
-    def __init__(self, models: Sequence[ModelConfig], display: Display) -> None:
-        self.models, self.display = models, display
-        self.done: list[tuple[Item, Record | None]] = []
-
-    def machine(self, cluster: ClusterConfig) -> Machine:
-        found = this_machine(cluster)
-        launch.prepare(found.device)  # its imports go on while the runs are planned
-        return found
-
-    def on_file(self, item: Item) -> Record | None:
-        return standing(item, self.display.say)
-
-    def takes(self, item: Item) -> bool:
-        return not self.done
-
-    def start(self, item: Item) -> None:
-        assert item.plan is not None
-        means = run.Means(models=self.models, tick=lambda at: self.display.tick(item, at), say=self.display.say)
-        self.done.append((item, run.execute(item.plan, means)))
-
-    def ended(self) -> list[tuple[Item, Record | None]]:
-        ((item, record),) = self.done
-        if record is not None and record["row"]["status"] == "interrupted":  # by a signal to this process
-            raise KeyboardInterrupt
-        self.done = []
-        return [(item, record)]
-
-    def interrupt(self) -> list[tuple[Item, Record]]:
-        return [(item, record) for item, record in self.done if record is not None]
-
-    def close(self) -> None:
-        pass

@@ -1,0 +1,259 @@
+"""Runs as jobs of Slurm. The truth is in files: what was submitted, what its node answered, the run's own record.
+
+results/NAME/.jobs/KEY.json          values of a combination, and the job that has them
+results/NAME/.jobs/KEY.begun.json    the runs that its node made of them, as soon as they are begun
+results/NAME/.jobs/KEY.answer.json   the same when all have their record
+"""
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.plugins import Plugins
+
+from harness import compose, queue, records, refused, stored
+from harness.display import Display
+from harness.errors import UserError
+from harness.identity import settling
+from harness.items import Item
+from harness.queue import Queue
+from harness.records import Record, atomic_write_json
+from harness.search import candidates, is_asked
+from harness.typed import from_dict
+
+FOLDER = ".jobs"
+POLL_SECONDS = 1.0
+GONE_SECONDS = 10.0  # from a job's leaving the queue to its being given up: files of a shared folder may come late
+
+
+class SubmititSlurm(BasicLauncher):
+    """What conf/hydra/launcher/submitit_slurm.yaml names: composes jobs as ever; Slurm below takes the keys."""
+
+    __module__ = "hydra_plugins.harness"  # Hydra takes launchers of that package alone
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+
+def register() -> None:
+    Plugins.instance().register(SubmititSlurm)
+
+
+def is_asked_for(launcher: dict[str, Any]) -> bool:
+    return str(launcher.get("_target_")).endswith(SubmititSlurm.__name__)
+
+
+@dataclass
+class Submitted:
+    """A combination on its way."""
+
+    item: Item
+    values: dict[str, Any]
+    job: str | None = None  # 12, or 12_3 of an array; None: not submitted yet
+    missing_since: float | None = None  # time.monotonic() at which the job was not in the queue any more
+    begun: list[str] = field(default_factory=list)
+
+
+class Slurm:
+    """Submits all it is given, in arrays, and waits for the answers. Jobs outlive this command; the next finds them."""
+
+    def __init__(self, launcher: dict[str, Any], display: Display) -> None:
+        keys = {key: value for key, value in launcher.items() if key != "_target_"}
+        self.queue: Queue = from_dict(Queue, keys, "hydra.launcher") if is_asked_for(launcher) else Queue()
+        self.display = display
+        self.values: dict[Item, dict[str, Any]] = {}
+        self.at_work: dict[Item, Submitted] = {}
+        self.looked_at = 0.0
+
+    @property
+    def side_by_side(self) -> int:
+        return self.queue.array_parallelism
+
+    def item(self, values: dict[str, Any], turn: int) -> Item:
+        """Its plan is its node's affair. Raises UserError if there can be no configuration."""
+        config = compose.run_config(candidates(values)[0] if is_asked(values) else values)
+        named = (config.strategy.name, config.checkpointing.name, config.model.name, key_of(values))
+        item = Item(config, None, "-".join(named), turn)
+        self.values[item] = values
+        return item
+
+    def on_file(self, item: Item) -> Record | None:
+        """The record of the node's answer; of several runs the last that is ok."""
+        runs = told(file_of(item, "answer"))
+        found = [stored.standing(item.config, item.folder / run, self.display.say) for run in runs]
+        if not found or None in found:
+            return None
+        return best([record for record in found if record is not None])
+
+    def takes(self, item: Item) -> bool:
+        return True
+
+    def start(self, item: Item) -> None:
+        self.at_work[item] = Submitted(item, self.values[item])
+
+    def ended(self) -> list[tuple[Item, Record | None]]:
+        new = [one for one in self.at_work.values() if one.job is None]
+        if new:
+            self.submit(new)
+        time.sleep(max(0.0, self.looked_at + POLL_SECONDS - time.monotonic()))
+        self.looked_at = time.monotonic()
+        states = queue.states({one.job for one in self.at_work.values() if one.job})
+        found: list[tuple[Item, Record | None]] = []
+        for item, one in list(self.at_work.items()):
+            record = self.end_of(one, states)
+            if record is not None:
+                found.append((item, record))
+                del self.at_work[item]
+        self.display.show()
+        return found
+
+    def submit(self, new: Sequence[Submitted]) -> None:
+        """Every one that no other command has submitted, those of equal needs as one array."""
+        folders = {one.item.folder for one in new}
+        for folder in folders:
+            jobs = folder / FOLDER
+            jobs.mkdir(parents=True, exist_ok=True)
+            with stored.alone(jobs / "submission"):
+                mine = [one for one in new if one.item.folder == folder]
+                alive = queue.states({job for one in mine if (job := job_of(one.item))}) or {}
+                for one in mine:
+                    job = job_of(one.item)
+                    one.job = job if job in alive else None
+                fresh = [one for one in mine if one.job is None]
+                for header, group in by_needs(self.queue, fresh).items():
+                    self.submit_array(jobs, header, group)
+
+    def submit_array(self, jobs: Path, header: str, group: Sequence[Submitted]) -> None:
+        for one in group:
+            file_of(one.item, "answer").unlink(missing_ok=True)
+            file_of(one.item, "begun").unlink(missing_ok=True)
+            shutil.rmtree(
+                one.item.folder / refused.bare_id(one.values), ignore_errors=True
+            )  # what lost() may have left
+            atomic_write_json(file_of(one.item), {"values": one.values, "job": None})
+        works = [file_of(one.item).resolve() for one in group]
+        number = queue.submit(queue.script(header, self.queue, works, jobs.resolve()), jobs)
+        for index, one in enumerate(group):
+            one.job = f"{number}_{index}"
+            atomic_write_json(file_of(one.item), {"values": one.values, "job": one.job})
+        self.display.say(f"Slurm job {number}: {len(group)} runs")
+
+    def end_of(self, one: Submitted, states: dict[str, str] | None) -> Record | None:
+        """Its record, if its node answered or its job is gone without."""
+        item = one.item
+        one.begun = one.begun or told(file_of(item, "begun"))
+        if one.begun:
+            self.display.at(item, item.folder / one.begun[-1])
+        runs = told(file_of(item, "answer"))
+        with suppress(UserError):
+            if runs:
+                return best([records.read_record(item.folder / run) for run in runs])
+        if states is None or one.job in states:  # Slurm does not answer, or has it still
+            self.display.note(item, "" if states is None else states[str(one.job)].lower())
+            one.missing_since = None
+            return None
+        one.missing_since = one.missing_since or time.monotonic()
+        if time.monotonic() - one.missing_since < GONE_SECONDS:
+            return None
+        return lost(one)
+
+    def interrupt(self) -> list[tuple[Item, Record]]:
+        """Nothing ends: jobs go on."""
+        numbers = sorted({str(one.job).partition("_")[0] for one in self.at_work.values() if one.job})
+        if numbers:
+            goes = f"Slurm's jobs {', '.join(numbers)} go on; the same command waits for them, scancel ends them"
+            self.display.say(goes)
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def write_scripts(place: Slurm, items: Sequence[Item]) -> list[Path]:
+    """For launch=script: batch scripts to submit by hand, with the files that they name."""
+    written = []
+    for folder in dict.fromkeys(item.folder for item in items):
+        jobs = folder / FOLDER
+        jobs.mkdir(parents=True, exist_ok=True)
+        mine = [Submitted(item, place.values[item]) for item in items if item.folder == folder]
+        for number, (header, group) in enumerate(by_needs(place.queue, mine).items()):
+            for one in group:
+                atomic_write_json(file_of(one.item), {"values": one.values, "job": None})
+            works = [file_of(one.item).resolve() for one in group]
+            path = folder / ("sweep.sbatch" if number == 0 else f"sweep_{number}.sbatch")
+            records.atomic_write_text(path, queue.script(header, place.queue, works, jobs.resolve()))
+            written.append(path)
+    return written
+
+
+def by_needs(asked: Queue, group: Sequence[Submitted]) -> dict[str, list[Submitted]]:
+    found: dict[str, list[Submitted]] = {}
+    for one in group:
+        found.setdefault(queue.header(asked, one.item.config), []).append(one)
+    return found
+
+
+def key_of(values: dict[str, Any]) -> str:
+    """Of all that affects the result, as far as it is known before a node is."""
+    kept = settling(values) | {"repeat": values.get("repeat")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:10]
+
+
+def file_of(item: Item, what: str = "") -> Path:
+    return item.folder / FOLDER / f"{item.name}{what and '.'}{what}.json"
+
+
+def told(path: Path) -> list[str]:
+    """The runs that a node named; none if it did not."""
+    try:
+        return list(json.loads(path.read_text())["runs"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def job_of(item: Item) -> str | None:
+    try:
+        job = json.loads(file_of(item).read_text())["job"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return str(job) if job else None
+
+
+def best(found: Sequence[Record]) -> Record:
+    """Of a search's runs the last that is ok, else the last."""
+    ok = [record for record in found if record["row"]["status"] == "ok"]
+    return (ok or list(found))[-1]
+
+
+ENDS = {"CANCELLED": "interrupted", "PREEMPTED": "interrupted", "TIMEOUT": "timeout", "OUT_OF_MEMORY": "oom"}
+
+
+def lost(one: Submitted) -> Record:
+    """The row of a run whose job ended without its word: what Slurm says of the job."""
+    state = queue.end_state(str(one.job))
+    ending = {
+        "status": ENDS.get(state, "error"),
+        "reason": f"Slurm's job {one.job} ended as {state or 'unknown'} before its node had recorded the run",
+    }
+    record = amended(one, ending)
+    if ending["status"] != "interrupted":  # which the next command makes again; the rest stands as other ends do
+        atomic_write_json(file_of(one.item, "answer"), {"runs": [record["row"]["run_id"]]})
+    return record
+
+
+def amended(one: Submitted, ending: dict[str, str]) -> Record:
+    """The row that its node had begun, with that end; a bare one if it had not come so far."""
+    for run in reversed(one.begun):
+        with suppress(UserError):
+            record = records.read_record(one.item.folder / run)
+            if record["row"]["status"] == "interrupted":
+                records.write_record(one.item.folder / run, record | {"row": record["row"] | ending})
+            return records.read_record(one.item.folder / run)
+    return refused.values_only(one.values, ending["reason"], ending["status"])
