@@ -1,7 +1,8 @@
 """A real Slurm on this machine for tests: a controller, a daemon for every virtual node, accounting if asked for.
 
 All of it lies in one folder and ends with the test, however the test ends. What belongs to a cluster is told by its
-name: Slurm puts SLURM_CLUSTER_NAME into every job's environment, and the daemons are started with it.
+name: Slurm puts SLURM_CLUSTER_NAME into every job's environment, the daemons are started with it, and slurmstepd, which
+wipes its environment, is a copy named after cluster and node.
 """
 
 import getpass
@@ -68,6 +69,7 @@ ACCOUNTED = """\
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
 AccountingStoragePort={port}
+AccountingStoragePass={folder}/munge.socket
 """
 
 DATABASE = """\
@@ -179,7 +181,10 @@ class Cluster:
         self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def start_slurmd(self, node: str) -> None:
-        self.start(node, "slurmd", "-D", "-N", node, SLURMD_NODENAME=node)
+        stepd = self.folder / f"{self.name}-{node}"
+        if not stepd.exists():
+            shutil.copy(str(shutil.which("slurmstepd", path=PATH)), stepd)
+        self.start(node, "slurmd", "-D", "-N", node, "-d", str(stepd), SLURMD_NODENAME=node)
 
     def kill_slurmd(self, node: str) -> None:
         """Its jobs' steps live on: slurmstepd looks after them."""
@@ -192,9 +197,8 @@ class Cluster:
         kill_all(lambda: self.processes(node))
         self.daemons.pop(node).wait()
 
-    def processes(self, node: str | None = None) -> list[psutil.Process]:
-        """What runs as part of this cluster, or of one node of it."""
-        return marked(SLURM_CLUSTER_NAME=self.name, **({"SLURMD_NODENAME": node} if node else {}))
+    def processes(self, node: str = "") -> list[psutil.Process]:
+        return processes(self.name, node)
 
     def start(self, daemon: str, *command: str, **environment: str) -> None:
         """Starts a daemon in the foreground, in a session of its own: Ctrl-C is for the test."""
@@ -209,24 +213,34 @@ class Cluster:
                 start_new_session=True,
             )
 
+    def wait_for_daemon(self, daemon: str, ready: Callable[[], bool]) -> None:
+        log = self.folder / f"{daemon}.log"
 
-def marked(**environment: str) -> list[psutil.Process]:
-    """The processes in whose environment these stand."""
+        def look() -> bool:
+            assert self.daemons[daemon].poll() is None, f"{daemon} ended:\n{log.read_text()}"
+            return ready()
+
+        wait_for(look, READY_SECONDS, f"{daemon} is ready; see {log}")
+
+
+def processes(name: str, node: str = "") -> list[psutil.Process]:
+    """What runs as part of this cluster, daemons and jobs, or as part of one node of it."""
+    mark = {"SLURM_CLUSTER_NAME": name, **({"SLURMD_NODENAME": node} if node else {})}
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.environ().items() >= environment.items():
+            if process.environ().items() >= mark.items() or Path(process.exe()).name.startswith(f"{name}-{node}"):
                 found.append(process)
     return found
 
 
 def kill_all(find: Callable[[], list[psutil.Process]]) -> None:
-    """Until there is none: one that was being started is found the next time."""
-    while processes := find():
-        for process in processes:
+    """Until there is none: one that was just being started is found the next time."""
+    while found := find():
+        for process in found:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(processes, timeout=1)
+        time.sleep(POLL_SECONDS)
 
 
 @contextmanager
@@ -271,11 +285,11 @@ def start_accounting(cluster: Cluster, port: int) -> None:
     cluster.run("mariadb-install-db", "--no-defaults", "--auth-root-authentication-method=normal", *data)
     listen = [f"--port={storage_port}", "--bind-address=127.0.0.1", f"--socket={folder}/database.socket"]
     cluster.start("mariadbd", "mariadbd", "--no-defaults", "--skip-name-resolve", *data, *listen)
-    wait_for(lambda: connects(storage_port), READY_SECONDS, f"the database answers; see {folder}/mariadbd.log")
+    cluster.wait_for_daemon("mariadbd", lambda: connects(storage_port))
     database = DATABASE.format(folder=folder, port=port, storage_port=storage_port, user=user)
     write_private(folder / "slurmdbd.conf", database)
     cluster.start("slurmdbd", "slurmdbd", "-D")
-    wait_for(lambda: connects(port), READY_SECONDS, f"slurmdbd answers; see {folder}/slurmdbd.log")
+    cluster.wait_for_daemon("slurmdbd", lambda: connects(port))
 
 
 @contextmanager
@@ -290,7 +304,7 @@ def cluster(folder: Path, *, nodes: int = 2, accounting: bool = False) -> Iterat
     text = CONFIGURATION.format(
         name=name, host=host, controller_port=controller_port, user=getpass.getuser(), folder=folder
     )
-    text += "".join(lines) + (ACCOUNTED.format(port=accounting_port) if accounting else "")
+    text += "".join(lines) + (ACCOUNTED.format(port=accounting_port, folder=folder) if accounting else "")
     (folder / "slurm.conf").write_text(text)
     write_private(folder / "munge.key", secrets.token_hex(64))
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
@@ -299,13 +313,13 @@ def cluster(folder: Path, *, nodes: int = 2, accounting: bool = False) -> Iterat
     with ended(made):
         files = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "seed")]
         made.start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
-        wait_for((folder / "munge.socket").exists, READY_SECONDS, f"munged answers; see {folder}/munged.log")
+        made.wait_for_daemon("munged", (folder / "munge.socket").exists)
         if accounting:
             start_accounting(made, accounting_port)
         made.start("slurmctld", "slurmctld", "-D")
         for node in names:
             made.start_slurmd(node)
-        wait_for(lambda: connects(controller_port), READY_SECONDS, f"slurmctld answers; see {folder}/slurmctld.log")
+        made.wait_for_daemon("slurmctld", lambda: connects(controller_port))
         for node in names:
             made.wait_for_node(node, "idle")
         yield made
@@ -313,4 +327,4 @@ def cluster(folder: Path, *, nodes: int = 2, accounting: bool = False) -> Iterat
 
 if __name__ == "__main__":
     sys.stdin.read()
-    kill_all(lambda: marked(SLURM_CLUSTER_NAME=sys.argv[1]))
+    kill_all(lambda: processes(sys.argv[1]))
