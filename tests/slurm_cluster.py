@@ -51,8 +51,9 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=5,batch_sched_delay=0
 # Nodes claim more cores than the machine may have.
 SlurmdParameters=config_overrides
-# How soon a dead slurmd is noticed, and how soon SIGKILL follows SIGTERM.
-SlurmdTimeout=5
+# A dead node is given up 10 to 15 s after its death. SIGKILL follows SIGTERM in 3 to 4 s.
+MessageTimeout=3
+SlurmdTimeout=3
 KillWait=2
 ReturnToService=2
 JobRequeue=1
