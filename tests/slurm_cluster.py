@@ -225,10 +225,10 @@ class Cluster:
 
 
 def processes(name: str, node: str = "") -> list[psutil.Process]:
-    """What runs as part of this cluster, daemons and jobs, or as part of one node of it."""
+    """What runs as part of this cluster, daemons and jobs, or as part of one node of it; `info["name"]` says what."""
     mark = {"SLURM_CLUSTER_NAME": name, **({"SLURMD_NODENAME": node} if node else {})}
     found = []
-    for process in psutil.process_iter():
+    for process in psutil.process_iter(["name"]):
         with suppress(psutil.Error, OSError):
             if process.environ().items() >= mark.items() or Path(process.exe()).name.startswith(f"{name}-{node}"):
                 found.append(process)
