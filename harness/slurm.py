@@ -6,13 +6,16 @@ results/NAME/.jobs/KEY.answer.json   the same when all have their record
 """
 
 import hashlib
+import importlib
 import json
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
@@ -36,13 +39,20 @@ GONE_SECONDS = 10.0  # from a job's leaving the queue to its being given up: fil
 class SubmititSlurm(BasicLauncher):
     """What conf/hydra/launcher/submitit_slurm.yaml names: composes jobs as ever; Slurm below takes the keys."""
 
-    __module__ = "hydra_plugins.harness"  # Hydra takes launchers of that package alone
+    __module__ = "hydra_plugins.harness"
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
 
 
 def register() -> None:
+    """Hydra takes launchers of the package hydra_plugins alone: there this one is found too."""
+    try:
+        package = importlib.import_module("hydra_plugins")
+    except ImportError:  # no plugin is installed
+        package = sys.modules["hydra_plugins"] = ModuleType("hydra_plugins")
+        package.__path__ = []
+    package.harness = sys.modules[__name__]  # type: ignore[attr-defined]
     Plugins.instance().register(SubmititSlurm)
 
 
