@@ -230,7 +230,7 @@ def processes(name: str, node: str = "") -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["name"]):
         with suppress(psutil.Error, OSError):
-            if process.environ().items() >= mark.items() or Path(process.exe()).name.startswith(f"{name}-{node}"):
+            if process.environ().items() >= mark.items() or Path(process.exe()).match(f"{name}-{node or '*'}"):
                 found.append(process)
     return found
 
@@ -296,6 +296,7 @@ def start_accounting(cluster: Cluster, port: int) -> None:
 @contextmanager
 def cluster(folder: Path, *, nodes: int = 2, accounting: bool = False) -> Iterator[Cluster]:
     """A cluster of the nodes n1, n2 … in this folder, with the partitions `low` and `high`, which preempts `low`."""
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "state").mkdir()
     controller_port, accounting_port, *node_ports = free_ports(2 + nodes)
