@@ -1,0 +1,208 @@
+"""Sweeps as jobs of a real Slurm, over one and two nodes, and what becomes of them when parts of it die."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+import slurm_cluster
+from conftest import ROOT, rows_of
+from slurm_cluster import Cluster, wait_for
+
+SLURM = ("hydra/launcher=submitit_slurm", "tracking=none", "cluster.device=cpu")
+SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
+LONGER = ("strategy=ddp", "train.seq_len=32", "train.steps=150", "train.warmup_steps=1", "proof.reference=false")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    missing = slurm_cluster.install()
+    if missing:
+        pytest.skip(missing)
+    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+def begun(slurm: Cluster, results: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "harness", *arguments, f"results_dir={results}", *SLURM]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=slurm.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ended(command: subprocess.Popen[str], status: int = 0) -> str:
+    """What it said on standard error."""
+    said = command.communicate(timeout=240)[1]
+    assert command.returncode == status, said
+    return said
+
+
+def harness(slurm: Cluster, results: Path, *arguments: str, status: int = 0) -> str:
+    return ended(begun(slurm, results, *arguments), status)
+
+
+def row_of(results: Path, name: str) -> pd.Series:
+    (index,) = rows_of(results, name).index
+    return rows_of(results, name).loc[index]
+
+
+def wait_for_step(results: Path, name: str, step: int = 5) -> Path:
+    """The folder of the one run of a comparison, when its first rank has come so far."""
+
+    def look() -> Path | None:
+        for path in (results / name).glob("*/ranks/rank_00000.pulse"):
+            with suppress(ValueError, OSError):
+                if json.loads(path.read_bytes())[1] >= step:
+                    return path.parents[1]
+        return None
+
+    found = wait_for(look, 120, f"{name} is at step {step}")
+    assert found is not None
+    return found
+
+
+def rank_process(run_dir: Path, rank: int) -> psutil.Process:
+    """The process that writes that rank's log and runs its code: the youngest, as forkservers have older children."""
+    log = str(run_dir / "logs" / f"rank_{rank}.log")
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if any(os.readlink(f"/proc/{process.pid}/fd/{fd}") == log for fd in (1, 2)):
+                found.append(process)
+    assert found, log
+    return max(found, key=lambda process: process.create_time())
+
+
+def test_runs_over_two_nodes_train_the_same(slurm: Cluster, tmp_path: Path) -> None:
+    """Each proven against the single process; the same command again submits nothing."""
+    sweep = ("-m", "name=two", "strategy=ddp,zero3,fsdp_full_shard,tp_pp", "cluster.nodes=2", *SMALL)
+    harness(slurm, tmp_path, *sweep)
+    rows = rows_of(tmp_path, "two")
+    assert sorted(rows.strategy) == ["ddp", "fsdp_full_shard", "tp_pp", "zero3"]
+    assert set(rows.status) == {"ok"} and set(rows.world_size) == {4}
+    assert rows.loss_deviation.max() < 1e-5 and rows.grad_deviation.max() < 1e-4
+    nodes = [set(path.name for path in (tmp_path / "two" / run / "logs").glob("rank_*")) for run in rows.run_id]
+    assert all(logs == {f"rank_{rank}.log" for rank in range(4)} for logs in nodes)
+    jobs = slurm.jobs()
+    assert "is recorded" in harness(slurm, tmp_path, *sweep)
+    assert slurm.jobs().keys() == jobs.keys()
+
+
+def test_a_killed_rank_of_another_node_is_named(slurm: Cluster, tmp_path: Path) -> None:
+    command = begun(slurm, tmp_path, "name=killed", "cluster.nodes=2", *LONGER)
+    run_dir = wait_for_step(tmp_path, "killed")
+    rank_process(run_dir, 3).kill()
+    ended(command, status=1)
+    row = row_of(tmp_path, "killed")
+    assert row.status == "error" and row.reason.startswith("rank 3 was killed by SIGKILL"), row.reason
+    assert row.phase == "timed" and row.last_host_bytes > 2**26
+
+
+def test_a_parent_that_dies_finds_its_jobs_again(slurm: Cluster, tmp_path: Path) -> None:
+    sweep = ("-m", "name=again", "train.seed=0,1", *LONGER)
+    first = begun(slurm, tmp_path, *sweep)
+    wait_for_step(tmp_path, "again")
+    first.kill()
+    first.communicate()
+    jobs = slurm.jobs()
+    harness(slurm, tmp_path, *sweep)
+    assert slurm.jobs().keys() == jobs.keys()
+    assert list(rows_of(tmp_path, "again").status) == ["ok", "ok"]
+
+
+def test_a_cancelled_job_is_an_interrupted_row_and_is_run_again(slurm: Cluster, tmp_path: Path) -> None:
+    command = begun(slurm, tmp_path, "name=cancelled", *LONGER)
+    wait_for_step(tmp_path, "cancelled")
+    (job,) = (job for job, state in slurm.jobs().items() if state == "RUNNING")
+    slurm.run("scancel", job)
+    ended(command, status=1)
+    row = row_of(tmp_path, "cancelled")
+    assert row.status == "interrupted", row.reason
+    harness(slurm, tmp_path, "name=cancelled", *LONGER)
+    assert row_of(tmp_path, "cancelled").status == "ok"
+
+
+def test_a_script_is_written_to_be_submitted_by_hand(slurm: Cluster, tmp_path: Path) -> None:
+    sweep = ("-m", "name=by_hand", "strategy=single,ddp", *SMALL)
+    harness(slurm, tmp_path, *sweep, "launch=script", "hydra.launcher.setup=[echo set up]", "cluster.time=0:10:00")
+    script = tmp_path / "by_hand" / "sweep.sbatch"
+    assert "#SBATCH --time=0:10:00\n" in script.read_text()
+    before = slurm.jobs()
+    slurm.run("sbatch", "--wait", str(script))
+    assert set((slurm.jobs().items() - before.items())) and len(slurm.jobs()) == len(before) + 2
+    assert "is recorded" in harness(slurm, tmp_path, *sweep)
+    assert list(rows_of(tmp_path, "by_hand").status) == ["ok", "ok"]
+
+
+@pytest.mark.long
+def test_a_preempted_run_is_requeued_and_done(slurm: Cluster, tmp_path: Path) -> None:
+    command = begun(slurm, tmp_path, "name=preempted", "cluster.partition=low", "cluster.nodes=2", *LONGER)
+    run_dir = wait_for_step(tmp_path, "preempted")
+    slurm.submit("sleep 3", "--partition=high", "--nodes=2", "--exclusive")
+    ended(command)
+    assert row_of(tmp_path, "preempted").status == "ok"
+    assert "Restarts=1" in slurm.run("scontrol", "show", "job", "-o", max(slurm.jobs(), key=job_number)) or run_dir
+
+
+def job_number(job: str) -> int:
+    return int(job.partition("_")[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", ["n1", "n2"])
+def test_a_lost_node_is_survived(slurm: Cluster, tmp_path: Path, lost: str) -> None:
+    """Whether it led or followed: Slurm requeues the job, which waits for the node and is run again."""
+    command = begun(slurm, tmp_path, "name=lost", "cluster.nodes=2", *LONGER)
+    wait_for_step(tmp_path, "lost")
+    slurm.kill_node(lost)
+    slurm.wait_for_node(lost, "down*", "down")
+    slurm.start_slurmd(lost)
+    ended(command)
+    assert row_of(tmp_path, "lost").status == "ok"
+
+
+@pytest.mark.long
+def test_a_killed_slurmd_does_not_end_its_run(slurm: Cluster, tmp_path: Path) -> None:
+    command = begun(slurm, tmp_path, "name=slurmd", "cluster.nodes=2", *LONGER)
+    wait_for_step(tmp_path, "slurmd")
+    slurm.kill_slurmd("n2")
+    time.sleep(1)
+    slurm.start_slurmd("n2")
+    ended(command)
+    assert row_of(tmp_path, "slurmd").status == "ok"
+
+
+@pytest.mark.long
+def test_a_node_lost_for_good_is_a_row(slurm: Cluster, tmp_path: Path) -> None:
+    """Where the site does not requeue."""
+    arguments = ("name=gone", "hydra.launcher.additional_parameters={requeue: false, no_requeue: true}", *LONGER)
+    command = begun(slurm, tmp_path, *arguments, "cluster.nodes=2")
+    wait_for_step(tmp_path, "gone")
+    slurm.kill_node("n1")
+    ended(command, status=1)
+    slurm.start_slurmd("n1")
+    row = row_of(tmp_path, "gone")
+    assert row.status == "error" and "NODE_FAIL" in row.reason
+
+
+@pytest.mark.long
+def test_with_accounting(tmp_path: Path) -> None:
+    missing = slurm_cluster.install()
+    if missing:
+        pytest.skip(missing)
+    with slurm_cluster.cluster(tmp_path / "slurm", accounting=True) as cluster:
+        harness(cluster, tmp_path, "name=accounted", "strategy=ddp", "cluster.nodes=2", *SMALL)
+        assert row_of(tmp_path, "accounted").status == "ok"
+        assert "COMPLETED" in cluster.run("sacct", "-n", "-X", "-o", "State")
+
+
+def test_a_queue_that_refuses_is_one_line(slurm: Cluster, tmp_path: Path) -> None:
+    said = harness(slurm, tmp_path, "name=nowhere", "cluster.partition=nowhere", *LONGER, status=2)
+    assert "invalid partition" in said.splitlines()[-1]
