@@ -203,6 +203,16 @@ def write_scripts(place: Slurm, items: Sequence[Item]) -> list[Path]:
     return written
 
 
+def at_work(folder: Path) -> dict[str, str]:
+    """Slurm's state of every run of a comparison that it has not done with."""
+    jobs: dict[str, str] = {}
+    for path in (folder / FOLDER).glob("*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            jobs[str(json.loads(path.read_text())["job"])] = path.stem
+    found = queue.states(set(jobs)) or {}
+    return {jobs[job]: state for job, state in found.items()}
+
+
 def by_needs(asked: Queue, group: Sequence[Submitted]) -> dict[str, list[Submitted]]:
     found: dict[str, list[Submitted]] = {}
     for one in group:

@@ -18,6 +18,7 @@ from harness.data import Batches
 from harness.errors import one_line
 from harness.job import Job
 from harness.layout import AXES
+from harness.machine import usable_cores
 from harness.masks import masks_ranks, masks_seed
 from harness.measure.kernels import attention_asked_for
 from harness.measure.memory import DeviceMemory
@@ -36,6 +37,7 @@ def main(run_dir: str) -> None:
     rank = int(os.environ["RANK"])
     target = job.rank_file(directory, rank)
     report: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "status": "error"}
+    report["cores"] = usable_cores()
     pulse = Pulse(directory, rank)
     try:
         report |= measure(job.read(directory), rank, pulse, directory) | {"status": "ok"}

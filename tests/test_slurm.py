@@ -1,7 +1,6 @@
 """Sweeps as jobs of a real Slurm, over one and two nodes, and what becomes of them when parts of it die."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -74,7 +73,7 @@ def rank_process(run_dir: Path, rank: int) -> psutil.Process:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if any(os.readlink(f"/proc/{process.pid}/fd/{fd}") == log for fd in (1, 2)):
+            if any(str(Path(f"/proc/{process.pid}/fd/{fd}").readlink()) == log for fd in (1, 2)):
                 found.append(process)
     assert found, log
     return max(found, key=lambda process: process.create_time())
@@ -88,7 +87,7 @@ def test_runs_over_two_nodes_train_the_same(slurm: Cluster, tmp_path: Path) -> N
     assert sorted(rows.strategy) == ["ddp", "fsdp_full_shard", "tp_pp", "zero3"]
     assert set(rows.status) == {"ok"} and set(rows.world_size) == {4}
     assert rows.loss_deviation.max() < 1e-5 and rows.grad_deviation.max() < 1e-4
-    nodes = [set(path.name for path in (tmp_path / "two" / run / "logs").glob("rank_*")) for run in rows.run_id]
+    nodes = [{path.name for path in (tmp_path / "two" / run / "logs").glob("rank_*")} for run in rows.run_id]
     assert all(logs == {f"rank_{rank}.log" for rank in range(4)} for logs in nodes)
     jobs = slurm.jobs()
     assert "is recorded" in harness(slurm, tmp_path, *sweep)
@@ -136,7 +135,7 @@ def test_a_script_is_written_to_be_submitted_by_hand(slurm: Cluster, tmp_path: P
     assert "#SBATCH --time=0:10:00\n" in script.read_text()
     before = slurm.jobs()
     slurm.run("sbatch", "--wait", str(script))
-    assert set((slurm.jobs().items() - before.items())) and len(slurm.jobs()) == len(before) + 2
+    assert len(slurm.jobs()) == len(before) + 2
     assert "is recorded" in harness(slurm, tmp_path, *sweep)
     assert list(rows_of(tmp_path, "by_hand").status) == ["ok", "ok"]
 

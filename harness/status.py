@@ -1,0 +1,102 @@
+"""python -m harness.status results/NAME: how far its commands are, seen from any shell while they run or after."""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from harness import progress, pulse, stored
+from harness.config import PROFILED_STEPS, TRACED_STEPS
+from harness.display import duration
+from harness.errors import exit_status, printable
+from harness.progress import Command
+from harness.records import Found, Record, read_all
+from harness.slurm import at_work
+
+WIDE = 120  # columns, where there is no terminal to ask
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a folder says of itself."""
+
+    found: Found
+    running: list[Record]  # at which a command is
+    jobs: dict[str, str]  # Slurm's, by run: their state
+    commands: list[tuple[Command, bool]]  # with whether each is alive
+
+
+def look(folder: Path) -> Status:
+    """Raises UserError if there is no such folder."""
+    found = read_all(folder)
+    started = [record for record in found.records if record["row"]["status"] == "interrupted"]
+    running = [record for record in started if stored.is_held(folder / record["row"]["run_id"])]
+    return Status(found, running, at_work(folder), progress.commands(folder))
+
+
+def lines(folder: Path, seen: Status) -> Iterator[str]:
+    ended = [record for record in seen.found.records if record not in seen.running]
+    counts = Counter(record["row"]["status"] for record in ended)
+    told = ", ".join(f"{count} {status}" for status, count in counts.most_common()) or "no run recorded"
+    yield f"{folder}: {told}" + (f", {len(seen.running)} running" if seen.running else "")
+    for record in seen.running:
+        yield f"  {of_run(folder, record)}"
+    for run, state in seen.jobs.items():
+        yield f"  {run}: Slurm says {state.lower()}"
+    for command, is_alive in seen.commands:
+        yield from of_command(command, is_alive, seen)
+    for record in ended:
+        row = record["row"]
+        if row["status"] not in ("ok", "refused"):
+            yield f"  {row['run_id']} {row['status']}: {printable(row['reason'])}"
+    yield from (f"  {problem}" for problem in seen.found.problems)
+
+
+def of_run(folder: Path, record: Record) -> str:
+    """Where its ranks are: the one furthest behind."""
+    row = record["row"]
+    ranks = range(row.get("world_size") or 1)
+    beats = [beat for rank in ranks if (beat := pulse.read(folder / row["run_id"], rank))]
+    if not beats:
+        return f"{row['run_id']}: starting"
+    behind = min(beats, key=lambda beat: beat.step)
+    held = max((beat.allocated_bytes or 0 for beat in beats), default=0)
+    memory = f", {held / 2**20:,.0f} MiB on its fullest rank" if held else ""
+    train = record["config"]["train"]
+    of_all = train["warmup_steps"] + train["steps"] + TRACED_STEPS + PROFILED_STEPS
+    return f"{row['run_id']}: {behind.phase}, step {behind.step} of {of_all}{memory}"
+
+
+def of_command(command: Command, is_alive: bool, seen: Status) -> Iterator[str]:
+    """What it was to run, what of it is done, and how long the rest may take."""
+    rows = {record["row"]["run_id"]: record["row"] for record in seen.found.records if record not in seen.running}
+    done = [one for one in command.runs if one.run_id in rows and rows[one.run_id]["status"] != "interrupted"]
+    where = f"command {command.pid} on {command.host}, begun {duration(max(0.0, time.time() - command.began))} ago"
+    count = f"{len(done)} of {len(command.runs)} runs have their row"
+    if not is_alive:
+        yield f"{where}, is gone: {count}; the same command goes on"
+        return
+    made = [(one.cost, seconds) for one in done if (seconds := rows[one.run_id].get("seconds"))]
+    left = [one.cost for one in command.runs if one not in done]
+    seconds_left = progress.seconds_left(made, left, command.side_by_side)
+    about = f"; about {duration(seconds_left)} left" if seconds_left and left else ""
+    yield f"{where}, is at work: {count}{about}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    about = "How far the commands of a comparison are, while they run or after."
+    parser = argparse.ArgumentParser(prog="python -m harness.status", description=about)
+    parser.add_argument("folder", type=Path, help="of one comparison, results/NAME")
+    folder = parser.parse_args(arguments).folder
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    for line in lines(folder, look(folder)):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

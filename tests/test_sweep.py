@@ -1,0 +1,214 @@
+"""The runs of one command: their order, what is not made, or made again, side by side, and seen from another shell."""
+
+import itertools
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sabotage
+from conftest import ROOT, Harness, composed, executed, rows_of
+from hypothesis import given
+from hypothesis import strategies as st
+from test_slurm import wait_for_step
+
+from harness import budget, cli, progress, records, status
+from harness.display import Display, duration
+from harness.errors import UserError
+from harness.here import Here
+from harness.items import Item, in_order
+from harness.search import Search
+
+SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
+
+
+def item(name: str, turn: int, *overrides: str) -> Item:
+    return Item(composed("name=order", *overrides), None, name, turn)
+
+
+def test_cheap_runs_come_first_each_once_and_repeats_in_turns() -> None:
+    asked = [
+        item("large", 0, "model=125m"),
+        item("large again", 1, "model=125m"),
+        item("batch", 0, "train.global_batch=16"),
+        item("ddp", 0),
+        item("zero3", 0, "strategy=zero3"),
+        item("ddp", 0),
+        item("ddp again", 1),
+        item("short", 0, "train.steps=1"),
+    ]
+    names = ["short", "ddp", "zero3", "batch", "large", "ddp again", "large again"]
+    assert [one.name for one in in_order(asked)] == names
+
+
+@pytest.mark.parametrize(
+    ("stated", "limits"),
+    [
+        ([], (None, None, None)),
+        ([3600], (3600, None, None)),
+        (["90m", "20runs"], (5400, 20, None)),
+        (["1.5h", "3failures"], (5400, None, 3)),
+        (["2d"], (172800, None, None)),
+    ],
+)
+def test_budgets(stated: list[Any], limits: tuple[Any, ...]) -> None:
+    found = budget.parse(stated)
+    assert (found.seconds, found.runs, found.failures) == limits
+    assert not found.spent() or found.seconds == 0
+    found.made, found.failed = 20, 3
+    assert bool(found.spent()) == (found.runs is not None or found.failures is not None)
+
+
+@pytest.mark.parametrize("wrong", ["soon", "8 hours", "1.5runs", "-1h", "runs"])
+def test_what_is_no_budget_is_said(wrong: str) -> None:
+    with pytest.raises(UserError, match="choose a time as 90m or 8h, 20runs, or 3failures"):
+        budget.parse([wrong])
+
+
+def test_commas_of_lists_make_no_sweep() -> None:
+    given = ["strategy=ddp,tp", "retry=error,timeout", "-m", "stop_after=8h", "retry=[oom]"]
+    taken = ["-m", "strategy=ddp,tp", "retry=[error,timeout]", "stop_after=[8h]", "retry=[oom]"]
+    assert cli.arguments(given) == taken
+
+
+@dataclass
+class Sized:
+    """As much of a plan as a search looks at."""
+
+    size: int
+    config: Any = field(init=False)
+    run_id: str = "ddp-none-tiny-w2-0"
+
+    def __post_init__(self) -> None:
+        self.config = SimpleNamespace(train=SimpleNamespace(micro_batch=self.size))
+
+
+@given(sizes=st.integers(1, 10), fitting=st.integers(0, 10), predicted=st.integers(0, 10))
+def test_the_largest_micro_batch_is_found_however_wrong_the_prediction(
+    sizes: int, fitting: int, predicted: int
+) -> None:
+    """No size is tried twice, and the one above the found is known not to fit."""
+    plans: Any = [Sized(2**index) for index in range(sizes)]
+    search = Search(plans, lambda plan: plan.size < 2**predicted)
+    tried, at = [], search.first
+    while at is not None:
+        tried.append(at.size)
+        at = search.next({"row": {"status": "ok" if at.size < 2**fitting else "oom"}})
+    largest = min(fitting, sizes) - 1
+    assert len(set(tried)) == len(tried)
+    assert (f" {2**largest} fits" if largest >= 0 else ": none is ok") in search.result()
+    assert largest == sizes - 1 or 2 ** (largest + 1) in tried
+
+
+def test_a_search_ends_at_a_failure_that_says_nothing_of_size() -> None:
+    plans: Any = [Sized(1), Sized(2), Sized(4)]
+    search = Search(plans, lambda plan: plan.size < 4)
+    assert search.next({"row": {"status": "error"}}) is None
+    assert search.result().endswith(": none is ok; 2 is error")
+
+
+def test_the_largest_micro_batch_of_a_run(harness: Harness, tmp_path: Path) -> None:
+    done = harness("name=max", "strategy=ddp", "train.micro_batch=max", "proof.reference=false", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "train.micro_batch=max of ddp-none-tiny-w2: 4 fits" in done.stderr
+    assert list(rows_of(tmp_path / "results", "max").micro_batch) == [4]
+
+
+def test_what_ran_out_of_memory_is_a_result_and_spares_larger_batches(harness: Harness, tmp_path: Path) -> None:
+    sweep = ("name=spared", "strategy=ddp", "proof.reference=false", *SMALL)
+    config = composed(*sweep, f"results_dir={tmp_path}/results", "train.micro_batch=2")
+    assert executed(config, sabotage.exhausted)["row"]["status"] == "oom"
+    made = mtimes(tmp_path / "results")
+    done = harness("-m", "train.micro_batch=1,2,4", *sweep)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path / "results", "spared").set_index("micro_batch")
+    assert rows.status.to_dict() == {1: "ok", 2: "oom", 4: "refused"}
+    assert rows.reason[4].startswith(f"not tried: {rows.run_id[2]} ran out of memory at train.micro_batch=2")
+    assert mtimes(tmp_path / "results").items() >= made.items()
+    # Again nothing is run; asked for alone, or without sparing, it is.
+    made = mtimes(tmp_path / "results")
+    assert harness("-m", "train.micro_batch=1,2,4", *sweep).returncode == 0
+    assert mtimes(tmp_path / "results") == made
+    assert harness("train.micro_batch=4", *sweep).returncode == 0
+
+
+def mtimes(results: Path) -> dict[str, int]:
+    return {path.parent.name: path.stat().st_mtime_ns for path in results.glob("*/*/record.json")}
+
+
+def test_ends_are_kept_or_tried_again_as_asked(harness: Harness, tmp_path: Path) -> None:
+    run = ("name=tried", "strategy=ddp", "proof.reference=false", *SMALL)
+    assert harness("timeout_seconds=0.1", *run).returncode == 1
+    kept = harness("retry=error,oom", *run)
+    assert kept.returncode == 1 and "is recorded as timeout; retry=timeout runs it again" in kept.stderr
+    again = harness("retry=error,timeout", *run)
+    assert again.returncode == 0 and "is run again, it ended as timeout" in again.stderr
+    assert harness("retry=never", *run).stderr.startswith("retry=never is not known: choose error, timeout, oom")
+
+
+def test_a_spent_budget_leaves_the_rest_to_the_next_command(harness: Harness, tmp_path: Path) -> None:
+    sweep = ("-m", "name=spent", "strategy=ddp,tp", "proof.reference=false", *SMALL)
+    first = harness("stop_after=1runs", *sweep)
+    assert first.returncode == 0 and "1 runs: 1 runs are not begun; the same command goes on" in first.stderr
+    assert len(rows_of(tmp_path / "results", "spent")) == 1
+    assert harness("stop_after=1runs", *sweep).returncode == 0  # what is on file costs nothing
+    assert list(rows_of(tmp_path / "results", "spent").status) == ["ok", "ok"]
+
+
+def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> None:
+    sweep = ("-m", "name=beside", "strategy=single", "train.seed=0,1,2", "proof.reference=false", *SMALL)
+    done = harness("sweep.parallel=2", "train.steps=30", *sweep)
+    assert done.returncode == 0, done.stderr
+    found = records.read_all(tmp_path / "results" / "beside").records
+    assert len(found) == 3 and all(len(record["ranks"][0]["cores"]) == 1 for record in found)
+    spans = [(start_of(record), start_of(record) + record["row"]["seconds"], record) for record in found]
+    beside = [(one, other) for (b, e, one), (b2, e2, other) in itertools.combinations(spans, 2) if b < e2 and b2 < e]
+    assert beside  # two did run at the same time
+    for pair in beside:
+        assert set.isdisjoint(*(set(record["ranks"][0]["cores"]) for record in pair))
+    too_many = harness("sweep.parallel=99", *sweep)
+    assert "sweep.parallel=99 is more than the" in rows_of(tmp_path / "results", "beside").reason.dropna().iloc[-1]
+    assert too_many.returncode == 0
+
+
+def start_of(record: records.Record) -> float:
+    return datetime.fromisoformat(record["row"]["started_at"]).timestamp()
+
+
+def test_a_sweep_is_seen_from_another_shell_alive_and_dead(tmp_path: Path) -> None:
+    sweep = ("-m", "name=seen", "strategy=ddp,tp", "proof.reference=false", "train.seq_len=32", "train.steps=400")
+    command = [sys.executable, "-m", "harness", *sweep, f"results_dir={tmp_path}", "tracking=none"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        run_dir = wait_for_step(tmp_path, "seen")
+        folder = run_dir.parent
+        seen = list(status.lines(folder, status.look(folder)))
+        assert seen[0].endswith("no run recorded, 1 running")
+        assert seen[1].startswith(f"  {run_dir.name}: ") and " of 406, " in seen[1] and "MiB on its" in seen[1]
+        assert f"command {process.pid} on " in seen[2] and "is at work: 0 of 2 runs" in seen[2]
+    finally:
+        process.kill()
+        process.wait()
+    seen = list(status.lines(folder, status.look(folder)))
+    assert seen[0].endswith(": 1 interrupted")
+    assert "is gone: 0 of 2 runs have their row; the same command goes on" in seen[1]
+
+
+def test_what_is_left_is_a_line_through_what_was_seen() -> None:
+    assert progress.seconds_left([], [1.0]) is None and progress.seconds_left([(1, 5)], []) == 0
+    assert progress.seconds_left([(1, 5), (1, 7)], [1, 1, 9]) == pytest.approx(18)
+    found = progress.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9])
+    assert found is not None and math.isclose(found, 13 + 17)
+    assert progress.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9], side_by_side=2) == pytest.approx(15)
+    assert progress.seconds_left([(1, 9), (3, 5)], [5]) == pytest.approx(7)  # never less for more
+    assert [duration(seconds) for seconds in (40, 720, 12600)] == ["40 s", "12 min", "3.5 h"]
+
+
+def test_several_nodes_need_a_cluster() -> None:
+    with pytest.raises(UserError, match=r"cluster.nodes=2 is more than this machine"):
+        Here([], Display()).item(composed("cluster.nodes=2").to_dict(), 0)
