@@ -236,8 +236,9 @@ def start(this: Plan, means: Means, reference: Reference) -> Record:
         ranks, ending = [], {"status": "error", "reason": f"what its ranks wrote is damaged: {one_line(error)}"}
     if ending["status"] == "ok":
         ending, extra = judge(this.config, this.layout, this.widths, ranks, reference.rank, reference.word)
-    elif outcome.status != "ok":
-        ending |= row.ended(this.directory, world_size, outcome, ranks)
+    if ending["status"] != "ok":
+        at = {"phase": ending["phase"]} if "phase" in ending else {}
+        ending |= row.ended(this.directory, world_size, outcome, ranks) | at
     ending |= began | {"seconds": outcome.seconds}
     return write(this, ending, ranks, extra | {"notes": notes})
 
