@@ -44,10 +44,8 @@ class Start:
 # no tensor. So a run of a sweep starts in a fraction of a second instead of several seconds of imports.
 # A CUDA rank is forked from a bare interpreter, which is as clean as spawn: importing all that on a GPU machine may ask
 # the driver for devices, after which a fork cannot use them. Unlike with spawn, the leash holds from the first moment.
-STARTS: Mapping[str, Start] = {
-    "cpu": Start("forkserver", ("harness.leash", "harness.preload")),
-    "cuda": Start("forkserver", ("harness.leash",)),
-}
+LEASHED = Start("forkserver", ("harness.leash",))
+STARTS: Mapping[str, Start] = {"cpu": Start("forkserver", ("harness.leash", "harness.preload")), "cuda": LEASHED}
 
 
 @dataclass(frozen=True)

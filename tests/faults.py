@@ -135,9 +135,9 @@ def kills(
             killed.append(command)
     for command in commands:
         command.wait()
-        lived_on = seconds_until_gone(command, GONE_SECONDS)
-        tally.lived_on_seconds.append(lived_on or 0.0)
-        tally.violated([] if lived_on is not None else ["orphans"], where)
+        lived_on, left = seconds_until_gone(command, GONE_SECONDS)
+        tally.lived_on_seconds.append(lived_on)
+        tally.violated([f"alive after {lived_on:.0f} s: {what}" for what in left], where)
     tally.violated(ledger.look(), where)
     return killed
 

@@ -40,7 +40,7 @@ class Ledger:
     def look(self) -> list[str]:
         """Finished records that were touched, records that are not whole."""
         problems = []
-        for path in self.folder.glob(f"sweep/**/{RECORD_FILE}"):
+        for path in records_in(self.folder):
             try:
                 seen = path.stat()
                 is_ok = read_record(path.parent)["row"]["status"] == "ok"
@@ -59,9 +59,14 @@ class Ledger:
         return problems
 
 
+def records_in(folder: Path) -> list[Path]:
+    """Of runs and references; ** would stumble over a folder that goes meanwhile."""
+    return [path for depth in ("*", "references/*") for path in folder.glob(f"sweep/{depth}/{RECORD_FILE}")]
+
+
 def moment(folder: Path) -> str:
     """What the sweep is at: between runs, or the phase of a run that is not over."""
-    paths = list(folder.glob(f"sweep/**/{RECORD_FILE}"))
+    paths = records_in(folder)
     for path in paths:
         try:
             status = json.loads(path.read_text())["row"]["status"]

@@ -76,20 +76,21 @@ def living(command: Command) -> list[psutil.Process]:
 
 
 def kind_of(process: psutil.Process, command: Command) -> str:
-    """parent, slot, forkserver, rank, tracker, or other: a compiler, git."""
+    """parent, forkserver, slot, rank, tracker, or other: a compiler, git.
+
+    The parent's forkserver forks ranks or slots, a slot's has ranks: all show the same command line.
+    """
     if process.pid == command.process.pid:
         return "parent"
-    line = " ".join(process.cmdline())
-    if "multiprocessing.resource_tracker" in line:
+    if "multiprocessing.resource_tracker" in " ".join(process.cmdline()):
         return "tracker"
-    if "multiprocessing.spawn" in line:
-        return "slot"
-    if "multiprocessing.forkserver" in line:  # a rank is a fork of it
-        above = process.parent()
-        return (
-            "rank" if above is not None and "multiprocessing.forkserver" in " ".join(above.cmdline()) else "forkserver"
-        )
-    return "other"
+    if "multiprocessing.forkserver" not in " ".join(process.cmdline()):
+        return "other"
+    above = [one.pid for one in process.parents()]
+    depth = above.index(command.process.pid) if command.process.pid in above else -1
+    makes_slots = any(word.startswith("sweep.parallel=") for word in command.process.args)  # type: ignore[union-attr]
+    kinds = ("forkserver", "slot", "forkserver", "rank") if makes_slots else ("forkserver", "rank")
+    return kinds[depth] if 0 <= depth < len(kinds) else "other"
 
 
 def of_kind(command: Command, kind: str) -> list[psutil.Process]:
@@ -117,13 +118,11 @@ def kill_one(command: Command, kind: str, chance: random.Random, number: int = s
     return True
 
 
-def seconds_until_gone(command: Command, patience: float) -> float | None:
-    """How long anything of a dead command lives on; None: longer than that, and killed here."""
+def seconds_until_gone(command: Command, patience: float) -> tuple[float, list[str]]:
+    """How long anything of a dead command lives on, and what is left then, which is killed."""
     began = time.monotonic()
-    while left := living(command):
-        if time.monotonic() - began > patience:
-            for process in left:
-                process.kill()
-            return None
+    while (left := living(command)) and time.monotonic() - began < patience:
         time.sleep(0.02)
-    return time.monotonic() - began
+    for process in left:
+        process.kill()
+    return time.monotonic() - began, [str(process) for process in left]
