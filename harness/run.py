@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -207,10 +206,10 @@ def reference_rank(single: Plan) -> Rank | None:
 def start(this: Plan, means: Means, reference: Reference) -> Record:
     """Runs the ranks and writes the record, whatever their end; until then one that tells of a command that died."""
     began = {"started_at": datetime.now(UTC).isoformat()}
-    shutil.rmtree(this.directory, ignore_errors=True)
     try:
-        (this.directory / "ranks").mkdir(parents=True)
         write(this, {"status": "interrupted", "reason": STARTED} | began)
+        stored.clear(this.directory)
+        (this.directory / "ranks").mkdir()
         made, notes = prepare(this)
         made.write(this.directory)
     except (RuntimeError, OSError, UserError) as error:

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +61,15 @@ def is_held(run_dir: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def clear(run_dir: Path) -> None:
+    """Removes what an earlier attempt at a run left, but for the record: at no moment is there a run without one."""
+    for path in run_dir.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != RECORD_FILE:
+            path.unlink(missing_ok=True)
 
 
 def writable(folder: Path) -> None:

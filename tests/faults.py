@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.records import read_all
-from tests.ledger import Ledger, differences, litter, moment
+from tests.ledger import Ledger, differences, litter, moment, rowless
 from tests.processes import PATIENCE_SECONDS, Command, done, kill_one, seconds_until_gone, start
 
 GONE_SECONDS = 10.0  # for what a dead command leaves, on a machine with other work
@@ -138,7 +138,7 @@ def kills(
         lived_on, left = seconds_until_gone(command, GONE_SECONDS)
         tally.lived_on_seconds.append(lived_on)
         tally.violated([f"alive after {lived_on:.0f} s: {what}" for what in left], where)
-    tally.violated(ledger.look(), where)
+    tally.violated(ledger.look() + rowless(ledger.folder), where)
     return killed
 
 

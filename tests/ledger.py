@@ -64,6 +64,12 @@ def records_in(folder: Path) -> list[Path]:
     return [path for depth in ("*", "references/*") for path in folder.glob(f"sweep/{depth}/{RECORD_FILE}")]
 
 
+def rowless(folder: Path) -> list[str]:
+    """Runs that were begun and have no record, whatever became of their command."""
+    begun = {path.parents[1] for depth in ("*", "references/*") for path in folder.glob(f"sweep/{depth}/ranks/*")}
+    return sorted(f"{path.name} was begun and has no row" for path in begun if not (path / RECORD_FILE).exists())
+
+
 def moment(folder: Path) -> str:
     """What the sweep is at: between runs, or the phase of a run that is not over."""
     paths = records_in(folder)
