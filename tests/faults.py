@@ -25,10 +25,11 @@ LONGEST_SECONDS = 12.0  # from a command's start, or from one kill, to the next:
 AGAIN = "retry=error"  # a killed rank is an error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Way:
     """How a sweep is made, and what of it can be killed, with how often."""
 
+    name: str
     arguments: tuple[str, ...]
     kinds: dict[str, int]
     commands: int = 1
@@ -38,12 +39,11 @@ PARENTS = {"parent": 40, "parent SIGTERM": 8, "parent SIGINT": 8, "group SIGINT"
 RANKS = {"rank": 22, "forkserver": 12, "tracker": 3}
 ONE_BY_ONE = (AGAIN, "strategy=ddp,zero2,fsdp_full_shard,tp")  # and the reference, a single process
 BESIDE = (AGAIN, "strategy=single", "world_size=1", "checkpointing=none,full,selective,attention", "sweep.parallel=2")
-WAYS = {
-    "one by one": Way(ONE_BY_ONE, PARENTS | RANKS),
-    "side by side": Way(BESIDE, PARENTS | RANKS | {"slot": 20}),
-    "two commands": Way(ONE_BY_ONE, PARENTS | RANKS, commands=2),
+WAYS = {  # with their shares of the folders
+    Way("one by one", ONE_BY_ONE, PARENTS | RANKS): 5,
+    Way("side by side", BESIDE, PARENTS | RANKS | {"slot": 20}): 4,
+    Way("two commands", ONE_BY_ONE, PARENTS | RANKS, commands=2): 2,
 }
-SHARES = {"one by one": 6, "side by side": 3, "two commands": 2}  # of folders
 
 
 @dataclass
@@ -86,7 +86,9 @@ def disturbed(way: Way, calm: Undisturbed, folder: Path, chance: random.Random, 
         commands = [start(folder, way.arguments) for _ in range(way.commands)]
         killed = kills(way, calm, commands, ledger, chance, tally, where, goal)
         rows = [record["row"] for record in read_all(folder / "sweep").records] if (folder / "sweep").exists() else []
-        tally.reasons.update(row["reason"][:60] for row in rows if row["status"] == "error")
+        reasons = [row["reason"] for row in rows if row["status"] == "error"]
+        tally.reasons.update(reason.partition(";")[0][:90] for reason in reasons)
+        tally.violated([f"Ctrl-C made an error: {reason}" for reason in reasons if "SIGINT" in reason], where)
         for command in commands:
             if "Traceback" in command.said():
                 tally.violated([f"a traceback: {command.said()[-1500:]}"], where)
@@ -129,7 +131,7 @@ def kills(
         at = moment(ledger.folder)
         if not strike(command, kind, chance):
             continue
-        tally.kills[way_name(way), kind, at] += 1
+        tally.kills[way.name, kind, at] += 1
         print(f"{tally.kills.total()} {where}: {kind} killed at {at}", flush=True)
         if kind in PARENTS:
             killed.append(command)
@@ -156,10 +158,6 @@ def strike(command: Command, kind: str, chance: random.Random) -> bool:
     return False
 
 
-def way_name(way: Way) -> str:
-    return next(name for name, one in WAYS.items() if one is way)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
@@ -169,7 +167,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         calm: dict[tuple[str, ...], Undisturbed] = {}
         while tally.kills.total() < asked.kills:
-            way = WAYS[chance.choices(list(SHARES), list(SHARES.values()))[0]]
+            way = chance.choices(list(WAYS), list(WAYS.values()))[0]
             if way.arguments not in calm:
                 calm[way.arguments] = undisturbed(way, Path(place, f"calm_{len(calm)}"))
             most = min(chance.randint(4, 10), asked.kills - tally.kills.total())

@@ -23,7 +23,7 @@ from tests.ledger import Ledger, differences, litter
 from tests.processes import TINY
 
 KILLS = 8
-SHORT = faults.Way(("retry=error", "strategy=ddp,tp"), faults.PARENTS | faults.RANKS, commands=2)
+SHORT = faults.Way("short", ("retry=error", "strategy=ddp,tp"), faults.PARENTS | faults.RANKS, commands=2)
 
 
 def test_a_killed_sweep_comes_to_the_undisturbed_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
