@@ -21,7 +21,6 @@ from tests.processes import PATIENCE_SECONDS, Command, done, kill_one, seconds_u
 GONE_SECONDS = 10.0  # for what a dead command leaves, on a machine with other work
 FIND_SECONDS = 3.0  # to wait for a process of the kind to be killed
 LOOK_SECONDS = 0.1
-LONGEST_SECONDS = 12.0  # from a command's start, or from one kill, to the next: a few runs
 AGAIN = "retry=error"  # a killed rank is an error
 
 
@@ -33,6 +32,7 @@ class Way:
     arguments: tuple[str, ...]
     kinds: dict[str, int]
     commands: int = 1
+    longest_seconds: float = 12.0  # from a command's start, or from one kill, to the next: a few runs
 
 
 PARENTS = {"parent": 40, "parent SIGTERM": 8, "parent SIGINT": 8, "group SIGINT": 4}
@@ -115,7 +115,11 @@ def kills(
     """Kills at random moments until every command has ended; those whose parent was killed."""
     killed: list[Command] = []
     while any(command.process.poll() is None for command in commands):
-        wait = chance.uniform(0, min(LONGEST_SECONDS, calm.seconds)) if tally.kills.total() < goal else PATIENCE_SECONDS
+        wait = (
+            chance.uniform(0, min(way.longest_seconds, calm.seconds))
+            if tally.kills.total() < goal
+            else PATIENCE_SECONDS
+        )
         ends_at = time.monotonic() + wait
         while time.monotonic() < ends_at and any(command.process.poll() is None for command in commands):
             tally.violated(ledger.look(), where)

@@ -23,7 +23,9 @@ from tests.ledger import Ledger, differences, litter
 from tests.processes import TINY
 
 KILLS = 8
-SHORT = faults.Way("short", ("retry=error", "strategy=ddp,tp"), faults.PARENTS | faults.RANKS, commands=2)
+SHORT = faults.Way(
+    "short", ("retry=error", "strategy=ddp,tp"), faults.PARENTS | faults.RANKS, commands=2, longest_seconds=5
+)
 
 
 def test_a_killed_sweep_comes_to_the_undisturbed_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -31,7 +33,7 @@ def test_a_killed_sweep_comes_to_the_undisturbed_table(tmp_path: Path, capfd: py
     calm, tally, chance = faults.undisturbed(SHORT, tmp_path / "calm"), faults.Tally(), random.Random(0)
     while tally.kills.total() < KILLS:
         left = KILLS - tally.kills.total()
-        faults.disturbed(SHORT, calm, tmp_path / str(tally.folders), chance, tally, min(left, 4))
+        faults.disturbed(SHORT, calm, tmp_path / str(tally.folders), chance, tally, left)
     with capfd.disabled():
         print()
         faults.report(tally, 0)
