@@ -38,7 +38,7 @@ class Ledger:
     finished: dict[Path, tuple[int, int]] = field(default_factory=dict)  # of records that are ok: inode, mtime in ns
 
     def look(self) -> list[str]:
-        """Finished records that were touched, records that are not whole."""
+        """Finished records that were touched, records that are not whole, runs at work without one."""
         problems = []
         for path in records_in(self.folder):
             try:
@@ -56,7 +56,7 @@ class Ledger:
                     problems.append(f"a finished record was touched: {path.parent.name}")
                     self.finished[path] = written
         problems += [f"a finished record is gone: {path}" for path in self.finished if not path.exists()]
-        return problems
+        return problems + rowless(self.folder)
 
 
 def records_in(folder: Path) -> list[Path]:
