@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.errors import UserError, one_line, printable
+from harness.locks import is_held
 from harness.versions import is_stale, versions
 
 Record = dict[str, Any]
@@ -89,6 +90,7 @@ class Found(NamedTuple):
 
     records: list[Record]
     problems: list[str]
+    running: list[Record]  # as they were begun: a command is at these runs
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -205,12 +207,14 @@ def read_all(results_dir: Path) -> Found:
     results_dir = Path(results_dir)
     if not results_dir.is_dir():
         raise UserError(f"{results_dir} is not a directory: name the folder of one comparison, results/NAME")
-    found = Found([], [])
+    found = Found([], [], [])
     for path in sorted(results_dir.glob(f"*/{RECORD_FILE}")):
         if path.parent.name == "references" or path.parent.name.startswith("."):
             continue
         try:
-            found.records.append(read_record(path.parent))
+            record = read_record(path.parent)
+            is_running = record["row"]["status"] == "interrupted" and is_held(path.parent)
+            (found.running if is_running else found.records).append(record)
         except UserError as error:
             found.problems.append(str(error))
     found.records.sort(key=lambda record: _place(record["row"]))

@@ -21,7 +21,7 @@ from typing import Any
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
 
-from harness import compose, queue, records, refused, stored
+from harness import compose, locks, queue, records, refused, stored
 from harness.display import Display
 from harness.errors import UserError
 from harness.identity import settling
@@ -130,7 +130,7 @@ class Slurm:
         for folder in folders:
             jobs = folder / FOLDER
             jobs.mkdir(parents=True, exist_ok=True)
-            with stored.alone(jobs / "submission"):
+            with locks.alone(jobs / "submission"):
                 mine = [one for one in new if one.item.folder == folder]
                 alive = queue.states({job for one in mine if (job := job_of(one.item))}) or {}
                 for one in mine:
