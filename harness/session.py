@@ -18,7 +18,7 @@ from harness.errors import UserError, one_line
 from harness.records import Record, read_all
 from harness.report.files import write_files
 from harness.report.tables import print_table, terminal
-from harness.tracking import tracker
+from harness.tracking.feed import Feed
 from harness.typed import from_dict
 
 
@@ -34,6 +34,8 @@ class Session:
         self.is_sweep = False
         self.mistake: str | None = None  # kept, not raised: Hydra would add lines of its own to it
         self.display = Display()
+        self.feed = Feed(self.display.say)
+        self.begun: set[Path] = set()  # runs of which tracking knows, by their folders
 
     def job(self, composed: Any) -> None:
         """One combination; its repeats come when all others had their turn, so that they are not of one moment."""
@@ -67,9 +69,9 @@ class Session:
         record = self.run(values, folder)
         self.records.append(record)
         self.display.finished(record)
-        word = tracker(values["tracking"]).log(folder / record["row"]["run_id"], record)
-        if word:
-            self.display.say(word)
+        run_dir = folder / record["row"]["run_id"]
+        if run_dir in self.begun or record["row"]["status"] != "ok":  # else it is an earlier command's
+            self.feed.end(values["tracking"], run_dir, record)
         if record["row"]["status"] == "interrupted":
             raise KeyboardInterrupt
 
@@ -90,7 +92,14 @@ class Session:
             return refused.combination(config, machine.look(config.cluster), str(error))
         run.writable(folder)
         with self.display.running(planned):
-            return run.execute(planned, self.models(), self.display.tick, self.display.say, worker.main)
+
+            def tick(run_dir: Path) -> None:
+                self.display.tick(run_dir)
+                if run_dir == planned.directory and run_dir not in self.begun:
+                    self.begun.add(run_dir)
+                    self.feed.begin(values["tracking"], run_dir, config.to_dict(), planned.run_id, config.name)
+
+            return run.execute(planned, self.models(), tick, self.display.say, worker.main)
 
     def models(self) -> list[ModelConfig]:
         """The models there are, for saying which would fit."""
@@ -105,6 +114,9 @@ class Session:
             print_table(found.records, terminal(), [record["row"]["run_id"] for record in self.records])
             for path in write_files(self.folder, found):
                 print(path)
+            if self.is_sweep or len(found.records) > 1:
+                self.feed.table(self.records[-1]["config"]["tracking"], self.folder)
+        self.feed.close()
         if self.mistake is not None:
             return self.refuse(self.mistake)
         statuses = {record["row"]["status"] for record in self.records}

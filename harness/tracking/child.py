@@ -1,0 +1,162 @@
+"""The process a tracker runs in: it takes what the parent hands over, one after another, and looks at live runs itself.
+
+Started by harness.tracking.feed with the number of a socket, on which either side writes a line of JSON a message. It
+shares nothing else with the parent: whatever hangs or dies here costs a run nothing.
+"""
+
+import dataclasses
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from harness import records, tracking
+from harness.config import TrackingConfig
+from harness.errors import one_line
+from harness.redact import redacted
+from harness.tracking import Subject, Tracker, Unreachable, kept, told
+from harness.typed import from_dict
+
+LIVE_SECONDS = 1.0  # between two looks at the runs that go on
+ORPHAN_SECONDS = 3.0  # for files to be made whole after the parent died
+NICENESS = 19  # what is measured goes first
+Message = dict[str, Any]
+
+
+class Live(NamedTuple):
+    subject: Subject
+    asked: TrackingConfig
+    began: float  # time.monotonic()
+
+
+class Child:
+    """Trackers by the configuration that asked for them, and the runs that go on."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.trackers: dict[TrackingConfig, Tracker] = {}
+        self.given_up: dict[TrackingConfig, str] = {}  # why what was asked for online is offline, or nothing, since
+        self.live: dict[Path, Live] = {}
+
+    def serve(self, inbox: "queue.SimpleQueue[Message]") -> None:
+        """Until the parent says it is over, or is gone."""
+        next_look = time.monotonic() + LIVE_SECONDS
+        while True:
+            try:
+                message = inbox.get(timeout=max(0.0, next_look - time.monotonic()))
+            except queue.Empty:
+                self.look()
+                next_look = time.monotonic() + LIVE_SECONDS
+                continue
+            if message["do"] == "close":
+                break
+            why = self.handled(message)
+            if message["do"] != "begin":
+                self.tell(done=message["folder"], why=why)
+        for tracker in self.trackers.values():
+            tracker.close()
+
+    def handled(self, message: Message) -> str | None:
+        """None, or why it is not where it was asked to be."""
+        asked: TrackingConfig = from_dict(TrackingConfig, message["tracking"], "tracking")
+        try:
+            if asked not in self.given_up:
+                try:
+                    self.act(asked, message)
+                    return None
+                except Unreachable as error:
+                    self.given_up[asked] = str(error)
+                    self.trackers.pop(asked, None)  # its process ends with this one: to close it could take long
+                    if not message["upload"]:
+                        self.tell(say=f"tracking: {error}; runs are kept on disk; {message['mend']}")
+            if asked.mode == "online" and not message["upload"]:
+                self.act(asked, message)
+            return self.given_up[asked]
+        except Exception as error:  # no network's: said, and no reason to stop
+            why = one_line(f"{type(error).__name__}: {error}")
+            self.tell(say=f"tracking: {Path(message['folder']).name} could not be tracked, {why}")
+            return why
+
+    def act(self, asked: TrackingConfig, message: Message) -> None:
+        used = dataclasses.replace(asked, mode="offline") if asked in self.given_up else asked
+        if asked not in self.trackers:
+            self.trackers[asked] = tracking.connect(used)
+        folder, tracker = Path(message["folder"]), self.trackers[asked]
+        if message["do"] == "begin":
+            kept_as = kept.Kept(tracking.id_of(message["run_id"], str(time.time_ns())))
+            kept.write(folder, used.name, kept_as)
+            subject = told.beginning(folder, kept_as.id, message["run_id"], message["config"], used)
+            tracker.begin(subject)
+            self.live[folder] = Live(subject, asked, time.monotonic())
+        elif message["do"] == "end":
+            self.end(tracker, used, folder, message["upload"])
+        else:
+            self.table(tracker, used, folder)
+
+    def end(self, tracker: Tracker, used: TrackingConfig, run_dir: Path, again: bool) -> None:
+        self.live.pop(run_dir, None)
+        record = records.read_record(run_dir)
+        had = kept.of_record(run_dir, used.name, record)
+        if had.what is not None and (had.sent_at or used.mode == "offline") and not again:
+            return  # a record that was not made anew
+        subject = told.finished(run_dir, had.id, record, used)
+        tracker.end(subject, redacted(record["row"]), told.steps(run_dir))
+        kept.write(run_dir, used.name, kept.done(had, kept.key(record), used.mode == "online"))
+
+    def table(self, tracker: Tracker, used: TrackingConfig, folder: Path) -> None:
+        found = records.read_all(folder).records
+        had = kept.of_table(folder, used.name)
+        subject = Subject(had.id, f"{folder.name} summary", folder.name, folder, tags=used.tags)
+        tracker.table(subject, *told.table(found))
+        kept.write(folder, used.name, kept.done(had, kept.rows_key(found), used.mode == "online"))
+
+    def look(self) -> None:
+        """What every live run's ranks say of themselves now."""
+        for run_dir, (subject, asked, began) in list(self.live.items()):
+            figures = told.standing(run_dir)
+            if figures and asked in self.trackers:
+                with suppress(Exception):  # the run's end will say it
+                    self.trackers[asked].live(subject, {"seconds": time.monotonic() - began} | figures)
+
+    def tell(self, **message: Any) -> None:
+        with suppress(OSError):  # a parent that is gone
+            self.channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def listen(channel: socket.socket, inbox: "queue.SimpleQueue[Message]") -> None:
+    """In a thread of its own, so that the parent's end is noticed whatever the tracker is doing."""
+    with channel.makefile("rb") as lines:
+        for line in lines:
+            inbox.put(json.loads(line))
+    inbox.put({"do": "close"})
+    time.sleep(ORPHAN_SECONDS)
+    end(1)
+
+
+def end(status: int) -> None:
+    """At once, with whatever processes the tracker has started."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            process.kill()
+    os._exit(status)
+
+
+def main() -> None:
+    os.nice(NICENESS)
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(channel, inbox), daemon=True).start()
+    Child(channel).serve(inbox)
+    end(0)
+
+
+if __name__ == "__main__":
+    main()
