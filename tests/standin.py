@@ -27,6 +27,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def body(self):
         import gzip
+
         if self.headers.get("Transfer-Encoding") == "chunked":
             data = b""
             while True:
@@ -34,7 +35,8 @@ class Handler(BaseHTTPRequestHandler):
                 if not n:
                     self.rfile.readline()
                     break
-                data += self.rfile.read(n); self.rfile.readline()
+                data += self.rfile.read(n)
+                self.rfile.readline()
         else:
             data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Content-Encoding") == "gzip":
@@ -69,26 +71,84 @@ class Handler(BaseHTTPRequestHandler):
             print("GQL", op and op.group(2), json.dumps(q.get("variables"))[:300], flush=True)
             v = q.get("variables") or {}
             if b == "hang_init":
-                self.server.released.wait(60); return
+                self.server.released.wait(60)
+                return
             if "upsertBucket" in q["query"]:
-                return self.answer({"data": {"upsertBucket": {"bucket": {
-                    "id": "b-" + str(v.get("name")), "name": v.get("name"), "displayName": v.get("displayName"),
-                    "description": "", "config": "{}", "sweepName": "", "historyLineCount": 0,
-                    "project": {"id": "p", "name": v.get("project"), "entity": {"id": "e", "name": "me"}}},
-                    "inserted": True}}})
+                return self.answer(
+                    {
+                        "data": {
+                            "upsertBucket": {
+                                "bucket": {
+                                    "id": "b-" + str(v.get("name")),
+                                    "name": v.get("name"),
+                                    "displayName": v.get("displayName"),
+                                    "description": "",
+                                    "config": "{}",
+                                    "sweepName": "",
+                                    "historyLineCount": 0,
+                                    "project": {
+                                        "id": "p",
+                                        "name": v.get("project"),
+                                        "entity": {"id": "e", "name": "me"},
+                                    },
+                                },
+                                "inserted": True,
+                            }
+                        }
+                    }
+                )
             if "viewer" in q["query"]:
-                return self.answer({"data": {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}",
-                    "teams": {"edges": []}}, "serverInfo": {"cliVersionInfo": {}, "latestLocalVersionInfo": None}}})
+                return self.answer(
+                    {
+                        "data": {
+                            "viewer": {
+                                "id": "u",
+                                "entity": "me",
+                                "username": "me",
+                                "flags": "{}",
+                                "teams": {"edges": []},
+                            },
+                            "serverInfo": {"cliVersionInfo": {}, "latestLocalVersionInfo": None},
+                        }
+                    }
+                )
             if "createRunFiles" in q["query"]:
-                return self.answer({"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": [
-                    {"name": n, "uploadUrl": f"http://127.0.0.1:{self.server.server_port}/put/{n}"} for n in v["files"]]}}})
-            if op.group(2)=="ArtifactType": return self.answer({"data":{"project":None}})
-            if op.group(2)=="CreateArtifact": return self.answer({"data":{"createArtifact":{"artifact":{"id":"a","state":"COMMITTED","artifactSequence":{"latestArtifact":{"id":"a"}}}}}})
+                return self.answer(
+                    {
+                        "data": {
+                            "createRunFiles": {
+                                "runID": "b",
+                                "uploadHeaders": [],
+                                "files": [
+                                    {"name": n, "uploadUrl": f"http://127.0.0.1:{self.server.server_port}/put/{n}"}
+                                    for n in v["files"]
+                                ],
+                            }
+                        }
+                    }
+                )
+            if op.group(2) == "ArtifactType":
+                return self.answer({"data": {"project": None}})
+            if op.group(2) == "CreateArtifact":
+                return self.answer(
+                    {
+                        "data": {
+                            "createArtifact": {
+                                "artifact": {
+                                    "id": "a",
+                                    "state": "COMMITTED",
+                                    "artifactSequence": {"latestArtifact": {"id": "a"}},
+                                }
+                            }
+                        }
+                    }
+                )
             print("   QUERY", q["query"][:1500])
             return self.answer({"data": {}})
         if self.path.endswith("/file_stream"):
             if b == "hang_finish":
-                self.server.released.wait(60); return
+                self.server.released.wait(60)
+                return
             if b.startswith("fs"):
                 return self.answer({"error": "x"}, int(b[2:]))
             print("FS", data[:300], flush=True)
@@ -105,4 +165,5 @@ def serving():
         yield s
     finally:
         s.released.set()
-        s.shutdown(); s.server_close()
+        s.shutdown()
+        s.server_close()

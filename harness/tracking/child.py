@@ -1,7 +1,8 @@
 """The process a tracker runs in: it takes what the parent hands over, one after another, and looks at live runs itself.
 
-Started by harness.tracking.feed with the number of a socket, on which either side writes a line of JSON a message. It
-shares nothing else with the parent: whatever hangs or dies here costs a run nothing.
+Started by harness.tracking.feed with the number of a socket, on which either side writes a line of JSON a message, and
+the seconds in which a run that began is left alone. It shares nothing else with the parent: whatever hangs or dies here
+costs a run nothing.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from harness.tracking import Subject, Tracker, Unreachable, kept, told
 from harness.typed import from_dict
 
 LIVE_SECONDS = 1.0  # between two looks at the runs that go on
+WAIT_SECONDS = 0.2  # for the parent's next word
 ORPHAN_SECONDS = 3.0  # for files to be made whole after the parent died
 NICENESS = 19  # what is measured goes first
 Message = dict[str, Any]
@@ -34,35 +36,46 @@ Message = dict[str, Any]
 class Live(NamedTuple):
     subject: Subject
     asked: TrackingConfig
-    began: float  # time.monotonic()
 
 
 class Child:
     """Trackers by the configuration that asked for them, and the runs that go on."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, quiet_seconds: float) -> None:
         self.channel = channel
+        self.quiet_seconds = quiet_seconds
         self.trackers: dict[TrackingConfig, Tracker] = {}
         self.given_up: dict[TrackingConfig, str] = {}  # why what was asked for online is offline, or nothing, since
-        self.live: dict[Path, Live] = {}
+        self.begun: dict[str, tuple[Message, float]] = {}  # by their folders, with the moment we heard of it
+        self.live: dict[str, Live] = {}  # those of them that the tracker knows
 
     def serve(self, inbox: "queue.SimpleQueue[Message]") -> None:
-        """Until the parent says it is over, or is gone."""
-        next_look = time.monotonic() + LIVE_SECONDS
-        while True:
-            try:
-                message = inbox.get(timeout=max(0.0, next_look - time.monotonic()))
-            except queue.Empty:
-                self.look()
+        """Until the parent says it is over, or is gone; all that was handed over before is told first."""
+        waiting: list[Message] = []
+        is_over = False
+        next_look = 0.0
+        while not is_over or waiting:
+            if not is_over:
+                with suppress(queue.Empty):
+                    message = inbox.get(timeout=0 if waiting and not self.is_quiet() else WAIT_SECONDS)
+                    is_over = message["do"] == "close"
+                    if message["do"] == "begin":
+                        self.begun[message["folder"]] = message, time.monotonic()
+                    elif not is_over:
+                        self.begun.pop(message["folder"], None)
+                        waiting.append(message)
+            if waiting and (is_over or not self.is_quiet()):
+                message = waiting.pop(0)
+                self.tell(done=message["folder"], why=self.handled(message))
+            elif time.monotonic() >= next_look:
                 next_look = time.monotonic() + LIVE_SECONDS
-                continue
-            if message["do"] == "close":
-                break
-            why = self.handled(message)
-            if message["do"] != "begin":
-                self.tell(done=message["folder"], why=why)
+                self.look()
         for tracker in self.trackers.values():
             tracker.close()
+
+    def is_quiet(self) -> bool:
+        """Whether a run has begun so recently that it may be over soon: it is not to be disturbed."""
+        return any(time.monotonic() - since < self.quiet_seconds for _, since in self.begun.values())
 
     def handled(self, message: Message) -> str | None:
         """None, or why it is not where it was asked to be."""
@@ -91,18 +104,18 @@ class Child:
             self.trackers[asked] = tracking.connect(used)
         folder, tracker = Path(message["folder"]), self.trackers[asked]
         if message["do"] == "begin":
-            kept_as = kept.Kept(tracking.id_of(message["run_id"], str(time.time_ns())))
-            kept.write(folder, used.name, kept_as)
-            subject = told.beginning(folder, kept_as.id, message["run_id"], message["config"], used)
+            had = kept.Kept(tracking.id_of(message["run_id"], str(time.time_ns())))
+            kept.write(folder, used.name, had)
+            subject = told.beginning(folder, had.id, message["run_id"], message["config"], used)
             tracker.begin(subject)
-            self.live[folder] = Live(subject, asked, time.monotonic())
+            self.live[message["folder"]] = Live(subject, asked)
         elif message["do"] == "end":
+            self.live.pop(message["folder"], None)
             self.end(tracker, used, folder, message["upload"])
         else:
             self.table(tracker, used, folder)
 
     def end(self, tracker: Tracker, used: TrackingConfig, run_dir: Path, again: bool) -> None:
-        self.live.pop(run_dir, None)
         record = records.read_record(run_dir)
         had = kept.of_record(run_dir, used.name, record)
         if had.what is not None and (had.sent_at or used.mode == "offline") and not again:
@@ -119,12 +132,20 @@ class Child:
         kept.write(folder, used.name, kept.done(had, kept.rows_key(found), used.mode == "online"))
 
     def look(self) -> None:
-        """What every live run's ranks say of themselves now."""
-        for run_dir, (subject, asked, began) in list(self.live.items()):
-            figures = told.standing(run_dir)
-            if figures and asked in self.trackers:
-                with suppress(Exception):  # the run's end will say it
-                    self.trackers[asked].live(subject, {"seconds": time.monotonic() - began} | figures)
+        """What the ranks of runs that go on say of themselves now; of short ones the tracker hears at their end."""
+        for folder, (message, since) in list(self.begun.items()):
+            seconds = time.monotonic() - since
+            if seconds < self.quiet_seconds:
+                continue
+            if folder not in self.live:
+                self.handled(message)
+            if folder not in self.live:
+                del self.begun[folder]
+                continue
+            subject, asked = self.live[folder]
+            with suppress(Exception):  # the run's end will say it
+                if figures := told.standing(Path(folder)):
+                    self.trackers[asked].live(subject, {"seconds": seconds} | figures)
 
     def tell(self, **message: Any) -> None:
         with suppress(OSError):  # a parent that is gone
@@ -154,7 +175,7 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     threading.Thread(target=listen, args=(channel, inbox), daemon=True).start()
-    Child(channel).serve(inbox)
+    Child(channel, float(sys.argv[2])).serve(inbox)
     end(0)
 
 

@@ -18,6 +18,7 @@ from harness.records import Record
 from harness.typed import from_dict
 
 CLOSE_SECONDS = 10.0  # in all, for what was handed over to be told, at a command's end
+QUIET_SECONDS = 10.0  # from a run's begin, in which nothing is done beside it: short runs are told when they are over
 SHORTEST_SECONDS = 0.01
 
 
@@ -27,9 +28,12 @@ class Feed:
     `answers` has, of each folder handed over whole, None or why it is not where it was asked to be.
     """
 
-    def __init__(self, say: Callable[[str], None], *, upload: bool = False) -> None:
+    def __init__(
+        self, say: Callable[[str], None], *, upload: bool = False, quiet_seconds: float = QUIET_SECONDS
+    ) -> None:
         self.say = say
         self.upload = upload  # all is sent, whatever was sent or kept before, and nothing kept instead
+        self.quiet_seconds = quiet_seconds
         self.process: subprocess.Popen[bytes] | None = None
         self.channel: socket.socket | None = None  # None: not there yet, or there no longer
         self.unsent = b""  # what the socket had no room for
@@ -55,7 +59,6 @@ class Feed:
         if self.process is None:
             return
         ends_at = time.monotonic() + seconds
-        self.wait(seconds)
         with self.lock:
             self._send({"do": "close"})
         while self.channel is not None and time.monotonic() < ends_at:
@@ -65,7 +68,7 @@ class Feed:
         for comparison in sorted({str(path) for path in self.handed.values()}):
             count = sum(str(path) == comparison for path in self.handed.values())
             runs = f"{count} run{'s were' if count > 1 else ' was'}"
-            self.say(f"tracking: {runs} not told in time; {mend(comparison)}")
+            self.say(f"tracking: {runs} not taken; {mend(comparison)}")
 
     def wait(self, seconds: float) -> None:
         """Until everything is answered, the process is gone, or so long at most."""
@@ -95,7 +98,7 @@ class Feed:
         """A session of its own: what the terminal sends to this one, Ctrl-C above all, is not meant for it."""
         self.channel, theirs = socket.socketpair()
         self.channel.setblocking(False)
-        command = [sys.executable, "-m", "harness.tracking.child", str(theirs.fileno())]
+        command = [sys.executable, "-m", "harness.tracking.child", str(theirs.fileno()), str(self.quiet_seconds)]
         nothing = subprocess.DEVNULL
         self.process = subprocess.Popen(
             command, stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=[theirs.fileno()], start_new_session=True
@@ -155,4 +158,4 @@ class Feed:
 
 
 def mend(comparison: Path | str) -> str:
-    return f"`python -m harness.tracking {comparison}` sends them"
+    return f"`python -m harness.tracking {comparison}` sends all of it"
