@@ -16,6 +16,15 @@ def redacted(value: Any) -> Any:
     return _redacted(value, _secrets())
 
 
+def holders(value: Any, key: str = "") -> list[str]:
+    """The dotted keys of plain values under which a secret stands."""
+    if isinstance(value, dict):
+        return [
+            found for name, entry in value.items() for found in holders(entry, f"{key}.{name}" if key else str(name))
+        ]
+    return [key] if redacted(value) != (list(value) if isinstance(value, tuple) else value) else []
+
+
 def _secrets() -> list[str]:
     """Longest first, so that none is left of which another is a part."""
     found = {

@@ -2,8 +2,8 @@
 
 A tracker is one module of harness/tracking/trackers, found by its name, with one function
     connect(config) -> Tracker          imports its library; raises Unreachable where it cannot be had
-and one file in conf/tracking. It runs in a process of its own (harness.tracking.child), fed by the parent's Feed, and may
-take its time, hang or die there: what it was given can be told again from the records (harness.tracking.upload).
+and one file in conf/tracking. It runs in a process of its own (harness.tracking.child), fed by the parent's Feed, and
+may take its time, hang or die there: what it was given can be told again from the records (harness.tracking.upload).
 """
 
 import hashlib

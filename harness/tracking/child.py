@@ -79,7 +79,7 @@ class Child:
 
     def handled(self, message: Message) -> str | None:
         """None, or why it is not where it was asked to be."""
-        asked: TrackingConfig = from_dict(TrackingConfig, message["tracking"], "tracking")
+        asked: TrackingConfig = from_dict(TrackingConfig, redacted(message["tracking"]), "tracking")
         try:
             if asked not in self.given_up:
                 try:
@@ -89,7 +89,7 @@ class Child:
                     self.given_up[asked] = str(error)
                     self.trackers.pop(asked, None)  # its process ends with this one: to close it could take long
                     if not message["upload"]:
-                        self.tell(say=f"tracking: {error}; runs are kept on disk; {message['mend']}")
+                        self.tell(say=f"tracking: {error}; runs are kept on disk; {message['mend']}", mended=True)
             if asked.mode == "online" and not message["upload"]:
                 self.act(asked, message)
             return self.given_up[asked]
@@ -148,8 +148,9 @@ class Child:
                     self.trackers[asked].live(subject, {"seconds": seconds} | figures)
 
     def tell(self, **message: Any) -> None:
+        """To the parent, which says it or keeps it."""
         with suppress(OSError):  # a parent that is gone
-            self.channel.sendall(json.dumps(message).encode() + b"\n")
+            self.channel.sendall(json.dumps(redacted(message)).encode() + b"\n")
 
 
 def listen(channel: socket.socket, inbox: "queue.SimpleQueue[Message]") -> None:

@@ -40,6 +40,7 @@ class Feed:
         self.unread = b""
         self.handed: dict[str, Path] = {}  # folders without an answer, and their comparison
         self.answers: dict[str, str | None] = {}
+        self.is_mended = False  # whether the user knows already what sends it later
         self.lock = threading.Lock()  # a run starts in the thread that watches it
 
     def begin(self, tracking: dict[str, Any], run_dir: Path, config: dict[str, Any], run_id: str, name: str) -> None:
@@ -65,7 +66,7 @@ class Feed:
             with self.lock:
                 self._exchange(ends_at)
         self._kill()
-        for comparison in sorted({str(path) for path in self.handed.values()}):
+        for comparison in sorted({str(path) for path in self.handed.values()} if not self.is_mended else ()):
             count = sum(str(path) == comparison for path in self.handed.values())
             runs = f"{count} run{'s were' if count > 1 else ' was'}"
             self.say(f"tracking: {runs} not taken; {mend(comparison)}")
@@ -139,6 +140,7 @@ class Feed:
             self.handed.pop(message["done"], None)
             self.answers[message["done"]] = message["why"]
         else:
+            self.is_mended = self.is_mended or bool(message.get("mended"))
             self.say(message["say"])
 
     def _kill(self) -> None:

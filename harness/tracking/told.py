@@ -36,7 +36,7 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def standing(run_dir: Path) -> dict[str, Scalar]:
-    """What the ranks of a live run say of themselves now: the least step and the most bytes, and each of a few ranks."""
+    """What the ranks of a live run say of themselves now: the least step, the most bytes, and each of a few ranks."""
     found = [pulse.read(run_dir, rank) for rank in range(len(list((run_dir / "ranks").glob("*.pulse"))))]
     beats = {rank: beat for rank, beat in enumerate(found) if beat is not None}
     if not beats:

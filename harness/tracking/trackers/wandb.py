@@ -12,8 +12,8 @@ from harness.config import TrackingConfig
 from harness.errors import one_line
 from harness.tracking import Scalar, Subject, Unreachable, Values
 
-INIT_SECONDS = 5.0  # after which a server that does not answer is given up
-FINISH_SECONDS = 5.0  # after the last value, for all of them to be there
+INIT_SECONDS = 4.0  # after which a server that does not answer is given up
+FINISH_SECONDS = 4.0  # after the last value, for all of them to be there
 FLUSH_SECONDS = 2.0  # what a killed process may lack at the end of its file
 TAG_CHARACTERS = 64  # W&B's limit
 # Settings of W&B's that would make another run of it than ours; those on where its server is and who asks stay.
