@@ -133,7 +133,7 @@ def test_offline_is_read_back_by_its_own_reader(tmp_path: Path) -> None:
     feed.close()
     assert said == []
     rows = history(run_dir)
-    assert column(rows, "live/step")[0] == 3 and column(rows, "live/step")[-1] == 4
+    assert set(column(rows, "live/step")) <= {3, 4} and column(rows, "live/step")[-1] == 4
     assert column(rows, "live/rank_0/phase")[-1] == "profiled" and column(rows, "live/allocated_bytes")[-1] == 101
     assert column(rows, "live/seconds") == sorted(column(rows, "live/seconds"))
     assert column(rows, "train/step") == [0, 1] and column(rows, "train/grad_norm") == [2.0, 2.0]

@@ -110,6 +110,7 @@ class WandB:
             finish_timeout_raises=True,
             login_timeout=INIT_SECONDS,
             silent=True,
+            host="",
             console="off",
             save_code=False,
             disable_code=True,
