@@ -114,7 +114,7 @@ class Session:
             print_table(found.records, terminal(), [record["row"]["run_id"] for record in self.records])
             for path in write_files(self.folder, found):
                 print(path)
-            if self.is_sweep or len(found.records) > 1:
+            if self.is_sweep or len(self.records) > 1:
                 self.feed.table(self.records[-1]["config"]["tracking"], self.folder)
         self.feed.close()
         if self.mistake is not None:

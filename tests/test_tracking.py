@@ -177,6 +177,7 @@ def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
         feed.end(ONLINE, run_dir, record)
         feed.end(ONLINE, run_dir, record)  # once is enough
     feed.table(ONLINE, run_dir.parent)
+    feed.table(ONLINE, run_dir.parent)
     feed.close()
     assert said == [] and len(server.runs) == 3
     for run_dir in sorted(path.parent for path in (tmp_path / "mine").glob("*/record.json")):
@@ -286,7 +287,7 @@ def test_an_upload_that_fails_says_so_in_a_line(
     server.misbehaves = ("graphql", 0) if "start" in fault else ("file_stream", 401)
     made(tmp_path / "mine")
     began = time.monotonic()
-    assert send(tmp_path / "mine") == 1 and time.monotonic() - began < 15
+    assert send(tmp_path / "mine", "--timeout", "3") == 1 and time.monotonic() - began < 12
     out, error = capsys.readouterr()
     assert out == "0 runs sent; 0 were there already\n"
     assert error.startswith("the rest was not sent: W&B") and error.count("\n") == 1

@@ -1,7 +1,7 @@
 """Experiment tracking: what a tracker must offer, and how one is found.
 
 A tracker is one module of harness/tracking/trackers, found by its name, with one function
-    connect(config) -> Tracker          imports its library; raises Unreachable where it cannot be had
+    connect(config, seconds) -> Tracker     imports its library; raises Unreachable where it cannot be had
 and one file in conf/tracking. It runs in a process of its own (harness.tracking.child), fed by the parent's Feed, and
 may take its time, hang or die there: what it was given can be told again from the records (harness.tracking.upload).
 """
@@ -68,9 +68,12 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(trackers.__path__))
 
 
-def connect(config: "TrackingConfig") -> Tracker:
-    """The tracker of that name, whose library is imported only now. Raises Unreachable."""
-    made: Tracker = importlib.import_module(f"harness.tracking.trackers.{config.name}").connect(config)
+def connect(config: "TrackingConfig", seconds: float) -> Tracker:
+    """The tracker of that name, whose library is imported only now; a server has so long for an answer.
+
+    Raises Unreachable.
+    """
+    made: Tracker = importlib.import_module(f"harness.tracking.trackers.{config.name}").connect(config, seconds)
     return made
 
 

@@ -9,7 +9,7 @@ from harness.config import TrackingConfig
 from harness.errors import UserError, exit_status, printable
 from harness.records import read_all
 from harness.tracking import names
-from harness.tracking.upload import upload
+from harness.tracking.upload import ANSWER_SECONDS, upload
 from harness.typed import from_dict
 
 
@@ -38,18 +38,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--project", help="by default the runs' own, tracking.project")
     parser.add_argument("--entity", help="user or team; by default the runs' own, tracking.entity")
     parser.add_argument("--again", action="store_true", help="also what was sent before: it replaces what is there")
+    limit = "seconds that the server has to begin a run, and again to have it whole"
+    parser.add_argument("--timeout", type=float, default=ANSWER_SECONDS, help=f"{limit}; by default %(default)g")
     chosen = parser.parse_args(arguments)
     failed = False
+
+    def complain(line: str) -> None:
+        print(printable(line), file=sys.stderr)
 
     def command() -> None:
         nonlocal failed
         to = asked(chosen.folder, chosen.tracker, chosen.project, chosen.entity)
-        sent = upload(chosen.folder, to, lambda line: print(printable(line), file=sys.stderr), chosen.again)
+        sent = upload(chosen.folder, to, complain, chosen.again, max(chosen.timeout, 1.0))
         table = ", and their table" if sent.table and not sent.trouble else ""
         print(f"{sent.runs} runs sent{table}; {sent.already} were there already")
         if sent.trouble:
             failed = True
-            print(printable(f"the rest was not sent: {sent.trouble}"), file=sys.stderr)
+            complain(f"the rest was not sent: {sent.trouble}")
 
     return exit_status(command) or int(failed)
 

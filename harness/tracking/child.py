@@ -26,6 +26,7 @@ from harness.redact import redacted
 from harness.tracking import Subject, Tracker, Unreachable, kept, told
 from harness.typed import from_dict
 
+ANSWER_SECONDS = 5.0  # of a server, after which what follows is kept offline; an upload says itself
 LIVE_SECONDS = 1.0  # between two looks at the runs that go on
 WAIT_SECONDS = 0.2  # for the parent's next word
 ORPHAN_SECONDS = 3.0  # for files to be made whole after the parent died
@@ -101,7 +102,7 @@ class Child:
     def act(self, asked: TrackingConfig, message: Message) -> None:
         used = dataclasses.replace(asked, mode="offline") if asked in self.given_up else asked
         if asked not in self.trackers:
-            self.trackers[asked] = tracking.connect(used)
+            self.trackers[asked] = tracking.connect(used, message["upload"] or ANSWER_SECONDS)
         folder, tracker = Path(message["folder"]), self.trackers[asked]
         if message["do"] == "begin":
             had = kept.Kept(tracking.id_of(message["run_id"], str(time.time_ns())))
@@ -111,9 +112,9 @@ class Child:
             self.live[message["folder"]] = Live(subject, asked)
         elif message["do"] == "end":
             self.live.pop(message["folder"], None)
-            self.end(tracker, used, folder, message["upload"])
+            self.end(tracker, used, folder, bool(message["upload"]))
         else:
-            self.table(tracker, used, folder)
+            self.table(tracker, used, folder, bool(message["upload"]))
 
     def end(self, tracker: Tracker, used: TrackingConfig, run_dir: Path, again: bool) -> None:
         record = records.read_record(run_dir)
@@ -124,9 +125,11 @@ class Child:
         tracker.end(subject, redacted(record["row"]), told.steps(run_dir))
         kept.write(run_dir, used.name, kept.done(had, kept.key(record), used.mode == "online"))
 
-    def table(self, tracker: Tracker, used: TrackingConfig, folder: Path) -> None:
+    def table(self, tracker: Tracker, used: TrackingConfig, folder: Path, again: bool) -> None:
         found = records.read_all(folder).records
         had = kept.of_table(folder, used.name)
+        if had.what == kept.rows_key(found) and (had.sent_at or used.mode == "offline") and not again:
+            return
         subject = Subject(had.id, f"{folder.name} summary", folder.name, folder, tags=used.tags)
         tracker.table(subject, *told.table(found))
         kept.write(folder, used.name, kept.done(had, kept.rows_key(found), used.mode == "online"))

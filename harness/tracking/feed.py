@@ -29,10 +29,11 @@ class Feed:
     """
 
     def __init__(
-        self, say: Callable[[str], None], *, upload: bool = False, quiet_seconds: float = QUIET_SECONDS
+        self, say: Callable[[str], None], *, upload_seconds: float = 0.0, quiet_seconds: float = QUIET_SECONDS
     ) -> None:
         self.say = say
-        self.upload = upload  # all is sent, whatever was sent or kept before, and nothing kept instead
+        # Above 0 a server has so long to answer, and all is sent, whatever was before, with nothing kept instead.
+        self.upload_seconds = upload_seconds
         self.quiet_seconds = quiet_seconds
         self.process: subprocess.Popen[bytes] | None = None
         self.channel: socket.socket | None = None  # None: not there yet, or there no longer
@@ -87,27 +88,32 @@ class Feed:
             return
         folder = folder.resolve()
         with self.lock:
-            if self.process is None:
-                self._start()
+            if self.process is None and not self._start():
+                return
             if do != "begin":
                 self.handed[str(folder)] = comparison
-            message = {"do": do, "tracking": tracking, "folder": str(folder), "upload": self.upload}
+            message = {"do": do, "tracking": tracking, "folder": str(folder), "upload": self.upload_seconds}
             self._send(message | {"mend": mend(comparison)} | more)
             self._exchange(0.0)
 
-    def _start(self) -> None:
-        """A session of its own: what the terminal sends to this one, Ctrl-C above all, is not meant for it."""
+    def _start(self) -> bool:
+        """In a session of its own: what the terminal sends to this one, Ctrl-C above all, is not meant for it."""
         self.channel, theirs = socket.socketpair()
         self.channel.setblocking(False)
         command = [sys.executable, "-m", "harness.tracking.child", str(theirs.fileno()), str(self.quiet_seconds)]
         nothing = subprocess.DEVNULL
-        self.process = subprocess.Popen(
-            command, stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=[theirs.fileno()], start_new_session=True
-        )
-        theirs.close()
+        passed = [theirs.fileno()]
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    command, stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=passed, start_new_session=True
+                )
+            except OSError as error:  # no memory, no process: the run goes on
+                self.say(f"tracking: its process cannot be started ({error.strerror})")
+        return self.process is not None
 
     def _send(self, message: dict[str, Any]) -> None:
-        self.unsent += json.dumps(message).encode() + b"\n"
+        self.unsent += json.dumps(message, default=str).encode() + b"\n"
 
     def _exchange(self, ends_at: float) -> None:
         """Writes what there is room for and reads what is there; returns soon, at once if that time is past."""

@@ -10,7 +10,8 @@ from harness.records import Record, read_all
 from harness.tracking import kept
 from harness.tracking.feed import Feed
 
-PATIENCE_SECONDS = 30.0  # with one run, after which its server is given up
+ANSWER_SECONDS = 30.0  # of a server, to begin a run and again to have it whole
+LOCAL_SECONDS = 10.0  # for the tracker's own work on one run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,9 @@ class Sent:
     trouble: str  # why not all of it was sent, '' if it was
 
 
-def upload(folder: Path, to: TrackingConfig, say: Callable[[str], None], again: bool = False) -> Sent:
+def upload(
+    folder: Path, to: TrackingConfig, say: Callable[[str], None], again: bool = False, seconds: float = ANSWER_SECONDS
+) -> Sent:
     """Sends every record that is not at the tracker yet, and the comparison's table; `again` sends all.
 
     Raises UserError for a folder without a record. Stops at the first that is not taken.
@@ -35,7 +38,7 @@ def upload(folder: Path, to: TrackingConfig, say: Callable[[str], None], again: 
     lacking = [record for record in found.records if again or not is_sent(folder, to.name, record)]
     had = kept.read(folder, to.name)
     is_told = had is not None and had.sent_at is not None and had.what == kept.rows_key(found.records)
-    feed = Feed(say, upload=True)
+    feed = Feed(say, upload_seconds=seconds)
     trouble, runs = "", 0
     try:
         for record in lacking:
@@ -61,6 +64,7 @@ def is_sent(folder: Path, tracker: str, record: Record) -> bool:
 
 def taken(feed: Feed, folder: Path) -> str:
     """Why it was not, '' if it was."""
-    feed.wait(PATIENCE_SECONDS)
-    silent = f"no answer within {PATIENCE_SECONDS:g} s"
+    patience = 2 * feed.upload_seconds + LOCAL_SECONDS
+    feed.wait(patience)
+    silent = f"no answer within {patience:g} s"
     return feed.answers.get(str(folder.resolve()), silent) or ""

@@ -12,8 +12,6 @@ from harness.config import TrackingConfig
 from harness.errors import one_line
 from harness.tracking import Scalar, Subject, Unreachable, Values
 
-INIT_SECONDS = 4.0  # after which a server that does not answer is given up
-FINISH_SECONDS = 4.0  # after the last value, for all of them to be there
 FLUSH_SECONDS = 2.0  # what a killed process may lack at the end of its file
 TAG_CHARACTERS = 64  # W&B's limit
 # Settings of W&B's that would make another run of it than ours; those on where its server is and who asks stay.
@@ -22,7 +20,7 @@ STEERING = ("DISABLED", "MODE", "NOTES", "RESUME", "RUN_ID", "SERVICE", "SWEEP_I
 AXES = {"train/*": "train/step", "live/*": "live/seconds", "memory/*": None}
 
 
-def connect(config: TrackingConfig) -> "WandB":
+def connect(config: TrackingConfig, seconds: float) -> "WandB":
     """Raises Unreachable where W&B is not installed or has no key for its server."""
     for name in STEERING:
         os.environ.pop(f"WANDB_{name}", None)
@@ -32,13 +30,14 @@ def connect(config: TrackingConfig) -> "WandB":
     except ImportError as error:
         raise Unreachable(f"wandb cannot be imported ({one_line(error)})") from None
     logging.getLogger("wandb").setLevel(logging.ERROR)  # its log would repeat the configuration
-    return WandB(wandb, config)
+    return WandB(wandb, config, seconds)
 
 
 class WandB:
-    def __init__(self, library: Any, config: TrackingConfig) -> None:
+    def __init__(self, library: Any, config: TrackingConfig, seconds: float) -> None:
         self.library = library
         self.config = config
+        self.seconds = seconds  # to begin a run, and after its last value for all of them to be there
         self.open: dict[str, Any] = {}  # W&B's runs, by our id
 
     def begin(self, subject: Subject) -> None:
@@ -105,10 +104,10 @@ class WandB:
     def settings(self) -> Any:
         """Bounded times, nothing on the terminal, and nothing gathered of machine, user, code or command line."""
         return self.library.Settings(
-            init_timeout=INIT_SECONDS,
-            finish_timeout=FINISH_SECONDS,
+            init_timeout=self.seconds,
+            finish_timeout=self.seconds,
             finish_timeout_raises=True,
-            login_timeout=INIT_SECONDS,
+            login_timeout=self.seconds,
             silent=True,
             host="",
             console="off",
