@@ -260,18 +260,25 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Playe
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_the_server_does(
-    fault: str, played: dict[str, Played], server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It costs seconds, is said in a line, and what was not sent can be."""
+def test_whatever_the_server_does(fault: str, played: dict[str, Played]) -> None:
+    """It costs seconds, is said in a line, and nothing is taken for sent."""
     this = played[fault]
     assert this.seconds < CLOSE_SECONDS + 1.5
     assert len(this.said) == 1 and this.said[0].startswith("tracking: "), this.said
     assert this.said[0].endswith(f"`python -m harness.tracking {this.folder}` sends all of it")
     run_dirs = sorted(path.parent for path in this.folder.glob("*/record.json"))
     told = [kept.read(run_dir, "wandb") for run_dir in run_dirs]
-    assert all(entry is None or entry.sent_at is None for entry in told)
-    assert len(run_dirs) == 2 and send(this.folder) == 0
+    assert len(told) == 2 and all(entry is None or entry.sent_at is None for entry in told)
+
+
+@pytest.mark.parametrize("fault", ["hangs at the start", "refuses data with 401", "dies amid a run"])
+def test_what_was_not_sent_is_sent_by_an_upload(
+    fault: str, played: dict[str, Played], server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    this = played[fault]
+    run_dirs = sorted(path.parent for path in this.folder.glob("*/record.json"))
+    told = [kept.read(run_dir, "wandb") for run_dir in run_dirs]
+    assert send(this.folder) == 0
     assert capsys.readouterr().out == "2 runs sent, and their table; 0 were there already\n"
     assert len(server.runs) == 3
     for run_dir, entry in zip(run_dirs, told, strict=True):
@@ -353,16 +360,19 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        patience = time.monotonic() + 20
-        while not (family := child.children(recursive=True)) and time.monotonic() < patience:
+        patience = time.monotonic() + 30
+        while not _size(tmp_path) and time.monotonic() < patience:  # until the first values are in the file
             time.sleep(0.1)
-        time.sleep(1.5)
+        family = child.children(recursive=True)
         parent.kill()
         _, alive = psutil.wait_procs([child, *family], timeout=6)
     assert family and not alive
     (run_dir,) = (path.parent for path in (tmp_path / "mine").glob("*/record.json"))
-    assert column(history(run_dir), "live/host_bytes")[0] == 5
-    assert inspect(run_dir, "--summary")["exit_code"] == 1
+    assert set(column(history(run_dir), "live/host_bytes")) == {5}
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("mine/*/wandb/offline-run-*/run-*.wandb"))
 
 
 def test_nothing_is_started_or_imported_for_none(tmp_path: Path) -> None:
