@@ -192,6 +192,8 @@ def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
     assert capsys.readouterr().out == "1 runs sent, and their table; 1 were there already\n"
     assert len(server.runs) == 4
     assert send(tmp_path / "mine", "--again") == 0 and len(server.runs) == 4  # what is there is replaced
+    (run_dir / kept.FILE).unlink()  # as if an upload had been killed
+    assert send(tmp_path / "mine") == 0 and len(server.runs) == 4
 
 
 @dataclass
@@ -266,6 +268,8 @@ def test_whatever_the_server_does(fault: str, played: dict[str, Played]) -> None
     assert this.seconds < CLOSE_SECONDS + 1.5
     assert len(this.said) == 1 and this.said[0].startswith("tracking: "), this.said
     assert this.said[0].endswith(f"`python -m harness.tracking {this.folder}` sends all of it")
+    if fault == "hangs at the end":
+        assert "Timed out" in this.said[0]  # W&B's own limit, before ours
     run_dirs = sorted(path.parent for path in this.folder.glob("*/record.json"))
     told = [kept.read(run_dir, "wandb") for run_dir in run_dirs]
     assert len(told) == 2 and all(entry is None or entry.sent_at is None for entry in told)
@@ -326,11 +330,19 @@ def test_a_tracker_that_stands_still_costs_nothing(tmp_path: Path) -> None:
     assert feed.process is not None
     os.kill(feed.process.pid, signal.SIGSTOP)
     run_dir, record = made(tmp_path / "mine")
+
+    def hand_over() -> None:
+        for number in range(20):
+            feed.begin(OFFLINE, run_dir, {"much": "x" * 100_000}, run_dir.name, "mine")
+            feed.end(OFFLINE, tmp_path / "mine" / str(number), record)
+
+    handing = threading.Thread(target=hand_over, daemon=True)
+    handing.start()
+    handing.join(2)
+    if handing.is_alive():
+        feed.process.kill()
+        pytest.fail("handing over waits for the tracker")
     began = time.monotonic()
-    for number in range(20):
-        feed.begin(OFFLINE, run_dir, {"much": "x" * 100_000}, run_dir.name, "mine")
-        feed.end(OFFLINE, tmp_path / "mine" / str(number), record)
-    assert time.monotonic() - began < 1
     feed.close(1.0)
     assert time.monotonic() - began < 3
     assert said == [
