@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness import tracking
 from harness.asked import Asked
 from harness.family import FAMILIES, Family
 from harness.rules import divisors, one_of, positive, require
@@ -261,9 +262,11 @@ class TrackingConfig:
     name: str
     mode: str = "offline"  # offline | online
     project: str = "harness"
+    entity: str | None = None  # user or team; null: the account's own choice
+    tags: tuple[str, ...] = ()  # of every run, beside what it is
 
     def __post_init__(self) -> None:
-        one_of("tracking", self.name, ("none", "wandb"))
+        one_of("tracking", self.name, ("none", *tracking.names()))
         one_of("tracking.mode", self.mode, ("offline", "online"))
 
 

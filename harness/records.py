@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from harness.errors import UserError, one_line, printable
 from harness.locks import is_held
+from harness.redact import redacted
 from harness.versions import is_stale, versions
 
 Record = dict[str, Any]
@@ -129,11 +130,12 @@ def _finite(value: Any) -> Any:
 def write_record(run_dir: Path, record: Record) -> None:
     """Write a run's record: row, config, layout, ranks, environment, versions, proof, communication.
 
-    None in the row is an unknown value, and so is a number that is not finite; a fraction of a byte is rounded.
+    None in the row is an unknown value, and so is a number that is not finite; a fraction of a byte is rounded. Secrets
+    are left out (harness.redact): a reason may quote a library that quotes its environment.
     Raises ValueError naming the column of a value of the wrong type.
     """
     row = {key: _whole(key, value) for key, value in _finite(record["row"]).items()}
-    record = {"schema_version": SCHEMA_VERSION} | record | {"row": row}
+    record = redacted({"schema_version": SCHEMA_VERSION} | record | {"row": row})
     _check(record)
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     atomic_write_json(Path(run_dir) / RECORD_FILE, record)
