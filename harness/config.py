@@ -179,7 +179,9 @@ class ClusterConfig:
     device: str = "auto"  # auto | cpu | cuda
     partition: str | None = None  # the site's, for Slurm; null: its default
     account: str | None = None
-    time: str | None = None  # a job's limit, in Slurm's forms such as 4:00:00; null: from timeout_seconds
+    time: str | None = (
+        None  # a job's limit as Slurm writes it, 4:00:00 (in a file in quotes); null: from timeout_seconds
+    )
 
     def __post_init__(self) -> None:
         positive("cluster", self, "nodes")

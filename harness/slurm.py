@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,7 +137,7 @@ class Slurm:
                     job = job_of(one.item)
                     one.job = job if job in alive else None
                 fresh = [one for one in mine if one.job is None]
-                for header, group in by_needs(self.queue, fresh).items():
+                for header, group in arrays(self.queue, fresh):
                     self.submit_array(jobs, header, group)
 
     def submit_array(self, jobs: Path, header: str, group: Sequence[Submitted]) -> None:
@@ -158,7 +158,7 @@ class Slurm:
     def end_of(self, one: Submitted, states: dict[str, str] | None) -> Record | None:
         """Its record, if its node answered or its job is gone without."""
         item = one.item
-        one.begun = one.begun or told(file_of(item, "begun"))
+        one.begun = told(file_of(item, "begun")) or one.begun
         if one.begun:
             self.display.at(item, item.folder / one.begun[-1])
         runs = told(file_of(item, "answer"))
@@ -193,7 +193,7 @@ def write_scripts(place: Slurm, items: Sequence[Item]) -> list[Path]:
         jobs = folder / FOLDER
         jobs.mkdir(parents=True, exist_ok=True)
         mine = [Submitted(item, place.values[item]) for item in items if item.folder == folder]
-        for number, (header, group) in enumerate(by_needs(place.queue, mine).items()):
+        for number, (header, group) in enumerate(arrays(place.queue, mine)):
             for one in group:
                 atomic_write_json(file_of(one.item), {"values": one.values, "job": None})
             works = [file_of(one.item).resolve() for one in group]
@@ -213,11 +213,14 @@ def at_work(folder: Path) -> dict[str, str]:
     return {jobs[job]: state for job, state in found.items()}
 
 
-def by_needs(asked: Queue, group: Sequence[Submitted]) -> dict[str, list[Submitted]]:
-    found: dict[str, list[Submitted]] = {}
+def arrays(asked: Queue, group: Sequence[Submitted]) -> Iterator[tuple[str, list[Submitted]]]:
+    """Those of equal needs, as many as Slurm takes at once, with the lines that say the needs."""
+    by_needs: dict[str, list[Submitted]] = {}
     for one in group:
-        found.setdefault(queue.header(asked, one.item.config), []).append(one)
-    return found
+        by_needs.setdefault(queue.header(asked, one.item.config), []).append(one)
+    for header, alike in by_needs.items():
+        for first in range(0, len(alike), queue.MOST_IN_ARRAY):
+            yield header, alike[first : first + queue.MOST_IN_ARRAY]
 
 
 def key_of(values: dict[str, Any]) -> str:
