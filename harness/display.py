@@ -103,15 +103,22 @@ class Display:
         if self.status is None and now - self.said < PLAIN_SECONDS:
             return
         lines = [one.text(now) for one in list(self.running.values())]
-        left = progress.seconds_left(self.made, list(self.left.values()), self.side_by_side)
-        if lines and left is not None and len(self.left) > 1:
-            lines[-1] += f"; about {duration(left)} left for {len(self.left)} runs"
+        if lines and len(self.left) > 1:
+            lines.append(f"{self.total - len(self.left)} of {self.total} runs have their row{self.about(now)}")
         if self.status is not None:
             self.status.update(Text("\n".join(lines)))
             return
         self.said = now
         for line in lines:
             self.say(line)
+
+    def about(self, now: float) -> str:
+        """An estimate of what is left, '' before the first run has ended."""
+        left = progress.seconds_left(self.made, list(self.left.values()), self.side_by_side)
+        if left is None:
+            return ""
+        spent = sum(now - one.began for one in list(self.running.values())) / self.side_by_side
+        return f", about {duration(max(0.0, left - spent))} left"
 
     def ended(self, item: "Item", record: Record, is_new: bool) -> None:
         """A run has its record."""
