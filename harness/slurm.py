@@ -1,13 +1,6 @@
-"""Runs as jobs of Slurm. The truth is in files: what was submitted, what its node answered, the run's own record.
+"""Runs as jobs of Slurm. The truth is in files (harness.letters) and in the runs' own records, not in what Slurm says."""
 
-results/NAME/.jobs/KEY.json          values of a combination, and the job that has them
-results/NAME/.jobs/KEY.begun.json    the runs that its node made of them, as soon as they are begun
-results/NAME/.jobs/KEY.answer.json   the same when all have their record
-"""
-
-import hashlib
 import importlib
-import json
 import shutil
 import sys
 import time
@@ -24,14 +17,13 @@ from hydra.core.plugins import Plugins
 from harness import compose, locks, queue, records, refused, stored
 from harness.display import Display
 from harness.errors import UserError
-from harness.identity import settling
 from harness.items import Item
+from harness.letters import FOLDER, file_of, job_of, key_of, told
 from harness.queue import Queue
 from harness.records import Record, atomic_write_json
 from harness.search import candidates, is_asked
 from harness.typed import from_dict
 
-FOLDER = ".jobs"
 POLL_SECONDS = 1.0
 GONE_SECONDS = 10.0  # from a job's leaving the queue to its being given up: files of a shared folder may come late
 
@@ -203,16 +195,6 @@ def write_scripts(place: Slurm, items: Sequence[Item]) -> list[Path]:
     return written
 
 
-def at_work(folder: Path) -> dict[str, str]:
-    """Slurm's state of every run of a comparison that it has not done with."""
-    jobs: dict[str, str] = {}
-    for path in (folder / FOLDER).glob("*.json"):
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            jobs[str(json.loads(path.read_text())["job"])] = path.stem
-    found = queue.states(set(jobs)) or {}
-    return {jobs[job]: state for job, state in found.items()}
-
-
 def arrays(asked: Queue, group: Sequence[Submitted]) -> Iterator[tuple[str, list[Submitted]]]:
     """Those of equal needs, as many as Slurm takes at once, with the lines that say the needs."""
     by_needs: dict[str, list[Submitted]] = {}
@@ -221,32 +203,6 @@ def arrays(asked: Queue, group: Sequence[Submitted]) -> Iterator[tuple[str, list
     for header, alike in by_needs.items():
         for first in range(0, len(alike), queue.MOST_IN_ARRAY):
             yield header, alike[first : first + queue.MOST_IN_ARRAY]
-
-
-def key_of(values: dict[str, Any]) -> str:
-    """Of all that affects the result, as far as it is known before a node is."""
-    kept = settling(values) | {"repeat": values.get("repeat")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:10]
-
-
-def file_of(item: Item, what: str = "") -> Path:
-    return item.folder / FOLDER / f"{item.name}{what and '.'}{what}.json"
-
-
-def told(path: Path) -> list[str]:
-    """The runs that a node named; none if it did not."""
-    try:
-        return list(json.loads(path.read_text())["runs"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
-
-
-def job_of(item: Item) -> str | None:
-    try:
-        job = json.loads(file_of(item).read_text())["job"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    return str(job) if job else None
 
 
 def best(found: Sequence[Record]) -> Record:

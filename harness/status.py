@@ -14,9 +14,9 @@ from harness import progress, pulse
 from harness.config import PROFILED_STEPS, TRACED_STEPS
 from harness.display import duration
 from harness.errors import exit_status, printable
+from harness.letters import at_work
 from harness.progress import Command
 from harness.records import Found, Record, read_all
-from harness.slurm import at_work
 
 WIDE = 120  # columns, where there is no terminal to ask
 
