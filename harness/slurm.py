@@ -1,4 +1,4 @@
-"""Runs as jobs of Slurm. The truth is in files (harness.letters) and in the runs' own records, not in what Slurm says."""
+"""Runs as jobs of Slurm. The truth is in files (harness.letters) and the runs' records, not in what Slurm says."""
 
 import importlib
 import shutil
