@@ -1,8 +1,12 @@
 """python -m harness strategy=zero3 model=7b: one run, or with -m or sweeps=NAME a sweep; ends with its table."""
 
 import os
+import signal
 import sys
 import tempfile
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends them without a traceback
 
 import hydra
 from hydra.errors import HydraException
@@ -11,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness import compose, slurm
 from harness.cli import arguments, composition_error
-from harness.errors import UserError
+from harness.errors import UserError, unwritable
 from harness.session import Session
 
 CONF = compose.ROOT / "conf"
@@ -34,9 +38,13 @@ def main() -> int:
         return session.refuse(composition_error(error))
     except UserError as error:
         return session.refuse(str(error))
+    except OSError as error:  # a disk that is full, or was made read-only meanwhile
+        return session.refuse(unwritable(error))
     except KeyboardInterrupt:
         return session.interrupted()
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -66,21 +66,23 @@ def files_under(root: Path, left_out: Collection[str] = ()) -> list[Path]:
 
 
 def concatenated(files: Iterable[Path], root: Path, cache: Path) -> Path:
-    """One file of all the files' bytes in the order of their names, made once."""
+    """One file of all the files' bytes in the order of their names, made once, and again if that was damaged."""
     ordered = sorted(files, key=lambda p: p.relative_to(root).as_posix())
     listing = "\n".join(f"{p.relative_to(root).as_posix()} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in ordered)
     key = hashlib.sha256(f"{root}\n{listing}".encode()).hexdigest()[:16]
-    target = cache / f"corpus-{key}.bin"
-    if not target.exists():
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            handle, partial = tempfile.mkstemp(dir=cache)
-            with os.fdopen(handle, "wb") as out:
-                for file in ordered:
-                    out.write(file.read_bytes())
-            Path(partial).replace(target)
-        except OSError as error:
-            raise UserError(f"data.cache={cache} cannot be written ({error.strerror}): name another folder") from None
+    try:
+        for path in cache.glob(f"corpus-{key}-*.bin"):
+            if path.stem.endswith(f"-{fingerprint(path)}"):  # else a full disk or a power cut left less of it
+                return path
+        cache.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=cache)
+        with os.fdopen(handle, "wb") as out:
+            for file in ordered:
+                out.write(file.read_bytes())
+        target = cache / f"corpus-{key}-{fingerprint(Path(partial))}.bin"
+        Path(partial).replace(target)
+    except OSError as error:
+        raise UserError(f"data.cache={cache} cannot be written ({error.strerror}): name another folder") from None
     return target
 
 

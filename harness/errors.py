@@ -18,6 +18,11 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in one_line(text))
 
 
+def unwritable(error: OSError) -> str:
+    """What the operating system says of a file, in one line."""
+    return f"{error.filename or 'a file'} cannot be written: {error.strerror or error}"
+
+
 def exit_status(command: Callable[[], None]) -> int:
     """0, or 2 for a user's mistake or a file that cannot be written, said in one line."""
     try:
@@ -26,6 +31,6 @@ def exit_status(command: Callable[[], None]) -> int:
         print(printable(error), file=sys.stderr)
         return 2
     except OSError as error:
-        print(printable(f"{error.filename} cannot be written: {error.strerror}"), file=sys.stderr)
+        print(printable(unwritable(error)), file=sys.stderr)
         return 2
     return 0

@@ -10,7 +10,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,8 @@ class Start:
 # no tensor. So a run of a sweep starts in a fraction of a second instead of several seconds of imports.
 # A CUDA rank is forked from a bare interpreter, which is as clean as spawn: importing all that on a GPU machine may ask
 # the driver for devices, after which a fork cannot use them. Unlike with spawn, the leash holds from the first moment.
-STARTS: Mapping[str, Start] = {
-    "cpu": Start("forkserver", ("harness.leash", "harness.preload")),
-    "cuda": Start("forkserver", ("harness.leash",)),
-}
+LEASHED = Start("forkserver", ("harness.leash",))
+STARTS: Mapping[str, Start] = {"cpu": Start("forkserver", ("harness.leash", "harness.preload")), "cuda": LEASHED}
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def launch(
             watch.stopped = watch.stopped or ("" if watch.failed_at() else "interrupted")
         except Exception as error:
             trouble = one_line(f"the ranks could not be run: {type(error).__name__}: {error}")
-            with (run_dir / "logs" / "launcher.log").open("a") as log:
+            with suppress(OSError), (run_dir / "logs" / "launcher.log").open("a") as log:  # the disk may be full
                 traceback.print_exc(file=log)
     stacks.tidy(run_dir, ranks)
     killed_by_kernel = kernel_kills() > kills_before
@@ -231,6 +229,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 def _complaints_to(target: Path) -> Iterator[None]:
     """The elastic launcher's warnings and tracebacks into a file, made when there is something to say."""
     file = logging.FileHandler(target, delay=True)
+    file.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk is no reason to complain here
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger.propagate, logger.handlers) for logger in loggers]
     for logger in loggers:
@@ -240,4 +239,5 @@ def _complaints_to(target: Path) -> Iterator[None]:
     finally:
         for logger, (propagate, handlers) in zip(loggers, before, strict=True):
             logger.propagate, logger.handlers = propagate, handlers
-        file.close()
+        with suppress(OSError):
+            file.close()

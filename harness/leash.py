@@ -35,9 +35,15 @@ def _tie_rank() -> None:
         return
     _tied = True
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # timers are not inherited, handlers are
+    sys.excepthook = _in_one_line
     _die_with_parent()
     if os.getppid() != _SELF:
         os._exit(1)
+
+
+def _in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
+    """Of a rank that does not come to its own code: a parent that ends meanwhile takes away what it was given."""
+    print(f"a process was not started: {kind.__name__}: {error}", file=sys.stderr, flush=True)
 
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides what it means

@@ -125,11 +125,11 @@ def _ends(tail: str) -> str:
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a log in one line, '' if there is none."""
+    """The last lines of a log in one line, '' if there is none; without the stacks that a crash leaves behind them."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
+        lines = file.read().decode(errors="replace").partition("Fatal Python error: ")[0].splitlines()
     kept = [one_line(line) for line in lines if line.strip()][-TAIL_LINES:]
     return " | ".join(kept)[-TAIL_CHARACTERS:]

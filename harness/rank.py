@@ -60,7 +60,8 @@ def run(
     threading.Thread(target=_die_with, args=(lifeline,), daemon=True).start()
     if hasattr(os, "sched_setaffinity"):  # the process that forked it may have others
         os.sched_setaffinity(0, cores)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: no failure of this rank
+    for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)  # die at once, whatever was inherited
     report = reports[int(os.environ["LOCAL_RANK"])]
     for other in reports:

@@ -152,14 +152,22 @@ def measured(config: RunConfig, layout: Layout, ranks: Sequence[Rank]) -> Row:
 def steps(config: RunConfig, ranks: Sequence[Rank]) -> list[dict[str, Any]]:
     """One entry a step for steps.jsonl: the world's mean loss, the global gradient norm, the slowest rank's time."""
     losses, norms = mean_losses(ranks), ranks[0]["grad_norms"]
-    warm_up, timed = config.train.warmup_steps, config.train.steps
-    seconds = step_seconds(ranks)
-    phases = ["warm-up"] * warm_up + ["timed"] * timed + ["traced"] * TRACED_STEPS + ["profiled"] * PROFILED_STEPS
-    times = [None] * warm_up + seconds + [None] * (TRACED_STEPS + PROFILED_STEPS)
+    seconds, phases = step_seconds(ranks), phases_of_steps(config)
+    times = [None] * config.train.warmup_steps + seconds + [None] * (TRACED_STEPS + PROFILED_STEPS)
     return [
         {"step": step, "phase": phase, "loss": loss, "grad_norm": norm, "seconds": time}
         for step, (phase, loss, norm, time) in enumerate(zip(phases, losses, norms, times, strict=True))
     ]
+
+
+def phases_of_steps(config: RunConfig) -> list[str]:
+    counts = {
+        "warm-up": config.train.warmup_steps,
+        "timed": config.train.steps,
+        "traced": TRACED_STEPS,
+        "profiled": PROFILED_STEPS,
+    }
+    return [phase for phase, steps in counts.items() for _ in range(steps)]
 
 
 def mean_losses(ranks: Sequence[Rank]) -> list[float | None]:

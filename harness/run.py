@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -207,10 +206,10 @@ def reference_rank(single: Plan) -> Rank | None:
 def start(this: Plan, means: Means, reference: Reference) -> Record:
     """Runs the ranks and writes the record, whatever their end; until then one that tells of a command that died."""
     began = {"started_at": datetime.now(UTC).isoformat()}
-    shutil.rmtree(this.directory, ignore_errors=True)
     try:
-        (this.directory / "ranks").mkdir(parents=True)
         write(this, {"status": "interrupted", "reason": STARTED} | began)
+        stored.clear(this.directory)
+        (this.directory / "ranks").mkdir()
         made, notes = prepare(this)
         made.write(this.directory)
     except (RuntimeError, OSError, UserError) as error:
@@ -236,8 +235,9 @@ def start(this: Plan, means: Means, reference: Reference) -> Record:
         ranks, ending = [], {"status": "error", "reason": f"what its ranks wrote is damaged: {one_line(error)}"}
     if ending["status"] == "ok":
         ending, extra = judge(this.config, this.layout, this.widths, ranks, reference.rank, reference.word)
-    elif outcome.status != "ok":
-        ending |= row.ended(this.directory, world_size, outcome, ranks)
+    if ending["status"] != "ok":
+        at = {"phase": ending["phase"]} if "phase" in ending else {}
+        ending |= row.ended(this.directory, world_size, outcome, ranks) | at
     ending |= began | {"seconds": outcome.seconds}
     return write(this, ending, ranks, extra | {"notes": notes})
 

@@ -5,13 +5,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from harness import run
+from harness import launch, locks, run
 from harness.config import ClusterConfig, ModelConfig
 from harness.display import Display
 from harness.errors import UserError
@@ -46,7 +46,8 @@ class Slots:
         self.slots: list[Slot] = []
         self.machines: dict[ClusterConfig, Machine] = {}
         self.devices: list[str] = []
-        self.before = {number: signal.signal(number, interrupted) for number in HANDLED}
+        self.before = {number: signal.getsignal(number) for number in HANDLED}
+        handle(interrupted)
 
     @property
     def side_by_side(self) -> int:
@@ -109,7 +110,8 @@ class Slots:
         slot.pipe.send((item.plan, slot.devices, slot.cores))
 
     def new(self) -> Slot:
-        context = multiprocessing.get_context("spawn")  # as clean as a command of its own
+        launch.prepare("cuda", launch.LEASHED)  # as clean as a command of its own, and dies with this one
+        context = multiprocessing.get_context("forkserver")
         mine, theirs = context.Pipe()
         process = context.Process(target=serve, args=(theirs, list(self.models)))
         process.start()
@@ -132,11 +134,7 @@ class Slots:
         except (EOFError, OSError):
             slot.process.join()
             self.slots.remove(slot)
-            code = slot.process.exitcode
-            how = signal.Signals(-code).name if code < 0 else f"code {code}"
-            return item, run.write(
-                item.plan, {"status": "error", "reason": f"the process that ran it ended with {how}"}
-            )
+            return item, lost(item, slot.process.exitcode)
         if kind == "at":
             self.display.tick(item, value)
         elif kind == "say":
@@ -160,10 +158,9 @@ class Slots:
 
     def close(self) -> None:
         for slot in self.slots:
-            slot.pipe.close()
-            slot.process.join(0 if slot.item is None else END_SECONDS)
             slot.process.kill()
             slot.process.join()
+            slot.pipe.close()
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
@@ -172,13 +169,30 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+def handle(handler: Callable[..., None]) -> None:
+    """What signals from outside do now; those that are to be ignored, nohup's wish, are."""
+    for number in HANDLED:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def lost(item: Item, code: int) -> Record | None:
+    """The record of a run whose process was killed. None: another command has taken it up."""
+    assert item.plan is not None
+    how = signal.Signals(-code).name if code < 0 else f"code {code}"
+    ending = {"status": "error", "reason": f"the process that ran it ended with {how}"}
+    with locks.alone(item.plan.directory, wait=False) as is_mine:
+        if not is_mine:
+            return None
+        return standing(item, lambda _: None) or run.write(item.plan, ending)
+
+
 def serve(pipe: Connection, models: list[ModelConfig]) -> None:
     """In the slot's process: the runs that it is given, until the command has no more or dies."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=die_with, args=(parent.sentinel,), daemon=True).start()
-    for number in HANDLED:
-        signal.signal(number, signal.SIG_IGN)  # between runs; during one they end it
+    handle(lambda *_: None)  # between runs; during one they end it
     while True:
         try:
             plan, devices, cores = pipe.recv()

@@ -1,6 +1,7 @@
 """Whether what a comparison's folder has of a run stands, or it must be made again."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,15 @@ from harness.records import RECORD_FILE, Record, read_record
 NOT_ASKED = "not asked for: proof.reference=false"
 STARTED = "its command is gone, or still running"  # the reason of a record that its command has not yet replaced
 Say = Callable[[str], None]
+
+
+def clear(run_dir: Path) -> None:
+    """Removes what an earlier attempt at a run left, but for the record: at no moment is there a run without one."""
+    for path in run_dir.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != RECORD_FILE:
+            path.unlink(missing_ok=True)
 
 
 def writable(folder: Path) -> None:

@@ -33,8 +33,6 @@ def judge(
     problems += work_problems(config, layout, ranks, expected)
     problems += training.disagreements(layout, ranks)
     problems += training.mask_problems(layout, ranks) if config.model.dropout else []
-    if None in row.mean_losses(ranks):
-        problems.append("the loss is not finite")
     proven: Values = {"layout": "failed" if layout_problems else "proven", "reference": word}
     proven |= {"expected_communication_bytes": expected}
     columns: Values = {}
@@ -46,6 +44,11 @@ def judge(
         problems += training.deviation_problems(found, limits)
         proven |= dataclasses.asdict(found) | {f"{what}_bound": limit for what, limit in limits.items()}
         columns = {"loss_deviation": _finite(found.loss), "grad_deviation": _finite(found.gradient)}
+    losses = row.mean_losses(ranks)
+    if None in losses:  # said first: other problems follow from it
+        step = losses.index(None)
+        columns["phase"] = row.phases_of_steps(config)[step]
+        problems.insert(0, f"the loss is not finite from step {step} on, in {columns['phase']}")
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         columns |= {"status": "error", "reason": f"not proven: {problems[0]}{more}"}

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, loss
 import harness.checkpointing
 import harness.model
 import harness.weights
-from harness import activation_offload, worker
+from harness import activation_offload, job, worker
 from harness.config import CheckpointingConfig
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import start as deepspeed_start
@@ -761,3 +761,37 @@ def autotp_dropped(run_dir: str) -> None:
 
     deepspeed_start.apply_tensor_parallel = spoiled
     worker.main(run_dir)
+
+
+def collective_mismatched(run_dir: str) -> None:
+    """Rank 1 calls another collective than the others, in its second step."""
+    step = torch_engine.TorchEngine.step
+    taken = itertools.count()
+
+    def spoiled(self: Any, micro_batches: Any) -> Any:
+        if next(taken) == 1:
+            dist.all_reduce(torch.zeros(8 if rank() == 1 else 2))
+        return step(self, micro_batches)
+
+    torch_engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def nan_later(run_dir: str) -> None:
+    """The loss is not a number from the third step on."""
+    step = torch_engine.TorchEngine.step
+    taken = itertools.count()
+
+    def spoiled(self: Any, micro_batches: Any) -> Any:
+        found = step(self, micro_batches)
+        return found._replace(loss=found.loss * float("nan")) if next(taken) >= 2 else found
+
+    torch_engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
+    worker.main(run_dir)
+
+
+def each_its_own(run_dir: str) -> None:
+    """One run of a sweep hangs, one runs out of memory, one's loss is not a number, one is as it should be."""
+    layout = job.read(Path(run_dir)).layout
+    faults = {(1, 2, 1): exhausted, (2, 1, 1): stuck_in_a_step, (1, 1, 2): nan_later}
+    faults.get((layout.dp_shard, layout.dp_replicate, layout.tp), worker.main)(run_dir)

@@ -80,17 +80,28 @@ def build_allocator(cache: Path) -> Path:
     Raises UserError without a compiler, and RuntimeError with the compiler's words if it fails.
     """
     folder = _folder(cache, "allocator", _SOURCE.read_text() + " ".join(_FLAGS), "torch")
-    built = folder / "allocator.so"
-    if built.exists():
+    built = _whole_allocator(folder)
+    if built is not None:
         return built
     _require_compiler()
     with FileLock(folder / "build.lock"):
-        if not built.exists():
-            _compile(folder / f"allocator.{os.getpid()}.tmp", built)
-    return built
+        return _whole_allocator(folder) or _compile(folder / f"allocator.{os.getpid()}.tmp")
 
 
-def _compile(temporary: Path, built: Path) -> None:
+def _whole_allocator(folder: Path) -> Path | None:
+    """The library whose name tells its content: one that a full disk or a power cut damaged would kill every rank."""
+    return next((path for path in folder.glob("allocator-*.so") if path.name == _allocator_name(path)), None)
+
+
+def _allocator_name(path: Path) -> str:
+    return f"allocator-{_digest(path)}.so"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _compile(temporary: Path) -> Path:
     """Compile into a file of our own and rename it, so that a killed build leaves nothing that looks whole."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
@@ -100,7 +111,7 @@ def _compile(temporary: Path, built: Path) -> None:
     command += [f"-Wl,-rpath,{path}" for path in library_paths()]  # macOS looks there even for what is loaded
     try:
         _run(command, "harness/measure/allocator.cpp", os.environ)
-        temporary.replace(built)
+        return temporary.replace(temporary.with_name(_allocator_name(temporary)))
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -151,7 +162,11 @@ def build_deepspeed_comm(cache: Path) -> dict[str, str]:
 
 
 def _complete(folder: Path) -> bool:
-    return (folder / "complete").exists() and (folder / _DEEPSPEED_OP / f"{_DEEPSPEED_OP}.so").exists()
+    """Whether the library that was built is there, and whole."""
+    try:
+        return (folder / "complete").read_text() == _digest(folder / _DEEPSPEED_OP / f"{_DEEPSPEED_OP}.so")
+    except (OSError, ValueError):
+        return False
 
 
 def _build_deepspeed_comm_here(folder: Path) -> None:
@@ -159,11 +174,11 @@ def _build_deepspeed_comm_here(folder: Path) -> None:
     with FileLock(folder / "build.lock"):
         if _complete(folder):
             return
-        (folder / _DEEPSPEED_OP / "lock").unlink(missing_ok=True)
+        shutil.rmtree(folder / _DEEPSPEED_OP, ignore_errors=True)  # ninja would take what is damaged for new
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
-        (folder / "complete").touch()
+        (folder / "complete").write_text(_digest(folder / _DEEPSPEED_OP / f"{_DEEPSPEED_OP}.so"))
 
 
 def _clear_stale_lock(lock: Path) -> None:
@@ -173,7 +188,7 @@ def _clear_stale_lock(lock: Path) -> None:
             age_seconds = time.time() - lock.stat().st_mtime
         except FileNotFoundError:
             return
-        if age_seconds > _LOCK_STALE_SECONDS:
+        if not 0 <= age_seconds <= _LOCK_STALE_SECONDS:  # below 0: the clock was put back since
             lock.unlink(missing_ok=True)
             return
         time.sleep(0.2)

@@ -1,0 +1,110 @@
+"""What must hold of a comparison's folder, whatever was done to its commands."""
+
+import csv
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import pulse
+from harness.errors import UserError
+from harness.records import RECORD_FILE, read_all, read_record
+
+# What no two runs of one configuration share; of the fullest moment of a step, which of several equals it was.
+MOMENTARY = {
+    *("started_at", "seconds", "disturbed", "cpu_seconds", "peak_host_bytes", "mfu", "hfu", "peak_phase", "peak_rank"),
+    *("tokens_per_second", "tokens_per_second_per_device", "model_flops_per_second_per_device"),
+    *("fragmentation_bytes", "outside_bytes", "bubble", "step_seconds_spread"),
+}
+NEARLY = {
+    "peak_allocated_bytes": 0.15
+}  # relative: how many buffers of collectives are there at once is a matter of the moment
+
+
+def stable(row: dict[str, Any]) -> dict[str, Any]:
+    """The columns that are the same however often a configuration is run."""
+    return {
+        column: value
+        for column, value in row.items()
+        if column not in MOMENTARY and not column.startswith("at_peak_") and not column.endswith(("_seconds", "_p95"))
+    }
+
+
+@dataclass
+class Ledger:
+    """One folder of results, looked at again and again: what is finished may never change."""
+
+    folder: Path  # results_dir
+    finished: dict[Path, tuple[int, int]] = field(default_factory=dict)  # of records that are ok: inode, mtime in ns
+
+    def look(self) -> list[str]:
+        """Finished records that were touched, records that are not whole."""
+        problems = []
+        for path in records_in(self.folder):
+            try:
+                seen = path.stat()
+                is_ok = read_record(path.parent)["row"]["status"] == "ok"
+            except FileNotFoundError:  # the folder of a run that is begun again
+                continue
+            except UserError as error:
+                if path.exists():
+                    problems.append(f"half a record: {error}")
+                continue
+            if is_ok:
+                written = (seen.st_ino, seen.st_mtime_ns)
+                if self.finished.setdefault(path, written) != written:
+                    problems.append(f"a finished record was touched: {path.parent.name}")
+                    self.finished[path] = written
+        problems += [f"a finished record is gone: {path}" for path in self.finished if not path.exists()]
+        return problems
+
+
+def records_in(folder: Path) -> list[Path]:
+    """Of runs and references; ** would stumble over a folder that goes meanwhile."""
+    return [path for depth in ("*", "references/*") for path in folder.glob(f"sweep/{depth}/{RECORD_FILE}")]
+
+
+def rowless(folder: Path) -> list[str]:
+    """Runs that were begun and have no record, whatever became of their command."""
+    begun = {path.parents[1] for depth in ("*", "references/*") for path in folder.glob(f"sweep/{depth}/ranks/*")}
+    return sorted(f"{path.name} was begun and has no row" for path in begun if not (path / RECORD_FILE).exists())
+
+
+def moment(folder: Path) -> str:
+    """What the sweep is at: between runs, or the phase of a run that is not over."""
+    paths = records_in(folder)
+    for path in paths:
+        try:
+            status = json.loads(path.read_text())["row"]["status"]
+        except (OSError, ValueError, KeyError):
+            continue
+        if status == "interrupted":
+            beat = pulse.read(path.parent, 0)
+            return beat.phase if beat else "starting ranks"
+    return "between runs" if paths else "before the first run"
+
+
+def litter(folder: Path) -> list[str]:
+    """Files that no command that has ended may leave."""
+    patterns = ("*.tmp", ".writable*", ".reserve", "command-*")
+    return sorted(str(path.relative_to(folder)) for pattern in patterns for path in (folder / "sweep").rglob(pattern))
+
+
+def differences(folder: Path, undisturbed: Path) -> list[str]:
+    """What of the final table is not that of the undisturbed sweep; each combination has one row in both."""
+    expected, found = (
+        {r["row"]["run_id"]: r["row"] for r in read_all(f / "sweep").records} for f in (undisturbed, folder)
+    )
+    problems = [f"{run_id} has no row" for run_id in expected.keys() - found.keys()]
+    problems += [f"{run_id} should not be" for run_id in found.keys() - expected.keys()]
+    for run_id in expected.keys() & found.keys():
+        before, after = stable(expected[run_id]), stable(found[run_id])
+        for column in sorted(before.keys() | after.keys()):
+            one, other = before.get(column), after.get(column)
+            if one != other and not (one and other and column in NEARLY and abs(one - other) <= NEARLY[column] * one):
+                problems.append(f"{run_id}: {column} is {other}, undisturbed {one}")
+    with (folder / "sweep" / "runs.csv").open(newline="") as file:
+        listed = [row["run_id"] for row in csv.DictReader(file)]
+    if sorted(listed) != sorted(expected):
+        problems.append(f"runs.csv lists {listed}")
+    return problems
