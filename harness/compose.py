@@ -10,6 +10,7 @@ import yaml
 
 from harness.config import ModelConfig, RunConfig
 from harness.errors import UserError, one_line
+from harness.redact import holders
 from harness.typed import from_dict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,8 +59,10 @@ def plain(composed: Any) -> dict[str, Any]:
 def run_config(values: dict[str, Any]) -> RunConfig:
     """The configuration of these values; a model from outside is asked what it is.
 
-    Raises UserError if there can be none.
+    Raises UserError if there can be none, or if it would write down a secret.
     """
+    for key in holders(values):
+        raise UserError(f"{key} holds a secret, which run and record would keep: give it to the library in its own way")
     model = values.get("model")
     if isinstance(model, dict) and model.get("family") == "hf" and not model.get("asked"):
         from harness import huggingface

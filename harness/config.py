@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness import tracking
 from harness.asked import Asked
 from harness.family import FAMILIES, Family
 from harness.rules import divisors, one_of, positive, require
@@ -178,7 +179,9 @@ class ClusterConfig:
     device: str = "auto"  # auto | cpu | cuda
     partition: str | None = None  # the site's, for Slurm; null: its default
     account: str | None = None
-    time: str | None = None  # a job's limit, in Slurm's forms such as 4:00:00; null: from timeout_seconds
+    time: str | None = (
+        None  # a job's limit as Slurm writes it, 4:00:00 (in a file in quotes); null: from timeout_seconds
+    )
 
     def __post_init__(self) -> None:
         positive("cluster", self, "nodes")
@@ -261,9 +264,11 @@ class TrackingConfig:
     name: str
     mode: str = "offline"  # offline | online
     project: str = "harness"
+    entity: str | None = None  # user or team; null: the account's own choice
+    tags: tuple[str, ...] = ()  # of every run, beside what it is
 
     def __post_init__(self) -> None:
-        one_of("tracking", self.name, ("none", "wandb"))
+        one_of("tracking", self.name, ("none", *tracking.names()))
         one_of("tracking.mode", self.mode, ("offline", "online"))
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from harness.records import Record
 if TYPE_CHECKING:
     from harness.items import Item
 
+REFERENCES = "references"
 PLAIN_SECONDS = 10.0  # between two lines about running runs where there is no terminal
 
 
@@ -39,14 +41,15 @@ class Running:
         rate = ""
         if self.first is not None and step > self.first[1]:
             rate = f", {(step - self.first[1]) / (now - self.first[2]):.1f} steps/s"
-        which = "reference, " if self.at and self.at.parent.name == "references" else ""
+        which = "reference, " if self.at and self.at.parent.name == REFERENCES else ""
         return f"{self.label}: {which}{phase}, step {step} of {self.steps}{rate}, {now - self.began:.0f} s"
 
 
 class Display:
     """Progress on standard error, so that standard output holds results alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, started: "Callable[[Item, Path], None]" = lambda *_: None) -> None:
+        self.started = started  # told once of every run's folder, when its ranks are being started
         self.console = Console(stderr=True, highlight=False)
         self.total = 0
         self.position = 0
@@ -84,8 +87,12 @@ class Display:
         self.show()
 
     def at(self, item: "Item", at: Path) -> None:
-        if item in self.running:
-            self.running[item].at = at
+        running = self.running.get(item)
+        if running is None or running.at == at:
+            return
+        running.at = at
+        if at.parent.name != REFERENCES:
+            self.started(item, at)
 
     def note(self, item: "Item", note: str) -> None:
         if item in self.running:
@@ -96,15 +103,22 @@ class Display:
         if self.status is None and now - self.said < PLAIN_SECONDS:
             return
         lines = [one.text(now) for one in list(self.running.values())]
-        left = progress.seconds_left(self.made, list(self.left.values()), self.side_by_side)
-        if lines and left is not None and len(self.left) > 1:
-            lines[-1] += f"; about {duration(left)} left for {len(self.left)} runs"
+        if lines and len(self.left) > 1:
+            lines.append(f"{self.total - len(self.left)} of {self.total} runs have their row{self.about(now)}")
         if self.status is not None:
             self.status.update(Text("\n".join(lines)))
             return
         self.said = now
         for line in lines:
             self.say(line)
+
+    def about(self, now: float) -> str:
+        """An estimate of what is left, '' before the first run has ended."""
+        left = progress.seconds_left(self.made, list(self.left.values()), self.side_by_side)
+        if left is None:
+            return ""
+        spent = sum(now - one.began for one in list(self.running.values())) / self.side_by_side
+        return f", about {duration(max(0.0, left - spent))} left"
 
     def ended(self, item: "Item", record: Record, is_new: bool) -> None:
         """A run has its record."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness import room, stored
+from harness import locks, room
 from harness.errors import UserError
 from harness.records import atomic_write_json
 from harness.typed import from_dict
@@ -43,7 +43,7 @@ def listed(folder: Path, runs: Sequence[Listed], side_by_side: int) -> Iterator[
     tidy(folder)
     place = folder / f"{PREFIX}{secrets.token_hex(4)}"
     command = Command(socket.gethostname(), os.getpid(), time.time(), side_by_side, tuple(runs))
-    with stored.alone(place):
+    with locks.alone(place):
         with suppress(OSError):  # of no use but to be looked at
             atomic_write_json(file_of(place), asdict(command))
         try:
@@ -59,14 +59,14 @@ def commands(folder: Path) -> list[tuple[Command, bool]]:
     found = []
     for place in places(folder):
         with suppress(OSError, ValueError, TypeError, UserError):
-            found.append((from_dict(Command, json.loads(file_of(place).read_text())), stored.is_held(place)))
+            found.append((from_dict(Command, json.loads(file_of(place).read_text())), locks.is_held(place)))
     return sorted(found, key=lambda entry: entry[0].began)
 
 
 def tidy(folder: Path) -> None:
     """Removes what dead commands left, which this one takes over."""
     for place in places(folder):
-        if not stored.is_held(place):
+        if not locks.is_held(place):
             remove(place)
 
 
@@ -75,12 +75,12 @@ def places(folder: Path) -> list[Path]:
 
 
 def file_of(place: Path) -> Path:
-    return stored.lock_file(place).with_suffix(".json")
+    return locks.lock_file(place).with_suffix(".json")
 
 
 def remove(place: Path) -> None:
     file_of(place).unlink(missing_ok=True)
-    stored.lock_file(place).unlink(missing_ok=True)
+    locks.lock_file(place).unlink(missing_ok=True)
 
 
 def seconds_left(done: Sequence[tuple[float, float]], left: Sequence[float], side_by_side: int = 1) -> float | None:

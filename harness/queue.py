@@ -15,6 +15,7 @@ from harness.errors import UserError, one_line
 from harness.machine import CPU_RANKS
 
 COMMAND_SECONDS = 60.0  # for a command of Slurm's to answer
+MOST_IN_ARRAY = 1000  # Slurm's own limit unless a site sets another: MaxArraySize=1001
 SPARE_SECONDS = 300.0  # of a job, beside what a run and its reference may take
 
 

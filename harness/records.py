@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.errors import UserError, one_line, printable
+from harness.locks import is_held
+from harness.redact import redacted
 from harness.versions import is_stale, versions
 
 Record = dict[str, Any]
@@ -89,6 +91,7 @@ class Found(NamedTuple):
 
     records: list[Record]
     problems: list[str]
+    running: list[Record]  # as they were begun: a command is at these runs
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -127,11 +130,12 @@ def _finite(value: Any) -> Any:
 def write_record(run_dir: Path, record: Record) -> None:
     """Write a run's record: row, config, layout, ranks, environment, versions, proof, communication.
 
-    None in the row is an unknown value, and so is a number that is not finite; a fraction of a byte is rounded.
+    None in the row is an unknown value, and so is a number that is not finite; a fraction of a byte is rounded. Secrets
+    are left out (harness.redact): a reason may quote a library that quotes its environment.
     Raises ValueError naming the column of a value of the wrong type.
     """
     row = {key: _whole(key, value) for key, value in _finite(record["row"]).items()}
-    record = {"schema_version": SCHEMA_VERSION} | record | {"row": row}
+    record = redacted({"schema_version": SCHEMA_VERSION} | record | {"row": row})
     _check(record)
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     atomic_write_json(Path(run_dir) / RECORD_FILE, record)
@@ -205,12 +209,14 @@ def read_all(results_dir: Path) -> Found:
     results_dir = Path(results_dir)
     if not results_dir.is_dir():
         raise UserError(f"{results_dir} is not a directory: name the folder of one comparison, results/NAME")
-    found = Found([], [])
+    found = Found([], [], [])
     for path in sorted(results_dir.glob(f"*/{RECORD_FILE}")):
         if path.parent.name == "references" or path.parent.name.startswith("."):
             continue
         try:
-            found.records.append(read_record(path.parent))
+            record = read_record(path.parent)
+            is_running = record["row"]["status"] == "interrupted" and is_held(path.parent)
+            (found.running if is_running else found.records).append(record)
         except UserError as error:
             found.problems.append(str(error))
     found.records.sort(key=lambda record: _place(record["row"]))

@@ -9,9 +9,11 @@ from harness import records, row, stored, versions
 from harness.compose import folder_of, run_config
 from harness.config import RunConfig
 from harness.errors import UserError
-from harness.identity import run_id_of, settling
+from harness.identity import run_id_of
 from harness.machine import Machine, look
 from harness.records import Record
+
+STEERING = ("force", "retry", "stop_after", "sweep", "launch")  # how a command goes about it, not what it asks for
 
 
 def row_of(values: dict[str, Any], reason: str) -> Record:
@@ -39,8 +41,9 @@ def combination(config: RunConfig, machine: Machine, reason: str) -> Record:
 
 
 def bare_id(values: dict[str, Any]) -> str:
-    """What such a row is called."""
-    key = hashlib.sha256(json.dumps(settling(values), sort_keys=True, default=str).encode()).hexdigest()[:10]
+    """What such a row is called: any value may be the impossible one."""
+    asked = {key: value for key, value in values.items() if key not in STEERING}
+    key = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:10]
     return "-".join((*(names_of(values)[group] for group in ("strategy", "checkpointing", "model")), key))
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import compiling, data, dominated, engines, job, launch, layout, records, room, row, stored, worker
+from harness import compiling, data, dominated, engines, job, launch, layout, locks, records, room, row, stored, worker
 from harness.compose import folder_of
 from harness.config import CheckpointingConfig, ModelConfig, RunConfig, StrategyConfig
 from harness.data import Corpus
@@ -98,7 +98,7 @@ def execute(this: Plan, means: Means) -> Record | None:
 
     Raises OSError if not even the row of a full disk can be written.
     """
-    with stored.alone(this.directory, wait=False) as is_mine:
+    with locks.alone(this.directory, wait=False) as is_mine:
         return recorded(this, means) if is_mine else None
 
 
@@ -169,7 +169,7 @@ def reference_of(this: Plan, means: Means) -> Reference:
     refused = unfit(single, means.models)
     if refused:
         return Reference(None, f"skipped, the single process does not fit: {refused}")
-    with stored.alone(single.directory):
+    with locks.alone(single.directory):
         record = stored.standing(single.config, single.directory, lambda _: None)
         if record is None or (record["row"]["status"] == "ok" and not reference_rank(single)):
             means.say(f"reference {single.run_id}")

@@ -19,7 +19,7 @@ from harness.report.files import write_files
 from harness.report.tables import print_table, terminal
 from harness.slots import Slots
 from harness.sweep import Place, Sweep
-from harness.tracking import tracker
+from harness.tracking.feed import Feed
 
 
 class Session:
@@ -33,7 +33,9 @@ class Session:
         self.folder: Path | None = None
         self.is_sweep = False
         self.mistake: str | None = None  # kept, not raised: Hydra would add lines of its own to it
-        self.display = Display()
+        self.display = Display(self.started)
+        self.feed = Feed(self.display.say)
+        self.begun: set[Path] = set()  # runs of which tracking knows, by their folders
 
     def job(self, composed: Any) -> None:
         """One combination, kept for later: which comes first depends on all of them."""
@@ -95,6 +97,7 @@ class Session:
                     record = refused.row_of(one, str(error))
                     self.records.append(record)
                     self.display.refused(record)
+                    self.feed.end(one["tracking"], compose.folder_of(one) / record["row"]["run_id"], record)
         return items
 
     def begins(self, item: Item) -> None:
@@ -104,10 +107,15 @@ class Session:
         """A run has its record: made now, or on file."""
         self.records.append(record)
         self.display.ended(item, record, is_new)
-        if is_new:
-            word = tracker(record["config"]["tracking"]).log(item.folder / record["row"]["run_id"], record)
-            if word:
-                self.say(word)
+        run_dir = item.folder / record["row"]["run_id"]
+        if is_new or run_dir in self.begun:  # else an earlier command has handed it over
+            self.feed.end(record["config"]["tracking"], run_dir, record)
+
+    def started(self, item: Item, run_dir: Path) -> None:
+        """The ranks of a run are being started; its folder is there, and nothing of an earlier one."""
+        self.begun.add(run_dir)
+        config = item.config.to_dict()
+        self.feed.begin(config["tracking"], run_dir, config, run_dir.name, item.folder.name)
 
     def say(self, line: str) -> None:
         self.display.say(line)
@@ -119,6 +127,9 @@ class Session:
             print_table(found.records, terminal(), [record["row"]["run_id"] for record in self.records])
             for path in write_files(self.folder, found):
                 print(path)
+            if self.is_sweep or len(self.records) > 1:
+                self.feed.table(self.records[-1]["config"]["tracking"], self.folder)
+        self.feed.close()
         for path in self.scripts:
             print(f"sbatch {path}")
         statuses = {record["row"]["status"] for record in self.records}

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from harness import launch, run, stored
+from harness import launch, locks, run
 from harness.config import ClusterConfig, ModelConfig
 from harness.display import Display
 from harness.errors import UserError
@@ -181,7 +181,7 @@ def lost(item: Item, code: int) -> Record | None:
     assert item.plan is not None
     how = signal.Signals(-code).name if code < 0 else f"code {code}"
     ending = {"status": "error", "reason": f"the process that ran it ended with {how}"}
-    with stored.alone(item.plan.directory, wait=False) as is_mine:
+    with locks.alone(item.plan.directory, wait=False) as is_mine:
         if not is_mine:
             return None
         return standing(item, lambda _: None) or run.write(item.plan, ending)

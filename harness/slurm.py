@@ -1,17 +1,10 @@
-"""Runs as jobs of Slurm. The truth is in files: what was submitted, what its node answered, the run's own record.
+"""Runs as jobs of Slurm. The truth is in files (harness.letters) and the runs' records, not in what Slurm says."""
 
-results/NAME/.jobs/KEY.json          values of a combination, and the job that has them
-results/NAME/.jobs/KEY.begun.json    the runs that its node made of them, as soon as they are begun
-results/NAME/.jobs/KEY.answer.json   the same when all have their record
-"""
-
-import hashlib
 import importlib
-import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,17 +14,16 @@ from typing import Any
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
 
-from harness import compose, queue, records, refused, stored
+from harness import compose, locks, queue, records, refused, stored
 from harness.display import Display
 from harness.errors import UserError
-from harness.identity import settling
 from harness.items import Item
+from harness.letters import FOLDER, file_of, job_of, key_of, told
 from harness.queue import Queue
 from harness.records import Record, atomic_write_json
 from harness.search import candidates, is_asked
 from harness.typed import from_dict
 
-FOLDER = ".jobs"
 POLL_SECONDS = 1.0
 GONE_SECONDS = 10.0  # from a job's leaving the queue to its being given up: files of a shared folder may come late
 
@@ -130,14 +122,14 @@ class Slurm:
         for folder in folders:
             jobs = folder / FOLDER
             jobs.mkdir(parents=True, exist_ok=True)
-            with stored.alone(jobs / "submission"):
+            with locks.alone(jobs / "submission"):
                 mine = [one for one in new if one.item.folder == folder]
                 alive = queue.states({job for one in mine if (job := job_of(one.item))}) or {}
                 for one in mine:
                     job = job_of(one.item)
                     one.job = job if job in alive else None
                 fresh = [one for one in mine if one.job is None]
-                for header, group in by_needs(self.queue, fresh).items():
+                for header, group in arrays(self.queue, fresh):
                     self.submit_array(jobs, header, group)
 
     def submit_array(self, jobs: Path, header: str, group: Sequence[Submitted]) -> None:
@@ -158,7 +150,7 @@ class Slurm:
     def end_of(self, one: Submitted, states: dict[str, str] | None) -> Record | None:
         """Its record, if its node answered or its job is gone without."""
         item = one.item
-        one.begun = one.begun or told(file_of(item, "begun"))
+        one.begun = told(file_of(item, "begun")) or one.begun
         if one.begun:
             self.display.at(item, item.folder / one.begun[-1])
         runs = told(file_of(item, "answer"))
@@ -193,7 +185,7 @@ def write_scripts(place: Slurm, items: Sequence[Item]) -> list[Path]:
         jobs = folder / FOLDER
         jobs.mkdir(parents=True, exist_ok=True)
         mine = [Submitted(item, place.values[item]) for item in items if item.folder == folder]
-        for number, (header, group) in enumerate(by_needs(place.queue, mine).items()):
+        for number, (header, group) in enumerate(arrays(place.queue, mine)):
             for one in group:
                 atomic_write_json(file_of(one.item), {"values": one.values, "job": None})
             works = [file_of(one.item).resolve() for one in group]
@@ -203,47 +195,14 @@ def write_scripts(place: Slurm, items: Sequence[Item]) -> list[Path]:
     return written
 
 
-def at_work(folder: Path) -> dict[str, str]:
-    """Slurm's state of every run of a comparison that it has not done with."""
-    jobs: dict[str, str] = {}
-    for path in (folder / FOLDER).glob("*.json"):
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            jobs[str(json.loads(path.read_text())["job"])] = path.stem
-    found = queue.states(set(jobs)) or {}
-    return {jobs[job]: state for job, state in found.items()}
-
-
-def by_needs(asked: Queue, group: Sequence[Submitted]) -> dict[str, list[Submitted]]:
-    found: dict[str, list[Submitted]] = {}
+def arrays(asked: Queue, group: Sequence[Submitted]) -> Iterator[tuple[str, list[Submitted]]]:
+    """Those of equal needs, as many as Slurm takes at once, with the lines that say the needs."""
+    by_needs: dict[str, list[Submitted]] = {}
     for one in group:
-        found.setdefault(queue.header(asked, one.item.config), []).append(one)
-    return found
-
-
-def key_of(values: dict[str, Any]) -> str:
-    """Of all that affects the result, as far as it is known before a node is."""
-    kept = settling(values) | {"repeat": values.get("repeat")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:10]
-
-
-def file_of(item: Item, what: str = "") -> Path:
-    return item.folder / FOLDER / f"{item.name}{what and '.'}{what}.json"
-
-
-def told(path: Path) -> list[str]:
-    """The runs that a node named; none if it did not."""
-    try:
-        return list(json.loads(path.read_text())["runs"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
-
-
-def job_of(item: Item) -> str | None:
-    try:
-        job = json.loads(file_of(item).read_text())["job"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    return str(job) if job else None
+        by_needs.setdefault(queue.header(asked, one.item.config), []).append(one)
+    for header, alike in by_needs.items():
+        for first in range(0, len(alike), queue.MOST_IN_ARRAY):
+            yield header, alike[first : first + queue.MOST_IN_ARRAY]
 
 
 def best(found: Sequence[Record]) -> Record:

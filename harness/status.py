@@ -10,13 +10,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from harness import progress, pulse, stored
+from harness import progress, pulse
 from harness.config import PROFILED_STEPS, TRACED_STEPS
 from harness.display import duration
 from harness.errors import exit_status, printable
+from harness.letters import at_work
 from harness.progress import Command
 from harness.records import Found, Record, read_all
-from harness.slurm import at_work
 
 WIDE = 120  # columns, where there is no terminal to ask
 
@@ -26,7 +26,6 @@ class Status:
     """What a folder says of itself."""
 
     found: Found
-    running: list[Record]  # at which a command is
     jobs: dict[str, str]  # Slurm's, by run: their state
     commands: list[tuple[Command, bool]]  # with whether each is alive
 
@@ -34,23 +33,20 @@ class Status:
 def look(folder: Path) -> Status:
     """Raises UserError if there is no such folder."""
     found = read_all(folder)
-    started = [record for record in found.records if record["row"]["status"] == "interrupted"]
-    running = [record for record in started if stored.is_held(folder / record["row"]["run_id"])]
-    return Status(found, running, at_work(folder), progress.commands(folder))
+    return Status(found, at_work(folder), progress.commands(folder))
 
 
 def lines(folder: Path, seen: Status) -> Iterator[str]:
-    ended = [record for record in seen.found.records if record not in seen.running]
-    counts = Counter(record["row"]["status"] for record in ended)
+    counts = Counter(record["row"]["status"] for record in seen.found.records)
     told = ", ".join(f"{count} {status}" for status, count in counts.most_common()) or "no run recorded"
-    yield f"{folder}: {told}" + (f", {len(seen.running)} running" if seen.running else "")
-    for record in seen.running:
+    yield f"{folder}: {told}" + (f", {len(seen.found.running)} running" if seen.found.running else "")
+    for record in seen.found.running:
         yield f"  {of_run(folder, record)}"
     for run, state in seen.jobs.items():
         yield f"  {run}: Slurm says {state.lower()}"
     for command, is_alive in seen.commands:
         yield from of_command(command, is_alive, seen)
-    for record in ended:
+    for record in seen.found.records:
         row = record["row"]
         if row["status"] not in ("ok", "refused"):
             yield f"  {row['run_id']} {row['status']}: {printable(row['reason'])}"
@@ -74,7 +70,7 @@ def of_run(folder: Path, record: Record) -> str:
 
 def of_command(command: Command, is_alive: bool, seen: Status) -> Iterator[str]:
     """What it was to run, what of it is done, and how long the rest may take."""
-    rows = {record["row"]["run_id"]: record["row"] for record in seen.found.records if record not in seen.running}
+    rows = {record["row"]["run_id"]: record["row"] for record in seen.found.records}
     done = [one for one in command.runs if one.run_id in rows and rows[one.run_id]["status"] != "interrupted"]
     where = f"command {command.pid} on {command.host}, begun {duration(max(0.0, time.time() - command.began))} ago"
     count = f"{len(done)} of {len(command.runs)} runs have their row"

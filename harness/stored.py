@@ -1,66 +1,19 @@
-"""What a comparison's folder says of a run: whether another command is at it, and whether its record stands."""
+"""Whether what a comparison's folder has of a run stands, or it must be made again."""
 
-import errno
-import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from harness import job, room, versions
 from harness.config import RunConfig
-from harness.errors import UserError, one_line
+from harness.errors import UserError
 from harness.measure import native
 from harness.records import RECORD_FILE, Record, read_record
 
 NOT_ASKED = "not asked for: proof.reference=false"
 STARTED = "its command is gone, or still running"  # the reason of a record that its command has not yet replaced
 Say = Callable[[str], None]
-
-
-def lock_file(run_dir: Path) -> Path:
-    return run_dir.parent / ".locks" / f"{run_dir.name}.lock"
-
-
-@contextmanager
-def alone(run_dir: Path, wait: bool = True) -> Iterator[bool]:
-    """Keeps other commands from this run; whether that worked, where it does not wait.
-
-    The operating system lets go when the holder dies. Raises UserError where files cannot be locked.
-    """
-    lock_file(run_dir).parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(lock_file(run_dir))
-    try:
-        lock.acquire(timeout=-1 if wait else 0)
-    except Timeout:
-        yield False
-        return
-    except (OSError, NotImplementedError) as error:
-        raise UserError(
-            f"results_dir: {run_dir.parent} cannot lock files ({one_line(error)}): choose another"
-        ) from None
-    try:
-        yield True
-    finally:
-        lock.release()
-
-
-def is_held(run_dir: Path) -> bool:
-    """Whether a command is at this run, on this machine or another that shares the folder."""
-    try:
-        descriptor = os.open(lock_file(run_dir), os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EAGAIN, errno.EACCES)
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def clear(run_dir: Path) -> None:

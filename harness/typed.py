@@ -41,7 +41,7 @@ def _checked(kind: Any, value: Any, key: str) -> Any:
             return value
         return from_dict(next(a for a in arguments if a is not type(None)), value, key)
     if origin is tuple and isinstance(value, (list, tuple)) and arguments[1:] == (...,):
-        return tuple(_checked(arguments[0], v, key) for v in value)
+        return tuple(from_dict(arguments[0], v, key) for v in value)
     if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(arguments):
         return tuple(_checked(a, v, key) for a, v in zip(arguments, value, strict=True))
     if origin is dict and isinstance(value, dict):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.random_runs import Ending, draw, ending, is_proven
 
-RANKS, FIRST, DRAWS = 4, 14, 15  # of these draws five are pipelines, four not of the torch engine
+RANKS, FIRST, DRAWS = 4, 14, 10
 
 
 @pytest.fixture(scope="module")

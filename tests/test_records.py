@@ -259,7 +259,7 @@ def test_code_follows_what_measures_and_nothing_else(tmp_path: Path, monkeypatch
     for name in (
         "records.py",
         "train.py",
-        "tracking.py",
+        "tracking/feed.py",
         "report/tables.py",
         "plan/memory.py",
         "measure/allocator.cpp",

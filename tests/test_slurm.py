@@ -181,7 +181,7 @@ def test_a_killed_slurmd_does_not_end_its_run(slurm: Cluster, tmp_path: Path) ->
 @pytest.mark.long
 def test_a_node_lost_for_good_is_a_row(slurm: Cluster, tmp_path: Path) -> None:
     """Where the site does not requeue."""
-    arguments = ("name=gone", "hydra.launcher.additional_parameters={requeue: false, no_requeue: true}", *LONGER)
+    arguments = ("name=gone", "+hydra.launcher.additional_parameters={requeue: false, no_requeue: true}", *LONGER)
     command = begun(slurm, tmp_path, *arguments, "cluster.nodes=2")
     wait_for_step(tmp_path, "gone")
     slurm.kill_node("n1")

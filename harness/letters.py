@@ -1,0 +1,54 @@
+"""The files by which a command and the nodes of its cluster jobs tell each other; either may be gone meanwhile.
+
+results/NAME/.jobs/KEY.json          values of a combination, and the job that has them
+results/NAME/.jobs/KEY.begun.json    the runs that its node made of them, as soon as they are begun
+results/NAME/.jobs/KEY.answer.json   the same when all have their record
+"""
+
+import hashlib
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from harness import queue
+from harness.identity import settling
+from harness.items import Item
+
+FOLDER = ".jobs"
+
+
+def key_of(values: dict[str, Any]) -> str:
+    """Of all that affects the result, as far as it is known before a node is."""
+    kept = settling(values) | {"repeat": values.get("repeat")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:10]
+
+
+def file_of(item: Item, what: str = "") -> Path:
+    return item.folder / FOLDER / f"{item.name}{what and '.'}{what}.json"
+
+
+def told(path: Path) -> list[str]:
+    """The runs that a node named; none if it did not."""
+    try:
+        return list(json.loads(path.read_text())["runs"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def job_of(item: Item) -> str | None:
+    try:
+        job = json.loads(file_of(item).read_text())["job"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return str(job) if job else None
+
+
+def at_work(folder: Path) -> dict[str, str]:
+    """Slurm's state of every run of a comparison that it has not done with."""
+    jobs: dict[str, str] = {}
+    for path in (folder / FOLDER).glob("*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            jobs[str(json.loads(path.read_text())["job"])] = path.stem
+    found = queue.states(set(jobs)) or {}
+    return {jobs[job]: state for job, state in found.items()}

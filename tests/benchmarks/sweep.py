@@ -1,0 +1,69 @@
+"""What a whole sweep costs a combination: the real command with twenty runs beside a plain torchrun script.
+
+    python -m tests.benchmarks.sweep --rounds 3 --out results/overhead_sweep.json
+
+Of each round the command's wall time over its runs (start of Python, composition, reference, every run, tracking,
+table and report) is set against the median of scripts run before and after it.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.overhead import ROOT, Pair, this_machine
+
+STEPS = 10
+SCRIPTS = 2  # before each command, and after it
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="A sweep's cost a combination against a plain torchrun script.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=20, help="of each sweep")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "overhead_sweep.json")
+    asked = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        pair = Pair(STEPS, Path(scratch) / "pair")
+        rounds = [one_round(pair, asked.runs, Path(scratch) / str(index)) for index in range(asked.rounds)]
+    ratio = statistics.median(one["ratio"] for one in rounds)
+    report = {"machine": this_machine(), "steps": STEPS, "runs": asked.runs, "ratio": ratio, "rounds": rounds}
+    asked.out.write_text(json.dumps(report) + "\n")
+    seconds = statistics.median(one["sweep_seconds"] / asked.runs for one in rounds)
+    print(
+        f"a combination in a sweep of {asked.runs}, {STEPS} steps: {ratio:.3f} of the script's time ({seconds:.2f} s)"
+    )
+    print(asked.out)
+    return 0
+
+
+def one_round(pair: Pair, runs: int, results: Path) -> dict[str, Any]:
+    scripts = [pair.script().end()["wall_seconds"] for _ in range(SCRIPTS)]
+    seconds = sweep_seconds(runs, results)
+    scripts += [pair.script().end()["wall_seconds"] for _ in range(SCRIPTS)]
+    ratio = seconds / runs / statistics.median(scripts)
+    return {"sweep_seconds": seconds, "script_seconds": scripts, "ratio": ratio}
+
+
+def sweep_seconds(runs: int, results: Path) -> float:
+    """As a user starts it, tracking included."""
+    command = [sys.executable, "-m", "harness", "-m", "strategy=ddp", "name=twenty", f"results_dir={results}"]
+    command += [f"train.steps={STEPS}", f"repeats={runs}", "cluster.device=cpu"]
+    began = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - began
+    made = len(list(results.glob("twenty/*/record.json")))
+    if done.returncode != 0 or made != runs:
+        raise SystemExit(f"the sweep made {made} of {runs} rows:\n{done.stderr}")
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

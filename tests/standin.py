@@ -1,0 +1,140 @@
+"""A stand-in for W&B's server: enough of its HTTP to take runs and a table, and it can be told to misbehave."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+# What is asked beside the run itself, with the answers of a server that knows nothing yet and keeps no artifacts.
+ANSWERS: dict[str, Any] = {
+    "Viewer": {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}},
+    "ServerFeaturesQuery": {"serverInfo": {"features": []}},
+    "ArtifactType": {"project": None},
+    "CreateArtifact": {"createArtifact": {"artifact": {"id": "a", "state": "COMMITTED", "artifactSequence": None}}},
+}
+
+
+@dataclass
+class Run:
+    """As the server would have it."""
+
+    given: dict[str, Any] = field(default_factory=dict)  # project, group, name, tags, job type
+    config: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    complete: bool = False
+
+
+class Server(ThreadingHTTPServer):
+    """`misbehaves`: which part (graphql, file_stream), and how: an HTTP status, or 0 to hang."""
+
+    daemon_threads = True
+    misbehaves: tuple[str, int] | None = None
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.runs: dict[str, Run] = {}
+        self.bytes_received = b""
+        self.over = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def die(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no event."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def log_message(self, *_: object) -> None:
+        """Silent."""
+
+    def do_PUT(self) -> None:
+        _, _, run, name = self.path.split("/", 3)
+        self.server.runs[run].files[name] = self.body()
+        self.answer({})
+
+    def do_POST(self) -> None:
+        body = self.body()
+        part = "graphql" if self.path == "/graphql" else "file_stream"
+        if self.server.misbehaves and self.server.misbehaves[0] == part:
+            status = self.server.misbehaves[1]
+            if status == 0:
+                self.server.over.wait(60)
+                self.close_connection = True
+                return
+            self.answer({"errors": [{"message": "not today"}]}, status)
+        elif part == "graphql":
+            self.answer({"data": self.graphql(json.loads(body))})
+        else:
+            self.stream(self.path.split("/")[-2], json.loads(body))
+            self.answer({"exitcode": None, "limits": {}})
+
+    def graphql(self, asked: dict[str, Any]) -> Any:
+        found = re.search(r"(?:query|mutation)\s+(\w+)", asked["query"])
+        operation, given = found[1] if found else "", asked.get("variables") or {}
+        if operation == "UpsertBucket":
+            run = self.server.runs.setdefault(given["name"], Run())
+            run.given |= {key: value for key, value in given.items() if value is not None}
+            run.config |= {key: entry["value"] for key, entry in json.loads(given.get("config") or "{}").items()}
+            project = {"id": "p", "name": run.given["project"], "entity": {"id": "e", "name": "me"}}
+            bucket = {"id": given["name"], "name": given["name"], "displayName": given["displayName"], "config": "{}"}
+            bucket |= {"description": "", "sweepName": "", "historyLineCount": 0, "project": project}
+            return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+        if operation == "CreateRunFiles":
+            files = [{"name": n, "uploadUrl": f"{self.server.url}/put/{given['run']}/{n}"} for n in given["files"]]
+            return {"createRunFiles": {"runID": given["run"], "uploadHeaders": [], "files": files}}
+        return ANSWERS[operation]
+
+    def stream(self, run_id: str, given: dict[str, Any]) -> None:
+        run = self.server.runs[run_id]
+        files = given.get("files") or {}
+        for name, into in (("wandb-history.jsonl", run.history), ("wandb-summary.json", [])):
+            for line in files.get(name, {}).get("content", []):
+                into.append(json.loads(line))
+            if name == "wandb-summary.json" and into:
+                run.summary = into[-1]
+        run.complete = run.complete or bool(given.get("complete"))
+
+    def body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        else:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.bytes_received += body
+        return body
+
+    def answer(self, value: Any, status: int = 200) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    server = Server()
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.over.set()
+        server.die()
