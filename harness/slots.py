@@ -139,6 +139,8 @@ class Slots:
             self.display.tick(item, value)
         elif kind == "say":
             self.display.say(value)
+        elif kind == "raised":
+            raise value
         else:
             slot.item = None
             return item, value
@@ -192,17 +194,22 @@ def serve(pipe: Connection, models: list[ModelConfig]) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=die_with, args=(parent.sentinel,), daemon=True).start()
-    handle(lambda *_: None)  # between runs; during one they end it
+    handle(interrupted)  # while ranks run a signal ends them, and the run has its row
     while True:
         try:
             plan, devices, cores = pipe.recv()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             return
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cores)
-        pipe.send(("done", attempt(plan, pipe, models)))
+        try:
+            pipe.send(("done", attempt(plan, pipe, models)))
+        except KeyboardInterrupt:  # before or after that
+            pipe.send(("done", None))
+        except (OSError, UserError) as error:
+            pipe.send(("raised", error))
 
 
 def attempt(plan: run.Plan, pipe: Connection, models: list[ModelConfig]) -> Record | None:

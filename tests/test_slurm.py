@@ -168,14 +168,24 @@ def test_a_lost_node_is_survived(slurm: Cluster, tmp_path: Path, lost: str) -> N
 
 
 @pytest.mark.long
-def test_a_killed_slurmd_does_not_end_its_run(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_slurmd_that_is_killed_and_a_node_that_is_drained_do_not_end_a_run(slurm: Cluster, tmp_path: Path) -> None:
     command = begun(slurm, tmp_path, "name=slurmd", "cluster.nodes=2", *LONGER)
     wait_for_step(tmp_path, "slurmd")
+    slurm.drain("n1")
     slurm.kill_slurmd("n2")
     time.sleep(1)
     slurm.start_slurmd("n2")
     ended(command)
+    slurm.resume("n1")
     assert row_of(tmp_path, "slurmd").status == "ok"
+
+
+def test_jobs_of_other_needs_are_arrays_of_their_own(slurm: Cluster, tmp_path: Path) -> None:
+    sweep = ("-m", "name=needs", "strategy=ddp", "cluster.nodes=1,2", "train.seed=0,1", "launch=script", *SMALL)
+    harness(slurm, tmp_path, *sweep)
+    scripts = [path.read_text() for path in sorted((tmp_path / "needs").glob("*.sbatch"))]
+    assert sorted("--nodes=2\n" in script for script in scripts) == [False, True]
+    assert all("#SBATCH --array=0-1%256" in script for script in scripts)
 
 
 @pytest.mark.long

@@ -23,6 +23,7 @@ from harness.errors import UserError
 from harness.here import Here
 from harness.items import Item, in_order
 from harness.search import Search
+from harness.slots import Slot, Slots
 
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
@@ -174,6 +175,29 @@ def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> No
     too_many = harness("sweep.parallel=99", *sweep)
     assert "sweep.parallel=99 is more than the" in rows_of(tmp_path / "results", "beside").reason.dropna().iloc[-1]
     assert too_many.returncode == 0
+
+
+@given(
+    worlds=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=12), parallel=st.sampled_from(["auto", 2, 5])
+)
+def test_devices_are_given_to_one_run_at_a_time(worlds: list[int], parallel: int | str) -> None:
+    """On a machine of eight, whose sixteen cores go with them."""
+    slots = Slots(parallel, [], Display())
+    slots.devices, slots.cores = [str(index) for index in range(8)], list(range(16))
+    for world in worlds:
+        asked: Any = SimpleNamespace(plan=SimpleNamespace(layout=SimpleNamespace(world_size=world)))
+        found = slots.place_for(asked)
+        used = [device for slot in slots.slots for device in slot.devices]
+        if found is None:
+            assert len(used) + world > 8 or len(slots.slots) == parallel
+            continue
+        assert len(found[0]) == world and len(found[1]) == 2 * world
+        slots.slots.append(Slot(None, None, asked, *found))  # type: ignore[arg-type]
+    for of in ("devices", "cores"):
+        given_out = [one for slot in slots.slots for one in getattr(slot, of)]
+        assert len(set(given_out)) == len(given_out)
+    slots.slots.clear()
+    slots.close()
 
 
 def start_of(record: records.Record) -> float:
