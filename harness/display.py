@@ -67,6 +67,12 @@ class Display:
         self.left = {item: item.cost for item in items}
         self.side_by_side = side_by_side
 
+    def composed(self, count: int) -> None:
+        """So many combinations are known; of five hundred that takes Hydra a minute or two."""
+        if time.monotonic() - self.said >= PLAIN_SECONDS:
+            self.said = time.monotonic()
+            self.say(f"{count} combinations composed")
+
     def begins(self, item: "Item") -> None:
         """A run is begun."""
         self.position += 1

@@ -50,6 +50,7 @@ class Session:
             self.queue = compose.plain(hydra_config.launcher)
             self.folder = compose.folder_of(values)
             self.asked.append(values)
+            self.display.composed(len(self.asked))
         except UserError as error:
             self.mistake = str(error)
 
