@@ -156,6 +156,7 @@ def test_a_snapshot_of_memory_is_kept_when_asked_for(harness: Harness, tmp_path:
         assert "<script" in trace_plot(snapshot)
 
 
+@pytest.mark.long  # two commands at one sweep are killed in tests/test_faults.py
 def test_two_commands_share_a_folder(tmp_path: Path) -> None:
     """Each run is made once, whoever makes it."""
     command = [sys.executable, "-m", "harness", f"results_dir={tmp_path}", "name=both", "tracking=none", *SMALL]

@@ -22,7 +22,7 @@ from tests import faults
 from tests.ledger import Ledger, differences, litter
 from tests.processes import TINY
 
-KILLS = 8
+KILLS = 6
 SHORT = faults.Way(
     "short", ("retry=error", "strategy=ddp,tp"), faults.PARENTS | faults.RANKS, commands=2, longest_seconds=5
 )

@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT))
 from tests.benchmarks.overhead import TURN_SECONDS, agree, summarised
 
 
+@pytest.mark.long
 def test_one_pair(tmp_path: Path) -> None:
     """The real command, with one pair of each kind. How the two sides compare is not asserted: machines are noisy."""
     out = tmp_path / "folder" / "overhead.json"

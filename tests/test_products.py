@@ -114,7 +114,9 @@ def config_of(record: dict[str, Any]) -> tuple[RunConfig, Layout]:
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
-        pytest.param(world, each, marks=[pytest.mark.long] if each.startswith("cp strategy") else [])
+        pytest.param(
+            world, each, marks=[pytest.mark.long] if each.startswith(("cp strategy", "tp_pp strategy")) else []
+        )
         for world, all_ in PRODUCTS.items()
         for each in all_
     ],

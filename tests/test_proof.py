@@ -14,6 +14,8 @@ from harness.proof import training
 
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=1", "train.warmup_steps=2")
 
+LONG = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -41,7 +43,7 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
         (sabotage.other_data, "ddp", "loss deviates"),
         (sabotage.summed, "ddp", "gradient deviates by"),
         (sabotage.halved, "ddp", "layers.1.input_layernorm.weight"),
-        (sabotage.halved, "fsdp_full_shard", "layers.1.input_layernorm.weight"),
+        pytest.param(sabotage.halved, "fsdp_full_shard", "layers.1.input_layernorm.weight", marks=LONG),
         (sabotage.halved, "ddp precision=bf16_mixed", "layers.1.input_layernorm.weight"),
         (sabotage.halved, "zero2 precision=bf16", "layers.1.input_layernorm.weight"),
         (sabotage.scale_never_taken_out, "ddp precision=fp16_mixed", "gradient deviates"),
@@ -56,18 +58,23 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
             "ddp checkpointing=full",
             "0 second forwards of a layer in a step of rank 0, 8 expected",
         ),
-        (sabotage.never_recomputed, "fsdp_full_shard checkpointing=full", "0 second forwards of a layer"),
+        pytest.param(
+            sabotage.never_recomputed,
+            "fsdp_full_shard checkpointing=full",
+            "0 second forwards of a layer",
+            marks=LONG,
+        ),
         (sabotage.other_optimizer, "ddp", "exp_avg in float32 are not held"),
         (sabotage.tensor_parallel_dropped, "tp", "parameters of embed_tokens.weight: held by 2 of 2 ranks"),
         (sabotage.rows_not_summed, "tp", "0.50 x the"),
-        (sabotage.rows_not_summed, "tp", "loss deviates"),
+        pytest.param(sabotage.rows_not_summed, "tp", "loss deviates", marks=LONG),
         (sabotage.vocabulary_shifted, "tp", "loss deviates"),
         (sabotage.whole_gradient, "tp", "gradients of embed_tokens.weight: held by 2 of 2 ranks, the layout says 1"),
         (sabotage.norms_not_summed, "tp_sp", "layernorm.weight's "),
         (sabotage.other_weights, "pp_1f1b", "layers.3."),
         (sabotage.other_layers, "pp_1f1b", "whose stage of the pipeline does not have it"),
         (sabotage.other_schedule, "pp_1f1b", "rank 0 had 4 passes in flight, strategy.schedule=1f1b says 2"),
-        (sabotage.norm_of_one_stage, "pp_gpipe", "the global gradient norm is not the same"),
+        pytest.param(sabotage.norm_of_one_stage, "pp_gpipe", "the global gradient norm is not the same", marks=LONG),
         (sabotage.boundary_sent_twice, "pp_gpipe", "along pp send, 2.00 x the"),
         (sabotage.sequence_whole, "tp_sp", "along tp reduce_scatter, 0.00 x the"),
         (sabotage.norms_drift, "tp precision=bf16_mixed", "master of norm.weight is not the same on all ranks"),
@@ -75,7 +82,9 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
         (sabotage.weights_not_put_off, "pp_zero_bubble", "put off the weights' gradients of 0 backwards in a step, 4"),
         (sabotage.whole_model_built, "pp_1f1b", "bytes when it was built"),
         (sabotage.loss_of_its_own, "pp_1f1b", "the loss of the same data is not the same"),
-        (sabotage.never_recomputed, "pp_1f1b checkpointing=full", "0 second forwards of a layer"),
+        pytest.param(
+            sabotage.never_recomputed, "pp_1f1b checkpointing=full", "0 second forwards of a layer", marks=LONG
+        ),
         (
             sabotage.lower_stage,  # without accumulation both stages send the same
             "zero2 train.micro_batch=4 strategy.options.overlap_comm=false strategy.options.reduce_bucket_size=30000",

@@ -6,7 +6,7 @@ import pytest
 
 from tests.random_runs import Ending, draw, ending, is_proven
 
-RANKS, FIRST, DRAWS = 4, 14, 10
+RANKS, FIRST, DRAWS = 4, 14, 7
 
 
 @pytest.fixture(scope="module")

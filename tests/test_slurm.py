@@ -79,12 +79,17 @@ def rank_process(run_dir: Path, rank: int) -> psutil.Process:
     return max(found, key=lambda process: process.create_time())
 
 
-def test_runs_over_two_nodes_train_the_same(slurm: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategies",
+    [["ddp", "tp_pp"], pytest.param(["fsdp_full_shard", "pp_1f1b", "zero3"], marks=pytest.mark.long)],
+    ids=",".join,
+)
+def test_runs_over_two_nodes_train_the_same(slurm: Cluster, tmp_path: Path, strategies: list[str]) -> None:
     """Each proven against the single process; the same command again submits nothing."""
-    sweep = ("-m", "name=two", "strategy=ddp,zero3,fsdp_full_shard,tp_pp", "cluster.nodes=2", *SMALL)
+    sweep = ("-m", "name=two", f"strategy={','.join(strategies)}", "cluster.nodes=2", *SMALL)
     harness(slurm, tmp_path, *sweep)
     rows = rows_of(tmp_path, "two")
-    assert sorted(rows.strategy) == ["ddp", "fsdp_full_shard", "tp_pp", "zero3"]
+    assert sorted(rows.strategy) == strategies
     assert set(rows.status) == {"ok"} and set(rows.world_size) == {4}
     assert rows.loss_deviation.max() < 1e-5 and rows.grad_deviation.max() < 1e-4
     nodes = [{path.name for path in (tmp_path / "two" / run / "logs").glob("rank_*")} for run in rows.run_id]
@@ -116,6 +121,7 @@ def test_a_parent_that_dies_finds_its_jobs_again(slurm: Cluster, tmp_path: Path)
     assert list(rows_of(tmp_path, "again").status) == ["ok", "ok"]
 
 
+@pytest.mark.long
 def test_a_cancelled_job_is_an_interrupted_row_and_is_run_again(slurm: Cluster, tmp_path: Path) -> None:
     command = begun(slurm, tmp_path, "name=cancelled", *LONGER)
     wait_for_step(tmp_path, "cancelled")
@@ -129,12 +135,13 @@ def test_a_cancelled_job_is_an_interrupted_row_and_is_run_again(slurm: Cluster, 
 
 
 def test_a_script_is_written_to_be_submitted_by_hand(slurm: Cluster, tmp_path: Path) -> None:
-    sweep = ("-m", "name=by_hand", "strategy=single,ddp", *SMALL)
+    sweep = ("-m", "name=by_hand", "strategy=ddp", "train.seed=0,1", "proof.reference=false", *SMALL)
     harness(slurm, tmp_path, *sweep, "launch=script", "hydra.launcher.setup=[echo set up]", "cluster.time=0:10:00")
     script = tmp_path / "by_hand" / "sweep.sbatch"
     assert "#SBATCH --time=0:10:00\n" in script.read_text()
     before = slurm.jobs()
-    slurm.run("sbatch", "--wait", str(script))
+    slurm.run("sbatch", str(script))
+    wait_for(lambda: len(list(script.parent.glob(".jobs/*.answer.json"))) == 2, 120, "both jobs answered")
     assert len(slurm.jobs()) == len(before) + 2
     assert "is recorded" in harness(slurm, tmp_path, *sweep)
     assert list(rows_of(tmp_path, "by_hand").status) == ["ok", "ok"]

@@ -50,6 +50,7 @@ def test_array(slurm: Cluster) -> None:
     assert [slurm.wait_for_job(f"{job}_{task}", "COMPLETED", "FAILED") for task in (0, 1)] == ["COMPLETED", "FAILED"]
 
 
+@pytest.mark.long
 def test_preempted_job_runs_again(slurm: Cluster) -> None:
     low = slurm.submit(
         "echo restarts ${SLURM_RESTART_COUNT:-none}; [ $SLURM_RESTART_COUNT ] || sleep 600",
@@ -63,6 +64,7 @@ def test_preempted_job_runs_again(slurm: Cluster) -> None:
     assert said == ["restarts none", "restarts 1"]
 
 
+@pytest.mark.long
 def test_lost_node(slurm: Cluster) -> None:
     """Its jobs are NODE_FAIL, or wait to be run again, and their tasks on the other node are killed."""
     script = "srun bash -c 'touch $SLURM_JOB_ID.$SLURM_PROCID; exec sleep 600'"

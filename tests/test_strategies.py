@@ -92,7 +92,7 @@ def test_no_rank_starts_with_more_than_its_share(rows: pd.DataFrame) -> None:
         state = 4 * row.parameters / layout.dp_shard * (3 if row.engine == "deepspeed" else 1)
         largest = 4 * config.model.vocab_size * config.model.hidden_size
         for rank in record["ranks"]:
-            assert rank["start_peak_bytes"] <= state + widths.buffer_bytes + 4 * largest, row.run_id
+            assert rank["start_peak_bytes"] <= state + widths.buffer_bytes + 4 * largest + 1024, row.run_id
             assert rank["start_peak_bytes"] < 4 * row.parameters + widths.buffer_bytes or row.world_size == 2
 
 
