@@ -27,8 +27,12 @@ def settling(values: Mapping[str, Any]) -> dict[str, Any]:
 def identity(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
     """Hash of everything that affects a run's result, the corpus by its fingerprint: 10 hexadecimal digits."""
     values = settling(config.to_dict()) | {"world_size": world_size, "device_name": device_name, "corpus": corpus}
-    canonical = json.dumps(values, sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:10]
+    return digest(values)
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """Of plain values in any order: 10 hexadecimal digits. What is no JSON counts as its text."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:10]
 
 
 def run_id_of(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:

@@ -5,14 +5,13 @@ results/NAME/.jobs/KEY.begun.json    the runs that its node made of them, as soo
 results/NAME/.jobs/KEY.answer.json   the same when all have their record
 """
 
-import hashlib
 import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from harness import queue
-from harness.identity import settling
+from harness.identity import digest, settling
 from harness.items import Item
 
 FOLDER = ".jobs"
@@ -20,8 +19,7 @@ FOLDER = ".jobs"
 
 def key_of(values: dict[str, Any]) -> str:
     """Of all that affects the result, as far as it is known before a node is."""
-    kept = settling(values) | {"repeat": values.get("repeat")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:10]
+    return digest(settling(values))
 
 
 def file_of(item: Item, what: str = "") -> Path:

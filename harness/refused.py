@@ -1,7 +1,5 @@
 """The rows of combinations in a sweep that are impossible as configured: no process is started for them."""
 
-import hashlib
-import json
 from datetime import UTC, datetime
 from typing import Any
 
@@ -9,7 +7,7 @@ from harness import records, row, stored, versions
 from harness.compose import folder_of, run_config
 from harness.config import RunConfig
 from harness.errors import UserError
-from harness.identity import run_id_of
+from harness.identity import digest, run_id_of
 from harness.machine import Machine, look
 from harness.records import Record
 
@@ -43,8 +41,7 @@ def combination(config: RunConfig, machine: Machine, reason: str) -> Record:
 def bare_id(values: dict[str, Any]) -> str:
     """What such a row is called: any value may be the impossible one."""
     asked = {key: value for key, value in values.items() if key not in STEERING}
-    key = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:10]
-    return "-".join((*(names_of(values)[group] for group in ("strategy", "checkpointing", "model")), key))
+    return "-".join((*(names_of(values)[group] for group in ("strategy", "checkpointing", "model")), digest(asked)))
 
 
 def names_of(values: dict[str, Any]) -> dict[str, str]:

@@ -98,7 +98,7 @@ class Session:
                     record = refused.row_of(one, str(error))
                     self.records.append(record)
                     self.display.refused(record)
-                    self.feed.end(one["tracking"], compose.folder_of(one) / record["row"]["run_id"], record)
+                    self.feed.end(one["tracking"], compose.folder_of(one) / record["row"]["run_id"])
         return items
 
     def begins(self, item: Item) -> None:
@@ -110,13 +110,13 @@ class Session:
         self.display.ended(item, record, is_new)
         run_dir = item.folder / record["row"]["run_id"]
         if is_new or run_dir in self.begun:  # else an earlier command has handed it over
-            self.feed.end(record["config"]["tracking"], run_dir, record)
+            self.feed.end(record["config"]["tracking"], run_dir)
 
     def started(self, item: Item, run_dir: Path) -> None:
         """The ranks of a run are being started; its folder is there, and nothing of an earlier one."""
         self.begun.add(run_dir)
         config = item.config.to_dict()
-        self.feed.begin(config["tracking"], run_dir, config, run_dir.name, item.folder.name)
+        self.feed.begin(config["tracking"], run_dir, config)
 
     def say(self, line: str) -> None:
         self.display.say(line)

@@ -124,7 +124,9 @@ class Slurm:
             jobs.mkdir(parents=True, exist_ok=True)
             with locks.alone(jobs / "submission"):
                 mine = [one for one in new if one.item.folder == folder]
-                alive = queue.states({job for one in mine if (job := job_of(one.item))}) or {}
+                alive = queue.states({job for one in mine if (job := job_of(one.item))})
+                if alive is None:
+                    raise UserError("hydra/launcher=submitit_slurm: squeue does not say which jobs there are")
                 for one in mine:
                     job = job_of(one.item)
                     one.job = job if job in alive else None
@@ -136,9 +138,8 @@ class Slurm:
         for one in group:
             file_of(one.item, "answer").unlink(missing_ok=True)
             file_of(one.item, "begun").unlink(missing_ok=True)
-            shutil.rmtree(
-                one.item.folder / refused.bare_id(one.values), ignore_errors=True
-            )  # what lost() may have left
+            bare = one.item.folder / refused.bare_id(one.values)  # which lost() may have left
+            shutil.rmtree(bare, ignore_errors=True)
             atomic_write_json(file_of(one.item), {"values": one.values, "job": None})
         works = [file_of(one.item).resolve() for one in group]
         number = queue.submit(queue.script(header, self.queue, works, jobs.resolve()), jobs)
@@ -160,6 +161,8 @@ class Slurm:
         if states is None or one.job in states:  # Slurm does not answer, or has it still
             self.display.note(item, "" if states is None else states[str(one.job)].lower())
             one.missing_since = None
+            return None
+        if any(locks.is_held(item.folder / run) for run in one.begun):  # its node is at it, whatever Slurm thinks
             return None
         one.missing_since = one.missing_since or time.monotonic()
         if time.monotonic() - one.missing_since < GONE_SECONDS:

@@ -119,16 +119,16 @@ def test_offline_is_read_back_by_its_own_reader(tmp_path: Path) -> None:
         beat.allocated_bytes = lambda rank=rank: 100 + rank  # type: ignore[misc]
         beat("timed", 3 + rank)
     feed = Feed(said.append, quiet_seconds=0.0)
-    feed.begin(OFFLINE, run_dir, {"strategy": {"name": "ddp", "tp": 1}}, run_dir.name, "mine")
-    other, record = made(comparison, 1, status="oom", reason="no memory")
-    feed.end(OFFLINE, other, record)
+    feed.begin(OFFLINE, run_dir, {"strategy": {"name": "ddp", "tp": 1}})
+    other, _ = made(comparison, 1, status="oom", reason="no memory")
+    feed.end(OFFLINE, other)
     patience = time.monotonic() + 20
     while not any(run_dir.glob("wandb/offline-run-*/run-*.wandb")) and time.monotonic() < patience:
         time.sleep(0.1)
     time.sleep(1.2)
     told[0]("profiled", 9)
     time.sleep(1.2)
-    feed.end(OFFLINE, *made(comparison, 0))
+    feed.end(OFFLINE, made(comparison, 0)[0])
     feed.table(OFFLINE, comparison)
     feed.close()
     assert said == []
@@ -173,9 +173,9 @@ def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
     feed = Feed(said.append, quiet_seconds=0.0)
     for number in range(2):
         run_dir, record = made(tmp_path / "mine", number)
-        feed.begin(ONLINE, run_dir, record["config"], run_dir.name, "mine")
-        feed.end(ONLINE, run_dir, record)
-        feed.end(ONLINE, run_dir, record)  # once is enough
+        feed.begin(ONLINE, run_dir, record["config"])
+        feed.end(ONLINE, run_dir)
+        feed.end(ONLINE, run_dir)  # once is enough
     feed.table(ONLINE, run_dir.parent)
     feed.table(ONLINE, run_dir.parent)
     feed.close()
@@ -222,7 +222,7 @@ def play(fault: str, folder: Path, server: Server, feed: Feed, said: list[str]) 
     if before is not None:
         before(server)
     run_dir, record = made(folder, 0)
-    feed.begin(ONLINE, run_dir, record["config"], run_dir.name, "mine")
+    feed.begin(ONLINE, run_dir, record["config"])
     if amid is not None:
         patience = time.monotonic() + 30
         while not server.runs and time.monotonic() < patience:
@@ -230,7 +230,7 @@ def play(fault: str, folder: Path, server: Server, feed: Feed, said: list[str]) 
         amid(server)
     began = time.monotonic()
     for number in range(2):
-        feed.end(ONLINE, *made(folder, number))
+        feed.end(ONLINE, made(folder, number)[0])
     feed.table(ONLINE, folder)
     assert time.monotonic() - began < 1  # whatever the server does, a run does not wait
     feed.close()
@@ -331,12 +331,12 @@ def test_a_tracker_that_stands_still_costs_nothing(tmp_path: Path) -> None:
     feed._start()
     assert feed.process is not None
     os.kill(feed.process.pid, signal.SIGSTOP)
-    run_dir, record = made(tmp_path / "mine")
+    run_dir, _ = made(tmp_path / "mine")
 
     def hand_over() -> None:
         for number in range(20):
-            feed.begin(OFFLINE, run_dir, {"much": "x" * 100_000}, run_dir.name, "mine")
-            feed.end(OFFLINE, tmp_path / "mine" / str(number), record)
+            feed.begin(OFFLINE, run_dir, {"much": "x" * 100_000})
+            feed.end(OFFLINE, tmp_path / "mine" / str(number))
 
     handing = threading.Thread(target=hand_over, daemon=True)
     handing.start()
@@ -363,7 +363,7 @@ feed = Feed(print, quiet_seconds=0.0)
 run_dir, record = made(Path(sys.argv[1]))
 (run_dir / "ranks").mkdir()
 (run_dir / "ranks" / "rank_00000.pulse").write_text('["timed", 3, null, 5]')
-feed.begin(OFFLINE, run_dir, {}, run_dir.name, "mine")
+feed.begin(OFFLINE, run_dir, {})
 print(feed.process.pid, flush=True)
 time.sleep(60)
 """
@@ -391,10 +391,10 @@ def _size(folder: Path) -> int:
 
 def test_nothing_is_started_or_imported_for_none(tmp_path: Path) -> None:
     feed = Feed(print)
-    run_dir, record = made(tmp_path / "mine")
-    feed.begin({"name": "none"}, run_dir, {}, run_dir.name, "mine")
-    feed.end({"name": "none"}, run_dir, record)
-    feed.end({"name": "wandb", "mode": "loud"}, run_dir, record)  # a row that is refused for it
+    run_dir, _ = made(tmp_path / "mine")
+    feed.begin({"name": "none"}, run_dir, {})
+    feed.end({"name": "none"}, run_dir)
+    feed.end({"name": "wandb", "mode": "loud"}, run_dir)  # a row that is refused for it
     feed.table({"name": "none"}, run_dir.parent)
     feed.close()
     assert feed.process is None

@@ -105,9 +105,9 @@ class Child:
             self.trackers[asked] = tracking.connect(used, message["upload"] or ANSWER_SECONDS)
         folder, tracker = Path(message["folder"]), self.trackers[asked]
         if message["do"] == "begin":
-            had = kept.Kept(tracking.id_of(message["run_id"], str(time.time_ns())))
+            had = kept.Kept(tracking.id_of(folder.name, str(time.time_ns())))
             kept.write(folder, used.name, had)
-            subject = told.beginning(folder, had.id, message["run_id"], message["config"], used)
+            subject = told.beginning(folder, had.id, message["config"], used)
             tracker.begin(subject)
             self.live[message["folder"]] = Live(subject, asked)
         elif message["do"] == "end":

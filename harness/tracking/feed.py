@@ -14,7 +14,6 @@ import psutil
 
 from harness.config import TrackingConfig
 from harness.errors import UserError
-from harness.records import Record
 from harness.typed import from_dict
 
 CLOSE_SECONDS = 10.0  # in all, for what was handed over to be told, at a command's end
@@ -44,11 +43,11 @@ class Feed:
         self.is_mended = False  # whether the user knows already what sends it later
         self.lock = threading.Lock()  # a run starts in the thread that watches it
 
-    def begin(self, tracking: dict[str, Any], run_dir: Path, config: dict[str, Any], run_id: str, name: str) -> None:
-        """A run whose folder is there has started. `name` is the comparison's."""
-        self._put("begin", tracking, run_dir, run_dir.parent, config=config, run_id=run_id, name=name)
+    def begin(self, tracking: dict[str, Any], run_dir: Path, config: dict[str, Any]) -> None:
+        """A run whose folder is there has started."""
+        self._put("begin", tracking, run_dir, run_dir.parent, config=config)
 
-    def end(self, tracking: dict[str, Any], run_dir: Path, record: Record) -> None:
+    def end(self, tracking: dict[str, Any], run_dir: Path) -> None:
         """Its record, or that of a run which never began, is in its folder."""
         self._put("end", tracking, run_dir, run_dir.parent)
 

@@ -16,10 +16,10 @@ GROUPS = ("strategy", "model", "checkpointing", "precision")  # whose names are 
 BESIDE = ("layout", "environment", "versions", "commit")  # of a record, under a key each of the tracker's configuration
 
 
-def beginning(run_dir: Path, id: str, run_id: str, config: Values, tracking: TrackingConfig) -> Subject:
+def beginning(run_dir: Path, id: str, config: Values, tracking: TrackingConfig) -> Subject:
     """A run of which only the configuration is known."""
     names = [str((config.get(group) or {}).get("name")) for group in GROUPS]
-    return Subject(id, run_id, run_dir.parent.name, run_dir, redacted(dict(config)), (*names, *tracking.tags))
+    return Subject(id, run_dir.name, run_dir.parent.name, run_dir, redacted(dict(config)), (*names, *tracking.tags))
 
 
 def finished(run_dir: Path, id: str, record: Record, tracking: TrackingConfig) -> Subject:

@@ -43,7 +43,7 @@ def upload(
     try:
         for record in lacking:
             run_dir = folder / record["row"]["run_id"]
-            feed.end(asked, run_dir, record)
+            feed.end(asked, run_dir)
             trouble = taken(feed, run_dir)
             if trouble:
                 break
