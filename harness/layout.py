@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,3 +164,20 @@ def resolve(strategy: StrategyConfig, world_size: int) -> Layout:
         )
     names = {f.name for f in dataclasses.fields(Layout)} - degrees.keys()
     return Layout(**degrees, **{name: getattr(strategy, name) for name in names})
+
+
+def is_data_axis(axis: str) -> bool:
+    """Whether a group lies along ranks that have other tokens: what c10d gathers there are parameters."""
+    return set(axis.split("+")) <= {"dp_replicate", "dp_shard", "cp"}
+
+
+def axis_of(group_ranks: Sequence[int], layout: Layout) -> str:
+    """The mesh axes along which a group lies, outermost first and joined by '+'.
+
+    'world' is a group of every rank that lies along more than the data axes, 'self' one of a single rank.
+    """
+    places = [layout.coordinates(rank) for rank in group_ranks]
+    axes = "+".join(axis for axis in AXES if len({place[axis] for place in places}) > 1)
+    if "+" in axes and len(group_ranks) == layout.world_size and not is_data_axis(axes):
+        return "world"
+    return axes or "self"

@@ -85,6 +85,13 @@ def run(
     _tell(report, Done())
 
 
+def work(run_dir: str) -> None:
+    """What every rank runs, imported by it: the parent names it, and needs nothing of it."""
+    from harness import worker
+
+    worker.main(run_dir)
+
+
 def _die_with(lifeline: Connection) -> None:
     wait([lifeline])
     os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import compiling, data, dominated, engines, job, launch, layout, locks, records, room, row, stored, worker
+from harness import compiling, data, dominated, engines, job, launch, layout, locks, records, room, row, stored
 from harness.compose import folder_of
 from harness.config import CheckpointingConfig, ModelConfig, RunConfig, StrategyConfig
 from harness.data import Corpus
@@ -21,6 +21,7 @@ from harness.machine import Machine, as_it_is_now
 from harness.measure import native
 from harness.plan import fit, memory
 from harness.proof import Rank
+from harness.rank import work
 from harness.records import Record
 from harness.refusals import refusals
 from harness.stored import NOT_ASKED, STARTED, Say
@@ -57,7 +58,7 @@ class Plan:
 class Means:
     """What a run is made with."""
 
-    entry: Callable[[str], None] = worker.main  # what every rank runs; the tests have others
+    entry: Callable[[str], None] = work  # what every rank runs; the tests have others
     models: Sequence[ModelConfig] = ()  # named when a smaller one would fit
     tick: Tick = lambda _: None
     say: Say = lambda _: None
@@ -173,7 +174,7 @@ def reference_of(this: Plan, means: Means) -> Reference:
         record = stored.standing(single.config, single.directory, lambda _: None)
         if record is None or (record["row"]["status"] == "ok" and not reference_rank(single)):
             means.say(f"reference {single.run_id}")
-            alone = dataclasses.replace(means, entry=worker.main)
+            alone = dataclasses.replace(means, entry=work)
             record = start(single, alone, Reference(None, NOT_ASKED))
         rank = reference_rank(single)
     status, reason = record["row"]["status"], record["row"]["reason"]

@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.config import StrategyConfig
 from harness.errors import UserError
-from harness.layout import Layout, resolve
+from harness.layout import Layout, axis_of, resolve
 from harness.measure import native
 from harness.measure.activations import ActivationMeter
-from harness.measure.communication import CommunicationCounter, UncountedCollectiveError, axis_of, bytes_sent, has_rule
+from harness.measure.communication import CommunicationCounter, UncountedCollectiveError, bytes_sent, has_rule
 from harness.measure.memory import DeviceMemory, storage_bytes
 
 WORLD = 4

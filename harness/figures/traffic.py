@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.layout import Layout
-from harness.measure.communication import LAYOUT, axis_of
+from harness.layout import Layout, axis_of
+from harness.plan.communication import LAYOUT
 from harness.proof import Rank
 
 

@@ -17,8 +17,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.layout import AXES, Layout
-from harness.plan.communication import SCALARS
+from harness.plan.communication import LAYOUT, SCALARS
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "deepspeed")
 
@@ -37,7 +36,6 @@ _SENT: dict[str, Callable[[int], float]] = {
 }
 
 
-LAYOUT = "layout"
 _NO_CALLERS = ("torch.", "deepspeed.comm.", "deepspeed.utils.", "harness.measure.", "contextlib", "functools")
 
 
@@ -266,20 +264,3 @@ def _bytes_by_dtype(moved: list[tuple[Tensor, int]]) -> Counter[str]:
 def bytes_sent(traffic: Sequence[Traffic]) -> float:
     """All a rank must send."""
     return sum(entry.bytes_sent for entry in traffic)
-
-
-def is_data_axis(axis: str) -> bool:
-    """Whether a group lies along ranks that have other tokens: what c10d gathers there are parameters."""
-    return set(axis.split("+")) <= {"dp_replicate", "dp_shard", "cp"}
-
-
-def axis_of(group_ranks: Sequence[int], layout: Layout) -> str:
-    """The mesh axes along which a group lies, outermost first and joined by '+'.
-
-    'world' is a group of every rank that lies along more than the data axes, 'self' one of a single rank.
-    """
-    places = [layout.coordinates(rank) for rank in group_ranks]
-    axes = "+".join(axis for axis in AXES if len({place[axis] for place in places}) > 1)
-    if "+" in axes and len(group_ranks) == layout.world_size and not is_data_axis(axes):
-        return "world"
-    return axes or "self"

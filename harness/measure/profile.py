@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.engines import BUCKET, GATHERED, STAGING, Engine
-from harness.layout import Layout
+from harness.layout import Layout, axis_of, is_data_axis
 from harness.measure import snapshot
 from harness.measure.activations import ActivationMeter
 from harness.measure.blocks import Log, Notes, Span, fullest, fullest_like, name_at
-from harness.measure.communication import CommunicationCounter, Heard, axis_of, is_data_axis
+from harness.measure.communication import CommunicationCounter, Heard
 from harness.measure.flops import operator_flops
 from harness.measure.gradients import GradientStatistics
 from harness.measure.kernels import Kernels

@@ -14,6 +14,7 @@ from harness.sizes import elements, norm_shapes
 # What a layout moves is tensors. A call of no more elements than this carries norms, flags, counts: no formula has it,
 # so it is named by the function that called it.
 SCALARS = 8
+LAYOUT = "layout"  # the purpose of all other calls
 LOSS_SUMS = 3  # of a number a token in fp32, for a loss over logits cut along the vocabulary: maximum, sum, target's
 
 

@@ -10,8 +10,8 @@ from harness.figures.kernels import FUSED, attention_kernels
 from harness.figures.speed import executed
 from harness.figures.traffic import communication
 from harness.layout import Layout
-from harness.measure.communication import LAYOUT
 from harness.placement import stages_of_rank
+from harness.plan.communication import LAYOUT
 from harness.plan.flops import ran_flops, second_forwards
 from harness.plan.memory import moved_activation_bytes
 from harness.plan.pipeline import in_flight
