@@ -22,6 +22,7 @@ from harness.records import Record
 from harness.watch import HANDLED
 
 WAIT_SECONDS = 0.2
+START_ATTEMPTS = 5
 END_SECONDS = 15.0  # for interrupted runs to write their records
 
 
@@ -34,6 +35,18 @@ class Slot:
     item: Item | None = None
     devices: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
+
+
+def start(process: Any) -> None:
+    """Starts it, however the server that forks it is killed meanwhile: another takes its place when it is dead."""
+    for attempt in range(START_ATTEMPTS):
+        try:
+            process.start()
+            return
+        except (EOFError, OSError):
+            if attempt == START_ATTEMPTS - 1:
+                raise
+            time.sleep(WAIT_SECONDS)
 
 
 class Slots:
@@ -105,16 +118,29 @@ class Slots:
     def start(self, item: Item) -> None:
         found = self.place_for(item)
         assert found is not None and item.plan is not None
-        slot = next((slot for slot in self.slots if slot.item is None), None) or self.new()
+        work = (item.plan, *found)
+        slot = next((slot for slot in list(self.slots) if slot.item is None and self.takes_work(slot, work)), None)
+        if slot is None:
+            slot = self.new()
+            slot.pipe.send(work)
         slot.item, (slot.devices, slot.cores) = item, found
-        slot.pipe.send((item.plan, slot.devices, slot.cores))
+
+    def takes_work(self, slot: Slot, work: tuple[object, ...]) -> bool:
+        """Whether an idle one could be told; one that has died since its last run is let go."""
+        try:
+            slot.pipe.send(work)
+        except OSError:
+            slot.process.join()
+            self.slots.remove(slot)
+            return False
+        return True
 
     def new(self) -> Slot:
         launch.prepare("cuda", launch.LEASHED)  # as clean as a command of its own, and dies with this one
         context = multiprocessing.get_context("forkserver")
         mine, theirs = context.Pipe()
         process = context.Process(target=serve, args=(theirs, list(self.models)))
-        process.start()
+        start(process)
         theirs.close()
         self.slots.append(Slot(process, mine))
         return self.slots[-1]

@@ -2,10 +2,16 @@
 
 import itertools
 import math
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 from datetime import datetime
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +29,7 @@ from harness.errors import UserError
 from harness.here import Here
 from harness.items import Item, in_order
 from harness.search import Search
-from harness.slots import Slot, Slots
+from harness.slots import Slot, Slots, start
 
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
@@ -197,6 +203,28 @@ def test_devices_are_given_to_one_run_at_a_time(worlds: list[int], parallel: int
         given_out = [one for slot in slots.slots for one in getattr(slot, of)]
         assert len(set(given_out)) == len(given_out)
     slots.slots.clear()
+    slots.close()
+
+
+def asleep(pipe: Connection) -> None:
+    pipe.poll(60)
+
+
+def test_a_process_killed_while_idle_is_let_go_and_a_server_killed_as_it_forks_replaced() -> None:
+    slots, context = Slots(2, [], Display()), multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=asleep, args=(theirs,))
+    forkserver.ensure_running()
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    os.kill(server, signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, (server, signal.SIGKILL)).start()  # it has been asked, and has not answered
+    start(process)
+    theirs.close()
+    idle = Slot(process, mine)
+    slots.slots.append(idle)
+    process.kill()
+    process.join()
+    assert not slots.takes_work(idle, ()) and slots.slots == []
     slots.close()
 
 
