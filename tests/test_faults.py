@@ -22,7 +22,7 @@ from tests import faults
 from tests.ledger import Ledger, differences, litter
 from tests.processes import TINY
 
-KILLS = 6
+KILLS = 4
 SHORT = faults.Way(
     "short", ("retry=error", "strategy=ddp,tp"), faults.PARENTS | faults.RANKS, commands=2, longest_seconds=5
 )
@@ -109,6 +109,7 @@ def jumping(offset: Path) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.long
 def test_a_clock_that_jumps_disturbs_nothing(tmp_path: Path) -> None:
     """Neither time limits nor what is measured go by the time of day."""
     if sys.platform != "linux":

@@ -134,6 +134,7 @@ def test_a_cancelled_job_is_an_interrupted_row_and_is_run_again(slurm: Cluster, 
     assert row_of(tmp_path, "cancelled").status == "ok"
 
 
+@pytest.mark.long
 def test_a_script_is_written_to_be_submitted_by_hand(slurm: Cluster, tmp_path: Path) -> None:
     sweep = ("-m", "name=by_hand", "strategy=ddp", "train.seed=0,1", "proof.reference=false", *SMALL)
     harness(slurm, tmp_path, *sweep, "launch=script", "hydra.launcher.setup=[echo set up]", "cluster.time=0:10:00")
