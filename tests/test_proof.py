@@ -107,7 +107,7 @@ def test_missing_synchronisation_shows_in_gradients_too(results: Path) -> None:
 
 def test_a_reference_that_fails_leaves_nothing_to_prove(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ordinary = worker.main
-    monkeypatch.setattr(run.worker, "main", sabotage.not_finite)
+    monkeypatch.setattr(run, "work", sabotage.not_finite)
     row = run_with(results, ordinary, "strategy=ddp", "train.seed=5")["row"]
     assert row["status"] == "error"
     assert row["reason"].startswith("nothing to compare with, the single process failed: not proven: the loss is not")
