@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import packages
 import psutil
+from packages import PATH
 
 T = TypeVar("T")
 
 PACKAGES = ("slurm-wlm", "munge", "slurmdbd", "mariadb-server")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "slurmdbd", "mariadbd", "mariadb-install-db")
-PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # daemons are not on every user's path
-INSTALL_SECONDS = 600.0
 READY_SECONDS = 60.0  # for a daemon to answer; on an idle machine it takes about one
 POLL_SECONDS = 0.05
 
@@ -88,36 +88,9 @@ StorageUser=root
 """
 
 
-def missing() -> list[str]:
-    return [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
-
-
 def install() -> str:
-    """Sees that Slurm is installed, which takes no time when it is; returns why it is not, or nothing."""
-    if not missing():
-        return ""
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        return f"Slurm's {missing()[0]} is not installed; installing it takes root and apt-get"
-    apt_get = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=120"]
-    packages = [*apt_get, "install", "-y", "--no-install-recommends", *PACKAGES]
-    said = ""
-    for command in (packages, [*apt_get, "update"], packages):  # a fresh machine has no or old lists of packages
-        try:
-            done = subprocess.run(
-                command,
-                env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=INSTALL_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return f"Slurm was not installed within {INSTALL_SECONDS:.0f} s"
-        if not missing():
-            return ""
-        said = (done.stderr.strip() or "no word").splitlines()[-1]
-    return f"Slurm could not be installed: {said}"
+    """Sees that Slurm is installed; returns why it is not, or nothing."""
+    return packages.install("Slurm", PROGRAMS, PACKAGES)
 
 
 def wait_for(look: Callable[[], T], seconds: float, what: str) -> T:

@@ -1,0 +1,336 @@
+"use strict";
+// What the page does beyond being read: themes, sorting, filters, charts. Without it text and tables stand as they are.
+// It runs before Vega is parsed, so that tables answer at once; charts wait for DOMContentLoaded.
+(() => {
+  const DATA = JSON.parse(document.getElementById("data").textContent);
+  const all = (selector, within = document) => [...within.querySelectorAll(selector)];
+  const byId = (id) => document.getElementById(id);
+  const made = (tag, properties = {}, ...children) => {
+    const element = Object.assign(document.createElement(tag), properties);
+    element.append(...children);
+    return element;
+  };
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const hidden = new Set(); // strategies not shown
+
+  // The one live region: a count beside every table would all speak at once when a strategy is hidden.
+  const say = (text) => { byId("status").textContent = text; };
+
+  // --- The view in the address, so that a link shares it: #view?hide=ddp&x=… An anchor's own fragment is left alone.
+
+  const PREFIX = "#view?";
+  const asked = new URLSearchParams(location.hash.startsWith(PREFIX) ? location.hash.slice(PREFIX.length) : "");
+
+  function remember(changes) {
+    for (const [name, value] of Object.entries(changes)) {
+      if (value === "" || value === false) asked.delete(name);
+      else asked.set(name, value === true ? "1" : value);
+    }
+    try {
+      history.replaceState(null, "", asked.size ? PREFIX + asked : location.pathname + location.search);
+    } catch { /* A browser may refuse this to files, or when it is done often: then the address stays. */ }
+  }
+
+  // --- Theme: auto, light or dark. Paper is always light.
+
+  function isDark() {
+    const theme = document.documentElement.dataset.theme;
+    return !printing && (theme ? theme === "dark" : dark.matches);
+  }
+
+  function themes() {
+    let kept = "auto";
+    try { kept = localStorage.getItem("theme") ?? "auto"; } catch { /* Files may have no storage. */ }
+    const choose = (theme) => {
+      if (theme === "auto") delete document.documentElement.dataset.theme;
+      else document.documentElement.dataset.theme = theme;
+    };
+    for (const input of all("input[name=theme]")) {
+      input.checked = input.value === kept;
+      input.addEventListener("change", () => {
+        choose(input.value);
+        try { localStorage.setItem("theme", input.value); } catch { /* As above. */ }
+        redraw();
+      });
+    }
+    choose(["light", "dark"].includes(kept) ? kept : "auto");
+    dark.addEventListener("change", redraw);
+    document.querySelector(".theme").hidden = false;
+  }
+
+  // --- Tables.
+
+  const MANY = 5; // rows from which on a text filter helps
+  const tables = [];
+
+  function cellText(cell) {
+    const copy = cell.cloneNode(true);
+    all(".mark, .unseen", copy).forEach((mark) => mark.remove());
+    return copy.textContent.trim();
+  }
+
+  // A cell's number: 1,234.5 and 0.83~ and "12 (3)" and "12 %"; <0.01 lies between 0 and 0.01; NaN where it is text.
+  function number(text) {
+    const found = /^(<?)\s*([-−+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(?:[~%×]|\(.*\)|\s)*$/i.exec(text);
+    if (!found) return NaN;
+    const value = Number(found[2].replaceAll(",", "").replace("−", "-"));
+    return found[1] ? value / 2 : value;
+  }
+
+  const collator = new Intl.Collator("en", { numeric: true });
+
+  function sorted(rows, column, descending) {
+    const texts = new Map(rows.map((row) => [row, cellText(row.cells[column])]));
+    const filled = rows.filter((row) => texts.get(row) !== "");
+    const numbers = new Map(filled.map((row) => [row, number(texts.get(row))]));
+    const sign = descending ? -1 : 1;
+    // Numbers before text whichever way; sort() keeps the order of equals, and the empty come last.
+    filled.sort((a, b) => {
+      const [m, n] = [numbers.get(a), numbers.get(b)];
+      if (Number.isNaN(m) !== Number.isNaN(n)) return Number.isNaN(m) ? 1 : -1;
+      return sign * (Number.isNaN(m) ? collator.compare(texts.get(a), texts.get(b)) : m - n);
+    });
+    return [...filled, ...rows.filter((row) => texts.get(row) === "")];
+  }
+
+  function sortable(table, rows) {
+    const heads = all("thead th", table);
+    heads.forEach((head, column) => {
+      const button = made("button", { type: "button" }, ...head.childNodes);
+      head.append(button);
+      button.addEventListener("click", () => {
+        const next = { none: "ascending", ascending: "descending" }[head.ariaSort ?? "none"];
+        heads.forEach((other) => other.removeAttribute("aria-sort"));
+        if (next) head.setAttribute("aria-sort", next);
+        table.tBodies[0].append(...(next ? sorted(rows, column, next === "descending") : rows));
+        say(`${button.textContent}: ${next ?? "in the original order"}`);
+      });
+    });
+  }
+
+  // `show` applies the text and the strategies to the rows.
+  function filterable(table, rows) {
+    const texts = rows.map((row) => row.textContent.toLowerCase());
+    const input = made("input", { type: "search", autocomplete: "off", spellcheck: false });
+    const count = made("span", { className: "count" });
+    const show = () => {
+      const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
+      let shown = 0;
+      rows.forEach((row, i) => {
+        row.hidden = hidden.has(row.dataset.strategy) || !words.every((word) => texts[i].includes(word));
+        shown += !row.hidden;
+      });
+      count.textContent = shown === rows.length ? `${shown} rows` : `${shown} of ${rows.length} rows`;
+    };
+    input.addEventListener("input", () => { show(); say(count.textContent); });
+    if (rows.length > MANY) {
+      const name = made("span", { className: "unseen" }, ` in ${table.caption.textContent}`);
+      const label = made("label", {}, made("span", {}, "Rows with", name), input);
+      table.closest(".table").prepend(made("div", { className: "find" }, label, count));
+    }
+    show();
+    tables.push(show);
+  }
+
+  // What scrolls sideways is in the order of Tab, what does not is not.
+  const scrolls = new ResizeObserver((entries) => entries.forEach(({ target }) => {
+    const box = target.closest(".scroll");
+    if (box.scrollWidth > box.clientWidth + 1) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
+  }));
+
+  // --- Strategies.
+
+  function strategies() {
+    const form = byId("filter");
+    if (!form) return;
+    const boxes = all("input[name=strategy]", form);
+    const wanted = new Set(asked.getAll("hide"));
+    const apply = () => {
+      hidden.clear();
+      boxes.filter((box) => !box.checked).forEach((box) => hidden.add(box.value));
+      tables.forEach((show) => show());
+      drawn.forEach(({ view }) => view && hide(view));
+      byId("left-out").textContent = `Left out: ${[...hidden].join(", ")}.`;
+      byId("left-out").hidden = hidden.size === 0;
+    };
+    const changed = () => {
+      apply();
+      asked.delete("hide");
+      hidden.forEach((strategy) => asked.append("hide", strategy));
+      remember({});
+      say(`${boxes.length - hidden.size} of ${boxes.length} strategies shown`);
+    };
+    form.addEventListener("change", changed);
+    form.addEventListener("submit", (event) => event.preventDefault());
+    for (const [name, checked] of [["all", true], ["none", false]]) {
+      form.elements[name].addEventListener("click", () => {
+        boxes.forEach((box) => { box.checked = checked; });
+        changed();
+      });
+    }
+    boxes.forEach((box) => { box.checked = !wanted.has(box.value); });
+    form.hidden = false;
+    apply();
+  }
+
+  // --- Charts. `drawn` has of every chart its specification and, once it is drawn, its view.
+
+  const drawn = new Map();
+  let printing = false;
+
+  const OPTIONS = {
+    mode: "vega-lite",
+    renderer: "svg",
+    actions: false,
+    ast: true, // expressions by Vega's interpreter: the page's policy allows no eval
+    defaultStyle: false, // page.css has it; the policy allows no other style
+    tooltip: { disableDefaultStyle: true },
+  };
+
+  const hide = (view) => view.signal("hidden", [...hidden]).runAsync();
+
+  // One after another, for two that overlap would both stay.
+  function draw(box) {
+    const chart = drawn.get(box);
+    chart.dark = isDark();
+    chart.work = (chart.work ?? Promise.resolve()).then(async () => {
+      chart.view?.finalize();
+      chart.view = null;
+      try {
+        const spec = chart.spec();
+        const width = spec.usermeta?.fluid ? { width: "container" } : {};
+        const options = { ...OPTIONS, config: DATA.config[chart.dark ? 1 : 0] };
+        const { view } = await vegaEmbed(box, { ...spec, ...width }, options);
+        chart.view = view;
+        if (hidden.size) await hide(view);
+      } catch (error) {
+        box.replaceChildren(made("p", { className: "note" }, `This chart could not be drawn: ${error.message}`));
+      }
+    });
+  }
+
+  function redraw() {
+    drawn.forEach((chart, box) => { if (chart.work && chart.dark !== isDark()) draw(box); });
+  }
+
+  function charts() {
+    const near = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) {
+        if (!isIntersecting) continue;
+        near.unobserve(target);
+        if (!drawn.get(target).work) draw(target);
+      }
+    }, { rootMargin: "800px" });
+    for (const box of all(".chart")) {
+      const spec = DATA.charts[box.dataset.chart];
+      drawn.set(box, { spec: spec ? () => spec : explorer(box) });
+      box.hidden = false;
+      // Room kept, so that what is read does not jump when a chart above it is drawn.
+      if (Number.isFinite(spec?.height)) box.style.minHeight = `${spec.height + 40}px`;
+      near.observe(box);
+    }
+  }
+
+  // --- Choose axes.
+
+  function explorer(box) {
+    const { rows, words, numbers } = DATA.explored;
+    const form = document.querySelector(".axes");
+    const controls = [...form.elements];
+    const value = (control) => (control.type === "checkbox" ? control.checked : control.value);
+    const usual = Object.fromEntries(controls.map((control) => [control.name, value(control)]));
+    const second = Object.keys(numbers)[1];
+    Object.assign(usual, { x: second });
+    for (const control of controls) {
+      const wanted = asked.get(control.name) ?? usual[control.name];
+      if (control.type === "checkbox") control.checked = wanted === "1";
+      else if ([...control.options].some((option) => option.value === wanted)) control.value = wanted;
+    }
+    const chosen = () => Object.fromEntries(controls.map((control) => [control.name, value(control)]));
+    form.addEventListener("submit", (event) => event.preventDefault());
+    form.addEventListener("change", () => {
+      const now = chosen();
+      for (const name in now) remember({ [name]: now[name] === usual[name] ? "" : now[name] });
+      draw(box);
+      drawn.get(box).work.then(() => say(byId("axes-said").textContent));
+    });
+
+    return () => {
+      const { x, y, colour, "log-x": logX, "log-y": logY } = chosen();
+      const drawable = (number, log) => number !== null && (!log || number > 0);
+      const known = rows.filter((row) => drawable(row[x], logX) && drawable(row[y], logY));
+      byId("axes-caption").textContent = `${numbers[y]} against ${numbers[x]}`;
+      byId("axes-said").textContent =
+        `${known.length} of ${rows.length} rows have both values${logX || logY ? " and can be drawn" : ""}.`;
+      const axis = (field, log) => ({
+        field, type: "quantitative", title: numbers[field], scale: log ? { type: "log" } : { zero: false, padding: 12 },
+      });
+      const told = (field, format) => ({ field, title: words[field] ?? numbers[field] ?? "run", ...format });
+      const exact = { type: "quantitative", format: ",.6~r" };
+      // All values of the column, so that a colour stays when others are hidden.
+      const domain = [...new Set(rows.map((row) => row[colour]))];
+      const legend = { orient: "bottom", columns: Math.max(1, Math.floor(box.clientWidth / 160)), symbolLimit: 0 };
+      const colours = { field: colour, type: "nominal", title: words[colour], scale: { domain }, legend };
+      return {
+        usermeta: { fluid: true },
+        height: 360,
+        data: { values: known },
+        params: [{ name: "hidden", value: [] }],
+        transform: [{ filter: "indexof(hidden, datum.strategy) < 0" }],
+        encoding: { x: axis(x, logX), y: axis(y, logY) },
+        layer: [
+          {
+            mark: { type: "point", filled: true, size: 90, opacity: 0.9 },
+            encoding: {
+              color: colours,
+              tooltip: [told("label"), told(colour), told(x, exact), told(y, exact)],
+            },
+          },
+          // Names beside points, as long as they do not cover each other.
+          ...(known.length <= FEW
+            ? [{ mark: { type: "text", align: "left", dx: 8, limit: 160 }, encoding: { text: { field: "label" } } }]
+            : []),
+        ],
+      };
+    };
+  }
+  const FEW = 16;
+
+  // --- Paper: everything open, every chart drawn and light.
+
+  const opened = [];
+
+  function toPaper() {
+    if (printing) return;
+    printing = true;
+    for (const details of all("details:not([open])")) {
+      details.open = true;
+      opened.push(details);
+    }
+    drawn.forEach((chart, box) => { if (!chart.work || chart.dark) draw(box); });
+  }
+
+  function fromPaper() {
+    printing = false;
+    opened.splice(0).forEach((details) => { details.open = false; });
+    redraw();
+  }
+
+  // --- Begin.
+
+  for (const table of all("main table")) {
+    const rows = [...table.tBodies[0].rows];
+    if (rows.length > 1) sortable(table, rows);
+    filterable(table, rows);
+    scrolls.observe(table);
+  }
+  themes();
+  strategies();
+  all(".scripted").forEach((element) => { element.hidden = false; });
+  if (matchMedia("(max-width: 69.99rem)").matches) all(".side details").forEach((details) => { details.open = false; });
+  addEventListener("DOMContentLoaded", charts);
+  addEventListener("beforeprint", toPaper);
+  addEventListener("afterprint", fromPaper);
+  matchMedia("print").addEventListener("change", ({ matches }) => (matches ? toPaper() : fromPaper()));
+})();
