@@ -8,6 +8,7 @@ from typing import Any
 
 from harness import tracking
 from harness.asked import Asked
+from harness.byte_sizes import bytes_of
 from harness.family import FAMILIES, Family
 from harness.rules import divisors, one_of, positive, require
 
@@ -177,6 +178,7 @@ class ClusterConfig:
     nodes: int = 1
     gpus_per_node: int | None = None  # null: look at the machine
     device: str = "auto"  # auto | cpu | cuda
+    memory_budget: str | int | float | None = None  # of a rank, such as 24GiB; null: what is there
     partition: str | None = None  # the site's, for Slurm; null: its default
     account: str | None = None
     time: str | None = (
@@ -188,6 +190,12 @@ class ClusterConfig:
         if self.gpus_per_node is not None:
             positive("cluster", self, "gpus_per_node")
         one_of("cluster.device", self.device, ("auto", "cpu", "cuda"))
+        if self.memory_budget is not None:
+            bytes_of(self.memory_budget, "cluster.memory_budget")
+
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        return None if self.memory_budget is None else bytes_of(self.memory_budget)
 
 
 # Steps after the timed ones: under torch's profiler, to see where time goes, and one with every operator heard.

@@ -1,4 +1,7 @@
-"""What need not be tried: the same layout ran out of memory at a smaller batch, and this needs no less."""
+"""What need not be tried: the same layout ran out of memory at a smaller batch or depth, and this needs no less.
+
+Under the same memory budget, which like all else that affects a run is the same where two runs are alike.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +17,9 @@ from harness.machine import Machine
 from harness.plan.memory import estimate
 from harness.records import RECORD_FILE, Record, read_record
 
-_BATCH = ("micro_batch", "global_batch")
+# What may differ between two runs that are alike, by group: what follows from the sizes, and the sizes that grow.
+_OF_SIZE = {"train": ("micro_batch", "global_batch"), "model": ("num_hidden_layers", "parameters")}
+_GROWING = (("model", "num_hidden_layers"), ("train", "micro_batch"))
 
 
 def reason(config: RunConfig, layout: Layout, widths: Widths, machine: Machine, run_dir: Path) -> str | None:
@@ -23,17 +28,21 @@ def reason(config: RunConfig, layout: Layout, widths: Widths, machine: Machine, 
         return None
     for record in alike(config, run_dir):
         row = record["row"]
-        if row["measured_on"] == machine.device_name and needs_no_less(config, layout, widths, machine.device, row):
+        if row["measured_on"] != machine.device_name:
+            continue
+        grown = larger(record["config"], config.to_dict())
+        if grown and needs_no_less(config, layout, widths, machine.device, row):
+            smaller = (f"{group}.{key}={record['config'][group][key]}" for group, key in grown)
+            this = (f"{group}.{key}={getattr(getattr(config, group), key)}" for group, key in grown)
             return (
-                f"not tried: {row['run_id']} ran out of memory at train.micro_batch={row['micro_batch']} with the same"
-                f" layout, and train.micro_batch={config.train.micro_batch} needs no less; sweep.skip_dominated=false"
-                " tries it"
+                f"not tried: {row['run_id']} ran out of memory at {' and '.join(smaller)} with the same layout, and"
+                f" {' and '.join(this)} needs no less; sweep.skip_dominated=false tries it"
             )
     return None
 
 
 def alike(config: RunConfig, run_dir: Path) -> Iterator[Record]:
-    """The records of the comparison that this code made out of memory, and that differ from this run in batch alone."""
+    """The records of the comparison that this code made out of memory, and that differ from this run in size alone."""
     names = run_dir.name.rpartition("-")[0]
     for path in sorted(run_dir.parent.glob(f"{names}-*/{RECORD_FILE}")):
         try:
@@ -42,16 +51,25 @@ def alike(config: RunConfig, run_dir: Path) -> Iterator[Record]:
             continue
         if record["row"]["status"] != "oom" or versions.is_stale(record, versions.versions()):
             continue
-        if without_batch(record["config"]) == without_batch(config.to_dict()):
+        if without_sizes(record["config"]) == without_sizes(config.to_dict()):
             yield record
 
 
-def without_batch(values: dict[str, Any]) -> dict[str, Any]:
+def without_sizes(values: dict[str, Any]) -> dict[str, Any]:
     kept = settling(values)
-    train = {key: value for key, value in kept["train"].items() if key not in _BATCH}
+    for group, names in _OF_SIZE.items():
+        kept[group] = {key: value for key, value in kept[group].items() if key not in names}
     # As a record has it, lists for tuples; whichever repeat ran out of memory, the others would.
-    plain: dict[str, Any] = _as_read(kept | {"train": train, "repeat": 0})
+    plain: dict[str, Any] = _as_read(kept | {"repeat": 0})
     return plain
+
+
+def larger(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, str]]:
+    """In which sizes the other is larger; none if it is smaller in any."""
+    pairs = {(group, key): (one[group][key], other[group][key]) for group, key in _GROWING}
+    if any(after < before for before, after in pairs.values()):
+        return []
+    return [key for key, (before, after) in pairs.items() if after > before]
 
 
 def _as_read(value: Any) -> Any:
@@ -61,9 +79,7 @@ def _as_read(value: Any) -> Any:
 
 
 def needs_no_less(config: RunConfig, layout: Layout, widths: Widths, device: str, row: dict[str, Any]) -> bool:
-    """A larger micro-batch, and by the plan as much memory: a pipeline's larger ones can be fewer."""
-    if not row["micro_batch"] < config.train.micro_batch:
-        return False
+    """By the plan as much memory as the run of that row: a pipeline's larger micro-batches can be fewer."""
     predicted = row.get("predicted_peak_bytes")
     if predicted is None:  # of compiled layers nothing is predicted
         return layout.pp == 1

@@ -5,7 +5,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from harness.byte_sizes import bytes_of
 from harness.config import RunConfig
+from harness.errors import UserError
 
 # What names, places and watches a run without changing its result: not part of its identity.
 _NOT_IDENTITY = (
@@ -21,7 +23,21 @@ def settling(values: Mapping[str, Any]) -> dict[str, Any]:
     for group, names in _NOT_IDENTITY_OF.items():
         if isinstance(kept.get(group), Mapping):
             kept[group] = {key: value for key, value in kept[group].items() if key not in names}
+    if isinstance(kept.get("cluster"), Mapping):
+        kept["cluster"] = in_bytes(kept["cluster"])
     return kept
+
+
+def in_bytes(cluster: Mapping[str, Any]) -> dict[str, Any]:
+    """The memory budget however it is written; none at all leaves runs what they were before there was the key."""
+    budget = cluster.get("memory_budget")
+    rest = {key: value for key, value in cluster.items() if key != "memory_budget"}
+    if budget is None:
+        return rest
+    try:
+        return rest | {"memory_budget": bytes_of(budget)}
+    except UserError:  # of values that were refused
+        return rest | {"memory_budget": budget}
 
 
 def identity(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:

@@ -27,6 +27,7 @@ class Machine:
     cores: int
     host_free_bytes: int | None = None  # of the host, whatever the device; None: not looked at
     sharing: int = 1  # runs that have this machine's memory between them
+    device_bytes: int | None = None  # all memory of the smallest CUDA device; None on a CPU
 
     @property
     def world_size(self) -> int:
@@ -66,7 +67,7 @@ def as_it_is_now(machine: Machine, cluster: ClusterConfig) -> Machine:
 
 def look(cluster: ClusterConfig) -> Machine:
     """This machine, as one of the cluster's equal nodes. Raises UserError if the cluster asks for what it is not."""
-    free_bytes, name = _cuda_devices()
+    free_bytes, total_bytes, name = _cuda_devices()
     devices = len(free_bytes)
     device = ("cuda" if devices else "cpu") if cluster.device == "auto" else cluster.device
     if device == "cuda" and not devices:
@@ -81,16 +82,17 @@ def look(cluster: ClusterConfig) -> Machine:
         free_bytes=tuple(free_bytes) if on_gpu else (psutil.virtual_memory().available,),
         cores=len(usable_cores()),
         host_free_bytes=psutil.virtual_memory().available,
+        device_bytes=min(total_bytes) if on_gpu else None,
     )
 
 
-def _cuda_devices() -> tuple[list[int], str]:
-    """Free bytes of every visible device, and their name, from NVML: torch would have to touch them."""
+def _cuda_devices() -> tuple[list[int], list[int], str]:
+    """Free and all bytes of every visible device, and their name, from NVML: torch would have to touch them."""
     import torch
 
     count = torch.cuda.device_count()  # asks NVML, initialises nothing
     if not count:
-        return [], ""
+        return [], [], ""
     import pynvml
 
     try:
@@ -101,7 +103,8 @@ def _cuda_devices() -> tuple[list[int], str]:
         ) from None
     handles = [nvml_handle(pynvml, entry) for entry in visible_devices(count)]
     name = pynvml.nvmlDeviceGetName(handles[0])
-    return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles], str(name)
+    found = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
+    return [int(memory.free) for memory in found], [int(memory.total) for memory in found], str(name)
 
 
 def visible_devices(count: int) -> list[str]:

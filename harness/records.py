@@ -66,6 +66,8 @@ COLUMN_TYPES: Mapping[str, type] = (
     | {"model_flops": int, "hardware_flops": int, "hfu": float, "model_flops_per_second_per_device": float}
     # Memory beyond tensors, and what the host gave.
     | {"allocation_retries": int, "out_of_memory_errors": int, "cpu_seconds": float, "joules_per_token": float}
+    # What a rank could hold: its budget, else all of its GPU's memory.
+    | {"memory_limit_bytes": int}
 )
 COLUMNS = tuple(COLUMN_TYPES)
 

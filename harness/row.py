@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness import job, launch, pulse, versions
+from harness import job, launch, memory_budget, pulse, versions
 from harness.config import PROFILED_STEPS, TRACED_STEPS, RunConfig
 from harness.figures import Row
 from harness.figures.cost import cost
@@ -45,6 +45,7 @@ def record(
     whole = configured(config, layout) | {
         "run_id": run_id,
         "measured_on": machine.device_name,
+        "memory_limit_bytes": memory_budget.limit_bytes(config, machine),
         "started_at": datetime.now(UTC).isoformat(),
     }
     local_ranks = layout.world_size // machine.nodes_of(layout.world_size) if layout else None
@@ -108,7 +109,7 @@ def read_ranks(run_dir: Path, world_size: int) -> list[Rank]:
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
-def ended(run_dir: Path, world_size: int, outcome: Outcome, ranks: Sequence[Rank]) -> Row:
+def ended(config: RunConfig, run_dir: Path, world_size: int, outcome: Outcome, ranks: Sequence[Rank]) -> Row:
     """The columns of a run that did not come to its end: where it stood and what its ranks held, as each said last.
 
     The phase is that of the rank to blame, else of the one furthest behind.
@@ -123,7 +124,9 @@ def ended(run_dir: Path, world_size: int, outcome: Outcome, ranks: Sequence[Rank
         row[f"last_{quantity}"] = most(getattr(beat, quantity) for beat in beats.values())
     if outcome.status == "error" and exhausted:
         row["status"] = "oom"
-        row["reason"] = f"rank {exhausted['rank']} in {exhausted['phase']}: {exhausted['reason']}"
+        budget = config.cluster.memory_budget
+        under = "" if budget is None else f" under cluster.memory_budget={budget}"
+        row["reason"] = f"rank {exhausted['rank']} in {exhausted['phase']}{under}: {exhausted['reason']}"
     return row
 
 

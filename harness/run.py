@@ -9,7 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import compiling, data, dominated, engines, job, launch, layout, locks, records, room, row, stored
+from harness import (
+    compiling,
+    data,
+    dominated,
+    engines,
+    job,
+    launch,
+    layout,
+    locks,
+    memory_budget,
+    records,
+    room,
+    row,
+    stored,
+)
 from harness.compose import folder_of
 from harness.config import CheckpointingConfig, ModelConfig, RunConfig, StrategyConfig
 from harness.data import Corpus
@@ -82,6 +96,7 @@ def problems(config: RunConfig, found: Layout, machine: Machine) -> Iterator[str
     yield from refusals(config, found)
     yield from machine.refusals(found.world_size)
     yield from compiling.refusals(config, found, machine)
+    yield from memory_budget.refusals(config, machine)
     yield from engines.load(found.engine).refusals(config, found, machine)
 
 
@@ -193,6 +208,8 @@ def single_of(this: Plan) -> Plan:
     )
     plain = dataclasses.replace(config.train, loss_chunks=1, fused_optimizer=True, compile=False)
     config = dataclasses.replace(config, train=plain, proof=dataclasses.replace(config.proof, reference=False))
+    unbounded = dataclasses.replace(config.cluster, memory_budget=None)  # it is proof, and no run of the comparison
+    config = dataclasses.replace(config, cluster=unbounded)
     return plan(config, this.machine, is_reference=True)
 
 
@@ -238,7 +255,7 @@ def start(this: Plan, means: Means, reference: Reference) -> Record:
         ending, extra = judge(this.config, this.layout, this.widths, ranks, reference.rank, reference.word)
     if ending["status"] != "ok":
         at = {"phase": ending["phase"]} if "phase" in ending else {}
-        ending |= row.ended(this.directory, world_size, outcome, ranks) | at
+        ending |= row.ended(this.config, this.directory, world_size, outcome, ranks) | at
     ending |= began | {"seconds": outcome.seconds}
     return write(this, ending, ranks, extra | {"notes": notes})
 
@@ -251,6 +268,8 @@ def prepare(this: Plan) -> tuple[job.Job, list[str]]:
         try:
             allocator = str(native.build_allocator(cache))
         except (RuntimeError, UserError) as error:
+            if this.config.cluster.memory_budget is not None:  # nothing would refuse what is beyond it
+                raise
             notes.append(f"memory is not counted: {one_line(error)}")
     variables = engines.load(this.layout.engine).environment(this.layout, this.machine, cache)
     threads = launch.threads_per_rank(this.layout.world_size // this.nodes)

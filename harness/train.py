@@ -65,7 +65,8 @@ def train(
         with torch.no_grad():
             losses[index], grad_norms[index] = result.loss, result.grad_norm
 
-    first_gradients, first_moments = GradientStatistics(config.seed, memory.device), None
+    first_gradients = GradientStatistics(config.seed, memory.device, memory.limit.beyond)
+    first_moments = None
     for taken in range(config.warmup_steps):
         if first_moments is not None:
             step("warm-up")
@@ -73,7 +74,8 @@ def train(
         with probe.listening(first_gradients):
             step("warm-up")
         if engine.skipped_steps <= taken:  # else gradients overflowed: a smaller loss scale comes next
-            first_moments = statistics(engine, "optimizer", config.seed, memory.device, "exp_avg")
+            with memory.limit.beyond():
+                first_moments = statistics(engine, "optimizer", config.seed, memory.device, "exp_avg")
             memory.forget_unused()  # of these statistics
     if first_moments is None:
         raise FloatingPointError(
@@ -95,6 +97,7 @@ def train(
     step_seconds, phase_seconds = times.step_seconds(), times.phase_seconds()
     used, in_steps = usage.end(), memory.in_steps(before)
     graphs_in_timed_steps = compiling.graphs() - graphs_before
+    memory.limit.lift()  # the run fits; what looks closer needs memory of its own
 
     trace = StepTrace(memory.device)
     with trace, probe.listening(trace):

@@ -21,6 +21,7 @@ from harness.layout import AXES
 from harness.machine import usable_cores
 from harness.masks import masks_ranks, masks_seed
 from harness.measure.kernels import attention_asked_for
+from harness.measure.limit import Limit
 from harness.measure.memory import DeviceMemory
 from harness.measure.native import load_allocator
 from harness.measure.probe import Probe
@@ -64,7 +65,8 @@ def measure(this: Job, rank: int, pulse: Pulse, directory: Path) -> dict[str, An
     allocator = load_allocator(Path(this.allocator)) if this.allocator else None
     pulse("joining")
     with process_group(this) as (mesh, device), attention_asked_for():
-        memory = DeviceMemory(device, allocator)
+        limit = Limit(this.config.cluster.memory_budget_bytes, device, allocator)
+        memory = DeviceMemory(device, allocator, limit)
         pulse.allocated_bytes = memory.allocated_bytes
         return trained(this, rank, pulse, directory, mesh, memory)
 
@@ -76,6 +78,7 @@ def trained(
     probe, device = Probe(), memory.device
     pulse("building")
     memory.reset_peak()
+    memory.limit.enforce()
     engine = engines.load(this.layout.engine).build(this.config, this.layout, mesh, device, probe)
     start_peak_bytes = memory.peak_allocated_bytes()
     torch.manual_seed(masks_seed(this.config.train.seed, this.layout, rank))

@@ -1,11 +1,12 @@
 // A CPU allocator for torch that counts what is asked of it: bytes live now, and the most there ever were; and, where
-// asked to, writes down every block that comes and goes.
+// asked to, writes down every block that comes and goes, or refuses what would be more than a limit.
 //
 // Each block is preceded by one alignment unit that holds its size and its neighbours in the list of live blocks, so
 // the data pointer keeps torch's alignment of 64 bytes and a block can be freed by its pointer alone (raw_deleter). The
 // header is not counted. One mutex guards list, figures and log: they agree at every moment.
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -15,6 +16,7 @@
 #include <c10/core/alignment.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 namespace {
 
@@ -25,6 +27,7 @@ struct Header {
   bool foreign; // asked for by another thread than the one that installed the allocator: a collective's backend
 };
 constexpr std::size_t kHeaderBytes = c10::gAlignment;
+constexpr std::int64_t kNoLimit = INT64_MAX;
 static_assert(sizeof(Header) <= kHeaderBytes);
 
 // One line of the log. Its layout is read by harness/measure/native.py.
@@ -43,12 +46,20 @@ struct Blocks {
   std::thread::id owner;
   std::int64_t live_bytes = 0;
   std::int64_t peak_bytes = 0;
+  std::int64_t limit_bytes = kNoLimit;
   Header* newest = nullptr;
   bool logging = false;
   std::vector<Event> log; // of malloc's memory: not counted
 
+  // Raises if that would be more than the limit, with nothing changed.
   void add(Header* block) {
     const std::lock_guard<std::mutex> guard(mutex);
+    const auto bytes = static_cast<std::int64_t>(block->bytes);
+    if (bytes > limit_bytes - live_bytes) { // what lives may be above a limit that came later
+      C10_THROW_ERROR(
+          OutOfMemoryError,
+          c10::str(bytes, " bytes of memory asked for, ", live_bytes, " held, of a budget of ", limit_bytes));
+    }
     block->before = newest;
     block->after = nullptr;
     if (newest != nullptr) {
@@ -56,7 +67,7 @@ struct Blocks {
     }
     newest = block;
     block->foreign = std::this_thread::get_id() != owner;
-    live_bytes += static_cast<std::int64_t>(block->bytes);
+    live_bytes += bytes;
     if (live_bytes > peak_bytes) {
       peak_bytes = live_bytes;
     }
@@ -128,11 +139,13 @@ struct CountingAllocator final : c10::Allocator {
     }
     // A size that wraps round is passed on as it is, so that alloc_cpu refuses it in torch's words.
     const bool fits = bytes <= static_cast<std::size_t>(PTRDIFF_MAX) - kHeaderBytes;
-    void* const block = obtain(fits ? bytes + kHeaderBytes : bytes); // raises if there is no memory
-    static_cast<Header*>(block)->bytes = bytes;
-    void* const data = static_cast<std::byte*>(block) + kHeaderBytes;
+    // Raises if there is no memory. Memory that nothing touches costs nothing: what the limit refuses goes back.
+    std::unique_ptr<void, decltype(&c10::free_cpu)> block(obtain(fits ? bytes + kHeaderBytes : bytes), &c10::free_cpu);
+    auto* const header = static_cast<Header*>(block.get());
+    header->bytes = bytes;
+    blocks().add(header);
+    void* const data = static_cast<std::byte*>(block.release()) + kHeaderBytes;
     c10::profiledCPUMemoryReporter().New(data, bytes);
-    blocks().add(static_cast<Header*>(block));
     return {data, data, &release, cpu};
   }
 
@@ -171,6 +184,12 @@ std::int64_t peak_bytes() {
 void reset_peak() {
   const std::lock_guard<std::mutex> guard(blocks().mutex);
   blocks().peak_bytes = blocks().live_bytes;
+}
+
+// From here on a request that would make more bytes live than this fails; what lives already stays. 0: no limit.
+void set_limit(std::int64_t bytes) {
+  const std::lock_guard<std::mutex> guard(blocks().mutex);
+  blocks().limit_bytes = bytes > 0 ? bytes : kNoLimit;
 }
 
 void begin_log() {

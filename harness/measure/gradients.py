@@ -5,6 +5,8 @@ parameter's gradient is reduced to its squared norm and its product with a rando
 and the parameter's name. Both are sums over elements, so what the ranks hold adds up, whatever the layout.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -25,15 +27,22 @@ class GradientStatistic(NamedTuple):
 
 
 class GradientStatistics(Listener):
-    """Collects the statistics when gradients are ready; holds one random vector the size of a parameter at a time."""
+    """Collects the statistics when gradients are ready; holds one random vector the size of a parameter at a time.
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    `aside` is entered meanwhile: that memory is not the step's.
+    """
+
+    def __init__(
+        self, seed: int, device: torch.device, aside: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         self.seed = seed
         self.device = device
+        self.aside = aside
         self.found: list[GradientStatistic] = []
 
     def gradients_ready(self, engine: Engine) -> None:
-        self.found = statistics(engine, "gradients", self.seed, self.device)
+        with self.aside():
+            self.found = statistics(engine, "gradients", self.seed, self.device)
 
 
 def statistics(

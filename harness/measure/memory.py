@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.measure import snapshot
 from harness.measure.blocks import Log, Notes
+from harness.measure.limit import NO_LIMIT, Limit
 from harness.measure.native import Allocator
 
 _FREED = {"alloc": 1, "free_requested": -1}  # lines of torch's history that change what is allocated
@@ -34,6 +35,7 @@ class DeviceMemory:
 
     device: torch.device
     allocator: Allocator | None = None  # of the CPU; not used on CUDA
+    limit: Limit = NO_LIMIT
 
     @property
     def _cuda(self) -> bool:

@@ -55,6 +55,10 @@ class Allocator:
     def reset_peak(self) -> None:
         self.library.reset_peak()
 
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """From here on a request that would make more live than this is a torch.OutOfMemoryError; None: no limit."""
+        self.library.set_limit(limit_bytes or 0)
+
     def begin_log(self) -> None:
         """From here on every block that comes or goes is written down; those that are live come first."""
         self.library.begin_log()
@@ -126,7 +130,8 @@ def load_allocator(path: Path) -> Allocator:
     library = ctypes.CDLL(str(path))
     library.install.restype = ctypes.c_int
     library.live_bytes.restype = library.peak_bytes.restype = library.log_length.restype = ctypes.c_int64
-    library.reset_peak.restype = library.begin_log.restype = None
+    library.reset_peak.restype = library.begin_log.restype = library.set_limit.restype = None
+    library.set_limit.argtypes = [ctypes.c_int64]
     library.end_log.restype = ctypes.c_void_p
     if library.install() != 1:
         raise RuntimeError(f"{path.name} is not torch's CPU allocator: another one has a higher priority")

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+from harness.byte_sizes import said
 from harness.config import ModelConfig, RunConfig
 from harness.engines import Widths
 from harness.layout import Layout
@@ -10,7 +11,7 @@ from harness.plan.memory import PROCESS_BYTES, MemoryEstimate, estimate
 from harness.refusals import refusals
 from harness.sizes import parameter_count
 
-GIB = 2**30
+WORTH_SAYING = 0.005  # of what is needed: a smaller part is left out of the arithmetic
 Accepts = Callable[[RunConfig, Layout], bool]  # whether a changed configuration could be run as that layout
 
 
@@ -39,38 +40,49 @@ def refusal(
     """Why the run cannot fit, in one line with its arithmetic and what would fit; None if it fits.
 
     available_bytes is the host's free memory on cpu (shared by ranks_on_host), one device's on cuda, where what is
-    offloaded must fit host_available_bytes (None: unknown). `models` are the candidates for a smaller choice; what is
-    offered must be accepted as well as fit.
+    offloaded must fit host_available_bytes (None: unknown). A rank must fit cluster.memory_budget too. `models` are the
+    candidates for a smaller choice; what is offered must be accepted as well as fit.
     """
     found = estimate(config, layout, widths, device)
     too_much = host_refusal(config, found, ranks_on_host, host_available_bytes)
     if too_much:
         return too_much
-    needed = needed_bytes(found, ranks_on_host, device)
-    if needed <= available_bytes:
+    budget = config.cluster.memory_budget_bytes
+    there_is_enough = needed_bytes(found, ranks_on_host, device) <= available_bytes
+    if there_is_enough and within(budget, found):
         return None
-    parts = {**found.at_peak, "process": found.process_bytes}
-    arithmetic = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if gib(size) != "0.0")
-    per_rank = f"{gib(found.peak_bytes + found.process_bytes)} GiB a rank"
-    shared = (
-        f" x {ranks_on_host} ranks on one host = {gib(needed)} GiB" if device == "cpu" and ranks_on_host > 1 else ""
-    )
+    # What the process takes besides is no part of a budget.
+    process_bytes = 0 if there_is_enough else found.process_bytes
 
     def fits(changed: RunConfig, other: Layout) -> int | None:
         """Bytes a rank if it can be run and fits."""
         if not accepts(changed, other):
             return None
         trial = estimate(changed, other, widths, device)
-        ok = needed_bytes(trial, ranks_on_host, device) <= available_bytes
+        ok = needed_bytes(trial, ranks_on_host, device) <= available_bytes and within(budget, trial)
         ok = ok and not host_refusal(changed, trial, ranks_on_host, host_available_bytes)
-        return trial.peak_bytes + trial.process_bytes if ok else None
+        return trial.peak_bytes + process_bytes if ok else None
 
     remedies = [*fitting_checkpointing(config, layout, fits), *fitting_model(config, layout, models, fits)]
-    remedies += [*fitting_world(config, layout, fits), "preflight=false to try"]
-    return (
-        f"model={config.model.name} needs {per_rank}{shared} ({arithmetic}), {gib(available_bytes)} GiB are there:"
-        f" choose {', or '.join(remedies)}"
-    )
+    remedies += fitting_world(config, layout, fits)
+    remedies += ["a larger cluster.memory_budget"] if there_is_enough else []
+    remedies += ["preflight=false to try"]
+    a_rank = found.peak_bytes + process_bytes
+    needs = f"model={config.model.name} needs {said(a_rank)} a rank"
+    if there_is_enough:
+        limit = f"cluster.memory_budget={config.cluster.memory_budget} is less"
+    else:
+        limit = f"{said(available_bytes)} are there"
+        if device == "cpu" and ranks_on_host > 1:
+            needs += f" x {ranks_on_host} ranks on one host = {said(a_rank * ranks_on_host)}"
+    parts = {**found.at_peak, "process": process_bytes}
+    arithmetic = ", ".join(f"{name} {said(size)}" for name, size in parts.items() if size >= WORTH_SAYING * a_rank)
+    return f"{needs} ({arithmetic}), {limit}: choose {', or '.join(remedies)}"
+
+
+def within(budget_bytes: int | None, found: MemoryEstimate) -> bool:
+    """Whether a rank's tensors are: all that a budget is of."""
+    return budget_bytes is None or found.peak_bytes <= budget_bytes
 
 
 def host_refusal(
@@ -83,8 +95,8 @@ def host_refusal(
     asked = [f"strategy.offload={config.strategy.offload}"] if config.strategy.offload != "none" else []
     asked += ["checkpointing.offload_activations=true"] if config.checkpointing.offload_activations else []
     return (
-        f"{' and '.join(asked)} of model={config.model.name} needs {gib(needed // ranks_on_host)} GiB a rank x"
-        f" {ranks_on_host} ranks of the host = {gib(needed)} GiB, {gib(available_bytes)} GiB are there: choose less of"
+        f"{' and '.join(asked)} of model={config.model.name} needs {said(needed // ranks_on_host)} a rank x"
+        f" {ranks_on_host} ranks of the host = {said(needed)}, {said(available_bytes)} are there: choose less of"
         " it, a smaller model, or preflight=false to try"
     )
 
@@ -100,7 +112,7 @@ def fitting_checkpointing(config: RunConfig, layout: Layout, fits: Fits) -> Iter
         changed = dataclasses.replace(config.checkpointing, name=name, every=1)
         size = fits(dataclasses.replace(config, checkpointing=changed), layout)
         if size is not None:
-            yield f"checkpointing={name} ({gib(size)} GiB a rank)"
+            yield f"checkpointing={name} ({said(size)} a rank)"
 
 
 def fitting_model(config: RunConfig, layout: Layout, models: Sequence[ModelConfig], fits: Fits) -> Iterator[str]:
@@ -111,7 +123,7 @@ def fitting_model(config: RunConfig, layout: Layout, models: Sequence[ModelConfi
         trial = dataclasses.replace(config, model=dataclasses.replace(model, attention=config.model.attention))
         size = fits(trial, layout)
         if size is not None:
-            yield f"model={model.name} ({gib(size)} GiB a rank)"
+            yield f"model={model.name} ({said(size)} a rank)"
             return
 
 
@@ -126,9 +138,5 @@ def fitting_world(config: RunConfig, layout: Layout, fits: Fits) -> Iterator[str
         size = fits(dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=batch)), wider)
         if size is not None:
             more = "" if batch == config.train.global_batch else f" and train.global_batch={batch}"
-            yield f"world_size={wider.world_size}{more} on more such machines ({gib(size)} GiB a rank)"
+            yield f"world_size={wider.world_size}{more} on more such machines ({said(size)} a rank)"
             return
-
-
-def gib(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.1f}"

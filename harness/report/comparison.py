@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.byte_sizes import BINARY
 from harness.records import COLUMN_TYPES, Record, Row
 from harness.report import axes
 from harness.report.axes import SAID_BY_STRATEGY, VARYING
@@ -147,7 +148,7 @@ def labels_by(table: pd.DataFrame, name: str) -> dict[str, list[str]]:
 def byte_unit(numbers: Sequence[float | None]) -> Unit:
     """The unit for a whole table of bytes: the largest of them is 1 or more of it."""
     largest = max((abs(number) for number in numbers if number is not None), default=0)
-    for name, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for name, size in BINARY.items():
         if largest >= size:
             return Unit(name, size)
     return Unit("B", 1)
