@@ -1,0 +1,158 @@
+"""What charts share: bars by line, labelled points, curves; all data as values, all fields of fixed names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.report.charts import lines as data
+from harness.report.charts import placing, style
+from harness.report.charts.lazy import alt
+from harness.report.charts.lines import Datum, Line
+
+_HIDDEN = "indexof(hidden, datum.strategy) < 0"
+_ROOM = 48  # pixels to the right of bars for their values
+
+
+def of(values: Sequence[Datum]) -> alt.Chart:
+    """A layer of these data without those of hidden strategies."""
+    return fixed(values).transform_filter(_HIDDEN)
+
+
+def fixed(values: Sequence[Datum]) -> alt.Chart:
+    """A layer of these data, whatever is hidden."""
+    return alt.Chart(alt.InlineData(values=list(values)))
+
+
+def spec(
+    layers: Sequence[alt.Chart], said: str, height: int | alt.Step = style.HEIGHT, room: int = 0
+) -> dict[str, Any]:
+    """The chart of these layers as Vega-Lite without a config. room: pixels at the right for text beyond the plot."""
+    chart = alt.layer(*layers).properties(
+        width=style.WIDTH,
+        height=height,
+        autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
+        padding={"left": 4, "top": 4, "right": 4 + room, "bottom": 4},
+        description=said,
+        usermeta={"fluid": True},
+    )
+    found: dict[str, Any] = chart.add_params(alt.param("hidden", value=[])).to_dict()
+    del found["config"]
+    return found
+
+
+def bars(layers: Sequence[alt.Chart], said: str, count: int) -> dict[str, Any]:
+    """A chart of so many horizontal bars, each as high as every other."""
+    return spec(layers, said, alt.Step(style.step(count)), _ROOM)
+
+
+def lines_down() -> alt.Y:
+    """The lines of the report from the top."""
+    return alt.Y("label:N", title=None, sort=alt.EncodingSortField("place", op="min"), axis=alt.Axis(grid=False))
+
+
+def from_zero(field: str, title: str) -> alt.X:
+    return alt.X(f"{field}:Q", title=title, scale=alt.Scale(zero=True))
+
+
+def tooltips(*named: tuple[str, str, str]) -> list[alt.Tooltip]:
+    """(field with its type, title, format); an empty format is for text."""
+    return [
+        alt.Tooltip(field, title=title, format=form) if form else alt.Tooltip(field, title=title)
+        for field, title, form in (("label:N", "run", ""), *named)
+    ]
+
+
+def stacked(values: Sequence[Datum], title: str, exact: tuple[str, str, str], names: Sequence[str]) -> alt.Chart:
+    """Bars of parts. exact: field, title, format of the tooltip; names: of the parts, in the order of their stack."""
+    present = {datum["part"] for datum in values}
+    shown = {name: colour for name, colour in zip(names, style.PALETTE, strict=False) if name in present}
+    return (
+        of(values)
+        .mark_bar()
+        .encode(
+            x=alt.X("value:Q", title=title, stack="zero", scale=alt.Scale(zero=True)),
+            y=lines_down(),
+            color=alt.Color(
+                "part:N",
+                title=None,
+                scale=alt.Scale(domain=list(shown), range=list(shown.values())),
+                legend=alt.Legend(orient="top", symbolType="square", columns=4, offset=22),
+            ),
+            order=alt.Order("rank:Q"),
+            tooltip=tooltips(("part:N", "part", ""), exact),
+        )
+    )
+
+
+def numbers(values: Sequence[Datum], title: str) -> alt.Chart:
+    """Of every bar its length in figures: the field `total` and the text `shown`."""
+    text = of(values).mark_text(align="left", dx=5, style="value")
+    tooltip = tooltips(("shown:N", title, ""))
+    return text.encode(x=from_zero("total", title), y=lines_down(), text="shown:N", tooltip=tooltip)
+
+
+def ends(lines: Sequence[Line], title: str) -> list[alt.Chart]:
+    """In the place of the bars of lines that are not ok, what became of them."""
+    values = data.ended(lines)
+    if not values:
+        return []
+    return [
+        of(values)
+        .mark_text(align="left", dx=5, style="ended")
+        .encode(
+            x=from_zero("zero", title),
+            y=lines_down(),
+            text="ended:N",
+            tooltip=tooltips(("ended:N", "ended", ""), ("reason:N", "reason", "")),
+        )
+    ]
+
+
+def spanning(field: str, title: str, values: Sequence[float]) -> Any:
+    """An axis of points, over these values with some room; it need not start at 0."""
+    return (alt.X if field == "x" else alt.Y)(
+        f"{field}:Q", title=title, scale=alt.Scale(domain=list(data.span(values)), nice=False, zero=False)
+    )
+
+
+def labels(values: Sequence[Datum], x: alt.X, y: alt.Y, line: Sequence[Datum] = ()) -> list[alt.Chart]:
+    """The labels of points beside them, where there is room; those with `first` before the others.
+
+    x, y: as made by `spanning`. line: the corners of one that labels leave free.
+    """
+    across: Any = x.to_dict()
+    up: Any = y.to_dict()
+    (left, right), (bottom, top) = across["scale"]["domain"], up["scale"]["domain"]
+
+    def at(datum: Datum) -> placing.Point:
+        return (datum["x"] - left) / (right - left), (top - datum["y"]) / (top - bottom)
+
+    texts, first = [d["label"] for d in values], [bool(d.get("first")) for d in values]
+    places = placing.placed([at(d) for d in values], texts, first, [at(d) for d in line])
+    sides: dict[str, list[Datum]] = {}
+    for datum, side in zip(values, places, strict=True):
+        sides.setdefault(side, []).append(datum | {"short": placing.shortened(datum["label"])})
+    drawn: dict[str, dict[str, Any]] = {
+        "right": {"align": "left", "dx": 8},
+        "left": {"align": "right", "dx": -8},
+        "above": {"align": "center", "dy": -12},
+        "below": {"align": "center", "dy": 12},
+    }
+    return [
+        of(sides[side]).mark_text(style="value", baseline="middle", **how).encode(x=x, y=y, text="short:N")
+        for side, how in drawn.items()
+        if side in sides
+    ]
+
+
+def by_label(names: Sequence[str]) -> dict[str, Any]:
+    """Colour, shape and dashes that tell curves apart, as one legend in their order."""
+    legend = alt.Legend(orient="right", title=None, symbolSize=90, symbolLimit=0)
+    sort = list(names)
+    count = len(sort)
+    return {
+        "color": alt.Color("label:N", legend=legend, scale=alt.Scale(domain=sort, range=style.colours(count))),
+        "shape": alt.Shape("label:N", legend=legend, scale=alt.Scale(domain=sort, range=style.shapes(count))),
+        "strokeDash": alt.StrokeDash("label:N", legend=legend, scale=alt.Scale(domain=sort, range=style.dashes(count))),
+    }

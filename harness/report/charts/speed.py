@@ -1,0 +1,234 @@
+"""Pictures of speed: tokens per second with their spread, against memory, over ranks, and the parts of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.report import comparison as c
+from harness.report.charts import lines as data
+from harness.report.charts import marks, placing, style
+from harness.report.charts.lazy import alt
+from harness.report.charts.lines import Line
+from harness.report.charts.series import Series, by_world
+from harness.report.costs import _TIMES
+from harness.report.document import Grid, Picture
+from harness.report.spread import spread
+from harness.report.view import View
+
+_WIDE = 8  # the most ranks over the fewest, from which on both axes are logarithmic
+
+
+def throughput(view: View) -> Picture | None:
+    """Tokens per second of every line, and how far its runs or steps lie apart."""
+    found = data.lines(view)
+    if not any(line.speed for line in found):
+        return None
+    drawn = data.chosen(found)
+    ok = [(line, line.speed, spread(line.row)) for line in drawn if line.speed]
+    said = (
+        f"Tokens per second of {len(ok)} lines, from {data.extremes([(line.label, speed) for line, speed, _ in ok])}."
+        f"{_spread_said([line for line, *_ in ok])}"
+        f"{data.ended_said(drawn)}{data.left_out(len(drawn), len(found))}"
+    )
+    title = "tokens per second"
+    shown = c.scaled([speed for _, speed, _ in ok], c.ONE)
+    values = [
+        line.datum(
+            value=speed,
+            total=speed * (1 + (apart or 0)),
+            low=max(0.0, speed * (1 - (apart or 0))),
+            shown=text,
+            apart=None if apart is None else 100 * apart,
+        )
+        for (line, speed, apart), text in zip(ok, shown, strict=True)
+    ]
+    y = marks.lines_down()
+    tooltip = marks.tooltips(("value:Q", "tokens per second", ",.2f"), ("apart:Q", "spread, ± %", ".2f"))
+    bar = marks.of(values).mark_bar(color=style.MEASURED)
+    sure = marks.of([datum for datum in values if datum["apart"]])
+    low = marks.from_zero("low", title)
+    layers = [
+        bar.encode(x=marks.from_zero("value", title), y=y, tooltip=tooltip),
+        sure.mark_rule(style="spread").encode(x=low, x2="total:Q", y=y, tooltip=tooltip),
+        *(
+            sure.mark_tick(style="spread", size=8, thickness=1.5).encode(x=end, y=y, tooltip=tooltip)
+            for end in (low, marks.from_zero("total", title))
+        ),
+        marks.numbers(values, title),
+        *marks.ends(drawn, title),
+    ]
+    rows = [
+        (line.label, str(line.row["status"]), *c.scaled([line.speed], c.ONE), *c.percents([spread(line.row)]))
+        for line in drawn
+    ]
+    table = data.table(["run", "status", title, "spread (± %)"], rows, [line.strategy for line in drawn], 2)
+    return Picture("throughput", "Tokens per second", said, marks.bars(layers, said, len(drawn)), table)
+
+
+def _spread_said(lines: Sequence[Line]) -> str:
+    kinds = {line.row.get("between_runs") is not None for line in lines if spread(line.row) is not None}
+    words = {True: "half the range of a line's runs", False: "half the interquartile range of a run's steps"}
+    said = " or ".join(words[kind] for kind in sorted(kinds, reverse=True))
+    return f" Error bars are to either side {said}." if said else ""
+
+
+def trade(view: View) -> Picture | None:
+    """Peak memory against speed; lines that no other beats in both are the front."""
+    pairs = [
+        (line, peak, line.speed)
+        for line in data.lines(view)
+        if line.speed and (peak := line.number("peak_allocated_bytes"))
+    ]
+    places = {line.place for line in data.chosen([line for line, *_ in pairs])}
+    drawn = [pair for pair in pairs if pair[0].place in places]
+    if len(drawn) < 2:
+        return None
+    unit = c.byte_unit([peak for _, peak, _ in drawn])
+    first = placing.front([(peak, speed) for _, peak, speed in drawn])
+    points = [
+        line.datum(x=speed, y=peak / unit.size, exact=peak, first=best, on="front" if best else "beaten in both")
+        for (line, peak, speed), best in zip(drawn, first, strict=True)
+    ]
+    best_ones = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
+    said = (
+        f"Peak memory in {unit.name} against tokens per second of {len(drawn)} lines. No other is both as fast and as"
+        f" small as {', '.join(point['label'] for point in best_ones)}; peaks from"
+        f" {data.extremes([(point['label'], point['y']) for point in points])}, tokens per second from"
+        f" {data.extremes([(point['label'], point['x']) for point in points])}.{data.left_out(len(drawn), len(pairs))}"
+    )
+    x = marks.spanning("x", "tokens per second (more is better)", [point["x"] for point in points])
+    y = marks.spanning("y", f"peak memory ({unit.name}, less is better)", [point["y"] for point in points])
+    tooltip = marks.tooltips(("x:Q", "tokens per second", ",.2f"), ("exact:Q", "peak, bytes", ",d"), ("on:N", "", ""))
+    layers = [
+        marks.of(best_ones).mark_line(style="front").encode(x=x, y=y),
+        marks.of([p for p in points if not p["first"]])
+        .mark_point(filled=False, size=70, strokeWidth=2, color=style.MEASURED, shape="circle")
+        .encode(x=x, y=y, tooltip=tooltip),
+        marks.of(best_ones)
+        .mark_point(filled=True, size=110, opacity=1, color=style.MEASURED, shape="diamond")
+        .encode(x=x, y=y, tooltip=tooltip),
+        *marks.labels(points, x, y, best_ones),
+    ]
+    columns = [c.scaled([peak for _, peak, _ in drawn], unit), c.scaled([speed for *_, speed in drawn], c.ONE)]
+    rows = [
+        (line.label, *texts, "yes" if best else "")
+        for (line, *_), texts, best in zip(drawn, zip(*columns, strict=True), first, strict=True)
+    ]
+    header = ["run", f"peak ({unit.name})", "tokens per second", "on the front"]
+    table = data.table(header, rows, [line.strategy for line, *_ in drawn])
+    return Picture("trade", "Peak memory against speed", said, marks.spec(layers, said), table)
+
+
+def step(view: View) -> Picture | None:
+    """The step time of every line in its parts, of the repeat in the middle."""
+    found = data.lines(view)
+    if not any(_step_parts(line) for line in found):
+        return None
+    drawn = data.chosen(found)
+    segments = [datum for line in drawn for datum in _step_parts(line)]
+    totals: dict[str, float] = {}
+    for datum in segments:
+        totals[datum["label"]] = totals.get(datum["label"], 0.0) + datum["exact"]
+    names = [name for name in _TIMES.values() if any(datum["part"] == name for datum in segments)]
+    said = (
+        f"Step time of {len(totals)} lines in ms, stacked by its parts, {', '.join(names)}: from"
+        f" {data.extremes([(label, total / 1e-3) for label, total in totals.items()])}."
+        + (" Of repeated runs the one in the middle by speed." if any(line.repeated for line in drawn) else "")
+        + data.ended_said(drawn)
+        + data.left_out(len(drawn), len(found))
+    )
+    title = "step time (ms)"
+    shown = dict(zip(totals, c.scaled(list(totals.values()), c.MILLISECONDS), strict=True))
+    ends = [
+        line.datum(total=totals[line.label] / 1e-3, shown=shown[line.label]) for line in drawn if line.label in totals
+    ]
+    layers = [
+        marks.stacked(segments, title, ("value:Q", "ms", ",.4f"), tuple(_TIMES.values())),
+        marks.numbers(ends, title),
+        *marks.ends(drawn, title),
+    ]
+    rows = []
+    for line in drawn:
+        parts = {datum["part"]: datum["exact"] for datum in _step_parts(line)}
+        sizes = [*(parts.get(name) for name in names), totals.get(line.label)]
+        rows.append((line.label, str(line.row["status"]), *c.scaled(sizes, c.MILLISECONDS)))
+    header = ["run", "status", *(f"{name} (ms)" for name in names), "step (ms)"]
+    table = data.table(header, rows, [line.strategy for line in drawn], 2)
+    return Picture("step", "Where the time of a step goes", said, marks.bars(layers, said, len(drawn)), table)
+
+
+def _step_parts(line: Line) -> list[data.Datum]:
+    return data.parts(line, data.typical(line)["row"], _TIMES, c.MILLISECONDS.size) if line.ok else []
+
+
+def scaling(view: View) -> Picture | None:
+    """Tokens per second over ranks, beside as many times the speed on the fewest."""
+    found = by_world(data.lines(view))
+    if not found:
+        return None
+    drawn = data.chosen(found)
+    points = [
+        series.datum(x=_world(line), y=line.speed, ideal=ideal, efficiency=100 * (line.speed or 0) / ideal)
+        for series in drawn
+        for line, ideal in zip(series.points, _ideal(series), strict=True)
+    ]
+    said = (
+        f"Tokens per second over {_count(points)} ranks of {len(drawn)} lines, beside the ideal from each one's fewest"
+        " ranks; efficiency on the most ranks in %: from"
+        f" {data.extremes([(series.name, _efficiency(series)) for series in drawn])}."
+        f"{data.left_out(len(drawn), len(found))}"
+    )
+    worlds = sorted({point["x"] for point in points})
+    wide = worlds[-1] / worlds[0] > _WIDE
+    scale = alt.Scale(type="log", base=2, nice=False) if wide else alt.Scale(zero=True)
+    x = alt.X("x:Q", title="ranks", scale=scale, axis=alt.Axis(values=worlds, format="d"))
+    y, ideal = (alt.Y(f"{field}:Q", title="tokens per second", scale=scale) for field in ("y", "ideal"))
+    looks = marks.by_label([series.name for series in drawn])
+    tooltip = marks.tooltips(
+        ("x:Q", "ranks", ",d"),
+        ("y:Q", "tokens per second", ",.2f"),
+        ("ideal:Q", "ideal", ",.2f"),
+        ("efficiency:Q", "efficiency, %", ".2f"),
+    )
+    layers = [
+        marks.of(points).mark_line(style="reference").encode(x=x, y=ideal, detail="label:N"),
+        marks.of(points)
+        .mark_line(strokeWidth=2)
+        .encode(x=x, y=y, color=looks["color"], strokeDash=looks["strokeDash"]),
+        marks.of(points)
+        .mark_point(filled=True, size=60, opacity=1)
+        .encode(x=x, y=y, color=looks["color"], shape=looks["shape"], tooltip=tooltip),
+    ]
+    return Picture("scaling", "Speed over ranks", said, marks.spec(layers, said), _scaling_table(drawn))
+
+
+def _world(line: Line) -> float:
+    return line.number("world_size") or 0.0
+
+
+def _ideal(series: Series) -> list[float]:
+    fewest = series.points[0]
+    return [(fewest.speed or 0.0) * _world(line) / _world(fewest) for line in series.points]
+
+
+def _efficiency(series: Series) -> float:
+    return 100 * (series.points[-1].speed or 0.0) / _ideal(series)[-1]
+
+
+def _count(points: Sequence[data.Datum]) -> str:
+    worlds = sorted({int(point["x"]) for point in points})
+    return ", ".join(map(str, worlds))
+
+
+def _scaling_table(drawn: Sequence[Series]) -> Grid:
+    pairs = [
+        (series, line, ideal) for series in drawn for line, ideal in zip(series.points, _ideal(series), strict=True)
+    ]
+    speeds, ideals = c.scaled([line.speed for _, line, _ in pairs], c.ONE), c.scaled([i for *_, i in pairs], c.ONE)
+    efficiencies = c.percents([(line.speed or 0.0) / ideal for _, line, ideal in pairs])
+    rows = [
+        (series.name, str(line.row["world_size"]), *texts)
+        for (series, line, _), texts in zip(pairs, zip(speeds, ideals, efficiencies, strict=True), strict=True)
+    ]
+    header = ["run", "ranks", "tokens per second", "ideal", "efficiency (%)"]
+    return data.table(header, rows, [series.strategy for series, *_ in pairs])
