@@ -10,9 +10,11 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import orjson
 
 from harness.errors import UserError, one_line, printable
 from harness.locks import is_held
@@ -97,12 +99,16 @@ class Found(NamedTuple):
 
 
 def atomic_write_text(path: Path, text: str) -> None:
+    atomic_write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def atomic_write_bytes(path: Path, content: bytes) -> None:
     """Replace a file, or make it, in one step: whoever reads it, even after a crash, sees the old or the new whole."""
     path = Path(path)
     temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "xb") as file:
-            file.write(text.encode("utf-8", "backslashreplace"))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -143,14 +149,14 @@ def write_record(run_dir: Path, record: Record) -> None:
     atomic_write_json(Path(run_dir) / RECORD_FILE, record)
 
 
-def _kind(column: str) -> type | None:
+def kind_of(column: str) -> type | None:
     """The type of a column's values: a row's own columns have any, except that bytes are whole numbers."""
     return int if column.endswith("_bytes") else COLUMN_TYPES.get(column)
 
 
 def _whole(column: str, value: Any) -> Any:
     """A ring's mean share can be a fraction of a byte."""
-    return round(value) if _kind(column) is int and isinstance(value, float) else value
+    return round(value) if kind_of(column) is int and isinstance(value, float) else value
 
 
 def _check(record: Any) -> None:
@@ -175,7 +181,7 @@ def _check(record: Any) -> None:
 
 
 def _check_value(column: str, value: Any) -> None:
-    kind = _kind(column)
+    kind = kind_of(column)
     allowed = (str, int, float, bool) if kind is None else (int, float) if kind is float else (kind,)
     if not isinstance(value, allowed) or (kind in (int, float) and isinstance(value, bool)):
         raise ValueError(f"{column}={value!r} is not a value of type {kind.__name__ if kind else 'scalar'}")
@@ -190,13 +196,21 @@ def read_record(run_dir: Path) -> Record:
     """
     path = Path(run_dir) / RECORD_FILE
     try:
-        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_reject_constant)
+        record = _parsed(path.read_bytes())
         _check(record)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a whole record: {one_line(error)}; remove its folder and run again") from None
     return dict(record)
+
+
+def _parsed(content: bytes) -> Any:
+    """By orjson, many times as fast; what it refuses may still be JSON, such as half a surrogate pair."""
+    try:
+        return orjson.loads(content)
+    except ValueError:
+        return json.loads(content.decode("utf-8"), parse_constant=_reject_constant)
 
 
 def _reject_constant(constant: str) -> None:
@@ -230,11 +244,20 @@ def _place(row: Row) -> tuple[bool, str, str]:
     return row["status"] == "refused", row.get("started_at") or "", row["run_id"]
 
 
-def write_runs_csv(results_dir: Path) -> Path:
-    """Rebuild runs.csv from the records: a line a run; known columns first, then the rows' own as they came."""
+def rows_of(records: Iterable[Record]) -> list[Row]:
+    """A row a record, with `stale` filled in."""
     now = versions()
-    rows = [record["row"] | {"stale": "; ".join(is_stale(record, now))} for record in read_all(results_dir).records]
-    columns = list(dict.fromkeys((*COLUMNS, *(column for row in rows for column in row))))
+    return [record["row"] | {"stale": "; ".join(is_stale(record, now)) or None} for record in records]
+
+
+def columns_of(rows: Iterable[Row]) -> list[str]:
+    """Known columns first, then the rows' own as they came."""
+    return list(dict.fromkeys((*COLUMNS, *(column for row in rows for column in row))))
+
+
+def write_runs_csv(results_dir: Path, rows: Sequence[Row]) -> Path:
+    """Writes runs.csv: a line a run."""
+    columns = columns_of(rows)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([csv_cell(column) for column in columns])

@@ -14,9 +14,9 @@ from harness.display import Display
 from harness.errors import UserError, one_line
 from harness.here import Here
 from harness.items import Item, in_order
-from harness.records import Record, read_all
-from harness.report.files import write_files
+from harness.records import Record, read_all, rows_of, write_runs_csv
 from harness.report.tables import print_table, terminal
+from harness.report.view import View, view
 from harness.slots import Slots
 from harness.sweep import Place, Sweep
 from harness.tracking.feed import Feed
@@ -124,9 +124,9 @@ class Session:
     def finish(self) -> int:
         """Prints the table of this command's runs and writes the report of the whole folder; the exit status."""
         if self.records and self.folder is not None:
-            found = read_all(self.folder)
-            print_table(found.records, terminal(), [record["row"]["run_id"] for record in self.records])
-            for path in write_files(self.folder, found):
+            seen = view(self.folder, read_all(self.folder))
+            print_table(seen, terminal(), [record["row"]["run_id"] for record in self.records])
+            for path in self.files(seen):
                 print(path)
             if self.is_sweep or len(self.records) > 1:
                 self.feed.table(self.records[-1]["config"]["tracking"], self.folder)
@@ -136,6 +136,15 @@ class Session:
         statuses = {record["row"]["status"] for record in self.records}
         acceptable = {"ok", "oom", "refused"} if self.is_sweep else {"ok"}
         return 0 if statuses <= acceptable else 1
+
+    def files(self, seen: View) -> list[Path]:
+        """A sweep ends with the whole report, a single run with its row: drawing takes seconds."""
+        assert self.folder is not None
+        if not self.is_sweep:
+            return [write_runs_csv(self.folder, rows_of(seen.records))]
+        from harness.report.files import write_files
+
+        return write_files(self.folder, seen)
 
     def refuse(self, mistake: str) -> int:
         print(one_line(mistake), file=sys.stderr)

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -16,10 +16,13 @@ from harness.layout import Layout, resolve
 from harness.plan.flops import executed_flops
 from harness.plan.pipeline import bubble
 from harness.records import Record
-from harness.report import batches
-from harness.report.claims import claims, section
+from harness.report import markdown
+from harness.report.batches import batches
+from harness.report.claims import claims, literature
 from harness.report.comparison import frame
+from harness.report.document import Section
 from harness.report.peers import Claim
+from harness.report.view import View
 from harness.row import configured
 
 N = 455520  # parameters of the tiny model
@@ -300,22 +303,23 @@ def cells(text: str) -> Iterator[list[str]]:
             yield row
 
 
-def written(part: Any, records: list[Record]) -> str:
-    return "\n\n".join(part(records) if part is section else part(frame(records), records))
+def written(part: Callable[[View], list[Section]], records: list[Record]) -> str:
+    """The section of a report as Markdown, without a title."""
+    return markdown.page("", part(View("", records))).removeprefix("# \n").strip()
 
 
 def test_the_section_shows_every_claim_and_hostile_names_stay_text() -> None:
     records = [record_of("ddp"), record_of("zero1", optimizer_bytes=6 * N), record_of("fsdp_full_shard")]
     records[2]["row"]["strategy"] = HOSTILE
-    text = written(section, records)
+    text = written(literature, records)
     assert text.startswith("## The literature beside the measurement\n") and "1 of the 2 that may differ agree" in text
     header, *rows = cells(text)
     assert header == ["run", "claim", "source", "the paper's figure", "verdict", "at this layout", "measured"]
     assert len(rows) == len(claims(records)) == 4 and all(len(row) == len(header) for row in rows)
-    assert rows[0][4].startswith("differs: optimizer at 12") and rows[0][5:] == ["1.33", "1.14"]
+    assert rows[0][4].startswith("DIFFERS: optimizer at 12") and rows[0][5:] == ["1.33", "1.14"]
     assert rows[2][0].startswith("<script>alert(1)</script> | **b**") and rows[2][4] == "agrees"
     assert rows[3][4] == "proven"
-    assert "<script" not in text and written(section, [record_of("ddp")]) == ""
+    assert "<script" not in text and written(literature, [record_of("ddp")]) == ""
 
 
 def by_micro_batch(checkpointing: str, rest: int, more: int, **columns: Any) -> list[Record]:
@@ -332,7 +336,7 @@ def test_activations_by_micro_batch() -> None:
     mib = 2**20
     alone = record_of("ddp", activation_bytes=5)  # one micro-batch makes no line
     records = [*by_micro_batch("none", mib, 8 * mib), alone, *by_micro_batch("full", mib, 2 * mib)]
-    text = written(batches.section, records)
+    text = written(batches, records)
     header, *rows = cells(text)
     assert header == ["run", "micro-batch", "measured MiB", "predicted MiB", "measured/predicted"]
     assert rows == [
@@ -353,23 +357,23 @@ def test_activations_by_micro_batch() -> None:
 
 def test_lines_are_of_runs_that_are_otherwise_alike() -> None:
     few = by_micro_batch("none", 100, 10)
-    assert written(batches.section, few[:1]) == written(batches.section, [record_of("ddp")]) == ""
+    assert written(batches, few[:1]) == written(batches, [record_of("ddp")]) == ""
     for change in ({"status": "oom"}, {"activation_bytes": None}, {"precision": "bf16_mixed"}, {"seq_len": 7}):
         other = copy.deepcopy(few[:2])
         other[1]["row"] |= change
-        assert written(batches.section, other) == ""
+        assert written(batches, other) == ""
     other = copy.deepcopy(few[:2])
     other[1]["config"]["model"]["attention"] = "eager"
-    assert written(batches.section, other) == ""
+    assert written(batches, other) == ""
     both = [*few, *by_micro_batch("none", 100, 20, precision="bf16_mixed", strategy=HOSTILE)]
     del both[-1]["row"]["predicted_activation_bytes"]
-    text = written(batches.section, both)
+    text = written(batches, both)
     assert "<script" not in text and len(list(cells(text))) == 7
     assert "single none precision fp32: a sequence more in the micro-batch adds 10 B." in text
 
 
 def test_a_flat_line_saves_nothing_to_divide_by() -> None:
-    text = written(batches.section, [*by_micro_batch("none", 100, 10), *by_micro_batch("full", 100, 0)])
+    text = written(batches, [*by_micro_batch("none", 100, 10), *by_micro_batch("full", 100, 0)])
     assert "single full: a sequence more in the micro-batch adds 0 B." in text
 
 

@@ -85,6 +85,12 @@ _VALUES = {
     float: st.floats(),
     bool: st.booleans(),
 }
+
+
+def written(results: Path) -> Path:
+    return r.write_runs_csv(results, r.rows_of(r.read_all(results).records))
+
+
 _ROWS = st.fixed_dictionaries(
     {},
     optional={
@@ -102,7 +108,7 @@ def test_any_row_survives_to_pandas(row: dict[str, Any], tmp_path_factory: pytes
     results = tmp_path_factory.mktemp("results")
     r.write_record(results / "run", record(**row))
     assert r.read_record(results / "run")["row"].keys() == {"run_id", "status", *row}
-    table = read_csv(r.write_runs_csv(results))
+    table = read_csv(written(results))
     assert len(table) == 1 and list(table)[: len(r.COLUMNS)] == list(r.COLUMNS)
     for column in {*r.COLUMNS, *row} - {"run_id", "status", "stale"}:
         cell, value = table[column][0], row.get(column)
@@ -122,7 +128,7 @@ def test_any_row_survives_to_pandas(row: dict[str, Any], tmp_path_factory: pytes
 def test_pandas_infers_exact_integers_and_empties(tmp_path: Path) -> None:
     r.write_record(tmp_path / "a", record("a", peak_allocated_bytes=2**62 + 1, started_at="2026-01-01T00:00:00Z"))
     r.write_record(tmp_path / "b", record("b", peak_allocated_bytes=None, checkpointing="none", mfu=0.0))
-    table = pd.read_csv(r.write_runs_csv(tmp_path), dtype_backend="numpy_nullable")
+    table = pd.read_csv(written(tmp_path), dtype_backend="numpy_nullable")
     assert table["run_id"].tolist() == ["b", "a"] and table["peak_allocated_bytes"][1] == 2**62 + 1
     assert pd.isna(table["peak_allocated_bytes"][0]) and pd.isna(table["mfu"][1]) and table["mfu"][0] == 0
     assert table["checkpointing"][0] == "none"
@@ -136,12 +142,12 @@ def test_rows_come_in_order_of_start_then_id_and_unknown_columns_last(tmp_path: 
     for hidden in ("references", ".trash"):
         r.write_record(tmp_path / hidden, record(hidden))
         r.write_record(tmp_path / hidden / "inner", record("inner"))
-    table = read_csv(r.write_runs_csv(tmp_path))
+    table = read_csv(written(tmp_path))
     assert table["run_id"].tolist() == ["d", "c", "a", "b"]
     assert list(table)[len(r.COLUMNS) :] == ["extra_c", "zz", "extra_a", "extra_b"]
     assert table["reason"][0] == "'=cmd|' /C calc'!A0" and table["status"][0] == "oom"
     first = (tmp_path / "runs.csv").read_bytes()
-    assert r.write_runs_csv(tmp_path).read_bytes() == first and not list(tmp_path.glob("*.tmp"))
+    assert written(tmp_path).read_bytes() == first and not list(tmp_path.glob("*.tmp"))
 
 
 def test_numbers_that_json_lacks_become_unknown_and_bytes_whole(tmp_path: Path) -> None:

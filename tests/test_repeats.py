@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 from conftest import Harness, rows_of
-from test_report import FAILED, MIB, printed, record_of, row, terminal_cells
+from examples import FAILED, MIB, record_of, row
+from test_report import printed, terminal_cells
 
 from harness import __main__ as command
 from harness.cli import each_repeat
 from harness.identity import settling
 from harness.records import Record
 from harness.report.comparison import frame, labels_by, values
-from harness.report.spread import between_runs, is_unsettled, merged
+from harness.report.spread import is_unsettled, merged, relative_range
 from harness.report.tables import comparison_columns
 
 SMALL = ("strategy=ddp", "train.seq_len=32", "train.steps=3", "train.warmup_steps=1")
@@ -117,8 +118,8 @@ def test_a_ratio_is_marked_where_the_difference_is_below_the_spread(own: list[fl
 
 
 def test_spreads() -> None:
-    assert between_runs([100.0, None, 110.0, 104.0]) == pytest.approx(5 / 104)
-    assert between_runs([100.0, None]) is None and between_runs([]) is None
+    assert relative_range([100.0, None, 110.0, 104.0]) == pytest.approx(5 / 104)
+    assert relative_range([100.0, None]) is None and relative_range([]) is None
     assert not is_unsettled(1.0, None, None) and not is_unsettled(None, 0.5, 0.5)
     assert is_unsettled(1.04, None, 0.05) and is_unsettled(1.04, 0.05, None) and not is_unsettled(1.06, None, 0.05)
     assert is_unsettled(1.09, 0.05, 0.05) and not is_unsettled(1.11, 0.05, 0.05)

@@ -1,30 +1,40 @@
-"""python -m harness.report results/NAME: the table in the terminal, runs.csv and report.md beside the records.
+"""python -m harness.report results/NAME [more]: the table in the terminal, runs.csv, runs.parquet, report.md and .html.
 
 python -m harness.report --compare results/A results/B: what changed between two of them, in the terminal alone.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.text import Text
 
+from harness.byte_sizes import bytes_of
 from harness.errors import UserError, exit_status, printable
 from harness.records import Found, read_all
 from harness.report.compare import print_comparison
 from harness.report.files import write_files
 from harness.report.tables import print_table, terminal
+from harness.report.together import together
 
 
-def report(results_dir: Path) -> None:
-    """Print the table of a directory's runs and write runs.csv and report.md there.
+def report(folders: Sequence[Path], to: Path | None, pivot: str | None, fits_in: str | None) -> None:
+    """Print the table of all folders' runs and write the report: beside one folder's records, of several to `to`.
 
-    Raises UserError for a directory without a single readable run.
+    Raises UserError for a folder without a single readable run, and for a pivot that is no column.
     """
-    found = _read(results_dir)
+    limit = None if fits_in is None else bytes_of(fits_in)
+    view = together([(folder, _read(folder)) for folder in folders])
+    if pivot is not None and pivot not in view.table:
+        raise UserError(f"--pivot={pivot} is no column of these runs: choose one that runs.csv has, such as world_size")
     console = terminal()
-    print_table(found.records, console)
-    for path in write_files(results_dir, found):
+    print_table(view, console)
+    where = to or (
+        folders[0] if len(folders) == 1 else folders[0].parent / "+".join(folder.resolve().name for folder in folders)
+    )
+    where.mkdir(parents=True, exist_ok=True)
+    for path in write_files(where, view, pivot, limit):
         console.print(Text(str(path)), soft_wrap=True)
 
 
@@ -44,11 +54,13 @@ def _read(results_dir: Path) -> Found:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    about = "The comparison of recorded runs as a table in the terminal, runs.csv and report.md; or of two comparisons."
+    about = "The comparison of recorded runs as a table, a page to read and files of rows; or of two comparisons."
     parser = argparse.ArgumentParser(prog="python -m harness.report", description=about)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("results_dir", type=Path, nargs="?", metavar="results/NAME", help="the folder of one comparison")
-    which.add_argument(
+    parser.add_argument("folders", type=Path, nargs="*", metavar="results/NAME", help="the folders of comparisons")
+    parser.add_argument("--to", type=Path, metavar="results/NAME", help="where to write; otherwise beside the records")
+    parser.add_argument("--pivot", metavar="COLUMN", help="a table of strategies against this column of runs.csv")
+    parser.add_argument("--fits-in", metavar="SIZE", help="recommend what is fastest in so much memory, such as 24GiB")
+    parser.add_argument(
         "--compare",
         type=Path,
         nargs=2,
@@ -56,9 +68,13 @@ def main(arguments: list[str] | None = None) -> int:
         help="what changed from one such folder to another",
     )
     chosen = parser.parse_args(arguments)
+    if bool(chosen.folders) == bool(chosen.compare):
+        parser.error("name folders to report, or two to --compare")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal of few letters still gets its table
-    return exit_status(lambda: compare(*chosen.compare) if chosen.compare else report(chosen.results_dir))
+    if chosen.compare:
+        return exit_status(lambda: compare(*chosen.compare))
+    return exit_status(lambda: report(chosen.folders, chosen.to, chosen.pivot, chosen.fits_in))
 
 
 if __name__ == "__main__":

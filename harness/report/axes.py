@@ -1,5 +1,6 @@
 """What may differ between two rows of a folder, and how a row is called so that no two are called the same."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ def otherwise(records: Sequence[Record], varying: Sequence[str]) -> list[str | N
         row = record["row"]
         groups.setdefault((_name(row), *(row.get(name) for name in varying)), []).append(position)
     found: list[str | None] = [None] * len(records)
-    for positions in groups.values():
+    for positions in (group for group in groups.values() if len(group) > 1):
         flats = [flattened(settling(records[position].get("config") or {})) for position in positions]
         keys = [key for key in dict.fromkeys(key for one in flats for key in one) if key != "repeat"]
         differing = [key for key in keys if any(one.get(key) != flats[0].get(key) for one in flats)]
@@ -103,10 +104,17 @@ def otherwise(records: Sequence[Record], varying: Sequence[str]) -> list[str | N
 def labels(rows: Sequence[Row], varying: Sequence[str], otherwise: Sequence[str | None]) -> list[str]:
     """A label a row, no two the same, only as long as that needs: ddp, zero3 full, tp world 4, ddp compiled yes."""
     found = [_name(row) for row in rows]
-    alike = {name: [row for row, its in zip(rows, found, strict=True) if its == name] for name in found}
-    found = _distinguished(found, [_details(row, alike[name], varying) for row, name in zip(rows, found, strict=True)])
+    groups: dict[str, list[Row]] = {}
+    for name, row in zip(found, rows, strict=True):
+        groups.setdefault(name, []).append(row)
+    differing = {name: [key for key in varying if _differ(alike, key)] for name, alike in groups.items()}
+    found = _distinguished(found, [_details(row, differing[name]) for row, name in zip(rows, found, strict=True)])
     found = _distinguished(found, [text or "" for text in otherwise])
     return _distinguished(found, [row["run_id"] for row in rows])
+
+
+def _differ(rows: Sequence[Row], key: str) -> bool:
+    return len({row.get(key) for row in rows}) > 1
 
 
 def _name(row: Row) -> str:
@@ -114,9 +122,8 @@ def _name(row: Row) -> str:
     return f"{row.get('strategy') or row['run_id']}{'' if checkpointing in (None, 'none') else f' {checkpointing}'}"
 
 
-def _details(row: Row, alike: Sequence[Row], varying: Sequence[str]) -> str:
+def _details(row: Row, differing: Sequence[str]) -> str:
     """What tells the row from those of its name, but for what is as usual."""
-    differing = [name for name in varying if any(other.get(name) != row.get(name) for other in alike)]
     shown = unusual(row)
     return " ".join(
         told(name, row[name])
@@ -126,7 +133,8 @@ def _details(row: Row, alike: Sequence[Row], varying: Sequence[str]) -> str:
 
 
 def _distinguished(labels: Sequence[str], details: Sequence[str]) -> list[str]:
+    counts = Counter(labels)
     return [
-        f"{label} {detail}" if detail and labels.count(label) > 1 else label
+        f"{label} {detail}" if detail and counts[label] > 1 else label
         for label, detail in zip(labels, details, strict=True)
     ]

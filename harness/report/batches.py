@@ -1,15 +1,15 @@
-"""The page's section on activations: how what is held for backward grows with the micro-batch."""
+"""The report's section on activations: how what is held for backward grows with the micro-batch."""
 
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import pandas as pd
-
 from harness.records import Record
 from harness.report import comparison as c
 from harness.report.axes import VARYING
-from harness.report.grid import escape, grid
+from harness.report.charts import memory as charts
+from harness.report.document import Bullets, Grid, Section, section
+from harness.report.view import View
 
 # Runs that differ in the micro-batch alone, and in the batch and accumulation that follow from it, are one line of the
 # picture; those of one line and its checkpointed twin differ in checkpointing too.
@@ -18,11 +18,11 @@ Key = tuple[Any, ...]
 Points = dict[int, tuple[float, float | None]]  # measured and predicted bytes by micro-batch
 
 
-def section(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
+def batches(view: View) -> list[Section]:
     """A row a micro-batch of every line with several of them, and what each line says."""
-    lines = {key: points for key, points in _lines(records).items() if len(points) > 1}
+    lines = {key: points for key, points in _lines(view.records).items() if len(points) > 1}
     if not lines:
-        return
+        return []
     names = _names(list(lines))
     unit = c.byte_unit([size for points in lines.values() for pair in points.values() for size in pair])
     rows = [
@@ -32,15 +32,18 @@ def section(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
     ]
     measured, predicted = [row[2] for row in rows], [row[3] for row in rows]
     columns = {
-        "run": [escape(row[0]) for row in rows],
-        "micro-batch": [escape(row[1]) for row in rows],
+        "run": [row[0] for row in rows],
+        "micro-batch": [str(row[1]) for row in rows],
         f"measured {unit.name}": c.scaled(measured, unit),
         f"predicted {unit.name}": c.scaled(predicted, unit),
         "measured/predicted": c.ratios([m / p if p else None for m, p in zip(measured, predicted, strict=True)]),
     }
-    yield "## Activation memory against micro-batch"
-    yield grid(list(columns), list(zip(*columns.values(), strict=True)))
-    yield "\n".join(f"- {escape(sentence)}" for sentence in _sentences(lines, names))
+    return section(
+        "Activation memory against micro-batch",
+        charts.batches(view),
+        Grid(list(columns), list(zip(*columns.values(), strict=True))),
+        Bullets([("", sentence) for sentence in _sentences(lines, names)]),
+    )
 
 
 def _lines(records: Sequence[Record]) -> dict[Key, Points]:

@@ -1,4 +1,4 @@
-"""The page's section on the literature: what papers say of a strategy, at this layout, beside what was measured."""
+"""The report's section on the literature: what papers say of a strategy, at this layout, beside what was measured."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,8 +9,9 @@ from harness.plan.flops import ran_flops, takes_fused_kernel
 from harness.records import Record
 from harness.report import comparison as c
 from harness.report.claims_model_parallel import pipeline, tensor_parallel
-from harness.report.grid import escape, grid
+from harness.report.document import Grid, Prose, Section, section
 from harness.report.peers import COUNTED, DIVISION, EXACT, TIMED, Claim, Run, compared, ddp_of, ended_well, peer, ratio
+from harness.report.view import View
 
 _STATE = ("parameters", "gradients", "optimizer")
 # Bytes a parameter of each, as the ZeRO paper counts them for mixed precision, and for fp32 throughout.
@@ -170,33 +171,34 @@ def _recomputation(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
     )
 
 
-def section(records: Sequence[Record]) -> Iterator[str]:
+def literature(view: View) -> list[Section]:
     """A row a claim."""
-    found = claims(records)
+    found = claims(view.lines)
     if not found:
-        return
+        return []
     header = ["run", "claim", "source", "the paper's figure", "verdict", "at this layout", "measured"]
     rows = [
         [
-            *map(escape, (claim.label, claim.claim, claim.source, claim.limit)),
-            _verdict(claim),
+            *(claim.label, claim.claim, claim.source, claim.limit, _verdict(claim)),
             *(f"{figure:.3g}" for figure in (claim.expected, claim.measured)),
         ]
         for claim in found
     ]
-    yield "## The literature beside the measurement"
-    yield grid(header, rows, names=5)
     free = [claim for claim in found if not claim.required]
-    yield (
-        f"{sum(claim.agrees for claim in free)} of the {len(free)} that may differ agree: within {EXACT:.0%} in bytes"
-        f" and operations, {TIMED:.0%} in time. Those marked as proven are conditions of every row that is ok; bytes"
-        " sent are counted under ring algorithms on both sides. The paper's figure is for its own model or in its"
-        " limit, beside it what it comes to at this layout, model and these widths: of activations and operations that"
-        " is the planner's count, by the paper's method. Each run is held against its peer of the same model, training,"
-        " precision, batch, checkpointing and versions."
+    return section(
+        "The literature beside the measurement",
+        Grid(header, rows, names=5),
+        Prose(
+            f"{sum(claim.agrees for claim in free)} of the {len(free)} that may differ agree: within {EXACT:.0%} in"
+            f" bytes and operations, {TIMED:.0%} in time. Those marked as proven are conditions of every row that is"
+            " ok; bytes sent are counted under ring algorithms on both sides. The paper's figure is for its own model"
+            " or in its limit, beside it what it comes to at this layout, model and these widths: of activations and"
+            " operations that is the planner's count, by the paper's method. Each run is held against its peer of the"
+            " same model, training, precision, batch, checkpointing and versions."
+        ),
     )
 
 
 def _verdict(claim: Claim) -> str:
-    word = ("proven" if claim.required else "agrees") if claim.agrees else "**differs**"
-    return word + (f": {escape(claim.reason)}" if claim.reason else "")
+    word = ("proven" if claim.required else "agrees") if claim.agrees else "DIFFERS"
+    return word + (f": {claim.reason}" if claim.reason else "")

@@ -46,7 +46,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     varying = varying_columns(table)
     table["otherwise"] = axes.otherwise(records, varying)
     labels = axes.labels(rows, varying, table["otherwise"].tolist())
-    baselines = [_baseline(row, rows) for row in rows]
+    baselines = _baselines(rows)
     table["label"] = labels
     table["baseline"] = [None if baseline is None else labels[baseline] for baseline in baselines]
     for name in dict.fromkeys((*MEMORY, *RATIOS)):
@@ -76,29 +76,41 @@ def varying_columns(table: pd.DataFrame) -> list[str]:
     ]
 
 
-def _baseline(row: Row, rows: Sequence[Row]) -> int | None:
-    """The position of the row this one is measured against: ddp on as many ranks, else single, else the first ok.
+def setting(row: Row) -> tuple[Any, ...]:
+    """Equal for rows whose figures mean the same."""
+    return tuple(row.get(key) for key in _SETTING)
+
+
+def _baselines(rows: Sequence[Row]) -> list[int | None]:
+    """Of each row that is ok the position of the one it is measured against, None for the others."""
+    settings: dict[tuple[Any, ...], list[int]] = {}
+    for position, row in enumerate(rows):
+        if row["status"] == "ok":
+            settings.setdefault(setting(row), []).append(position)
+    found: list[int | None] = [None] * len(rows)
+    for peers in settings.values():
+        by_world = {world: _baseline(world, peers, rows) for world in {rows[peer].get("world_size") for peer in peers}}
+        for peer in peers:
+            found[peer] = by_world[rows[peer].get("world_size")]
+    return found
+
+
+def _baseline(world: int | None, peers: Sequence[int], rows: Sequence[Row]) -> int:
+    """Of the peers the one to measure a world against: ddp on as many ranks, else single, else the first.
 
     A single process is held against the only ddp there is. Of several the first without checkpointing, and with what
     is optional as it usually is.
     """
-    if row["status"] != "ok":
-        return None
-    peers = [
-        (position, peer)
-        for position, peer in enumerate(rows)
-        if peer["status"] == "ok" and all(peer.get(key) == row.get(key) for key in _SETTING)
-    ]
-    ddp = [(position, peer) for position, peer in peers if peer.get("strategy") == "ddp"]
-    same_world = [(position, peer) for position, peer in peers if peer.get("world_size") == row.get("world_size")]
-    lone = row.get("world_size") == 1 and len({peer.get("world_size") for _, peer in ddp}) == 1
-    single = [(position, peer) for position, peer in peers if peer.get("strategy") == "single"]
-    candidates = (ddp if lone else [pair for pair in ddp if pair in same_world]) or single or same_world
+    ddp = [peer for peer in peers if rows[peer].get("strategy") == "ddp"]
+    same_world = [peer for peer in peers if rows[peer].get("world_size") == world]
+    lone = world == 1 and len({rows[peer].get("world_size") for peer in ddp}) == 1
+    single = [peer for peer in peers if rows[peer].get("strategy") == "single"]
+    candidates = (ddp if lone else [peer for peer in ddp if rows[peer].get("world_size") == world]) or single
 
-    def variations(pair: tuple[int, Row]) -> tuple[bool, int]:
-        return pair[1].get("checkpointing") not in (None, "none"), len(axes.unusual(pair[1]))
+    def variations(peer: int) -> tuple[bool, int]:
+        return rows[peer].get("checkpointing") not in (None, "none"), len(axes.unusual(rows[peer]))
 
-    return min(candidates, key=variations)[0]
+    return min(candidates or same_world, key=variations)
 
 
 def _ratios(column: Sequence[Any], baselines: Sequence[int | None]) -> list[float | None]:
@@ -201,6 +213,11 @@ def _number(number: float | None, size: float, decimals: int) -> str:
     if 0 < number / size < smallest / 2:
         return f"<{smallest:.{decimals}f}"
     return f"{number / size:,.{decimals}f}"
+
+
+def counted(number: int, noun: str) -> str:
+    """1 line, 2 lines."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def deviations(numbers: Sequence[float | None]) -> list[str]:

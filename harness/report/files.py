@@ -1,14 +1,65 @@
 """The files of a comparison, rebuilt from its records."""
 
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from harness.records import Found, atomic_write_text, write_runs_csv
-from harness.report.markdown import page
+from harness.errors import printable
+from harness.records import atomic_write_text, rows_of, write_runs_csv
+from harness.report import html, markdown
+from harness.report.charts import drawing, style
+from harness.report.document import Picture, Section
+from harness.report.parquet import write_runs_parquet
+from harness.report.sections import sections
+from harness.report.view import View
 
 
-def write_files(results_dir: Path, found: Found) -> list[Path]:
-    """Writes runs.csv and report.md beside the records that were found there and returns their paths."""
-    written = [write_runs_csv(results_dir), results_dir / "report.md"]
-    running = [f"{record['row']['run_id']} is still running" for record in found.running]
-    atomic_write_text(written[1], page(results_dir.resolve().name, found.records, found.problems + running))
-    return written
+def write_files(results_dir: Path, view: View, pivot: str | None = None, fits_in: int | None = None) -> list[Path]:
+    """Writes runs.csv, runs.parquet, report.md with its pictures and report.html, and returns their paths.
+
+    pivot: a column to set strategies against. fits_in: bytes that a recommendation has to fit in.
+    """
+    rows = rows_of(view.records)
+    written = [write_runs_csv(results_dir, rows), write_runs_parquet(results_dir, rows)]
+    found = sections(view, pivot, fits_in)
+    drawn = _drawn(found)
+    _write_figures(results_dir / markdown.FIGURES, drawn)
+    pages = {"report.md": markdown.page(view.name, found, drawn)}
+    try:
+        library, config = drawing.library(), (style.config(), style.config(dark=True))
+        pages["report.html"] = html.page(view.name, found, html.explored(view), library, config)
+    except drawing.DrawingError as error:
+        print(f"report.html is not written: {printable(error)}", file=sys.stderr)
+    for name, text in pages.items():
+        atomic_write_text(results_dir / name, text)
+    return [*written, *(results_dir / name for name in pages)]
+
+
+def _drawn(found: Sequence[Section]) -> dict[str, str]:
+    """The pictures by their names; what cannot be drawn costs report.md its pictures and nothing else."""
+    try:
+        return drawing.svgs({picture.name: picture.spec for picture in pictures(found)})
+    except drawing.DrawingError as error:
+        print(f"report.md is without pictures: {printable(error)}", file=sys.stderr)
+        return {}
+
+
+def pictures(sections: Iterable[Section]) -> Iterator[Picture]:
+    """In the order in which they are read."""
+    for section in sections:
+        yield from (part for part in section.parts if isinstance(part, Picture))
+        yield from pictures(section.inner)
+
+
+def _write_figures(folder: Path, drawn: dict[str, str]) -> None:
+    """The pictures of this report and no others; the folder is the report's own."""
+    if not drawn:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    folder.mkdir(exist_ok=True)
+    for path in folder.glob("*.svg"):
+        if path.stem not in drawn:
+            path.unlink(missing_ok=True)
+    for name, text in drawn.items():
+        atomic_write_text(folder / f"{name}.svg", text)

@@ -1,12 +1,8 @@
-"""The page's section on pipelines: what every rank of one holds, how its time divides, what it keeps for backward."""
+"""The report's section on pipelines: what every rank of one holds, how its time divides, what it keeps for backward."""
 
-from collections.abc import Iterator, Sequence
-
-import pandas as pd
-
-from harness.records import Record
 from harness.report import comparison as c
-from harness.report.grid import escape, grid
+from harness.report.document import Grid, Prose, Section, section
+from harness.report.view import View
 
 _HOW_TO_READ = (
     "Working is forward and backward. Idle is what is left of a step beside forward, backward and the optimizer:"
@@ -20,27 +16,26 @@ _HOW_TO_READ = (
 )
 
 
-def pipelines(table: pd.DataFrame, records: Sequence[Record]) -> Iterator[str]:
+def pipelines(view: View) -> list[Section]:
     """A row a rank of every run that has a pipeline."""
-    runs = zip(c.values(table, "label"), c.values(table, "bubble_formula"), records, strict=True)
+    runs = zip(c.values(view.table, "label"), c.values(view.table, "bubble_formula"), view.records, strict=True)
     found = [(label, formula, rank) for label, formula, record in runs for rank in record.get("pipeline") or []]
     if not found:
-        return
+        return []
     labels, formulas, ranks = zip(*found, strict=True)
     held_bytes = [rank["activation_bytes"] for rank in ranks]
     memory = c.byte_unit(held_bytes)
     columns = {
-        "run": [escape(label) for label in labels],
-        "rank": [escape(rank["rank"]) for rank in ranks],
-        "stages": [escape(", ".join(map(str, rank["stages"]))) for rank in ranks],
-        "layers": [escape(", ".join(map(str, rank["layers"]))) for rank in ranks],
+        "run": list(labels),
+        "rank": [str(rank["rank"]) for rank in ranks],
+        "stages": [", ".join(map(str, rank["stages"])) for rank in ranks],
+        "layers": [", ".join(map(str, rank["layers"])) for rank in ranks],
         "working ms": c.scaled([rank["working_seconds"] for rank in ranks], c.MILLISECONDS),
         "idle ms": c.scaled([rank["idle_seconds"] for rank in ranks], c.MILLISECONDS),
         "bubble": c.fractions([rank["bubble"] for rank in ranks]),
         "formula": c.fractions(formulas),
-        "passes in flight": [escape(rank["in_flight"]) for rank in ranks],
+        "passes in flight": [str(rank["in_flight"]) for rank in ranks],
         f"activations {memory.name}": c.scaled(held_bytes, memory),
     }
-    yield "## Pipelines"
-    yield grid(list(columns), list(zip(*columns.values(), strict=True)))
-    yield from _HOW_TO_READ
+    rows = list(zip(*columns.values(), strict=True))
+    return section("Pipelines", Grid(list(columns), rows), *map(Prose, _HOW_TO_READ))

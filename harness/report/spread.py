@@ -10,11 +10,11 @@ from harness.records import Record, Row
 from harness.report.axes import VARYING
 from harness.versions import is_stale, versions
 
-# For the page, in Markdown: what the comparison's marks mean.
+# For the page: what the comparison's marks mean.
 HOW_TO_READ = (
     "Runs that differ in nothing but their repeat are one line: the median of speed and time over those that ended ok,"
     " the maximum of memory and deviations; ± is half the range of their tokens per second over the median. A ratio of"
-    " tokens per second with a trailing \\~ does not settle which is faster: the two lines' spreads meet; an unknown"
+    " tokens per second with a trailing ~ does not settle which is faster: the two lines' spreads meet; an unknown"
     " one marks nothing. The spread of a line is ± where two of its runs or more ended ok, else half the interquartile"
     " range of the run's step times over their median, which says nothing of how runs differ: for that, repeat them"
     " (repeats=3)."
@@ -70,7 +70,7 @@ def _line(runs: Sequence[Record]) -> Record:
     names = dict.fromkeys(name for row in rows for name in row)
     together = {name: _together(name, [row.get(name) for row in rows]) for name in names}
     together |= {"run_id": rows[0]["run_id"], "runs": len(runs), "runs_alike": len(rows)}
-    together["between_runs"] = between_runs([row.get("tokens_per_second") for row in rows])
+    together["between_runs"] = relative_range([row.get("tokens_per_second") for row in rows])
     disturbed = dict.fromkeys(str(run["row"]["disturbed"]) for run in runs if run["row"].get("disturbed"))
     together["disturbed"] = "; ".join(disturbed) or None
     return runs[0] | {"row": together, "runs": list(runs)}
@@ -91,9 +91,9 @@ def _together(name: str, column: Sequence[Any]) -> Any:
     return None
 
 
-def between_runs(speeds: Sequence[float | None]) -> float | None:
-    """Half the range over the median, relative; None below two known values."""
-    known = [speed for speed in speeds if speed]
+def relative_range(numbers: Sequence[float | None]) -> float | None:
+    """Half the range over the median; None below two known values."""
+    known = [number for number in numbers if number]
     return (max(known) - min(known)) / 2 / statistics.median(known) if len(known) > 1 else None
 
 

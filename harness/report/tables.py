@@ -15,7 +15,7 @@ from harness.errors import printable
 from harness.records import Record, Row
 from harness.report import comparison as c
 from harness.report.axes import VARYING, plain
-from harness.report.spread import merged
+from harness.report.view import View
 
 PIPED_WIDTH = 120
 _GAP = 2
@@ -35,6 +35,7 @@ class Column:
     cells: list[str]
     number: bool = True
     drop: int = 0  # where width is short, 1 goes first; 0 stays
+    key: str = ""  # the column of runs.csv, where it is one
 
     @property
     def title(self) -> str:
@@ -52,7 +53,7 @@ def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
     compared = bool(c.baseline_names(table))
 
     def number(key: str, header: tuple[str, str], unit: c.Unit, drop: int) -> Column:
-        return Column(header, c.scaled(c.values(table, key), unit), drop=drop)
+        return Column(header, c.scaled(c.values(table, key), unit), drop=drop, key=key)
 
     def ratio(key: str, name: str, drop: int) -> Column:
         return Column(
@@ -67,7 +68,7 @@ def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
         Column(("", "runs"), _runs(table), drop=7),
         number("tokens_per_second_per_device", ("tok/s", "/device"), c.ONE, 2),
         replace(speed_ratio, cells=[cell and cell + mark for cell, mark in zip(speed_ratio.cells, marks, strict=True)]),
-        Column(("MFU", "%"), c.percents(c.values(table, "mfu")), drop=9),
+        Column(("MFU", "%"), c.percents(c.values(table, "mfu")), drop=9, key="mfu"),
         number("step_seconds", ("step", "ms"), c.MILLISECONDS, 8),
         Column(("", "bubble"), c.fractions(c.values(table, "bubble")), drop=15),
         Column(("bubble", "formula"), c.fractions(c.values(table, "bubble_formula")), drop=1),
@@ -119,14 +120,13 @@ def _texts(cells: Sequence[object]) -> list[str]:
     return ["" if cell is None else printable(plain(cell)) for cell in cells]
 
 
-def print_table(records: Sequence[Record], console: Console, only: Collection[str] | None = None) -> None:
+def print_table(view: View, console: Console, only: Collection[str] | None = None) -> None:
     """The comparison in the terminal, within the console's width: repeated runs a line, failures' reasons underneath.
 
     only: the run ids whose lines to show, the others serving as baseline. Prints a line saying so if there is nothing
     to show.
     """
-    lines = merged(records)
-    table = c.frame(lines)
+    lines, table = view.lines, view.middles
     if only is not None:
         wanted = [any(run["row"]["run_id"] in only for run in line["runs"]) for line in lines]
         table = table[wanted].reset_index(drop=True)  # ratios stay to the rows they were measured against

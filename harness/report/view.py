@@ -1,9 +1,10 @@
 """What a report is made from: the runs of a folder, the lines that repeated runs make together, and their frames."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -36,6 +37,43 @@ class View:
     @cached_property
     def middles(self) -> pd.DataFrame:
         return c.frame(self.lines)
+
+    def part(self, run_ids: Collection[str], lines: Sequence[int]) -> "View":
+        """Of these runs and lines alone; what they are measured against stays, though it may not be among them."""
+        rows = [position for position, record in enumerate(self.records) if record["row"]["run_id"] in run_ids]
+        found = replace(self, records=[self.records[position] for position in rows])
+        known = {
+            "table": self.table.iloc[rows].reset_index(drop=True),
+            "lines": [self.lines[position] for position in lines],
+            "middles": self.middles.iloc[list(lines)].reset_index(drop=True),
+        }
+        found.__dict__.update(known)  # where cached_property looks first
+        return found
+
+
+def shown(whole: View, most: int) -> View:
+    """The view of at most so many of its lines and their runs: the fastest of every strategy, then in their order."""
+    if len(whole.records) <= most:
+        return whole
+    fastest: dict[Any, int] = {}
+    for position, line in enumerate(whole.lines):
+        best = fastest.setdefault(line["row"].get("strategy"), position)
+        if _speed(line) > _speed(whole.lines[best]):
+            fastest[line["row"].get("strategy")] = position
+    first = list(fastest.values())[:most]
+    chosen: list[int] = []
+    runs = 0
+    for position in dict.fromkeys((*first, *range(len(whole.lines)))):
+        runs += len(whole.lines[position]["runs"])
+        if runs > most and chosen:
+            break
+        chosen.append(position)
+    kept = {run["row"]["run_id"] for position in chosen for run in whole.lines[position]["runs"]}
+    return whole.part(kept, sorted(chosen))
+
+
+def _speed(line: Record) -> float:
+    return line["row"].get("tokens_per_second") or 0.0
 
 
 def view(folder: Path, found: Found) -> View:

@@ -31,7 +31,7 @@ def svgs(specs: Mapping[str, Spec], dark: bool = False) -> dict[str, str]:
     """Every spec as a whole SVG document, the same for the same spec. Raises DrawingError."""
     if not specs:
         return {}
-    drawn = _asked({"specs": dict(specs), "config": style.config(dark)})
+    drawn = _asked({"specs": dict(specs), "config": style.config(dark) | {"background": "white"}})
     return {name: _described(drawn[name], str(spec.get("description", ""))) for name, spec in specs.items()}
 
 

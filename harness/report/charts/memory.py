@@ -10,12 +10,12 @@ from harness.report.charts import marks, style
 from harness.report.charts.lazy import alt
 from harness.report.charts.lines import Datum, Line
 from harness.report.charts.series import Series, by_micro_batch
-from harness.report.costs import _PARTS
 from harness.report.document import Grid, Picture
+from harness.report.parts import PEAK_PARTS
 from harness.report.view import View
 
 _UNDIVIDED = "not divided"
-_AT_PEAK = {f"at_peak_{part}_bytes": name for part, name in _PARTS.items()}
+_AT_PEAK = {f"at_peak_{part}_bytes": name for part, name in PEAK_PARTS.items()}
 _FARTHEST = 4.0  # times the highest peak: a limit beyond is said, not drawn, for bars would be slivers
 
 

@@ -10,8 +10,8 @@ from harness.report.charts import marks, placing, style
 from harness.report.charts.lazy import alt
 from harness.report.charts.lines import Line
 from harness.report.charts.series import Series, by_world
-from harness.report.costs import _TIMES
 from harness.report.document import Grid, Picture
+from harness.report.parts import STEP_PARTS
 from harness.report.spread import spread
 from harness.report.view import View
 
@@ -129,7 +129,7 @@ def step(view: View) -> Picture | None:
     totals: dict[str, float] = {}
     for datum in segments:
         totals[datum["label"]] = totals.get(datum["label"], 0.0) + datum["exact"]
-    names = [name for name in _TIMES.values() if any(datum["part"] == name for datum in segments)]
+    names = [name for name in STEP_PARTS.values() if any(datum["part"] == name for datum in segments)]
     said = (
         f"Step time of {len(totals)} lines in ms, stacked by its parts, {', '.join(names)}: from"
         f" {data.extremes([(label, total / 1e-3) for label, total in totals.items()])}."
@@ -143,7 +143,7 @@ def step(view: View) -> Picture | None:
         line.datum(total=totals[line.label] / 1e-3, shown=shown[line.label]) for line in drawn if line.label in totals
     ]
     layers = [
-        marks.stacked(segments, title, ("value:Q", "ms", ",.4f"), tuple(_TIMES.values())),
+        marks.stacked(segments, title, ("value:Q", "ms", ",.4f"), tuple(STEP_PARTS.values())),
         marks.numbers(ends, title),
         *marks.ends(drawn, title),
     ]
@@ -158,7 +158,7 @@ def step(view: View) -> Picture | None:
 
 
 def _step_parts(line: Line) -> list[data.Datum]:
-    return data.parts(line, data.typical(line)["row"], _TIMES, c.MILLISECONDS.size) if line.ok else []
+    return data.parts(line, data.typical(line)["row"], STEP_PARTS, c.MILLISECONDS.size) if line.ok else []
 
 
 def scaling(view: View) -> Picture | None:

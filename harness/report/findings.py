@@ -1,0 +1,293 @@
+"""The report's first sentences: who wins, what it costs and why, each with the figures of the rows that say so."""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.records import Row
+from harness.report import comparison as c
+from harness.report.claims import claims
+from harness.report.document import Bullets, Part, Prose, Section, section
+from harness.report.peers import DIVISION, Claim
+from harness.report.spread import is_unsettled, spread
+from harness.report.view import View
+
+_MOST_GROUPS = 4  # settings that are told of
+_MOST_LINES = 6  # of a group that are told one by one
+_VOLUME = "bytes sent a step over DDP's"  # how the claim begins
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that is ok, as sentences speak of it."""
+
+    label: str
+    row: Row
+    baseline: str | None  # its label
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second of the whole world."""
+        return float(self.row["tokens_per_second"])
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes, of the fullest rank."""
+        peak: int | None = self.row.get("peak_allocated_bytes")
+        return peak
+
+    @property
+    def fast(self) -> str:
+        return f"{self.speed:,.0f} tokens/s"
+
+
+def findings(view: View, fits_in: int | None = None) -> list[Section]:
+    """In short: by setting the fastest and the smallest, what the rest costs, and what to take.
+
+    fits_in: bytes of a device that the recommendation is for; by default one for every size of device.
+    """
+    groups = _groups(view)
+    told = sorted(groups.values(), key=len, reverse=True)[:_MOST_GROUPS]
+    found = claims(view.lines) if told else []
+    parts: list[Part] = []
+    for lines in told:
+        items = [("", sentence) for sentence in _sentences(lines, found, fits_in)]
+        if items:
+            parts += [Prose(_heading(lines, groups))] if len(groups) > 1 else []
+            parts.append(Bullets(items))
+    if len(groups) > len(told):
+        parts.append(Prose(f"{len(groups) - len(told)} smaller groups of comparable runs are in the tables alone."))
+    whole = [*_scaling(view), *_predictions(view), *_failures(view)]
+    return section("In short", *parts, Bullets([("", sentence) for sentence in whole]) if whole else None)
+
+
+def _groups(view: View) -> dict[tuple[Any, ...], list[Line]]:
+    """Lines that a reader may choose between: of one setting, as many ranks, one machine's count of them."""
+    found: dict[tuple[Any, ...], list[Line]] = {}
+    labels, bases = c.values(view.middles, "label"), c.values(view.middles, "baseline")
+    for line, label, baseline in zip(view.lines, labels, bases, strict=True):
+        row = line["row"]
+        if row["status"] == "ok" and row.get("tokens_per_second"):
+            key = (*c.setting(row), row.get("world_size"))
+            found.setdefault(key, []).append(Line(label, row, baseline))
+    return {key: lines for key, lines in found.items() if len(lines) > 1}
+
+
+def _heading(lines: Sequence[Line], groups: dict[tuple[Any, ...], list[Line]]) -> str:
+    """What sets the group apart from the others."""
+    names = ("model", "precision", "global_batch", "seq_len", "measured_on", "world_size")
+    shown = {"global_batch": "batch {}", "seq_len": "sequences of {}", "world_size": "{} ranks", "measured_on": "on {}"}
+    differing = [name for name in names if len({group[0].row.get(name) for group in groups.values()}) > 1]
+    row = lines[0].row
+    text = ", ".join(shown.get(name, "{}").format(row.get(name)) for name in differing) or "a further setting"
+    return f"Of {text}:"
+
+
+def _sentences(lines: Sequence[Line], found: Sequence[Claim], fits_in: int | None) -> Iterator[str]:
+    by_speed = sorted(lines, key=lambda line: -line.speed)
+    yield _fastest(by_speed)
+    if all(line.peak is not None for line in lines):
+        yield _smallest(lines, by_speed[0])
+        yield from [_fitting(lines, fits_in)] if fits_in is not None else _ladder(front(lines))
+    yield from _against_baseline(lines, found)
+    yield from _checkpointing(lines)
+    yield from _bubbles(lines)
+
+
+def _fastest(by_speed: Sequence[Line]) -> str:
+    first = by_speed[0]
+    rivals = [line for line in by_speed[1:] if _unsettled(line, first)]
+    sure = _spread_text(first)
+    if rivals:
+        names = _listed([line.label for line in rivals[:_MOST_LINES]])
+        more = f" or {len(rivals) - _MOST_LINES} more" if len(rivals) > _MOST_LINES else ""
+        return (
+            f"Fastest by its median is {first.label}: {first.fast}{sure}, but the spreads leave open whether"
+            f" {names}{more} {'are' if len(rivals) > 1 else 'is'} as fast."
+        )
+    second = by_speed[1]
+    return (
+        f"{first.label} is fastest: {first.fast}{sure}, {first.speed / second.speed:.2f} × of {second.label}, the next."
+    )
+
+
+def _unsettled(line: Line, other: Line) -> bool:
+    return is_unsettled(line.speed / other.speed, spread(line.row), spread(other.row))
+
+
+def _spread_text(line: Line) -> str:
+    between = line.row.get("between_runs")
+    return f" (± {_percent(between)} over {line.row['runs_alike']} runs)" if between is not None else ""
+
+
+def _smallest(lines: Sequence[Line], fastest: Line) -> str:
+    small = min(lines, key=lambda line: (line.peak or 0, -line.speed))
+    text = f"{small.label} needs the least memory: {c.bytes_text(small.peak or 0)} at the peak of its fullest rank"
+    if small is fastest:
+        return text + ", the fastest too."
+    return (
+        f"{text}, {_share(small.peak, fastest.peak)} of {fastest.label}'s, at {_times(small, fastest)} of its tokens/s."
+    )
+
+
+def front(lines: Sequence[Line]) -> list[Line]:
+    """The lines that none beats in both speed and peak memory (Pareto), from the fastest to the smallest."""
+    kept: list[Line] = []
+    for line in sorted(lines, key=lambda line: (-line.speed, line.peak or 0)):
+        if not kept or (line.peak or 0) < (kept[-1].peak or 0):
+            kept.append(line)
+    return kept
+
+
+def _ladder(kept: Sequence[Line]) -> Iterator[str]:
+    """What to take for every size of device, if tokens a second are what counts."""
+    steps = [f"from {_at_least(line.peak or 0)} {line.label} ({line.fast})" for line in reversed(kept)]
+    if len(steps) > _MOST_LINES:
+        steps = [*steps[: _MOST_LINES - 1], "…", steps[-1]]
+    if len(kept) > 1:
+        yield (
+            f"The fastest that a device's memory allows: {', '.join(steps)}. In less than the first nothing measured"
+            " here fits."
+        )
+
+
+def _fitting(lines: Sequence[Line], fits_in: int) -> str:
+    limit = c.bytes_text(fits_in)
+    fitting = [line for line in lines if line.peak is not None and line.peak <= fits_in]
+    if not fitting:
+        least = min(line.peak or 0 for line in lines)
+        return f"Nothing measured here fits in {limit}: the least is {c.bytes_text(least)}."
+    first, *others = sorted(fitting, key=lambda line: -line.speed)
+    rivals = [line.label for line in others if _unsettled(line, first)]
+    text = f"Of the {len(fitting)} of {len(lines)} that fit in {limit}, {first.label} is fastest: {first.fast} in"
+    text += f" {c.bytes_text(first.peak or 0)}"
+    return text + (
+        f"; the spreads leave open whether {_listed(rivals[:_MOST_LINES])} would be as fast." if rivals else "."
+    )
+
+
+def _against_baseline(lines: Sequence[Line], found: Sequence[Claim]) -> Iterator[str]:
+    """What each line holds, runs and sends in proportion to the one it is measured against."""
+    by_label = {line.label: line for line in lines}
+    told = [line for line in lines if line.baseline in by_label and line.baseline != line.label]
+    plain = [line for line in told if line.row.get("checkpointing") in (None, "none")] or told
+    for line in plain[:_MOST_LINES]:
+        base = by_label[str(line.baseline)]
+        parts = []
+        if line.peak is not None and base.peak:
+            parts.append(f"holds {_share(line.peak, base.peak)} of {base.label}'s peak")
+        parts.append(f"runs at {_times(line, base)} of its tokens/s")
+        sent, its = line.row.get("communication_bytes"), base.row.get("communication_bytes")
+        if sent is not None and its:
+            parts.append(f"sends {sent / its:.2f} × its bytes{_paper(line, found)}")
+        yield f"{line.label} {_listed(parts)}."
+    if len(plain) > _MOST_LINES:
+        yield f"The tables have {len(plain) - _MOST_LINES} more."
+
+
+def _paper(line: Line, found: Sequence[Claim]) -> str:
+    """What the literature says of the volume, if a claim was made of this line."""
+    claim = next((one for one in found if one.label == line.label and one.claim.startswith(_VOLUME)), None)
+    if claim is None:
+        return ""
+    return f", as the paper says ({claim.limit})" if claim.agrees else f"; the paper says {claim.expected:.2f} × here"
+
+
+def _checkpointing(lines: Sequence[Line]) -> Iterator[str]:
+    """What each kind takes off the memory of the same run without, and what that costs."""
+    for line in lines:
+        kind = line.row.get("checkpointing")
+        plain = next((other for other in lines if _is_plain(other, line)), None)
+        if kind in (None, "none") or plain is None:
+            continue
+        parts = []
+        kept, before = line.row.get("activation_bytes"), plain.row.get("activation_bytes")
+        if kept is not None and before:
+            parts.append(f"{_percent(1 - kept / before)} off the activations")
+        if line.peak is not None and plain.peak:
+            parts.append(f"{_percent(1 - line.peak / plain.peak)} off the peak")
+        if parts:
+            lost = _percent(1 - line.speed / plain.speed)
+            cost = "no speed that the spreads do not cover" if _unsettled(line, plain) else f"{lost} of its speed"
+            yield f"Checkpointing {kind} takes {_listed(parts)} of {plain.label}, and costs {cost}."
+
+
+def _is_plain(other: Line, line: Line) -> bool:
+    same = all(other.row.get(name) == line.row.get(name) for name in (*DIVISION, "micro_batch", "offload_activations"))
+    return same and other.row.get("checkpointing") in (None, "none")
+
+
+def _bubbles(lines: Sequence[Line]) -> Iterator[str]:
+    found = [
+        line for line in lines if line.row.get("bubble") is not None and line.row.get("bubble_formula") is not None
+    ]
+    parts = [f"{line.label} {line.row['bubble']:.2f} (formula {line.row['bubble_formula']:.2f})" for line in found]
+    if parts:
+        yield f"Pipelines were idle for this part of their working time: {_listed(parts[:_MOST_LINES])}."
+
+
+def _scaling(view: View) -> Iterator[str]:
+    """How the speed of each strategy grows with the world, the batch and all else being the same."""
+    groups: dict[tuple[Any, ...], dict[int, float]] = {}
+    for line in view.lines:
+        row = line["row"]
+        if row["status"] == "ok" and row.get("tokens_per_second") and row.get("world_size"):
+            key = (*c.setting(row), row.get("checkpointing"), row.get("strategy"))
+            groups.setdefault(key, {}).setdefault(row["world_size"], row["tokens_per_second"])
+    growing = {key: by_world for key, by_world in groups.items() if len(by_world) > 1}
+    if len({key[:-2] for key in growing}) != 1:  # several settings, which sentences would mix
+        return
+    for key, by_world in [pair for pair in growing.items() if pair[0][-2] in (None, "none")][:_MOST_LINES]:
+        small, large = min(by_world), max(by_world)
+        gained = by_world[large] / by_world[small]
+        yield (
+            f"{key[-1]} from {small} to {large} rank{'s'[: large > 1]}: {gained:.2f} × the tokens/s, which is"
+            f" {_percent(gained * small / large)} of what {large / small:g} × would be."
+        )
+
+
+def _predictions(view: View) -> Iterator[str]:
+    rows = [line["row"] for line in view.lines if line["row"]["status"] == "ok"]
+    pairs = [(row.get("predicted_peak_bytes"), row.get("peak_allocated_bytes")) for row in rows]
+    errors = [abs(predicted / measured - 1) for predicted, measured in pairs if predicted is not None and measured]
+    if errors:
+        count, middle, largest = c.counted(len(errors), "line"), statistics.median(errors), max(errors)
+        yield (
+            f"The peaks predicted for {count} are off by {_percent(middle)} in the median and by {_percent(largest)} at"
+            " most."
+        )
+
+
+def _failures(view: View) -> Iterator[str]:
+    ends = [line["row"]["status"] for line in view.lines]
+    failed = {end: ends.count(end) for end in dict.fromkeys(ends) if end != "ok"}
+    if failed:
+        counts = ", ".join(f"{count} {end}" for end, count in failed.items())
+        yield f"{sum(failed.values())} of {len(ends)} lines have no figures ({counts}): the reasons are under Failures."
+
+
+def _at_least(size: int) -> str:
+    """A size as text that is no less than it, so that what is recommended for it does fit."""
+    unit = c.byte_unit([size])
+    number = size / unit.size
+    decimals = 0 if number >= 1000 or unit.name == "B" else 1 if number >= 100 else 2
+    return f"{math.ceil(number * 10**decimals) / 10**decimals:,.{decimals}f} {unit.name}"
+
+
+def _share(part: int | None, whole: int | None) -> str:
+    return f"{100 * part / whole:.0f} %" if part is not None and whole else "an unknown part"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
+
+
+def _times(line: Line, other: Line) -> str:
+    unsure = " (the spreads meet)" if _unsettled(line, other) else ""
+    return f"{line.speed / other.speed:.2f}{unsure}"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

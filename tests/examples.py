@@ -1,0 +1,132 @@
+"""Records as a sweep leaves them, with figures that can be checked by hand."""
+
+from itertools import product
+from typing import Any
+
+from harness.records import Record
+from harness.versions import versions
+
+PARAMETERS = 2**20
+MIB = 2**20
+HOSTILE = (
+    "<script>alert(1)</script> | **b** [l](http://x) `c` $x$ \x1b[31m\n# h\r\n=1+1 [red]r[/red] :smile: _i_ ![p](q)"
+)
+
+
+def row(number: int, strategy: str, engine: str, stage: int, **changes: Any) -> dict[str, Any]:
+    """An ok row of a 2-rank run without accumulation; fp32 under ZeRO's own formulas, in whole bytes."""
+    shards = {kind: 2 if stage >= first else 1 for kind, first in (("optimizer", 1), ("gradient", 2), ("parameter", 3))}
+    return {
+        "run_id": f"{number:010x}",
+        "name": "demo",
+        "status": "ok",
+        "reason": None,
+        "model": "tiny",
+        "parameters": PARAMETERS,
+        "strategy": strategy,
+        "engine": engine,
+        "checkpointing": "none",
+        "precision": "fp32",
+        "world_size": 2,
+        "zero_stage": stage,
+        "micro_batch": 4,
+        "grad_accumulation": 1,
+        "global_batch": 8,
+        "seq_len": 128,
+        "tokens_per_second": 12345.6,
+        "tokens_per_second_per_device": 6172.8,
+        "step_seconds": 0.08294,
+        "peak_allocated_bytes": 20 * MIB,
+        "parameter_bytes": 4 * PARAMETERS // shards["parameter"],
+        "gradient_bytes": 4 * PARAMETERS // shards["gradient"],
+        "optimizer_bytes": (8 if engine == "torch" else 12) * PARAMETERS // shards["optimizer"],
+        "activation_bytes": 3 * MIB // 2,
+        "communication_bytes": 4 * PARAMETERS,
+        "loss_first": 5.545,
+        "loss_last": 3.21,
+        "loss_deviation": 1.23e-7,
+        "grad_deviation": 4.56e-6,
+        "measured_on": "cpu",
+        "launch": "processes",
+        "repeat": 0,
+        "started_at": f"2026-01-02T03:{number:02d}:00Z",
+    } | changes
+
+
+FAILED = dict.fromkeys(
+    (
+        *("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "peak_allocated_bytes"),
+        *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "communication_bytes"),
+        *("loss_first", "loss_last", "loss_deviation", "grad_deviation"),
+    )
+)
+
+
+def record_of(row: dict[str, Any]) -> Record:
+    sent = row["communication_bytes"] or 0
+    communication = [{"operation": "all_reduce", "axis": "dp_replicate", "bytes": sent, "count": 3}]
+    if row["zero_stage"]:
+        communication = [
+            {"operation": "all_gather", "axis": "dp_shard", "bytes": sent - 2 * PARAMETERS, "count": 7},
+            {"operation": "reduce_scatter", "axis": "dp_shard", "bytes": 2 * PARAMETERS, "count": 5},
+        ]
+    peak = row["peak_allocated_bytes"]
+    ranks = [
+        {"rank": rank, "peak_allocated_bytes": peak and peak - rank * MIB // 2} for rank in range(row["world_size"])
+    ]
+    ok = row["status"] == "ok"
+    return {
+        "schema_version": 1,
+        "row": row,
+        "config": {},
+        "layout": {},
+        "ranks": ranks,
+        "environment": {"cpu": "Some CPU | 8 cores"},
+        "versions": versions(),
+        "proof": {"layout": "proven", "loss_bound": 1e-5, "gradient_bound": 1e-4} if ok else {},
+        "communication": communication if sent else [],
+    }
+
+
+def records() -> list[Record]:
+    """Ten runs as they come out of a sweep, in the order they started."""
+    single = {"world_size": 1, "communication_bytes": 0, "loss_deviation": 0.0}
+    single |= dict.fromkeys(("tokens_per_second", "tokens_per_second_per_device"), 8000.0)
+    refused = (
+        "train.global_batch=8 is not a multiple of train.micro_batch=3 x 2 data-parallel ranks: choose a multiple of 6"
+    )
+    rows = [
+        row(1, "zero1", "deepspeed", 1, peak_allocated_bytes=18 * MIB),
+        row(2, "ddp", "torch", 0, tokens_per_second=16000.0, tokens_per_second_per_device=8000.0),
+        row(3, "single", "torch", 0, **single),
+        row(4, "zero2", "deepspeed", 2, peak_allocated_bytes=16 * MIB),
+        row(5, "zero3", "deepspeed", 3, peak_allocated_bytes=10 * MIB, communication_bytes=6 * PARAMETERS),
+        row(6, "fsdp_full_shard", "torch", 3, peak_allocated_bytes=9 * MIB, communication_bytes=6 * PARAMETERS),
+        row(7, "fsdp_shard_grad_op", "torch", 2, status="oom", reason="rank 1 ran out of memory", **FAILED),
+        row(8, "fsdp_no_shard", "torch", 0, status="refused", reason=refused, **FAILED),
+        row(9, "fsdp_hybrid_shard", "torch", 3, status="timeout", reason="no step for 1800 s", **FAILED),
+        row(10, "zero_offload", "deepspeed", 2, status="error", reason="RuntimeError: shards differ", **FAILED),
+    ]
+    return [record_of(entry) for entry in rows]
+
+
+def mixed() -> list[Record]:
+    """Data, tensor and pipeline parallel on 2 and 4 ranks, 8 micro-batches through the pipelines."""
+    axes = {"ddp": "dp_replicate", "tp": "tp", "pp_1f1b": "pp", "pp_gpipe": "pp"}
+    entries = []
+    for number, (strategy, world) in enumerate(product(axes, (2, 4)), start=1):
+        degrees = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "cp", "pp"), 1) | {axes[strategy]: world}
+        entry = record_of(row(number, strategy, "torch", 0, world_size=world, **degrees))
+        entry["communication"][0]["axis"] = axes[strategy]
+        entry["pipeline"] = []
+        if axes[strategy] == "pp":
+            entry["row"] |= {"bubble": 0.3294, "bubble_formula": (world - 1) / 8}
+            entry["communication"].insert(0, {"operation": "send", "axis": "pp", "bytes": MIB // 2, "count": 16})
+            entry["pipeline"] = [
+                {"rank": rank, "stages": [rank, rank + world], "layers": [1, 2], "working_seconds": 0.04 + rank / 1000}
+                | {"idle_seconds": 0.02, "idle_share": 1 / 3, "bubble": 0.5 + rank, "in_flight": world - rank}
+                | {"activation_bytes": (4 - rank) * MIB}
+                for rank in range(world)
+            ]
+        entries.append(entry)
+    return entries

@@ -1,0 +1,289 @@
+"""What a report says: golden tables and sentences, marks where the spread allows them, and files that agree."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from examples import FAILED, HOSTILE, MIB, PARAMETERS, mixed, record_of, records, row
+
+from harness.records import Record, read_all, rows_of, write_record, write_runs_csv
+from harness.report import markdown
+from harness.report.best import best
+from harness.report.document import Bullets, Grid, Picture, Prose, Section
+from harness.report.findings import findings, front
+from harness.report.limits import limits
+from harness.report.overview import pivots
+from harness.report.parquet import write_runs_parquet
+from harness.report.sections import MOST, sections
+from harness.report.together import together
+from harness.report.view import View, shown
+
+GOLDEN = Path(__file__).parent / "golden_report.md"
+
+
+def line(first: int, strategy: str, engine: str, stage: int, speeds: list[float], **changes: Any) -> list[Record]:
+    """A run a speed that differ in nothing but their repeat; the parts of a step and of a peak are set shares."""
+    made = []
+    for repeat, speed in enumerate(speeds):
+        step = 1024 / speed
+        figures = {"repeat": repeat, "tokens_per_second": speed, "tokens_per_second_per_device": speed / 2}
+        figures |= {"step_seconds": step, "step_seconds_spread": 0.02, "step_seconds_p95": 1.25 * step}
+        figures |= {"forward_seconds": step / 4, "backward_seconds": step / 2, "optimizer_seconds": step / 8}
+        figures |= {"data_seconds": step / 16, "exposed_communication_seconds": step / 16, "idle_seconds": 0.0}
+        entry = row(first + repeat, strategy, engine, stage, **(figures | changes))
+        peak = entry["peak_allocated_bytes"]
+        state = entry["parameter_bytes"] + entry["optimizer_bytes"]
+        parts = {"parameter": entry["parameter_bytes"], "optimizer": entry["optimizer_bytes"], "activation": MIB}
+        entry |= {f"at_peak_{name}_bytes": size for name, size in parts.items()} | {"peak_phase": "backward"}
+        entry |= {"at_peak_temporary_bytes": peak - state - MIB, "predicted_peak_bytes": peak * 11 // 10}
+        made.append(record_of(entry))
+    return made
+
+
+def example() -> list[Record]:
+    """Seven lines: three of repeated runs, one with checkpointing, one alone, one out of memory and one refused."""
+    full = {"checkpointing": "full", "activation_bytes": MIB // 2, "peak_allocated_bytes": 16 * MIB}
+    sent = {"communication_bytes": 6 * PARAMETERS, "peak_allocated_bytes": 12 * MIB}
+    refused = "strategy.tp=3 does not divide model.num_attention_heads=4: choose 1, 2 or 4"
+    return [
+        *line(1, "ddp", "torch", 0, [16000.0, 15900.0, 16100.0]),
+        *line(11, "ddp", "torch", 0, [12000.0, 12100.0, 11900.0], **full),
+        *line(21, "zero1", "deepspeed", 1, [15950.0, 15000.0, 16800.0], peak_allocated_bytes=18 * MIB),
+        *line(31, "zero3", "deepspeed", 3, [8000.0], **sent),
+        record_of(row(41, "tp", "torch", 0, status="oom", reason="rank 1 in backward: out of memory", **FAILED)),
+        record_of(row(42, "tp_sp", "torch", 0, status="refused", reason=refused, **FAILED)),
+    ]
+
+
+def texts(found: list[Section]) -> list[str]:
+    """Every sentence of these sections."""
+    parts = [part for section in found for part in section.parts]
+    prose = [part.text for part in parts if isinstance(part, Prose)]
+    return prose + [said for part in parts if isinstance(part, Bullets) for _, said in part.items]
+
+
+def test_the_whole_report_is_exactly_as_it_was() -> None:
+    """On purpose changed? python -m tests.test_findings writes the file anew, to be read line by line."""
+    assert golden() == GOLDEN.read_text(encoding="utf-8")
+
+
+def golden() -> str:
+    """The report but for what differs between machines: versions."""
+    page = markdown.page("example", sections(View("example", example())))
+    page = re.sub(r" Made by python .*", "", page)
+    return re.sub(r"## Versions and environment\n\n.*", "", page, flags=re.DOTALL)
+
+
+FASTEST = (
+    "Fastest by its median is ddp: 16,000 tokens/s (± 0.6 % over 3 runs), but the spreads leave open whether zero1 is"
+    " as fast."
+)
+SAID = [
+    FASTEST,
+    "zero3 needs the least memory: 12.00 MiB at the peak of its fullest rank, 60 % of ddp's, at 0.50 of its tokens/s.",
+    "The fastest that a device's memory allows: from 12.00 MiB zero3 (8,000 tokens/s), from 16.00 MiB ddp full (12,000"
+    " tokens/s), from 18.00 MiB zero1 (15,950 tokens/s), from 20.00 MiB ddp (16,000 tokens/s). In less than the first"
+    " nothing measured here fits.",
+    "zero1 holds 90 % of ddp's peak, runs at 1.00 (the spreads meet) of its tokens/s and sends 1.00 × its bytes.",
+    "zero3 holds 60 % of ddp's peak, runs at 0.50 of its tokens/s and sends 1.50 × its bytes.",
+    "Checkpointing full takes 67 % off the activations and 20 % off the peak of ddp, and costs 25 % of its speed.",
+    "The peaks predicted for 4 lines are off by 10 % in the median and by 10 % at most.",
+    "2 of 6 lines have no figures (1 oom, 1 refused): the reasons are under Failures.",
+]
+
+
+def test_sentences_say_what_the_rows_say() -> None:
+    assert texts(findings(View("example", example()))) == SAID
+
+
+@pytest.mark.parametrize(
+    ("column", "factor"),
+    [("tokens_per_second", 1.01), ("peak_allocated_bytes", 1024), ("communication_bytes", 2), ("activation_bytes", 3)],
+)
+def test_a_wrong_unit_changes_what_is_said(column: str, factor: float) -> None:
+    """The golden sentences stand on every one of these columns."""
+    spoiled = example()
+    for record in spoiled[3:6] if column == "activation_bytes" else spoiled[9:10]:
+        record["row"][column] = type(record["row"][column])(record["row"][column] * factor)
+    assert texts(findings(View("example", spoiled))) != SAID
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (20 * MIB, "Of the 4 of 4 that fit in 20.00 MiB, ddp is fastest: 16,000 tokens/s in 20.00 MiB; the spreads"),
+        (20 * MIB - 1, "Of the 3 of 4 that fit in 20.00 MiB, zero1 is fastest: 15,950 tokens/s in 18.00 MiB."),
+        (13 * MIB, "Of the 1 of 4 that fit in 13.00 MiB, zero3 is fastest: 8,000 tokens/s in 12.00 MiB."),
+        (MIB, "Nothing measured here fits in 1.00 MiB: the least is 12.00 MiB."),
+    ],
+)
+def test_a_recommendation_keeps_to_its_limit(size: int, said: str) -> None:
+    assert texts(findings(View("example", example()), size))[2].startswith(said)
+
+
+def test_settings_are_not_mixed() -> None:
+    """Of two world sizes each has sentences of its own, and none compares across."""
+    said = texts(findings(View("mixed", mixed())))
+    assert {"Of 2 ranks:", "Of 4 ranks:"} <= set(said)
+    other = [record_of(row(50 + n, s, "torch", 0, precision="bf16_mixed")) for n, s in enumerate(("ddp", "tp"))]
+    said = texts(findings(View("both", [*example(), *other])))
+    assert {"Of fp32:", "Of bf16_mixed:"} <= set(said)
+    assert set(SAID[:-2]) <= {text.replace("ddp fp32", "ddp") for text in said}
+
+
+def test_nothing_to_say_is_no_section_and_one_run_says_nothing_of_others() -> None:
+    assert findings(View("none", [])) == limits(View("none", [])) == []
+    assert texts(findings(View("one", example()[:1]))) == [
+        "The peaks predicted for 1 line are off by 10 % in the median and by 10 % at most."
+    ]
+    assert "Every line is one run" in " ".join(texts(limits(View("one", example()[:1]))))
+    failed = [record for record in example() if record["row"]["status"] != "ok"]
+    assert texts(findings(View("failed", failed))) == [SAID[-1].replace("2 of 6", "2 of 2")]
+
+
+def test_the_front_is_what_nothing_beats_in_both() -> None:
+    sizes = itertools.product((1000.0, 2000.0, 3000.0), (10, 20, 30))
+    made = [
+        record_of(row(n, f"s{n}", "torch", 0, tokens_per_second=speed, peak_allocated_bytes=peak * MIB))
+        for n, (speed, peak) in enumerate(sizes)
+    ]
+    for chosen in itertools.combinations(made, 4):
+        view = View("front", chosen)
+        text = " ".join(texts(findings(view)))
+        rows = [record["row"] for record in chosen]
+        kept = [one for one in rows if not any(_beats(other, one) for other in rows)]
+        ladder = text.partition("memory allows: ")[2].partition(". In less")[0]
+        named = re.findall(r"MiB (s\d)", ladder)
+        distinct = {(one["tokens_per_second"], one["peak_allocated_bytes"]) for one in kept}
+        assert len(named) == (len(distinct) if len(distinct) > 1 else 0)
+        assert set(named) <= {one["strategy"] for one in kept}
+    assert front([]) == []
+
+
+def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    speed, peak = "tokens_per_second", "peak_allocated_bytes"
+    no_worse = one[speed] >= other[speed] and one[peak] <= other[peak]
+    return no_worse and (one[speed] > other[speed] or one[peak] < other[peak])
+
+
+def test_the_best_is_marked_where_its_lead_exceeds_the_spread() -> None:
+    view = View("example", example())
+    labels = view.middles["label"].tolist()
+    marked = {column: {labels[position] for position in found} for column, found in best(view).items()}
+    assert marked == {  # in speed ddp and zero1 meet; ddp and zero1 send the same
+        "peak_allocated_bytes": {"zero3"},
+        "state_bytes": {"zero3"},
+        "activation_bytes": {"ddp full"},
+    }
+    clear = [*line(1, "ddp", "torch", 0, [16000.0, 15900.0]), *line(11, "tp", "torch", 0, [15000.0, 15100.0])]
+    assert best(View("clear", clear))["tokens_per_second"] == {0} == best(View("clear", clear))["step_seconds"]
+    close = [*line(1, "ddp", "torch", 0, [16000.0, 15900.0]), *line(11, "tp", "torch", 0, [15890.0, 15910.0])]
+    assert "tokens_per_second" not in best(View("close", close))
+    peaks = [*line(1, "ddp", "torch", 0, [16000.0] * 2), *line(11, "tp", "torch", 0, [15000.0] * 2)]
+    for record, size in zip(peaks, (20, 22, 19, 23), strict=True):  # MiB: the largest of a line stands for it
+        record["row"]["peak_allocated_bytes"] = size * MIB
+    assert "peak_allocated_bytes" not in best(View("peaks", peaks))
+
+
+def test_the_best_is_of_one_setting_and_world_and_never_alone() -> None:
+    found = best(View("mixed", mixed()))
+    assert all(len(positions) <= 2 for positions in found.values())
+    single = [record for record in records() if record["row"]["strategy"] == "single"]
+    assert best(View("alone", single)) == {}
+    positions = best(View("ten", records()))["tokens_per_second"]  # 16,000 against 12,345.6
+    assert [records()[position]["row"]["strategy"] for position in positions] == ["ddp"]
+
+
+def test_any_column_is_a_pivot() -> None:
+    (section,) = pivots(View("mixed", mixed()), "world_size")
+    peak, speed = section.parts
+    assert isinstance(peak, Grid) and isinstance(speed, Grid) and section.title == "By world"
+    assert list(peak.header) == ["strategy", "2", "4"] and peak.caption == "Peak memory (MiB)"
+    assert [list(cells) for cells in peak.rows] == [[s, "20.00", "20.00"] for s in ("ddp", "tp", "pp_1f1b", "pp_gpipe")]
+    by_kind, _ = pivots(View("example", example()), "checkpointing")[0].parts
+    assert isinstance(by_kind, Grid) and list(by_kind.header) == ["strategy", "none", "full"]
+    assert [list(cells) for cells in by_kind.rows] == [
+        ["ddp", "20.00", "16.00"],
+        ["zero1", "18.00", ""],
+        ["zero3", "12.00", ""],
+        ["tp", "oom", ""],
+        ["tp_sp", "refused", ""],
+    ]
+
+
+def test_limits_name_what_would_mislead() -> None:
+    told = " ".join(texts(limits(View("example", example()))))
+    assert "Speeds of CPU processes say little of GPUs" in told and "One run alone stands for zero3" in told
+    assert "Nothing is known of the speed and memory of what did not end well: tp, tp_sp." in told
+    entries = example()
+    for record in entries:
+        record["environment"] = {"cores": 1}
+    assert "Up to 2 ranks shared 1 core" in " ".join(texts(limits(View("crowded", entries))))
+    gpu = [record | {"row": record["row"] | {"measured_on": "NVIDIA H200"}} for record in entries]
+    assert not re.search(r"CPU|shared", " ".join(texts(limits(View("gpu", gpu)))))
+    entries[0]["row"] |= {"disturbed": "other load", "loss_deviation": None}
+    told = " ".join(texts(limits(View("disturbed", entries))))
+    assert "Something disturbed the times of ddp" in told
+
+
+def stored(folder: Path, entries: list[Record]) -> Path:
+    for entry in entries:
+        write_record(folder / entry["row"]["run_id"], entry)
+    return folder
+
+
+def test_several_folders_are_one_comparison(tmp_path: Path) -> None:
+    """The same run in both keeps its place and its own steps."""
+    folders = [stored(tmp_path / name, records()) for name in ("a", "b")]
+    view = together([(folder, read_all(folder)) for folder in folders])
+    assert len(view.records) == len(view.folders) == 2 * len(records()) and view.name == "a + b"
+    assert len(set(view.middles["label"])) == len(view.lines)
+    for run_id, folder in view.folders.items():
+        assert folder == tmp_path / run_id and (folder / "record.json").exists()
+    alone = together([(folders[0], read_all(folders[0]))])
+    assert alone.name == "a" and not any("/" in record["row"]["run_id"] for record in alone.records)
+
+
+def test_parquet_has_the_rows_of_csv_with_their_types(tmp_path: Path) -> None:
+    entries = [*example(), record_of(row(90, HOSTILE, "torch", 0, extra="x", own_bytes=3, mixed=1, compile=True))]
+    entries[0]["row"]["mixed"] = 0.5
+    rows = rows_of(entries)
+    csv = pd.read_csv(write_runs_csv(tmp_path, rows), keep_default_na=False, na_values=[""])
+    parquet = pd.read_parquet(write_runs_parquet(tmp_path, rows), dtype_backend="numpy_nullable")
+    assert list(csv) == list(parquet) and len(csv) == len(parquet) == len(rows)
+    assert parquet["peak_allocated_bytes"].tolist()[0] == 20 * MIB and parquet["mixed"].tolist()[0] == 0.5
+    kinds = {name: str(parquet[name].dtype) for name in ("peak_allocated_bytes", "own_bytes", "tokens_per_second")}
+    assert kinds == {"peak_allocated_bytes": "Int64", "own_bytes": "Int64", "tokens_per_second": "Float64"}
+    assert str(parquet["compile"].dtype) == "boolean" and parquet["status"].tolist() == csv["status"].tolist()
+    for name in ("tokens_per_second", "peak_allocated_bytes", "loss_deviation"):
+        assert [None if pd.isna(v) else v for v in parquet[name]] == [None if pd.isna(v) else v for v in csv[name]]
+
+
+def test_a_page_shows_of_many_runs_some_and_says_so() -> None:
+    many = [
+        record_of(row(n, ("ddp", "tp")[n % 2], "torch", 0, micro_batch=n, tokens_per_second=1000.0 + n))
+        for n in range(3 * MOST)
+    ]
+    view = View("many", many)
+    part = shown(view, MOST)
+    assert len(part.records) == len(part.table) == len(part.lines) == len(part.middles) == MOST
+    assert {"ddp micro 598", "tp micro 599"} <= set(part.middles["label"])  # the fastest of each strategy
+    whole = dict(zip(view.middles["label"], view.middles["tokens_per_second_ratio"], strict=True))
+    ratios = zip(part.middles["label"], part.middles["tokens_per_second_ratio"], strict=True)
+    assert all(whole[label] == ratio for label, ratio in ratios)
+    page = sections(view)
+    assert f"{MOST} of {3 * MOST} runs" in " ".join(texts(page))
+    assert all(len(part.rows) <= MOST for section in page for part in section.parts if isinstance(part, Grid))
+
+
+def test_every_picture_is_named_for_a_file() -> None:
+    pictures = [part for section in sections(View("example", example())) for part in section.parts]
+    names = [part.name for part in pictures if isinstance(part, Picture)]
+    assert len(set(names)) == len(names) and all(re.fullmatch(r"[a-z0-9-]+", name) for name in names)
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(golden(), encoding="utf-8")
