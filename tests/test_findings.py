@@ -66,7 +66,7 @@ def texts(found: list[Section]) -> list[str]:
 
 
 def test_the_whole_report_is_exactly_as_it_was() -> None:
-    """On purpose changed? python -m tests.test_findings writes the file anew, to be read line by line."""
+    """On purpose changed? python tests/test_findings.py writes the file anew, to be read line by line."""
     assert golden() == GOLDEN.read_text(encoding="utf-8")
 
 

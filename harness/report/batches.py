@@ -20,7 +20,7 @@ Points = dict[int, tuple[float, float | None]]  # measured and predicted bytes b
 
 def batches(view: View) -> list[Section]:
     """A row a micro-batch of every line with several of them, and what each line says."""
-    lines = {key: points for key, points in _lines(view.records).items() if len(points) > 1}
+    lines = {key: points for key, points in _lines(view.middle_runs.records).items() if len(points) > 1}
     if not lines:
         return []
     names = _names(list(lines))

@@ -33,7 +33,7 @@ _LARGEST = 3  # of a run's blocks that are told by what made them
 
 
 def memory(view: View) -> list[Section]:
-    table = view.table
+    runs, table = view.middle_runs, view.middle_runs.table
     on_host = {name: header for name, header in _ON_HOST.items() if any(c.values(table, name))}
     names = (*c.MEMORY, *on_host, *_BESIDE)
     unit = c.byte_unit([value for name in names for value in c.values(table, name)])
@@ -43,7 +43,7 @@ def memory(view: View) -> list[Section]:
         columns[header] = c.scaled(c.values(table, name), unit)
         if compared:
             columns[f"× {header}"] = c.ratios(c.values(table, f"{name}_ratio"))
-    columns["peak of the least rank"] = c.scaled(_least_peaks(view.records), unit)
+    columns["peak of the least rank"] = c.scaled(_least_peaks(runs.records), unit)
     for name, header in (on_host | _BESIDE).items():
         columns[header] = c.scaled(c.values(table, name), unit)
     columns = {header: cells for header, cells in columns.items() if any(cells)}
@@ -70,7 +70,7 @@ def _least_peaks(records: Sequence[Record]) -> list[float | None]:
 
 def peak(view: View) -> list[Section]:
     """What fills the peak of the fullest rank: a part a column, and the largest of what is neither state nor kept."""
-    table = view.table
+    runs, table = view.middle_runs, view.middle_runs.table
     names = {f"at_peak_{part}_bytes": header for part, header in PEAK_PARTS.items()}
     names = {name: header for name, header in names.items() if any(c.values(table, name))}
     if not names:
@@ -79,7 +79,7 @@ def peak(view: View) -> list[Section]:
     columns = {header: c.scaled(c.values(table, name), unit) for name, header in names.items()}
     columns["peak"] = c.scaled(c.values(table, "peak_allocated_bytes"), unit)
     columns = {"in": [phase or "" for phase in c.values(table, "peak_phase")], **columns}
-    largest = [(label, _largest(record)) for label, record in zip(c.values(table, "label"), view.records, strict=True)]
+    largest = [(label, _largest(record)) for label, record in zip(c.values(table, "label"), runs.records, strict=True)]
     blocks = [
         Prose("The largest buffers and temporaries, by what they are or the operator that made them:"),
         Bullets([(label, told) for label, told in largest if told]),
@@ -109,7 +109,7 @@ def _largest(record: Record) -> str:
 
 def time(view: View) -> list[Section]:
     """The parts of the median step, a column each; they add up to it."""
-    table = view.table
+    table = view.middle_runs.table
     columns = {header: c.scaled(c.values(table, name), c.MILLISECONDS) for name, header in STEP_PARTS.items()}
     columns = {header: cells for header, cells in columns.items() if any(cell not in ("", "0.00") for cell in cells)}
     if not columns:
@@ -137,7 +137,7 @@ def time(view: View) -> list[Section]:
 
 def operations(view: View) -> list[Section]:
     """Operations a step, what of them is the model's, and what share of the device's peak that is."""
-    table = view.table
+    table = view.middle_runs.table
     wanted, ran = c.values(table, "model_flops"), c.values(table, "hardware_flops")
     if not any(wanted):
         return []

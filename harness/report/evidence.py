@@ -8,7 +8,7 @@ from harness.report.view import View
 
 def predicted(view: View) -> list[Section]:
     """Peaks and steps, predicted and measured in columns of their own, and the error of the one by the other."""
-    table = view.table
+    table = view.middle_runs.table
     columns: dict[str, list[str]] = {}
     pairs = {
         "peak": ("predicted_peak_bytes", "peak_allocated_bytes"),

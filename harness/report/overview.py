@@ -67,6 +67,12 @@ def comparison(view: View) -> list[Section]:
         )
         + (" The bubble is the idle time of all stages over their working time." if c.known(table, "bubble") else "")
         + (f" {HOW_TO_READ}" if baseline or c.known(table, "between_runs") else "")
+        + (
+            " Of a line with several runs the tables further down have the one whose speed is in the middle; of the"
+            " proof, of failures and disturbances they have every run."
+            if any(count > 1 for count in c.values(table, "runs"))
+            else ""
+        )
         + (" ‡ marks runs that something disturbed, listed below." if any(c.values(table, "disturbed")) else "")
         + (" † marks rows made by other versions, listed below." if c.known(table, "stale") else "")
     )

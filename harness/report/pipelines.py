@@ -18,7 +18,8 @@ _HOW_TO_READ = (
 
 def pipelines(view: View) -> list[Section]:
     """A row a rank of every run that has a pipeline."""
-    runs = zip(c.values(view.table, "label"), c.values(view.table, "bubble_formula"), view.records, strict=True)
+    one, table = view.middle_runs, view.middle_runs.table
+    runs = zip(c.values(table, "label"), c.values(table, "bubble_formula"), one.records, strict=True)
     found = [(label, formula, rank) for label, formula, record in runs for rank in record.get("pipeline") or []]
     if not found:
         return []

@@ -14,7 +14,7 @@ from harness.report.pipelines import pipelines
 from harness.report.traffic import traffic
 from harness.report.view import View, shown
 
-MOST = 200  # lines and runs of which a page shows rows; findings are of all
+MOST = 200  # runs of which a page shows rows; findings are of all
 
 
 def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -> list[Section]:

@@ -1,5 +1,7 @@
 """The report's section on bytes: by mesh axis and operation, beside the layout's formula, and what no formula has."""
 
+from collections.abc import Iterator
+
 from harness.records import Record
 from harness.report import comparison as c
 from harness.report.charts import training as charts
@@ -14,8 +16,8 @@ def traffic(view: View) -> list[Section]:
 
 def _communication(view: View) -> list[Section]:
     """Bytes and calls by mesh axis and operation, a column each."""
-    table = view.table
-    entries = [_by_kind(record) for record in view.records]
+    table = view.middle_runs.table
+    entries = [_by_kind(record) for record in view.middle_runs.records]
     kinds = sorted({kind for entry in entries for kind in entry})
     unit = c.byte_unit([*c.values(table, "communication_bytes"), *(v for entry in entries for v, _ in entry.values())])
     columns: dict[str, list[str]] = {}
@@ -41,6 +43,11 @@ def _communication(view: View) -> list[Section]:
     )
 
 
+def _labelled(view: View) -> Iterator[tuple[str, Record]]:
+    runs = view.middle_runs
+    return zip(c.values(runs.table, "label"), runs.records, strict=True)
+
+
 def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
     """Bytes and calls by (axis, operation); entries of the same kind add up."""
     sums: dict[tuple[str, str], tuple[float, int]] = {}
@@ -53,11 +60,7 @@ def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
 
 def _formula(view: View) -> list[Section]:
     """A row a run and axis."""
-    entries = [
-        (label, entry)
-        for label, record in zip(c.values(view.table, "label"), view.records, strict=True)
-        for entry in record.get("traffic") or []
-    ]
+    entries = [(label, entry) for label, record in _labelled(view) for entry in record.get("traffic") or []]
     if not entries:
         return []
     unit = c.byte_unit([entry[key] for _, entry in entries for key in ("bytes", "formula_bytes")])
@@ -87,7 +90,7 @@ def _formula(view: View) -> list[Section]:
 def _sizes(view: View) -> Grid | None:
     """How many calls of which size, a row a run, axis and operation."""
     rows = []
-    for label, record in zip(c.values(view.table, "label"), view.records, strict=True):
+    for label, record in _labelled(view):
         for entry in record.get("communication") or []:
             sizes = {int(size): count for size, count in (entry.get("sizes") or {}).items()}
             if sizes:

@@ -38,6 +38,11 @@ class View:
     def middles(self) -> pd.DataFrame:
         return c.frame(self.lines)
 
+    @cached_property
+    def middle_runs(self) -> "View":
+        """One run of every line: what a run's parts add up to holds in one run alone."""
+        return replace(self, records=[middle_run(line) for line in self.lines])
+
     def part(self, run_ids: Collection[str], lines: Sequence[int]) -> "View":
         """Of these runs and lines alone; what they are measured against stays, though it may not be among them."""
         rows = [position for position, record in enumerate(self.records) if record["row"]["run_id"] in run_ids]
@@ -49,6 +54,12 @@ class View:
         }
         found.__dict__.update(known)  # where cached_property looks first
         return found
+
+
+def middle_run(line: Record) -> Record:
+    """Of a line's runs that ended as it did, the one whose speed is in the middle."""
+    runs = [run for run in line["runs"] if run["row"]["status"] == line["row"]["status"]]
+    return sorted(runs, key=_speed)[(len(runs) - 1) // 2]
 
 
 def shown(whole: View, most: int) -> View:
