@@ -15,7 +15,10 @@ def one_line(message: object) -> str:
 
 def printable(text: object) -> str:
     """Any text as one line without characters that steer a terminal or a parser."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in one_line(text))
+    line = one_line(text)
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 
 
 def unwritable(error: OSError) -> str:

@@ -17,9 +17,9 @@ from harness.report.findings import findings, front
 from harness.report.limits import limits
 from harness.report.overview import pivots
 from harness.report.parquet import write_runs_parquet
-from harness.report.sections import MOST, sections
+from harness.report.sections import sections
 from harness.report.together import together
-from harness.report.view import View, shown
+from harness.report.view import MOST, View, shown
 
 GOLDEN = Path(__file__).parent / "golden_report.md"
 

@@ -4,6 +4,7 @@ python -m harness.report --compare results/A results/B: what changed between two
 """
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("name folders to report, or two to --compare")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal of few letters still gets its table
+    gc.disable()  # thousands of records would be gone through again and again, and nothing of them is garbage
     if chosen.compare:
         return exit_status(lambda: compare(*chosen.compare))
     return exit_status(lambda: report(chosen.folders, chosen.to, chosen.pivot, chosen.fits_in))

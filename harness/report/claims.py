@@ -10,7 +10,20 @@ from harness.records import Record
 from harness.report import comparison as c
 from harness.report.claims_model_parallel import pipeline, tensor_parallel
 from harness.report.document import Grid, Prose, Section, section
-from harness.report.peers import COUNTED, DIVISION, EXACT, TIMED, Claim, Run, compared, ddp_of, ended_well, peer, ratio
+from harness.report.peers import (
+    COUNTED,
+    DIVISION,
+    EXACT,
+    TIMED,
+    Claim,
+    Run,
+    by_setting,
+    compared,
+    ddp_of,
+    ended_well,
+    peer,
+    ratio,
+)
 from harness.report.view import View
 
 _STATE = ("parameters", "gradients", "optimizer")
@@ -20,11 +33,12 @@ _FIRST_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}  # of ZeRO's, t
 _PAPER_LIMIT = {1: 4, 2: 8}  # times less, at 2 + 2 + 12 bytes
 
 
-def claims(records: Sequence[Record]) -> list[Claim]:
-    """Of every row that is ok, what applies to it and has its peer among the records."""
-    runs = ended_well(records)
+def claims(records: Sequence[Record], labels: Sequence[str] | None = None) -> list[Claim]:
+    """Of every row that is ok, what applies to it and has its peer among the records, by the rows' labels."""
     kinds = (_state, _volume, _kept_activations, _recomputation, tensor_parallel, pipeline)
-    return [claim for run in runs for kind in kinds for claim in kind(run, runs)]
+    runs = ended_well(records, labels)
+    alike = by_setting(runs)
+    return [claim for run in runs for kind in kinds for claim in kind(run, alike[run.setting])]
 
 
 def _only_data_parallel(run: Run) -> bool:
@@ -173,7 +187,7 @@ def _recomputation(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
 
 def literature(view: View) -> list[Section]:
     """A row a claim."""
-    found = claims(view.lines)
+    found = claims(view.lines, c.values(view.middles, "label"))
     if not found:
         return []
     header = ["run", "claim", "source", "the paper's figure", "verdict", "at this layout", "measured"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.records import Row
+from harness.records import Record, Row
 from harness.report import comparison as c
 from harness.report.claims import claims
 from harness.report.document import Bullets, Part, Prose, Section, section
@@ -24,8 +24,13 @@ class Line:
     """A line that is ok, as sentences speak of it."""
 
     label: str
-    row: Row
+    record: Record  # as merged
     baseline: str | None  # its label
+
+    @property
+    def row(self) -> Row:
+        row: Row = self.record["row"]
+        return row
 
     @property
     def speed(self) -> float:
@@ -50,7 +55,8 @@ def findings(view: View, fits_in: int | None = None) -> list[Section]:
     """
     groups = _groups(view)
     told = sorted(groups.values(), key=len, reverse=True)[:_MOST_GROUPS]
-    found = claims(view.lines) if told else []
+    spoken_of = [line for lines in told for line in lines]
+    found = claims([line.record for line in spoken_of], [line.label for line in spoken_of])
     parts: list[Part] = []
     for lines in told:
         items = [("", sentence) for sentence in _sentences(lines, found, fits_in)]
@@ -71,7 +77,7 @@ def _groups(view: View) -> dict[tuple[Any, ...], list[Line]]:
         row = line["row"]
         if row["status"] == "ok" and row.get("tokens_per_second"):
             key = (*c.setting(row), row.get("world_size"))
-            found.setdefault(key, []).append(Line(label, row, baseline))
+            found.setdefault(key, []).append(Line(label, line, baseline))
     return {key: lines for key, lines in found.items() if len(lines) > 1}
 
 

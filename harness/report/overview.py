@@ -1,5 +1,6 @@
 """The report's first sections: what was compared, the comparison itself, and its pivots."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,9 +22,10 @@ _SHOWN = {"peak_allocated_bytes": "Peak memory", "tokens_per_second": "Tokens pe
 
 def introduction(view: View) -> Prose:
     """How many runs there are, how they ended, what they share, and what made them."""
-    table, records = view.table, view.records
-    ended = [f"{c.values(table, 'status').count(status)} {status}" for status in c.known(table, "status")]
-    text = f"{c.counted(len(records), 'run')} ({', '.join(ended)})"
+    table, records = view.middles, view.records
+    ends = Counter(record["row"]["status"] for record in records)
+    text = f"{c.counted(len(records), 'run')} ({', '.join(f'{count} {end}' for end, count in ends.items())})"
+    text += f" of {c.counted(len(view.lines), 'line')}" if len(view.lines) < len(records) else ""
     shared = "; ".join(c.summary(table))
     text += f", all of them: {shared}." if shared else "."
     varied = ", ".join(VARYING[name] for name in c.varying_columns(table))

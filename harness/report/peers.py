@@ -1,5 +1,6 @@
 """A run among its peers: what of a record a claim needs, what it is held against, and whether the two agree."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,7 @@ class Run:
     groups: dict[str, Any]  # the configuration's, as recorded
     degrees: dict[str, Any]  # the layout, as recorded
     environment: dict[str, Any]
-    made_of: tuple[Any, ...]  # versions and text: what else is the same in runs that are held against each other
+    setting: str  # the same in runs that are held against each other
 
     def number(self, name: str) -> float | None:
         value = self.row.get(name)
@@ -101,8 +102,10 @@ def ratio(upper: Run | None, lower: Run | None, name: str) -> float | None:
     return above / below if above is not None and below else None
 
 
-def ended_well(records: Sequence[Record]) -> list[Run]:
-    labels = c.values(c.frame(records), "label") if records else []
+def ended_well(records: Sequence[Record], labels: Sequence[str] | None = None) -> list[Run]:
+    """Of records by their labels, those that claims are made of."""
+    if labels is None:
+        labels = c.values(c.frame(records), "label") if records else []
     return [
         Run(
             label,
@@ -110,25 +113,38 @@ def ended_well(records: Sequence[Record]) -> list[Run]:
             record.get("config") or {},
             record.get("layout") or {},
             record.get("environment") or {},
-            (record.get("versions"), record.get("corpus")),
+            _setting(record),
         )
         for label, record in zip(labels, records, strict=True)
         if record["row"]["status"] == "ok"
     ]
 
 
+def _setting(record: Record) -> str:
+    """Columns, model, training, versions and text."""
+    row, groups = record["row"], record.get("config") or {}
+    columns = [row.get(name) for name in _SETTING]
+    alike = [columns, groups.get("model"), groups.get("train"), record.get("versions"), record.get("corpus")]
+    return json.dumps(alike, sort_keys=True, default=str)
+
+
+def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.setting, []).append(run)
+    return found
+
+
 def peer(run: Run, runs: Sequence[Run], alike: Sequence[str] = (), **wanted: object) -> Run | None:
-    """A run of the same setting, model, training and versions that has what is wanted, and the same columns `alike`.
+    """A run of the same setting that has what is wanted, and the same columns `alike`.
 
     Of several the one with the same options, else the first with fewest: variants come after what they vary.
     """
-    mine = {name: run.row.get(name) for name in (*_SETTING, *alike)} | wanted
+    mine = {name: run.row.get(name) for name in alike} | wanted
     found = [
         other
         for other in runs
-        if all(other.groups.get(group) == run.groups.get(group) for group in ("model", "train"))
-        and other.made_of == run.made_of
-        and all(other.row.get(name) == value for name, value in mine.items())
+        if other.setting == run.setting and all(other.row.get(name) == value for name, value in mine.items())
     ]
     return min(found, key=lambda other: (other.options() != run.options(), len(other.options())), default=None)
 

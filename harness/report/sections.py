@@ -12,9 +12,7 @@ from harness.report.limits import limits
 from harness.report.overview import comparison, introduction, pivots
 from harness.report.pipelines import pipelines
 from harness.report.traffic import traffic
-from harness.report.view import View, shown
-
-MOST = 200  # runs of which a page shows rows; findings are of all
+from harness.report.view import MOST, View, shown
 
 
 def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -> list[Section]:

@@ -15,7 +15,7 @@ from harness.errors import printable
 from harness.records import Record, Row
 from harness.report import comparison as c
 from harness.report.axes import VARYING, plain
-from harness.report.view import View
+from harness.report.view import MOST, View, shown
 
 PIPED_WIDTH = 120
 _GAP = 2
@@ -126,6 +126,7 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
     only: the run ids whose lines to show, the others serving as baseline. Prints a line saying so if there is nothing
     to show.
     """
+    whole, view = view, view if only is not None else shown(view, MOST)
     lines, table = view.lines, view.middles
     if only is not None:
         wanted = [any(run["row"]["run_id"] in only for run in line["runs"]) for line in lines]
@@ -141,6 +142,8 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
     if left_out:
         names = ", ".join(column.title for column in left_out)
         console.print(Text(f"not shown in {width} columns: {names}", style="dim"))
+    if len(view.records) < len(whole.records):
+        console.print(Text(f"{len(view.records)} of {len(whole.records)} runs are shown; runs.csv has all"))
     for note in (*_legend(columns), *_notes(table, lines)):
         console.print(Text(note))
 
@@ -240,7 +243,8 @@ def _hanging(column: Column) -> list[str]:
         return column.cells
     marked = any(cell.endswith(_UNSETTLED_MARK) for cell in column.cells)
     cells = [cell + " " if marked and not cell.endswith(_UNSETTLED_MARK) else cell for cell in column.cells]
-    return [cell.rjust(_width([column])) for cell in cells]
+    width = _width([column])
+    return [cell.rjust(width) for cell in cells]
 
 
 def terminal() -> Console:

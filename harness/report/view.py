@@ -12,6 +12,8 @@ from harness.records import Found, Record
 from harness.report import comparison as c
 from harness.report.spread import merged
 
+MOST = 200  # runs of which tables show rows; findings are of all
+
 
 @dataclass(frozen=True)
 class View:
@@ -44,11 +46,10 @@ class View:
         return replace(self, records=[middle_run(line) for line in self.lines])
 
     def part(self, run_ids: Collection[str], lines: Sequence[int]) -> "View":
-        """Of these runs and lines alone; what they are measured against stays, though it may not be among them."""
+        """Of these runs and lines alone; what lines are measured against stays, though it may not be among them."""
         rows = [position for position, record in enumerate(self.records) if record["row"]["run_id"] in run_ids]
         found = replace(self, records=[self.records[position] for position in rows])
         known = {
-            "table": self.table.iloc[rows].reset_index(drop=True),
             "lines": [self.lines[position] for position in lines],
             "middles": self.middles.iloc[list(lines)].reset_index(drop=True),
         }
