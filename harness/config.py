@@ -256,7 +256,7 @@ class SweepConfig:
     """How the runs of one command are gone through."""
 
     parallel: int | str = 1  # runs side by side, each on devices or cores of its own; auto: as many as have devices
-    skip_dominated: bool = True  # what ran out of memory at a smaller batch is not tried at a larger
+    skip_dominated: bool = True  # what ran out of memory at a smaller batch or depth is not tried at a larger
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.parallel, int) and self.parallel >= 1
