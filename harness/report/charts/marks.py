@@ -63,11 +63,17 @@ def tooltips(*named: tuple[str, str, str]) -> list[alt.Tooltip]:
     ]
 
 
-def stacked(values: Sequence[Datum], title: str, exact: tuple[str, str, str], names: Sequence[str]) -> alt.Chart:
-    """Bars of parts. exact: field, title, format of the tooltip; names: of the parts, in the order of their stack."""
+def stacked(
+    values: Sequence[Datum], title: str, exact: tuple[str, str, str], names: Sequence[str], room: int = 0
+) -> alt.Chart:
+    """Bars of parts.
+
+    exact: field, title and format of the tooltip; names: of the parts, in the order of their stack; room: pixels
+    between bars and legend.
+    """
     present = {datum["part"] for datum in values}
     shown = {name: colour for name, colour in zip(names, style.PALETTE, strict=False) if name in present}
-    return (
+    chart: alt.Chart = (
         of(values)
         .mark_bar()
         .encode(
@@ -77,19 +83,21 @@ def stacked(values: Sequence[Datum], title: str, exact: tuple[str, str, str], na
                 "part:N",
                 title=None,
                 scale=alt.Scale(domain=list(shown), range=list(shown.values())),
-                legend=alt.Legend(orient="top", symbolType="square", columns=4, offset=22),
+                legend=alt.Legend(orient="top", symbolType="square", columns=4, offset=8 + room),
             ),
             order=alt.Order("rank:Q"),
             tooltip=tooltips(("part:N", "part", ""), exact),
         )
     )
+    return chart
 
 
 def numbers(values: Sequence[Datum], title: str) -> alt.Chart:
     """Of every bar its length in figures: the field `total` and the text `shown`."""
     text = of(values).mark_text(align="left", dx=5, style="value")
     tooltip = tooltips(("shown:N", title, ""))
-    return text.encode(x=from_zero("total", title), y=lines_down(), text="shown:N", tooltip=tooltip)
+    chart: alt.Chart = text.encode(x=from_zero("total", title), y=lines_down(), text="shown:N", tooltip=tooltip)
+    return chart
 
 
 def ends(lines: Sequence[Line], title: str) -> list[alt.Chart]:
@@ -116,10 +124,10 @@ def spanning(field: str, title: str, values: Sequence[float]) -> Any:
     )
 
 
-def labels(values: Sequence[Datum], x: alt.X, y: alt.Y, line: Sequence[Datum] = ()) -> list[alt.Chart]:
+def labels(values: Sequence[Datum], x: alt.X, y: alt.Y, lines: Sequence[Sequence[Datum]] = ()) -> list[alt.Chart]:
     """The labels of points beside them, where there is room; those with `first` before the others.
 
-    x, y: as made by `spanning`. line: the corners of one that labels leave free.
+    x, y: as made by `spanning`. lines: the corners of those that labels leave free.
     """
     across: Any = x.to_dict()
     up: Any = y.to_dict()
@@ -129,7 +137,7 @@ def labels(values: Sequence[Datum], x: alt.X, y: alt.Y, line: Sequence[Datum] = 
         return (datum["x"] - left) / (right - left), (top - datum["y"]) / (top - bottom)
 
     texts, first = [d["label"] for d in values], [bool(d.get("first")) for d in values]
-    places = placing.placed([at(d) for d in values], texts, first, [at(d) for d in line])
+    places = placing.placed([at(d) for d in values], texts, first, [[at(d) for d in line] for line in lines])
     sides: dict[str, list[Datum]] = {}
     for datum, side in zip(values, places, strict=True):
         sides.setdefault(side, []).append(datum | {"short": placing.shortened(datum["label"])})
@@ -146,11 +154,11 @@ def labels(values: Sequence[Datum], x: alt.X, y: alt.Y, line: Sequence[Datum] = 
     ]
 
 
-def by_label(names: Sequence[str]) -> dict[str, Any]:
+def by_label(names: Sequence[str], symbol: str | None = None) -> dict[str, Any]:
     """Colour, shape and dashes that tell curves apart, as one legend in their order."""
-    legend = alt.Legend(orient="right", title=None, symbolSize=90, symbolLimit=0)
-    sort = list(names)
-    count = len(sort)
+    kind: dict[str, Any] = {"symbolType": symbol, "symbolStrokeWidth": 3} if symbol else {}
+    legend = alt.Legend(orient="right", title=None, symbolSize=90, symbolLimit=0, **kind)
+    sort, count = list(names), len(names)
     return {
         "color": alt.Color("label:N", legend=legend, scale=alt.Scale(domain=sort, range=style.colours(count))),
         "shape": alt.Shape("label:N", legend=legend, scale=alt.Scale(domain=sort, range=style.shapes(count))),

@@ -45,7 +45,7 @@ def peak(view: View) -> Picture | None:
         if (value := peaks.get(line.label))
     ]
     layers = [
-        marks.stacked(segments, title, ("exact:Q", "bytes", ",d"), (*_AT_PEAK.values(), _UNDIVIDED)),
+        marks.stacked(segments, title, ("exact:Q", "bytes", ",d"), (*_AT_PEAK.values(), _UNDIVIDED), 16 if near else 0),
         marks.numbers(totals, title),
         *marks.ends(drawn, title),
         *_rules(near, unit, title),
@@ -134,7 +134,7 @@ def predicted(view: View) -> Picture | None:
         marks.of(points)
         .mark_point(filled=True, size=70, opacity=0.9, color=style.BETWEEN)
         .encode(x=x, y=y, tooltip=tooltip),
-        *marks.labels(points, x, y, ends),
+        *marks.labels(points, x, y, [ends]),
     ]
     columns = [c.scaled([pair[1] for pair in shown], unit), c.scaled([pair[2] for pair in shown], unit)]
     rows = [

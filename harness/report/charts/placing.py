@@ -13,16 +13,18 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 PLACES = ("right", "left", "above", "below")
 
 
-def placed(points: Sequence[Point], texts: Sequence[str], first: Sequence[bool], line: Sequence[Point]) -> list[str]:
+def placed(
+    points: Sequence[Point], texts: Sequence[str], first: Sequence[bool], lines: Sequence[Sequence[Point]]
+) -> list[str]:
     """Of each point the place of its label, or "" where there is no room; those of `first` get theirs before others.
 
-    points, and the corners of a line that labels leave free: as shares of the plot's width, from the left, and of its
+    points, and the corners of lines that labels leave free: as shares of the plot's width, from the left, and of its
     height, from the top.
     """
     width, height = style.WIDTH - 70, style.HEIGHT
     at = [(x * width, y * height) for x, y in points]
     taken = [_around(x, y, _POINT) for x, y in at]
-    taken += [_around(x * width, y * height, 1.0) for x, y in _along(line)]
+    taken += [_around(x * width, y * height, 1.0) for line in lines for x, y in _along(line)]
     found = [""] * len(at)
     for position in sorted(range(len(at)), key=lambda position: not first[position]):
         for place in PLACES:

@@ -1,4 +1,4 @@
-"""Pictures of speed: tokens per second with their spread, against memory, over ranks, and the parts of a step."""
+"""Pictures of speed: tokens per second with their spread and over ranks, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from harness.report import comparison as c
 from harness.report.charts import lines as data
-from harness.report.charts import marks, placing, style
+from harness.report.charts import marks, style
 from harness.report.charts.lazy import alt
 from harness.report.charts.lines import Line
 from harness.report.charts.series import Series, by_world
@@ -72,53 +72,6 @@ def _spread_said(lines: Sequence[Line]) -> str:
     return f" Error bars are to either side {said}." if said else ""
 
 
-def trade(view: View) -> Picture | None:
-    """Peak memory against speed; lines that no other beats in both are the front."""
-    pairs = [
-        (line, peak, line.speed)
-        for line in data.lines(view)
-        if line.speed and (peak := line.number("peak_allocated_bytes"))
-    ]
-    places = {line.place for line in data.chosen([line for line, *_ in pairs])}
-    drawn = [pair for pair in pairs if pair[0].place in places]
-    if len(drawn) < 2:
-        return None
-    unit = c.byte_unit([peak for _, peak, _ in drawn])
-    first = placing.front([(peak, speed) for _, peak, speed in drawn])
-    points = [
-        line.datum(x=speed, y=peak / unit.size, exact=peak, first=best, on="front" if best else "beaten in both")
-        for (line, peak, speed), best in zip(drawn, first, strict=True)
-    ]
-    best_ones = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
-    said = (
-        f"Peak memory in {unit.name} against tokens per second of {len(drawn)} lines. No other is both as fast and as"
-        f" small as {', '.join(point['label'] for point in best_ones)}; peaks from"
-        f" {data.extremes([(point['label'], point['y']) for point in points])}, tokens per second from"
-        f" {data.extremes([(point['label'], point['x']) for point in points])}.{data.left_out(len(drawn), len(pairs))}"
-    )
-    x = marks.spanning("x", "tokens per second (more is better)", [point["x"] for point in points])
-    y = marks.spanning("y", f"peak memory ({unit.name}, less is better)", [point["y"] for point in points])
-    tooltip = marks.tooltips(("x:Q", "tokens per second", ",.2f"), ("exact:Q", "peak, bytes", ",d"), ("on:N", "", ""))
-    layers = [
-        marks.of(best_ones).mark_line(style="front").encode(x=x, y=y),
-        marks.of([p for p in points if not p["first"]])
-        .mark_point(filled=False, size=70, strokeWidth=2, color=style.MEASURED, shape="circle")
-        .encode(x=x, y=y, tooltip=tooltip),
-        marks.of(best_ones)
-        .mark_point(filled=True, size=110, opacity=1, color=style.MEASURED, shape="diamond")
-        .encode(x=x, y=y, tooltip=tooltip),
-        *marks.labels(points, x, y, best_ones),
-    ]
-    columns = [c.scaled([peak for _, peak, _ in drawn], unit), c.scaled([speed for *_, speed in drawn], c.ONE)]
-    rows = [
-        (line.label, *texts, "yes" if best else "")
-        for (line, *_), texts, best in zip(drawn, zip(*columns, strict=True), first, strict=True)
-    ]
-    header = ["run", f"peak ({unit.name})", "tokens per second", "on the front"]
-    table = data.table(header, rows, [line.strategy for line, *_ in drawn])
-    return Picture("trade", "Peak memory against speed", said, marks.spec(layers, said), table)
-
-
 def step(view: View) -> Picture | None:
     """The step time of every line in its parts, of the repeat in the middle."""
     found = data.lines(view)
@@ -182,7 +135,7 @@ def scaling(view: View) -> Picture | None:
     wide = worlds[-1] / worlds[0] > _WIDE
     scale = alt.Scale(type="log", base=2, nice=False) if wide else alt.Scale(zero=True)
     x = alt.X("x:Q", title="ranks", scale=scale, axis=alt.Axis(values=worlds, format="d"))
-    y, ideal = (alt.Y(f"{field}:Q", title="tokens per second", scale=scale) for field in ("y", "ideal"))
+    y, ideal = (alt.Y(f"{field}:Q", title="tokens per second (dashed: ideal)", scale=scale) for field in ("y", "ideal"))
     looks = marks.by_label([series.name for series in drawn])
     tooltip = marks.tooltips(
         ("x:Q", "ranks", ",d"),
@@ -191,7 +144,7 @@ def scaling(view: View) -> Picture | None:
         ("efficiency:Q", "efficiency, %", ".2f"),
     )
     layers = [
-        marks.of(points).mark_line(style="reference").encode(x=x, y=ideal, detail="label:N"),
+        marks.of(points).mark_line(style="reference").encode(x=x, y=ideal, color=looks["color"]),
         marks.of(points)
         .mark_line(strokeWidth=2)
         .encode(x=x, y=y, color=looks["color"], strokeDash=looks["strokeDash"]),

@@ -62,6 +62,7 @@ def config(dark: bool = False) -> dict[str, Any]:
             "labelLimit": LABEL_LIMIT,
         },
         "bar": {"stroke": behind, "strokeWidth": 0.75},
+        "point": {"opacity": 1},
         "text": {"color": text, "fontSize": FONT_SIZE - 1},
         "style": {
             "value": {"color": text},
