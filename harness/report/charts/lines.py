@@ -158,9 +158,9 @@ def span(values: Sequence[float], around: float = 0.1) -> tuple[float, float]:
 
 
 def extremes(pairs: Sequence[tuple[str, float]], form: str = "") -> str:
-    """From which value, and whose, to which: what follows `from`, or says that there is one value."""
+    """From which value, and whose, to which; or that there is one value."""
     low, high = min(pairs, key=lambda pair: pair[1]), max(pairs, key=lambda pair: pair[1])
     texts = [format(value, form or (",.0f" if abs(value) >= 1000 else ".4g")) for _, value in (low, high)]
     if texts[0] == texts[1]:
         return f"{texts[0]} throughout"
-    return f"{texts[0]} ({low[0]}) to {texts[1]} ({high[0]})"
+    return f"from {texts[0]} ({low[0]}) to {texts[1]} ({high[0]})"

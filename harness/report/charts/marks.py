@@ -83,7 +83,7 @@ def stacked(
                 "part:N",
                 title=None,
                 scale=alt.Scale(domain=list(shown), range=list(shown.values())),
-                legend=alt.Legend(orient="top", symbolType="square", columns=4, offset=8 + room),
+                legend=alt.Legend(orient="top", symbolType="square", columns=3, offset=8 + room),
             ),
             order=alt.Order("rank:Q"),
             tooltip=tooltips(("part:N", "part", ""), exact),
@@ -142,10 +142,7 @@ def labels(values: Sequence[Datum], x: alt.X, y: alt.Y, lines: Sequence[Sequence
     for datum, side in zip(values, places, strict=True):
         sides.setdefault(side, []).append(datum | {"short": placing.shortened(datum["label"])})
     drawn: dict[str, dict[str, Any]] = {
-        "right": {"align": "left", "dx": 8},
-        "left": {"align": "right", "dx": -8},
-        "above": {"align": "center", "dy": -12},
-        "below": {"align": "center", "dy": 12},
+        place: {"align": align, "dx": across, "dy": down} for place, (align, across, down) in placing.PLACES.items()
     }
     return [
         of(sides[side]).mark_text(style="value", baseline="middle", **how).encode(x=x, y=y, text="short:N")
@@ -154,13 +151,21 @@ def labels(values: Sequence[Datum], x: alt.X, y: alt.Y, lines: Sequence[Sequence
     ]
 
 
-def by_label(names: Sequence[str], symbol: str | None = None) -> dict[str, Any]:
-    """Colour, shape and dashes that tell curves apart, as one legend in their order."""
-    kind: dict[str, Any] = {"symbolType": symbol, "symbolStrokeWidth": 3} if symbol else {}
+def by_label(names: Sequence[str], dashes: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
+    """Colour, shape and dashes that tell curves apart, as one legend in their order.
+
+    dashes: of curves without points.
+    """
+    kind: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 3} if dashes else {}
     legend = alt.Legend(orient="right", title=None, symbolSize=90, symbolLimit=0, **kind)
-    sort, count = list(names), len(names)
+    count = len(names)
+    ranges: dict[str, Any] = {
+        "color": style.colours(count),
+        "shape": style.shapes(count),
+        "strokeDash": dashes or style.dashes(count),
+    }
+    channels = {"color": alt.Color, "shape": alt.Shape, "strokeDash": alt.StrokeDash}
     return {
-        "color": alt.Color("label:N", legend=legend, scale=alt.Scale(domain=sort, range=style.colours(count))),
-        "shape": alt.Shape("label:N", legend=legend, scale=alt.Scale(domain=sort, range=style.shapes(count))),
-        "strokeDash": alt.StrokeDash("label:N", legend=legend, scale=alt.Scale(domain=sort, range=style.dashes(count))),
+        name: channel("label:N", legend=legend, scale=alt.Scale(domain=list(names), range=list(ranges[name])))
+        for name, channel in channels.items()
     }

@@ -33,14 +33,14 @@ def peak(view: View) -> Picture | None:
     limits = sorted({limit for line in drawn if (limit := line.number("memory_limit_bytes"))})
     near = [limit for limit in limits if limit <= _FARTHEST * max(held)]
     said = (
-        f"Memory at the peak of {len(held)} lines in {unit.name}, stacked by what fills it: from "
+        f"Memory at the peak of {len(held)} lines in {unit.name}, stacked by what fills it: "
         + data.extremes([(label, value / unit.size) for label, value in peaks.items() if value])
         + f".{_limit_said(limits, near)}{data.ended_said(drawn)}{data.left_out(len(drawn), len(found))}"
     )
     title = f"memory at the peak ({unit.name})"
     shown = dict(zip(peaks, c.scaled(list(peaks.values()), unit), strict=True))
     totals = [
-        line.datum(total=value / unit.size, shown=shown[line.label])
+        line.datum(total=_beside(value, near, 0.1 * max(held)) / unit.size, shown=shown[line.label])
         for line in drawn
         if (value := peaks.get(line.label))
     ]
@@ -53,6 +53,11 @@ def peak(view: View) -> Picture | None:
     return Picture(
         "peak", "Memory at the peak", said, marks.bars(layers, said, len(drawn)), _peak_table(drawn, names, unit)
     )
+
+
+def _beside(value: float, limits: Sequence[float], room: float) -> float:
+    """Where a bar's figure begins: at its end, or at the limit that would strike it through."""
+    return next((limit for limit in limits if value <= limit < value + room), value)
 
 
 def _segments(line: Line, size: float) -> list[Datum]:
@@ -113,7 +118,7 @@ def predicted(view: View) -> Picture | None:
     errors = [(line.label, 100 * (planned / measured - 1)) for line, planned, measured in shown]
     said = (
         f"Predicted against measured peak memory of {len(shown)} lines in {unit.name}; prediction over measurement less"
-        f" 1, in %: from {data.extremes(errors, '+.2f')}.{data.left_out(len(shown), len(pairs))}"
+        f" 1, in %: {data.extremes(errors, '+.2f')}.{data.left_out(len(shown), len(pairs))}"
     )
     points = [
         line.datum(x=planned / unit.size, y=measured / unit.size, planned=planned, measured=measured, error=error)
@@ -164,7 +169,7 @@ def batches(view: View) -> Picture | None:
         (_at(series, line), (held or 0) / unit.size) for (series, line), (held, _) in zip(pairs, sizes, strict=True)
     ]
     said = (
-        f"Activation memory of {len(drawn)} lines in {unit.name} over the micro-batch, from {data.extremes(ends)}."
+        f"Activation memory of {len(drawn)} lines in {unit.name} over the micro-batch, {data.extremes(ends)}."
         f"{data.left_out(len(drawn), len(found))}"
     )
     crosses = [

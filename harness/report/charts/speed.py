@@ -26,7 +26,7 @@ def throughput(view: View) -> Picture | None:
     drawn = data.chosen(found)
     ok = [(line, line.speed, spread(line.row)) for line in drawn if line.speed]
     said = (
-        f"Tokens per second of {len(ok)} lines, from {data.extremes([(line.label, speed) for line, speed, _ in ok])}."
+        f"Tokens per second of {len(ok)} lines, {data.extremes([(line.label, speed) for line, speed, _ in ok])}."
         f"{_spread_said([line for line, *_ in ok])}"
         f"{data.ended_said(drawn)}{data.left_out(len(drawn), len(found))}"
     )
@@ -84,7 +84,7 @@ def step(view: View) -> Picture | None:
         totals[datum["label"]] = totals.get(datum["label"], 0.0) + datum["exact"]
     names = [name for name in _TIMES.values() if any(datum["part"] == name for datum in segments)]
     said = (
-        f"Step time of {len(totals)} lines in ms, stacked by its parts, {', '.join(names)}: from"
+        f"Step time of {len(totals)} lines in ms, stacked by its parts, {', '.join(names)}:"
         f" {data.extremes([(label, total / 1e-3) for label, total in totals.items()])}."
         + (" Of repeated runs the one in the middle by speed." if any(line.repeated for line in drawn) else "")
         + data.ended_said(drawn)
@@ -127,7 +127,7 @@ def scaling(view: View) -> Picture | None:
     ]
     said = (
         f"Tokens per second over {_count(points)} ranks of {len(drawn)} lines, beside the ideal from each one's fewest"
-        " ranks; efficiency on the most ranks in %: from"
+        " ranks; efficiency on the most ranks in %:"
         f" {data.extremes([(series.name, _efficiency(series)) for series in drawn])}."
         f"{data.left_out(len(drawn), len(found))}"
     )

@@ -54,6 +54,7 @@ def config(dark: bool = False) -> dict[str, Any]:
             "labelLimit": LABEL_LIMIT,
         }
         | {"labelOverlap": "greedy", "tickCount": 7},
+        "axisX": {"tickCount": 5},
         "legend": legend
         | {
             "labelFontSize": FONT_SIZE,
@@ -63,6 +64,7 @@ def config(dark: bool = False) -> dict[str, Any]:
         },
         "bar": {"stroke": behind, "strokeWidth": 0.75},
         "point": {"opacity": 1},
+        "tick": {"opacity": 1},
         "text": {"color": text, "fontSize": FONT_SIZE - 1},
         "style": {
             "value": {"color": text},

@@ -16,7 +16,7 @@ from harness.report.document import Grid, Picture
 from harness.report.view import View
 
 _COLUMNS = 8  # steps of the table of losses
-_THINNEST, _WIDER, _WIDEST = 2.0, 1.6, 16.0  # pixels of a curve, and of each that it lies under; of all together
+_DASH = 10  # pixels
 _COINCIDE = 1e-3  # relative
 
 
@@ -32,7 +32,7 @@ def traffic(view: View) -> Picture | None:
     ends = [(f"{line.label} on {axis}", sent / unit.size) for line, axis, sent, _ in entries]
     said = (
         f"Bytes a rank sends in a step of {len(drawn)} lines by mesh axis ({', '.join(axes)}) in {unit.name}, beside"
-        f" the layout's formula: from {data.extremes(ends)}."
+        f" the layout's formula: {data.extremes(ends)}."
         f"{data.left_out(len(drawn), len(found))}"
     )
     shown = c.scaled([sent for _, _, sent, _ in entries], unit)
@@ -103,25 +103,23 @@ def losses(view: View) -> Picture | None:
     apart = _apart(list(steps.values()))
     last = [(line.label, curve[-1][1]) for line, curve in curves]
     said = (
-        f"Losses of {len(curves)} lines over {max(len(curve) for _, curve in curves)} steps, the last from"
-        f" {data.extremes(last, '.6g')}; at the same step they differ by at most {apart:.2g}. Curves that coincide are"
-        f" drawn over each other, the first widest.{data.left_out(len(drawn), len(ok))}"
+        f"Losses of {len(curves)} lines over {max(len(curve) for _, curve in curves)} steps, the last"
+        f" {data.extremes(last, '.6g')}; at the same step they differ by at most {apart:.2g}. Curves that coincide"
+        f" are drawn as one whose dashes have the colours of all.{data.left_out(len(drawn), len(ok))}"
     )
+    dashes = _dashes(list(steps.values()))
     points = [
-        line.datum(x=curve[at][0], y=curve[at][1], phase=curve[at][2], width=width)
-        for (line, curve), width in zip(curves, _widths(list(steps.values())), strict=True)
+        line.datum(x=curve[at][0], y=curve[at][1], phase=curve[at][2], begin=begin)
+        for (line, curve), (_, begin) in zip(curves, dashes, strict=True)
         for at in thinned(len(curve))
     ]
-    looks = marks.by_label([line.label for line, _ in curves], "stroke")
+    looks = marks.by_label([line.label for line, _ in curves], [dash for dash, _ in dashes])
     title = f"step (at each, losses differ by at most {apart:.2g})" if len(curves) > 1 else "step"
     x = alt.X("x:Q", title=title, axis=alt.Axis(tickMinStep=1, format="d"), scale=alt.Scale(nice=False))
     y = alt.Y("y:Q", title="loss", scale=alt.Scale(zero=False))
     tooltip = marks.tooltips(("x:Q", "step", ",d"), ("y:Q", "loss", ".7f"), ("phase:N", "phase", ""))
-    width = alt.StrokeWidth("width:Q", scale=None)
-    line = marks.of(points).mark_line()
-    layer = line.encode(
-        x=x, y=y, tooltip=tooltip, color=looks["color"], strokeDash=looks["strokeDash"], strokeWidth=width
-    )
+    curve = marks.of(points).mark_line(strokeWidth=2.5, strokeDashOffset=alt.ExprRef("datum.begin"))
+    layer = curve.encode(x=x, y=y, tooltip=tooltip, color=looks["color"], strokeDash=looks["strokeDash"])
     return Picture("losses", "Losses", said, marks.spec([layer], said), _loss_table(curves))
 
 
@@ -134,8 +132,8 @@ def _apart(curves: Sequence[Losses]) -> float:
     return max(max(losses) - min(losses) for losses in at.values())
 
 
-def _widths(curves: Sequence[Losses]) -> list[float]:
-    """Pixels of each curve: of those that coincide the first is widest, so that none hides another."""
+def _dashes(curves: Sequence[Losses]) -> list[tuple[list[int], int]]:
+    """Dash and gap in pixels of each curve, and where they begin: those that coincide take turns along their way."""
     bundles: list[list[int]] = []
     for place, curve in enumerate(curves):
         for bundle in bundles:
@@ -146,8 +144,13 @@ def _widths(curves: Sequence[Losses]) -> list[float]:
                 break
         else:
             bundles.append([place])
-    after = {place: len(bundle) - at - 1 for bundle in bundles for at, place in enumerate(bundle)}
-    return [_THINNEST + min(_WIDER, _WIDEST / len(curves)) * after[place] for place in range(len(curves))]
+    usual = style.dashes(len(curves))
+    return [
+        ([_DASH, _DASH * (len(bundle) - 1)], -_DASH * bundle.index(place)) if len(bundle) > 1 else (usual[place], 0)
+        for place in range(len(curves))
+        for bundle in bundles
+        if place in bundle
+    ]
 
 
 def _loss_table(curves: Sequence[tuple[Line, Sequence[tuple[int, float, str]]]]) -> Grid:
