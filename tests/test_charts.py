@@ -576,3 +576,45 @@ def test_altair_waits_for_the_first_picture() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_of_repeats_the_fullest_and_the_one_in_the_middle_are_drawn() -> None:
+    """Parts add up in one run alone: a line's medians and maxima have none."""
+    gibs, speeds = (3.0, 5.0, 4.0), (1000.0, 3000.0, 2000.0)
+    records = [
+        record(n, "ddp", gib, tokens_per_second, repeat=n)
+        for n, (gib, tokens_per_second) in enumerate(zip(gibs, speeds, strict=True))
+    ]
+    for entry in records:
+        entry["config"] = {"repeat": entry["row"]["repeat"]}
+    view = View("demo", records)
+    assert len(view.lines) == 1
+    peak, step = memory.peak(view), speed.step(view)
+    assert peak
+    assert step
+    assert sum(row["exact"] for row in data_of(peak.spec) if "part" in row) == pytest.approx(5 * GIB, abs=8)
+    assert sum(row["exact"] for row in data_of(step.spec) if "part" in row) == pytest.approx(1024 / 2000)
+    assert "the one in the middle" in step.said
+
+
+def test_figures_that_are_not_finite_are_unknown() -> None:
+    records = [record(1, "ddp", 1.0, 1000.0), record(2, "tp", 2.0, float("inf")), record(3, "cp", 3.0, 10.0)]
+    records[2]["row"]["step_seconds_spread"] = float("inf")
+    records[0]["traffic"][0]["bytes"] = float("nan")
+    for picture in PICTURES.values():
+        found = picture(View("demo", records))
+        assert found is None or json.dumps([found.spec, found.table.rows], allow_nan=False)
+    throughput = speed.throughput(View("demo", records))
+    assert throughput
+    assert "2 lines" in throughput.said
+
+
+def test_lines_that_differ_in_more_than_ranks_are_no_curve() -> None:
+    pairs = [("ddp", 2, "fp32"), ("ddp", 4, "bf16"), ("tp", 2, "fp32"), ("zero3", 4, "fp32")]
+    apart = [record(n, s, 1.0, 10.0, world_size=world, precision=p) for n, (s, world, p) in enumerate(pairs)]
+    assert speed.scaling(View("demo", apart)) is None
+    # A micro-batch that shrinks as ranks are added is no reason to draw nothing; equal ones are drawn first.
+    batches = [record(n, "ddp", 1.0, 10.0, world_size=n, micro_batch=8 // n) for n in (1, 2, 4)]
+    found = speed.scaling(View("demo", batches))
+    assert found
+    assert [row[1] for row in found.table.rows] == ["1", "2", "4"]

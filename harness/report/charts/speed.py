@@ -24,7 +24,7 @@ def throughput(view: View) -> Picture | None:
     if not any(line.speed for line in found):
         return None
     drawn = data.chosen(found)
-    ok = [(line, line.speed, spread(line.row)) for line in drawn if line.speed]
+    ok = [(line, line.speed, data.number(spread(line.row))) for line in drawn if line.speed]
     said = (
         f"Tokens per second of {len(ok)} lines, {data.extremes([(line.label, speed) for line, speed, _ in ok])}."
         f"{_spread_said([line for line, *_ in ok])}"
@@ -58,7 +58,12 @@ def throughput(view: View) -> Picture | None:
         *marks.ends(drawn, title),
     ]
     rows = [
-        (line.label, str(line.row["status"]), *c.scaled([line.speed], c.ONE), *c.percents([spread(line.row)]))
+        (
+            line.label,
+            str(line.row["status"]),
+            *c.scaled([line.speed], c.ONE),
+            *c.percents([data.number(spread(line.row))]),
+        )
         for line in drawn
     ]
     table = data.table(["run", "status", title, "spread (± %)"], rows, [line.strategy for line in drawn], 2)

@@ -75,19 +75,19 @@ class Saving:
 
 
 def savings(view: View) -> list[Saving]:
-    runs = ended_well(view.lines)
-    named = {run.label: run for run in runs}
+    """Of the lines that checkpoint and have a peer that does not."""
+    lines = [line for line in data.lines(view) if line.ok and line.row.get("checkpointing") not in (None, "none")]
+    runs = ended_well(view.lines) if lines else []
+    by_id = {run.row["run_id"]: run for run in runs}
     found = []
-    for line in data.lines(view):
-        kind, run = line.row.get("checkpointing"), named.get(line.label)
-        plain = peer(run, runs, DIVISION, checkpointing="none") if run and kind not in (None, "none") else None
-        if run is None or plain is None:
-            continue
-        peak, held, cost = (
-            _change(plain.row, run.row, name) for name in ("peak_allocated_bytes", "activation_bytes", "step_seconds")
-        )
+    for line in lines:
+        run = by_id[line.row["run_id"]]
+        plain = peer(run, runs, DIVISION, checkpointing="none")
+        names = ("peak_allocated_bytes", "activation_bytes", "step_seconds")
+        peak, held, cost = (_change(plain.row, run.row, name) if plain else None for name in names)
         if peak is not None and cost is not None:
-            found.append(Saving(line, printable(kind), -peak, None if held is None else -held, cost))
+            kind = printable(line.row["checkpointing"])
+            found.append(Saving(line, kind, -peak, None if held is None else -held, cost))
     return found
 
 
