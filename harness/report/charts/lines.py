@@ -1,7 +1,7 @@
 """What bars and points are drawn of: the lines of a view as plain values, and how many of them are drawn."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -148,6 +148,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], strategies: Sequ
     kept = [place for place in range(len(header)) if place < names or any(row[place] for row in rows)]
     cells = [[row[place] for place in kept] for row in rows]
     return Grid([header[place] for place in kept], cells, names, strategies=list(strategies))
+
+
+def counted(lines: Sized) -> str:
+    return f"{len(lines)} line{'s'[: len(lines) != 1]}"
 
 
 def span(values: Sequence[float], around: float = 0.1) -> tuple[float, float]:

@@ -117,17 +117,19 @@ def ends(lines: Sequence[Line], title: str) -> list[alt.Chart]:
     ]
 
 
-def spanning(field: str, title: str, values: Sequence[float]) -> Any:
+def spanning(field: str, title: str, values: Sequence[float], around: float = 0.1) -> Any:
     """An axis of points, over these values with some room; it need not start at 0."""
     return (alt.X if field == "x" else alt.Y)(
-        f"{field}:Q", title=title, scale=alt.Scale(domain=list(data.span(values)), nice=False, zero=False)
+        f"{field}:Q", title=title, scale=alt.Scale(domain=list(data.span(values, around)), nice=False, zero=False)
     )
 
 
-def labels(values: Sequence[Datum], x: alt.X, y: alt.Y, lines: Sequence[Sequence[Datum]] = ()) -> list[alt.Chart]:
+def labels(
+    values: Sequence[Datum], x: alt.X, y: alt.Y, lines: Sequence[Sequence[Datum]] = (), legend: int = 0
+) -> list[alt.Chart]:
     """The labels of points beside them, where there is room; those with `first` before the others.
 
-    x, y: as made by `spanning`. lines: the corners of those that labels leave free.
+    x, y: as made by `spanning`. lines: the corners of those that labels leave free. legend: pixels it takes.
     """
     across: Any = x.to_dict()
     up: Any = y.to_dict()
@@ -137,7 +139,7 @@ def labels(values: Sequence[Datum], x: alt.X, y: alt.Y, lines: Sequence[Sequence
         return (datum["x"] - left) / (right - left), (top - datum["y"]) / (top - bottom)
 
     texts, first = [d["label"] for d in values], [bool(d.get("first")) for d in values]
-    places = placing.placed([at(d) for d in values], texts, first, [[at(d) for d in line] for line in lines])
+    places = placing.placed([at(d) for d in values], texts, first, [[at(d) for d in line] for line in lines], legend)
     sides: dict[str, list[Datum]] = {}
     for datum, side in zip(values, places, strict=True):
         sides.setdefault(side, []).append(datum | {"short": placing.shortened(datum["label"])})
@@ -152,20 +154,14 @@ def labels(values: Sequence[Datum], x: alt.X, y: alt.Y, lines: Sequence[Sequence
 
 
 def by_label(names: Sequence[str], dashes: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-    """Colour, shape and dashes that tell curves apart, as one legend in their order.
-
-    dashes: of curves without points.
-    """
-    kind: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 3} if dashes else {}
+    """What tells curves apart, as one legend in their order: colour with the shape of their points, or with dashes."""
+    points = {"symbolDash": [1, 0], "symbolOpacity": 1}
+    kind: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 3} if dashes else points
     legend = alt.Legend(orient="right", title=None, symbolSize=90, symbolLimit=0, **kind)
-    count = len(names)
-    ranges: dict[str, Any] = {
-        "color": style.colours(count),
-        "shape": style.shapes(count),
-        "strokeDash": dashes or style.dashes(count),
-    }
+    ranges: dict[str, Any] = {"color": style.colours(len(names)), "shape": style.shapes(len(names))}
+    ranges |= {"strokeDash": list(dashes)}
     channels = {"color": alt.Color, "shape": alt.Shape, "strokeDash": alt.StrokeDash}
     return {
-        name: channel("label:N", legend=legend, scale=alt.Scale(domain=list(names), range=list(ranges[name])))
-        for name, channel in channels.items()
+        name: channels[name]("label:N", legend=legend, scale=alt.Scale(domain=list(names), range=looks))
+        for name, looks in ranges.items()
     }

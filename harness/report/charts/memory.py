@@ -33,7 +33,7 @@ def peak(view: View) -> Picture | None:
     limits = sorted({limit for line in drawn if (limit := line.number("memory_limit_bytes"))})
     near = [limit for limit in limits if limit <= _FARTHEST * max(held)]
     said = (
-        f"Memory at the peak of {len(held)} lines in {unit.name}, stacked by what fills it: "
+        f"Memory at the peak of {data.counted(held)} in {unit.name}, stacked by what fills it: "
         + data.extremes([(label, value / unit.size) for label, value in peaks.items() if value])
         + f".{_limit_said(limits, near)}{data.ended_said(drawn)}{data.left_out(len(drawn), len(found))}"
     )
@@ -117,8 +117,8 @@ def predicted(view: View) -> Picture | None:
     unit = c.byte_unit([size for _, *sizes in shown for size in sizes])
     errors = [(line.label, 100 * (planned / measured - 1)) for line, planned, measured in shown]
     said = (
-        f"Predicted against measured peak memory of {len(shown)} lines in {unit.name}; prediction over measurement less"
-        f" 1, in %: {data.extremes(errors, '+.2f')}.{data.left_out(len(shown), len(pairs))}"
+        f"Predicted against measured peak memory of {data.counted(shown)} in {unit.name}; prediction over measurement"
+        f" less 1, in %: {data.extremes(errors, '+.2f')}.{data.left_out(len(shown), len(pairs))}"
     )
     points = [
         line.datum(x=planned / unit.size, y=measured / unit.size, planned=planned, measured=measured, error=error)
@@ -169,7 +169,7 @@ def batches(view: View) -> Picture | None:
         (_at(series, line), (held or 0) / unit.size) for (series, line), (held, _) in zip(pairs, sizes, strict=True)
     ]
     said = (
-        f"Activation memory of {len(drawn)} lines in {unit.name} over the micro-batch, {data.extremes(ends)}."
+        f"Activation memory of {data.counted(drawn)} in {unit.name} over the micro-batch, {data.extremes(ends)}."
         f"{data.left_out(len(drawn), len(found))}"
     )
     crosses = [
@@ -183,9 +183,7 @@ def batches(view: View) -> Picture | None:
     tooltip = marks.tooltips(("x:Q", "micro-batch", ",d"), ("exact:Q", "measured, bytes", ",d"))
     looks = marks.by_label([series.name for series in drawn])
     layers = [
-        marks.of(measured)
-        .mark_line(strokeWidth=2)
-        .encode(x=x, y=y, color=looks["color"], strokeDash=looks["strokeDash"]),
+        marks.of(measured).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
         marks.of(measured)
         .mark_point(filled=True, size=60)
         .encode(x=x, y=y, tooltip=tooltip, color=looks["color"], shape=looks["shape"]),

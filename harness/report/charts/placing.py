@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from harness.report.charts import style
 
-_LETTER, _LINE, _POINT = 0.56 * (style.FONT_SIZE - 1), style.FONT_SIZE + 1, 5.0  # pixels; a letter's mean width
+_LETTER, _LINE, _POINT = 0.54 * (style.FONT_SIZE - 1), style.FONT_SIZE + 1, 5.0  # pixels; a letter's mean width
 _STEPS = 80  # of a line's piece
 LONGEST = 30  # letters of a label beside its point
 Point = tuple[float, float]
@@ -24,14 +24,18 @@ PLACES = {
 
 
 def placed(
-    points: Sequence[Point], texts: Sequence[str], first: Sequence[bool], lines: Sequence[Sequence[Point]]
+    points: Sequence[Point],
+    texts: Sequence[str],
+    first: Sequence[bool],
+    lines: Sequence[Sequence[Point]],
+    beside: int = 0,
 ) -> list[str]:
     """Of each point the place of its label, "" where there is no room; those of `first` get theirs first, and always.
 
     points, and the corners of lines that labels leave free: as shares of the plot's width, from the left, and of its
-    height, from the top.
+    height, from the top. beside: pixels of the picture's width that a legend takes.
     """
-    width, height = style.WIDTH - 70, style.HEIGHT
+    width, height = style.WIDTH - 70 - beside, style.HEIGHT
     at = [(x * width, y * height) for x, y in points]
     taken = [_around(x, y, _POINT) for x, y in at]
     taken += [_around(x * width, y * height, 1.0) for line in lines for x, y in _along(line)]

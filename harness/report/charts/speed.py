@@ -26,7 +26,7 @@ def throughput(view: View) -> Picture | None:
     drawn = data.chosen(found)
     ok = [(line, line.speed, data.number(spread(line.row))) for line in drawn if line.speed]
     said = (
-        f"Tokens per second of {len(ok)} lines, {data.extremes([(line.label, speed) for line, speed, _ in ok])}."
+        f"Tokens per second of {data.counted(ok)}, {data.extremes([(line.label, speed) for line, speed, _ in ok])}."
         f"{_spread_said([line for line, *_ in ok])}"
         f"{data.ended_said(drawn)}{data.left_out(len(drawn), len(found))}"
     )
@@ -89,7 +89,7 @@ def step(view: View) -> Picture | None:
         totals[datum["label"]] = totals.get(datum["label"], 0.0) + datum["exact"]
     names = [name for name in _TIMES.values() if any(datum["part"] == name for datum in segments)]
     said = (
-        f"Step time of {len(totals)} lines in ms, stacked by its parts, {', '.join(names)}:"
+        f"Step time of {data.counted(totals)} in ms, stacked by its parts, {', '.join(names)}:"
         f" {data.extremes([(label, total / 1e-3) for label, total in totals.items()])}."
         + (" Of repeated runs the one in the middle by speed." if any(line.repeated for line in drawn) else "")
         + data.ended_said(drawn)
@@ -131,16 +131,19 @@ def scaling(view: View) -> Picture | None:
         for line, ideal in zip(series.points, _ideal(series), strict=True)
     ]
     said = (
-        f"Tokens per second over {_count(points)} ranks of {len(drawn)} lines, beside the ideal from each one's fewest"
-        " ranks; efficiency on the most ranks in %:"
+        f"Tokens per second over {_count(points)} ranks of {data.counted(drawn)}, beside the ideal from each one's"
+        " fewest ranks; efficiency on the most ranks in %:"
         f" {data.extremes([(series.name, _efficiency(series)) for series in drawn])}."
         f"{data.left_out(len(drawn), len(found))}"
     )
     worlds = sorted({point["x"] for point in points})
     wide = worlds[-1] / worlds[0] > _WIDE
+    rising = alt.Scale(type="log", nice=False) if wide else alt.Scale(zero=True)
     scale = alt.Scale(type="log", base=2, nice=False) if wide else alt.Scale(zero=True)
     x = alt.X("x:Q", title="ranks", scale=scale, axis=alt.Axis(values=worlds, format="d"))
-    y, ideal = (alt.Y(f"{field}:Q", title="tokens per second (dashed: ideal)", scale=scale) for field in ("y", "ideal"))
+    y, ideal = (
+        alt.Y(f"{field}:Q", title="tokens per second (dashed: ideal)", scale=rising) for field in ("y", "ideal")
+    )
     looks = marks.by_label([series.name for series in drawn])
     tooltip = marks.tooltips(
         ("x:Q", "ranks", ",d"),
@@ -149,10 +152,8 @@ def scaling(view: View) -> Picture | None:
         ("efficiency:Q", "efficiency, %", ".2f"),
     )
     layers = [
-        marks.of(points).mark_line(style="reference").encode(x=x, y=ideal, color=looks["color"]),
-        marks.of(points)
-        .mark_line(strokeWidth=2)
-        .encode(x=x, y=y, color=looks["color"], strokeDash=looks["strokeDash"]),
+        marks.of(points).mark_line(style="reference", opacity=0.6).encode(x=x, y=ideal, color=looks["color"]),
+        marks.of(points).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
         marks.of(points)
         .mark_point(filled=True, size=60, opacity=1)
         .encode(x=x, y=y, color=looks["color"], shape=looks["shape"], tooltip=tooltip),

@@ -35,8 +35,8 @@ def trade(view: View) -> Picture | None:
     ]
     best_ones = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
     said = (
-        f"Peak memory in {unit.name} against tokens per second of {len(drawn)} lines. No other is both as fast and as"
-        f" small as {', '.join(point['label'] for point in best_ones)}; peaks"
+        f"Peak memory in {unit.name} against tokens per second of {data.counted(drawn)}. No other is both as fast and"
+        f" as small as {', '.join(point['label'] for point in best_ones)}; peaks"
         f" {data.extremes([(point['label'], point['y']) for point in points])}, tokens per second"
         f" {data.extremes([(point['label'], point['x']) for point in points])}.{data.left_out(len(drawn), len(pairs))}"
     )
@@ -114,12 +114,14 @@ def checkpointing(view: View) -> Picture | None:
         for saving in drawn
     ]
     said = (
-        f"What checkpointing saves and costs in {len(drawn)} lines, each over the same run without: peak memory saved,"
-        f" in %, {data.extremes([(p['label'], p['y']) for p in points])}; step longer, in %,"
+        f"What checkpointing saves and costs in {data.counted(drawn)}, each over the same run without: peak memory"
+        f" saved, in %, {data.extremes([(p['label'], p['y']) for p in points])}; step longer, in %,"
         f" {data.extremes([(p['label'], p['x']) for p in points])}.{data.left_out(len(drawn), len(found))}"
     )
     saved = [value for point in points for value in (point["y"], point["held"]) if value is not None]
-    x = marks.spanning("x", "step longer than without checkpointing (%)", [0.0, *(point["x"] for point in points)])
+    x = marks.spanning(
+        "x", "step longer than without checkpointing (%)", [0.0, *(point["x"] for point in points)], 0.25
+    )
     y = marks.spanning("y", "memory saved (%): points: peak, bars: activations", [0.0, *saved])
     held = marks.spanning("held", "memory saved (%): points: peak, bars: activations", [0.0, *saved])
     tooltip = marks.tooltips(
@@ -142,7 +144,7 @@ def checkpointing(view: View) -> Picture | None:
         marks.of(points)
         .mark_point(filled=True, size=90, opacity=1)
         .encode(x=x, y=y, color=color, shape=shape, tooltip=tooltip),
-        *marks.labels(points, x, y, bars),
+        *marks.labels(points, x, y, bars, 90),
     ]
     rows = [
         (saving.line.label, saving.kind, *c.percents([saving.peak, saving.activations, saving.cost]))

@@ -31,7 +31,7 @@ def traffic(view: View) -> Picture | None:
     unit = c.byte_unit([size for *_, sent, formula in entries for size in (sent, formula)])
     ends = [(f"{line.label} on {axis}", sent / unit.size) for line, axis, sent, _ in entries]
     said = (
-        f"Bytes a rank sends in a step of {len(drawn)} lines by mesh axis ({', '.join(axes)}) in {unit.name}, beside"
+        f"Bytes a rank sends in a step of {data.counted(drawn)} by mesh axis ({', '.join(axes)}) in {unit.name}, beside"
         f" the layout's formula: {data.extremes(ends)}."
         f"{data.left_out(len(drawn), len(found))}"
     )
@@ -101,11 +101,15 @@ def losses(view: View) -> Picture | None:
         return None
     steps = {line.label: {step: loss for step, loss, _ in curve} for line, curve in curves}
     apart = _apart(list(steps.values()))
+    together = (
+        f" At the same step they differ by at most {apart:.2g}; curves that coincide are drawn as one whose dashes have"
+        " the colours of all."
+    )
+    together = together if len(curves) > 1 else ""
     last = [(line.label, curve[-1][1]) for line, curve in curves]
     said = (
-        f"Losses of {len(curves)} lines over {max(len(curve) for _, curve in curves)} steps, the last"
-        f" {data.extremes(last, '.6g')}; at the same step they differ by at most {apart:.2g}. Curves that coincide"
-        f" are drawn as one whose dashes have the colours of all.{data.left_out(len(drawn), len(ok))}"
+        f"Losses of {data.counted(curves)} over {max(len(curve) for _, curve in curves)} steps, the last"
+        f" {data.extremes(last, '.6g')}.{together}{data.left_out(len(drawn), len(ok))}"
     )
     dashes = _dashes(list(steps.values()))
     points = [
