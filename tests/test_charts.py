@@ -566,6 +566,7 @@ def test_colours_are_told_apart_by_every_eye(deficiency: str) -> None:
     assert nearest(("#3f90da", "#3f95da"), seen) < 5  # the measure knows what is near
     ways = [(c, tuple(d)) for c, d in zip(style.colours(MOST), style.dashes(MOST), strict=True)]
     assert len(set(ways)) == MOST
+    assert len(set(zip(style.colours(MOST), style.shapes(MOST), strict=True))) == MOST
 
 
 def test_altair_waits_for_the_first_picture() -> None:

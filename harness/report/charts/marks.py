@@ -154,14 +154,20 @@ def labels(
 
 
 def by_label(names: Sequence[str], dashes: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-    """What tells curves apart, as one legend in their order: colour with the shape of their points, or with dashes."""
+    """What tells curves apart, as one legend in their order: colour with the shape of their points, or with dashes.
+
+    `stroke` is the same colour of what stands in no legend.
+    """
     points = {"symbolDash": [1, 0], "symbolOpacity": 1}
     kind: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 3} if dashes else points
     legend = alt.Legend(orient="right", title=None, symbolSize=90, symbolLimit=0, **kind)
-    ranges: dict[str, Any] = {"color": style.colours(len(names)), "shape": style.shapes(len(names))}
-    ranges |= {"strokeDash": list(dashes)}
-    channels = {"color": alt.Color, "shape": alt.Shape, "strokeDash": alt.StrokeDash}
+    channels: dict[str, tuple[Any, Any, Any]] = {
+        "color": (alt.Color, style.colours(len(names)), legend),
+        "stroke": (alt.Stroke, style.colours(len(names)), None),
+        "shape": (alt.Shape, style.shapes(len(names)), legend),
+        "strokeDash": (alt.StrokeDash, list(dashes), legend),
+    }
     return {
-        name: channels[name]("label:N", legend=legend, scale=alt.Scale(domain=list(names), range=looks))
-        for name, looks in ranges.items()
+        name: channel("label:N", legend=shown, scale=alt.Scale(domain=list(names), range=looks))
+        for name, (channel, looks, shown) in channels.items()
     }

@@ -22,11 +22,11 @@ _FARTHEST = 4.0  # times the highest peak: a limit beyond is said, not drawn, fo
 def peak(view: View) -> Picture | None:
     """What fills the peak of every line, and the device's limit."""
     found = data.lines(view)
-    if not any(line.ok and line.number("peak_allocated_bytes") for line in found):
-        return None
     drawn = data.chosen(found)
     peaks = {line.label: line.number("peak_allocated_bytes") for line in drawn if line.ok}
     held = [value for value in peaks.values() if value]
+    if not held:
+        return None
     unit = c.byte_unit(held)
     segments = [datum for line in drawn if line.ok for datum in _segments(line, unit.size)]
     names = [name for name in (*_AT_PEAK.values(), _UNDIVIDED) if any(d["part"] == name for d in segments)]

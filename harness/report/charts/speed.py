@@ -80,10 +80,10 @@ def _spread_said(lines: Sequence[Line]) -> str:
 def step(view: View) -> Picture | None:
     """The step time of every line in its parts, of the repeat in the middle."""
     found = data.lines(view)
-    if not any(_step_parts(line) for line in found):
-        return None
     drawn = data.chosen(found)
     segments = [datum for line in drawn for datum in _step_parts(line)]
+    if not segments:
+        return None
     totals: dict[str, float] = {}
     for datum in segments:
         totals[datum["label"]] = totals.get(datum["label"], 0.0) + datum["exact"]
@@ -152,11 +152,11 @@ def scaling(view: View) -> Picture | None:
         ("efficiency:Q", "efficiency, %", ".2f"),
     )
     layers = [
-        marks.of(points).mark_line(style="reference", opacity=0.6).encode(x=x, y=ideal, color=looks["color"]),
         marks.of(points).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
         marks.of(points)
         .mark_point(filled=True, size=60, opacity=1)
         .encode(x=x, y=y, color=looks["color"], shape=looks["shape"], tooltip=tooltip),
+        marks.of(points).mark_line(style="reference", opacity=0.6).encode(x=x, y=ideal, stroke=looks["stroke"]),
     ]
     return Picture("scaling", "Speed over ranks", said, marks.spec(layers, said), _scaling_table(drawn))
 
