@@ -68,10 +68,11 @@ def _asked(request: dict[str, Any]) -> dict[str, str]:
         raise DrawingError(f"the pictures were not drawn within {_SECONDS:g} s") from None
     except OSError as error:
         raise DrawingError(f"the pictures were not drawn: {error.strerror}") from None
+    if done.returncode < 0:
+        raise DrawingError(f"the pictures were not drawn: vl_convert was ended by signal {-done.returncode}")
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        why = one_line(last[0])[:400] if last else f"exit status {done.returncode}"
-        raise DrawingError(f"the pictures were not drawn: {why}")
+        raise DrawingError(f"the pictures were not drawn: {one_line(''.join(last)) or 'no reason is known'}")
     answer: dict[str, str] = json.loads(done.stdout)
     return answer
 
@@ -86,7 +87,8 @@ def _answered(request: dict[str, Any]) -> dict[str, str]:
         try:
             drawn[name] = vl_convert.vegalite_to_svg(spec, config=request["config"], allowed_base_urls=[])
         except Exception as error:
-            raise DrawingError(f"{name}: {error}") from None
+            said = " ".join(line for line in str(error).splitlines() if not line.lstrip().startswith("at "))
+            sys.exit(f"{name}: {one_line(said)[:300]}")
     return drawn
 
 

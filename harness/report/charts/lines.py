@@ -1,7 +1,7 @@
 """What bars and points are drawn of: the lines of a view as plain values, and how many of them are drawn."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -150,6 +150,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], strategies: Sequ
     return Grid([header[place] for place in kept], cells, names, strategies=list(strategies))
 
 
+def counted(lines: Sized) -> str:
+    return f"{len(lines)} line{'s'[: len(lines) != 1]}"
+
+
 def span(values: Sequence[float], around: float = 0.1) -> tuple[float, float]:
     """An axis that shows all of the values with some room, and does not start at 0."""
     low, high = min(values), max(values)
@@ -158,7 +162,9 @@ def span(values: Sequence[float], around: float = 0.1) -> tuple[float, float]:
 
 
 def extremes(pairs: Sequence[tuple[str, float]], form: str = "") -> str:
-    """From which value, and whose, to which."""
+    """From which value, and whose, to which; or that there is one value."""
     low, high = min(pairs, key=lambda pair: pair[1]), max(pairs, key=lambda pair: pair[1])
     texts = [format(value, form or (",.0f" if abs(value) >= 1000 else ".4g")) for _, value in (low, high)]
-    return f"{texts[0]} ({low[0]}) to {texts[1]} ({high[0]})"
+    if texts[0] == texts[1]:
+        return f"{texts[0]} throughout"
+    return f"from {texts[0]} ({low[0]}) to {texts[1]} ({high[0]})"

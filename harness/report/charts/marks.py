@@ -63,11 +63,17 @@ def tooltips(*named: tuple[str, str, str]) -> list[alt.Tooltip]:
     ]
 
 
-def stacked(values: Sequence[Datum], title: str, exact: tuple[str, str, str], names: Sequence[str]) -> alt.Chart:
-    """Bars of parts. exact: field, title, format of the tooltip; names: of the parts, in the order of their stack."""
+def stacked(
+    values: Sequence[Datum], title: str, exact: tuple[str, str, str], names: Sequence[str], room: int = 0
+) -> alt.Chart:
+    """Bars of parts.
+
+    exact: field, title and format of the tooltip; names: of the parts, in the order of their stack; room: pixels
+    between bars and legend.
+    """
     present = {datum["part"] for datum in values}
     shown = {name: colour for name, colour in zip(names, style.PALETTE, strict=False) if name in present}
-    return (
+    chart: alt.Chart = (
         of(values)
         .mark_bar()
         .encode(
@@ -77,19 +83,21 @@ def stacked(values: Sequence[Datum], title: str, exact: tuple[str, str, str], na
                 "part:N",
                 title=None,
                 scale=alt.Scale(domain=list(shown), range=list(shown.values())),
-                legend=alt.Legend(orient="top", symbolType="square", columns=4, offset=22),
+                legend=alt.Legend(orient="top", symbolType="square", columns=3, offset=8 + room),
             ),
             order=alt.Order("rank:Q"),
             tooltip=tooltips(("part:N", "part", ""), exact),
         )
     )
+    return chart
 
 
 def numbers(values: Sequence[Datum], title: str) -> alt.Chart:
     """Of every bar its length in figures: the field `total` and the text `shown`."""
     text = of(values).mark_text(align="left", dx=5, style="value")
     tooltip = tooltips(("shown:N", title, ""))
-    return text.encode(x=from_zero("total", title), y=lines_down(), text="shown:N", tooltip=tooltip)
+    chart: alt.Chart = text.encode(x=from_zero("total", title), y=lines_down(), text="shown:N", tooltip=tooltip)
+    return chart
 
 
 def ends(lines: Sequence[Line], title: str) -> list[alt.Chart]:
@@ -109,17 +117,19 @@ def ends(lines: Sequence[Line], title: str) -> list[alt.Chart]:
     ]
 
 
-def spanning(field: str, title: str, values: Sequence[float]) -> Any:
+def spanning(field: str, title: str, values: Sequence[float], around: float = 0.1) -> Any:
     """An axis of points, over these values with some room; it need not start at 0."""
     return (alt.X if field == "x" else alt.Y)(
-        f"{field}:Q", title=title, scale=alt.Scale(domain=list(data.span(values)), nice=False, zero=False)
+        f"{field}:Q", title=title, scale=alt.Scale(domain=list(data.span(values, around)), nice=False, zero=False)
     )
 
 
-def labels(values: Sequence[Datum], x: alt.X, y: alt.Y, line: Sequence[Datum] = ()) -> list[alt.Chart]:
+def labels(
+    values: Sequence[Datum], x: alt.X, y: alt.Y, lines: Sequence[Sequence[Datum]] = (), legend: int = 0
+) -> list[alt.Chart]:
     """The labels of points beside them, where there is room; those with `first` before the others.
 
-    x, y: as made by `spanning`. line: the corners of one that labels leave free.
+    x, y: as made by `spanning`. lines: the corners of those that labels leave free. legend: pixels it takes.
     """
     across: Any = x.to_dict()
     up: Any = y.to_dict()
@@ -129,15 +139,12 @@ def labels(values: Sequence[Datum], x: alt.X, y: alt.Y, line: Sequence[Datum] = 
         return (datum["x"] - left) / (right - left), (top - datum["y"]) / (top - bottom)
 
     texts, first = [d["label"] for d in values], [bool(d.get("first")) for d in values]
-    places = placing.placed([at(d) for d in values], texts, first, [at(d) for d in line])
+    places = placing.placed([at(d) for d in values], texts, first, [[at(d) for d in line] for line in lines], legend)
     sides: dict[str, list[Datum]] = {}
     for datum, side in zip(values, places, strict=True):
         sides.setdefault(side, []).append(datum | {"short": placing.shortened(datum["label"])})
     drawn: dict[str, dict[str, Any]] = {
-        "right": {"align": "left", "dx": 8},
-        "left": {"align": "right", "dx": -8},
-        "above": {"align": "center", "dy": -12},
-        "below": {"align": "center", "dy": 12},
+        place: {"align": align, "dx": across, "dy": down} for place, (align, across, down) in placing.PLACES.items()
     }
     return [
         of(sides[side]).mark_text(style="value", baseline="middle", **how).encode(x=x, y=y, text="short:N")
@@ -146,13 +153,21 @@ def labels(values: Sequence[Datum], x: alt.X, y: alt.Y, line: Sequence[Datum] = 
     ]
 
 
-def by_label(names: Sequence[str]) -> dict[str, Any]:
-    """Colour, shape and dashes that tell curves apart, as one legend in their order."""
-    legend = alt.Legend(orient="right", title=None, symbolSize=90, symbolLimit=0)
-    sort = list(names)
-    count = len(sort)
+def by_label(names: Sequence[str], dashes: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
+    """What tells curves apart, as one legend in their order: colour with the shape of their points, or with dashes.
+
+    `stroke` is the same colour of what stands in no legend.
+    """
+    points = {"symbolDash": [1, 0], "symbolOpacity": 1}
+    kind: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 3} if dashes else points
+    legend = alt.Legend(orient="right", title=None, symbolSize=90, symbolLimit=0, **kind)
+    channels: dict[str, tuple[Any, Any, Any]] = {
+        "color": (alt.Color, style.colours(len(names)), legend),
+        "stroke": (alt.Stroke, style.colours(len(names)), None),
+        "shape": (alt.Shape, style.shapes(len(names)), legend),
+        "strokeDash": (alt.StrokeDash, list(dashes), legend),
+    }
     return {
-        "color": alt.Color("label:N", legend=legend, scale=alt.Scale(domain=sort, range=style.colours(count))),
-        "shape": alt.Shape("label:N", legend=legend, scale=alt.Scale(domain=sort, range=style.shapes(count))),
-        "strokeDash": alt.StrokeDash("label:N", legend=legend, scale=alt.Scale(domain=sort, range=style.dashes(count))),
+        name: channel("label:N", legend=shown, scale=alt.Scale(domain=list(names), range=looks))
+        for name, (channel, looks, shown) in channels.items()
     }

@@ -22,30 +22,30 @@ _FARTHEST = 4.0  # times the highest peak: a limit beyond is said, not drawn, fo
 def peak(view: View) -> Picture | None:
     """What fills the peak of every line, and the device's limit."""
     found = data.lines(view)
-    if not any(line.ok and line.number("peak_allocated_bytes") for line in found):
-        return None
     drawn = data.chosen(found)
     peaks = {line.label: line.number("peak_allocated_bytes") for line in drawn if line.ok}
     held = [value for value in peaks.values() if value]
+    if not held:
+        return None
     unit = c.byte_unit(held)
     segments = [datum for line in drawn if line.ok for datum in _segments(line, unit.size)]
     names = [name for name in (*_AT_PEAK.values(), _UNDIVIDED) if any(d["part"] == name for d in segments)]
     limits = sorted({limit for line in drawn if (limit := line.number("memory_limit_bytes"))})
     near = [limit for limit in limits if limit <= _FARTHEST * max(held)]
     said = (
-        f"Memory at the peak of {len(held)} lines in {unit.name}, stacked by what fills it: from "
+        f"Memory at the peak of {data.counted(held)} in {unit.name}, stacked by what fills it: "
         + data.extremes([(label, value / unit.size) for label, value in peaks.items() if value])
         + f".{_limit_said(limits, near)}{data.ended_said(drawn)}{data.left_out(len(drawn), len(found))}"
     )
     title = f"memory at the peak ({unit.name})"
     shown = dict(zip(peaks, c.scaled(list(peaks.values()), unit), strict=True))
     totals = [
-        line.datum(total=value / unit.size, shown=shown[line.label])
+        line.datum(total=_beside(value, near, 0.1 * max(held)) / unit.size, shown=shown[line.label])
         for line in drawn
         if (value := peaks.get(line.label))
     ]
     layers = [
-        marks.stacked(segments, title, ("exact:Q", "bytes", ",d"), (*_AT_PEAK.values(), _UNDIVIDED)),
+        marks.stacked(segments, title, ("exact:Q", "bytes", ",d"), (*_AT_PEAK.values(), _UNDIVIDED), 16 if near else 0),
         marks.numbers(totals, title),
         *marks.ends(drawn, title),
         *_rules(near, unit, title),
@@ -53,6 +53,11 @@ def peak(view: View) -> Picture | None:
     return Picture(
         "peak", "Memory at the peak", said, marks.bars(layers, said, len(drawn)), _peak_table(drawn, names, unit)
     )
+
+
+def _beside(value: float, limits: Sequence[float], room: float) -> float:
+    """Where a bar's figure begins: at its end, or at the limit that would strike it through."""
+    return next((limit for limit in limits if value <= limit < value + room), value)
 
 
 def _segments(line: Line, size: float) -> list[Datum]:
@@ -112,8 +117,8 @@ def predicted(view: View) -> Picture | None:
     unit = c.byte_unit([size for _, *sizes in shown for size in sizes])
     errors = [(line.label, 100 * (planned / measured - 1)) for line, planned, measured in shown]
     said = (
-        f"Predicted against measured peak memory of {len(shown)} lines in {unit.name}; prediction over measurement less"
-        f" 1, in %: from {data.extremes(errors, '+.2f')}.{data.left_out(len(shown), len(pairs))}"
+        f"Predicted against measured peak memory of {data.counted(shown)} in {unit.name}; prediction over measurement"
+        f" less 1, in %: {data.extremes(errors, '+.2f')}.{data.left_out(len(shown), len(pairs))}"
     )
     points = [
         line.datum(x=planned / unit.size, y=measured / unit.size, planned=planned, measured=measured, error=error)
@@ -134,7 +139,7 @@ def predicted(view: View) -> Picture | None:
         marks.of(points)
         .mark_point(filled=True, size=70, opacity=0.9, color=style.BETWEEN)
         .encode(x=x, y=y, tooltip=tooltip),
-        *marks.labels(points, x, y, ends),
+        *marks.labels(points, x, y, [ends]),
     ]
     columns = [c.scaled([pair[1] for pair in shown], unit), c.scaled([pair[2] for pair in shown], unit)]
     rows = [
@@ -164,7 +169,7 @@ def batches(view: View) -> Picture | None:
         (_at(series, line), (held or 0) / unit.size) for (series, line), (held, _) in zip(pairs, sizes, strict=True)
     ]
     said = (
-        f"Activation memory of {len(drawn)} lines in {unit.name} over the micro-batch, from {data.extremes(ends)}."
+        f"Activation memory of {data.counted(drawn)} in {unit.name} over the micro-batch, {data.extremes(ends)}."
         f"{data.left_out(len(drawn), len(found))}"
     )
     crosses = [
@@ -178,9 +183,7 @@ def batches(view: View) -> Picture | None:
     tooltip = marks.tooltips(("x:Q", "micro-batch", ",d"), ("exact:Q", "measured, bytes", ",d"))
     looks = marks.by_label([series.name for series in drawn])
     layers = [
-        marks.of(measured)
-        .mark_line(strokeWidth=2)
-        .encode(x=x, y=y, color=looks["color"], strokeDash=looks["strokeDash"]),
+        marks.of(measured).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
         marks.of(measured)
         .mark_point(filled=True, size=60)
         .encode(x=x, y=y, tooltip=tooltip, color=looks["color"], shape=looks["shape"]),

@@ -5,24 +5,40 @@ from itertools import pairwise
 
 from harness.report.charts import style
 
-_LETTER, _LINE, _POINT = 0.56 * (style.FONT_SIZE - 1), style.FONT_SIZE + 1, 5.0  # pixels; a letter's mean width
+_LETTER, _LINE, _POINT = 0.54 * (style.FONT_SIZE - 1), style.FONT_SIZE + 1, 5.0  # pixels; a letter's mean width
 _STEPS = 80  # of a line's piece
 LONGEST = 30  # letters of a label beside its point
 Point = tuple[float, float]
 Box = tuple[float, float, float, float]  # left, top, right, bottom
-PLACES = ("right", "left", "above", "below")
+# By name: which of the text's ends is at the point, and how far from it the text begins, to the right and down.
+PLACES = {
+    "right": ("left", 8, 0),
+    "left": ("right", -8, 0),
+    "above": ("center", 0, -12),
+    "below": ("center", 0, 12),
+    "below right": ("left", 2, 12),
+    "below left": ("right", -2, 12),
+    "above right": ("left", 2, -12),
+    "above left": ("right", -2, -12),
+}
 
 
-def placed(points: Sequence[Point], texts: Sequence[str], first: Sequence[bool], line: Sequence[Point]) -> list[str]:
-    """Of each point the place of its label, or "" where there is no room; those of `first` get theirs before others.
+def placed(
+    points: Sequence[Point],
+    texts: Sequence[str],
+    first: Sequence[bool],
+    lines: Sequence[Sequence[Point]],
+    beside: int = 0,
+) -> list[str]:
+    """Of each point the place of its label, "" where there is no room; those of `first` get theirs first, and always.
 
-    points, and the corners of a line that labels leave free: as shares of the plot's width, from the left, and of its
-    height, from the top.
+    points, and the corners of lines that labels leave free: as shares of the plot's width, from the left, and of its
+    height, from the top. beside: pixels of the picture's width that a legend takes.
     """
-    width, height = style.WIDTH - 70, style.HEIGHT
+    width, height = style.WIDTH - 70 - beside, style.HEIGHT
     at = [(x * width, y * height) for x, y in points]
     taken = [_around(x, y, _POINT) for x, y in at]
-    taken += [_around(x * width, y * height, 1.0) for x, y in _along(line)]
+    taken += [_around(x * width, y * height, 1.0) for line in lines for x, y in _along(line)]
     found = [""] * len(at)
     for position in sorted(range(len(at)), key=lambda position: not first[position]):
         for place in PLACES:
@@ -32,6 +48,8 @@ def placed(points: Sequence[Point], texts: Sequence[str], first: Sequence[bool],
                 found[position] = place
                 taken.append(box)
                 break
+        else:
+            found[position] = "right" if first[position] else ""
     return found
 
 
@@ -51,11 +69,9 @@ def _along(line: Sequence[Point]) -> Iterator[Point]:
 
 
 def _box(place: str, x: float, y: float, long: float) -> Box:
-    if place in ("right", "left"):
-        left = x + _POINT + 2 if place == "right" else x - _POINT - 2 - long
-        return left, y - _LINE / 2, left + long, y + _LINE / 2
-    top = y - _POINT - _LINE if place == "above" else y + _POINT
-    return x - long / 2, top, x + long / 2, top + _LINE
+    align, across, down = PLACES[place]
+    left = x + across - {"left": 0.0, "center": long / 2, "right": long}[align]
+    return left, y + down - _LINE / 2, left + long, y + down + _LINE / 2
 
 
 def _meet(a: Box, b: Box) -> bool:

@@ -1,4 +1,4 @@
-"""Pictures of speed: tokens per second with their spread, against memory, over ranks, and the parts of a step."""
+"""Pictures of speed: tokens per second with their spread and over ranks, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from harness.report import comparison as c
 from harness.report.charts import lines as data
-from harness.report.charts import marks, placing, style
+from harness.report.charts import marks, style
 from harness.report.charts.lazy import alt
 from harness.report.charts.lines import Line
 from harness.report.charts.series import Series, by_world
@@ -24,9 +24,9 @@ def throughput(view: View) -> Picture | None:
     if not any(line.speed for line in found):
         return None
     drawn = data.chosen(found)
-    ok = [(line, line.speed, spread(line.row)) for line in drawn if line.speed]
+    ok = [(line, line.speed, data.number(spread(line.row))) for line in drawn if line.speed]
     said = (
-        f"Tokens per second of {len(ok)} lines, from {data.extremes([(line.label, speed) for line, speed, _ in ok])}."
+        f"Tokens per second of {data.counted(ok)}, {data.extremes([(line.label, speed) for line, speed, _ in ok])}."
         f"{_spread_said([line for line, *_ in ok])}"
         f"{data.ended_said(drawn)}{data.left_out(len(drawn), len(found))}"
     )
@@ -58,7 +58,12 @@ def throughput(view: View) -> Picture | None:
         *marks.ends(drawn, title),
     ]
     rows = [
-        (line.label, str(line.row["status"]), *c.scaled([line.speed], c.ONE), *c.percents([spread(line.row)]))
+        (
+            line.label,
+            str(line.row["status"]),
+            *c.scaled([line.speed], c.ONE),
+            *c.percents([data.number(spread(line.row))]),
+        )
         for line in drawn
     ]
     table = data.table(["run", "status", title, "spread (± %)"], rows, [line.strategy for line in drawn], 2)
@@ -72,66 +77,19 @@ def _spread_said(lines: Sequence[Line]) -> str:
     return f" Error bars are to either side {said}." if said else ""
 
 
-def trade(view: View) -> Picture | None:
-    """Peak memory against speed; lines that no other beats in both are the front."""
-    pairs = [
-        (line, peak, line.speed)
-        for line in data.lines(view)
-        if line.speed and (peak := line.number("peak_allocated_bytes"))
-    ]
-    places = {line.place for line in data.chosen([line for line, *_ in pairs])}
-    drawn = [pair for pair in pairs if pair[0].place in places]
-    if len(drawn) < 2:
-        return None
-    unit = c.byte_unit([peak for _, peak, _ in drawn])
-    first = placing.front([(peak, speed) for _, peak, speed in drawn])
-    points = [
-        line.datum(x=speed, y=peak / unit.size, exact=peak, first=best, on="front" if best else "beaten in both")
-        for (line, peak, speed), best in zip(drawn, first, strict=True)
-    ]
-    best_ones = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
-    said = (
-        f"Peak memory in {unit.name} against tokens per second of {len(drawn)} lines. No other is both as fast and as"
-        f" small as {', '.join(point['label'] for point in best_ones)}; peaks from"
-        f" {data.extremes([(point['label'], point['y']) for point in points])}, tokens per second from"
-        f" {data.extremes([(point['label'], point['x']) for point in points])}.{data.left_out(len(drawn), len(pairs))}"
-    )
-    x = marks.spanning("x", "tokens per second (more is better)", [point["x"] for point in points])
-    y = marks.spanning("y", f"peak memory ({unit.name}, less is better)", [point["y"] for point in points])
-    tooltip = marks.tooltips(("x:Q", "tokens per second", ",.2f"), ("exact:Q", "peak, bytes", ",d"), ("on:N", "", ""))
-    layers = [
-        marks.of(best_ones).mark_line(style="front").encode(x=x, y=y),
-        marks.of([p for p in points if not p["first"]])
-        .mark_point(filled=False, size=70, strokeWidth=2, color=style.MEASURED, shape="circle")
-        .encode(x=x, y=y, tooltip=tooltip),
-        marks.of(best_ones)
-        .mark_point(filled=True, size=110, opacity=1, color=style.MEASURED, shape="diamond")
-        .encode(x=x, y=y, tooltip=tooltip),
-        *marks.labels(points, x, y, best_ones),
-    ]
-    columns = [c.scaled([peak for _, peak, _ in drawn], unit), c.scaled([speed for *_, speed in drawn], c.ONE)]
-    rows = [
-        (line.label, *texts, "yes" if best else "")
-        for (line, *_), texts, best in zip(drawn, zip(*columns, strict=True), first, strict=True)
-    ]
-    header = ["run", f"peak ({unit.name})", "tokens per second", "on the front"]
-    table = data.table(header, rows, [line.strategy for line, *_ in drawn])
-    return Picture("trade", "Peak memory against speed", said, marks.spec(layers, said), table)
-
-
 def step(view: View) -> Picture | None:
     """The step time of every line in its parts, of the repeat in the middle."""
     found = data.lines(view)
-    if not any(_step_parts(line) for line in found):
-        return None
     drawn = data.chosen(found)
     segments = [datum for line in drawn for datum in _step_parts(line)]
+    if not segments:
+        return None
     totals: dict[str, float] = {}
     for datum in segments:
         totals[datum["label"]] = totals.get(datum["label"], 0.0) + datum["exact"]
     names = [name for name in STEP_PARTS.values() if any(datum["part"] == name for datum in segments)]
     said = (
-        f"Step time of {len(totals)} lines in ms, stacked by its parts, {', '.join(names)}: from"
+        f"Step time of {data.counted(totals)} in ms, stacked by its parts, {', '.join(names)}:"
         f" {data.extremes([(label, total / 1e-3) for label, total in totals.items()])}."
         + (" Of repeated runs the one in the middle by speed." if any(line.repeated for line in drawn) else "")
         + data.ended_said(drawn)
@@ -173,16 +131,19 @@ def scaling(view: View) -> Picture | None:
         for line, ideal in zip(series.points, _ideal(series), strict=True)
     ]
     said = (
-        f"Tokens per second over {_count(points)} ranks of {len(drawn)} lines, beside the ideal from each one's fewest"
-        " ranks; efficiency on the most ranks in %: from"
+        f"Tokens per second over {_count(points)} ranks of {data.counted(drawn)}, beside the ideal from each one's"
+        " fewest ranks; efficiency on the most ranks in %:"
         f" {data.extremes([(series.name, _efficiency(series)) for series in drawn])}."
         f"{data.left_out(len(drawn), len(found))}"
     )
     worlds = sorted({point["x"] for point in points})
     wide = worlds[-1] / worlds[0] > _WIDE
+    rising = alt.Scale(type="log", nice=False) if wide else alt.Scale(zero=True)
     scale = alt.Scale(type="log", base=2, nice=False) if wide else alt.Scale(zero=True)
     x = alt.X("x:Q", title="ranks", scale=scale, axis=alt.Axis(values=worlds, format="d"))
-    y, ideal = (alt.Y(f"{field}:Q", title="tokens per second", scale=scale) for field in ("y", "ideal"))
+    y, ideal = (
+        alt.Y(f"{field}:Q", title="tokens per second (dashed: ideal)", scale=rising) for field in ("y", "ideal")
+    )
     looks = marks.by_label([series.name for series in drawn])
     tooltip = marks.tooltips(
         ("x:Q", "ranks", ",d"),
@@ -191,13 +152,11 @@ def scaling(view: View) -> Picture | None:
         ("efficiency:Q", "efficiency, %", ".2f"),
     )
     layers = [
-        marks.of(points).mark_line(style="reference").encode(x=x, y=ideal, detail="label:N"),
-        marks.of(points)
-        .mark_line(strokeWidth=2)
-        .encode(x=x, y=y, color=looks["color"], strokeDash=looks["strokeDash"]),
+        marks.of(points).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
         marks.of(points)
         .mark_point(filled=True, size=60, opacity=1)
         .encode(x=x, y=y, color=looks["color"], shape=looks["shape"], tooltip=tooltip),
+        marks.of(points).mark_line(style="reference", opacity=0.6).encode(x=x, y=ideal, stroke=looks["stroke"]),
     ]
     return Picture("scaling", "Speed over ranks", said, marks.spec(layers, said), _scaling_table(drawn))
 

@@ -14,7 +14,7 @@ PALETTE = (
     *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6"),
     *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
 )
-MEASURED, PREDICTED, BETWEEN = PALETTE[0], PALETTE[1], PALETTE[4]  # the last: of both at once
+MEASURED, PREDICTED, BETWEEN = PALETTE[0], PALETTE[1], PALETTE[6]  # the last: of both at once
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 DASHES = ((1, 0), (6, 3), (2, 2))  # lines of the first ten, the second and the third
 
@@ -54,6 +54,7 @@ def config(dark: bool = False) -> dict[str, Any]:
             "labelLimit": LABEL_LIMIT,
         }
         | {"labelOverlap": "greedy", "tickCount": 7},
+        "axisX": {"tickCount": 5},
         "legend": legend
         | {
             "labelFontSize": FONT_SIZE,
@@ -62,6 +63,8 @@ def config(dark: bool = False) -> dict[str, Any]:
             "labelLimit": LABEL_LIMIT,
         },
         "bar": {"stroke": behind, "strokeWidth": 0.75},
+        "point": {"opacity": 1},
+        "tick": {"opacity": 1},
         "text": {"color": text, "fontSize": FONT_SIZE - 1},
         "style": {
             "value": {"color": text},

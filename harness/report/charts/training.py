@@ -1,12 +1,10 @@
-"""Pictures of how a strategy trains: bytes it sends, what checkpointing saves and costs, and its losses."""
+"""Pictures of how a strategy trains: the bytes it sends and its losses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from harness.errors import printable
-from harness.records import Row
 from harness.report import comparison as c
 from harness.report.charts import lines as data
 from harness.report.charts import marks, style
@@ -15,11 +13,11 @@ from harness.report.charts.lines import Line
 from harness.report.charts.series import losses as losses_of
 from harness.report.charts.series import thinned
 from harness.report.document import Grid, Picture
-from harness.report.peers import DIVISION, ended_well, peer
 from harness.report.view import View
 
 _COLUMNS = 8  # steps of the table of losses
-_WIDEST, _THINNEST = 7.0, 1.5  # pixels
+_DASH = 10  # pixels
+_COINCIDE = 1e-3  # relative
 
 
 def traffic(view: View) -> Picture | None:
@@ -33,8 +31,8 @@ def traffic(view: View) -> Picture | None:
     unit = c.byte_unit([size for *_, sent, formula in entries for size in (sent, formula)])
     ends = [(f"{line.label} on {axis}", sent / unit.size) for line, axis, sent, _ in entries]
     said = (
-        f"Bytes a rank sends in a step of {len(drawn)} lines by mesh axis ({', '.join(axes)}) in {unit.name}, beside"
-        f" the layout's formula: from {data.extremes(ends)}."
+        f"Bytes a rank sends in a step of {data.counted(drawn)} by mesh axis ({', '.join(axes)}) in {unit.name}, beside"
+        f" the layout's formula: {data.extremes(ends)}."
         f"{data.left_out(len(drawn), len(found))}"
     )
     shown = c.scaled([sent for _, _, sent, _ in entries], unit)
@@ -94,122 +92,69 @@ def _entries(line: Line) -> list[tuple[str, float, float | None]]:
     ]
 
 
-@dataclass(frozen=True)
-class Saving:
-    """What a kind of checkpointing does to a run, over the same run without it."""
-
-    line: Line
-    kind: str
-    peak: float  # less of the peak, relative
-    activations: float | None  # less of activations, relative
-    cost: float  # longer step, relative; below 0 it is shorter
-
-
-def savings(view: View) -> list[Saving]:
-    runs = ended_well(view.lines)
-    named = {run.label: run for run in runs}
-    found = []
-    for line in data.lines(view):
-        kind, run = line.row.get("checkpointing"), named.get(line.label)
-        plain = peer(run, runs, DIVISION, checkpointing="none") if run and kind not in (None, "none") else None
-        if run is None or plain is None:
-            continue
-        peak, held, cost = (
-            _change(plain.row, run.row, name) for name in ("peak_allocated_bytes", "activation_bytes", "step_seconds")
-        )
-        if peak is not None and cost is not None:
-            found.append(Saving(line, printable(kind), -peak, None if held is None else -held, cost))
-    return found
-
-
-def _change(before: Row, after: Row, name: str) -> float | None:
-    old, new = data.number(before.get(name)), data.number(after.get(name))
-    return new / old - 1 if old and new is not None else None
-
-
-def checkpointing(view: View) -> Picture | None:
-    """Memory saved against time lost, each kind over the same run without it."""
-    found = savings(view)
-    places = {line.place for line in data.chosen([saving.line for saving in found])}
-    drawn = [saving for saving in found if saving.line.place in places]
-    if not drawn:
-        return None
-    kinds = list(dict.fromkeys(saving.kind for saving in drawn))
-    points = [
-        saving.line.datum(
-            kind=saving.kind,
-            x=100 * saving.cost,
-            y=100 * saving.peak,
-            held=None if saving.activations is None else 100 * saving.activations,
-        )
-        for saving in drawn
-    ]
-    said = (
-        f"What checkpointing saves and costs in {len(drawn)} lines, each over the same run without: peak memory saved,"
-        f" in %, from {data.extremes([(p['label'], p['y']) for p in points])}; step longer, in %, from"
-        f" {data.extremes([(p['label'], p['x']) for p in points])}.{data.left_out(len(drawn), len(found))}"
-    )
-    saved = [value for point in points for value in (point["y"], point["held"]) if value is not None]
-    x = marks.spanning("x", "step longer than without checkpointing (%)", [0.0, *(point["x"] for point in points)])
-    y = marks.spanning("y", "memory saved (%): points: peak, bars: activations", [0.0, *saved])
-    held = marks.spanning("held", "memory saved (%): points: peak, bars: activations", [0.0, *saved])
-    tooltip = marks.tooltips(
-        ("kind:N", "checkpointing", ""),
-        ("y:Q", "peak saved, %", ".2f"),
-        ("held:Q", "activations saved, %", ".2f"),
-        ("x:Q", "step longer, %", "+.2f"),
-    )
-    color = alt.Color("kind:N", title="checkpointing", scale=alt.Scale(domain=kinds, range=style.colours(len(kinds))))
-    shape = alt.Shape("kind:N", title="checkpointing", scale=alt.Scale(domain=kinds, range=style.shapes(len(kinds))))
-    known = marks.of([point for point in points if point["held"] is not None])
-    layers = [
-        marks.fixed([{"strategy": "", "x": 0}]).mark_rule(style="reference").encode(x=x),
-        marks.fixed([{"strategy": "", "y": 0}]).mark_rule(style="reference").encode(y=y),
-        known.mark_rule(strokeWidth=1.5).encode(x=x, y=y, y2="held:Q", color=color, tooltip=tooltip),
-        known.mark_tick(orient="horizontal", size=10, thickness=2).encode(x=x, y=held, color=color, tooltip=tooltip),
-        marks.of(points)
-        .mark_point(filled=True, size=90, opacity=1)
-        .encode(x=x, y=y, color=color, shape=shape, tooltip=tooltip),
-        *marks.labels(points, x, y),
-    ]
-    rows = [
-        (saving.line.label, saving.kind, *c.percents([saving.peak, saving.activations, saving.cost]))
-        for saving in drawn
-    ]
-    header = ["run", "checkpointing", "peak saved (%)", "activations saved (%)", "step longer (%)"]
-    table = data.table(header, rows, [saving.line.strategy for saving in drawn], 2)
-    return Picture("checkpointing", "What checkpointing saves and costs", said, marks.spec(layers, said), table)
-
-
 def losses(view: View) -> Picture | None:
     """The losses of every line, one repeat of each, over each other."""
-    drawn = data.chosen([line for line in data.lines(view) if line.ok])
+    ok = [line for line in data.lines(view) if line.ok]
+    drawn = data.chosen(ok)
     curves = [(line, curve) for line in drawn if (curve := losses_of(view, line))]
     if not curves:
         return None
-    widths = [_WIDEST + (_THINNEST - _WIDEST) * place / max(1, len(curves) - 1) for place in range(len(curves))]
-    ends = [(line.label, curve[-1][1]) for line, curve in curves]
-    said = (
-        f"Losses of {len(curves)} lines over {max(len(curve) for _, curve in curves)} steps; the last from"
-        f" {data.extremes(ends, '.6g')}. Curves that coincide are drawn over each other, the first widest."
+    steps = {line.label: {step: loss for step, loss, _ in curve} for line, curve in curves}
+    apart = _apart(list(steps.values()))
+    together = (
+        f" At the same step they differ by at most {apart:.2g}; curves that coincide are drawn as one whose dashes have"
+        " the colours of all."
     )
+    together = together if len(curves) > 1 else ""
+    last = [(line.label, curve[-1][1]) for line, curve in curves]
+    said = (
+        f"Losses of {data.counted(curves)} over {max(len(curve) for _, curve in curves)} steps, the last"
+        f" {data.extremes(last, '.6g')}.{together}{data.left_out(len(drawn), len(ok))}"
+    )
+    dashes = _dashes(list(steps.values()))
     points = [
-        line.datum(x=curve[at][0], y=curve[at][1], phase=curve[at][2])
-        for line, curve in curves
+        line.datum(x=curve[at][0], y=curve[at][1], phase=curve[at][2], begin=begin)
+        for (line, curve), (_, begin) in zip(curves, dashes, strict=True)
         for at in thinned(len(curve))
     ]
-    looks = marks.by_label([line.label for line, _ in curves])
-    x = alt.X("x:Q", title="step", axis=alt.Axis(tickMinStep=1, format="d"), scale=alt.Scale(nice=False))
+    looks = marks.by_label([line.label for line, _ in curves], [dash for dash, _ in dashes])
+    title = f"step (at each, losses differ by at most {apart:.2g})" if len(curves) > 1 else "step"
+    x = alt.X("x:Q", title=title, axis=alt.Axis(tickMinStep=1, format="d"), scale=alt.Scale(nice=False))
     y = alt.Y("y:Q", title="loss", scale=alt.Scale(zero=False))
     tooltip = marks.tooltips(("x:Q", "step", ",d"), ("y:Q", "loss", ".7f"), ("phase:N", "phase", ""))
-    size = alt.StrokeWidth("label:N", scale=alt.Scale(domain=[line.label for line, _ in curves], range=widths))
-    layers = [
-        marks.of(points)
-        .mark_line()
-        .encode(x=x, y=y, tooltip=tooltip, color=looks["color"], strokeDash=looks["strokeDash"], strokeWidth=size)
+    curve = marks.of(points).mark_line(strokeWidth=2.5, strokeDashOffset=alt.ExprRef("datum.begin"))
+    layer = curve.encode(x=x, y=y, tooltip=tooltip, color=looks["color"], strokeDash=looks["strokeDash"])
+    return Picture("losses", "Losses", said, marks.spec([layer], said), _loss_table(curves))
+
+
+Losses = Mapping[int, float]  # by step
+
+
+def _apart(curves: Sequence[Losses]) -> float:
+    """The largest difference at one step."""
+    at = {step: [curve[step] for curve in curves if step in curve] for curve in curves for step in curve}
+    return max(max(losses) - min(losses) for losses in at.values())
+
+
+def _dashes(curves: Sequence[Losses]) -> list[tuple[list[int], int]]:
+    """Dash and gap in pixels of each curve, and where they begin: those that coincide take turns along their way."""
+    bundles: list[list[int]] = []
+    for place, curve in enumerate(curves):
+        for bundle in bundles:
+            first = curves[bundle[0]]
+            shared = first.keys() & curve.keys()
+            if all(abs(first[step] - curve[step]) <= _COINCIDE * abs(first[step]) for step in shared):
+                bundle.append(place)
+                break
+        else:
+            bundles.append([place])
+    usual = style.dashes(len(curves))
+    return [
+        ([_DASH, _DASH * (len(bundle) - 1)], -_DASH * bundle.index(place)) if len(bundle) > 1 else (usual[place], 0)
+        for place in range(len(curves))
+        for bundle in bundles
+        if place in bundle
     ]
-    table = _loss_table(curves)
-    return Picture("losses", "Losses", said, marks.spec(layers, said), table)
 
 
 def _loss_table(curves: Sequence[tuple[Line, Sequence[tuple[int, float, str]]]]) -> Grid:

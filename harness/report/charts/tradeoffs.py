@@ -1,0 +1,155 @@
+"""Pictures of what is given for what: memory against speed, and what checkpointing saves against its time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.errors import printable
+from harness.records import Row
+from harness.report import comparison as c
+from harness.report.charts import lines as data
+from harness.report.charts import marks, placing, style
+from harness.report.charts.lazy import alt
+from harness.report.charts.lines import Line
+from harness.report.document import Picture
+from harness.report.peers import DIVISION, ended_well, peer
+from harness.report.view import View
+
+
+def trade(view: View) -> Picture | None:
+    """Peak memory against speed; lines that no other beats in both are the front."""
+    pairs = [
+        (line, peak, line.speed)
+        for line in data.lines(view)
+        if line.speed and (peak := line.number("peak_allocated_bytes"))
+    ]
+    places = {line.place for line in data.chosen([line for line, *_ in pairs])}
+    drawn = [pair for pair in pairs if pair[0].place in places]
+    if len(drawn) < 2:
+        return None
+    unit = c.byte_unit([peak for _, peak, _ in drawn])
+    first = placing.front([(peak, speed) for _, peak, speed in drawn])
+    points = [
+        line.datum(x=speed, y=peak / unit.size, exact=peak, first=best, on="front" if best else "beaten in both")
+        for (line, peak, speed), best in zip(drawn, first, strict=True)
+    ]
+    best_ones = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
+    said = (
+        f"Peak memory in {unit.name} against tokens per second of {data.counted(drawn)}. No other is both as fast and"
+        f" as small as {', '.join(point['label'] for point in best_ones)}; peaks"
+        f" {data.extremes([(point['label'], point['y']) for point in points])}, tokens per second"
+        f" {data.extremes([(point['label'], point['x']) for point in points])}.{data.left_out(len(drawn), len(pairs))}"
+    )
+    x = marks.spanning("x", "tokens per second (more is better)", [point["x"] for point in points])
+    y = marks.spanning("y", f"peak memory ({unit.name}, less is better)", [point["y"] for point in points])
+    tooltip = marks.tooltips(("x:Q", "tokens per second", ",.2f"), ("exact:Q", "peak, bytes", ",d"), ("on:N", "", ""))
+    layers = [
+        marks.of(best_ones).mark_line(style="front").encode(x=x, y=y),
+        marks.of([p for p in points if not p["first"]])
+        .mark_point(filled=False, size=70, strokeWidth=2, color=style.MEASURED, shape="circle")
+        .encode(x=x, y=y, tooltip=tooltip),
+        marks.of(best_ones)
+        .mark_point(filled=True, size=110, opacity=1, color=style.MEASURED, shape="diamond")
+        .encode(x=x, y=y, tooltip=tooltip),
+        *marks.labels(points, x, y, [best_ones]),
+    ]
+    columns = [c.scaled([peak for _, peak, _ in drawn], unit), c.scaled([speed for *_, speed in drawn], c.ONE)]
+    rows = [
+        (line.label, *texts, "yes" if best else "")
+        for (line, *_), texts, best in zip(drawn, zip(*columns, strict=True), first, strict=True)
+    ]
+    header = ["run", f"peak ({unit.name})", "tokens per second", "on the front"]
+    table = data.table(header, rows, [line.strategy for line, *_ in drawn])
+    return Picture("trade", "Peak memory against speed", said, marks.spec(layers, said), table)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a kind of checkpointing does to a run, over the same run without it."""
+
+    line: Line
+    kind: str
+    peak: float  # less of the peak, relative
+    activations: float | None  # less of activations, relative
+    cost: float  # longer step, relative; below 0 it is shorter
+
+
+def savings(view: View) -> list[Saving]:
+    """Of the lines that checkpoint and have a peer that does not."""
+    lines = [line for line in data.lines(view) if line.ok and line.row.get("checkpointing") not in (None, "none")]
+    runs = ended_well(view.lines) if lines else []
+    by_id = {run.row["run_id"]: run for run in runs}
+    found = []
+    for line in lines:
+        run = by_id[line.row["run_id"]]
+        plain = peer(run, runs, DIVISION, checkpointing="none")
+        names = ("peak_allocated_bytes", "activation_bytes", "step_seconds")
+        peak, held, cost = (_change(plain.row, run.row, name) if plain else None for name in names)
+        if peak is not None and cost is not None:
+            kind = printable(line.row["checkpointing"])
+            found.append(Saving(line, kind, -peak, None if held is None else -held, cost))
+    return found
+
+
+def _change(before: Row, after: Row, name: str) -> float | None:
+    old, new = data.number(before.get(name)), data.number(after.get(name))
+    return new / old - 1 if old and new is not None else None
+
+
+def checkpointing(view: View) -> Picture | None:
+    """Memory saved against time lost, each kind over the same run without it."""
+    found = savings(view)
+    places = {line.place for line in data.chosen([saving.line for saving in found])}
+    drawn = [saving for saving in found if saving.line.place in places]
+    if not drawn:
+        return None
+    kinds = list(dict.fromkeys(saving.kind for saving in drawn))
+    points = [
+        saving.line.datum(
+            kind=saving.kind,
+            x=100 * saving.cost,
+            y=100 * saving.peak,
+            held=None if saving.activations is None else 100 * saving.activations,
+        )
+        for saving in drawn
+    ]
+    said = (
+        f"What checkpointing saves and costs in {data.counted(drawn)}, each over the same run without: peak memory"
+        f" saved, in %, {data.extremes([(p['label'], p['y']) for p in points])}; step longer, in %,"
+        f" {data.extremes([(p['label'], p['x']) for p in points])}.{data.left_out(len(drawn), len(found))}"
+    )
+    saved = [value for point in points for value in (point["y"], point["held"]) if value is not None]
+    x = marks.spanning(
+        "x", "step longer than without checkpointing (%)", [0.0, *(point["x"] for point in points)], 0.25
+    )
+    y = marks.spanning("y", "memory saved (%): points: peak, bars: activations", [0.0, *saved])
+    held = marks.spanning("held", "memory saved (%): points: peak, bars: activations", [0.0, *saved])
+    tooltip = marks.tooltips(
+        ("kind:N", "checkpointing", ""),
+        ("y:Q", "peak saved, %", ".2f"),
+        ("held:Q", "activations saved, %", ".2f"),
+        ("x:Q", "step longer, %", "+.2f"),
+    )
+    color = alt.Color("kind:N", title="checkpointing", scale=alt.Scale(domain=kinds, range=style.colours(len(kinds))))
+    shape = alt.Shape("kind:N", title="checkpointing", scale=alt.Scale(domain=kinds, range=style.shapes(len(kinds))))
+    known = marks.of([point for point in points if point["held"] is not None])
+    bars = [[p, p | {"y": p["held"]}] for p in points if p["held"] is not None]
+    layers = [
+        marks.fixed([{"strategy": "", "x": 0}]).mark_rule(style="reference").encode(x=x),
+        marks.fixed([{"strategy": "", "y": 0}]).mark_rule(style="reference").encode(y=y),
+        known.mark_rule(strokeWidth=1.5).encode(x=x, y=y, y2="held:Q", color=color, tooltip=tooltip),
+        known.mark_tick(orient="horizontal", size=10, thickness=2, opacity=1).encode(
+            x=x, y=held, color=color, tooltip=tooltip
+        ),
+        marks.of(points)
+        .mark_point(filled=True, size=90, opacity=1)
+        .encode(x=x, y=y, color=color, shape=shape, tooltip=tooltip),
+        *marks.labels(points, x, y, bars, 90),
+    ]
+    rows = [
+        (saving.line.label, saving.kind, *c.percents([saving.peak, saving.activations, saving.cost]))
+        for saving in drawn
+    ]
+    header = ["run", "checkpointing", "peak saved (%)", "activations saved (%)", "step longer (%)"]
+    table = data.table(header, rows, [saving.line.strategy for saving in drawn], 2)
+    return Picture("checkpointing", "What checkpointing saves and costs", said, marks.spec(layers, said), table)

@@ -1,0 +1,621 @@
+"""The report's pictures: that what is drawn is what was measured, read from the SVG by other means than drew it."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.records import Record
+from harness.report.charts import drawing, memory, speed, style, tradeoffs, training
+from harness.report.charts.lines import MOST, chosen, lines
+from harness.report.document import Picture
+from harness.report.view import View
+from harness.versions import versions
+
+GIB, MIB = 2**30, 2**20
+HOSTILE = "\"]}' {datum.x} </svg><script>alert(1)</script> \x00\x1b[31m \u202e Übermaß && %s ${y}"
+PARTS = {
+    "parameter": "parameters",
+    "optimizer": "optimizer",
+    "gradient": "gradients",
+    "gathered": "gathered parameters",
+    "activation": "activations",
+    "communication": "communication buffers",
+    "temporary": "temporaries",
+}
+TIMES = {
+    "data_seconds": "data",
+    "forward_seconds": "forward",
+    "backward_seconds": "backward",
+    "optimizer_seconds": "optimizer",
+    "exposed_communication_seconds": "exposed communication",
+}
+PICTURES: dict[str, Callable[[View], Picture | None]] = {
+    "peak": memory.peak,
+    "throughput": speed.throughput,
+    "trade": tradeoffs.trade,
+    "step": speed.step,
+    "traffic": training.traffic,
+    "scaling": speed.scaling,
+    "checkpointing": tradeoffs.checkpointing,
+    "predicted": memory.predicted,
+    "batches": memory.batches,
+    "losses": training.losses,
+}
+
+
+def record(number: int, strategy: str, gibs: float, tokens_per_second: float, **changes: Any) -> Record:
+    """An ok run on 2 ranks of so many GiB at its peak; its parts and times have all different sizes."""
+    share = dict(zip(PARTS, (1 / 8, 1 / 4, 1 / 16, 1 / 32, 7 / 16, 1 / 64, 5 / 64), strict=True))
+    seconds = 1024 / tokens_per_second
+    row = {
+        "run_id": f"{number:010x}",
+        "name": "demo",
+        "status": "ok",
+        "reason": None,
+        "model": "tiny",
+        "parameters": MIB,
+        "strategy": strategy,
+        "engine": "torch",
+        "checkpointing": "none",
+        "precision": "fp32",
+        "world_size": 2,
+        "zero_stage": 0,
+        "micro_batch": 4,
+        "grad_accumulation": 1,
+        "global_batch": 8,
+        "seq_len": 128,
+        "tokens_per_second": tokens_per_second,
+        "step_seconds": seconds,
+        "step_seconds_spread": 0.2,
+        "peak_allocated_bytes": int(gibs * GIB),
+        "activation_bytes": int(gibs * GIB / 2),
+        "predicted_peak_bytes": int(gibs * GIB * (1 + number / 100)),
+        "predicted_activation_bytes": int(gibs * GIB / 2.1),
+        "measured_on": "cuda",
+        "launch": "processes",
+        "repeat": 0,
+        "started_at": f"2026-01-02T03:{number:02d}:00Z",
+        **{f"at_peak_{part}_bytes": int(gibs * GIB * of) for part, of in share.items()},
+        **dict(zip(TIMES, (seconds * of for of in (0.02, 0.28, 0.4, 0.1, 0.2)), strict=True)),
+    } | changes
+    if row["status"] != "ok":
+        measured = [name for name in row if name.endswith(("_bytes", "_seconds")) and not name.startswith("memory_")]
+        row |= dict.fromkeys((*measured, "tokens_per_second")) | {"last_allocated_bytes": 7 * GIB}
+    sent = {"dp_shard": (number * 100.0 * MIB, 250.0 * MIB), "tp": (50.0 * MIB * number, None)}
+    traffic = [{"axis": axis, "bytes": size, "formula_bytes": due, "outside": {}} for axis, (size, due) in sent.items()]
+    return {"row": row, "config": {}, "layout": {}, "versions": versions(), "traffic": traffic[: 1 + number % 2]}
+
+
+def several() -> list[Record]:
+    limit = {"memory_limit_bytes": 12 * GIB}
+    return [
+        record(1, "ddp", 10.0, 9000.0, **limit),
+        record(2, "zero1", 8.0, 8500.0, **limit),
+        record(3, "zero3", 4.0, 5000.0, **limit),
+        record(4, "tp", 4.5, 5500.0, **limit),
+        record(5, "fsdp_full_shard", 9.0, 1.0, status="oom", reason="rank 1 ran out", **limit),
+        record(6, "ddp", 6.0, 7000.0, checkpointing="full", activation_bytes=int(1.25 * GIB), **limit),
+        record(7, "cp", 7.0, 6500.0, **limit),
+        record(8, "zero2", 5.0, 5000.0, **limit),
+    ]
+
+
+def growing() -> list[Record]:
+    """Two strategies on 2, 4 and 8 ranks."""
+    speeds = {"ddp": (1000.0, 1800.0, 3000.0), "zero3": (900.0, 1700.0, 3300.0)}
+    return [
+        record(10 * at + world, strategy, 2.0, speed, world_size=world)
+        for at, (strategy, found) in enumerate(speeds.items())
+        for world, speed in zip((2, 4, 8), found, strict=True)
+    ]
+
+
+def batched() -> list[Record]:
+    sizes = {"none": 1.0, "full": 0.25}
+    return [
+        record(
+            batch + 20 * (kind == "full"),
+            "ddp",
+            4.0,
+            1000.0,
+            checkpointing=kind,
+            micro_batch=batch,
+            global_batch=2 * batch,
+            activation_bytes=int(batch * each * GIB),
+        )
+        for kind, each in sizes.items()
+        for batch in (1, 2, 4)
+    ]
+
+
+def hostile() -> list[Record]:
+    found = [record(n, f"{n}{HOSTILE}", n + 1.0, 1000.0 * n, checkpointing=HOSTILE) for n in (1, 2, 3)]
+    found.append(record(4, f"4{HOSTILE}", 1.0, 1.0, status="error", reason=HOSTILE))
+    for entry in found:
+        for part in entry["traffic"]:
+            part["axis"] = HOSTILE + "\ud800"
+    return found
+
+
+def with_losses(folder: Path, records: list[Record]) -> View:
+    """The view of runs of which all but the second have their steps on file, and the third a broken line too."""
+    found = View(
+        "demo", records, folders={entry["row"]["run_id"]: folder / entry["row"]["run_id"] for entry in records}
+    )
+    for at, path in enumerate(found.folders.values()):
+        path.mkdir(parents=True)
+        steps = [{"step": step, "phase": "timed", "loss": _loss(at, step)} for step in range(5)]
+        if at != 1:
+            text = "\n".join(json.dumps(step) for step in steps)
+            (path / "steps.jsonl").write_text(text + ('\n{"step": 5, "lo' if at == 2 else "\n"))
+    return found
+
+
+def _loss(run: int, step: int) -> float:
+    return 5.0 - step / 4 + (0.5 if run == 3 else run * 1e-6)
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Picture]:
+    """Every picture, of the runs that have something for it, and all pictures of hostile names."""
+    views = {"scaling": View("demo", growing()), "batches": View("demo", batched())}
+    usual = with_losses(tmp_path_factory.mktemp("usual"), several())
+    found = {name: picture(views.get(name, usual)) for name, picture in PICTURES.items()}
+    bad = with_losses(tmp_path_factory.mktemp("hostile"), hostile())
+    found |= {f"hostile {name}": picture(bad) for name, picture in PICTURES.items()}
+    assert all(found[name] for name in PICTURES)
+    return {name: picture for name, picture in found.items() if picture}
+
+
+def hiding(spec: Mapping[str, Any], *strategies: str) -> dict[str, Any]:
+    return {**spec, "params": [{"name": "hidden", "value": list(strategies)}]}
+
+
+@pytest.fixture(scope="module")
+def texts(drawn: dict[str, Picture]) -> dict[str, str]:
+    """Every picture as SVG, and all but the hostile with one strategy hidden; drawn by one process."""
+    specs = {name: picture.spec for name, picture in drawn.items()}
+    specs |= {f"hidden {name}": hiding(drawn[name].spec, "ddp") for name in PICTURES}
+    return drawing.svgs(specs)
+
+
+@pytest.fixture(scope="module")
+def trees(texts: dict[str, str]) -> dict[str, ElementTree.Element]:
+    return {name: ElementTree.fromstring(text) for name, text in texts.items()}
+
+
+class Mark:
+    """One mark: what it says, and where it is in pixels from the plot's left and top."""
+
+    def __init__(self, element: ElementTree.Element) -> None:
+        self.element = element
+        self.said = dict(
+            part.split(": ", 1) for part in element.attrib.get("aria-label", "").split("; ") if ": " in part
+        )
+        self.run = self.said.get("run", "")
+        self.text = element.text or ""
+        moved = re.match(r"translate\(([-\d.]+),([-\d.]+)\)", element.attrib.get("transform", ""))
+        self.x, self.y = (float(moved[1]), float(moved[2])) if moved else (0.0, 0.0)
+
+    @property
+    def box(self) -> tuple[float, float]:
+        """Of a bar its left and its width; of a tick its left."""
+        path = re.match(r"M([-\d.]+),[-\d.]+h([-\d.]+)", self.element.attrib["d"])
+        assert path
+        return float(path[1]), float(path[2])
+
+    @property
+    def corners(self) -> list[tuple[float, float]]:
+        return [(float(x), float(y)) for x, y in re.findall(r"([-\d.]+),([-\d.]+)", self.element.attrib["d"])]
+
+
+def marks(tree: ElementTree.Element, kind: str) -> list[Mark]:
+    return [Mark(found) for found in tree.iter() if found.attrib.get("aria-roledescription") == kind]
+
+
+def axis(tree: ElementTree.Element, letter: str) -> Callable[[float], float]:
+    """From pixels to the axis's own figures, by two of its labelled ticks."""
+    group = next(g for g in tree.iter() if g.attrib.get("aria-label", "").startswith(f"{letter}-axis"))
+    at = "x" if letter == "X" else "y"
+
+    def placed(kind: str) -> list[Mark]:
+        groups = [g for g in group.iter() if kind in g.attrib.get("class", "")]
+        return [Mark(child) for g in groups for child in g]
+
+    ticks = [getattr(tick, at) for tick in placed("role-axis-tick")]
+    named = [(getattr(m, at), float(m.text.replace(",", "").replace("−", "-"))) for m in placed("role-axis-label")]
+    pairs = [(min(ticks, key=lambda tick: abs(tick - place)), value) for place, value in named]
+    (first, low), (last, high) = pairs[0], pairs[-1]
+    return lambda pixels: low + (pixels - first) * (high - low) / (last - first)
+
+
+def title(tree: ElementTree.Element, letter: str) -> str:
+    said = (g.attrib.get("aria-label", "") for g in tree.iter())
+    found = (re.match(rf"{letter}-axis titled '(.*?)' for", text) for text in said)
+    return next(match[1] for match in found if match)
+
+
+def rows(records: list[Record]) -> dict[str, dict[str, Any]]:
+    """Of the lines that are ok, by their label."""
+    kinds = {"none": "", "full": " full"}
+    named = {f"{r['row']['strategy']}{kinds[r['row']['checkpointing']]}": r["row"] for r in records}
+    return {label: row for label, row in named.items() if row["status"] == "ok"}
+
+
+def test_every_segment_of_a_peak_is_as_long_as_its_bytes(trees: dict[str, ElementTree.Element]) -> None:
+    tree, known = trees["peak"], rows(several())
+    gib = axis(tree, "X")
+    assert title(tree, "X") == "memory at the peak (GiB)"
+    bars = marks(tree, "bar")
+    assert len(bars) == len(known) * len(PARTS)
+    for part, named in PARTS.items():
+        for bar in (bar for bar in bars if bar.said["part"] == named):
+            left, width = bar.box
+            assert gib(left + width) - gib(left) == pytest.approx(
+                known[bar.run][f"at_peak_{part}_bytes"] / GIB, abs=0.01
+            )
+    ends = {bar.run: 0.0 for bar in bars}
+    for bar in bars:
+        ends[bar.run] = max(ends[bar.run], gib(sum(bar.box)))
+    assert ends == pytest.approx({label: row["peak_allocated_bytes"] / GIB for label, row in known.items()}, abs=0.01)
+
+
+def test_the_limit_and_what_ran_out_are_in_the_picture(
+    drawn: dict[str, Picture], trees: dict[str, ElementTree.Element]
+) -> None:
+    for name in ("peak", "hidden peak"):
+        (rule,) = marks(trees[name], "rule mark")
+        assert axis(trees[name], "X")(rule.x) == pytest.approx(12, abs=0.01)
+        shown = [mark.text for mark in marks(trees[name], "text mark")]
+        assert "limit 12.00 GiB" in shown
+        assert "oom, last seen at 7.00 GiB" in shown
+    assert "The device's limit is 12.00 GiB" in drawn["peak"].said
+    far = [record(n, s, 1.0, 100.0, memory_limit_bytes=80 * GIB) for n, s in enumerate(("ddp", "tp"), start=1)]
+    beyond = memory.peak(View("demo", far))
+    assert beyond
+    assert "beyond what is drawn" in beyond.said
+    assert not any("limit" in str(layer["encoding"]) for layer in beyond.spec["layer"])
+
+
+def test_bars_of_speed_and_their_spread(trees: dict[str, ElementTree.Element]) -> None:
+    tree, known = trees["throughput"], rows(several())
+    speed_of = axis(tree, "X")
+    bars, rules = marks(tree, "bar"), marks(tree, "rule mark")
+    assert [bar.run for bar in bars] == list(known)
+    assert [speed_of(sum(bar.box)) for bar in bars] == pytest.approx(
+        [row["tokens_per_second"] for row in known.values()], rel=1e-3
+    )
+    assert all(bar.box[0] == speed_of(0) == 0 for bar in bars)
+    for rule in rules:  # half of 0.2 to either side
+        measured = known[rule.run]["tokens_per_second"]
+        assert speed_of(rule.x) == pytest.approx(0.9 * measured, rel=1e-3)
+        assert speed_of(rule.x + float(rule.element.attrib["x2"])) == pytest.approx(1.1 * measured, rel=1e-3)
+    assert len(rules) == len(known)
+
+
+def test_every_part_of_a_step_is_as_long_as_its_time(trees: dict[str, ElementTree.Element]) -> None:
+    tree, known = trees["step"], rows(several())
+    ms = axis(tree, "X")
+    assert title(tree, "X") == "step time (ms)"
+    bars = marks(tree, "bar")
+    assert len(bars) == len(known) * len(TIMES)
+    for name, part in TIMES.items():
+        for bar in (bar for bar in bars if bar.said["part"] == part):
+            left, width = bar.box
+            assert ms(left + width) - ms(left) == pytest.approx(1000 * known[bar.run][name], abs=0.1)
+
+
+def front_by_sweep(known: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Fastest first, whoever needs less than all before; of equally fast ones the smallest."""
+    ordered = sorted(
+        known, key=lambda label: (-known[label]["tokens_per_second"], known[label]["peak_allocated_bytes"])
+    )
+    found, least = set(), float("inf")
+    for label in ordered:
+        if known[label]["peak_allocated_bytes"] < least:
+            least = known[label]["peak_allocated_bytes"]
+            found.add(label)
+    return found
+
+
+def test_the_front_is_the_lines_that_no_other_beats(
+    drawn: dict[str, Picture], trees: dict[str, ElementTree.Element]
+) -> None:
+    tree, known = trees["trade"], rows(several())
+    expected = front_by_sweep(known)
+    assert expected == {"ddp", "zero1", "ddp full", "tp", "zero3"}
+    across, up = axis(tree, "X"), axis(tree, "Y")
+    assert "(GiB" in title(tree, "Y")
+    points = marks(tree, "point")
+    assert {point.run: (across(point.x), up(point.y)) for point in points}.keys() == known.keys()
+    for point in points:
+        row = known[point.run]
+        assert across(point.x) == pytest.approx(row["tokens_per_second"], rel=1e-2)
+        assert up(point.y) == pytest.approx(row["peak_allocated_bytes"] / GIB, rel=1e-2)
+    best = {point.run for point in points if point.said["on"] == "front"}
+    assert best == expected
+    (line,) = marks(tree, "line mark")
+    corners = sorted((point.x, point.y) for point in points if point.run in expected)
+    assert line.corners == [pytest.approx(corner, abs=0.01) for corner in corners]
+    assert expected <= {mark.text for mark in marks(tree, "text mark")}
+    assert {row[0] for row in drawn["trade"].table.rows if row[3] == "yes"} == expected
+
+
+def test_bytes_sent_and_the_formula(trees: dict[str, ElementTree.Element]) -> None:
+    tree = trees["traffic"]
+    sent = axis(tree, "X")
+    assert "(MiB" in title(tree, "X")
+    expected = {
+        (f"{label} · {entry['axis']}", entry["axis"]): entry
+        for label, row in rows(several()).items()
+        for entry in next(r for r in several() if r["row"]["run_id"] == row["run_id"])["traffic"]
+    }
+    bars, ticks = marks(tree, "bar"), marks(tree, "tick")
+    sizes = {(bar.said["bar"], bar.said["axis"]): sent(sum(bar.box)) for bar in bars}
+    assert sizes == pytest.approx({key: entry["bytes"] / MIB for key, entry in expected.items()}, rel=1e-3)
+    formulas = {tick.said["bar"]: sent(tick.box[0] + tick.box[1] / 2) for tick in ticks}
+    known = {bar: entry["formula_bytes"] / MIB for (bar, _), entry in expected.items() if entry["formula_bytes"]}
+    assert formulas == pytest.approx(known, abs=1)
+
+
+def test_speed_over_ranks_beside_the_ideal(drawn: dict[str, Picture], trees: dict[str, ElementTree.Element]) -> None:
+    tree = trees["scaling"]
+    ranks, speed_of = axis(tree, "X"), axis(tree, "Y")
+    found = {(p.run, round(ranks(p.x))): speed_of(p.y) for p in marks(tree, "point")}
+    expected = {(r["row"]["strategy"], r["row"]["world_size"]): r["row"]["tokens_per_second"] for r in growing()}
+    assert found == pytest.approx(expected, rel=1e-2)
+    ideals = [line for line in marks(tree, "line mark") if line.element.attrib.get("stroke-dasharray") == "4,3"]
+    assert sorted(speed_of(line.corners[-1][1]) for line in ideals) == pytest.approx([3600, 4000], rel=1e-2)
+    cells = {(row[0], row[1]): row[-1] for row in drawn["scaling"].table.rows}
+    assert cells[("ddp", "8")] == "75.0"
+    assert cells[("zero3", "8")] == "91.7"
+
+
+def test_what_checkpointing_saves_and_costs(drawn: dict[str, Picture], trees: dict[str, ElementTree.Element]) -> None:
+    tree = trees["checkpointing"]
+    cost, saved = axis(tree, "X"), axis(tree, "Y")
+    (point,) = marks(tree, "point")
+    assert cost(point.x) == pytest.approx(100 * (9000 / 7000 - 1), abs=0.3)
+    assert saved(point.y) == pytest.approx(40, abs=0.3)
+    bar = next(rule for rule in marks(tree, "rule mark") if rule.run)
+    ends = {bar.y, bar.y + float(bar.element.attrib.get("y2", 0))}
+    assert sorted(saved(end) for end in ends) == pytest.approx([40, 75], abs=0.3)
+    assert drawn["checkpointing"].table.rows == [["ddp full", "full", "40.0", "75.0", "28.6"]]
+
+
+def test_prediction_is_across_and_measurement_up(trees: dict[str, ElementTree.Element]) -> None:
+    tree, known = trees["predicted"], rows(several())
+    across, up = axis(tree, "X"), axis(tree, "Y")
+    assert title(tree, "X").startswith("predicted")
+    points = marks(tree, "point")
+    assert len(points) == len(known)
+    for point in points:
+        row = known[point.run]
+        assert across(point.x) == pytest.approx(row["predicted_peak_bytes"] / GIB, abs=0.05)
+        assert up(point.y) == pytest.approx(row["peak_allocated_bytes"] / GIB, abs=0.05)
+        assert float(point.said["error, %"]) == pytest.approx(int(row["run_id"], 16), abs=0.01)
+    (diagonal,) = marks(tree, "line mark")
+    assert [across(x) - up(y) for x, y in diagonal.corners] == pytest.approx([0, 0], abs=0.05)
+
+
+def test_activations_over_the_micro_batch(trees: dict[str, ElementTree.Element]) -> None:
+    tree = trees["batches"]
+    across, up = axis(tree, "X"), axis(tree, "Y")
+    found = {(p.run, round(across(p.x))): up(p.y) for p in marks(tree, "point")}
+    each = {"ddp": 1.0, "ddp full": 0.25}
+    assert found == pytest.approx({(run, n): n * size for run, size in each.items() for n in (1, 2, 4)}, abs=0.05)
+    crosses = [mark for mark in marks(tree, "text mark") if mark.text == "×"]
+    assert len(crosses) == 6
+
+
+def test_losses_of_the_runs_that_have_them(drawn: dict[str, Picture], trees: dict[str, ElementTree.Element]) -> None:
+    tree = trees["losses"]
+    step, loss = axis(tree, "X"), axis(tree, "Y")
+    curves = {line.run: line for line in marks(tree, "line mark")}
+    places = {"ddp": 0, "zero3": 2, "tp": 3, "ddp full": 5, "cp": 6, "zero2": 7}
+    assert list(curves) == list(places)
+    for run, at in places.items():
+        corners = [(round(step(x)), loss(y)) for x, y in curves[run].corners]
+        assert corners == [(n, pytest.approx(_loss(at, n), abs=0.01)) for n in range(5)]
+    dashes = {run: line.element.attrib.get("stroke-dasharray") for run, line in curves.items()}
+    assert dashes.pop("tp") == "1,0"
+    assert set(dashes.values()) == {"10,40"}  # the five others coincide and take turns
+    begins = [curves[run].element.attrib.get("stroke-dashoffset", "0") for run in dashes]
+    assert sorted(map(float, begins)) == [-40, -30, -20, -10, 0]
+    assert list(drawn["losses"].table.rows[0][:2]) == ["ddp", "5.0000000"]
+
+
+def test_hidden_strategies_leave_the_picture(trees: dict[str, ElementTree.Element]) -> None:
+    kinds = ("bar", "point", "line mark", "tick", "text mark", "rule mark")
+    for name in PICTURES:
+        shown, left = ([m for kind in kinds for m in marks(trees[f"{h}{name}"], kind)] for h in ("", "hidden "))
+        assert any(mark.run.startswith("ddp") for mark in shown), name
+        assert not any(mark.run.startswith("ddp") for mark in left), name
+        kept = sorted(mark.run for mark in shown if mark.run and not mark.run.startswith("ddp"))
+        assert sorted(mark.run for mark in left if mark.run) == kept, name
+
+
+def data_of(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """All rows of a spec, which lie under the name that a layer, or the whole, refers to."""
+    named = [part["data"]["name"] for part in (spec, *spec["layer"]) if "data" in part]
+    assert set(named) == spec["datasets"].keys()
+    for values in spec["datasets"].values():
+        yield from values
+
+
+def test_specs_hold_what_the_page_needs(drawn: dict[str, Picture]) -> None:
+    for name, picture in drawn.items():
+        spec = picture.spec
+        assert "config" not in spec
+        assert spec["params"] == [{"name": "hidden", "value": []}]
+        assert spec["usermeta"] == {"fluid": True}
+        assert picture.name == name.removeprefix("hostile ")
+        assert spec["description"] == picture.said
+        assert {row["strategy"] for row in data_of(spec)} - {""}
+        assert all("strategy" in row for row in data_of(spec))
+        fields = set(re.findall(r'"field": "([^"]*)"', json.dumps(spec)))
+        assert all(re.fullmatch(r"[a-z]+", field) for field in fields)
+        table = picture.table
+        assert len(table.rows) == len(table.strategies)
+        assert all(len(row) == len(table.header) for row in table.rows)
+
+
+def test_hostile_names_are_text_and_nothing_else(texts: dict[str, str], trees: dict[str, ElementTree.Element]) -> None:
+    names = [name for name in texts if name.startswith("hostile")]
+    assert {"hostile peak", "hostile trade", "hostile traffic", "hostile losses"} <= set(names)
+    for name in names:
+        tags = {found.tag.rsplit("}", 1)[-1] for found in trees[name].iter()}
+        assert tags <= {"svg", "desc", "rect", "g", "path", "text", "line", "title"}, name
+        attributes = {key for found in trees[name].iter() for key in found.attrib}
+        assert not {key for key in attributes if key.startswith("on") or key.endswith("href")}
+        said = " ".join(found.attrib.get("aria-label", "") for found in trees[name].iter())
+        assert "</svg><script>alert(1)</script>" in said
+        assert "Übermaß" in said
+
+
+def test_the_same_data_are_the_same_text(drawn: dict[str, Picture], texts: dict[str, str]) -> None:
+    backwards = {name: drawn[name].spec for name in reversed(PICTURES)}
+    assert drawing.svgs(backwards) == {name: texts[name] for name in backwards}
+
+
+def test_dark_and_light_differ_in_colours_alone(drawn: dict[str, Picture], texts: dict[str, str]) -> None:
+    dark = drawing.svgs({"peak": drawn["peak"].spec}, dark=True)["peak"]
+    colour = re.compile(r'"#[0-9a-f]{6}"')
+    assert dark != texts["peak"]
+    assert colour.sub("", dark) == colour.sub("", texts["peak"])
+
+
+def test_what_cannot_be_drawn_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(drawing.DrawingError, match=r"not drawn: nonsense: .*Invalid specification"):
+        drawing.svgs({"nonsense": {}})
+    aborts = {"mark": "bar", "data": {"values": [{"a": "\x00"}]}, "encoding": {"x": {"field": "a"}}}
+    with pytest.raises(drawing.DrawingError, match="ended by signal 6"):
+        drawing.svgs({"aborts": aborts})
+    monkeypatch.setattr(drawing, "_SECONDS", 0.01)
+    with pytest.raises(drawing.DrawingError, match=r"within 0\.01 s"):
+        drawing.svgs({"late": aborts})
+
+
+def test_the_library_is_kept_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawing, "_CACHE", tmp_path / "new")
+    made = drawing.library()
+    assert "window.vegaEmbed" in made
+    assert "</script" not in made
+    (file,) = (tmp_path / "new").iterdir()
+    file.write_text("kept")
+    assert drawing.library() == "kept"
+
+
+def test_at_most_so_many_lines_are_drawn_the_fastest_of_each_strategy_first() -> None:
+    records = [record(n, f"s{n % 5}", 1.0 + n / 10, 100.0 * (n + 1), seq_len=n) for n in range(MOST + 10)]
+    view = View("demo", records)
+    picture = memory.peak(view)
+    assert picture
+    assert len(picture.table.rows) == MOST
+    assert f"Of {MOST + 10} lines {MOST} are drawn" in picture.said
+    drawn = {line.label for line in chosen(lines(view))}
+    fastest = [line.label for line in lines(view)[-5:]]
+    assert drawn == {*fastest, *(line.label for line in lines(view)[: MOST - 5])}
+
+
+def test_data_without_anything_to_draw_have_no_picture() -> None:
+    failed = View("demo", [record(1, "ddp", 1.0, 1.0, status="oom")])
+    assert [name for name, picture in PICTURES.items() if picture(failed) or picture(View("demo", []))] == []
+
+
+# Machado, Oliveira, Fernandes 2009, severity 1: of linear RGB.
+DEFICIENCIES = {
+    "none": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "protanopia": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+}
+
+
+def lab(colour: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float, float]:
+    """CIELAB (D65) of what is seen of #rrggbb."""
+    plain = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in plain]
+    linear = [min(1.0, max(0.0, sum(a * b for a, b in zip(row, linear, strict=True)))) for row in seen]
+    matrix = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+    xyz = [sum(a * b for a, b in zip(row, linear, strict=True)) for row in matrix]
+    x, y, z = (
+        v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (xyz[0] / 0.9505, xyz[1], xyz[2] / 1.089)
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def nearest(colours: tuple[str, ...], seen: tuple[tuple[float, ...], ...]) -> float:
+    """The least CIE76 difference of two of them."""
+    found = [lab(colour, seen) for colour in colours]
+    return min(sum((a - b) ** 2 for a, b in zip(p, q, strict=True)) ** 0.5 for p, q in itertools.combinations(found, 2))
+
+
+@pytest.mark.parametrize("deficiency", DEFICIENCIES)
+def test_colours_are_told_apart_by_every_eye(deficiency: str) -> None:
+    seen = DEFICIENCIES[deficiency]
+    assert nearest(style.PALETTE[:7], seen) > 12
+    assert nearest(style.PALETTE, seen) > 8
+    assert nearest(("#3f90da", "#3f95da"), seen) < 5  # the measure knows what is near
+    ways = [(c, tuple(d)) for c, d in zip(style.colours(MOST), style.dashes(MOST), strict=True)]
+    assert len(set(ways)) == MOST
+    assert len(set(zip(style.colours(MOST), style.shapes(MOST), strict=True))) == MOST
+
+
+def test_altair_waits_for_the_first_picture() -> None:
+    code = (
+        "import sys\n"
+        "from harness.report.charts import drawing, memory, speed, tradeoffs, training\n"
+        "print(*(name for name in ('altair', 'vl_convert') if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_of_repeats_the_fullest_and_the_one_in_the_middle_are_drawn() -> None:
+    """Parts add up in one run alone: a line's medians and maxima have none."""
+    gibs, speeds = (3.0, 5.0, 4.0), (1000.0, 3000.0, 2000.0)
+    records = [
+        record(n, "ddp", gib, tokens_per_second, repeat=n)
+        for n, (gib, tokens_per_second) in enumerate(zip(gibs, speeds, strict=True))
+    ]
+    for entry in records:
+        entry["config"] = {"repeat": entry["row"]["repeat"]}
+    view = View("demo", records)
+    assert len(view.lines) == 1
+    peak, step = memory.peak(view), speed.step(view)
+    assert peak
+    assert step
+    assert sum(row["exact"] for row in data_of(peak.spec) if "part" in row) == pytest.approx(5 * GIB, abs=8)
+    assert sum(row["exact"] for row in data_of(step.spec) if "part" in row) == pytest.approx(1024 / 2000)
+    assert "the one in the middle" in step.said
+
+
+def test_figures_that_are_not_finite_are_unknown() -> None:
+    records = [record(1, "ddp", 1.0, 1000.0), record(2, "tp", 2.0, float("inf")), record(3, "cp", 3.0, 10.0)]
+    records[2]["row"]["step_seconds_spread"] = float("inf")
+    records[0]["traffic"][0]["bytes"] = float("nan")
+    for picture in PICTURES.values():
+        found = picture(View("demo", records))
+        assert found is None or json.dumps([found.spec, found.table.rows], allow_nan=False)
+    throughput = speed.throughput(View("demo", records))
+    assert throughput
+    assert "2 lines" in throughput.said
+
+
+def test_lines_that_differ_in_more_than_ranks_are_no_curve() -> None:
+    pairs = [("ddp", 2, "fp32"), ("ddp", 4, "bf16"), ("tp", 2, "fp32"), ("zero3", 4, "fp32")]
+    apart = [record(n, s, 1.0, 10.0, world_size=world, precision=p) for n, (s, world, p) in enumerate(pairs)]
+    assert speed.scaling(View("demo", apart)) is None
+    # A micro-batch that shrinks as ranks are added is no reason to draw nothing; equal ones are drawn first.
+    batches = [record(n, "ddp", 1.0, 10.0, world_size=n, micro_batch=8 // n) for n in (1, 2, 4)]
+    found = speed.scaling(View("demo", batches))
+    assert found
+    assert [row[1] for row in found.table.rows] == ["1", "2", "4"]
