@@ -35,10 +35,6 @@ _MEMORY = {
     "optimizer_bytes": "optimizer state",
     "activation_bytes": "activations",
 }
-_PLAIN = {
-    "tokens_per_second": "tokens a second",
-    "tokens_per_second_per_device": "tokens a second and device",
-}
 _COUNTS = {
     "parameters": "model parameters",
     "world_size": "world size",
@@ -95,11 +91,13 @@ def _numbers(table: Any) -> Iterator[tuple[str, str, c.Unit]]:
     """Every number that can be an axis: its column, title and the unit of it that reads well."""
     memory = c.byte_unit([value for name in _MEMORY for value in c.values(table, name)])
     sent = c.byte_unit(c.values(table, "communication_bytes"))
-    yield from ((name, title, c.ONE) for name, title in _PLAIN.items())
+    yield "tokens_per_second", "tokens a second", c.ONE
+    yield "peak_allocated_bytes", "peak memory", memory  # the second is what is drawn across at first
+    yield "tokens_per_second_per_device", "tokens a second and device", c.ONE
     yield "step_seconds", "step time", c.MILLISECONDS
     yield "mfu", "MFU", c.Unit("%", 0.01)
     yield "bubble", "bubble", c.ONE
-    yield from ((name, title, memory) for name, title in _MEMORY.items())
+    yield from ((name, title, memory) for name, title in _MEMORY.items() if name != "peak_allocated_bytes")
     yield "communication_bytes", "sent by one rank in one step", sent
     yield "loss_deviation", "largest difference of a loss", c.ONE
     yield "grad_deviation", "largest difference of a gradient", c.ONE

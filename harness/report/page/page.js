@@ -132,12 +132,17 @@
     tables.push(show);
   }
 
-  // What scrolls sideways is in the order of Tab, what does not is not.
-  const scrolls = new ResizeObserver((entries) => entries.forEach(({ target }) => {
-    const box = target.closest(".scroll");
-    if (box.scrollWidth > box.clientWidth + 1) box.tabIndex = 0;
-    else box.removeAttribute("tabindex");
-  }));
+  // What scrolls sideways is in the order of Tab, and fades to the right as long as there is more.
+  function scrollable(box) {
+    const look = () => {
+      const width = box.scrollWidth - box.clientWidth;
+      box.classList.toggle("more", box.scrollLeft < width - 1);
+      if (width > 1) box.tabIndex = 0;
+      else box.removeAttribute("tabindex");
+    };
+    new ResizeObserver(look).observe(box);
+    box.addEventListener("scroll", look, { passive: true });
+  }
 
   // --- Strategies.
 
@@ -186,7 +191,12 @@
     ast: true, // expressions by Vega's interpreter: the page's policy allows no eval
     defaultStyle: false, // page.css has it; the policy allows no other style
     tooltip: { disableDefaultStyle: true },
+    logLevel: 1, // errors; Vega-Lite warns of bars of fixed height in a fluid width, which is as meant
   };
+
+  // On a phone a legend to the right would leave the chart no room.
+  const NARROW = 500;
+  const BELOW = { orient: "bottom", columns: 2 };
 
   const hide = (view) => view.signal("hidden", [...hidden]).runAsync();
 
@@ -199,9 +209,10 @@
       chart.view = null;
       try {
         const spec = chart.spec();
-        const width = spec.usermeta?.fluid ? { width: "container" } : {};
-        const options = { ...OPTIONS, config: DATA.config[chart.dark ? 1 : 0] };
-        const { view } = await vegaEmbed(box, { ...spec, ...width }, options);
+        const fluid = spec.usermeta?.fluid ? { width: "container", autosize: { type: "fit-x", contains: "padding" } } : {};
+        const given = DATA.config[chart.dark ? 1 : 0];
+        const config = box.clientWidth < NARROW ? { ...given, legend: { ...given.legend, ...BELOW } } : given;
+        const { view } = await vegaEmbed(box, { ...spec, ...fluid }, { ...OPTIONS, config });
         chart.view = view;
         if (hidden.size) await hide(view);
       } catch (error) {
@@ -240,8 +251,7 @@
     const controls = [...form.elements];
     const value = (control) => (control.type === "checkbox" ? control.checked : control.value);
     const usual = Object.fromEntries(controls.map((control) => [control.name, value(control)]));
-    const second = Object.keys(numbers)[1];
-    Object.assign(usual, { x: second });
+    usual.x = Object.keys(numbers)[1];
     for (const control of controls) {
       const wanted = asked.get(control.name) ?? usual[control.name];
       if (control.type === "checkbox") control.checked = wanted === "1";
@@ -323,7 +333,7 @@
     const rows = [...table.tBodies[0].rows];
     if (rows.length > 1) sortable(table, rows);
     filterable(table, rows);
-    scrolls.observe(table);
+    scrollable(table.closest(".scroll"));
   }
   themes();
   strategies();
