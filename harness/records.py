@@ -206,11 +206,12 @@ def read_record(run_dir: Path) -> Record:
 
 
 def _parsed(content: bytes) -> Any:
-    """By orjson, many times as fast; what it refuses may still be JSON, such as half a surrogate pair."""
+    """By orjson, many times as fast; what it refuses may still be JSON: half a surrogate pair, here replaced."""
     try:
         return orjson.loads(content)
     except ValueError:
-        return json.loads(content.decode("utf-8"), parse_constant=_reject_constant)
+        value = json.loads(content.decode("utf-8"), parse_constant=_reject_constant)
+        return orjson.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def _reject_constant(constant: str) -> None:

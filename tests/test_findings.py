@@ -13,7 +13,7 @@ from harness.records import Record, read_all, rows_of, write_record, write_runs_
 from harness.report import markdown
 from harness.report.best import best
 from harness.report.document import Bullets, Grid, Picture, Prose, Section
-from harness.report.findings import findings, front
+from harness.report.findings import findings
 from harness.report.limits import limits
 from harness.report.overview import pivots
 from harness.report.parquet import write_runs_parquet
@@ -160,7 +160,6 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
         distinct = {(one["tokens_per_second"], one["peak_allocated_bytes"]) for one in kept}
         assert len(named) == (len(distinct) if len(distinct) > 1 else 0)
         assert set(named) <= {one["strategy"] for one in kept}
-    assert front([]) == []
 
 
 def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -220,6 +220,13 @@ while True:
 """
 
 
+def test_half_a_letter_is_replaced(tmp_path: Path) -> None:
+    """As JSON may have it, and neither pandas nor a file can."""
+    r.write_record(tmp_path / "half", record("half", strategy="\ud800 ddp", reason="whole: \U0001f600"))
+    row = r.read_record(tmp_path / "half")["row"]
+    assert (row["strategy"], row["reason"]) == ("? ddp", "whole: \U0001f600")
+
+
 def test_a_kill_during_writing_leaves_a_whole_record(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     leftovers = 0

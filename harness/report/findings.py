@@ -10,6 +10,7 @@ from harness.records import Record, Row
 from harness.report import comparison as c
 from harness.report.claims import claims
 from harness.report.document import Bullets, Part, Prose, Section, section
+from harness.report.pareto import front
 from harness.report.peers import DIVISION, Claim
 from harness.report.spread import is_unsettled, spread
 from harness.report.view import View
@@ -96,7 +97,7 @@ def _sentences(lines: Sequence[Line], found: Sequence[Claim], fits_in: int | Non
     yield _fastest(by_speed)
     if all(line.peak is not None for line in lines):
         yield _smallest(lines, by_speed[0])
-        yield from [_fitting(lines, fits_in)] if fits_in is not None else _ladder(front(lines))
+        yield from [_fitting(lines, fits_in)] if fits_in is not None else _ladder(_front(lines))
     yield from _against_baseline(lines, found)
     yield from _checkpointing(lines)
     yield from _bubbles(lines)
@@ -138,13 +139,14 @@ def _smallest(lines: Sequence[Line], fastest: Line) -> str:
     )
 
 
-def front(lines: Sequence[Line]) -> list[Line]:
-    """The lines that none beats in both speed and peak memory (Pareto), from the fastest to the smallest."""
-    kept: list[Line] = []
-    for line in sorted(lines, key=lambda line: (-line.speed, line.peak or 0)):
-        if not kept or (line.peak or 0) < (kept[-1].peak or 0):
-            kept.append(line)
-    return kept
+def _front(lines: Sequence[Line]) -> list[Line]:
+    """The lines that none beats in both speed and peak memory, from the fastest to the smallest."""
+    best = front([(float(line.peak or 0), line.speed) for line in lines])
+    distinct: dict[tuple[float, int | None], Line] = {}
+    for line, is_best in zip(lines, best, strict=True):
+        if is_best:
+            distinct.setdefault((line.speed, line.peak), line)
+    return sorted(distinct.values(), key=lambda line: -line.speed)
 
 
 def _ladder(kept: Sequence[Line]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from harness.records import Record
 from harness.report import comparison as c
 from harness.report.axes import VARYING, told
 from harness.report.best import best
-from harness.report.charts import speed as charts
+from harness.report.charts import speed, tradeoffs
 from harness.report.document import Best, Grid, Prose, Section, section
 from harness.report.spread import HOW_TO_READ
 from harness.report.tables import comparison_columns
@@ -85,8 +85,8 @@ def comparison(view: View) -> list[Section]:
         "Comparison",
         Grid([column.title for column in columns], rows, names, caption, strategies),
         Prose(words),
-        charts.throughput(view),
-        charts.trade(view),
+        speed.throughput(view),
+        tradeoffs.trade(view),
     )
 
 

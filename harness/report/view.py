@@ -59,7 +59,7 @@ class View:
 
 def middle_run(line: Record) -> Record:
     """Of a line's runs that ended as it did, the one whose speed is in the middle."""
-    runs = [run for run in line["runs"] if run["row"]["status"] == line["row"]["status"]]
+    runs: list[Record] = [run for run in line["runs"] if run["row"]["status"] == line["row"]["status"]]
     return sorted(runs, key=_speed)[(len(runs) - 1) // 2]
 
 

@@ -76,14 +76,3 @@ def _box(place: str, x: float, y: float, long: float) -> Box:
 
 def _meet(a: Box, b: Box) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
-def front(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Of each (cost, gain) whether no other costs as little or less and gains as much or more, one of them strictly."""
-    return [
-        not any(
-            other[0] <= point[0] and other[1] >= point[1] and (other[0] < point[0] or other[1] > point[1])
-            for other in points
-        )
-        for point in points
-    ]

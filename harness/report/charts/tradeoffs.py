@@ -3,46 +3,57 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from harness.errors import printable
 from harness.records import Row
 from harness.report import comparison as c
 from harness.report.charts import lines as data
-from harness.report.charts import marks, placing, style
+from harness.report.charts import marks, style
 from harness.report.charts.lazy import alt
 from harness.report.charts.lines import Line
 from harness.report.document import Picture
+from harness.report.pareto import front
 from harness.report.peers import DIVISION, ended_well, peer
 from harness.report.view import View
 
 
 def trade(view: View) -> Picture | None:
-    """Peak memory against speed; lines that no other beats in both are the front."""
-    pairs = [
-        (line, peak, line.speed)
-        for line in data.lines(view)
-        if line.speed and (peak := line.number("peak_allocated_bytes"))
-    ]
+    """Peak memory against speed, a device's where worlds differ; lines that no other beats in both are the front.
+
+    Of several settings the one with most lines: between others there is nothing to choose.
+    """
+    settings: dict[tuple[Any, ...], list[Line]] = {}
+    for line in data.lines(view):
+        if line.speed and line.number("peak_allocated_bytes"):
+            settings.setdefault(c.setting(line.row), []).append(line)
+    alike: list[Line] = max(settings.values(), key=len, default=[])
+    column, rate = "tokens_per_second", "tokens per second"
+    if len({line.row.get("world_size") for line in alike}) > 1:
+        column, rate = "tokens_per_second_per_device", "tokens per second and device"
+    found = ((line, line.number("peak_allocated_bytes"), line.number(column)) for line in alike)
+    pairs = [(line, peak, speed) for line, peak, speed in found if peak and speed]
     places = {line.place for line in data.chosen([line for line, *_ in pairs])}
     drawn = [pair for pair in pairs if pair[0].place in places]
     if len(drawn) < 2:
         return None
     unit = c.byte_unit([peak for _, peak, _ in drawn])
-    first = placing.front([(peak, speed) for _, peak, speed in drawn])
+    first = front([(peak, speed) for _, peak, speed in drawn])
     points = [
         line.datum(x=speed, y=peak / unit.size, exact=peak, first=best, on="front" if best else "beaten in both")
         for (line, peak, speed), best in zip(drawn, first, strict=True)
     ]
     best_ones = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
+    of_one = f", the largest of {len(settings)} groups that trained the same" if len(settings) > 1 else ""
     said = (
-        f"Peak memory in {unit.name} against tokens per second of {data.counted(drawn)}. No other is both as fast and"
+        f"Peak memory in {unit.name} against {rate} of {data.counted(drawn)}{of_one}. No other is both as fast and"
         f" as small as {', '.join(point['label'] for point in best_ones)}; peaks"
-        f" {data.extremes([(point['label'], point['y']) for point in points])}, tokens per second"
+        f" {data.extremes([(point['label'], point['y']) for point in points])}, {rate}"
         f" {data.extremes([(point['label'], point['x']) for point in points])}.{data.left_out(len(drawn), len(pairs))}"
     )
-    x = marks.spanning("x", "tokens per second (more is better)", [point["x"] for point in points])
+    x = marks.spanning("x", f"{rate} (more is better)", [point["x"] for point in points])
     y = marks.spanning("y", f"peak memory ({unit.name}, less is better)", [point["y"] for point in points])
-    tooltip = marks.tooltips(("x:Q", "tokens per second", ",.2f"), ("exact:Q", "peak, bytes", ",d"), ("on:N", "", ""))
+    tooltip = marks.tooltips(("x:Q", rate, ",.2f"), ("exact:Q", "peak, bytes", ",d"), ("on:N", "", ""))
     layers = [
         marks.of(best_ones).mark_line(style="front").encode(x=x, y=y),
         marks.of([p for p in points if not p["first"]])
@@ -58,7 +69,7 @@ def trade(view: View) -> Picture | None:
         (line.label, *texts, "yes" if best else "")
         for (line, *_), texts, best in zip(drawn, zip(*columns, strict=True), first, strict=True)
     ]
-    header = ["run", f"peak ({unit.name})", "tokens per second", "on the front"]
+    header = ["run", f"peak ({unit.name})", rate, "on the front"]
     table = data.table(header, rows, [line.strategy for line, *_ in drawn])
     return Picture("trade", "Peak memory against speed", said, marks.spec(layers, said), table)
 
