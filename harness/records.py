@@ -5,6 +5,7 @@ results/<name>/runs.csv               a row a run, rebuilt from the records
 """
 
 import csv
+import functools
 import io
 import json
 import math
@@ -149,6 +150,7 @@ def write_record(run_dir: Path, record: Record) -> None:
     atomic_write_json(Path(run_dir) / RECORD_FILE, record)
 
 
+@functools.cache
 def kind_of(column: str) -> type | None:
     """The type of a column's values: a row's own columns have any, except that bytes are whole numbers."""
     return int if column.endswith("_bytes") else COLUMN_TYPES.get(column)
@@ -182,6 +184,8 @@ def _check(record: Any) -> None:
 
 def _check_value(column: str, value: Any) -> None:
     kind = kind_of(column)
+    if type(value) is kind and kind is not int:
+        return
     allowed = (str, int, float, bool) if kind is None else (int, float) if kind is float else (kind,)
     if not isinstance(value, allowed) or (kind in (int, float) and isinstance(value, bool)):
         raise ValueError(f"{column}={value!r} is not a value of type {kind.__name__ if kind else 'scalar'}")

@@ -15,6 +15,7 @@ from hydra import initialize_config_dir
 from harness import compose, machine, records, run
 from harness.__main__ import main
 from harness.config import RunConfig
+from harness.report.charts import drawing
 
 ROOT = Path(__file__).resolve().parents[1]
 Done = CompletedProcess[str]
@@ -22,12 +23,17 @@ Harness = Callable[..., Done]
 
 
 def run_harness(results: Path, *arguments: str) -> Done:
-    """What python -m harness does, with its results in a folder of the test's; here, to import torch once for all."""
+    """What python -m harness does, with its results in a folder of the test's; here, to import torch once for all.
+
+    Its reports are without pictures, whose drawing takes a second: tests/test_charts.py and the commands that tests
+    start in processes of their own draw them.
+    """
     command = ["harness", *arguments, f"results_dir={results}", "tracking=none"]
     out, error = io.StringIO(), io.StringIO()
     before, sys.argv = sys.argv, command
     try:
-        with chdir(ROOT), redirect_stdout(out), redirect_stderr(error):
+        with chdir(ROOT), redirect_stdout(out), redirect_stderr(error), pytest.MonkeyPatch.context() as patched:
+            patched.setattr(drawing, "svgs", lambda specs: {})
             status = main()
     finally:
         sys.argv = before

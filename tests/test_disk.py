@@ -65,6 +65,7 @@ def while_running(results: Path, do: Callable[[], None]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_during_a_run(small_disk: Path, calm: Path) -> None:
     """The run is an error row, the sweep stops, nothing is half; then the same command completes."""
     filling = while_running(small_disk, lambda: fill(small_disk))

@@ -48,6 +48,7 @@ def test_an_engine_is_one_file(clone: Path) -> None:
     assert status == "refused" and reason.startswith("strategy.engine=by_hand averages copies")
 
 
+@pytest.mark.long
 def test_an_engine_that_leaves_something_out_is_an_error(clone: Path) -> None:
     engine = clone / "harness" / "engines" / "by_hand.py"
     whole = engine.read_text()

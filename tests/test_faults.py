@@ -28,6 +28,7 @@ SHORT = faults.Way(
 )
 
 
+@pytest.mark.long
 def test_a_killed_sweep_comes_to_the_undisturbed_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Whatever is killed, of two commands at one sweep."""
     calm, tally, chance = faults.undisturbed(SHORT, tmp_path / "calm"), faults.Tally(), random.Random(0)

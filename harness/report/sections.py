@@ -34,7 +34,7 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
         *section("What checkpointing saves and costs", tradeoffs.checkpointing(part)),
         *batches(part),
         *time(part),
-        *section("How speed grows with the world", speed.scaling(view)),
+        *section("How speed grows with the world", speed.scaling(part)),
         *operations(part),
         *traffic(part),
         *pipelines(part),
