@@ -12,6 +12,8 @@ from examples import FAILED, HOSTILE, MIB, PARAMETERS, mixed, record_of, records
 from harness.records import Record, read_all, rows_of, write_record, write_runs_csv
 from harness.report import markdown
 from harness.report.best import best
+from harness.report.charts.drawing import svgs
+from harness.report.charts.growth import wall
 from harness.report.document import Bullets, Grid, Picture, Prose, Section
 from harness.report.findings import findings
 from harness.report.limits import limits
@@ -211,6 +213,39 @@ def test_any_column_is_a_pivot() -> None:
         ["tp", "oom", ""],
         ["tp_sp", "refused", ""],
     ]
+
+
+def growing() -> list[Record]:
+    """Two strategies by two sizes of the model in 18 MiB a rank: one runs out of it at the larger."""
+    made = []
+    for number, (strategy, size) in enumerate(itertools.product(("ddp", "zero3"), (1, 2))):
+        changes: dict[str, Any] = {"parameters": size * 10**6, "memory_limit_bytes": 18 * MIB}
+        changes |= {"peak_allocated_bytes": (8 if strategy == "zero3" else 12) * size * MIB}
+        if strategy == "ddp" and size == 2:
+            changes |= FAILED | {"status": "oom", "reason": "rank 0 in backward: out of memory"}
+        made.append(record_of(row(number, strategy, "torch", 0, **changes)))
+        made[-1]["config"] = {"model": {"num_hidden_layers": size}}
+    return made
+
+
+def test_the_memory_wall_is_the_largest_model_that_ran() -> None:
+    said = texts(findings(View("wall", growing())))
+    assert said[0] == (
+        "The largest model that ran in 18.00 MiB a rank: 2.0 million parameters with zero3; 1.0 million parameters with"
+        " ddp."
+    )
+    calm = [record for record in growing() if record["row"]["status"] == "ok"]
+    assert "The largest" not in " ".join(texts(findings(View("calm", calm))))
+    picture = wall(View("wall", growing()))
+    assert picture is not None and [list(cells) for cells in picture.table.rows] == [
+        ["ddp", "ok", "1.000", "12.00"],
+        ["ddp", "oom", "2.000", ""],
+        ["zero3", "ok", "1.000", "8.00"],
+        ["zero3", "ok", "2.000", "16.00"],
+    ]
+    svg = svgs({"wall": picture.spec})["wall"]
+    assert svg.count('aria-roledescription="point"') == 3 and svg.count(">×<") == 1
+    assert "limit 18.00 MiB" in svg and "1 ran out of memory" in picture.said
 
 
 def test_limits_name_what_would_mislead() -> None:

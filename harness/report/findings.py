@@ -1,12 +1,13 @@
 """The report's first sentences: who wins, what it costs and why, each with the figures of the rows that say so."""
 
+import itertools
 import math
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from harness.records import Record, Row
+from harness.report import across
 from harness.report import comparison as c
 from harness.report.claims import claims
 from harness.report.document import Bullets, Part, Prose, Section, section
@@ -14,6 +15,7 @@ from harness.report.pareto import front
 from harness.report.peers import DIVISION, Claim
 from harness.report.spread import is_unsettled, spread
 from harness.report.view import View
+from harness.report.words import listed, percent
 
 _MOST_GROUPS = 4  # settings that are told of
 _MOST_LINES = 6  # of a group that are told one by one
@@ -58,16 +60,18 @@ def findings(view: View, fits_in: int | None = None) -> list[Section]:
     told = sorted(groups.values(), key=len, reverse=True)[:_MOST_GROUPS]
     spoken_of = [line for lines in told for line in lines]
     found = claims([line.record for line in spoken_of], [line.label for line in spoken_of])
-    parts: list[Part] = []
-    for lines in told:
-        items = [("", sentence) for sentence in _sentences(lines, found, fits_in)]
-        if items:
-            parts += [Prose(_heading(lines, groups))] if len(groups) > 1 else []
-            parts.append(Bullets(items))
-    if len(groups) > len(told):
-        parts.append(Prose(f"{len(groups) - len(told)} smaller groups of comparable runs are in the tables alone."))
-    whole = [*_scaling(view), *_predictions(view), *_failures(view)]
-    return section("In short", *parts, Bullets([("", sentence) for sentence in whole]) if whole else None)
+    parts: list[Part] = [*_bullets([*across.wall(view), *across.scaling(view)])]
+    for place, lines in enumerate(told):
+        parts += [Prose(_heading(lines, groups))] if len(groups) > 1 else []
+        parts += _bullets(_sentences(lines, found, fits_in, in_full=place == 0))
+    untold = len(groups) - len(told)
+    parts += [Prose(f"{c.counted(untold, 'smaller group')} of comparable runs: see the tables.")] if untold else []
+    return section("In short", *parts, *_bullets([*across.predictions(view), *across.failures(view)]))
+
+
+def _bullets(sentences: Iterable[str]) -> list[Bullets]:
+    items = [("", sentence) for sentence in sentences]
+    return [Bullets(items)] if items else []
 
 
 def _groups(view: View) -> dict[tuple[Any, ...], list[Line]]:
@@ -84,23 +88,33 @@ def _groups(view: View) -> dict[tuple[Any, ...], list[Line]]:
 
 def _heading(lines: Sequence[Line], groups: dict[tuple[Any, ...], list[Line]]) -> str:
     """What sets the group apart from the others."""
-    names = ("model", "precision", "global_batch", "seq_len", "measured_on", "world_size")
-    shown = {"global_batch": "batch {}", "seq_len": "sequences of {}", "world_size": "{} ranks", "measured_on": "on {}"}
-    differing = [name for name in names if len({group[0].row.get(name) for group in groups.values()}) > 1]
+    shown = {
+        "model": "{}",
+        "parameters": "{:,} parameters",
+        "precision": "{}",
+        "global_batch": "batch {}",
+        "seq_len": "sequences of {}",
+        "measured_on": "on {}",
+        "world_size": "{} ranks",
+    }
+    differing = [name for name in shown if len({group[0].row.get(name) for group in groups.values()}) > 1]
     row = lines[0].row
-    text = ", ".join(shown.get(name, "{}").format(row.get(name)) for name in differing) or "a further setting"
-    return f"Of {text}:"
+    known = [shown[name].format(row[name]) for name in differing if row.get(name) is not None]
+    return f"Of {', '.join(known) or 'a further setting'}:"
 
 
-def _sentences(lines: Sequence[Line], found: Sequence[Claim], fits_in: int | None) -> Iterator[str]:
+def _sentences(
+    lines: Sequence[Line], found: Sequence[Claim], fits_in: int | None, in_full: bool = True
+) -> Iterator[str]:
     by_speed = sorted(lines, key=lambda line: -line.speed)
     yield _fastest(by_speed)
     if all(line.peak is not None for line in lines):
         yield _smallest(lines, by_speed[0])
         yield from [_fitting(lines, fits_in)] if fits_in is not None else _ladder(_front(lines))
-    yield from _against_baseline(lines, found)
-    yield from _checkpointing(lines)
-    yield from _bubbles(lines)
+    if in_full:
+        yield from _against_baseline(lines, found)
+        yield from itertools.islice(_checkpointing(lines), _MOST_LINES)
+        yield from _bubbles(lines)
 
 
 def _fastest(by_speed: Sequence[Line]) -> str:
@@ -108,7 +122,7 @@ def _fastest(by_speed: Sequence[Line]) -> str:
     rivals = [line for line in by_speed[1:] if _unsettled(line, first)]
     sure = _spread_text(first)
     if rivals:
-        names = _listed([line.label for line in rivals[:_MOST_LINES]])
+        names = listed([line.label for line in rivals[:_MOST_LINES]])
         more = f" or {len(rivals) - _MOST_LINES} more" if len(rivals) > _MOST_LINES else ""
         return (
             f"Fastest by its median is {first.label}: {first.fast}{sure}, but the spreads leave open whether"
@@ -126,7 +140,7 @@ def _unsettled(line: Line, other: Line) -> bool:
 
 def _spread_text(line: Line) -> str:
     between = line.row.get("between_runs")
-    return f" (± {_percent(between)} over {line.row['runs_alike']} runs)" if between is not None else ""
+    return f" (± {percent(between)} over {line.row['runs_alike']} runs)" if between is not None else ""
 
 
 def _smallest(lines: Sequence[Line], fastest: Line) -> str:
@@ -172,7 +186,7 @@ def _fitting(lines: Sequence[Line], fits_in: int) -> str:
     text = f"Of the {len(fitting)} of {len(lines)} that fit in {limit}, {first.label} is fastest: {first.fast} in"
     text += f" {c.bytes_text(first.peak or 0)}"
     return text + (
-        f"; the spreads leave open whether {_listed(rivals[:_MOST_LINES])} would be as fast." if rivals else "."
+        f"; the spreads leave open whether {listed(rivals[:_MOST_LINES])} would be as fast." if rivals else "."
     )
 
 
@@ -190,7 +204,7 @@ def _against_baseline(lines: Sequence[Line], found: Sequence[Claim]) -> Iterator
         sent, its = line.row.get("communication_bytes"), base.row.get("communication_bytes")
         if sent is not None and its:
             parts.append(f"sends {sent / its:.2f} × its bytes{_paper(line, found)}")
-        yield f"{line.label} {_listed(parts)}."
+        yield f"{line.label} {listed(parts)}."
     if len(plain) > _MOST_LINES:
         yield f"The tables have {len(plain) - _MOST_LINES} more."
 
@@ -213,13 +227,18 @@ def _checkpointing(lines: Sequence[Line]) -> Iterator[str]:
         parts = []
         kept, before = line.row.get("activation_bytes"), plain.row.get("activation_bytes")
         if kept is not None and before:
-            parts.append(f"{_percent(1 - kept / before)} off the activations")
+            parts.append(f"{percent(1 - kept / before)} off the activations")
         if line.peak is not None and plain.peak:
-            parts.append(f"{_percent(1 - line.peak / plain.peak)} off the peak")
+            parts.append(f"{percent(1 - line.peak / plain.peak)} off the peak")
         if parts:
-            lost = _percent(1 - line.speed / plain.speed)
-            cost = "no speed that the spreads do not cover" if _unsettled(line, plain) else f"{lost} of its speed"
-            yield f"Checkpointing {kind} takes {_listed(parts)} of {plain.label}, and costs {cost}."
+            yield f"Checkpointing {kind} takes {listed(parts)} of {plain.label}, and {_cost(line, plain)}."
+
+
+def _cost(line: Line, plain: Line) -> str:
+    if _unsettled(line, plain):
+        return "costs no speed that the spreads do not cover"
+    lost = 1 - line.speed / plain.speed
+    return f"costs {percent(lost)} of its speed" if lost > 0 else f"was {percent(-lost)} faster here"
 
 
 def _is_plain(other: Line, line: Line) -> bool:
@@ -233,47 +252,7 @@ def _bubbles(lines: Sequence[Line]) -> Iterator[str]:
     ]
     parts = [f"{line.label} {line.row['bubble']:.2f} (formula {line.row['bubble_formula']:.2f})" for line in found]
     if parts:
-        yield f"Pipelines were idle for this part of their working time: {_listed(parts[:_MOST_LINES])}."
-
-
-def _scaling(view: View) -> Iterator[str]:
-    """How the speed of each strategy grows with the world, the batch and all else being the same."""
-    groups: dict[tuple[Any, ...], dict[int, float]] = {}
-    for line in view.lines:
-        row = line["row"]
-        if row["status"] == "ok" and row.get("tokens_per_second") and row.get("world_size"):
-            key = (*c.setting(row), row.get("checkpointing"), row.get("strategy"))
-            groups.setdefault(key, {}).setdefault(row["world_size"], row["tokens_per_second"])
-    growing = {key: by_world for key, by_world in groups.items() if len(by_world) > 1}
-    if len({key[:-2] for key in growing}) != 1:  # several settings, which sentences would mix
-        return
-    for key, by_world in [pair for pair in growing.items() if pair[0][-2] in (None, "none")][:_MOST_LINES]:
-        small, large = min(by_world), max(by_world)
-        gained = by_world[large] / by_world[small]
-        yield (
-            f"{key[-1]} from {small} to {large} rank{'s'[: large > 1]}: {gained:.2f} × the tokens/s, which is"
-            f" {_percent(gained * small / large)} of what {large / small:g} × would be."
-        )
-
-
-def _predictions(view: View) -> Iterator[str]:
-    rows = [line["row"] for line in view.lines if line["row"]["status"] == "ok"]
-    pairs = [(row.get("predicted_peak_bytes"), row.get("peak_allocated_bytes")) for row in rows]
-    errors = [abs(predicted / measured - 1) for predicted, measured in pairs if predicted is not None and measured]
-    if errors:
-        count, middle, largest = c.counted(len(errors), "line"), statistics.median(errors), max(errors)
-        yield (
-            f"The peaks predicted for {count} are off by {_percent(middle)} in the median and by {_percent(largest)} at"
-            " most."
-        )
-
-
-def _failures(view: View) -> Iterator[str]:
-    ends = [line["row"]["status"] for line in view.lines]
-    failed = {end: ends.count(end) for end in dict.fromkeys(ends) if end != "ok"}
-    if failed:
-        counts = ", ".join(f"{count} {end}" for end, count in failed.items())
-        yield f"{sum(failed.values())} of {len(ends)} lines have no figures ({counts}): the reasons are under Failures."
+        yield f"Pipelines were idle for this part of their working time: {listed(parts[:_MOST_LINES])}."
 
 
 def _at_least(size: int) -> str:
@@ -288,14 +267,6 @@ def _share(part: int | None, whole: int | None) -> str:
     return f"{100 * part / whole:.0f} %" if part is not None and whole else "an unknown part"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
-
-
 def _times(line: Line, other: Line) -> str:
     unsure = " (the spreads meet)" if _unsettled(line, other) else ""
     return f"{line.speed / other.speed:.2f}{unsure}"
-
-
-def _listed(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,7 +1,7 @@
 """The report's table of contents. Measured and predicted never share a column."""
 
 from harness.report.batches import batches
-from harness.report.charts import speed, tradeoffs
+from harness.report.charts import growth, speed, tradeoffs
 from harness.report.claims import literature
 from harness.report.costs import memory, operations, peak, time
 from harness.report.document import Prose, Section, section
@@ -31,6 +31,7 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
         *pivots(part, pivot),
         *memory(part),
         *peak(part),
+        *section("How memory grows with the model", growth.wall(part)),
         *section("What checkpointing saves and costs", tradeoffs.checkpointing(part)),
         *batches(part),
         *time(part),

@@ -14,6 +14,10 @@ from harness.report.view import View
 # What follows from the number of ranks, and what the batch is made of.
 _DEGREES = ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "layers_per_stage")
 _BATCH = ("micro_batch", "global_batch")
+_SIZES = (
+    *("parameters", "model", "layers_per_stage", "name", "source", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
 _POINTS = 240  # of one curve
 
 
@@ -47,6 +51,12 @@ def by_world(lines: Sequence[Line]) -> list[Series]:
 def by_micro_batch(lines: Sequence[Line]) -> list[Series]:
     ok = [line for line in lines if line.ok and line.number("activation_bytes") and line.number("micro_batch")]
     return _grouped(ok, "micro_batch", _BATCH)
+
+
+def by_parameters(lines: Sequence[Line]) -> list[Series]:
+    """Peaks over the model's size; lines that ran out of memory are points too."""
+    known = [line for line in lines if line.row["status"] in ("ok", "oom") and line.number("parameters")]
+    return _grouped(known, "parameters", _SIZES)
 
 
 def _grouped(lines: Sequence[Line], name: str, apart: Sequence[str]) -> list[Series]:

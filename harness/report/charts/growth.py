@@ -1,0 +1,79 @@
+"""The picture of a model that grows until strategies run out of memory."""
+
+from __future__ import annotations
+
+from harness.report import comparison as c
+from harness.report.charts import lines as data
+from harness.report.charts import marks
+from harness.report.charts.lazy import alt
+from harness.report.charts.series import by_parameters
+from harness.report.document import Picture
+from harness.report.view import View
+
+_MILLION = 1e6
+
+
+def wall(view: View) -> Picture | None:
+    """Peak memory over the model's parameters, the limit, and where on it each strategy ran out of memory."""
+    found = by_parameters(data.lines(view))
+    if not found:
+        return None
+    drawn = data.chosen(found)
+    pairs = [(series, line) for series in drawn for line in series.points]
+    limits = sorted({limit for _, line in pairs if (limit := line.number("memory_limit_bytes"))})
+    unit = c.byte_unit([line.number("peak_allocated_bytes") for _, line in pairs if line.ok])
+
+    def at(line: data.Line) -> float:
+        return (line.number("parameters") or 0.0) / _MILLION
+
+    measured = [
+        series.datum(x=at(line), y=peak / unit.size, exact=peak)
+        for series, line in pairs
+        if line.ok and (peak := line.number("peak_allocated_bytes"))
+    ]
+    failed = [
+        series.datum(x=at(line), y=limit / unit.size, shown="out of memory")
+        for series, line in pairs
+        if not line.ok and (limit := line.number("memory_limit_bytes"))
+    ]
+    said = (
+        f"Peak memory of {data.counted(drawn)} in {unit.name} over millions of parameters,"
+        f" {data.extremes([(point['label'], point['y']) for point in measured])};"
+        f" {len([line for _, line in pairs if not line.ok])} ran out of memory.{data.left_out(len(drawn), len(found))}"
+    )
+    across = sorted({datum["x"] for datum in (*measured, *failed)})
+    room = 0.03 * (across[-1] - across[0])
+    x = alt.X(
+        "x:Q",
+        title="parameters of the model (millions)",
+        scale=alt.Scale(zero=False, nice=False, domain=[across[0] - room, across[-1] + room]),
+    )
+    y = alt.Y("y:Q", title=f"peak memory ({unit.name}; × out of memory)", scale=alt.Scale(zero=True))
+    tooltip = marks.tooltips(("x:Q", "parameters, millions", ",.3f"), ("exact:Q", "peak, bytes", ",d"))
+    looks = marks.by_label([series.name for series in drawn])
+    layers = [
+        marks.of(measured).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
+        marks.of(measured)
+        .mark_point(filled=True, size=60)
+        .encode(x=x, y=y, tooltip=tooltip, color=looks["color"], shape=looks["shape"]),
+    ]
+    if limits:
+        values = [{"strategy": "", "y": limit / unit.size, "shown": f"limit {c.bytes_text(limit)}"} for limit in limits]
+        layers += [
+            marks.fixed(values).mark_rule(style="limit").encode(y=y),
+            marks.fixed(values)
+            .mark_text(style="value", align="left", baseline="bottom", dy=-3)
+            .encode(x=alt.value(4), y=y, text="shown:N"),
+        ]
+    if failed:
+        gone = marks.tooltips(("x:Q", "parameters, millions", ",.3f"), ("shown:N", "", ""))
+        crosses = marks.of(failed).mark_text(text="×", fontSize=18)
+        layers.append(crosses.encode(x=x, y=y, tooltip=gone, color=looks["color"]))
+    peaks = c.scaled([line.number("peak_allocated_bytes") if line.ok else None for _, line in pairs], unit)
+    rows = [
+        (series.name, str(line.row["status"]), f"{at(line):,.3f}", peak)
+        for (series, line), peak in zip(pairs, peaks, strict=True)
+    ]
+    header = ["run", "status", "parameters (millions)", f"peak ({unit.name})"]
+    table = data.table(header, rows, [series.strategy for series, _ in pairs], 2)
+    return Picture("wall", "Peak memory against the model's size", said, marks.spec(layers, said), table)
