@@ -46,12 +46,27 @@ HOSTILE = (
 # Cells as the report has them, and where they are in an ascending order; equal numbers keep the table's order.
 NUMBERS = ("1,234.5", "<0.01", "", "0.83~", "12 (3)", "1.2e-7", "12 %", "0", "-3", "0.01", "0.83", "n/a", "99", "100")
 ASCENDING = ("-3", "0", "1.2e-7", "<0.01", "0.01", "0.83~", "0.83", "12 (3)", "12 %", "99", "100", "1,234.5", "n/a", "")
-DESCENDING = ("1,234.5", "100", "99", "12 (3)", "12 %", "0.83~", "0.83", "0.01", "<0.01", "1.2e-7", "0", "-3", "n/a", "")
+DESCENDING = (
+    "1,234.5",
+    "100",
+    "99",
+    "12 (3)",
+    "12 %",
+    "0.83~",
+    "0.83",
+    "0.01",
+    "<0.01",
+    "1.2e-7",
+    "0",
+    "-3",
+    "n/a",
+    "",
+)
 
 
 @cache
 def library() -> str:
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", "6.4")
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def chart(rows: Sequence[dict[str, Any]], mark: str = "point", **beside: Any) -> dict[str, Any]:
@@ -75,7 +90,13 @@ def chart(rows: Sequence[dict[str, Any]], mark: str = "point", **beside: Any) ->
 
 def measured(strategies: Sequence[str] = STRATEGIES) -> list[dict[str, Any]]:
     return [
-        {"label": f"{strategy} {kind}", "strategy": strategy, "checkpointing": kind, "peak": 90.0 - i, "speed": 10.0 * i}
+        {
+            "label": f"{strategy} {kind}",
+            "strategy": strategy,
+            "checkpointing": kind,
+            "peak": 90.0 - i,
+            "speed": 10.0 * i,
+        }
         for i, (strategy, kind) in enumerate((s, k) for s in strategies for k in ("none", "full"))
     ]
 
@@ -101,7 +122,9 @@ def every_kind() -> list[Section]:
     mixed = Grid(["cell", "value"], [[f"row {i}", text] for i, text in enumerate(NUMBERS)], caption="Every form")
     return [
         Section("Comparison", [values(rows), Prose("× is the value over that of ddp.")]),
-        Section("Charts", [points, bars], [Section("Numbers", [mixed]), Section("Numbers", [Prose("Twice one title.")])]),
+        Section(
+            "Charts", [points, bars], [Section("Numbers", [mixed]), Section("Numbers", [Prose("Twice one title.")])]
+        ),
         Section("Failures", [Bullets([("zero3 full", "out of memory"), ("", "no name")]), Grid(["a"], [["one row"]])]),
     ]
 

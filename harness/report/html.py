@@ -124,7 +124,7 @@ def page(
 ) -> str:
     """The whole file.
 
-    library: the script of Vega-Embed, which sets `vegaEmbed`. config: Vega-Lite's, light and dark. svgs: of pictures by
+    library: a script that sets `vegaEmbed`. config: Vega-Lite's, light and dark. svgs: of pictures by
     their names, shown where scripts are off.
     """
     headings = _headings(sections, 2, {"top", "main", "contents", "axes", "filter"})
@@ -137,7 +137,7 @@ def page(
     }
     style, script = (_source(name) for name in ("page.css", "page.js"))
     library = _script(library)
-    return _template().render(
+    made = _template().render(
         title=title,
         headings=headings,
         explored=explored,
@@ -160,6 +160,7 @@ def page(
             )
         ),
     )
+    return made.lstrip()
 
 
 def _headings(sections: Sequence[Section], level: int, taken: set[str]) -> list[_Heading]:

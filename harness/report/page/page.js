@@ -191,12 +191,28 @@
     ast: true, // expressions by Vega's interpreter: the page's policy allows no eval
     defaultStyle: false, // page.css has it; the policy allows no other style
     tooltip: { disableDefaultStyle: true },
-    logLevel: 1, // errors; Vega-Lite warns of bars of fixed height in a fluid width, which is as meant
   };
 
-  // On a phone a legend to the right would leave the chart no room.
+  // Where there is little room a legend is a column above or below the chart.
   const NARROW = 500;
-  const BELOW = { orient: "bottom", columns: 2 };
+
+  function fitted(spec, width) {
+    if (width >= NARROW) return spec;
+    const legend = (given) => ({ ...given, columns: 1, orient: given.orient === "top" ? "top" : "bottom" });
+    return JSON.parse(JSON.stringify(spec), (key, value) => {
+      if (key === "legend" && value) return legend(value);
+      if (key === "color" && value?.field && value.legend === undefined) return { ...value, legend: legend({}) };
+      return value;
+    });
+  }
+
+  // What Vega-Lite makes of the width "container". Asked for it, it warns of every chart whose bars have a fixed height.
+  function container(spec) {
+    const { width, ...rest } = spec;
+    const update = `isFinite(containerSize()[0]) ? containerSize()[0] : ${Number(width) || 400}`;
+    const signal = { name: "width", init: update, on: [{ update, events: "window:resize" }] };
+    return { ...rest, autosize: { type: "fit-x", contains: "padding" }, signals: [...(spec.signals ?? []), signal] };
+  }
 
   const hide = (view) => view.signal("hidden", [...hidden]).runAsync();
 
@@ -208,13 +224,11 @@
       chart.view?.finalize();
       chart.view = null;
       try {
-        const spec = chart.spec();
-        const fluid = spec.usermeta?.fluid ? { width: "container", autosize: { type: "fit-x", contains: "padding" } } : {};
-        const given = DATA.config[chart.dark ? 1 : 0];
-        const config = box.clientWidth < NARROW ? { ...given, legend: { ...given.legend, ...BELOW } } : given;
-        const { view } = await vegaEmbed(box, { ...spec, ...fluid }, { ...OPTIONS, config });
-        chart.view = view;
-        if (hidden.size) await hide(view);
+        const spec = fitted(chart.spec(), box.clientWidth);
+        const fluid = spec.usermeta?.fluid;
+        const options = { ...OPTIONS, config: DATA.config[chart.dark ? 1 : 0], ...(fluid && { patch: container }) };
+        chart.view = (await vegaEmbed(box, { ...spec, ...(fluid && { autosize: "pad" }) }, options)).view;
+        if (hidden.size) await hide(chart.view);
       } catch (error) {
         box.replaceChildren(made("p", { className: "note" }, `This chart could not be drawn: ${error.message}`));
       }
@@ -280,11 +294,12 @@
       const exact = { type: "quantitative", format: ",.6~r" };
       // All values of the column, so that a colour stays when others are hidden.
       const domain = [...new Set(rows.map((row) => row[colour]))];
-      const legend = { orient: "bottom", columns: Math.max(1, Math.floor(box.clientWidth / 160)), symbolLimit: 0 };
+      const legend = { orient: "bottom", columns: Math.max(1, Math.floor(box.clientWidth / 170)), symbolLimit: 0 };
       const colours = { field: colour, type: "nominal", title: words[colour], scale: { domain }, legend };
       return {
         usermeta: { fluid: true },
         height: 360,
+        width: 600,
         data: { values: known },
         params: [{ name: "hidden", value: [] }],
         transform: [{ filter: "indexof(hidden, datum.strategy) < 0" }],
