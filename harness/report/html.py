@@ -76,10 +76,10 @@ def explored(view: View) -> Explored | None:
     words = {name: title for name, title in _WORDS.items() if name == "strategy" or len(c.known(table, name)) > 1}
     labels, strategies = c.values(table, "label"), [value or "" for value in c.values(table, "strategy")]
     texts = {name: [printable(value or "") for value in c.values(table, name)] for name in words}
-    rows = [
-        {"label": printable(label)} | {name: values[i] for name, values in (texts | columns).items()}
-        for i, label in enumerate(labels)
-    ]
+    rows: list[dict[str, str | float | None]] = []
+    for i, label in enumerate(labels):
+        said = {name: values[i] for name, values in texts.items()}
+        rows.append({"label": printable(label), **said, **{name: values[i] for name, values in columns.items()}})
     told = [name for name in words if name != "strategy"]  # the label says the strategy
     header = ["run", *(words[name] for name in told), *numbers.values()]
     cells = [[labels[i], *(texts[n][i] for n in told), *(shown[n][i] for n in numbers)] for i in range(len(labels))]

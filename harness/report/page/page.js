@@ -191,6 +191,7 @@
     ast: true, // expressions by Vega's interpreter: the page's policy allows no eval
     defaultStyle: false, // page.css has it; the policy allows no other style
     tooltip: { disableDefaultStyle: true },
+    logLevel: 1, // errors: of a chart whose strategies are all hidden Vega warns that its axes have no extent
   };
 
   // Where there is little room a legend is a column above or below the chart.
@@ -227,10 +228,10 @@
         const spec = fitted(chart.spec(), box.clientWidth);
         const fluid = spec.usermeta?.fluid;
         const options = { ...OPTIONS, config: DATA.config[chart.dark ? 1 : 0], ...(fluid && { patch: container }) };
-        chart.view = (await vegaEmbed(box, { ...spec, ...(fluid && { autosize: "pad" }) }, options)).view;
+        chart.view = (await vegaEmbed(box.firstChild, { ...spec, ...(fluid && { autosize: "pad" }) }, options)).view;
         if (hidden.size) await hide(chart.view);
       } catch (error) {
-        box.replaceChildren(made("p", { className: "note" }, `This chart could not be drawn: ${error.message}`));
+        box.firstChild.replaceChildren(made("p", { className: "note" }, `This chart could not be drawn: ${error.message}`));
       }
     });
   }
@@ -251,6 +252,7 @@
       const spec = DATA.charts[box.dataset.chart];
       drawn.set(box, { spec: spec ? () => spec : explorer(box) });
       box.hidden = false;
+      box.append(made("div", { ariaHidden: "true" })); // the box is an image with a description, not every tick
       // Room kept, so that what is read does not jump when a chart above it is drawn.
       if (Number.isFinite(spec?.height)) box.style.minHeight = `${spec.height + 40}px`;
       near.observe(box);
@@ -258,6 +260,8 @@
   }
 
   // --- Choose axes.
+
+  const FEW = 16;
 
   function explorer(box) {
     const { rows, words, numbers } = DATA.explored;
@@ -280,7 +284,7 @@
       drawn.get(box).work.then(() => say(byId("axes-said").textContent));
     });
 
-    return () => {
+    const spec = () => {
       const { x, y, colour, "log-x": logX, "log-y": logY } = chosen();
       const drawable = (number, log) => number !== null && (!log || number > 0);
       const known = rows.filter((row) => drawable(row[x], logX) && drawable(row[y], logY));
@@ -319,8 +323,9 @@
         ],
       };
     };
+    spec(); // its caption and sentence stand there before it is drawn
+    return spec;
   }
-  const FEW = 16;
 
   // --- Paper: everything open, every chart drawn and light.
 
