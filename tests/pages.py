@@ -66,7 +66,7 @@ DESCENDING = (
 
 @cache
 def library() -> str:
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", "6.4")
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def chart(rows: Sequence[dict[str, Any]], mark: str = "point", **beside: Any) -> dict[str, Any]:

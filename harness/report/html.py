@@ -76,10 +76,10 @@ def explored(view: View) -> Explored | None:
     words = {name: title for name, title in _WORDS.items() if name == "strategy" or len(c.known(table, name)) > 1}
     labels, strategies = c.values(table, "label"), [value or "" for value in c.values(table, "strategy")]
     texts = {name: [printable(value or "") for value in c.values(table, name)] for name in words}
-    rows = [
-        {"label": printable(label)} | {name: values[i] for name, values in (texts | columns).items()}
-        for i, label in enumerate(labels)
-    ]
+    rows: list[dict[str, str | float | None]] = []
+    for i, label in enumerate(labels):
+        said = {name: values[i] for name, values in texts.items()}
+        rows.append({"label": printable(label), **said, **{name: values[i] for name, values in columns.items()}})
     told = [name for name in words if name != "strategy"]  # the label says the strategy
     header = ["run", *(words[name] for name in told), *numbers.values()]
     cells = [[labels[i], *(texts[n][i] for n in told), *(shown[n][i] for n in numbers)] for i in range(len(labels))]
@@ -124,7 +124,7 @@ def page(
 ) -> str:
     """The whole file.
 
-    library: the script of Vega-Embed, which sets `vegaEmbed`. config: Vega-Lite's, light and dark. svgs: of pictures by
+    library: a script that sets `vegaEmbed`. config: Vega-Lite's, light and dark. svgs: of pictures by
     their names, shown where scripts are off.
     """
     headings = _headings(sections, 2, {"top", "main", "contents", "axes", "filter"})
@@ -137,7 +137,7 @@ def page(
     }
     style, script = (_source(name) for name in ("page.css", "page.js"))
     library = _script(library)
-    return _template().render(
+    made = _template().render(
         title=title,
         headings=headings,
         explored=explored,
@@ -160,6 +160,7 @@ def page(
             )
         ),
     )
+    return made.lstrip()
 
 
 def _headings(sections: Sequence[Section], level: int, taken: set[str]) -> list[_Heading]:

@@ -191,12 +191,29 @@
     ast: true, // expressions by Vega's interpreter: the page's policy allows no eval
     defaultStyle: false, // page.css has it; the policy allows no other style
     tooltip: { disableDefaultStyle: true },
-    logLevel: 1, // errors; Vega-Lite warns of bars of fixed height in a fluid width, which is as meant
+    logLevel: 1, // errors: of a chart whose strategies are all hidden Vega warns that its axes have no extent
   };
 
-  // On a phone a legend to the right would leave the chart no room.
+  // Where there is little room a legend is a column above or below the chart.
   const NARROW = 500;
-  const BELOW = { orient: "bottom", columns: 2 };
+
+  function fitted(spec, width) {
+    if (width >= NARROW) return spec;
+    const legend = (given) => ({ ...given, columns: 1, orient: given.orient === "top" ? "top" : "bottom" });
+    return JSON.parse(JSON.stringify(spec), (key, value) => {
+      if (key === "legend" && value) return legend(value);
+      if (key === "color" && value?.field && value.legend === undefined) return { ...value, legend: legend({}) };
+      return value;
+    });
+  }
+
+  // What Vega-Lite makes of the width "container". Asked for it, it warns of every chart whose bars have a fixed height.
+  function container(spec) {
+    const { width, ...rest } = spec;
+    const update = `isFinite(containerSize()[0]) ? containerSize()[0] : ${Number(width) || 400}`;
+    const signal = { name: "width", init: update, on: [{ update, events: "window:resize" }] };
+    return { ...rest, autosize: { type: "fit-x", contains: "padding" }, signals: [...(spec.signals ?? []), signal] };
+  }
 
   const hide = (view) => view.signal("hidden", [...hidden]).runAsync();
 
@@ -208,15 +225,13 @@
       chart.view?.finalize();
       chart.view = null;
       try {
-        const spec = chart.spec();
-        const fluid = spec.usermeta?.fluid ? { width: "container", autosize: { type: "fit-x", contains: "padding" } } : {};
-        const given = DATA.config[chart.dark ? 1 : 0];
-        const config = box.clientWidth < NARROW ? { ...given, legend: { ...given.legend, ...BELOW } } : given;
-        const { view } = await vegaEmbed(box, { ...spec, ...fluid }, { ...OPTIONS, config });
-        chart.view = view;
-        if (hidden.size) await hide(view);
+        const spec = fitted(chart.spec(), box.clientWidth);
+        const fluid = spec.usermeta?.fluid;
+        const options = { ...OPTIONS, config: DATA.config[chart.dark ? 1 : 0], ...(fluid && { patch: container }) };
+        chart.view = (await vegaEmbed(box.firstChild, { ...spec, ...(fluid && { autosize: "pad" }) }, options)).view;
+        if (hidden.size) await hide(chart.view);
       } catch (error) {
-        box.replaceChildren(made("p", { className: "note" }, `This chart could not be drawn: ${error.message}`));
+        box.firstChild.replaceChildren(made("p", { className: "note" }, `This chart could not be drawn: ${error.message}`));
       }
     });
   }
@@ -237,6 +252,7 @@
       const spec = DATA.charts[box.dataset.chart];
       drawn.set(box, { spec: spec ? () => spec : explorer(box) });
       box.hidden = false;
+      box.append(made("div", { ariaHidden: "true" })); // the box is an image with a description, not every tick
       // Room kept, so that what is read does not jump when a chart above it is drawn.
       if (Number.isFinite(spec?.height)) box.style.minHeight = `${spec.height + 40}px`;
       near.observe(box);
@@ -244,6 +260,8 @@
   }
 
   // --- Choose axes.
+
+  const FEW = 16;
 
   function explorer(box) {
     const { rows, words, numbers } = DATA.explored;
@@ -266,7 +284,7 @@
       drawn.get(box).work.then(() => say(byId("axes-said").textContent));
     });
 
-    return () => {
+    const spec = () => {
       const { x, y, colour, "log-x": logX, "log-y": logY } = chosen();
       const drawable = (number, log) => number !== null && (!log || number > 0);
       const known = rows.filter((row) => drawable(row[x], logX) && drawable(row[y], logY));
@@ -280,11 +298,12 @@
       const exact = { type: "quantitative", format: ",.6~r" };
       // All values of the column, so that a colour stays when others are hidden.
       const domain = [...new Set(rows.map((row) => row[colour]))];
-      const legend = { orient: "bottom", columns: Math.max(1, Math.floor(box.clientWidth / 160)), symbolLimit: 0 };
+      const legend = { orient: "bottom", columns: Math.max(1, Math.floor(box.clientWidth / 170)), symbolLimit: 0 };
       const colours = { field: colour, type: "nominal", title: words[colour], scale: { domain }, legend };
       return {
         usermeta: { fluid: true },
         height: 360,
+        width: 600,
         data: { values: known },
         params: [{ name: "hidden", value: [] }],
         transform: [{ filter: "indexof(hidden, datum.strategy) < 0" }],
@@ -304,8 +323,9 @@
         ],
       };
     };
+    spec(); // its caption and sentence stand there before it is drawn
+    return spec;
   }
-  const FEW = 16;
 
   // --- Paper: everything open, every chart drawn and light.
 
