@@ -136,6 +136,16 @@ def test_settings_are_not_mixed() -> None:
     assert set(SAID[:-2]) <= {text.replace("ddp fp32", "ddp") for text in said}
 
 
+def test_speeds_of_unknown_spread_are_not_told() -> None:
+    entries = example()
+    for record in entries:
+        record["row"] |= {"step_seconds_spread": None, "repeat": 0}
+    entries = [entries[0], entries[3], entries[6], entries[9]]
+    said = " ".join(texts(findings(View("unsure", entries))))
+    assert "tokens/s" not in said and "speed" not in said and "60 % of ddp's peak" in said
+    assert "too few steps were timed" in " ".join(texts(limits(View("unsure", entries))))
+
+
 def test_nothing_to_say_is_no_section_and_one_run_says_nothing_of_others() -> None:
     assert findings(View("none", [])) == limits(View("none", [])) == []
     assert texts(findings(View("one", example()[:1]))) == [
@@ -149,7 +159,10 @@ def test_nothing_to_say_is_no_section_and_one_run_says_nothing_of_others() -> No
 def test_the_front_is_what_nothing_beats_in_both() -> None:
     sizes = itertools.product((1000.0, 2000.0, 3000.0), (10, 20, 30))
     made = [
-        record_of(row(n, f"s{n}", "torch", 0, tokens_per_second=speed, peak_allocated_bytes=peak * MIB))
+        record_of(
+            row(n, f"s{n}", "torch", 0, tokens_per_second=speed, peak_allocated_bytes=peak * MIB)
+            | {"step_seconds_spread": 0.0}
+        )
         for n, (speed, peak) in enumerate(sizes)
     ]
     for chosen in itertools.combinations(made, 4):
@@ -194,8 +207,12 @@ def test_the_best_is_of_one_setting_and_world_and_never_alone() -> None:
     assert all(len(positions) <= 2 for positions in found.values())
     single = [record for record in records() if record["row"]["strategy"] == "single"]
     assert best(View("alone", single)) == {}
-    positions = best(View("ten", records()))["tokens_per_second"]  # 16,000 against 12,345.6
-    assert [records()[position]["row"]["strategy"] for position in positions] == ["ddp"]
+    entries = records()
+    assert "tokens_per_second" not in best(View("ten", entries))  # how sure the speeds are is not known
+    for record in entries:
+        record["row"]["step_seconds_spread"] = 0.01
+    positions = best(View("ten", entries))["tokens_per_second"]  # 16,000 against 12,345.6
+    assert [entries[position]["row"]["strategy"] for position in positions] == ["ddp"]
 
 
 def test_any_column_is_a_pivot() -> None:

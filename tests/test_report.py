@@ -302,7 +302,7 @@ def test_every_axis_is_a_column_and_tells_rows_apart_alone() -> None:
         assert len(set(values(frame(alike), "label"))) == 2 and VARYING[name] in columns_of(alike), name
     config = composed("strategy=tp_pp", "checkpointing=every_n", "checkpointing.every=2")
     made = configured(config, resolve(config.strategy, 4)).keys()
-    others = {"name", "parameters", "strategy", "checkpointing", "grad_accumulation"}
+    others = {"name", "strategy", "checkpointing", "grad_accumulation"}
     assert made - others == VARYING.keys() - {"measured_on", "otherwise"}
 
 

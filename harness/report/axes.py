@@ -10,6 +10,7 @@ from harness.records import Record, Row
 # Shown as columns where they vary over the rows, else said once: column and its header.
 VARYING = {
     "model": "model",
+    "parameters": "parameters",
     "engine": "engine",
     "precision": "precision",
     "world_size": "world",
@@ -70,11 +71,15 @@ def flattened(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def plain(value: Any) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) and value >= 10**5 else str(value)
 
 
 def told(name: str, value: Any) -> str:
     """A value of a column among others."""
+    if name == "parameters":
+        return f"{value / 1e6:.3g}M" if value >= 10**5 else f"{value} parameters"
     return str(value) if name in _SAYS_WHAT_IT_IS else f"{VARYING[name]} {plain(value)}"
 
 
@@ -108,6 +113,9 @@ def labels(rows: Sequence[Row], varying: Sequence[str], otherwise: Sequence[str 
     for name, row in zip(found, rows, strict=True):
         groups.setdefault(name, []).append(row)
     differing = {name: [key for key in varying if _differ(alike, key)] for name, alike in groups.items()}
+    for keys in differing.values():
+        if "model" in keys and "parameters" in keys:
+            keys.remove("parameters")  # the name says it
     found = _distinguished(found, [_details(row, differing[name]) for row, name in zip(rows, found, strict=True)])
     found = _distinguished(found, [text or "" for text in otherwise])
     return _distinguished(found, [row["run_id"] for row in rows])

@@ -41,7 +41,10 @@ def best(view: View) -> dict[str, set[int]]:
 
 
 def _leader(view: View, name: str, column: Sequence[Any], members: Sequence[int]) -> int | None:
-    """The one line that leads all others by more than its spread and theirs; an unknown spread counts as none."""
+    """The one line that leads all others by more than its spread and theirs.
+
+    A rate or time of unknown spread leads nothing; figures of memory and bytes without one are taken as they are.
+    """
     more, timed = _JUDGED[name]
     known = [position for position in members if column[position] is not None]
     if len(known) < 2:
@@ -57,6 +60,8 @@ def _leads(view: View, name: str, column: Sequence[Any], first: int, other: int,
     if mine == its:
         return False
     own, theirs = (_spread(view, name, position, timed) for position in (first, other))
+    if timed and (own is None or theirs is None):
+        return False
     return not is_unsettled(mine / its if its else None, own, theirs)
 
 

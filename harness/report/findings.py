@@ -107,10 +107,14 @@ def _sentences(
     lines: Sequence[Line], found: Sequence[Claim], fits_in: int | None, in_full: bool = True
 ) -> Iterator[str]:
     by_speed = sorted(lines, key=lambda line: -line.speed)
-    yield _fastest(by_speed)
+    if len(lines) > 1 and all(_timed(line) for line in lines):
+        yield _fastest(by_speed)
     if all(line.peak is not None for line in lines):
         yield _smallest(lines, by_speed[0])
-        yield from [_fitting(lines, fits_in)] if fits_in is not None else _ladder(_front(lines))
+        if fits_in is not None:
+            yield _fitting(lines, fits_in)
+        elif all(_timed(line) for line in lines):
+            yield from _ladder(_front(lines))
     if in_full:
         yield from _against_baseline(lines, found)
         yield from itertools.islice(_checkpointing(lines), _MOST_LINES)
@@ -134,6 +138,11 @@ def _fastest(by_speed: Sequence[Line]) -> str:
     )
 
 
+def _timed(line: Line) -> bool:
+    """Whether the speed is of enough steps or runs to tell how sure it is."""
+    return spread(line.row) is not None
+
+
 def _unsettled(line: Line, other: Line) -> bool:
     return is_unsettled(line.speed / other.speed, spread(line.row), spread(other.row))
 
@@ -146,6 +155,8 @@ def _spread_text(line: Line) -> str:
 def _smallest(lines: Sequence[Line], fastest: Line) -> str:
     small = min(lines, key=lambda line: (line.peak or 0, -line.speed))
     text = f"{small.label} needs the least memory: {c.bytes_text(small.peak or 0)} at the peak of its fullest rank"
+    if not (_timed(small) and _timed(fastest)):
+        return text + "."
     if small is fastest:
         return text + ", the fastest too."
     return (
@@ -181,6 +192,8 @@ def _fitting(lines: Sequence[Line], fits_in: int) -> str:
     if not fitting:
         least = min(line.peak or 0 for line in lines)
         return f"Nothing measured here fits in {limit}: the least is {c.bytes_text(least)}."
+    if not all(_timed(line) for line in fitting):
+        return f"{len(fitting)} of {len(lines)} fit in {limit}: {listed([line.label for line in fitting])}."
     first, *others = sorted(fitting, key=lambda line: -line.speed)
     rivals = [line.label for line in others if _unsettled(line, first)]
     text = f"Of the {len(fitting)} of {len(lines)} that fit in {limit}, {first.label} is fastest: {first.fast} in"
@@ -200,11 +213,13 @@ def _against_baseline(lines: Sequence[Line], found: Sequence[Claim]) -> Iterator
         parts = []
         if line.peak is not None and base.peak:
             parts.append(f"holds {_share(line.peak, base.peak)} of {base.label}'s peak")
-        parts.append(f"runs at {_times(line, base)} of its tokens/s")
+        if _timed(line) and _timed(base):
+            parts.append(f"runs at {_times(line, base)} of its tokens/s")
         sent, its = line.row.get("communication_bytes"), base.row.get("communication_bytes")
         if sent is not None and its:
             parts.append(f"sends {sent / its:.2f} × its bytes{_paper(line, found)}")
-        yield f"{line.label} {listed(parts)}."
+        if parts:
+            yield f"{line.label} {listed(parts)}."
     if len(plain) > _MOST_LINES:
         yield f"The tables have {len(plain) - _MOST_LINES} more."
 
@@ -231,7 +246,8 @@ def _checkpointing(lines: Sequence[Line]) -> Iterator[str]:
         if line.peak is not None and plain.peak:
             parts.append(f"{percent(1 - line.peak / plain.peak)} off the peak")
         if parts:
-            yield f"Checkpointing {kind} takes {listed(parts)} of {plain.label}, and {_cost(line, plain)}."
+            cost = f", and {_cost(line, plain)}" if _timed(line) and _timed(plain) else ""
+            yield f"Checkpointing {kind} takes {listed(parts)} of {plain.label}{cost}."
 
 
 def _cost(line: Line, plain: Line) -> str:

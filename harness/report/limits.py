@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from harness.records import Record
 from harness.report import comparison as c
 from harness.report.document import Bullets, Section, section
+from harness.report.spread import spread
 from harness.report.view import View
 
 _MOST_NAMES = 8  # of lines that are told one by one
@@ -50,6 +51,8 @@ def _repeats(view: View) -> Iterator[str]:
     elif alone:
         labels = _labels(view, alone)
         yield f"One run alone stands for {labels}: its spread is of its steps (repeats=3)."
+    if any(spread(line["row"]) is None for line in ok):
+        yield "Of some lines too few steps were timed to tell how sure their speed is: sentences leave it out."
     unsettled = [label for label, open_ in _pairs(view, "unsettled") if open_]
     if unsettled:
         yield f"The spreads leave open whether faster or slower than what they are held against: {_some(unsettled)}."
