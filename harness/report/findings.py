@@ -229,7 +229,7 @@ def _paper(line: Line, found: Sequence[Claim]) -> str:
     claim = next((one for one in found if one.label == line.label and one.claim.startswith(_VOLUME)), None)
     if claim is None:
         return ""
-    return f", as the paper says ({claim.limit})" if claim.agrees else f"; the paper says {claim.expected:.2f} × here"
+    return ", as the paper says" if claim.agrees else f"; the paper says {claim.expected:.2f} ×"
 
 
 def _checkpointing(lines: Sequence[Line]) -> Iterator[str]:
