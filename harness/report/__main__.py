@@ -25,7 +25,7 @@ def report(folders: Sequence[Path], to: Path | None, pivot: str | None, fits_in:
 
     Raises UserError for a folder without a single readable run, and for a pivot that is no column.
     """
-    limit = None if fits_in is None else bytes_of(fits_in)
+    limit = None if fits_in is None else bytes_of(fits_in, "--fits-in")
     view = together([(folder, _read(folder)) for folder in folders])
     if pivot is not None and pivot not in view.table:
         raise UserError(f"--pivot={pivot} is no column of these runs: choose one that runs.csv has, such as world_size")

@@ -58,12 +58,10 @@ def findings(view: View, fits_in: int | None = None) -> list[Section]:
     """
     groups = _groups(view)
     told = sorted(groups.values(), key=len, reverse=True)[:_MOST_GROUPS]
-    spoken_of = [line for lines in told for line in lines]
-    found = claims([line.record for line in spoken_of], [line.label for line in spoken_of])
     parts: list[Part] = [*_bullets([*across.wall(view), *across.scaling(view)])]
-    for place, lines in enumerate(told):
-        parts += [Prose(_heading(lines, groups))] if len(groups) > 1 else []
-        parts += _bullets(_sentences(lines, found, fits_in, in_full=place == 0))
+    for place, records in enumerate(told):
+        parts += [Prose(_heading(records, groups))] if len(groups) > 1 else []
+        parts += _bullets(_sentences(_lines(records), fits_in, in_full=place == 0))
     untold = len(groups) - len(told)
     parts += [Prose(f"{c.counted(untold, 'smaller group')} of comparable runs: see the tables.")] if untold else []
     return section("In short", *parts, *_bullets([*across.predictions(view), *across.failures(view)]))
@@ -74,19 +72,24 @@ def _bullets(sentences: Iterable[str]) -> list[Bullets]:
     return [Bullets(items)] if items else []
 
 
-def _groups(view: View) -> dict[tuple[Any, ...], list[Line]]:
-    """Lines that a reader may choose between: of one setting, as many ranks, one machine's count of them."""
-    found: dict[tuple[Any, ...], list[Line]] = {}
-    labels, bases = c.values(view.middles, "label"), c.values(view.middles, "baseline")
-    for line, label, baseline in zip(view.lines, labels, bases, strict=True):
+def _groups(view: View) -> dict[tuple[Any, ...], list[Record]]:
+    """Lines that a reader may choose between: of one setting on as many ranks."""
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for line in view.lines:
         row = line["row"]
         if row["status"] == "ok" and row.get("tokens_per_second"):
-            key = (*c.setting(row), row.get("world_size"))
-            found.setdefault(key, []).append(Line(label, line, baseline))
+            found.setdefault((*c.setting(row), row.get("world_size")), []).append(line)
     return {key: lines for key, lines in found.items() if len(lines) > 1}
 
 
-def _heading(lines: Sequence[Line], groups: dict[tuple[Any, ...], list[Line]]) -> str:
+def _lines(records: Sequence[Record]) -> list[Line]:
+    """By labels that tell them apart among themselves."""
+    table = c.frame(records)
+    named = zip(c.values(table, "label"), records, c.values(table, "baseline"), strict=True)
+    return [Line(label, record, baseline) for label, record, baseline in named]
+
+
+def _heading(lines: Sequence[Record], groups: dict[tuple[Any, ...], list[Record]]) -> str:
     """What sets the group apart from the others."""
     shown = {
         "model": "{}",
@@ -97,15 +100,13 @@ def _heading(lines: Sequence[Line], groups: dict[tuple[Any, ...], list[Line]]) -
         "measured_on": "on {}",
         "world_size": "{} ranks",
     }
-    differing = [name for name in shown if len({group[0].row.get(name) for group in groups.values()}) > 1]
-    row = lines[0].row
+    differing = [name for name in shown if len({group[0]["row"].get(name) for group in groups.values()}) > 1]
+    row = lines[0]["row"]
     known = [shown[name].format(row[name]) for name in differing if row.get(name) is not None]
     return f"Of {', '.join(known) or 'a further setting'}:"
 
 
-def _sentences(
-    lines: Sequence[Line], found: Sequence[Claim], fits_in: int | None, in_full: bool = True
-) -> Iterator[str]:
+def _sentences(lines: Sequence[Line], fits_in: int | None, in_full: bool = True) -> Iterator[str]:
     by_speed = sorted(lines, key=lambda line: -line.speed)
     if len(lines) > 1 and all(_timed(line) for line in lines):
         yield _fastest(by_speed)
@@ -116,6 +117,7 @@ def _sentences(
         elif all(_timed(line) for line in lines):
             yield from _ladder(_front(lines))
     if in_full:
+        found = claims([line.record for line in lines], [line.label for line in lines])
         yield from _against_baseline(lines, found)
         yield from itertools.islice(_checkpointing(lines), _MOST_LINES)
         yield from _bubbles(lines)
