@@ -73,11 +73,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("name folders to report, or two to --compare")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal of few letters still gets its table
-    gc.disable()  # thousands of records would be gone through again and again, and nothing of them is garbage
     if chosen.compare:
         return exit_status(lambda: compare(*chosen.compare))
     return exit_status(lambda: report(chosen.folders, chosen.to, chosen.pivot, chosen.fits_in))
 
 
 if __name__ == "__main__":
+    gc.disable()  # thousands of records would be gone through again and again, and nothing of them is garbage
     sys.exit(main())
