@@ -113,6 +113,7 @@
     const texts = rows.map((row) => row.textContent.toLowerCase());
     const input = made("input", { type: "search", autocomplete: "off", spellcheck: false });
     const count = made("span", { className: "count" });
+    const find = made("div", { className: "find" });
     const show = () => {
       const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
       let shown = 0;
@@ -120,13 +121,15 @@
         row.hidden = hidden.has(row.dataset.strategy) || !words.every((word) => texts[i].includes(word));
         shown += !row.hidden;
       });
+      find.classList.toggle("some", shown < rows.length);
       count.textContent = shown === rows.length ? `${shown} rows` : `${shown} of ${rows.length} rows`;
     };
     input.addEventListener("input", () => { show(); say(count.textContent); });
     if (rows.length > MANY) {
       const name = made("span", { className: "unseen" }, ` in ${table.caption.textContent}`);
       const label = made("label", {}, made("span", {}, "Rows with", name), input);
-      table.closest(".table").prepend(made("div", { className: "find" }, label, count));
+      find.append(label, count);
+      table.closest(".table").prepend(find);
     }
     show();
     tables.push(show);
@@ -300,6 +303,13 @@
       const domain = [...new Set(rows.map((row) => row[colour]))];
       const legend = { orient: "bottom", columns: Math.max(1, Math.floor(box.clientWidth / 170)), symbolLimit: 0 };
       const colours = { field: colour, type: "nominal", title: words[colour], scale: { domain }, legend };
+      const ends = [Math.min, Math.max].map((end) => end(...known.map((row) => row[x])));
+      const middle = logX ? Math.sqrt(ends[0] * ends[1]) : (ends[0] + ends[1]) / 2;
+      const name = (align, dx, where) => ({
+        transform: [{ filter: { field: x, ...where } }],
+        mark: { type: "text", align, dx, limit: 160 },
+        encoding: { text: { field: "label" } },
+      });
       return {
         usermeta: { fluid: true },
         height: 360,
@@ -316,10 +326,8 @@
               tooltip: [told("label"), told(colour), told(x, exact), told(y, exact)],
             },
           },
-          // Names beside points, as long as they do not cover each other.
-          ...(known.length <= FEW
-            ? [{ mark: { type: "text", align: "left", dx: 8, limit: 160 }, encoding: { text: { field: "label" } } }]
-            : []),
+          // Names beside points, to the side where there is room, as long as they do not cover each other.
+          ...(known.length <= FEW ? [name("left", 8, { lte: middle }), name("right", -8, { gt: middle })] : []),
         ],
       };
     };
