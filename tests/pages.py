@@ -125,7 +125,13 @@ def every_kind() -> list[Section]:
         Section(
             "Charts", [points, bars], [Section("Numbers", [mixed]), Section("Numbers", [Prose("Twice one title.")])]
         ),
-        Section("Failures", [Bullets([("zero3 full", "out of memory"), ("", "no name")]), Grid(["a"], [["one row"]])]),
+        Section(
+            "Failures",
+            [
+                Bullets([("zero3 full", "out of memory"), ("", "no name")]),
+                Grid(["", "value"], [["torch", "2.11"], ["numpy", "2.3"]], 2),
+            ],
+        ),
     ]
 
 

@@ -21,11 +21,7 @@
   const PREFIX = "#view?";
   const asked = new URLSearchParams(location.hash.startsWith(PREFIX) ? location.hash.slice(PREFIX.length) : "");
 
-  function remember(changes) {
-    for (const [name, value] of Object.entries(changes)) {
-      if (value === "" || value === false) asked.delete(name);
-      else asked.set(name, value === true ? "1" : value);
-    }
+  function remember() {
     try {
       history.replaceState(null, "", asked.size ? PREFIX + asked : location.pathname + location.search);
     } catch { /* A browser may refuse this to files, or when it is done often: then the address stays. */ }
@@ -35,27 +31,24 @@
 
   function isDark() {
     const theme = document.documentElement.dataset.theme;
-    return !printing && (theme ? theme === "dark" : dark.matches);
+    return !printing && (theme === "auto" ? dark.matches : theme === "dark");
   }
 
   function themes() {
-    let kept = "auto";
-    try { kept = localStorage.getItem("theme") ?? "auto"; } catch { /* Files may have no storage. */ }
-    const choose = (theme) => {
-      if (theme === "auto") delete document.documentElement.dataset.theme;
-      else document.documentElement.dataset.theme = theme;
-    };
+    let kept = null;
+    try { kept = localStorage.getItem("report-theme"); } catch { /* Files may have no storage. */ }
+    if (!["light", "dark"].includes(kept)) kept = "auto";
+    const choose = (theme) => { document.documentElement.dataset.theme = theme; };
     for (const input of all("input[name=theme]")) {
       input.checked = input.value === kept;
       input.addEventListener("change", () => {
         choose(input.value);
-        try { localStorage.setItem("theme", input.value); } catch { /* As above. */ }
+        try { localStorage.setItem("report-theme", input.value); } catch { /* As above. */ }
         redraw();
       });
     }
-    choose(["light", "dark"].includes(kept) ? kept : "auto");
+    choose(kept);
     dark.addEventListener("change", redraw);
-    document.querySelector(".theme").hidden = false;
   }
 
   // --- Tables.
@@ -63,15 +56,12 @@
   const MANY = 5; // rows from which on a text filter helps
   const tables = [];
 
-  function cellText(cell) {
-    const copy = cell.cloneNode(true);
-    all(".mark, .unseen", copy).forEach((mark) => mark.remove());
-    return copy.textContent.trim();
-  }
+  // Without the marks behind it.
+  const cellText = (cell) => (cell.querySelector(".long") ?? cell).firstChild?.data?.trim() ?? "";
 
-  // A cell's number: 1,234.5 and 0.83~ and "12 (3)" and "12 %"; <0.01 lies between 0 and 0.01; NaN where it is text.
+  // A cell's number: 1,234.5 and "12 (3)" and "12 %"; <0.01 lies between 0 and 0.01; NaN where it is text.
   function number(text) {
-    const found = /^(<?)\s*([-−+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(?:[~%×]|\(.*\)|\s)*$/i.exec(text);
+    const found = /^(<?)\s*([-−+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(?:[%×]|\(.*\)|\s)*$/i.exec(text);
     if (!found) return NaN;
     const value = Number(found[2].replaceAll(",", "").replace("−", "-"));
     return found[1] ? value / 2 : value;
@@ -83,12 +73,11 @@
     const texts = new Map(rows.map((row) => [row, cellText(row.cells[column])]));
     const filled = rows.filter((row) => texts.get(row) !== "");
     const numbers = new Map(filled.map((row) => [row, number(texts.get(row))]));
-    const sign = descending ? -1 : 1;
     // Numbers before text whichever way; sort() keeps the order of equals, and the empty come last.
     filled.sort((a, b) => {
       const [m, n] = [numbers.get(a), numbers.get(b)];
       if (Number.isNaN(m) !== Number.isNaN(n)) return Number.isNaN(m) ? 1 : -1;
-      return sign * (Number.isNaN(m) ? collator.compare(texts.get(a), texts.get(b)) : m - n);
+      return (descending ? -1 : 1) * (Number.isNaN(m) ? collator.compare(texts.get(a), texts.get(b)) : m - n);
     });
     return [...filled, ...rows.filter((row) => texts.get(row) === "")];
   }
@@ -96,6 +85,7 @@
   function sortable(table, rows) {
     const heads = all("thead th", table);
     heads.forEach((head, column) => {
+      if (!head.textContent.trim()) return; // a button needs a name
       const button = made("button", { type: "button" }, ...head.childNodes);
       head.append(button);
       button.addEventListener("click", () => {
@@ -113,6 +103,7 @@
     const texts = rows.map((row) => row.textContent.toLowerCase());
     const input = made("input", { type: "search", autocomplete: "off", spellcheck: false });
     const count = made("span", { className: "count" });
+    const find = made("div", { className: "find" });
     const show = () => {
       const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
       let shown = 0;
@@ -120,13 +111,15 @@
         row.hidden = hidden.has(row.dataset.strategy) || !words.every((word) => texts[i].includes(word));
         shown += !row.hidden;
       });
+      find.classList.toggle("some", shown < rows.length);
       count.textContent = shown === rows.length ? `${shown} rows` : `${shown} of ${rows.length} rows`;
     };
     input.addEventListener("input", () => { show(); say(count.textContent); });
     if (rows.length > MANY) {
       const name = made("span", { className: "unseen" }, ` in ${table.caption.textContent}`);
       const label = made("label", {}, made("span", {}, "Rows with", name), input);
-      table.closest(".table").prepend(made("div", { className: "find" }, label, count));
+      find.append(label, count);
+      table.closest(".table").prepend(find);
     }
     show();
     tables.push(show);
@@ -150,7 +143,6 @@
     const form = byId("filter");
     if (!form) return;
     const boxes = all("input[name=strategy]", form);
-    const wanted = new Set(asked.getAll("hide"));
     const apply = () => {
       hidden.clear();
       boxes.filter((box) => !box.checked).forEach((box) => hidden.add(box.value));
@@ -163,19 +155,17 @@
       apply();
       asked.delete("hide");
       hidden.forEach((strategy) => asked.append("hide", strategy));
-      remember({});
+      remember();
       say(`${boxes.length - hidden.size} of ${boxes.length} strategies shown`);
     };
     form.addEventListener("change", changed);
-    form.addEventListener("submit", (event) => event.preventDefault());
     for (const [name, checked] of [["all", true], ["none", false]]) {
       form.elements[name].addEventListener("click", () => {
         boxes.forEach((box) => { box.checked = checked; });
         changed();
       });
     }
-    boxes.forEach((box) => { box.checked = !wanted.has(box.value); });
-    form.hidden = false;
+    boxes.forEach((box) => { box.checked = !asked.getAll("hide").includes(box.value); });
     apply();
   }
 
@@ -207,7 +197,7 @@
     });
   }
 
-  // What Vega-Lite makes of the width "container". Asked for it, it warns of every chart whose bars have a fixed height.
+  // What Vega-Lite makes of the width "container"; asked for that, it warns of charts whose bars have a fixed height.
   function container(spec) {
     const { width, ...rest } = spec;
     const update = `isFinite(containerSize()[0]) ? containerSize()[0] : ${Number(width) || 400}`;
@@ -231,7 +221,8 @@
         chart.view = (await vegaEmbed(box.firstChild, { ...spec, ...(fluid && { autosize: "pad" }) }, options)).view;
         if (hidden.size) await hide(chart.view);
       } catch (error) {
-        box.firstChild.replaceChildren(made("p", { className: "note" }, `This chart could not be drawn: ${error.message}`));
+        const note = `This chart could not be drawn: ${error.message}`;
+        box.firstChild.replaceChildren(made("p", { className: "note" }, note));
       }
     });
   }
@@ -242,11 +233,7 @@
 
   function charts() {
     const near = new IntersectionObserver((entries) => {
-      for (const { target, isIntersecting } of entries) {
-        if (!isIntersecting) continue;
-        near.unobserve(target);
-        if (!drawn.get(target).work) draw(target);
-      }
+      for (const { target, isIntersecting } of entries) if (isIntersecting && !drawn.get(target).work) draw(target);
     }, { rootMargin: "800px" });
     for (const box of all(".chart")) {
       const spec = DATA.charts[box.dataset.chart];
@@ -261,25 +248,23 @@
 
   // --- Choose axes.
 
-  const FEW = 16;
+  const FEW = 16; // points that are named
 
   function explorer(box) {
     const { rows, words, numbers } = DATA.explored;
     const form = document.querySelector(".axes");
     const controls = [...form.elements];
     const value = (control) => (control.type === "checkbox" ? control.checked : control.value);
-    const usual = Object.fromEntries(controls.map((control) => [control.name, value(control)]));
-    usual.x = Object.keys(numbers)[1];
+    const chosen = () => Object.fromEntries(controls.map((control) => [control.name, value(control)]));
+    form.elements.x.selectedIndex = 1;
     for (const control of controls) {
-      const wanted = asked.get(control.name) ?? usual[control.name];
-      if (control.type === "checkbox") control.checked = wanted === "1";
+      const wanted = asked.get(control.name);
+      if (control.type === "checkbox") control.checked = wanted !== null;
       else if ([...control.options].some((option) => option.value === wanted)) control.value = wanted;
     }
-    const chosen = () => Object.fromEntries(controls.map((control) => [control.name, value(control)]));
-    form.addEventListener("submit", (event) => event.preventDefault());
     form.addEventListener("change", () => {
-      const now = chosen();
-      for (const name in now) remember({ [name]: now[name] === usual[name] ? "" : now[name] });
+      for (const [name, now] of Object.entries(chosen())) now ? asked.set(name, now) : asked.delete(name);
+      remember();
       draw(box);
       drawn.get(box).work.then(() => say(byId("axes-said").textContent));
     });
@@ -294,32 +279,29 @@
       const axis = (field, log) => ({
         field, type: "quantitative", title: numbers[field], scale: log ? { type: "log" } : { zero: false, padding: 12 },
       });
-      const told = (field, format) => ({ field, title: words[field] ?? numbers[field] ?? "run", ...format });
-      const exact = { type: "quantitative", format: ",.6~r" };
+      const exact = (field) => ({ field, type: "quantitative", format: ",.6~r", title: numbers[field] });
+      const tooltip = [{ field: "label", title: "run" }, { field: colour, title: words[colour] }, exact(x), exact(y)];
       // All values of the column, so that a colour stays when others are hidden.
       const domain = [...new Set(rows.map((row) => row[colour]))];
       const legend = { orient: "bottom", columns: Math.max(1, Math.floor(box.clientWidth / 170)), symbolLimit: 0 };
       const colours = { field: colour, type: "nominal", title: words[colour], scale: { domain }, legend };
+      // Names beside points, to the side where there is room, as long as they do not cover each other.
+      const ends = [Math.min, Math.max].map((end) => end(...known.map((row) => row[x])));
+      const middle = logX ? Math.sqrt(ends[0] * ends[1]) : (ends[0] + ends[1]) / 2;
+      const name = (align, dx, where) => ({
+        transform: [{ filter: { field: x, ...where } }],
+        mark: { type: "text", align, dx, limit: 160 }, encoding: { text: { field: "label" } },
+      });
+      const names = known.length <= FEW ? [name("left", 8, { lte: middle }), name("right", -8, { gt: middle })] : [];
       return {
-        usermeta: { fluid: true },
-        height: 360,
-        width: 600,
+        usermeta: { fluid: true }, width: 600, height: 360,
         data: { values: known },
         params: [{ name: "hidden", value: [] }],
         transform: [{ filter: "indexof(hidden, datum.strategy) < 0" }],
         encoding: { x: axis(x, logX), y: axis(y, logY) },
         layer: [
-          {
-            mark: { type: "point", filled: true, size: 90, opacity: 0.9 },
-            encoding: {
-              color: colours,
-              tooltip: [told("label"), told(colour), told(x, exact), told(y, exact)],
-            },
-          },
-          // Names beside points, as long as they do not cover each other.
-          ...(known.length <= FEW
-            ? [{ mark: { type: "text", align: "left", dx: 8, limit: 160 }, encoding: { text: { field: "label" } } }]
-            : []),
+          { mark: { type: "point", filled: true, size: 90, opacity: 0.9 }, encoding: { color: colours, tooltip } },
+          ...(known.length ? names : []),
         ],
       };
     };
@@ -334,10 +316,8 @@
   function toPaper() {
     if (printing) return;
     printing = true;
-    for (const details of all("details:not([open])")) {
-      details.open = true;
-      opened.push(details);
-    }
+    opened.push(...all("details:not([open])"));
+    opened.forEach((details) => { details.open = true; });
     drawn.forEach((chart, box) => { if (!chart.work || chart.dark) draw(box); });
   }
 
@@ -359,6 +339,9 @@
   strategies();
   all(".scripted").forEach((element) => { element.hidden = false; });
   if (matchMedia("(max-width: 69.99rem)").matches) all(".side details").forEach((details) => { details.open = false; });
+  // Enter in a field of a form would load the page anew; a link to another view of this page has to.
+  addEventListener("submit", (event) => event.preventDefault());
+  addEventListener("hashchange", () => { if (location.hash.startsWith(PREFIX)) location.reload(); });
   addEventListener("DOMContentLoaded", charts);
   addEventListener("beforeprint", toPaper);
   addEventListener("afterprint", fromPaper);
