@@ -131,7 +131,7 @@ def test_a_recommendation_keeps_to_its_limit(size: int, said: str) -> None:
 def test_settings_are_not_mixed() -> None:
     """Of two world sizes each has sentences of its own, and none compares across."""
     said = texts(findings(View("mixed", mixed())))
-    assert {"Of 2 ranks:", "Of 4 ranks:"} <= set(said)
+    assert {"Of world size 2:", "Of world size 4:"} <= set(said)
     other = [record_of(row(50 + n, s, "torch", 0, precision="bf16_mixed")) for n, s in enumerate(("ddp", "tp"))]
     said = texts(findings(View("both", [*example(), *other])))
     assert {"Of fp32:", "Of bf16_mixed:"} <= set(said)

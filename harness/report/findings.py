@@ -57,7 +57,7 @@ def findings(view: View, fits_in: int | None = None) -> list[Section]:
     fits_in: bytes of a device that the recommendation is for; by default one for every size of device.
     """
     groups = _groups(view)
-    told = sorted(groups.values(), key=len, reverse=True)[:_MOST_GROUPS]
+    told = sorted(groups.values(), key=_weight, reverse=True)[:_MOST_GROUPS]
     parts: list[Part] = [*_bullets([*across.wall(view), *across.scaling(view)])]
     for place, records in enumerate(told):
         parts += [Prose(_heading(records, groups))] if len(groups) > 1 else []
@@ -82,6 +82,11 @@ def _groups(view: View) -> dict[tuple[Any, ...], list[Record]]:
     return {key: lines for key, lines in found.items() if len(lines) > 1}
 
 
+def _weight(lines: Sequence[Record]) -> tuple[int, int]:
+    """The group with most lines is told first and in full, of equals the one on most ranks."""
+    return len(lines), lines[0]["row"].get("world_size") or 0
+
+
 def _lines(records: Sequence[Record]) -> list[Line]:
     """By labels that tell them apart among themselves."""
     table = c.frame(records)
@@ -98,7 +103,7 @@ def _heading(lines: Sequence[Record], groups: dict[tuple[Any, ...], list[Record]
         "global_batch": "batch {}",
         "seq_len": "sequences of {}",
         "measured_on": "on {}",
-        "world_size": "{} ranks",
+        "world_size": "world size {}",
     }
     differing = [name for name in shown if len({group[0]["row"].get(name) for group in groups.values()}) > 1]
     row = lines[0]["row"]
