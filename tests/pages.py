@@ -115,7 +115,7 @@ def drawn(rows: Sequence[dict[str, Any]]) -> Explored:
     return Explored(known, {"strategy": "strategy", "checkpointing": "checkpointing"}, numbers, values(rows))
 
 
-def every_kind() -> list[Section]:
+def every_kind(pictures: bool = True) -> list[Section]:
     rows = measured()
     points = Picture("frontier", "Speed against memory", "14 runs between 77 and 90 MiB.", chart(rows), values(rows))
     bars = Picture("bars", "Peak memory", "14 bars up to 90 MiB.", chart(rows, "bar"), values(rows))
@@ -123,7 +123,9 @@ def every_kind() -> list[Section]:
     return [
         Section("Comparison", [values(rows), Prose("× is the value over that of ddp.")]),
         Section(
-            "Charts", [points, bars], [Section("Numbers", [mixed]), Section("Numbers", [Prose("Twice one title.")])]
+            "Charts",
+            [points, bars] if pictures else [],
+            [Section("Numbers", [mixed]), Section("Numbers", [Prose("Twice one title.")])],
         ),
         Section(
             "Failures",

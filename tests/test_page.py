@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from harness.report import html
 from harness.report.document import Section
+from harness.report.view import View
 
 DRAWN = "[data-chart='{}'] svg"
 POINTS = "[aria-roledescription='point']"
@@ -35,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     written = {
         "every": html.page("every kind", pages.every_kind(), pages.drawn(rows), pages.library(), (LIGHT, DARK)),
         "hostile": html.page(HOSTILE[0], *pages.hostile(), pages.library(), (LIGHT, DARK)),
+        "tables": html.page("tables", pages.every_kind(pictures=False), None, "", (LIGHT, DARK)),
         "plain": html.page("plain", [Section("Only words", [])], None, pages.library(), (LIGHT, DARK)),
     }
     for name, text in written.items():
@@ -100,7 +102,7 @@ EVERY_FORM = "#numbers table"
 
 
 def test_sorting_orders_numbers_and_returns(opened: Opened) -> None:
-    page = opened("every")
+    page = opened("tables")
     button = page.locator(EVERY_FORM).get_by_role("button", name="value")
     head = page.locator(f"{EVERY_FORM} thead th").nth(1)
     original = [f"row {i}" for i in range(len(NUMBERS))]
@@ -121,7 +123,7 @@ def test_sorting_orders_numbers_and_returns(opened: Opened) -> None:
 
 
 def test_best_is_said_and_sorts_as_its_number(opened: Opened) -> None:
-    page = opened("every")
+    page = opened("tables")
     cell = page.locator("#comparison td", has=page.locator(".mark"))
     expect(cell).to_have_text(re.compile(r"^130◆ best$"))
     expect(cell.get_by_title("best")).to_be_visible()
@@ -130,7 +132,7 @@ def test_best_is_said_and_sorts_as_its_number(opened: Opened) -> None:
 
 
 def test_filter_counts_what_it_leaves(opened: Opened) -> None:
-    page = opened("every")
+    page = opened("tables")
     search = page.get_by_role("searchbox", name="Rows with in Comparison")
     search.fill("ZERO full")
     assert column(page, "#comparison table", 0) == ["zero1 full", "zero2 full", "zero3 full"]
@@ -378,6 +380,26 @@ def test_a_page_of_words_alone(opened: Opened) -> None:
     expect(page.get_by_role("heading", level=1)).to_have_text("plain")
     assert page.locator("script").count() == 2, "no library where nothing is drawn"
     expect(page.locator("#filter")).to_have_count(0)
+
+
+def test_what_can_be_drawn() -> None:
+    """Numbers in the unit they are shown in, the unknown as None; a number that one row knows is no axis."""
+
+    def record(strategy: str, **row: Any) -> dict[str, Any]:
+        return {"row": {"run_id": strategy, "strategy": strategy, "status": "ok", "model": "tiny"} | row}
+
+    slow = record("ddp", tokens_per_second=100.0, peak_allocated_bytes=3 * 2**20, mfu=0.5)
+    fast = record("zero1", tokens_per_second=200.0, peak_allocated_bytes=2**20)
+    failed = record("tp", status="oom")
+    made = html.explored(View("some", [slow, fast, failed]))
+    assert made is not None
+    assert made.numbers == {"tokens_per_second": "tokens a second", "peak_allocated_bytes": "peak memory, MiB"}
+    assert made.words == {"strategy": "strategy", "status": "status"}
+    assert [row["peak_allocated_bytes"] for row in made.rows] == [3, 1, None]
+    assert made.table.header == ["run", "status", "tokens a second", "peak memory, MiB"]
+    assert made.table.rows[2] == ["tp", "oom", "", ""] and made.table.strategies == ["ddp", "zero1", "tp"]
+    assert html.explored(View("one", [slow])) is None
+    assert html.explored(View("none", [])) is None
 
 
 def test_the_data_end_no_element() -> None:
