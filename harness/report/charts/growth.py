@@ -51,12 +51,7 @@ def wall(view: View) -> Picture | None:
     y = alt.Y("y:Q", title=f"peak memory ({unit.name}; × out of memory)", scale=alt.Scale(zero=True))
     tooltip = marks.tooltips(("x:Q", "parameters, millions", ",.3f"), ("exact:Q", "peak, bytes", ",d"))
     looks = marks.by_label([series.name for series in drawn])
-    layers = [
-        marks.of(measured).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
-        marks.of(measured)
-        .mark_point(filled=True, size=60)
-        .encode(x=x, y=y, tooltip=tooltip, color=looks["color"], shape=looks["shape"]),
-    ]
+    layers = marks.curves(measured, x, y, tooltip, looks)
     if limits:
         values = [{"strategy": "", "y": limit / unit.size, "shown": f"limit {c.bytes_text(limit)}"} for limit in limits]
         layers += [

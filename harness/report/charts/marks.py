@@ -171,3 +171,15 @@ def by_label(names: Sequence[str], dashes: Sequence[Sequence[int]] = ()) -> dict
         name: channel("label:N", legend=shown, scale=alt.Scale(domain=list(names), range=looks))
         for name, (channel, looks, shown) in channels.items()
     }
+
+
+def curves(
+    points: Sequence[Datum], x: alt.X, y: alt.Y, tooltip: Sequence[alt.Tooltip], looks: dict[str, Any]
+) -> list[alt.Chart]:
+    """A line a label through its points, which have the shapes of the legend."""
+    return [
+        of(points).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
+        of(points)
+        .mark_point(filled=True, size=60, opacity=1)
+        .encode(x=x, y=y, tooltip=list(tooltip), color=looks["color"], shape=looks["shape"]),
+    ]

@@ -182,12 +182,7 @@ def batches(view: View) -> Picture | None:
     y = alt.Y("y:Q", title=f"activation memory ({unit.name}; × predicted)", scale=alt.Scale(zero=True))
     tooltip = marks.tooltips(("x:Q", "micro-batch", ",d"), ("exact:Q", "measured, bytes", ",d"))
     looks = marks.by_label([series.name for series in drawn])
-    layers = [
-        marks.of(measured).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
-        marks.of(measured)
-        .mark_point(filled=True, size=60)
-        .encode(x=x, y=y, tooltip=tooltip, color=looks["color"], shape=looks["shape"]),
-    ]
+    layers = marks.curves(measured, x, y, tooltip, looks)
     if crosses:
         tooltip = marks.tooltips(("x:Q", "micro-batch", ",d"), ("exact:Q", "predicted, bytes", ",d"))
         layers.append(marks.of(crosses).mark_text(text="×", style="predicted").encode(x=x, y=y, tooltip=tooltip))

@@ -152,10 +152,7 @@ def scaling(view: View) -> Picture | None:
         ("efficiency:Q", "efficiency, %", ".2f"),
     )
     layers = [
-        marks.of(points).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
-        marks.of(points)
-        .mark_point(filled=True, size=60, opacity=1)
-        .encode(x=x, y=y, color=looks["color"], shape=looks["shape"], tooltip=tooltip),
+        *marks.curves(points, x, y, tooltip, looks),
         marks.of(points).mark_line(style="reference", opacity=0.6).encode(x=x, y=ideal, stroke=looks["stroke"]),
     ]
     return Picture("scaling", "Speed over ranks", said, marks.spec(layers, said), _scaling_table(drawn))
