@@ -211,11 +211,12 @@ def _fitting(lines: Sequence[Line], fits_in: int) -> str:
 
 
 def _against_baseline(lines: Sequence[Line], found: Sequence[Claim]) -> Iterator[str]:
-    """What each line holds, runs and sends in proportion to the one it is measured against."""
+    """What each line holds, runs and sends in proportion to the one it is measured against, checkpointed alike."""
     by_label = {line.label: line for line in lines}
     told = [line for line in lines if line.baseline in by_label and line.baseline != line.label]
-    plain = [line for line in told if line.row.get("checkpointing") in (None, "none")] or told
-    for line in plain[:_MOST_LINES]:
+    kind = {line.label: line.row.get("checkpointing") for line in lines}
+    alike = [line for line in told if kind[line.label] == kind[str(line.baseline)]]
+    for line in alike[:_MOST_LINES]:
         base = by_label[str(line.baseline)]
         parts = []
         if line.peak is not None and base.peak:
@@ -227,8 +228,8 @@ def _against_baseline(lines: Sequence[Line], found: Sequence[Claim]) -> Iterator
             parts.append(f"sends {sent / its:.2f} × its bytes{_paper(line, found)}")
         if parts:
             yield f"{line.label} {listed(parts)}."
-    if len(plain) > _MOST_LINES:
-        yield f"The tables have {len(plain) - _MOST_LINES} more."
+    if len(alike) > _MOST_LINES:
+        yield f"The tables have {len(alike) - _MOST_LINES} more."
 
 
 def _paper(line: Line, found: Sequence[Claim]) -> str:
