@@ -176,6 +176,7 @@ def test_biases_added_twice_are_found(results: Path, monkeypatch: pytest.MonkeyP
     assert_not_proven(run_with(results, worker.main, *BIASED), "gradient deviates")
 
 
+@pytest.mark.long
 def test_selective_checkpointing_is_proven_where_it_is_hardest(results: Path) -> None:
     """Collectives run again."""
     record = run_with(results, worker.main, "strategy=tp_sp", "checkpointing=selective")

@@ -23,11 +23,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "strategy",
     [
-        "fsdp_full_shard",
+        "single world_size=1",
         *(
             pytest.param(strategy, marks=pytest.mark.long)
             for strategy in (
-                "single world_size=1",
+                "fsdp_full_shard",
                 "ddp",
                 "ddp checkpointing=full",
                 "ddp model.attention=eager",

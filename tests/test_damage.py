@@ -92,7 +92,8 @@ def test_what_is_damaged_spoils_no_row(
     assert makes_again == ("not a whole record" in done.stderr and "is run again" in done.stderr)
 
 
-@pytest.mark.parametrize("damage", [cut, pytest.param(noisy, marks=LONG)])
+@LONG
+@pytest.mark.parametrize("damage", [cut, noisy])
 def test_a_run_made_beside_what_is_damaged_is_right(place: Path, whole: Path, damage: Damage) -> None:
     """One of the runs is gone: reference, corpus and allocator are looked at again, and made again."""
     (gone,) = place.glob("sweep/tp*")

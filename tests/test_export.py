@@ -65,6 +65,7 @@ def trains_alike(directory: Path, launch: tuple[str, ...], bound: float = 1e-4) 
     assert losses(directory, launch) == pytest.approx(of_the_run(directory), rel=bound)
 
 
+@pytest.mark.long
 def test_ddp_by_torchrun_and_by_accelerate(results: Path) -> None:
     directory = recorded(results, "strategy=ddp")
     assert command.main([str(directory)]) == 0

@@ -41,6 +41,7 @@ def test_a_combination_is_one_yaml(clone: Path) -> None:
     assert statuses(clone, "yaml", "strategy=wide_pipeline", "world_size=4") == [("ok", "")]
 
 
+@pytest.mark.long
 def test_an_engine_is_one_file(clone: Path) -> None:
     by_hand = ("strategy=ddp", "strategy.engine=by_hand", "strategy.data_parallel=none", "world_size=2")
     assert statuses(clone, "engine", *by_hand, "precision=fp32,bf16_mixed") == [("ok", "")] * 2

@@ -109,6 +109,7 @@ def test_a_killed_rank_of_another_node_is_named(slurm: Cluster, tmp_path: Path) 
     assert row.phase == "timed" and row.last_host_bytes > 2**26
 
 
+@pytest.mark.long
 def test_a_parent_that_dies_finds_its_jobs_again(slurm: Cluster, tmp_path: Path) -> None:
     sweep = ("-m", "name=again", "train.seed=0,1", *LONGER)
     first = begun(slurm, tmp_path, *sweep)

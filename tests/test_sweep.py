@@ -158,6 +158,7 @@ def test_ends_are_kept_or_tried_again_as_asked(harness: Harness, tmp_path: Path)
     assert harness("retry=never", *run).stderr.startswith("retry=never is not known: choose error, timeout, oom")
 
 
+@pytest.mark.long
 def test_a_spent_budget_leaves_the_rest_to_the_next_command(harness: Harness, tmp_path: Path) -> None:
     sweep = ("-m", "name=spent", "strategy=ddp,tp", "proof.reference=false", *SMALL)
     first = harness("stop_after=1runs", *sweep)

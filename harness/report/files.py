@@ -3,6 +3,7 @@
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from harness.errors import printable
@@ -12,7 +13,7 @@ from harness.report.charts import drawing, style
 from harness.report.document import Picture, Section
 from harness.report.parquet import write_runs_parquet
 from harness.report.sections import sections
-from harness.report.view import View
+from harness.report.view import MOST, View, shown
 
 
 def write_files(results_dir: Path, view: View, pivot: str | None = None, fits_in: int | None = None) -> list[Path]:
@@ -23,17 +24,26 @@ def write_files(results_dir: Path, view: View, pivot: str | None = None, fits_in
     rows = rows_of(view.records)
     written = [write_runs_csv(results_dir, rows), write_runs_parquet(results_dir, rows)]
     found = sections(view, pivot, fits_in)
-    drawn = _drawn(found)
+    with ThreadPoolExecutor(max_workers=1) as aside:  # another process draws the pictures, which takes a second
+        pictures_drawn = aside.submit(_drawn, found)
+        html_page = _html(view, found)
+        drawn = pictures_drawn.result()
     _write_figures(results_dir / markdown.FIGURES, drawn)
-    pages = {"report.md": markdown.page(view.name, found, drawn)}
+    pages = {"report.md": markdown.page(view.name, found, drawn), "report.html": html_page}
+    for name, text in pages.items():
+        if text is not None:
+            atomic_write_text(results_dir / name, text)
+            written.append(results_dir / name)
+    return written
+
+
+def _html(view: View, found: Sequence[Section]) -> str | None:
     try:
         library, config = drawing.library(), (style.config(), style.config(dark=True))
-        pages["report.html"] = html.page(view.name, found, html.explored(view), library, config)
     except drawing.DrawingError as error:
         print(f"report.html is not written: {printable(error)}", file=sys.stderr)
-    for name, text in pages.items():
-        atomic_write_text(results_dir / name, text)
-    return [*written, *(results_dir / name for name in pages)]
+        return None
+    return html.page(view.name, found, html.explored(shown(view, MOST)), library, config)
 
 
 def _drawn(found: Sequence[Section]) -> dict[str, str]:

@@ -67,13 +67,17 @@ def _line(runs: Sequence[Record]) -> Record:
     ends = [run["row"]["status"] for run in runs]
     status = "ok" if "ok" in ends else max(ends, key=ends.count)
     rows: list[Row] = [run["row"] for run in runs if run["row"]["status"] == status]
-    names = dict.fromkeys(name for row in rows for name in row)
-    together = {name: _together(name, [row.get(name) for row in rows]) for name in names}
+    together = dict(rows[0]) if len(rows) == 1 else _all_together(rows)
     together |= {"run_id": rows[0]["run_id"], "runs": len(runs), "runs_alike": len(rows)}
     together["between_runs"] = relative_range([row.get("tokens_per_second") for row in rows])
     disturbed = dict.fromkeys(str(run["row"]["disturbed"]) for run in runs if run["row"].get("disturbed"))
     together["disturbed"] = "; ".join(disturbed) or None
     return runs[0] | {"row": together, "runs": list(runs)}
+
+
+def _all_together(rows: Sequence[Row]) -> Row:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: _together(name, [row.get(name) for row in rows]) for name in names}
 
 
 def _together(name: str, column: Sequence[Any]) -> Any:
