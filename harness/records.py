@@ -184,7 +184,7 @@ def _check(record: Any) -> None:
 
 def _check_value(column: str, value: Any) -> None:
     kind = kind_of(column)
-    if type(value) is kind and (kind is not int or -(2**63) <= value < 2**63):
+    if type(value) is kind and (not isinstance(value, int) or -(2**63) <= value < 2**63):
         return
     allowed = (str, int, float, bool) if kind is None else (int, float) if kind is float else (kind,)
     if not isinstance(value, allowed) or (kind in (int, float) and isinstance(value, bool)):
