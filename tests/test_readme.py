@@ -24,6 +24,7 @@ ELSEWHERE = {
     "engine=by_hand": "test_extending.py",
     "tracking=lines": "test_extending.py",
     "-m harness.export": "test_export.py",
+    "-m tests.benchmarks.overhead": "test_overhead.py",
 }
 
 
@@ -48,7 +49,7 @@ def harness_arguments(command: str) -> list[str]:
 INSTALL = [command for command in commands() if "-m venv" in command or "pip install" in command]
 KNOWN = [command for command in commands() if any(words in command for words in ELSEWHERE)]
 RUNS = [command for command in commands() if "-m harness " in f"{command} " and command not in KNOWN]
-SUITES = [command for command in commands() if "-m tests." in command]
+SUITES = [command for command in commands() if "-m tests." in command and command not in KNOWN]
 READERS = [c for c in commands() if re.search(r"-m harness\.(status|report) ", c)]
 
 
