@@ -267,6 +267,19 @@ def test_the_memory_wall_is_the_largest_model_that_ran() -> None:
     assert "limit 18.00 MiB" in svg and "1 ran out of memory" in picture.said
 
 
+def test_variants_of_a_strategy_are_not_one_curve() -> None:
+    """What scales is one way to run: a compiled run is not the larger world of one that is not."""
+    ways = ((1, False, 1000.0), (2, False, 1500.0), (1, True, 4000.0), (2, True, 6400.0))
+    entries = [
+        record_of(row(n, "ddp", "torch", 0, world_size=world, compile=compiled, tokens_per_second=speed))
+        for n, (world, compiled, speed) in enumerate(ways)
+    ]
+    for chosen in (entries, entries[::-1]):
+        said = [text for text in texts(findings(View("ways", chosen))) if "ranks:" in text]
+        assert sorted(text.split(":")[1][:7] for text in said) == [" 1.50 ×", " 1.60 ×"]
+    assert not any("ranks:" in text for text in texts(findings(View("ways", [entries[0], entries[3]]))))
+
+
 def test_limits_name_what_would_mislead() -> None:
     told = " ".join(texts(limits(View("example", example()))))
     assert "Speeds of CPU processes say little of GPUs" in told and "One run alone stands for zero3" in told

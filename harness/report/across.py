@@ -2,9 +2,10 @@
 
 import statistics
 from collections.abc import Iterator
-from typing import Any
 
 from harness.report import comparison as c
+from harness.report.charts.lines import lines
+from harness.report.charts.series import by_parameters, by_world
 from harness.report.view import View
 from harness.report.words import listed, percent
 
@@ -13,20 +14,16 @@ _MOST_LINES = 6  # that are told one by one
 
 def wall(view: View) -> Iterator[str]:
     """The largest model that each strategy trained in the memory there was, where some ran out of it."""
-    rows = [line["row"] for line in view.lines]
-    rows = [row for row in rows if row.get("parameters") and row.get("memory_limit_bytes")]
-    limits, worlds = ({row.get(name) for row in rows} for name in ("memory_limit_bytes", "world_size"))
-    sizes = sorted({row["parameters"] for row in rows}, reverse=True)
-    if len(limits) != 1 or len(worlds) != 1 or len(sizes) < 2 or not any(row["status"] == "oom" for row in rows):
+    found = by_parameters(lines(view))
+    points = [line for series in found for line in series.points]
+    limits, worlds = ({line.row.get(name) for line in points} for name in ("memory_limit_bytes", "world_size"))
+    if len(limits) != 1 or None in limits or len(worlds) != 1 or all(line.ok for line in points):
         return
-    largest: dict[str, int] = {}
-    for row in rows:
-        kind = row.get("checkpointing")
-        name = f"{row.get('strategy')}{'' if kind in (None, 'none') else f' {kind}'}"
-        fitted = row["parameters"] if row["status"] == "ok" else 0
-        largest[name] = max(largest.get(name, 0), fitted)
-    by_size = {size: [name for name, most in largest.items() if most == size] for size in (*sizes, 0)}
-    told = [f"{_millions(size)} {listed(names)}" for size, names in by_size.items() if names]
+    by_size: dict[int, list[str]] = {}
+    for series in found:
+        largest = max((line.row["parameters"] for line in series.points if line.ok), default=0)
+        by_size.setdefault(largest, []).append(series.name)
+    told = [f"{_millions(size)} {listed(names)}" for size, names in sorted(by_size.items(), reverse=True)]
     yield f"The largest model that ran in {c.bytes_text(limits.pop())} a rank: {'; '.join(told)}."
 
 
@@ -36,21 +33,14 @@ def _millions(parameters: int) -> str:
 
 def scaling(view: View) -> Iterator[str]:
     """How the speed of each strategy grows with the world, the batch and all else being the same."""
-    groups: dict[tuple[Any, ...], dict[int, float]] = {}
-    for line in view.lines:
-        row = line["row"]
-        if row["status"] == "ok" and row.get("tokens_per_second") and row.get("world_size"):
-            key = (*c.setting(row), row.get("checkpointing"), row.get("strategy"))
-            groups.setdefault(key, {}).setdefault(row["world_size"], row["tokens_per_second"])
-    growing = {key: by_world for key, by_world in groups.items() if len(by_world) > 1}
-    if len({key[:-2] for key in growing}) != 1:  # several settings, which sentences would mix
+    found = [series for series in by_world(lines(view)) if series.points[0].row.get("checkpointing") in (None, "none")]
+    if len({c.setting(series.points[0].row) for series in found}) != 1:  # several, which sentences would mix
         return
-    for key, by_world in [pair for pair in growing.items() if pair[0][-2] in (None, "none")][:_MOST_LINES]:
-        small, large = min(by_world), max(by_world)
-        gained = by_world[large] / by_world[small]
+    for series in found[:_MOST_LINES]:
+        (small, slow), *_, (large, fast) = [(line.row["world_size"], line.speed or 0.0) for line in series.points]
         yield (
-            f"{key[-1]} from {small} to {large} rank{'s'[: large > 1]}: {gained:.2f} × the tokens/s, which is"
-            f" {percent(gained * small / large)} of what {large / small:g} × would be."
+            f"{series.name} from {small} to {large} rank{'s'[: large > 1]}: {fast / slow:.2f} × the tokens/s, which is"
+            f" {percent(fast / slow * small / large)} of what {large / small:g} × would be."
         )
 
 
