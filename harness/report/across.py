@@ -17,14 +17,15 @@ def wall(view: View) -> Iterator[str]:
     found = by_parameters(lines(view))
     points = [line for series in found for line in series.points]
     limits, worlds = ({line.row.get(name) for line in points} for name in ("memory_limit_bytes", "world_size"))
-    if len(limits) != 1 or None in limits or len(worlds) != 1 or all(line.ok for line in points):
+    limit = limits.pop() if len(limits) == 1 else None
+    if limit is None or len(worlds) != 1 or all(line.ok for line in points):
         return
     by_size: dict[int, list[str]] = {}
     for series in found:
         largest = max((line.row["parameters"] for line in series.points if line.ok), default=0)
         by_size.setdefault(largest, []).append(series.name)
     told = [f"{_millions(size)} {listed(names)}" for size, names in sorted(by_size.items(), reverse=True)]
-    yield f"The largest model that ran in {c.bytes_text(limits.pop())} a rank: {'; '.join(told)}."
+    yield f"The largest model that ran in {c.bytes_text(limit)} a rank: {'; '.join(told)}."
 
 
 def _millions(parameters: int) -> str:
