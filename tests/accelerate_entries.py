@@ -10,9 +10,9 @@ from accelerate import Accelerator, DistributedType, ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
 
-from harness import worker
-from harness.engines.accelerate import shards, zero
-from harness.records import atomic_write_json
+from harness.engines.accelerate import deepspeed, fsdp
+from harness.util.files import atomic_write_json
+from harness.worker import main as worker_main
 
 
 def told_to_shard(run_dir: str) -> None:
@@ -21,7 +21,7 @@ def told_to_shard(run_dir: str) -> None:
     def accelerator_of(config: Any, layout: Any, model: Any) -> Accelerator:
         accelerator = Accelerator(cpu=True, mixed_precision="no")
         state = accelerator.state
-        state.fsdp_plugin = shards.plugin_of(config, layout, model)
+        state.fsdp_plugin = fsdp.plugin_of(config, layout, model)
         state.parallelism_config = ParallelismConfig(
             dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard
         )
@@ -29,31 +29,31 @@ def told_to_shard(run_dir: str) -> None:
         state.distributed_type = DistributedType.FSDP
         return accelerator
 
-    shards.accelerator_of = accelerator_of
-    worker.main(run_dir)
+    fsdp.accelerator_of = accelerator_of
+    worker_main.main(run_dir)
 
 
 def left_alone(run_dir: str) -> None:
     """Accelerate as it is on a CPU, which drops the plugin for sharding."""
-    plugin_of = shards.plugin_of
+    plugin_of = fsdp.plugin_of
 
     def accelerator_of(config: Any, layout: Any, model: Any) -> Accelerator:
         return Accelerator(cpu=True, mixed_precision="no", fsdp_plugin=plugin_of(config, layout, model))
 
-    shards.accelerator_of = accelerator_of
-    worker.main(run_dir)
+    fsdp.accelerator_of = accelerator_of
+    worker_main.main(run_dir)
 
 
 def one_group(run_dir: str) -> None:
     """Accelerate finds no layer to make a group of: all parameters are gathered at once."""
-    plugin_of = shards.plugin_of
+    plugin_of = fsdp.plugin_of
 
     def plugin(config: Any, layout: Any, model: Any) -> FullyShardedDataParallelPlugin:
         made = plugin_of(config, layout, model)
         made.transformer_cls_names_to_wrap = []
         return made
 
-    shards.plugin_of = plugin
+    fsdp.plugin_of = plugin
     told_to_shard(run_dir)
 
 
@@ -65,14 +65,14 @@ def root_left_gathered(run_dir: str) -> None:
 
 def other_stage(run_dir: str) -> None:
     """DeepSpeed is started with another stage than asked for."""
-    plugin_class = zero.DeepSpeedPlugin
+    plugin_class = deepspeed.DeepSpeedPlugin
 
     def plugin(hf_ds_config: dict[str, Any], **others: Any) -> Any:
         hf_ds_config["zero_optimization"]["stage"] = 1
         return plugin_class(hf_ds_config=hf_ds_config, **others)
 
-    zero.DeepSpeedPlugin = plugin
-    worker.main(run_dir)
+    deepspeed.DeepSpeedPlugin = plugin
+    worker_main.main(run_dir)
 
 
 def main() -> None:

@@ -12,13 +12,21 @@ import pandas as pd
 import pytest
 from hydra import initialize_config_dir
 
-from harness import compose, machine, records, run
-from harness.__main__ import main
-from harness.config import RunConfig
-from harness.report.charts import drawing
+from harness.cli.main import main
+from harness.config.hydra import register_resolvers, to_container
+from harness.config.schema import RunConfig
+from harness.records.schema import Record
+from harness.report.charts import render
+from harness.runner import local_machine
+from harness.runner.context import RunContext
+from harness.runner.plan import make_plan
+from harness.runner.resolve import resolve_run_config
+from harness.runner.run import execute
 
 ROOT = Path(__file__).resolve().parents[1]
+
 Done = CompletedProcess[str]
+
 Harness = Callable[..., Done]
 
 
@@ -33,7 +41,7 @@ def run_harness(results: Path, *arguments: str) -> Done:
     before, sys.argv = sys.argv, command
     try:
         with chdir(ROOT), redirect_stdout(out), redirect_stderr(error), pytest.MonkeyPatch.context() as patched:
-            patched.setattr(drawing, "svgs", lambda specs: {})
+            patched.setattr(render, "svgs", lambda specs: {})
             status = main()
     finally:
         sys.argv = before
@@ -54,21 +62,21 @@ def rows_of(results: Path, name: str) -> pd.DataFrame:
 
 def composed(*overrides: str) -> RunConfig:
     """The configuration that these overrides make on a command line."""
-    compose.register()
+    register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        values = compose.plain(hydra.compose("config", [*overrides, "tracking=none"]))
-    return compose.run_config(values)
+        values = to_container(hydra.compose("config", [*overrides, "tracking=none"]))
+    return resolve_run_config(values)
 
 
-def executed(config: RunConfig, entry: Callable[[str], None]) -> records.Record:
+def executed(config: RunConfig, entry: Callable[[str], None]) -> Record:
     """The record of one run by its parts, whose ranks run `entry`: harness.worker.main, or one of tests/sabotage.py."""
-    planned = run.plan(config, machine.look(config.cluster))
-    record = run.execute(planned, run.Means(entry))
+    planned = make_plan(config, local_machine.detect_machine(config.cluster))
+    record = execute(planned, RunContext(entry))
     assert record is not None
     return record
 
 
-def assert_not_proven(record: records.Record, found: str) -> None:
+def assert_not_proven(record: Record, found: str) -> None:
     """The run is an error, and one of the problems that the proof names has these words."""
     problems = record["proof"]["problems"]
     assert record["row"]["status"] == "error"

@@ -3,11 +3,13 @@
 from itertools import product
 from typing import Any
 
-from harness.records import Record
-from harness.versions import versions
+from harness.records.provenance import versions
+from harness.records.schema import Record
 
 PARAMETERS = 2**20
+
 MIB = 2**20
+
 HOSTILE = (
     "<script>alert(1)</script> | **b** [l](http://x) `c` $x$ \x1b[31m\n# h\r\n=1+1 [red]r[/red] :smile: _i_ ![p](q)"
 )

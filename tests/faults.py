@@ -14,13 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.records import read_all
+from harness.records.store import read_all
 from tests.ledger import Ledger, differences, litter, moment
 from tests.processes import PATIENCE_SECONDS, Command, done, kill_one, seconds_until_gone, start
 
 GONE_SECONDS = 10.0  # for what a dead command leaves, on a machine with other work
+
 FIND_SECONDS = 3.0  # to wait for a process of the kind to be killed
+
 LOOK_SECONDS = 0.1
+
 AGAIN = "retry=error"  # a killed rank is an error
 
 
@@ -36,9 +39,13 @@ class Way:
 
 
 PARENTS = {"parent": 40, "parent SIGTERM": 8, "parent SIGINT": 8, "group SIGINT": 4}
+
 RANKS = {"rank": 22, "forkserver": 12, "tracker": 3}
+
 ONE_BY_ONE = (AGAIN, "strategy=ddp,zero2,fsdp_full_shard,tp")  # and the reference, a single process
+
 BESIDE = (AGAIN, "strategy=single", "world_size=1", "checkpointing=none,full,selective,attention", "sweep.parallel=2")
+
 WAYS = {  # with their shares of the folders
     Way("one by one", ONE_BY_ONE, PARENTS | RANKS): 5,
     Way("side by side", BESIDE, PARENTS | RANKS | {"slot": 20}): 4,

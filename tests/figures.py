@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from harness.engines import GATHERED
-from harness.figures.memory import at_peak
-from harness.figures.time import PARTS
-from harness.proof.held import volume
+from harness.metrics.memory import at_peak_columns
+from harness.metrics.step_time import PARTS
+from harness.proof.layout import box_numel
+from harness.tensors.shard import GATHERED
 
 STANDING_BYTES = 64 * 1024  # rotary tables, losses, counters: what no one claims between steps
+
 # Of Python between phases, for steps so short that 2 % is less; a rank that has no core of its own may lose it there.
 GLUE_SECONDS = {2: 0.01, 4: 0.025}  # by world size
 
@@ -21,11 +22,11 @@ def check_memory(row: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     assert sum(parts.values()) == row["peak_allocated_bytes"], label
     assert all(size >= 0 for size in parts.values()), (label, parts)
     for rank in ranks:
-        found, profiled = at_peak(rank), rank["profiled"]
+        found, profiled = at_peak_columns(rank), rank["profiled"]
         whole = sum(size for name, size in found.items() if name.endswith("_bytes"))
         assert whole == rank["peak_allocated_bytes"], label
         assert found["at_peak_unmatched_bytes"] == found["at_peak_rounding_bytes"] == 0, (label, found)
-        whole_at_rest = sum(volume(box) for _, slot, _, box, _ in rank["parameters"] if slot == GATHERED)
+        whole_at_rest = sum(box_numel(box) for _, slot, _, box, _ in rank["parameters"] if slot == GATHERED)
         at_rest = rank["parameter_bytes"] - 4 * whole_at_rest
         assert found["at_peak_parameter_bytes"] == at_rest, (label, found)
         assert found["at_peak_optimizer_bytes"] == rank["optimizer_bytes"], (label, found)

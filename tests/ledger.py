@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import pulse
-from harness.errors import UserError
-from harness.records import RECORD_FILE, read_all, read_record
+from harness.records import heartbeat
+from harness.records.run_folder import RECORD_FILE
+from harness.records.store import read_all, read_record
+from harness.util.errors import UserError
 
 # What no two runs of one configuration share; of the fullest moment of a step, which of several equals it was.
 MOMENTARY = {
@@ -16,6 +17,7 @@ MOMENTARY = {
     *("tokens_per_second", "tokens_per_second_per_device", "model_flops_per_second_per_device"),
     *("fragmentation_bytes", "outside_bytes", "bubble", "step_seconds_spread"),
 }
+
 NEARLY = {
     "peak_allocated_bytes": 0.15
 }  # relative: how many buffers of collectives are there at once is a matter of the moment
@@ -79,7 +81,7 @@ def moment(folder: Path) -> str:
         except (OSError, ValueError, KeyError):
             continue
         if status == "interrupted":
-            beat = pulse.read(path.parent, 0)
+            beat = heartbeat.read_heartbeat(path.parent, 0)
             return beat.phase if beat else "starting ranks"
     return "between runs" if paths else "before the first run"
 

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Sequence
 
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # daemons are not on every user's path
+
 INSTALL_SECONDS = 600.0
 
 

@@ -10,16 +10,20 @@ import pytest
 import vl_convert
 from playwright.sync_api import Browser, sync_playwright
 
-from harness.report.document import Best, Bullets, Grid, Picture, Prose, Section
-from harness.report.html import Explored
+from harness.report.document import Best, BulletList, Chart, Paragraph, Section, Table
+from harness.report.html import ExplorerData
 
 # What Chromium asks of the network by itself is no request of the page's.
 QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", *QUIET)
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "tp")
+
 LIGHT: dict[str, Any] = {"background": "#ffffff"}
+
 _INK = {"labelColor": "#e4e7ea", "titleColor": "#e4e7ea"}
+
 DARK: dict[str, Any] = {
     "background": "#14171a",
     "axis": {**_INK, "domainColor": "#7d8790", "tickColor": "#7d8790", "gridColor": "#343b42"},
@@ -31,6 +35,7 @@ DARK: dict[str, Any] = {
 }
 
 LONG = "x" * 5000
+
 HOSTILE = (
     "</script><script>window.harmed = 1</script>",
     "<img src=x onerror='window.harmed = 1'>",
@@ -45,7 +50,9 @@ HOSTILE = (
 
 # Cells as the report has them, and where they are in an ascending order; equal numbers keep the table's order.
 NUMBERS = ("1,234.5", "<0.01", "", "0.83~", "12 (3)", "1.2e-7", "12 %", "0", "-3", "0.01", "0.83", "n/a", "99", "100")
+
 ASCENDING = ("-3", "0", "1.2e-7", "<0.01", "0.01", "0.83~", "0.83", "12 (3)", "12 %", "99", "100", "1,234.5", "n/a", "")
+
 DESCENDING = (
     "1,234.5",
     "100",
@@ -101,64 +108,64 @@ def measured(strategies: Sequence[str] = STRATEGIES) -> list[dict[str, Any]]:
     ]
 
 
-def values(rows: Sequence[dict[str, Any]]) -> Grid:
+def values(rows: Sequence[dict[str, Any]]) -> Table:
     cells = [[row["label"], f"{row['peak']:.1f}", f"{row['speed']:.0f}"] for row in rows]
     best = max(range(len(rows)), key=lambda i: rows[i]["speed"])
     cells[best][2] = Best(cells[best][2])
-    return Grid(["run", "peak MiB", "tok/s"], cells, strategies=[row["strategy"] for row in rows])
+    return Table(["run", "peak MiB", "tok/s"], cells, strategies=[row["strategy"] for row in rows])
 
 
-def drawn(rows: Sequence[dict[str, Any]]) -> Explored:
+def drawn(rows: Sequence[dict[str, Any]]) -> ExplorerData:
     """Some rows lack a value, and one is zero, which a logarithmic axis cannot show."""
     known = [row | {"sent": None if i % 3 == 0 else float(i - 1), "status": "ok"} for i, row in enumerate(rows)]
     numbers = {"speed": "tokens a second", "peak": "peak memory, MiB", "sent": "sent, KiB"}
-    return Explored(known, {"strategy": "strategy", "checkpointing": "checkpointing"}, numbers, values(rows))
+    return ExplorerData(known, {"strategy": "strategy", "checkpointing": "checkpointing"}, numbers, values(rows))
 
 
 def every_kind(pictures: bool = True) -> list[Section]:
     rows = measured()
-    points = Picture("frontier", "Speed against memory", "14 runs between 77 and 90 MiB.", chart(rows), values(rows))
-    bars = Picture("bars", "Peak memory", "14 bars up to 90 MiB.", chart(rows, "bar"), values(rows))
-    mixed = Grid(["cell", "value"], [[f"row {i}", text] for i, text in enumerate(NUMBERS)], caption="Every form")
+    points = Chart("frontier", "Speed against memory", "14 runs between 77 and 90 MiB.", chart(rows), values(rows))
+    bars = Chart("bars", "Peak memory", "14 bars up to 90 MiB.", chart(rows, "bar"), values(rows))
+    mixed = Table(["cell", "value"], [[f"row {i}", text] for i, text in enumerate(NUMBERS)], caption="Every form")
     return [
-        Section("Comparison", [values(rows), Prose("× is the value over that of ddp.")]),
+        Section("Comparison", [values(rows), Paragraph("× is the value over that of ddp.")]),
         Section(
             "Charts",
             [points, bars] if pictures else [],
-            [Section("Numbers", [mixed]), Section("Numbers", [Prose("Twice one title.")])],
+            [Section("Numbers", [mixed]), Section("Numbers", [Paragraph("Twice one title.")])],
         ),
         Section(
             "Failures",
             [
-                Bullets([("zero3 full", "out of memory"), ("", "no name")]),
-                Grid(["", "value"], [["torch", "2.11"], ["numpy", "2.3"]], 2),
+                BulletList([("zero3 full", "out of memory"), ("", "no name")]),
+                Table(["", "value"], [["torch", "2.11"], ["numpy", "2.3"]], 2),
             ],
         ),
     ]
 
 
-def hostile() -> tuple[list[Section], Explored]:
+def hostile() -> tuple[list[Section], ExplorerData]:
     rows = [row | {"label": text} for row, text in zip(measured(HOSTILE), HOSTILE * 2, strict=True)]
-    table = Grid(["run", LONG, *HOSTILE], [[text, text, *HOSTILE] for text in HOSTILE], 2, LONG, HOSTILE)
+    table = Table(["run", LONG, *HOSTILE], [[text, text, *HOSTILE] for text in HOSTILE], 2, LONG, HOSTILE)
     sections = [
         Section(
             text,
-            [Prose(text), Bullets([(text, text)]), table, Picture("chart", text, text, chart(rows), values(rows))],
+            [Paragraph(text), BulletList([(text, text)]), table, Chart("chart", text, text, chart(rows), values(rows))],
         )
         for text in HOSTILE
     ]
     words = {"strategy": HOSTILE[0], "label": HOSTILE[1]}
-    return sections, Explored(rows, words, {"speed": HOSTILE[0], "peak": HOSTILE[2]}, values(rows))
+    return sections, ExplorerData(rows, words, {"speed": HOSTILE[0], "peak": HOSTILE[2]}, values(rows))
 
 
-def large() -> tuple[list[Section], Explored]:
+def large() -> tuple[list[Section], ExplorerData]:
     """200 rows of 25 columns, and 10 charts of these rows."""
     rows = measured([f"strategy{i}" for i in range(100)])
     header = ["run", "strategy", *(f"column {i}" for i in range(23))]
     cells = [[row["label"], row["strategy"], *(f"{i * j % 997:,.1f}" for j in range(23))] for i, row in enumerate(rows)]
-    table = Grid(header, cells, 2, strategies=[row["strategy"] for row in rows])
+    table = Table(header, cells, 2, strategies=[row["strategy"] for row in rows])
     some = rows[:40]
-    pictures = [Picture(f"chart{i}", f"Chart {i}", "Forty points.", chart(some), values(some)) for i in range(10)]
+    pictures = [Chart(f"chart{i}", f"Chart {i}", "Forty points.", chart(some), values(some)) for i in range(10)]
     return [Section("Comparison", [table]), Section("Charts", pictures)], drawn(rows)
 
 

@@ -14,8 +14,11 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
+
 MARK = "HARNESS_FAULTS_MARK"  # in the environment of a command and of all that it starts
+
 TINY = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1", "tracking=none")
+
 PATIENCE_SECONDS = 240.0  # with a whole sweep, on a busy machine
 
 

@@ -13,8 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import launch, machine, run
-from harness.errors import UserError
+from harness.launcher.launch import start_forkserver
+from harness.runner import local_machine
+from harness.runner.context import RunContext
+from harness.runner.plan import make_plan
+from harness.runner.run import execute
+from harness.util.errors import UserError
 from tests.conftest import composed
 
 
@@ -111,12 +115,12 @@ def ending(overrides: Sequence[str], results: Path) -> Ending:
     """How the run of these overrides ends; refused means before any of its processes started."""
     try:
         config = composed(*overrides, f"results_dir={results}", "name=random")
-        found = machine.look(config.cluster)
-        launch.prepare(found.device)
-        planned = run.plan(config, found)
+        found = local_machine.detect_machine(config.cluster)
+        start_forkserver(found.device)
+        planned = make_plan(config, found)
     except UserError as error:
         return Ending("refused", str(error), {})
-    row = run.execute(planned, run.Means())["row"]
+    row = execute(planned, RunContext())["row"]
     return Ending(row["status"], row["reason"], row)
 
 

@@ -18,19 +18,36 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, loss
 
-import harness.checkpointing
-import harness.model
-import harness.weights
-from harness import activation_offload, job, worker
-from harness.config import CheckpointingConfig
+import harness.models.activation_checkpoint
+import harness.models.build
+import harness.models.compile
+import harness.models.decoder
+import harness.models.init_weights
+import harness.models.loss
+from harness.config.schema import CheckpointingConfig
 from harness.engines import torch as torch_engine
-from harness.engines.deepspeed import start as deepspeed_start
-from harness.engines.torch import context, fully_shard, norm, pipeline, replicate, scaling, tensor
-from harness.layout import AXES
+from harness.engines.deepspeed import config as deepspeed_config_module
+from harness.engines.deepspeed import tensor_parallel as deepspeed_tensor_parallel
+from harness.engines.torch import (
+    context_parallel,
+    ddp,
+    engine,
+    fsdp,
+    grad_norm,
+    loss_scaler,
+    mesh,
+    pipeline_parallel,
+    tensor_parallel,
+)
+from harness.layout.layout import AXES
 from harness.measure.communication import CommunicationCounter
-from harness.measure.memory import HostLog
-from harness.measure.probe import Probe
-from harness.pulse import Pulse
+from harness.measure.memory import CpuAllocationLog
+from harness.models import activation_offload, dropout_rng
+from harness.probe import Probe
+from harness.records.heartbeat import HeartbeatWriter
+from harness.records.run_spec import read_run_spec
+from harness.worker import batches as rank_batches
+from harness.worker import main as worker_main
 
 
 def rank() -> int:
@@ -47,36 +64,36 @@ def sharding_dropped(run_dir: str) -> None:
         return build(config, whole, mesh, device, probe)
 
     torch_engine.build = plain
-    worker.main(run_dir)
+    worker_main.main(run_dir)
 
 
 def lower_stage(run_dir: str) -> None:
     """ZeRO-2 runs as ZeRO-1: synchronises once a step instead of every micro-batch."""
-    settings = deepspeed_start.settings
+    settings = deepspeed_config_module.deepspeed_config
 
     def spoiled(*arguments: Any) -> Any:
         chosen = settings(*arguments)
         chosen["zero_optimization"]["stage"] = 1
         return chosen
 
-    deepspeed_start.settings = spoiled
-    worker.main(run_dir)
+    deepspeed_config_module.deepspeed_config = spoiled
+    worker_main.main(run_dir)
 
 
 def other_data(run_dir: str) -> None:
     """Rank 1 trains on rank 0's sequences."""
-    init = worker.Batches.__init__
+    init = rank_batches.Batches.__init__
 
     def spoiled(self: Any, corpus: Any, config: Any, layout: Any, data_rank: int, device: Any) -> None:
         init(self, corpus, config, layout, 0, device)
 
-    worker.Batches.__init__ = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    rank_batches.Batches.__init__ = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def summed(run_dir: str) -> None:
     """Gradients are summed over ranks, not averaged."""
-    wrap = replicate.distributed_data_parallel
+    wrap = ddp.distributed_data_parallel
 
     def all_reduce_sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses other annotations than its own
         work = dist.all_reduce(bucket.buffer(), async_op=True)
@@ -90,8 +107,8 @@ def summed(run_dir: str) -> None:
 
         return wrapped
 
-    replicate.distributed_data_parallel = spoiled
-    worker.main(run_dir)
+    ddp.distributed_data_parallel = spoiled
+    worker_main.main(run_dir)
 
 
 def halved(run_dir: str) -> None:
@@ -105,14 +122,14 @@ def halved(run_dir: str) -> None:
         ready(self, engine)
 
     Probe.gradients_ready = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    worker_main.main(run_dir)
 
 
 def unsynchronised(run_dir: str) -> None:
     """Copies never exchange their gradients."""
-    micro_batch = replicate.Copies.micro_batch
-    replicate.Copies.micro_batch = lambda self, last: micro_batch(self, last=False)  # type: ignore[assignment]
-    worker.main(run_dir)
+    micro_batch = ddp.ReplicatedParams.sync_context
+    ddp.ReplicatedParams.sync_context = lambda self, last: micro_batch(self, last=False)  # type: ignore[assignment]
+    worker_main.main(run_dir)
 
 
 def uncounted(run_dir: str) -> None:
@@ -124,64 +141,68 @@ def uncounted(run_dir: str) -> None:
             count(self, func, args, kwargs)
 
     CommunicationCounter._count = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    worker_main.main(run_dir)
 
 
 def never_recomputed(run_dir: str) -> None:
     """Checkpointing is left out."""
-    harness.checkpointing.apply_checkpointing = lambda model, checkpointing, probe: None
-    worker.main(run_dir)
+    harness.models.activation_checkpoint.apply_checkpointing = lambda model, checkpointing, probe: None
+    worker_main.main(run_dir)
 
 
 def every_layer_recomputed(run_dir: str) -> None:
     """Every layer is checkpointed, whatever was asked for."""
-    apply = harness.checkpointing.apply_checkpointing
+    apply = harness.models.activation_checkpoint.apply_checkpointing
     full = CheckpointingConfig("full")
-    harness.checkpointing.apply_checkpointing = lambda model, checkpointing, probe: apply(model, full, probe)
-    worker.main(run_dir)
+    harness.models.activation_checkpoint.apply_checkpointing = lambda model, checkpointing, probe: apply(
+        model, full, probe
+    )
+    worker_main.main(run_dir)
 
 
 def products_not_kept(run_dir: str) -> None:
     """Selective checkpointing keeps attention alone and runs every projection again."""
     aten = torch.ops.aten
-    harness.checkpointing.KEPT_OPERATORS = frozenset((aten._scaled_dot_product_flash_attention_for_cpu.default,))
-    worker.main(run_dir)
+    harness.models.activation_checkpoint.SAVED_OPS = frozenset(
+        (aten._scaled_dot_product_flash_attention_for_cpu.default,)
+    )
+    worker_main.main(run_dir)
 
 
 def parts_of_the_loss_kept(run_dir: str) -> None:
     """The loss goes through its tokens in parts, and every part's logits are kept."""
-    apply = harness.checkpointing.apply_loss_chunks
+    apply = harness.models.loss.apply_loss_chunks
 
     def spoiled(model: Any, chunks: int, probe: Any) -> None:
         apply(model, chunks, probe)
         del model.lm_head.part
 
-    harness.checkpointing.apply_loss_chunks = spoiled
-    worker.main(run_dir)
+    harness.models.loss.apply_loss_chunks = spoiled
+    worker_main.main(run_dir)
 
 
 def parts_of_the_loss_mixed(run_dir: str) -> None:
     """Each part of the hidden states meets the targets of another, as where a cut sequence is taken for a whole one."""
-    forward = harness.model.Head.forward
+    forward = harness.models.decoder.Head.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None, chunks: int = 1) -> Any:
         mixed = None if targets is None else targets.flatten().roll(targets.numel() // chunks)
         return forward(self, hidden, mixed, chunks)
 
-    harness.model.Head.forward = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    harness.models.decoder.Head.forward = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def eager_on_one_rank(run_dir: str) -> None:
     """Rank 1 composes its attention of plain operators."""
-    build = harness.model.Attention.__init__
+    build = harness.models.decoder.Attention.__init__
 
     def spoiled(self: Any, *arguments: Any) -> None:
         build(self, *arguments)
         self.eager = rank() == 1
 
-    harness.model.Attention.__init__ = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    harness.models.decoder.Attention.__init__ = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def other_kernel_of_the_optimizer(run_dir: str) -> None:
@@ -190,13 +211,13 @@ def other_kernel_of_the_optimizer(run_dir: str) -> None:
     torch.optim.AdamW = lambda parameters, **keywords: adamw(
         parameters, **(keywords | {"fused": True, "foreach": False})
     )  # type: ignore[assignment,misc]
-    worker.main(run_dir)
+    worker_main.main(run_dir)
 
 
 def never_compiled(run_dir: str) -> None:
     """The layers are left as they are."""
-    harness.checkpointing.apply_compile = lambda model, asked_for: None
-    worker.main(run_dir)
+    harness.models.compile.apply_compile = lambda model, asked_for: None
+    worker_main.main(run_dir)
 
 
 def compiled_again(run_dir: str) -> None:
@@ -207,67 +228,65 @@ def compiled_again(run_dir: str) -> None:
         if phase == "timed":
             torch.compiler.reset()
 
-    beat = Pulse.__call__
-    Pulse.__call__ = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    beat = HeartbeatWriter.__call__
+    HeartbeatWriter.__call__ = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def other_optimizer(run_dir: str) -> None:
     """Plain SGD in place of AdamW."""
     torch.optim.AdamW = lambda parameters, lr, **_: torch.optim.SGD(parameters, lr=lr)  # type: ignore[assignment,misc]
-    worker.main(run_dir)
+    worker_main.main(run_dir)
 
 
 def not_finite(run_dir: str) -> None:
     """The loss is not a number from the start."""
-    loss_function = harness.model.loss_function
-    harness.model.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
-    worker.main(run_dir)
+    loss_function = harness.models.loss.loss_function
+    harness.models.loss.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
+    worker_main.main(run_dir)
 
 
 def tensor_parallel_dropped(run_dir: str) -> None:
     """The model is not cut: every rank trains all of it."""
-    tensor.apply_tensor_parallel = lambda model, mesh, sequence_parallel: None
-    worker.main(run_dir)
+    tensor_parallel.apply_tensor_parallel = lambda model, mesh, sequence_parallel: None
+    worker_main.main(run_dir)
 
 
 def keys_in_other_order(run_dir: str) -> None:
     """Keys and values stay in the order of ranks, not of the sequence."""
-    context.in_order = iter
-    worker.main(run_dir)
+    context_parallel.unshuffle_chunks = iter
+    worker_main.main(run_dir)
 
 
 def positions_from_the_start(run_dir: str) -> None:
     """Every rank takes its part of a sequence for the first."""
-    tables = harness.model.rotary_tables
+    tables = harness.models.decoder.rotary_tables
 
     def spoiled(spans: Any, *arguments: Any) -> Any:
         return tables(((0, sum(stop - start for start, stop in spans)),), *arguments)
 
-    harness.model.rotary_tables = spoiled
-    worker.main(run_dir)
+    harness.models.decoder.rotary_tables = spoiled
+    worker_main.main(run_dir)
 
 
 def own_keys_alone(run_dir: str) -> None:
     """Nothing is gathered for attention: a token sees its own rank's alone."""
-    context.apply_context_parallel = lambda model, group, spans: None
-    worker.main(run_dir)
+    context_parallel.apply_context_parallel = lambda model, group, spans: None
+    worker_main.main(run_dir)
 
 
 def replicas_apart(run_dir: str) -> None:
     """Hybrid sharding whose replicas never average."""
     alone = DeviceMesh._concatenate
-    fully_shard.replicas_and_shards = lambda mesh, layout: alone([mesh["pp"], mesh["dp_shard"]])
-    worker.main(run_dir)
+    mesh.hsdp_mesh = lambda mesh, layout: alone([mesh["pp"], mesh["dp_shard"]])
+    worker_main.main(run_dir)
 
 
 def sharding_over_all(run_dir: str) -> None:
     """Hybrid sharding that divides parameters over the replicas too."""
     alone = DeviceMesh._concatenate
-    fully_shard.replicas_and_shards = lambda mesh, layout: alone(
-        [mesh["pp"], mesh["dp_replicate", "dp_shard"]._flatten()]
-    )
-    worker.main(run_dir)
+    mesh.hsdp_mesh = lambda mesh, layout: alone([mesh["pp"], mesh["dp_replicate", "dp_shard"]._flatten()])
+    worker_main.main(run_dir)
 
 
 def rows_not_summed(run_dir: str) -> None:
@@ -280,7 +299,7 @@ def rows_not_summed(run_dir: str) -> None:
         return redistribute(self, *arguments, **keywords)
 
     DTensor.redistribute = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    worker_main.main(run_dir)
 
 
 def vocabulary_shifted(run_dir: str) -> None:
@@ -291,22 +310,22 @@ def vocabulary_shifted(run_dir: str) -> None:
         return loss_forward(x, (target + 1) % 256, *arguments)
 
     loss._nll_loss_forward = shifted
-    worker.main(run_dir)
+    worker_main.main(run_dir)
 
 
 def whole_gradient(run_dir: str) -> None:
     """torch's own embedding cut by rows, whose gradient is whole on every rank."""
-    tensor.VocabularyParallelEmbedding = lambda output: RowwiseParallel(  # type: ignore[assignment,misc]
+    tensor_parallel.VocabularyParallelEmbedding = lambda output: RowwiseParallel(  # type: ignore[assignment,misc]
         input_layouts=Replicate(), output_layouts=output
     )
-    worker.main(run_dir)
+    worker_main.main(run_dir)
 
 
 def norms_not_summed(run_dir: str) -> None:
     """Gradients of norms stay those of this rank's part of the sequence."""
 
-    norm.reduce_partial = unsummed
-    worker.main(run_dir)
+    grad_norm.reduce_partial_grad = unsummed
+    worker_main.main(run_dir)
 
 
 def unsummed(gradient: Any) -> Any:
@@ -317,65 +336,65 @@ def unsummed(gradient: Any) -> Any:
 
 def other_weights(run_dir: str) -> None:
     """The last stage starts from the weights of other layers."""
-    initial_value = harness.weights.initial_value
+    initial_value = harness.models.init_weights.initial_value
 
     def spoiled(name: str, *arguments: Any) -> Any:
         return initial_value(name.replace("layers.3.", "layers.2."), *arguments)
 
-    harness.weights.initial_value = spoiled
-    worker.main(run_dir)
+    harness.models.init_weights.initial_value = spoiled
+    worker_main.main(run_dir)
 
 
 def other_layers(run_dir: str) -> None:
     """Both stages hold the same layers."""
-    from harness import placement
+    from harness.layout.partition import stages_of_rank
 
-    ordinary = placement.stages_of_rank
+    ordinary = stages_of_rank
 
     def spoiled(model: Any, layout: Any, number: int) -> Any:
         return [dataclasses.replace(stage, first_layer=0) for stage in ordinary(model, layout, number)]
 
-    placement.stages_of_rank = spoiled
-    worker.main(run_dir)
+    stages_of_rank = spoiled
+    worker_main.main(run_dir)
 
 
 def other_schedule(run_dir: str) -> None:
     """GPipe in the place of 1F1B: trains the same, keeps every micro-batch."""
-    pipeline.SINGLE["1f1b"] = pipeline.ScheduleGPipe
-    worker.main(run_dir)
+    pipeline_parallel.SINGLE_STAGE_SCHEDULES["1f1b"] = pipeline_parallel.ScheduleGPipe
+    worker_main.main(run_dir)
 
 
 def norm_of_one_stage(run_dir: str) -> None:
     """Each stage clips by the norm of its own gradients."""
-    totals = torch_engine.TorchEngine.totals
+    totals = engine.TorchEngine.reduce_loss_and_norm
 
     def spoiled(self: Any, loss: Any, gradients: Any) -> Any:
         known, _ = totals(self, loss, gradients)
-        return known, norm.square_of_norm(gradients, gradients[0].device).sqrt()
+        return known, grad_norm.squared_grad_norm(gradients, gradients[0].device).sqrt()
 
-    torch_engine.TorchEngine.totals = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    engine.TorchEngine.reduce_loss_and_norm = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def boundary_sent_twice(run_dir: str) -> None:
     """Every activation goes to the next stage a second time."""
-    send_ops = pipeline.PipelineStage.get_fwd_send_ops
-    receive_ops = pipeline.PipelineStage.get_fwd_recv_ops
-    pipeline.PipelineStage.get_fwd_send_ops = lambda self, chunk: 2 * send_ops(self, chunk)  # type: ignore[method-assign]
-    pipeline.PipelineStage.get_fwd_recv_ops = lambda self, chunk: 2 * receive_ops(self, chunk)  # type: ignore[method-assign]
-    worker.main(run_dir)
+    send_ops = pipeline_parallel.PipelineStage.get_fwd_send_ops
+    receive_ops = pipeline_parallel.PipelineStage.get_fwd_recv_ops
+    pipeline_parallel.PipelineStage.get_fwd_send_ops = lambda self, chunk: 2 * send_ops(self, chunk)  # type: ignore[method-assign]
+    pipeline_parallel.PipelineStage.get_fwd_recv_ops = lambda self, chunk: 2 * receive_ops(self, chunk)  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def sequence_whole(run_dir: str) -> None:
     """Sequence parallelism is left out: the same sums, sent as all-reduces."""
-    apply = tensor.apply_tensor_parallel
-    tensor.apply_tensor_parallel = lambda model, mesh, sequence_parallel: apply(model, mesh, False)
-    worker.main(run_dir)
+    apply = tensor_parallel.apply_tensor_parallel
+    tensor_parallel.apply_tensor_parallel = lambda model, mesh, sequence_parallel: apply(model, mesh, False)
+    worker_main.main(run_dir)
 
 
 def norms_drift(run_dir: str) -> None:
     """Rank 1 never updates its copies of the norms."""
-    publish = replicate.Copies.publish
+    publish = ddp.ReplicatedParams.sync_model_params
 
     def spoiled(self: Any) -> None:
         with torch.no_grad():
@@ -384,51 +403,51 @@ def norms_drift(run_dir: str) -> None:
                     self.trained(name).fill_(1.0)
         publish(self)
 
-    replicate.Copies.publish = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    ddp.ReplicatedParams.sync_model_params = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def clipped_elsewhere(run_dir: str) -> None:
     """Rank 1 does not clip."""
     if rank() == 1:
-        norm.clip = lambda gradients, total, most: None
-    worker.main(run_dir)
+        grad_norm.clip_gradients = lambda gradients, total, most: None
+    worker_main.main(run_dir)
 
 
 def weights_not_put_off(run_dir: str) -> None:
     """Zero bubble's backward for inputs makes the weights' gradients as well."""
-    backward = pipeline.PipelineStage.backward_one_chunk
+    backward = pipeline_parallel.PipelineStage.backward_one_chunk
 
     def spoiled(self: Any, chunk: int, loss: Any = None, full: bool = True, last_backward: bool = False) -> None:
         backward(self, chunk, loss, True, last_backward)
 
-    pipeline.PipelineStage.backward_one_chunk = spoiled  # type: ignore[method-assign]
-    pipeline.PipelineStage.backward_weight_one_chunk = lambda self, chunk, last_backward=False: None  # type: ignore[method-assign]
-    worker.main(run_dir)
+    pipeline_parallel.PipelineStage.backward_one_chunk = spoiled  # type: ignore[method-assign]
+    pipeline_parallel.PipelineStage.backward_weight_one_chunk = lambda self, chunk, last_backward=False: None  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def whole_model_built(run_dir: str) -> None:
     """A stage makes all of the model's weights before it lets go of those that are not its own."""
-    build = harness.model.build_model
+    build = harness.models.build.build_model
 
     def spoiled(model: Any, stage: Any = None) -> Any:
-        harness.weights.materialise(build(model), model, 0, torch.device("cpu"), torch.float32)
+        harness.models.init_weights.materialize(build(model), model, 0, torch.device("cpu"), torch.float32)
         return build(model, stage)
 
-    harness.model.build_model = spoiled
-    worker.main(run_dir)
+    harness.models.build.build_model = spoiled
+    worker_main.main(run_dir)
 
 
 def loss_of_its_own(run_dir: str) -> None:
     """Each rank reports another loss; their mean is right."""
-    step = torch_engine.TorchEngine.step
+    step = engine.TorchEngine.step
 
     def spoiled(self: Any, micro_batches: Any) -> Any:
         found = step(self, micro_batches)
         return found._replace(loss=found.loss * (1.5 - rank()))
 
-    torch_engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 SLOW_SECONDS = 0.05
@@ -436,56 +455,56 @@ SLOW_SECONDS = 0.05
 
 def slow_last_stage(run_dir: str) -> None:
     """Not a fault: the last stage takes longer over every forward, so that the others wait for it."""
-    forward = harness.model.Decoder.forward
+    forward = harness.models.decoder.Decoder.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
         time.sleep(SLOW_SECONDS if self.lm_head is not None else 0)
         return forward(self, hidden, targets)
 
-    harness.model.Decoder.forward = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    harness.models.decoder.Decoder.forward = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def slow_steps(run_dir: str) -> None:
     """Not a fault: every step takes more than a second more."""
-    step = torch_engine.TorchEngine.step
+    step = engine.TorchEngine.step
 
     def spoiled(self: Any, micro_batches: Any) -> Any:
         time.sleep(1.2)
         return step(self, micro_batches)
 
-    torch_engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def slow_rank(run_dir: str) -> None:
     """Not a fault: rank 1 takes longer over every forward."""
-    forward = harness.model.Decoder.forward
+    forward = harness.models.decoder.Decoder.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
         time.sleep(SLOW_SECONDS if rank() == 1 else 0)
         return forward(self, hidden, targets)
 
-    harness.model.Decoder.forward = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    harness.models.decoder.Decoder.forward = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def layer_twice(run_dir: str) -> None:
     """Every layer runs a second time in forward, for nothing; losses and gradients are right."""
-    forward = harness.model.Block.forward
+    forward = harness.models.decoder.Block.forward
 
     def spoiled(self: Any, *arguments: Any) -> Any:
         with torch.no_grad():
             forward(self, *arguments)
         return forward(self, *arguments)
 
-    harness.model.Block.forward = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    harness.models.decoder.Block.forward = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def block_unlogged(run_dir: str) -> None:
     """The log of memory misses a block of those at the peak."""
-    end = HostLog.end
+    end = CpuAllocationLog.end
 
     def spoiled(self: Any) -> Any:
         log = end(self)
@@ -493,8 +512,8 @@ def block_unlogged(run_dir: str) -> None:
         log.bytes[missing] = 1
         return log
 
-    HostLog.end = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    CpuAllocationLog.end = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def exhausted(run_dir: str) -> None:
@@ -505,22 +524,22 @@ def exhausted(run_dir: str) -> None:
             torch.empty(1 << 50, dtype=torch.uint8)
         return batches(self, step)
 
-    batches = worker.Batches.__call__
-    worker.Batches.__call__ = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    batches = rank_batches.Batches.__call__
+    rank_batches.Batches.__call__ = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def exhausted_in_a_stage(run_dir: str) -> None:
     """Rank 1 asks for more memory than there is, inside the model's forward."""
-    forward = harness.model.Decoder.forward
+    forward = harness.models.decoder.Decoder.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
         if rank() == 1:
             torch.empty(1 << 50, dtype=torch.uint8)
         return forward(self, hidden, targets)
 
-    harness.model.Decoder.forward = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    harness.models.decoder.Decoder.forward = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def killed(run_dir: str) -> None:
@@ -531,9 +550,9 @@ def killed(run_dir: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return batches(self, step)
 
-    batches = worker.Batches.__call__
-    worker.Batches.__call__ = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    batches = rank_batches.Batches.__call__
+    rank_batches.Batches.__call__ = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def stuck(run_dir: str) -> None:
@@ -541,12 +560,12 @@ def stuck(run_dir: str) -> None:
     if rank() == 1:
         Path(run_dir, "stuck").touch()
         time.sleep(3600)
-    worker.main(run_dir)
+    worker_main.main(run_dir)
 
 
 def stuck_in_a_step(run_dir: str) -> None:
     """Rank 1 comes as far as its second step."""
-    step = torch_engine.TorchEngine.step
+    step = engine.TorchEngine.step
     taken = itertools.count()
 
     def waiting(self: Any, micro_batches: Any) -> Any:
@@ -554,13 +573,13 @@ def stuck_in_a_step(run_dir: str) -> None:
             time.sleep(3600)
         return step(self, micro_batches)
 
-    torch_engine.TorchEngine.step = waiting  # type: ignore[method-assign]
-    worker.main(run_dir)
+    engine.TorchEngine.step = waiting  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def greedy(run_dir: str) -> None:
     """Rank 1 touches more and more memory of the host in its second step, until somebody stops it."""
-    step = torch_engine.TorchEngine.step
+    step = engine.TorchEngine.step
     taken, held = itertools.count(), []
 
     def hungry(self: Any, micro_batches: Any) -> Any:
@@ -569,63 +588,63 @@ def greedy(run_dir: str) -> None:
                 held.append(b"1" * 2**24)
         return step(self, micro_batches)
 
-    torch_engine.TorchEngine.step = hungry  # type: ignore[method-assign]
-    worker.main(run_dir)
+    engine.TorchEngine.step = hungry  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def masks_of_their_own(run_dir: str) -> None:
     """Tensor-parallel ranks drop different parts of the residual stream that they share."""
-    worker.masks_seed = lambda seed, layout, number: seed + number
-    worker.main(run_dir)
+    dropout_rng.dropout_seed = lambda seed, layout, number: seed + number
+    worker_main.main(run_dir)
 
 
 def heads_drop_alike(run_dir: str) -> None:
     """Tensor-parallel ranks have different heads, and drop the same of them."""
-    apply = tensor.apply_tensor_parallel
+    apply = tensor_parallel.apply_tensor_parallel
 
     def spoiled(model: Any, *arguments: Any) -> None:
         apply(model, *arguments)
         for block in model.blocks().values():
             block.self_attn.masks_rank = None
 
-    tensor.apply_tensor_parallel = spoiled
-    worker.main(run_dir)
+    tensor_parallel.apply_tensor_parallel = spoiled
+    worker_main.main(run_dir)
 
 
 def summed_in_16_bit(run_dir: str) -> None:
     """DeepSpeed left to its default sums gradients in the width of the compute."""
-    settings = deepspeed_start.settings
+    settings = deepspeed_config_module.deepspeed_config
 
     def spoiled(*arguments: Any) -> Any:
         chosen = settings(*arguments)
         chosen["data_types"]["grad_accum_dtype"] = "bf16"
         return chosen
 
-    deepspeed_start.settings = spoiled
-    worker.main(run_dir)
+    deepspeed_config_module.deepspeed_config = spoiled
+    worker_main.main(run_dir)
 
 
 def never_broadcast(run_dir: str) -> None:
     """ZeroRedundancyOptimizer steps each rank's share and tells nobody."""
     ZeroRedundancyOptimizer._sync_params = lambda self: None  # type: ignore[method-assign]
-    worker.main(run_dir)
+    worker_main.main(run_dir)
 
 
 def scale_never_taken_out(run_dir: str) -> None:
     """Gradients in fp16 stay as large as the loss was made."""
-    scaling.LossScale.unscale = lambda self, gradients: None  # type: ignore[method-assign]
-    worker.main(run_dir)
+    loss_scaler.LossScaler.unscale = lambda self, gradients: None  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def masks_alike(run_dir: str) -> None:
     """Ranks with different data drop the same of it."""
-    worker.masks_seed = lambda seed, layout, number: seed
-    worker.main(run_dir)
+    dropout_rng.dropout_seed = lambda seed, layout, number: seed
+    worker_main.main(run_dir)
 
 
 def bias_summed_twice(run_dir: str) -> None:
     """A row-parallel layer adds its bias once more, behind the sum over the ranks."""
-    apply = tensor.apply_tensor_parallel
+    apply = tensor_parallel.apply_tensor_parallel
 
     def spoiled(model: Any, *arguments: Any) -> None:
         apply(model, *arguments)
@@ -633,22 +652,22 @@ def bias_summed_twice(run_dir: str) -> None:
             for row in (block.self_attn.o_proj, block.mlp.down_proj):
                 row.register_forward_hook(lambda module, _, output: output + module.bias.to_local())
 
-    tensor.apply_tensor_parallel = spoiled
-    worker.main(run_dir)
+    tensor_parallel.apply_tensor_parallel = spoiled
+    worker_main.main(run_dir)
 
 
 def positions_not_summed(run_dir: str) -> None:
     """Gradients of learned positions stay those of this rank's part of the sequence."""
-    ordinary = norm.reduce_partial
-    norm.reduce_partial = lambda gradient: unsummed(gradient) if gradient.dim() == 2 else ordinary(gradient)
-    worker.main(run_dir)
+    ordinary = grad_norm.reduce_partial_grad
+    grad_norm.reduce_partial_grad = lambda gradient: unsummed(gradient) if gradient.dim() == 2 else ordinary(gradient)
+    worker_main.main(run_dir)
 
 
 def layer_of_library_twice(run_dir: str) -> None:
     """Every layer of a library's model runs a second time in forward, for nothing."""
-    from harness import huggingface
+    from harness.models import hf_library
 
-    build = huggingface.build
+    build = hf_library.build_hf_model
 
     def spoiled(model: Any) -> Any:
         built = build(model)
@@ -656,8 +675,8 @@ def layer_of_library_twice(run_dir: str) -> None:
             block.forward = twice(block.forward)
         return built
 
-    huggingface.build = spoiled
-    worker.main(run_dir)
+    hf_library.build_hf_model = spoiled
+    worker_main.main(run_dir)
 
 
 def twice(forward: Any) -> Any:
@@ -671,31 +690,31 @@ def twice(forward: Any) -> Any:
 
 def offload_dropped(run_dir: str) -> None:
     """DeepSpeed is not told of the offload: trains right, on the device."""
-    settings = deepspeed_start.settings
+    settings = deepspeed_config_module.deepspeed_config
 
     def spoiled(config: Any, layout: Any, device: Any) -> Any:
         return settings(config, dataclasses.replace(layout, offload="none"), device)
 
-    deepspeed_start.settings = spoiled
-    worker.main(run_dir)
+    deepspeed_config_module.deepspeed_config = spoiled
+    worker_main.main(run_dir)
 
 
 def shards_not_offloaded(run_dir: str) -> None:
     """fully_shard gets no offload policy."""
-    fully_shard.CPUOffloadPolicy = lambda **_: fully_shard.OffloadPolicy()  # type: ignore[assignment,misc]
-    worker.main(run_dir)
+    fsdp.CPUOffloadPolicy = lambda **_: fsdp.OffloadPolicy()  # type: ignore[assignment,misc]
+    worker_main.main(run_dir)
 
 
 def last_layer_not_offloaded(run_dir: str) -> None:
     """What the last layer keeps for backward stays on the device."""
-    around = activation_offload.HostCopies.around
+    around = activation_offload.OffloadHooks.wrap_forward
 
     def spoiled(self: Any, block: Any, forward: Any, *arguments: Any) -> Any:
         self.calls = getattr(self, "calls", 0) + 1
         return forward(*arguments) if self.calls % 4 == 0 else around(self, block, forward, *arguments)
 
-    activation_offload.HostCopies.around = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    activation_offload.OffloadHooks.wrap_forward = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def stale_copy(run_dir: str) -> None:
@@ -709,8 +728,8 @@ def stale_copy(run_dir: str) -> None:
             self.probe.offloaded(made.host)
         return self.copies[size]
 
-    activation_offload.HostCopies.copied = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    activation_offload.OffloadHooks.copy_once = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def autotp_rows_not_summed(run_dir: str) -> None:
@@ -718,12 +737,12 @@ def autotp_rows_not_summed(run_dir: str) -> None:
     from deepspeed.module_inject import layers
 
     layers.RowParallel.forward = staticmethod(lambda ctx, group, input, inference: input)
-    worker.main(run_dir)
+    worker_main.main(run_dir)
 
 
 def autotp_not_marked(run_dir: str) -> None:
     """DeepSpeed takes cut weights for copies: the global norm has those of one rank alone."""
-    apply = deepspeed_start.apply_tensor_parallel
+    apply = deepspeed_tensor_parallel.apply_tensor_parallel
 
     def spoiled(model: Any, *arguments: Any) -> Any:
         names = apply(model, *arguments)
@@ -731,8 +750,8 @@ def autotp_not_marked(run_dir: str) -> None:
             parameter.tensor_model_parallel = False
         return names
 
-    deepspeed_start.apply_tensor_parallel = spoiled
-    worker.main(run_dir)
+    deepspeed_tensor_parallel.apply_tensor_parallel = spoiled
+    worker_main.main(run_dir)
 
 
 def autotp_parts_swapped(run_dir: str) -> None:
@@ -749,7 +768,7 @@ def autotp_parts_swapped(run_dir: str) -> None:
 
     layers.LinearLayer.uneven_partition = spoiled(0)
     layers.LinearAllreduce.uneven_partition = spoiled(1)
-    worker.main(run_dir)
+    worker_main.main(run_dir)
 
 
 def autotp_dropped(run_dir: str) -> None:
@@ -759,13 +778,13 @@ def autotp_dropped(run_dir: str) -> None:
         model.ds_autotp_parsed = True
         return {}
 
-    deepspeed_start.apply_tensor_parallel = spoiled
-    worker.main(run_dir)
+    deepspeed_tensor_parallel.apply_tensor_parallel = spoiled
+    worker_main.main(run_dir)
 
 
 def collective_mismatched(run_dir: str) -> None:
     """Rank 1 calls another collective than the others, in its second step."""
-    step = torch_engine.TorchEngine.step
+    step = engine.TorchEngine.step
     taken = itertools.count()
 
     def spoiled(self: Any, micro_batches: Any) -> Any:
@@ -773,25 +792,25 @@ def collective_mismatched(run_dir: str) -> None:
             dist.all_reduce(torch.zeros(8 if rank() == 1 else 2))
         return step(self, micro_batches)
 
-    torch_engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def nan_later(run_dir: str) -> None:
     """The loss is not a number from the third step on."""
-    step = torch_engine.TorchEngine.step
+    step = engine.TorchEngine.step
     taken = itertools.count()
 
     def spoiled(self: Any, micro_batches: Any) -> Any:
         found = step(self, micro_batches)
         return found._replace(loss=found.loss * float("nan")) if next(taken) >= 2 else found
 
-    torch_engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
-    worker.main(run_dir)
+    engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
 
 
 def each_its_own(run_dir: str) -> None:
     """One run of a sweep hangs, one runs out of memory, one's loss is not a number, one is as it should be."""
-    layout = job.read(Path(run_dir)).layout
+    layout = read_run_spec(Path(run_dir)).layout
     faults = {(1, 2, 1): exhausted, (2, 1, 1): stuck_in_a_step, (1, 1, 2): nan_later}
-    faults.get((layout.dp_shard, layout.dp_replicate, layout.tp), worker.main)(run_dir)
+    faults.get((layout.dp_shard, layout.dp_replicate, layout.tp), worker_main.main)(run_dir)

@@ -26,8 +26,11 @@ from packages import PATH
 T = TypeVar("T")
 
 PACKAGES = ("slurm-wlm", "munge", "slurmdbd", "mariadb-server")
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "slurmdbd", "mariadbd", "mariadb-install-db")
+
 READY_SECONDS = 60.0  # for a daemon to answer; on an idle machine it takes about one
+
 POLL_SECONDS = 0.05
 
 CONFIGURATION = """\

@@ -10,9 +10,12 @@ import accelerate_entries
 import pytest
 from conftest import ROOT, composed, executed
 
-from harness import machine, records, run, worker
 from harness.engines import accelerate as accelerate_engine
-from harness.errors import UserError
+from harness.records.schema import Record
+from harness.runner import local_machine
+from harness.runner.plan import make_plan
+from harness.util.errors import UserError
+from harness.worker import main as worker_main
 
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
 
@@ -29,7 +32,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerate_engine, "shards_refusals", lambda *arguments: iter(()))
 
 
-def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> records.Record:
+def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
     asked = (f"results_dir={results}", "name=accelerate", "force=true", "strategy.engine=accelerate", *BATCH)
     config = composed(*asked, *overrides)
     return executed(config, entry)
@@ -37,7 +40,7 @@ def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> re
 
 @pytest.mark.parametrize("overrides", ["strategy=zero1"])
 def test_deepspeed_through_accelerate_is_proven_on_a_cpu(results: Path, overrides: str) -> None:
-    proven(run_with(results, worker.main, "world_size=2", *overrides.split()))
+    proven(run_with(results, worker_main.main, "world_size=2", *overrides.split()))
 
 
 @pytest.mark.long
@@ -52,7 +55,7 @@ def test_deepspeed_through_accelerate_is_proven_on_a_cpu(results: Path, override
     ],
 )
 def test_more_of_deepspeed_through_accelerate(results: Path, overrides: str) -> None:
-    proven(run_with(results, worker.main, "world_size=2", *overrides.split()))
+    proven(run_with(results, worker_main.main, "world_size=2", *overrides.split()))
 
 
 @pytest.mark.parametrize("overrides", ["world_size=2 strategy=fsdp_full_shard"])
@@ -77,7 +80,7 @@ def test_more_of_what_a_gpu_would_run(results: Path, overrides: str) -> None:
     proven(run_with(results, accelerate_entries.told_to_shard, *overrides.split()))
 
 
-def proven(record: records.Record) -> None:
+def proven(record: Record) -> None:
     row = record["row"]
     assert (row["status"], row["reason"], row["engine"]) == ("ok", "", "accelerate")
     assert record["proof"]["layout"] == "proven"
@@ -122,7 +125,7 @@ def test_another_layout_than_asked_for_is_an_error(
 def test_what_it_would_do_otherwise_is_refused(overrides: str, said: str) -> None:
     config = composed("strategy.engine=accelerate", "world_size=2", *BATCH, *overrides.split())
     with pytest.raises(UserError) as refused:
-        run.plan(config, machine.look(config.cluster))
+        make_plan(config, local_machine.detect_machine(config.cluster))
     assert said in str(refused.value)
 
 

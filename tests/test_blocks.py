@@ -12,19 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.cuda._memory_viz import trace
 
-from harness.measure import blocks, snapshot
-from harness.measure.blocks import Log, Notes, Span, fullest, fullest_like
+from harness.measure import memory_attribution, memory_snapshot
+from harness.measure.memory_attribution import (
+    AllocationLog,
+    OpSpan,
+    StepAnnotations,
+    attribute_peak,
+    attribute_peak_by_example,
+)
+from harness.records import schema
 
 Line = tuple[int, int]  # address, bytes; negative: freed
 
 
-def log_of(lines: list[Line], standing: int = 0, foreign: frozenset[int] = frozenset()) -> Log:
+def log_of(lines: list[Line], standing: int = 0, foreign: frozenset[int] = frozenset()) -> AllocationLog:
     addresses, sizes = np.array(lines, np.int64).reshape(-1, 2).T
     strangers = np.array([at in foreign for at in range(len(lines))], np.int64)
-    return Log(np.arange(len(lines)), addresses, sizes, strangers, standing)
+    return AllocationLog(np.arange(len(lines)), addresses, sizes, strangers, standing)
 
 
-def parts(found: blocks.Fullest | None) -> dict[tuple[str, str], int]:
+def parts(found: memory_attribution.PeakMemory | None) -> dict[tuple[str, str], int]:
     assert found is not None
     return {(part.role, part.what): part.bytes for part in found.parts}
 
@@ -33,21 +40,21 @@ def parts(found: blocks.Fullest | None) -> dict[tuple[str, str], int]:
 STEP: list[Line] = [(1, 100), (2, 70), (3, 40), (4, 30), (5, 8), (5, -8), (3, -40), (4, -30)]
 
 
-def notes() -> Notes:
-    found = Notes()
+def notes() -> StepAnnotations:
+    found = StepAnnotations()
     found.claim(2, 1, "parameter", "at rest")
     found.claim(3, 3, "activation", "held")
     found.claim(7, 3, "activation", "held", held=False)
     found.claim(6, 4, "gradient", "gradients")  # seen after the peak
     found.claim(6, 2, "communication", "bucket")
     found.claim(7, 2, "gradient", "gradients")  # what the bucket holds for a while
-    found.operators = [Span(2, 3, "aten::mm"), Span(4, 6, "aten::add")]
-    found.phases = [Span(2, 4, "forward"), Span(4, 8, "backward")]
+    found.operators = [OpSpan(2, 3, "aten::mm"), OpSpan(4, 6, "aten::add")]
+    found.phases = [OpSpan(2, 4, "forward"), OpSpan(4, 8, "backward")]
     return found
 
 
 def test_every_block_goes_to_its_role() -> None:
-    found = fullest(log_of(STEP, standing=2), notes())
+    found = attribute_peak(log_of(STEP, standing=2), notes())
     assert (found.moment, found.bytes) == (4, 248)
     assert parts(found) == {
         ("parameter", "at rest"): 100,
@@ -63,52 +70,55 @@ def test_a_role_is_that_of_the_moment() -> None:
     told = notes()
     told.claim(4, 3, "activation", "held", held=False)
     told.claim(3, 2, "gradient", "gradients")
-    found = parts(fullest(log_of(STEP, standing=2), told))
+    found = parts(attribute_peak(log_of(STEP, standing=2), told))
     assert found["temporary", "kept since forward"] == 40
     assert found["gradient", "gradients"] == 100 and ("communication", "bucket") not in found
     told.claim(4, 2, "gradient", "gradients", held=False)
-    assert ("gradient", "gradients") in parts(fullest(log_of(STEP, standing=2), told))
-    assert parts(fullest(log_of(STEP, standing=2), told))["gradient", "gradients"] == 30
+    assert ("gradient", "gradients") in parts(attribute_peak(log_of(STEP, standing=2), told))
+    assert parts(attribute_peak(log_of(STEP, standing=2), told))["gradient", "gradients"] == 30
 
 
 def test_a_claim_dies_with_its_block() -> None:
     lines = [(1, 10), (1, -10), (1, 20)]
-    told = Notes()
+    told = StepAnnotations()
     told.claim(1, 1, "gradient", "gradients")
-    assert parts(fullest(log_of(lines), told)) == {("temporary", blocks.BETWEEN): 20}
+    assert parts(attribute_peak(log_of(lines), told)) == {("temporary", memory_attribution.BETWEEN): 20}
 
 
 def test_what_is_the_measurings_own_is_no_peak() -> None:
     told = notes()
     lines = [*STEP[:5], (9, 1000), (9, -1000), *STEP[5:]]
-    assert fullest(log_of(lines, standing=2), told).bytes == 1248
-    told.pauses = [Span(5, 7, "measuring")]
-    assert fullest(log_of(lines, standing=2), told).bytes == 248
+    assert attribute_peak(log_of(lines, standing=2), told).bytes == 1248
+    told.pauses = [OpSpan(5, 7, "measuring")]
+    assert attribute_peak(log_of(lines, standing=2), told).bytes == 248
 
 
 def test_another_step_is_told_by_its_twin() -> None:
     """Other addresses, copies of a backend's threads, and a temporary that they let go of late."""
     lines = [(1, 100), (22, 70), (31, 40), (77, 500), (41, 30), (51, 8), (31, -40), (51, -8), (41, -30), (77, -500)]
     other = log_of(lines, standing=2, foreign=frozenset({3}))
-    found = fullest_like(other, log_of(STEP, standing=2), notes())
+    found = attribute_peak_by_example(other, log_of(STEP, standing=2), notes())
     assert parts(found) == {
         ("parameter", "at rest"): 100,
         ("gradient", "gradients"): 30,
         ("activation", "held"): 40,
         ("communication", "bucket"): 70,
-        ("communication", blocks.BACKEND): 500,
+        ("communication", memory_attribution.BACKEND): 500,
         ("temporary", "aten::add"): 8,
     }
     unlike = [*lines[:2], (31, 41), *lines[3:]]
-    assert fullest_like(log_of(unlike, standing=2), log_of(STEP, standing=2), notes()) is None
+    assert attribute_peak_by_example(log_of(unlike, standing=2), log_of(STEP, standing=2), notes()) is None
 
 
 def test_blocks_that_only_the_example_asks_for_are_passed_over() -> None:
     example = [*STEP[:3], (8, 3), (8, -3), *STEP[3:]]
-    told = Notes()
+    told = StepAnnotations()
     told.claim(6, 4, "gradient", "gradients")
     assert (
-        parts(fullest_like(log_of(STEP, standing=2), log_of(example, standing=2), told))["gradient", "gradients"] == 30
+        parts(attribute_peak_by_example(log_of(STEP, standing=2), log_of(example, standing=2), told))[
+            "gradient", "gradients"
+        ]
+        == 30
     )
 
 
@@ -133,23 +143,23 @@ def histories(draw: st.DrawFn) -> tuple[list[Line], int]:
 def test_the_parts_are_the_peak(history: tuple[list[Line], int], data: st.DataObject) -> None:
     """Whatever is claimed, when and by whom: nothing is counted twice, nothing is left out."""
     lines, standing = history
-    told = Notes()
+    told = StepAnnotations()
     for _ in range(data.draw(st.integers(0, 20))):
-        role = data.draw(st.sampled_from(blocks.ROLES[:-1]))
+        role = data.draw(st.sampled_from(schema.MEMORY_ROLES[:-1]))
         moment = data.draw(st.integers(standing, len(lines)))  # what stands was there before anybody claims
         address = data.draw(st.integers(1, 30))
         told.claim(moment, address, role, "x", held=data.draw(st.booleans()))
     log = log_of(lines, standing)
     totals = list(itertools.accumulate(size for _, size in lines))
-    found = fullest(log, told)
+    found = attribute_peak(log, told)
     assert found.bytes == max(totals[max(0, standing - 1) :]) == sum(part.bytes for part in found.parts)
-    twin = fullest_like(log, log, told)
+    twin = attribute_peak_by_example(log, log, told)
     assert twin is None or parts(twin) == parts(found)
 
 
 def test_a_log_is_read_by_torchs_viewer(tmp_path: Path) -> None:
     path = tmp_path / "memory" / "rank.pickle"
-    snapshot.write(path, snapshot.of_host(log_of(STEP, standing=2), notes()))
+    memory_snapshot.write_snapshot(path, memory_snapshot.snapshot_of_host(log_of(STEP, standing=2), notes()))
     read: dict[str, Any] = pickle.loads(path.read_bytes())
     entries = read["device_traces"][0]
     assert [entry["action"] for entry in entries].count("alloc") == 5
@@ -167,10 +177,10 @@ def test_the_log_of_a_gpu_is_its_allocators() -> None:
     kept = torch.empty(1 << 20, device="cuda")
     history = memory.begin_log()
     other = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
-    told = Notes()
+    told = StepAnnotations()
     told.claim(history.now(), kept.untyped_storage().data_ptr(), "parameter", "kept")
     told.claim(history.now(), other.untyped_storage().data_ptr(), "gradient", "other")
     del other
-    found = fullest(history.end(), told)
+    found = attribute_peak(history.end(), told)
     sums = {part.role: part.bytes for part in found.parts}
     assert sums["parameter"] == 4 << 20 and sums["gradient"] == 3 << 20

@@ -9,15 +9,19 @@ import pytest
 from conftest import composed, executed
 from test_plan_memory import PREPARED
 
-from harness import dominated, memory_budget, run, worker
-from harness.byte_sizes import bytes_of, said
-from harness.config import RunConfig
-from harness.errors import UserError
-from harness.identity import settling
-from harness.machine import Machine, look
-from harness.plan.memory import estimate
-from harness.records import Record
-from harness.search import Search
+from harness.config.byte_size import format_bytes, parse_bytes
+from harness.config.fingerprint import result_affecting_keys
+from harness.config.schema import RunConfig
+from harness.cost_model.memory import estimate
+from harness.hardware.machine import Machine
+from harness.records.schema import Record
+from harness.runner import preflight
+from harness.runner.local_machine import detect_machine
+from harness.runner.plan import Plan, capacity_problem, fits, make_plan
+from harness.runner.pruning import pruning_reason
+from harness.sweep.micro_batch_search import MicroBatchSearch
+from harness.util.errors import UserError
+from harness.worker import main as worker_main
 
 RUN = ("data=synthetic", "train.seq_len=64", "train.steps=2", "train.warmup_steps=1", "preflight=false")
 
@@ -38,7 +42,7 @@ RUN = ("data=synthetic", "train.seq_len=64", "train.steps=2", "train.warmup_step
     ],
 )
 def test_sizes(text: str | int | float, size: int) -> None:
-    assert bytes_of(text) == size
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize(
@@ -48,12 +52,17 @@ def test_what_is_no_size_is_said_with_what_is(wrong: str | float) -> None:
     with pytest.raises(
         UserError, match=f"^a.key={re.escape(str(wrong))} is not a size .*: choose .* GiB, .* KB, B,"
     ) as e:
-        bytes_of(wrong, "a.key")
+        parse_bytes(wrong, "a.key")
     assert "\n" not in str(e.value)
 
 
 def test_a_size_is_read_as_it_was_said() -> None:
-    assert [said(size) for size in (5, 2048, 113_246_208, 24 * 2**30)] == ["5 B", "2.0 KiB", "108.0 MiB", "24.0 GiB"]
+    assert [format_bytes(size) for size in (5, 2048, 113_246_208, 24 * 2**30)] == [
+        "5 B",
+        "2.0 KiB",
+        "108.0 MiB",
+        "24.0 GiB",
+    ]
 
 
 # ---------------------------------------------------------------- real runs
@@ -66,7 +75,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made(results: Path, *overrides: str) -> tuple[RunConfig, Record]:
     config = composed(f"results_dir={results}", "name=budget", *RUN, *overrides)
-    return config, executed(config, worker.main)
+    return config, executed(config, worker_main.main)
 
 
 @pytest.fixture(scope="module", params=["ddp", "pp_1f1b"])
@@ -117,8 +126,8 @@ def check_dominated(config: RunConfig, results: Path) -> None:
             model=dataclasses.replace(config.model, num_hidden_layers=layers),
             train=dataclasses.replace(config.train, micro_batch=micro_batch),
         )
-        this = run.plan(changed, look(config.cluster))
-        return dominated.reason(this.config, this.layout, this.widths, this.machine, this.directory)
+        this = make_plan(changed, detect_machine(config.cluster))
+        return pruning_reason(this.config, this.layout, this.widths, this.machine, this.directory)
 
     budget = config.cluster.memory_budget
     assert isinstance(budget, int)
@@ -136,7 +145,7 @@ def check_dominated(config: RunConfig, results: Path) -> None:
 
 def test_no_budget_is_no_part_of_a_runs_identity_and_a_budget_is_however_written() -> None:
     none, written, counted = (
-        settling(composed("strategy=ddp", f"cluster.memory_budget={budget}").to_dict())
+        result_affecting_keys(composed("strategy=ddp", f"cluster.memory_budget={budget}").to_dict())
         for budget in ("null", "108MiB", 113_246_208)
     )
     assert "memory_budget" not in none["cluster"]
@@ -145,13 +154,13 @@ def test_no_budget_is_no_part_of_a_runs_identity_and_a_budget_is_however_written
 
 def test_a_cpu_that_cannot_count_cannot_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = composed("strategy=ddp", "cluster.memory_budget=1GiB", "data=synthetic")
-    machine = look(config.cluster)
-    run.plan(config, machine)
+    machine = detect_machine(config.cluster)
+    make_plan(config, machine)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"^cluster.memory_budget=1GiB is .* no C\+\+ compiler: .* or choose null$"):
-        run.plan(config, machine)
-    run.plan(dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, memory_budget=None)), machine)
+        make_plan(config, machine)
+    make_plan(dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, memory_budget=None)), machine)
 
 
 def test_a_device_has_a_limit_of_its_own() -> None:
@@ -159,7 +168,7 @@ def test_a_device_has_a_limit_of_its_own() -> None:
     limits = {}
     for budget in ("null", "16GiB", "17GiB"):
         config = composed("strategy=ddp", f"cluster.memory_budget={budget}")
-        limits[budget] = memory_budget.limit_bytes(config, gpus), list(memory_budget.refusals(config, gpus))
+        limits[budget] = preflight.rank_memory_limit(config, gpus), list(preflight.budget_problems(config, gpus))
     assert limits["null"] == limits["16GiB"] == (2**34, [])
     assert limits["17GiB"][1] == [
         "cluster.memory_budget=17GiB is more than the 16.0 GiB of a device: choose as much or less, or null"
@@ -167,30 +176,33 @@ def test_a_device_has_a_limit_of_its_own() -> None:
 
 
 ROOMY = Machine("cpu", "cpu", 1, 2, devices=0, free_bytes=(2**45,), cores=2)
+
 PLANNED = ("strategy=zero3", "model=350m", "train.seq_len=128", "train.global_batch=16", "data=synthetic")
 
 
-def planned(*overrides: str) -> run.Plan:
-    return run.plan(composed(*PLANNED, *overrides), ROOMY)
+def planned(*overrides: str) -> Plan:
+    return make_plan(composed(*PLANNED, *overrides), ROOMY)
 
 
 def test_what_is_predicted_beyond_a_budget_is_refused_by_its_name() -> None:
     free = planned("train.micro_batch=2")
     peak = estimate(free.config, free.layout, free.widths, "cpu").peak_bytes
-    assert run.unfit(free, PREPARED) is None
-    assert run.unfit(planned("train.micro_batch=2", f"cluster.memory_budget={peak}"), PREPARED) is None
+    assert capacity_problem(free, PREPARED) is None
+    assert capacity_problem(planned("train.micro_batch=2", f"cluster.memory_budget={peak}"), PREPARED) is None
     short = ("train.micro_batch=2", f"cluster.memory_budget={peak - 1}B")
-    reason = run.unfit(planned(*short), PREPARED)
+    reason = capacity_problem(planned(*short), PREPARED)
     assert reason is not None and "\n" not in reason
-    assert reason.startswith(f"model=350m needs {said(peak)} a rank (")
+    assert reason.startswith(f"model=350m needs {format_bytes(peak)} a rank (")
     assert f"cluster.memory_budget={peak - 1}B is less: choose checkpointing=" in reason
     assert reason.endswith("or a larger cluster.memory_budget, or preflight=false to try")
     assert "process" not in reason  # only tensors are held to it
     for remedy in re.findall(r"(checkpointing=\w+|model=\w+) \(", reason.partition(": choose ")[2]):
-        assert run.unfit(planned(*short, remedy), PREPARED) is None, remedy
-    assert run.unfit(planned(*short, "preflight=false"), PREPARED) is None
+        assert capacity_problem(planned(*short, remedy), PREPARED) is None, remedy
+    assert capacity_problem(planned(*short, "preflight=false"), PREPARED) is None
     small = dataclasses.replace(ROOMY, free_bytes=(2**30,))  # of both limits the machine's is said
-    assert "1.0 GiB are there" in (run.unfit(dataclasses.replace(planned(*short), machine=small), PREPARED) or "")
+    assert "1.0 GiB are there" in (
+        capacity_problem(dataclasses.replace(planned(*short), machine=small), PREPARED) or ""
+    )
 
 
 def test_the_search_for_a_micro_batch_begins_below_the_budget() -> None:
@@ -198,4 +210,4 @@ def test_the_search_for_a_micro_batch_begins_below_the_budget() -> None:
     two = planned("train.micro_batch=2")
     budget = estimate(two.config, two.layout, two.widths, "cpu").peak_bytes
     plans = [planned(f"train.micro_batch={size}", f"cluster.memory_budget={budget}") for size in sizes]
-    assert Search(plans, run.fits).first.config.train.micro_batch == 2
+    assert MicroBatchSearch(plans, fits).first.config.train.micro_batch == 2

@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 
-from harness.records import Record
-from harness.report.charts import drawing, memory, speed, style, tradeoffs, training
-from harness.report.charts.lines import MOST, chosen, lines
-from harness.report.document import Picture
+from harness.records.provenance import versions
+from harness.records.schema import Record
+from harness.report.charts import losses, memory, render, speed, style, tradeoffs, traffic
+from harness.report.charts.lines import MOST, lines, select
+from harness.report.document import Chart
 from harness.report.view import View
-from harness.versions import versions
 
 GIB, MIB = 2**30, 2**20
+
 HOSTILE = "\"]}' {datum.x} </svg><script>alert(1)</script> \x00\x1b[31m \u202e Übermaß && %s ${y}"
+
 PARTS = {
     "parameter": "parameters",
     "optimizer": "optimizer",
@@ -30,6 +32,7 @@ PARTS = {
     "communication": "communication buffers",
     "temporary": "temporaries",
 }
+
 TIMES = {
     "data_seconds": "data",
     "forward_seconds": "forward",
@@ -37,17 +40,18 @@ TIMES = {
     "optimizer_seconds": "optimizer",
     "exposed_communication_seconds": "exposed communication",
 }
-PICTURES: dict[str, Callable[[View], Picture | None]] = {
+
+PICTURES: dict[str, Callable[[View], Chart | None]] = {
     "peak": memory.peak,
     "throughput": speed.throughput,
     "trade": tradeoffs.trade,
     "step": speed.step,
-    "traffic": training.traffic,
+    "traffic": traffic.traffic,
     "scaling": speed.scaling,
     "checkpointing": tradeoffs.checkpointing,
     "predicted": memory.predicted,
     "batches": memory.batches,
-    "losses": training.losses,
+    "losses": losses.losses,
 }
 
 
@@ -164,7 +168,7 @@ def _loss(run: int, step: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Picture]:
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chart]:
     """Every picture, of the runs that have something for it, and all pictures of hostile names."""
     views = {"scaling": View("demo", growing()), "batches": View("demo", batched())}
     usual = with_losses(tmp_path_factory.mktemp("usual"), several())
@@ -180,11 +184,11 @@ def hiding(spec: Mapping[str, Any], *strategies: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def texts(drawn: dict[str, Picture]) -> dict[str, str]:
+def texts(drawn: dict[str, Chart]) -> dict[str, str]:
     """Every picture as SVG, and all but the hostile with one strategy hidden; drawn by one process."""
     specs = {name: picture.spec for name, picture in drawn.items()}
     specs |= {f"hidden {name}": hiding(drawn[name].spec, "ddp") for name in PICTURES}
-    return drawing.svgs(specs)
+    return render.svgs(specs)
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +273,7 @@ def test_every_segment_of_a_peak_is_as_long_as_its_bytes(trees: dict[str, Elemen
 
 
 def test_the_limit_and_what_ran_out_are_in_the_picture(
-    drawn: dict[str, Picture], trees: dict[str, ElementTree.Element]
+    drawn: dict[str, Chart], trees: dict[str, ElementTree.Element]
 ) -> None:
     for name in ("peak", "hidden peak"):
         (rule,) = marks(trees[name], "rule mark")
@@ -277,11 +281,11 @@ def test_the_limit_and_what_ran_out_are_in_the_picture(
         shown = [mark.text for mark in marks(trees[name], "text mark")]
         assert "limit 12.00 GiB" in shown
         assert "oom, last seen at 7.00 GiB" in shown
-    assert "The device's limit is 12.00 GiB" in drawn["peak"].said
+    assert "The device's limit is 12.00 GiB" in drawn["peak"].alt_text
     far = [record(n, s, 1.0, 100.0, memory_limit_bytes=80 * GIB) for n, s in enumerate(("ddp", "tp"), start=1)]
     beyond = memory.peak(View("demo", far))
     assert beyond
-    assert "beyond what is drawn" in beyond.said
+    assert "beyond what is drawn" in beyond.alt_text
     assert not any("limit" in str(layer["encoding"]) for layer in beyond.spec["layer"])
 
 
@@ -327,7 +331,7 @@ def front_by_sweep(known: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 
 def test_the_front_is_the_lines_that_no_other_beats(
-    drawn: dict[str, Picture], trees: dict[str, ElementTree.Element]
+    drawn: dict[str, Chart], trees: dict[str, ElementTree.Element]
 ) -> None:
     tree, known = trees["trade"], rows(several())
     expected = front_by_sweep(known)
@@ -366,7 +370,7 @@ def test_bytes_sent_and_the_formula(trees: dict[str, ElementTree.Element]) -> No
     assert formulas == pytest.approx(known, abs=1)
 
 
-def test_speed_over_ranks_beside_the_ideal(drawn: dict[str, Picture], trees: dict[str, ElementTree.Element]) -> None:
+def test_speed_over_ranks_beside_the_ideal(drawn: dict[str, Chart], trees: dict[str, ElementTree.Element]) -> None:
     tree = trees["scaling"]
     ranks, speed_of = axis(tree, "X"), axis(tree, "Y")
     found = {(p.run, round(ranks(p.x))): speed_of(p.y) for p in marks(tree, "point")}
@@ -379,7 +383,7 @@ def test_speed_over_ranks_beside_the_ideal(drawn: dict[str, Picture], trees: dic
     assert cells[("zero3", "8")] == "91.7"
 
 
-def test_what_checkpointing_saves_and_costs(drawn: dict[str, Picture], trees: dict[str, ElementTree.Element]) -> None:
+def test_what_checkpointing_saves_and_costs(drawn: dict[str, Chart], trees: dict[str, ElementTree.Element]) -> None:
     tree = trees["checkpointing"]
     cost, saved = axis(tree, "X"), axis(tree, "Y")
     (point,) = marks(tree, "point")
@@ -416,7 +420,7 @@ def test_activations_over_the_micro_batch(trees: dict[str, ElementTree.Element])
     assert len(crosses) == 6
 
 
-def test_losses_of_the_runs_that_have_them(drawn: dict[str, Picture], trees: dict[str, ElementTree.Element]) -> None:
+def test_losses_of_the_runs_that_have_them(drawn: dict[str, Chart], trees: dict[str, ElementTree.Element]) -> None:
     tree = trees["losses"]
     step, loss = axis(tree, "X"), axis(tree, "Y")
     curves = {line.run: line for line in marks(tree, "line mark")}
@@ -451,14 +455,14 @@ def data_of(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from values
 
 
-def test_specs_hold_what_the_page_needs(drawn: dict[str, Picture]) -> None:
+def test_specs_hold_what_the_page_needs(drawn: dict[str, Chart]) -> None:
     for name, picture in drawn.items():
         spec = picture.spec
         assert "config" not in spec
         assert spec["params"] == [{"name": "hidden", "value": []}]
         assert spec["usermeta"] == {"fluid": True}
         assert picture.name == name.removeprefix("hostile ")
-        assert spec["description"] == picture.said
+        assert spec["description"] == picture.alt_text
         assert {row["strategy"] for row in data_of(spec)} - {""}
         assert all("strategy" in row for row in data_of(spec))
         fields = set(re.findall(r'"field": "([^"]*)"', json.dumps(spec)))
@@ -481,37 +485,37 @@ def test_hostile_names_are_text_and_nothing_else(texts: dict[str, str], trees: d
         assert "Übermaß" in said
 
 
-def test_the_same_data_are_the_same_text(drawn: dict[str, Picture], texts: dict[str, str]) -> None:
+def test_the_same_data_are_the_same_text(drawn: dict[str, Chart], texts: dict[str, str]) -> None:
     backwards = {name: drawn[name].spec for name in reversed(PICTURES)}
-    assert drawing.svgs(backwards) == {name: texts[name] for name in backwards}
+    assert render.svgs(backwards) == {name: texts[name] for name in backwards}
 
 
-def test_dark_and_light_differ_in_colours_alone(drawn: dict[str, Picture], texts: dict[str, str]) -> None:
-    dark = drawing.svgs({"peak": drawn["peak"].spec}, dark=True)["peak"]
+def test_dark_and_light_differ_in_colours_alone(drawn: dict[str, Chart], texts: dict[str, str]) -> None:
+    dark = render.svgs({"peak": drawn["peak"].spec}, dark=True)["peak"]
     colour = re.compile(r'"#[0-9a-f]{6}"')
     assert dark != texts["peak"]
     assert colour.sub("", dark) == colour.sub("", texts["peak"])
 
 
 def test_what_cannot_be_drawn_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(drawing.DrawingError, match=r"not drawn: nonsense: .*Invalid specification"):
-        drawing.svgs({"nonsense": {}})
+    with pytest.raises(render.DrawingError, match=r"not drawn: nonsense: .*Invalid specification"):
+        render.svgs({"nonsense": {}})
     aborts = {"mark": "bar", "data": {"values": [{"a": "\x00"}]}, "encoding": {"x": {"field": "a"}}}
-    with pytest.raises(drawing.DrawingError, match="ended by signal 6"):
-        drawing.svgs({"aborts": aborts})
-    monkeypatch.setattr(drawing, "_SECONDS", 0.01)
-    with pytest.raises(drawing.DrawingError, match=r"within 0\.01 s"):
-        drawing.svgs({"late": aborts})
+    with pytest.raises(render.DrawingError, match="ended by signal 6"):
+        render.svgs({"aborts": aborts})
+    monkeypatch.setattr(render, "_SECONDS", 0.01)
+    with pytest.raises(render.DrawingError, match=r"within 0\.01 s"):
+        render.svgs({"late": aborts})
 
 
 def test_the_library_is_kept_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "_CACHE", tmp_path / "new")
-    made = drawing.library()
+    monkeypatch.setattr(render, "_CACHE", tmp_path / "new")
+    made = render.library()
     assert "window.vegaEmbed" in made
     assert "</script" not in made
     (file,) = (tmp_path / "new").iterdir()
     file.write_text("kept")
-    assert drawing.library() == "kept"
+    assert render.library() == "kept"
 
 
 def test_at_most_so_many_lines_are_drawn_the_fastest_of_each_strategy_first() -> None:
@@ -520,8 +524,8 @@ def test_at_most_so_many_lines_are_drawn_the_fastest_of_each_strategy_first() ->
     picture = memory.peak(view)
     assert picture
     assert len(picture.table.rows) == MOST
-    assert f"Of {MOST + 10} lines {MOST} are drawn" in picture.said
-    drawn = {line.label for line in chosen(lines(view))}
+    assert f"Of {MOST + 10} lines {MOST} are drawn" in picture.alt_text
+    drawn = {line.label for line in select(lines(view))}
     fastest = [line.label for line in lines(view)[-5:]]
     assert drawn == {*fastest, *(line.label for line in lines(view)[: MOST - 5])}
 
@@ -595,7 +599,7 @@ def test_of_repeats_the_fullest_and_the_one_in_the_middle_are_drawn() -> None:
     assert step
     assert sum(row["exact"] for row in data_of(peak.spec) if "part" in row) == pytest.approx(5 * GIB, abs=8)
     assert sum(row["exact"] for row in data_of(step.spec) if "part" in row) == pytest.approx(1024 / 2000)
-    assert "the one in the middle" in step.said
+    assert "the one in the middle" in step.alt_text
 
 
 def test_figures_that_are_not_finite_are_unknown() -> None:
@@ -607,7 +611,7 @@ def test_figures_that_are_not_finite_are_unknown() -> None:
         assert found is None or json.dumps([found.spec, found.table.rows], allow_nan=False)
     throughput = speed.throughput(View("demo", records))
     assert throughput
-    assert "2 lines" in throughput.said
+    assert "2 lines" in throughput.alt_text
 
 
 def test_lines_that_differ_in_more_than_ranks_are_no_curve() -> None:

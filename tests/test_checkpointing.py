@@ -14,27 +14,30 @@ from test_plan_parallel_memory import Recomputing
 from test_proof import run_with
 from torch import Tensor
 
-from harness import worker
-from harness.checkpointing import apply_checkpointing
-from harness.config import CheckpointingConfig, PrecisionConfig, RunConfig
+from harness.config.schema import CheckpointingConfig, PrecisionConfig, RunConfig
+from harness.cost_model.capacity import capacity_problem
+from harness.cost_model.flops import layer_flops, model_flops, product_flops, recomputed_flops, recomputed_layers
+from harness.cost_model.memory import activation_bytes, estimate
 from harness.engines import deepspeed as deepspeed_engine
-from harness.errors import UserError
-from harness.layout import resolve
+from harness.layout.layout import resolve_layout
+from harness.layout.partition import split_into_stages
 from harness.measure.activations import ActivationMeter
-from harness.measure.probe import Probe
-from harness.model import build_model, loss_function
-from harness.placement import stages
-from harness.plan.fit import refusal
-from harness.plan.flops import layer_flops, model_flops, product_flops, recomputed_flops, second_forwards
-from harness.plan.memory import activation_bytes, estimate
-from harness.weights import materialise
+from harness.models.activation_checkpoint import apply_checkpointing
+from harness.models.build import build_model
+from harness.models.init_weights import materialize
+from harness.models.loss import loss_function
+from harness.probe import Probe
+from harness.util.errors import UserError
+from harness.worker import main as worker_main
 
 KINDS = {
     "selective": CheckpointingConfig("selective"),
     "attention": CheckpointingConfig("attention"),
     "every_n": CheckpointingConfig("every_n", 2),
 }
+
 KIND = pytest.mark.parametrize("kind", KINDS)
+
 ATTENTION = pytest.mark.parametrize("attention", ("flash", "eager"))
 
 
@@ -72,11 +75,11 @@ def test_a_backward_in_halves_runs_again_what_is_counted(kind: str) -> None:
         *("strategy=pp_zero_bubble", f"checkpointing={kind}", "train.global_batch=1", "world_size=2"),
         "strategy.layers_per_stage=[2,2]",
     )
-    layout = resolve(config.strategy, 2)
+    layout = resolve_layout(config.strategy, 2)
     plain = dataclasses.replace(config, checkpointing=CheckpointingConfig("none"))
     more = counted_in_stages(config, layout) - counted_in_stages(plain, layout)
     assert more == recomputed_flops(config, layout)
-    calls = [second_forwards(config, layout, stage) for stage in stages(config.model, layout)]
+    calls = [recomputed_layers(config, layout, stage) for stage in split_into_stages(config.model, layout)]
     assert calls == {"attention": [2, 2], "every_n": [1, 2]}[kind]
 
 
@@ -92,13 +95,13 @@ def trained(config: RunConfig) -> tuple[int, int]:
     probe, dtype = Probe(), getattr(torch, config.precision.compute)
     module = build_model(config.model)
     apply_checkpointing(module, config.checkpointing, probe)
-    materialise(module, config.model, 0, torch.device("cpu"), dtype)
+    materialize(module, config.model, 0, torch.device("cpu"), dtype)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)  # accumulated into, so counted by neither side
     tokens = torch.zeros(config.train.micro_batch, config.train.seq_len, dtype=torch.int64)
     with Live() as live:
         loss_function(module(tokens), tokens).backward()  # type: ignore[no-untyped-call]
-    with ActivationMeter(module) as meter, probe.listening(Hearing(meter)):
+    with ActivationMeter(module) as meter, probe.listen(Hearing(meter)):
         loss_function(module(tokens), tokens).backward()  # type: ignore[no-untyped-call]
     return meter.most_bytes, live.peak_bytes
 
@@ -139,7 +142,7 @@ def test_selective_checkpointing_is_offered_where_it_is_enough() -> None:
     def offered(kind: str) -> str:
         other = dataclasses.replace(config, checkpointing=CheckpointingConfig(kind))
         enough = estimate(other, layout, ADAM_FP32, "cuda")
-        reason = refusal(
+        reason = capacity_problem(
             *(config, layout, ADAM_FP32),
             available_bytes=enough.peak_bytes + enough.process_bytes,
             ranks_on_host=1,
@@ -165,21 +168,21 @@ BIASED = ("strategy=zero3", "model=gpt_tiny", "checkpointing=selective")
 def test_biases_that_would_be_added_twice_are_refused(results: Path) -> None:
     """DeepSpeed's linear function of stage 3 adds them in place to the product that selective keeps."""
     with pytest.raises(UserError, match="adds the biases of model=gpt_tiny in place"):
-        run_with(results, worker.main, *BIASED)
+        run_with(results, worker_main.main, *BIASED)
 
 
 @pytest.mark.long
 def test_biases_added_twice_are_found(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = "+strategy.options.memory_efficient_linear=false"
-    assert run_with(results, worker.main, *BIASED, own)["row"]["status"] == "ok"
+    assert run_with(results, worker_main.main, *BIASED, own)["row"]["status"] == "ok"
     monkeypatch.setattr(deepspeed_engine, "has_own_linear", lambda *_: False)
-    assert_not_proven(run_with(results, worker.main, *BIASED), "gradient deviates")
+    assert_not_proven(run_with(results, worker_main.main, *BIASED), "gradient deviates")
 
 
 @pytest.mark.long
 def test_selective_checkpointing_is_proven_where_it_is_hardest(results: Path) -> None:
     """Collectives run again."""
-    record = run_with(results, worker.main, "strategy=tp_sp", "checkpointing=selective")
+    record = run_with(results, worker_main.main, "strategy=tp_sp", "checkpointing=selective")
     row = record["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
@@ -189,7 +192,7 @@ def test_selective_checkpointing_is_proven_where_it_is_hardest(results: Path) ->
 @KIND
 @pytest.mark.parametrize("strategy", ("ddp", "zero1", "zero3", "fsdp_full_shard", "tp", "tp_sp", "pp_1f1b"))
 def test_every_kind_is_proven_in_every_layout(results: Path, strategy: str, kind: str) -> None:
-    row = run_with(results, worker.main, f"strategy={strategy}", f"checkpointing={kind}")["row"]
+    row = run_with(results, worker_main.main, f"strategy={strategy}", f"checkpointing={kind}")["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
 

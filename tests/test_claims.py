@@ -11,21 +11,22 @@ import pytest
 from conftest import composed
 from markdown_it import MarkdownIt
 
-from harness.config import RunConfig
-from harness.layout import Layout, resolve
-from harness.plan.flops import executed_flops
-from harness.plan.pipeline import bubble
-from harness.records import Record
+from harness.config.schema import RunConfig
+from harness.cost_model.flops import executed_flops
+from harness.cost_model.pipeline import bubble_ratio
+from harness.layout.layout import Layout, resolve_layout
+from harness.records.schema import Record
 from harness.report import markdown
 from harness.report.batches import batches
+from harness.report.claim_peers import Claim
 from harness.report.claims import claims, literature
-from harness.report.comparison import frame
 from harness.report.document import Section
-from harness.report.peers import Claim
+from harness.report.frame import records_frame
 from harness.report.view import View
-from harness.row import configured
+from harness.runner.record import config_columns
 
 N = 455520  # parameters of the tiny model
+
 HOSTILE = "<script>alert(1)</script> | **b** [l](http://x) `c`\n# h"
 
 # Bytes as measured on CPU with the tiny model at two ranks in fp32, micro-batches of one sequence: parameters,
@@ -44,20 +45,23 @@ MEASURED = {
     "pp_interleaved": (911232, 911232, 1822464, 4979712, 1179656),
     "pp_zero_bubble": (911232, 911232, 1822464, 4363268, 393224),
 }
+
 CHECKPOINTED = {"ddp": 1145888, "tp_sp": 633472, "pp_zero_bubble": 2055168}  # activations
+
 IN_FLIGHT = {"pp_gpipe": 8, "pp_1f1b": 2, "pp_interleaved": 5, "pp_zero_bubble": 2}
+
 COLUMNS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "communication_bytes")
 
 
 @cache
 def run_of(*overrides: str) -> tuple[RunConfig, Layout]:
     config = composed(*overrides)
-    return config, resolve(config.strategy, config.world_size or 2)
+    return config, resolve_layout(config.strategy, config.world_size or 2)
 
 
 def record_of(strategy: str, /, *overrides: str, **columns: Any) -> Record:
     config, layout = run_of(f"strategy={strategy}", *overrides)
-    row = configured(config, layout) | {
+    row = config_columns(config, layout) | {
         **dict(zip(COLUMNS, MEASURED.get(strategy, (None,) * 5), strict=True)),
         "run_id": f"{strategy}-{'-'.join(overrides)}",
         "status": "ok",
@@ -66,7 +70,7 @@ def record_of(strategy: str, /, *overrides: str, **columns: Any) -> Record:
         "hardware_flops": executed_flops(config, layout),
     }
     if layout.pp > 1:
-        formula = bubble(layout, layout.accumulation(config.train))
+        formula = bubble_ratio(layout, layout.grad_accumulation_steps(config.train))
         row |= {"bubble": 1.1 * formula, "bubble_formula": formula}
     row |= {"predicted_activation_bytes": row["activation_bytes"]}
     return {"row": row | columns, "config": config.to_dict(), "layout": layout.to_dict()}
@@ -108,6 +112,7 @@ EXPECTED = [
     ("pp_zero_bubble full", "operations", 1.372, "1.33×", "hardware_flops", "pp_zero_bubble"),
     ("pp_1f1b", "parameters", 2, "p× = 2×", "parameter_bytes", "ddp"),
 ]
+
 CASES = pytest.mark.parametrize(("label", "words", "expected", "limit", "column", "peer"), EXPECTED)
 
 
@@ -119,7 +124,7 @@ def test_claims_hold_and_do_not_when_their_ratio_is_swapped(
     claim = of(claims(records), label, words)
     assert claim.agrees and claim.expected == pytest.approx(expected, rel=2e-3)
     assert limit in claim.limit and claim.source
-    rows = dict(zip(frame(records)["label"], (record["row"] for record in records), strict=True))
+    rows = dict(zip(records_frame(records)["label"], (record["row"] for record in records), strict=True))
     rows[label][column], rows[peer][column] = rows[peer][column], rows[label][column]
     if column == "optimizer_bytes":
         for name in ("parameter_bytes", "gradient_bytes"):

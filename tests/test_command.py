@@ -12,8 +12,8 @@ import pytest
 from conftest import ROOT, Harness, rows_of
 from torch.cuda._memory_viz import trace_plot
 
-from harness import __main__ as command
-from harness import job
+from harness.cli import main as command
+from harness.records.run_folder import rank_report_file, snapshot_file
 
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
@@ -147,10 +147,10 @@ def test_a_snapshot_of_memory_is_kept_when_asked_for(harness: Harness, tmp_path:
     assert "no snapshot of its memory was kept" in again.stderr
     (run_dir,) = [path.parent for path in (tmp_path / "results" / "kept").glob("*/record.json")]
     for rank in range(2):
-        snapshot = pickle.loads(job.snapshot_file(run_dir, rank).read_bytes())
+        snapshot = pickle.loads(snapshot_file(run_dir, rank).read_bytes())
         signs = {"alloc": 1, "free_completed": -1}
         lines = [(entry["size"] * signs.get(entry["action"], 0)) for entry in snapshot["device_traces"][0]]
-        seen = json.loads(job.rank_file(run_dir, rank).read_text())["profiled"]
+        seen = json.loads(rank_report_file(run_dir, rank).read_text())["profiled"]
         assert max(itertools.accumulate(lines)) == seen["peak_allocated_bytes"]
         assert any(frame["name"] == "backward" for entry in snapshot["device_traces"][0] for frame in entry["frames"])
         assert "<script" in trace_plot(snapshot)

@@ -12,10 +12,12 @@ import pytest
 from conftest import ROOT
 from rich.cells import cell_len
 
-from harness.records import Record, write_record
-from harness.report.__main__ import main
+from harness.cli.report import main
+from harness.records.schema import Record
+from harness.records.store import write_record
 
 MIB = 2**20
+
 HOSTILE = "[red]r[/red] \x1b[31mred\x1b[0m\n:smile: | \u202edrow"
 
 

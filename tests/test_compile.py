@@ -8,8 +8,9 @@ import sabotage
 from conftest import composed
 from test_proof import run_with
 
-from harness import compiling, machine, worker
-from harness.layout import resolve
+from harness.layout.layout import resolve_layout
+from harness.runner import local_machine, preflight
+from harness.worker import main as worker_main
 
 SHORT = ("train.compile=true", "train.steps=1", "train.warmup_steps=2", "model.num_hidden_layers=2", "train.seq_len=64")
 
@@ -46,7 +47,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_compiled_run_is_heard_as_it_is_timed(results: Path, strategy: str) -> None:
     """Its products are operators still, so that operations, memory and volume are exact; the reference is eager."""
-    record = run_with(results, worker.main, *SHORT, *f"strategy={strategy}".split())
+    record = run_with(results, worker_main.main, *SHORT, *f"strategy={strategy}".split())
     row = record["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["compile"] is True and row["attention_kernel"] == ("eager" if "eager" in strategy else "flash")
@@ -79,6 +80,6 @@ def test_a_run_that_is_not_compiled_as_it_says_is_an_error(results: Path, fault:
 )
 def test_what_cannot_be_compiled_is_refused(overrides: str, found: str) -> None:
     config = composed("train.compile=true", "world_size=2", *overrides.split())
-    layout = resolve(config.strategy, 2)
-    problems = list(compiling.refusals(config, layout, machine.look(config.cluster)))
+    layout = resolve_layout(config.strategy, 2)
+    problems = list(preflight.compile_problems(config, layout, local_machine.detect_machine(config.cluster)))
     assert any(found in problem and "choose" in problem for problem in problems)

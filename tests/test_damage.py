@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 from conftest import Done, run_harness
 
-from harness import data
-from harness.export.__main__ import main as export
+from harness.cli.export import main as export
+from harness.data.corpus import token_file
 from tests.ledger import Ledger, differences, litter
 from tests.processes import TINY
 
 SWEEP = ("-m", "name=sweep", "strategy=ddp,tp", *TINY)
+
 LONG = pytest.mark.long
+
 Damage = Callable[[bytes], bytes]
 
 
@@ -40,7 +42,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(place: Path) -> Done:
-    data.token_file.cache_clear()  # as a new process would look for it
+    token_file.cache_clear()  # as a new process would look for it
     return run_harness(place, *SWEEP, f"data.cache={place / 'cache'}")
 
 
@@ -65,6 +67,7 @@ CASES = [  # a file, whether the damaged one is looked at where all rows stand
     ("cache/corpus-*.bin", False),
     ("cache/allocator/*/allocator-*.so", False),
 ]
+
 EVERY_CHANGE = ("sweep/tp*/record.json", "sweep/references/*/ranks/rank_00000.json", "cache/corpus-*.bin")
 
 

@@ -17,29 +17,35 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-from harness import layout as layouts
-from harness.config import RunConfig
-from harness.engines import KINDS, Batch, Engine, Kind, Piece, load
-from harness.engines.deepspeed import OPTIONS
-from harness.machine import Machine
+from harness.config.from_dict import from_dict
+from harness.config.schema import RunConfig
+from harness.cost_model.communication import expected_bytes
+from harness.engines.base import Batch, Engine, load_engine
+from harness.engines.deepspeed.compatibility import RESERVED_OPTIONS
+from harness.engines.deepspeed.shm_collective import build_deepspeed_comm
+from harness.hardware.machine import Machine
+from harness.layout.layout import AXES, resolve_layout
+from harness.layout.state_widths import STATE_KINDS, StateKind
 from harness.measure.communication import bytes_sent
 from harness.measure.memory import DeviceMemory
-from harness.measure.native import build_deepspeed_comm
-from harness.measure.probe import Listener, Probe
-from harness.measure.profile import profiling
-from harness.measure.state import held_bytes
-from harness.model import build_model, loss_function
-from harness.plan.communication import expected_bytes
-from harness.typed import from_dict
-from harness.weights import initial_value, materialise
+from harness.measure.rank_state import held_bytes
+from harness.measure.step_profiler import profile_step
+from harness.models.build import build_model
+from harness.models.init_weights import initial_value, materialize
+from harness.models.loss import loss_function
+from harness.probe import Listener, Probe
+from harness.tensors.shard import Shard
 
 STRATEGIES = Path(__file__).parent.parent / "conf" / "strategy"
+
 STEPS = 4
+
 MODEL = {
     "name": "small", "family": "llama", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 352, "vocab_size": 259, "tie_word_embeddings": False,
     "context_length": 16, "parameters": 804736, "source": "test",
 }  # fmt: skip
+
 PRECISIONS = {
     "fp32": dict.fromkeys(("compute", "master", "accumulate", "reduce"), "float32"),
     "bf16_mixed": {"compute": "bfloat16"} | dict.fromkeys(("master", "accumulate", "reduce"), "float32"),
@@ -80,18 +86,25 @@ class Case:
 
 
 LITERATURE = [Case(f"zero{stage}") for stage in (1, 2, 3)]
+
 ACCUMULATED = [
     Case(f"zero{stage}", accumulation=2, clipping=0.1, reduce_bucket_size=20_000, tied=stage != 2)
     for stage in (1, 2, 3)
 ]
+
 FOUR = [Case("zero1", 4), Case("zero2", 4, 2), Case("zero3", 4, checkpointing="full")]
+
 MIXED = [Case(f"zero{stage}", accumulation=2, clipping=1.0, precision="bf16_mixed") for stage in (1, 2, 3)]
+
 MIXED += [
     Case("zero2", precision="bf16_mixed", reduce_bucket_size=1000),
     Case("zero1_defaults", accumulation=2, precision="bf16_mixed"),
 ]
+
 DEFAULTS = [Case(f"zero{stage}_defaults") for stage in (1, 2, 3)]
+
 EXACT = LITERATURE + ACCUMULATED + FOUR + DEFAULTS
+
 CASES = EXACT + MIXED
 
 
@@ -122,7 +135,7 @@ def reference(case: Case) -> list[dict[str, Any]]:
     config = case.config()
     train = config.train
     model = build_model(config.model)
-    materialise(model, config.model, train.seed, torch.device("cpu"), torch.float32)
+    materialize(model, config.model, train.seed, torch.device("cpu"), torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), train.lr, train.betas, train.eps, train.weight_decay)
     steps = []
     for step in range(STEPS):
@@ -142,32 +155,32 @@ class Ready(Listener):
     """Keeps the gradients of every step when they are ready."""
 
     def __init__(self) -> None:
-        self.gradients: list[list[Piece]] = []
+        self.gradients: list[list[Shard]] = []
 
     def gradients_ready(self, engine: Engine) -> None:
         self.gradients.append(copies(engine, "gradients"))
 
 
-def copies(engine: Engine, kind: Kind) -> list[Piece]:
-    return [piece._replace(local=piece.local.clone()) for piece in engine.pieces(kind)]
+def copies(engine: Engine, kind: StateKind) -> list[Shard]:
+    return [piece._replace(local=piece.local.clone()) for piece in engine.local_shards(kind)]
 
 
 def run_case(case: Case, rank: int) -> dict[str, Any]:
     config = case.config()
-    layout = layouts.resolve(config.strategy, case.world)
+    layout = resolve_layout(config.strategy, case.world)
     device = torch.device("cpu")
-    mesh = init_device_mesh("cpu", layout.mesh_shape, mesh_dim_names=layouts.AXES)
+    mesh = init_device_mesh("cpu", layout.mesh_shape, mesh_dim_names=AXES)
     probe, ready = Probe(), Ready()
-    engine = load("deepspeed").build(config, layout, mesh, device, probe)
+    engine = load_engine("deepspeed").build(config, layout, mesh, device, probe)
     started = {"masters": copies(engine, "optimizer"), "parameters": copies(engine, "parameters")}
     results = []
     for step in range(STEPS):
         batches = micro_batches(config, step, layout.data_rank(rank), layout.dp)
         if step < STEPS - 1:
-            with probe.listening(ready):
+            with probe.listen(ready):
                 results.append(engine.step(batches))
         else:
-            with profiling(engine, probe, DeviceMemory(device), config.train.seed, layout) as profiled:
+            with profile_step(engine, probe, DeviceMemory(device), config.train.seed, layout) as profiled:
                 results.append(engine.step(batches))
     seen = profiled.result(timed=None)
     outcome = started | {
@@ -176,7 +189,7 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         "gradients": ready.gradients,
         "traffic": seen.communication,
         "most_gradient_bytes": seen.gradient_bytes,
-        "rest": {kind: held_bytes(engine, kind) for kind in KINDS},
+        "rest": {kind: held_bytes(engine, kind) for kind in STATE_KINDS},
     }
     engine.close()
     return outcome
@@ -208,10 +221,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[s
     }
 
 
-def assembled(ranks: Sequence[Sequence[Piece]], slot: str) -> dict[str, Tensor]:
+def assembled(ranks: Sequence[Sequence[Shard]], slot: str) -> dict[str, Tensor]:
     """Whole flattened tensors from the pieces of all ranks, which must cover every element."""
     wholes: dict[str, Tensor] = {}
-    for piece in (piece for pieces in ranks for piece in pieces if piece.slot == slot):
+    for piece in (piece for pieces in ranks for piece in pieces if piece.state_name == slot):
         numel = 1
         for size in piece.shape:
             numel *= size
@@ -275,12 +288,12 @@ def test_mixed_precision_starts_from_exact_masters(case: Case, outcomes: dict[Ca
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_hold_what_widths_say(case: Case, outcomes: dict[Case, list[dict[str, Any]]]) -> None:
     config, total = case.config(), parameters_of(case)
-    layout = layouts.resolve(config.strategy, case.world)
-    widths = load("deepspeed").widths(config, layout)
-    share = total / layout.shards("gradients") * widths.gradients
+    layout = resolve_layout(config.strategy, case.world)
+    widths = load_engine("deepspeed").state_widths(config, layout)
+    share = total / layout.shard_count("gradients") * widths.gradients
     for rank in outcomes[case]:
         assert rank["rest"]["optimizer"] == pytest.approx(widths.optimizer * total / case.world, rel=0.02)
-        parameters = widths.parameters * total / layout.shards("parameters")
+        parameters = widths.parameters * total / layout.shard_count("parameters")
         if case.strategy == "zero3_defaults":
             parameters += widths.gathered * total  # smaller than its threshold: whole as well
         assert rank["rest"]["parameters"] == pytest.approx(parameters, rel=0.02)
@@ -297,15 +310,18 @@ def test_ranks_hold_what_widths_say(case: Case, outcomes: dict[Case, list[dict[s
 # Ring volume of a step over that of fp32 DDP, without accumulation: one for a reduction and one for a gather make two.
 VOLUMES = {case: {1: 1.0, 2: (case.accumulation + 1) / 2, 3: 1.5 * case.accumulation}[i % 3 + 1] for i, case in
            enumerate(LITERATURE + ACCUMULATED)}  # fmt: skip
+
 VOLUMES |= dict(zip(DEFAULTS, (1.5, 1.5, 1.0), strict=True))
+
 VOLUMES |= dict(zip(MIXED, (0.75, 1.25, 2.0, 0.75, 1.25), strict=True))
+
 VOLUMES |= dict(zip(FOUR, (1.0, 1.5, 1.85), strict=True))  # layers are gathered once more when recomputed
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_sends_the_papers_volume(case: Case, outcomes: dict[Case, list[dict[str, Any]]]) -> None:
     config = case.config()
-    layout = layouts.resolve(config.strategy, case.world)
+    layout = resolve_layout(config.strategy, case.world)
     plain = 2 * 4 * parameters_of(case) * (case.world - 1) / case.world
     for rank in outcomes[case]:
         sent = bytes_sent(rank["traffic"])
@@ -313,7 +329,7 @@ def test_sends_the_papers_volume(case: Case, outcomes: dict[Case, list[dict[str,
         gradients = [t for t in rank["traffic"] if t.operation != "all_gather" and t.bytes_sent > 0.01 * plain]
         assert {t.dtype for t in gradients} == {"float32"}
         if config.strategy.literature:
-            widths = load("deepspeed").widths(config, layout)
+            widths = load_engine("deepspeed").state_widths(config, layout)
             assert sent == pytest.approx(sum(expected_bytes(config, layout, widths, rank=0).values()), rel=0.02)
 
 
@@ -326,25 +342,31 @@ MACHINE = Machine("cpu", "cpu", nodes=1, ranks_per_node=2, devices=0, free_bytes
         ({"dp_replicate": 2, "dp_shard": 1}, "dp_replicate=2", "choose 1, and -1 for strategy.dp_shard"),
         ({"zero_stage": 0}, "zero_stage=0", "choose 1, 2 or 3"),
         ({"dp_shard": 1, "cp": 2}, "cp=2", "choose 1"),
-        ({"options": {"reduce_scater": True}}, "options.reduce_scater=True", f"choose among {', '.join(OPTIONS)}"),
-        ({"options": {"stage": 3}}, "options.stage=3", f"choose among {', '.join(OPTIONS)}"),
+        (
+            {"options": {"reduce_scater": True}},
+            "options.reduce_scater=True",
+            f"choose among {', '.join(RESERVED_OPTIONS)}",
+        ),
+        ({"options": {"stage": 3}}, "options.stage=3", f"choose among {', '.join(RESERVED_OPTIONS)}"),
     ],
 )
 def test_refuses_what_it_cannot_do(changes: dict[str, Any], key: str, remedy: str) -> None:
     config = Case("zero2").config()
     config = dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, **changes))
-    (found,) = load("deepspeed").refusals(config, layouts.resolve(config.strategy, 2), MACHINE)
+    (found,) = load_engine("deepspeed").unsupported(config, resolve_layout(config.strategy, 2), MACHINE)
     assert found == f"strategy.{key} is not supported by strategy.engine=deepspeed: {remedy}"
 
 
 def test_takes_every_strategy_there_is() -> None:
     for case in CASES:
         config = case.config()
-        assert not list(load("deepspeed").refusals(config, layouts.resolve(config.strategy, case.world), MACHINE))
+        assert not list(
+            load_engine("deepspeed").unsupported(config, resolve_layout(config.strategy, case.world), MACHINE)
+        )
 
 
 def test_options_are_keys_that_deepspeed_knows() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-    assert set(OPTIONS) <= known
+    assert set(RESERVED_OPTIONS) <= known

@@ -13,15 +13,23 @@ import pytest
 import sabotage
 from conftest import assert_not_proven, composed, executed
 
-from harness import engines, job, layout, machine, records, worker
-from harness.engines.deepspeed.shard import Shard
-from harness.proof import held
-from harness.refusals import refusals
-from harness.sizes import parameter_count, parameter_shapes
+from harness.engines.base import load_engine
+from harness.engines.deepspeed.shards import ParamSlice
+from harness.layout.compatibility import incompatibilities
+from harness.layout.layout import resolve_layout
+from harness.layout.parameters import parameter_count, parameter_shapes
+from harness.proof.layout import _overlap, box_numel
+from harness.records.run_folder import rank_report_file
+from harness.records.schema import Record
+from harness.runner import local_machine
+from harness.worker import main as worker_main
 
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=1", "train.warmup_steps=2")
+
 TWO = "strategy.tp=2 strategy.vocabulary_parallel=false"
+
 CASES = ["strategy=zero1_tp", f"strategy=zero_offload {TWO} checkpointing=full"]
+
 LONG = [
     f"strategy=zero2 {TWO} precision=bf16_mixed",
     "strategy=zero1_tp precision=bf16_mixed model.attention=eager",
@@ -36,7 +44,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("autotp")
 
 
-def run_with(results: Path, entry: Callable[[str], None], overrides: str, world: int) -> records.Record:
+def run_with(results: Path, entry: Callable[[str], None], overrides: str, world: int) -> Record:
     own = overrides.split()
     config = composed(f"results_dir={results}", "name=autotp", f"world_size={world}", "force=true", *BATCH, *own)
     return executed(config, entry)
@@ -48,7 +56,7 @@ def run_with(results: Path, entry: Callable[[str], None], overrides: str, world:
 )
 def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: str, world: int) -> None:
     """Two replicas of a model in two parts: parts of ZeRO's begin inside the rows of what is cut by columns."""
-    record = run_with(results, worker.main, f"{case} train.gradient_clipping=0.5", world)
+    record = run_with(results, worker_main.main, f"{case} train.gradient_clipping=0.5", world)
     row = record["row"]
     assert (row["status"], row["reason"]) == ("ok", ""), case
     assert (row["dp_shard"], row["tp"]) == (2, 2)
@@ -58,7 +66,7 @@ def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: s
     if row["offload"] != "none":  # what goes back and forth is this rank's part of each matrix
         assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.06)
     folder = results / "autotp" / row["run_id"]
-    figures.check_memory(row, [json.loads(job.rank_file(folder, rank).read_text()) for rank in range(world)])
+    figures.check_memory(row, [json.loads(rank_report_file(folder, rank).read_text()) for rank in range(world)])
     figures.check_bytes(record)
 
 
@@ -80,8 +88,8 @@ def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], found:
 def test_what_is_offloaded_goes_through_buffers_of_a_ranks_part(precision: str, width: int) -> None:
     """Of four ranks: the table of words is whole, the layers' matrices are halves, of which ZeRO divides all by two."""
     config = composed("strategy=zero_offload", *TWO.split(), f"precision={precision}")
-    found = layout.resolve(config.strategy, 4)
-    widths = engines.load("deepspeed").widths(config, found)
+    found = resolve_layout(config.strategy, 4)
+    widths = load_engine("deepspeed").state_widths(config, found)
     shapes = parameter_shapes(config.model)
     halved = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers") and len(shape) == 2)
     own = parameter_count(config.model) - halved // 2
@@ -89,7 +97,7 @@ def test_what_is_offloaded_goes_through_buffers_of_a_ranks_part(precision: str, 
     half_matrix = config.model.intermediate_size * config.model.hidden_size // 2
     assert widths.host_buffer_bytes == width * (max(table, half_matrix) + own // 2)
     whole = dataclasses.replace(found, tp=1)
-    assert engines.load("deepspeed").widths(config, whole).host_buffer_bytes > widths.host_buffer_bytes
+    assert load_engine("deepspeed").state_widths(config, whole).host_buffer_bytes > widths.host_buffer_bytes
 
 
 @pytest.mark.parametrize(
@@ -104,9 +112,12 @@ def test_what_is_offloaded_goes_through_buffers_of_a_ranks_part(precision: str, 
 )
 def test_what_it_cannot_do_is_refused(overrides: str, reason: str) -> None:
     config = composed(*overrides.split(), "world_size=4")
-    found = layout.resolve(config.strategy, 4)
-    engine = engines.load(found.engine)
-    problems = [*refusals(config, found), *engine.refusals(config, found, machine.look(config.cluster))]
+    found = resolve_layout(config.strategy, 4)
+    engine = load_engine(found.engine)
+    problems = [
+        *incompatibilities(config, found),
+        *engine.unsupported(config, found, local_machine.detect_machine(config.cluster)),
+    ]
     assert len(problems) == 1 and reason in problems[0] and "choose" in problems[0]
 
 
@@ -114,7 +125,7 @@ def test_what_it_cannot_do_is_refused(overrides: str, reason: str) -> None:
 def test_any_part_of_a_shard_is_boxes_of_the_whole(box: tuple[tuple[int, int], ...]) -> None:
     """Every [start, stop) of the flattened shard, put where its boxes say, is where it belongs and nowhere else."""
     whole = np.arange(30).reshape(5, 6)
-    shard = Shard("w", (5, 6), box)
+    shard = ParamSlice("w", (5, 6), box)
     flat = whole[tuple(slice(*edges) for edges in box)].reshape(-1)
     for start, stop in itertools.combinations(range(flat.size + 1), 2):
         parts = list(shard.parts(start, stop))
@@ -123,10 +134,10 @@ def test_any_part_of_a_shard_is_boxes_of_the_whole(box: tuple[tuple[int, int], .
             assert np.array_equal(
                 whole.reshape(shape)[tuple(slice(*edges) for edges in place)].reshape(-1), flat[first:end]
             )
-        assert sum(held.volume(place) for *_, place in parts) == stop - start
+        assert sum(box_numel(place) for *_, place in parts) == stop - start
 
 
 def test_boxes_that_overlap_are_found_wherever_they_are_sorted() -> None:
     apart = [((0, 3), (0, 2)), ((0, 3), (2, 4)), ((3, 4), (0, 4))]
-    assert not held._overlap(apart)
-    assert held._overlap([((0, 4), (0, 1)), ((0, 1), (1, 4)), ((3, 4), (0, 4))])  # the first and the last alone
+    assert not _overlap(apart)
+    assert _overlap([((0, 4), (0, 1)), ((0, 1), (1, 4)), ((3, 4), (0, 4))])  # the first and the last alone

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from conftest import run_harness
 
-from harness import pulse, room
-from harness.records import read_all
+from harness.records import heartbeat
+from harness.records.store import read_all
+from harness.util.disk_reserve import RESERVE, RESERVE_BYTES, release, reserve
 from tests.ledger import differences, litter
 from tests.processes import TINY, start
 
 DISK_BYTES = 16 * 2**20
+
 SWEEP = ("-m", "name=sweep", "strategy=ddp,tp", "proof.reference=false", "retry=error", *TINY)
 
 
@@ -55,7 +57,7 @@ def while_running(results: Path, do: Callable[[], None]) -> threading.Thread:
         ends_at = time.monotonic() + 120
         while time.monotonic() < ends_at:
             runs = [path.parents[1] for path in results.glob("sweep/*/ranks/*.pulse")]
-            if any((beat := pulse.read(one, 0)) and beat.phase == "warm-up" for one in runs):
+            if any((beat := heartbeat.read_heartbeat(one, 0)) and beat.phase == "warm-up" for one in runs):
                 return do()
             time.sleep(0.005)
         return None
@@ -93,14 +95,14 @@ def test_a_disk_that_is_full_before_is_one_line(small_disk: Path) -> None:
 
 
 def test_the_room_kept_back_is_taken_whole_or_not_at_all(small_disk: Path) -> None:
-    (small_disk / "some").write_bytes(bytes(DISK_BYTES - room.RESERVE_BYTES // 2))
+    (small_disk / "some").write_bytes(bytes(DISK_BYTES - RESERVE_BYTES // 2))
     with pytest.raises(OSError):
-        room.keep(small_disk)
-    assert not (small_disk / room.RESERVE).exists()
+        reserve(small_disk)
+    assert not (small_disk / RESERVE).exists()
     (small_disk / "some").unlink()
-    room.keep(small_disk)
-    assert (small_disk / room.RESERVE).stat().st_size == room.RESERVE_BYTES
-    assert room.give(small_disk) and not room.give(small_disk)
+    reserve(small_disk)
+    assert (small_disk / RESERVE).stat().st_size == RESERVE_BYTES
+    assert release(small_disk) and not release(small_disk)
 
 
 # Root may write everywhere: as anybody else it is bound by what a folder allows.
@@ -110,6 +112,7 @@ for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
     ctypes.CDLL(None).prctl(24, capability)  # PR_CAPBSET_DROP
 os.execv(sys.argv[1], sys.argv[1:])
 """
+
 BOUND = (sys.executable, "-c", AS_ANYBODY)
 
 

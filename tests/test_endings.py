@@ -14,10 +14,14 @@ import sabotage
 from conftest import ROOT
 from test_proof import run_with
 
-from harness import host, pulse, stacks, worker
-from harness.records import Record
+from harness.hardware import oom_kills
+from harness.launcher import stack_dump
+from harness.records import heartbeat
+from harness.records.schema import Record
+from harness.worker import main as worker_main
 
 CGROUP = Path("/sys/fs/cgroup/memory")  # of version 1; of version 2 a process must not have siblings in its group
+
 LIMIT_BYTES = 3 * 2**30
 
 
@@ -25,7 +29,7 @@ LIMIT_BYTES = 3 * 2**30
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder for all, with the reference in it: no later start is slow, so that patience can be short."""
     folder = tmp_path_factory.mktemp("endings")
-    assert run_with(folder, worker.main, "strategy=ddp")["row"]["status"] == "ok"
+    assert run_with(folder, worker_main.main, "strategy=ddp")["row"]["status"] == "ok"
     return folder
 
 
@@ -65,8 +69,8 @@ def test_a_hang_ends_early_and_leaves_every_ranks_stacks(results: Path) -> None:
     assert "in warm-up, step 1, stands in " in row["reason"] and row["seconds"] < 15
     check_last(row)
     folder = folder_of(results, record)
-    assert stacks.place(folder, 1).startswith("waiting (sabotage.py:")
-    assert "harness/train.py" in stacks.file_of(folder, 0).read_text()
+    assert stack_dump.main_thread_location(folder, 1).startswith("waiting (sabotage.py:")
+    assert "harness/train.py" in stack_dump.stack_file(folder, 0).read_text()
 
 
 def folder_of(results: Path, record: Record) -> Path:
@@ -129,16 +133,16 @@ def test_kills_are_counted_where_the_kernel_tells_of_them(tmp_path: Path, files:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert host.kernel_kills(tmp_path, tmp_path / "cgroups") == kills
+    assert oom_kills.oom_kill_count(tmp_path, tmp_path / "cgroups") == kills
 
 
 def test_a_beat_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
-    assert pulse.read(tmp_path, 0) is None
-    told = pulse.Pulse(tmp_path, 0)
+    assert heartbeat.read_heartbeat(tmp_path, 0) is None
+    told = heartbeat.HeartbeatWriter(tmp_path, 0)
     told("a rather long phase", 123)
-    assert pulse.read(tmp_path, 0) == ("a rather long phase", 123, None, told.last.host_bytes)
+    assert heartbeat.read_heartbeat(tmp_path, 0) == ("a rather long phase", 123, None, told.last.host_bytes)
     told("short")
-    assert (pulse.read(tmp_path, 0) or told.last).phase == "short"
-    pulse.file_of(tmp_path, 0).write_text('["cut')
-    assert pulse.read(tmp_path, 0) is None
+    assert (heartbeat.read_heartbeat(tmp_path, 0) or told.last).phase == "short"
+    heartbeat.heartbeat_file(tmp_path, 0).write_text('["cut')
+    assert heartbeat.read_heartbeat(tmp_path, 0) is None

@@ -24,14 +24,16 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.config import ClusterConfig
-from harness.figures.disturbance import disturbances, trend
-from harness.machine import look
-from harness.measure.environment import PREFIXES, VARIABLES, environment, variables
-from harness.measure.usage import Usage, peak_host_bytes
+from harness.config.schema import ClusterConfig
+from harness.measure.environment import PREFIXES, VARIABLES, collect_environment, variables
+from harness.measure.host_usage import HostUsageMeter, peak_rss_bytes
+from harness.metrics.disturbance import disturbance_text, trend_text
+from harness.runner.local_machine import detect_machine
 
-MACHINE = look(ClusterConfig(name="local", nodes=1, gpus_per_node=None, device="auto"))
+MACHINE = detect_machine(ClusterConfig(name="local", nodes=1, gpus_per_node=None, device="auto"))
+
 CANARY = "hunter2"
+
 SECRET_WORDS = ("key", "TOKEN", "Secret", "PASSWORD", "passwd", "AUTH", "credential", "Cookie", "JWT")
 
 
@@ -97,14 +99,14 @@ def test_the_real_environment_is_read_with_its_home_and_its_changes(monkeypatch:
     home = str(Path.home())
     monkeypatch.setenv("NCCL_TOPO_FILE", f"{home}/topology.xml")
     monkeypatch.setenv("NCCL_AUTH", CANARY)
-    found = environment(MACHINE)
+    found = collect_environment(MACHINE)
     assert found["variables"]["NCCL_TOPO_FILE"] == "~/topology.xml" and CANARY not in json.dumps(found)
     monkeypatch.delenv("NCCL_TOPO_FILE")
-    assert "NCCL_TOPO_FILE" not in environment(MACHINE)["variables"]
+    assert "NCCL_TOPO_FILE" not in collect_environment(MACHINE)["variables"]
 
 
 def test_existing_keys_stay_and_everything_is_plain() -> None:
-    found = environment(MACHINE, threads=3)
+    found = collect_environment(MACHINE, threads=3)
     assert found["device"] == MACHINE.device and found["device_name"] == MACHINE.device_name
     assert (found["devices"], found["cores"], found["threads"]) == (MACHINE.devices, MACHINE.cores, 3)
     assert found["host_memory_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -119,10 +121,10 @@ def test_the_compiler_is_the_one_that_builds(monkeypatch: pytest.MonkeyPatch, tm
     compiler.write_text("#!/bin/sh\necho own compiler 1.2.3 $1\necho second line\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", f"'{compiler}'")
-    assert environment(MACHINE)["compiler"] == "own compiler 1.2.3 --version"
+    assert collect_environment(MACHINE)["compiler"] == "own compiler 1.2.3 --version"
     for broken in (str(tmp_path / "none"), "'open", "false"):
         monkeypatch.setenv("CXX", broken)
-        assert environment(MACHINE)["compiler"] is None
+        assert collect_environment(MACHINE)["compiler"] is None
 
 
 def test_devices_that_nvml_does_not_know_are_unknown() -> None:
@@ -133,16 +135,16 @@ def test_devices_that_nvml_does_not_know_are_unknown() -> None:
         pytest.skip("this machine has NVIDIA's driver")
     except pynvml.NVMLError:
         pass
-    found = environment(replace(MACHINE, devices=2))
+    found = collect_environment(replace(MACHINE, devices=2))
     assert [found[key] for key in ("driver", "device_names", "power_limits_watts", "topology")] == [None] * 4
 
 
 def test_it_costs_less_than_a_millisecond_from_the_second_call_on() -> None:
-    environment(MACHINE)
+    collect_environment(MACHINE)
     seconds = []
     for _ in range(20):
         begin = time.perf_counter()
-        environment(MACHINE)
+        collect_environment(MACHINE)
         seconds.append(time.perf_counter() - begin)
     assert sorted(seconds)[10] < 0.001
 
@@ -171,7 +173,7 @@ def busy_processes() -> Iterator[list[psutil.Process]]:
 
 
 def used_while(work: Callable[[], None], helpers: list[psutil.Process] | None = None) -> dict[str, Any]:
-    usage = Usage([torch.device("cpu")], helpers)
+    usage = HostUsageMeter([torch.device("cpu")], helpers)
     usage.begin()
     work()
     return asdict(usage.end())
@@ -183,7 +185,7 @@ QUIET_STEPS = [0.05, 0.051, 0.049, 0.05, 0.052, 0.05, 0.05, 0.049, 0.051, 0.05]
 def test_real_busy_processes_are_others() -> None:
     with busy_processes():
         used = used_while(lambda: spin(0.8))
-    assert re.search(rf"other processes took \d+\.\d of {MACHINE.cores} cores", disturbances(QUIET_STEPS, [used]))
+    assert re.search(rf"other processes took \d+\.\d of {MACHINE.cores} cores", disturbance_text(QUIET_STEPS, [used]))
     assert used["busy_seconds"] < used["core_seconds"] + 0.001 and used["core_seconds"] > 0.5 * 0.8 * MACHINE.cores
     assert used["helper_cpu_seconds"] < 0.2 * used["seconds"]  # of whoever started the tests
 
@@ -211,7 +213,7 @@ def test_ranks_and_everyone_else_are_all_who_keep_cores_busy() -> None:
             ranks = list(pool.map(_rank, [pids, pids]))
             alone = _started() == before
         assert {rank["pid"] for rank in ranks} == pids and len(pids) == 2
-        said = disturbances(QUIET_STEPS, ranks)
+        said = disturbance_text(QUIET_STEPS, ranks)
         if "other processes" not in said:
             return
         assert not alone, said
@@ -263,12 +265,12 @@ def test_peak_of_the_host_is_the_processs_own_and_outlives_what_filled_it() -> N
     held = bytearray(500 * 2**20)
     probe = "from harness.measure.usage import peak_host_bytes; print(peak_host_bytes())"
     started = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
-    before = peak_host_bytes()
+    before = peak_rss_bytes()
     assert before is not None and len(held) < before
     assert 2**20 < int(started.stdout) < 450 * 2**20  # torch alone; ru_maxrss would say what this process held
     more = bytearray(before)
     del more, held
-    after = peak_host_bytes()
+    after = peak_rss_bytes()
     assert after is not None and after > before + 200 * 2**20
 
 
@@ -285,6 +287,7 @@ RANK = {
     "clocks_lowered": None,
     "device_pids": None,
 }
+
 PAIR = [RANK, RANK | {"pid": 11}]
 
 
@@ -309,18 +312,18 @@ PAIR = [RANK, RANK | {"pid": 11}]
     ],
 )
 def test_what_disturbs_is_said_in_words(changes: dict[str, Any], said: str) -> None:
-    assert disturbances(QUIET_STEPS, [rank | changes for rank in PAIR]) == said
+    assert disturbance_text(QUIET_STEPS, [rank | changes for rank in PAIR]) == said
 
 
 def test_each_host_is_judged_by_its_own_ranks_and_by_the_least_of_them() -> None:
     crowded = RANK | {"host": "b", "busy_seconds": 30.0}
-    assert disturbances([], [*PAIR, crowded]) == "other processes took 2.0 of 4 cores on b"
-    assert disturbances([], [RANK | {"busy_seconds": 30.0}, PAIR[1]]) == ""
-    assert disturbances([0.1] * 5 + [0.2] * 5, [crowded | {"clocks_lowered": ["heat"]}]) == (
+    assert disturbance_text([], [*PAIR, crowded]) == "other processes took 2.0 of 4 cores on b"
+    assert disturbance_text([], [RANK | {"busy_seconds": 30.0}, PAIR[1]]) == ""
+    assert disturbance_text([0.1] * 5 + [0.2] * 5, [crowded | {"clocks_lowered": ["heat"]}]) == (
         "steps became 100% slower from the first third to the last; other processes took 2.0 of 4 cores;"
         " a device's clocks were lowered (heat)"
     )
-    assert disturbances([], []) == ""
+    assert disturbance_text([], []) == ""
 
 
 @pytest.mark.parametrize(
@@ -338,7 +341,7 @@ def test_each_host_is_judged_by_its_own_ranks_and_by_the_least_of_them() -> None
     ],
 )
 def test_a_trend_is_more_than_bound_and_scatter(steps: list[float], said: str) -> None:
-    assert trend(steps) == said
+    assert trend_text(steps) == said
 
 
 @pytest.mark.parametrize(("steps", "wrongly"), [(10, 0.03), (50, 0.005)])
@@ -350,4 +353,4 @@ def test_noise_alone_is_seldom_called_a_trend(steps: int, wrongly: float) -> Non
         lambda: 1 + chance.gauss(0, 0.03) + (chance.random() < 0.2) * chance.expovariate(1),
     ]
     for kind in kinds:
-        assert sum(bool(trend([kind() for _ in range(steps)])) for _ in range(1000)) <= 1000 * wrongly
+        assert sum(bool(trend_text([kind() for _ in range(steps)])) for _ in range(1000)) <= 1000 * wrongly

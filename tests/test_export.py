@@ -12,13 +12,20 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from conftest import ROOT, composed, executed
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from harness import job, machine, run, worker
-from harness.export import __main__ as command
-from harness.model import build_model
+from harness.cli import export as command
+from harness.models.build import build_model
+from harness.records.run_spec import read_run_spec
+from harness.runner import local_machine
+from harness.runner.launch_run import build_run_spec
+from harness.runner.plan import make_plan
+from harness.runner.run import write_row
+from harness.worker import main as worker_main
 
 # Two micro-batches a rank at world 2, and clipping that clips.
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
+
 TORCHRUN = ("sh", "torchrun.sh")
+
 ACCELERATE = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train_accelerate.py")
 
 
@@ -31,14 +38,14 @@ def recorded(results: Path, overrides: str) -> Path:
     """The folder of a run."""
     asked = (f"results_dir={results}", "name=export", "proof.reference=false", "world_size=2", *BATCH)
     config = composed(*asked, *overrides.split())
-    row = executed(config, worker.main)["row"]
+    row = executed(config, worker_main.main)["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
     return results / "export" / row["run_id"]
 
 
 def losses(directory: Path, launch: tuple[str, ...]) -> list[float]:
     """Of every step, as printed by an exported script."""
-    environment = os.environ | job.read(directory).environment
+    environment = os.environ | read_run_spec(directory).environment
     scripts = sysconfig.get_path("scripts")
     environment |= {"PATH": os.pathsep.join((scripts, environment["PATH"])), "PYTHONPATH": str(ROOT)}
     environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -181,8 +188,13 @@ def test_accelerate_reads_its_file(
         groups = found.fsdp_config["fsdp_transformer_layer_cls_to_wrap"].split(",")
         config = composed(overrides)
         model = build_model(config.model)
-        classes = {type(module).__name__ for group in model.ends() for module in group if module is not model.norm}
-        assert set(groups) == classes | {type(block).__name__ for block in model.blocks().values()}
+        classes = {
+            type(module).__name__
+            for group in model.embedding_and_head_groups()
+            for module in group
+            if module is not model.norm
+        }
+        assert set(groups) == classes | {type(block).__name__ for block in model.layers_by_index().values()}
 
 
 def test_deepspeed_reads_its_file_as_the_run_was(results: Path) -> None:
@@ -201,11 +213,11 @@ def written(results: Path, overrides: str) -> Path:
     """The export of a run whose files were left without training it."""
     asked = (f"results_dir={results}", "name=untrained", "proof.reference=false", "world_size=2", *BATCH)
     config = composed(*asked, *overrides.split())
-    planned = run.plan(config, machine.look(config.cluster))
+    planned = make_plan(config, local_machine.detect_machine(config.cluster))
     planned.directory.mkdir(parents=True, exist_ok=True)
-    this, _ = run.prepare(planned)
+    this, _ = build_run_spec(planned)
     this.write(planned.directory)
-    run.write(planned, {"status": "ok", "reason": ""})
+    write_row(planned, {"status": "ok", "reason": ""})
     assert command.main([str(planned.directory)]) == 0
     return planned.directory / "export"
 
@@ -235,8 +247,8 @@ def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """Exit 2, and nothing on disk: no run, and a run that is not `ok`."""
     assert command.main([str(tmp_path / "nope")]) == 2
     config = composed(f"results_dir={tmp_path}", "name=refused", "world_size=2", *BATCH)
-    planned = run.plan(config, machine.look(config.cluster))
-    run.write(planned, {"status": "refused", "reason": "it does not fit"})
+    planned = make_plan(config, local_machine.detect_machine(config.cluster))
+    write_row(planned, {"status": "refused", "reason": "it does not fit"})
     assert command.main([str(planned.directory)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

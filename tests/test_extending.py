@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT, rows_of
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
+
 SMALL = ("train.global_batch=8", "train.micro_batch=1", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
 
 

@@ -14,24 +14,27 @@ from conftest import assert_not_proven, composed, executed
 from test_plan_memory import model_named
 from torch import Tensor
 
-from harness import records, worker
-from harness.checkpointing import checkpoint_block
-from harness.config import ModelConfig
-from harness.layout import Layout, resolve
-from harness.masks import masks_of_rank, masks_seed
-from harness.measure.probe import Probe
-from harness.model import Decoder, build_model
-from harness.plan.activations import Pass, block_tensors
-from harness.proof import training
-from harness.weights import initial_value, materialise
+from harness.config.schema import ModelConfig
+from harness.cost_model.activations import MicroBatchShape, block_tensors
+from harness.layout.layout import Layout, resolve_layout
+from harness.models.activation_checkpoint import checkpoint_block
+from harness.models.build import build_model
+from harness.models.decoder import Decoder
+from harness.models.dropout_rng import dropout_seed, rank_local_rng
+from harness.models.init_weights import initial_value, materialize
+from harness.probe import Probe
+from harness.proof.training import deviation
+from harness.records.schema import Record
+from harness.worker import main as worker_main
 
 CPU = torch.device("cpu")
+
 TOKENS = torch.randint(0, 256, (2, 48), generator=torch.Generator().manual_seed(1))
 
 
 def made(model: ModelConfig) -> Decoder:
     module = build_model(model)
-    materialise(module, model, 0, CPU, torch.float32)
+    materialize(module, model, 0, CPU, torch.float32)
     with torch.no_grad():  # norms of 1 and biases of 0 would hide that they are where they belong
         for parameter in module.parameters():
             if parameter.dim() == 1:
@@ -127,7 +130,7 @@ def test_a_second_forward_drops_the_same_for_shared_and_own_masks() -> None:
     found = []
     for checkpointed in (False, True):
         module = dropping()
-        for block in module.blocks().values():
+        for block in module.layers_by_index().values():
             block.self_attn.masks_rank = 1  # type: ignore[union-attr,assignment]
             if checkpointed:
                 checkpoint_block(block, lambda: (nullcontext(), Probe().recompute()))
@@ -142,7 +145,7 @@ def test_ranks_that_share_what_comes_in_drop_heads_of_their_own() -> None:
     drawn = []
     for rank in (0, 1, None):
         torch.manual_seed(0)
-        with masks_of_rank(rank):
+        with rank_local_rng(rank):
             inside = torch.rand(8)
         drawn.append((inside, torch.rand(8)))
     (one, after_one), (two, after_two), (shared, after_none) = drawn
@@ -152,22 +155,23 @@ def test_ranks_that_share_what_comes_in_drop_heads_of_their_own() -> None:
 
 def layout(**degrees: Any) -> Layout:
     strategy = dataclasses.replace(composed("strategy=single").strategy, data_parallel="fsdp", **degrees)
-    return resolve(strategy, 4)
+    return resolve_layout(strategy, 4)
 
 
 def test_seeds_follow_what_a_rank_holds() -> None:
     def groups(found: Layout) -> list[int]:
-        seeds = [masks_seed(0, found, rank) for rank in range(4)]
+        seeds = [dropout_seed(0, found, rank) for rank in range(4)]
         return [seeds.index(seed) for seed in seeds]
 
     assert groups(layout(dp_shard=4)) == [0, 1, 2, 3] == groups(layout(pp=4)) == groups(layout(cp=4))
     assert groups(layout(tp=4)) == [0, 0, 0, 0]
     assert groups(layout(tp=4, sequence_parallel=True)) == [0, 1, 2, 3]
     assert groups(layout(tp=2, dp_shard=2)) == [0, 0, 2, 2]
-    assert masks_seed(0, layout(tp=4), 0) != masks_seed(1, layout(tp=4), 0)
+    assert dropout_seed(0, layout(tp=4), 0) != dropout_seed(1, layout(tp=4), 0)
 
 
 BATCH = ("train.global_batch=4", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
+
 DROPPING = ("model=gpt_tiny", "model.dropout=0.1", "world_size=2", *BATCH)
 
 
@@ -176,14 +180,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("family")
 
 
-def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> records.Record:
+def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
     config = composed(f"results_dir={results}", "name=family", "force=true", *BATCH, *overrides)
     return executed(config, entry)
 
 
 def test_dropout_can_be_repeated_and_compares_with_nothing(results: Path) -> None:
     """Tensor-parallel ranks agree on what they share, or their norms and losses would part."""
-    rows = [run_with(results, worker.main, *DROPPING, "strategy=tp", "checkpointing=full") for _ in range(2)]
+    rows = [run_with(results, worker_main.main, *DROPPING, "strategy=tp", "checkpointing=full") for _ in range(2)]
     for record in rows:
         row = record["row"]
         assert (row["status"], row["reason"]) == ("ok", "")
@@ -223,8 +227,8 @@ def test_a_bias_is_held_against_its_module() -> None:
         moments = dict.fromkeys(("first_gradients", "first_moments", "last_gradients"), entries)
         return {"rank": 0, "losses": [1.0], "grad_norms": [1.0], **moments}
 
-    assert training.deviation(rank(1e-9), [rank(3e-9)], "float32").gradient < 1e-8
-    assert training.deviation(rank(0.2), [rank(0.1)], "float32").gradient == pytest.approx(0.1 / (1 + 0.2**2) ** 0.5)
+    assert deviation(rank(1e-9), [rank(3e-9)], "float32").gradient < 1e-8
+    assert deviation(rank(0.2), [rank(0.1)], "float32").gradient == pytest.approx(0.1 / (1 + 0.2**2) ** 0.5)
 
 
 # --- the paper's block
@@ -236,13 +240,17 @@ def test_the_block_keeps_what_the_paper_says_and_what_it_does_not() -> None:
     s, h, a = model.context_length, model.hidden_size, model.num_attention_heads
     paper = s * h * (34 + 5 * a * s / h)
     assert model.num_hidden_layers * paper == pytest.approx(14.9e9, rel=0.005)
-    ours = sum(block_tensors(Pass(model, 1, s, "bfloat16", "cuda")).values())
+    ours = sum(block_tensors(MicroBatchShape(model, 1, s, "bfloat16", "cuda")).values())
     assert ours - paper == 2 * a * s * s + 16 * s + s * s  # softmax in fp32, norms' statistics, the future's mask
-    flash = sum(block_tensors(Pass(dataclasses.replace(model, attention="flash"), 1, s, "bfloat16", "cuda")).values())
+    flash = sum(
+        block_tensors(MicroBatchShape(dataclasses.replace(model, attention="flash"), 1, s, "bfloat16", "cuda")).values()
+    )
     assert flash == 34 * s * h + 4 * a * s + 16 * s
-    without = sum(block_tensors(Pass(dataclasses.replace(model, dropout=0.0), 1, s, "bfloat16", "cuda")).values())
+    without = sum(
+        block_tensors(MicroBatchShape(dataclasses.replace(model, dropout=0.0), 1, s, "bfloat16", "cuda")).values()
+    )
     assert without == s * h * (32 + 6 * a * s / h) + 16 * s + s * s
-    cut = sum(block_tensors(Pass(model, 1, s, "bfloat16", "cuda", tp=8)).values())
+    cut = sum(block_tensors(MicroBatchShape(model, 1, s, "bfloat16", "cuda", tp=8)).values())
     assert cut == s * h * (10 + 24 / 8 + 7 * a * s / (8 * h)) + 16 * s + s * s
-    on_cpu = sum(block_tensors(Pass(model, 1, s, "bfloat16")).values())
+    on_cpu = sum(block_tensors(MicroBatchShape(model, 1, s, "bfloat16")).values())
     assert on_cpu == s * h * (36 + 8 * a * s / h) + 8 * s + s * s  # masks as wide as what they drop

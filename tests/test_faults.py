@@ -16,13 +16,16 @@ import sabotage
 from conftest import Harness, run_harness
 from test_proof import run_with
 
-from harness import run
-from harness.records import Record, read_all
+from harness.records.schema import Record
+from harness.records.store import read_all
+from harness.runner import run
+from harness.runner.context import RunContext
 from tests import faults
 from tests.ledger import Ledger, differences, litter
 from tests.processes import TINY
 
 KILLS = 4
+
 SHORT = faults.Way(
     "short", ("retry=error", "strategy=ddp,tp"), faults.PARENTS | faults.RANKS, commands=2, longest_seconds=5
 )
@@ -73,7 +76,7 @@ def test_every_end_in_one_sweep_is_a_row_and_the_next_command_mends_them(
 ) -> None:
     sweep = ("-m", "name=sweep", "strategy=ddp,fsdp_full_shard,tp,single", *TINY, "train.warmup_steps=2")
     with monkeypatch.context() as patched:
-        patched.setattr(run, "Means", functools.partial(run.Means, sabotage.each_its_own))
+        patched.setattr(run, "Means", functools.partial(RunContext, sabotage.each_its_own))
         assert harness(*sweep, "hang_seconds=30").returncode == 1
     rows = of_strategies(tmp_path / "results")
     found = {name: (row["status"], row["phase"]) for name, row in rows.items() if row["status"] != "ok"}

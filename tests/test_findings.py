@@ -9,21 +9,22 @@ import pandas as pd
 import pytest
 from examples import FAILED, HOSTILE, MIB, PARAMETERS, mixed, record_of, records, row
 
-from harness.records import Record, read_all, rows_of, write_record, write_runs_csv
+from harness.cli.report import main
+from harness.records.runs_csv import rows_of, write_runs_csv
+from harness.records.schema import Record
+from harness.records.store import read_all, write_record
 from harness.report import markdown
-from harness.report.__main__ import main
 from harness.report.best import best
-from harness.report.charts import drawing
-from harness.report.charts.drawing import svgs
-from harness.report.charts.growth import wall
-from harness.report.document import Bullets, Grid, Picture, Prose, Section
+from harness.report.caveats import caveats
+from harness.report.charts import render
+from harness.report.charts.growth import memory_wall
+from harness.report.charts.render import svgs
+from harness.report.document import BulletList, Chart, Paragraph, Section, Table
 from harness.report.findings import findings
-from harness.report.limits import limits
 from harness.report.overview import pivots
 from harness.report.parquet import write_runs_parquet
 from harness.report.sections import sections
-from harness.report.together import together
-from harness.report.view import MOST, View, shown
+from harness.report.view import MOST, View, merge_folders, truncate
 
 GOLDEN = Path(__file__).parent / "golden_report.md"
 
@@ -65,8 +66,8 @@ def example() -> list[Record]:
 def texts(found: list[Section]) -> list[str]:
     """Every sentence of these sections."""
     parts = [part for section in found for part in section.parts]
-    prose = [part.text for part in parts if isinstance(part, Prose)]
-    return prose + [said for part in parts if isinstance(part, Bullets) for _, said in part.items]
+    prose = [part.text for part in parts if isinstance(part, Paragraph)]
+    return prose + [said for part in parts if isinstance(part, BulletList) for _, said in part.items]
 
 
 def test_the_whole_report_is_exactly_as_it_was() -> None:
@@ -85,6 +86,7 @@ FASTEST = (
     "Fastest by its median is ddp: 16,000 tokens/s (± 0.6 % over 3 runs), but the spreads leave open whether zero1 is"
     " as fast."
 )
+
 SAID = [
     FASTEST,
     "zero3 needs the least memory: 12.00 MiB at the peak of its fullest rank, 60 % of ddp's, at 0.50 of its tokens/s.",
@@ -145,15 +147,15 @@ def test_speeds_of_unknown_spread_are_not_told() -> None:
     entries = [entries[0], entries[3], entries[6], entries[9]]
     said = " ".join(texts(findings(View("unsure", entries))))
     assert "tokens/s" not in said and "speed" not in said and "60 % of ddp's peak" in said
-    assert "too few steps were timed" in " ".join(texts(limits(View("unsure", entries))))
+    assert "too few steps were timed" in " ".join(texts(caveats(View("unsure", entries))))
 
 
 def test_nothing_to_say_is_no_section_and_one_run_says_nothing_of_others() -> None:
-    assert findings(View("none", [])) == limits(View("none", [])) == []
+    assert findings(View("none", [])) == caveats(View("none", [])) == []
     assert texts(findings(View("one", example()[:1]))) == [
         "The peaks predicted for 1 line are off by 10 % in the median and by 10 % at most."
     ]
-    assert "Every line is one run" in " ".join(texts(limits(View("one", example()[:1]))))
+    assert "Every line is one run" in " ".join(texts(caveats(View("one", example()[:1]))))
     failed = [record for record in example() if record["row"]["status"] != "ok"]
     assert texts(findings(View("failed", failed))) == [SAID[-1].replace("2 of 6", "2 of 2")]
 
@@ -187,7 +189,7 @@ def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def test_the_best_is_marked_where_its_lead_exceeds_the_spread() -> None:
     view = View("example", example())
-    labels = view.middles["label"].tolist()
+    labels = view.line_medians["label"].tolist()
     marked = {column: {labels[position] for position in found} for column, found in best(view).items()}
     assert marked == {  # in speed ddp and zero1 meet; ddp and zero1 send the same
         "peak_allocated_bytes": {"zero3"},
@@ -220,11 +222,11 @@ def test_the_best_is_of_one_setting_and_world_and_never_alone() -> None:
 def test_any_column_is_a_pivot() -> None:
     (section,) = pivots(View("mixed", mixed()), "world_size")
     peak, speed = section.parts
-    assert isinstance(peak, Grid) and isinstance(speed, Grid) and section.title == "By world"
+    assert isinstance(peak, Table) and isinstance(speed, Table) and section.title == "By world"
     assert list(peak.header) == ["strategy", "2", "4"] and peak.caption == "Peak memory (MiB)"
     assert [list(cells) for cells in peak.rows] == [[s, "20.00", "20.00"] for s in ("ddp", "tp", "pp_1f1b", "pp_gpipe")]
     by_kind, _ = pivots(View("example", example()), "checkpointing")[0].parts
-    assert isinstance(by_kind, Grid) and list(by_kind.header) == ["strategy", "none", "full"]
+    assert isinstance(by_kind, Table) and list(by_kind.header) == ["strategy", "none", "full"]
     assert [list(cells) for cells in by_kind.rows] == [
         ["ddp", "20.00", "16.00"],
         ["zero1", "18.00", ""],
@@ -255,7 +257,7 @@ def test_the_memory_wall_is_the_largest_model_that_ran() -> None:
     )
     calm = [record for record in growing() if record["row"]["status"] == "ok"]
     assert "The largest" not in " ".join(texts(findings(View("calm", calm))))
-    picture = wall(View("wall", growing()))
+    picture = memory_wall(View("wall", growing()))
     assert picture is not None and [list(cells) for cells in picture.table.rows] == [
         ["ddp", "ok", "1.000", "12.00"],
         ["ddp", "oom", "2.000", ""],
@@ -264,7 +266,7 @@ def test_the_memory_wall_is_the_largest_model_that_ran() -> None:
     ]
     svg = svgs({"wall": picture.spec})["wall"]
     assert svg.count('aria-roledescription="point"') == 3 and svg.count(">×<") == 1
-    assert "limit 18.00 MiB" in svg and "1 ran out of memory" in picture.said
+    assert "limit 18.00 MiB" in svg and "1 ran out of memory" in picture.alt_text
 
 
 def test_variants_of_a_strategy_are_not_one_curve() -> None:
@@ -281,17 +283,17 @@ def test_variants_of_a_strategy_are_not_one_curve() -> None:
 
 
 def test_limits_name_what_would_mislead() -> None:
-    told = " ".join(texts(limits(View("example", example()))))
+    told = " ".join(texts(caveats(View("example", example()))))
     assert "Speeds of CPU processes say little of GPUs" in told and "One run alone stands for zero3" in told
     assert "Nothing is known of the speed and memory of what did not end well: tp, tp_sp." in told
     entries = example()
     for record in entries:
         record["environment"] = {"cores": 1}
-    assert "Up to 2 ranks shared 1 core" in " ".join(texts(limits(View("crowded", entries))))
+    assert "Up to 2 ranks shared 1 core" in " ".join(texts(caveats(View("crowded", entries))))
     gpu = [record | {"row": record["row"] | {"measured_on": "NVIDIA H200"}} for record in entries]
-    assert not re.search(r"CPU|shared", " ".join(texts(limits(View("gpu", gpu)))))
+    assert not re.search(r"CPU|shared", " ".join(texts(caveats(View("gpu", gpu)))))
     entries[0]["row"] |= {"disturbed": "other load", "loss_deviation": None}
-    told = " ".join(texts(limits(View("disturbed", entries))))
+    told = " ".join(texts(caveats(View("disturbed", entries))))
     assert "Something disturbed the times of ddp" in told
 
 
@@ -304,12 +306,12 @@ def stored(folder: Path, entries: list[Record]) -> Path:
 def test_several_folders_are_one_comparison(tmp_path: Path) -> None:
     """The same run in both keeps its place and its own steps."""
     folders = [stored(tmp_path / name, records()) for name in ("a", "b")]
-    view = together([(folder, read_all(folder)) for folder in folders])
+    view = merge_folders([(folder, read_all(folder)) for folder in folders])
     assert len(view.records) == len(view.folders) == 2 * len(records()) and view.name == "a + b"
-    assert len(set(view.middles["label"])) == len(view.lines)
+    assert len(set(view.line_medians["label"])) == len(view.lines)
     for run_id, folder in view.folders.items():
         assert folder == tmp_path / run_id and (folder / "record.json").exists()
-    alone = together([(folders[0], read_all(folders[0]))])
+    alone = merge_folders([(folders[0], read_all(folders[0]))])
     assert alone.name == "a" and not any("/" in record["row"]["run_id"] for record in alone.records)
 
 
@@ -334,20 +336,20 @@ def test_a_page_shows_of_many_runs_some_and_says_so() -> None:
         for n in range(3 * MOST)
     ]
     view = View("many", many)
-    part = shown(view, MOST)
-    assert len(part.records) == len(part.table) == len(part.lines) == len(part.middles) == MOST
-    assert {"ddp micro 598", "tp micro 599"} <= set(part.middles["label"])  # the fastest of each strategy
-    whole = dict(zip(view.middles["label"], view.middles["tokens_per_second_ratio"], strict=True))
-    ratios = zip(part.middles["label"], part.middles["tokens_per_second_ratio"], strict=True)
+    part = truncate(view, MOST)
+    assert len(part.records) == len(part.table) == len(part.lines) == len(part.line_medians) == MOST
+    assert {"ddp micro 598", "tp micro 599"} <= set(part.line_medians["label"])  # the fastest of each strategy
+    whole = dict(zip(view.line_medians["label"], view.line_medians["tokens_per_second_ratio"], strict=True))
+    ratios = zip(part.line_medians["label"], part.line_medians["tokens_per_second_ratio"], strict=True)
     assert all(whole[label] == ratio for label, ratio in ratios)
     page = sections(view)
     assert f"{MOST} of {3 * MOST} runs" in " ".join(texts(page))
-    assert all(len(part.rows) <= MOST for section in page for part in section.parts if isinstance(part, Grid))
+    assert all(len(part.rows) <= MOST for section in page for part in section.parts if isinstance(part, Table))
 
 
 def test_every_picture_is_named_for_a_file() -> None:
     pictures = [part for section in sections(View("example", example())) for part in section.parts]
-    names = [part.name for part in pictures if isinstance(part, Picture)]
+    names = [part.name for part in pictures if isinstance(part, Chart)]
     assert len(set(names)) == len(names) and all(re.fullmatch(r"[a-z0-9-]+", name) for name in names)
 
 
@@ -371,9 +373,9 @@ def test_pictures_that_cannot_be_drawn_cost_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(specs: object) -> dict[str, str]:
-        raise drawing.DrawingError("no renderer")
+        raise render.DrawingError("no renderer")
 
-    monkeypatch.setattr(drawing, "svgs", fails)
+    monkeypatch.setattr(render, "svgs", fails)
     folder = stored(tmp_path / "plain", example())
     assert main([str(folder)]) == 0
     assert "report.md is without pictures: no renderer" in capsys.readouterr().err

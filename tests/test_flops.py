@@ -13,20 +13,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from harness.checkpointing import apply_checkpointing
-from harness.config import RunConfig
-from harness.engines import Widths
-from harness.figures.kernels import FUSED
-from harness.layout import Layout, resolve
-from harness.measure.probe import Probe
-from harness.model import Decoder, loss_function
-from harness.placement import Stage, stages, whole
-from harness.plan.flops import executed_flops, layer_flops, model_flops, recomputed_flops
-from harness.plan.hardware import PEAKS, peak_flops
-from harness.proof.work import flops_problems
-from harness.sizes import parameter_count
+from harness.config.schema import RunConfig
+from harness.cost_model.flops import executed_flops, layer_flops, model_flops, recomputed_flops
+from harness.hardware.peak_flops import PEAKS, peak_flops
+from harness.layout.layout import Layout, resolve_layout
+from harness.layout.parameters import parameter_count
+from harness.layout.partition import Stage, split_into_stages, whole_model
+from harness.layout.state_widths import StateWidths
+from harness.models.activation_checkpoint import apply_checkpointing
+from harness.models.decoder import Decoder
+from harness.models.loss import loss_function
+from harness.probe import Probe
+from harness.proof.step import flops_problems
+from harness.records.schema import FUSED_KERNELS
 
 SHORT = ("strategy=single", "model.num_hidden_layers=2", "train.global_batch=2")
+
 SIZES = {
     "tiny": [],
     "no groups": ["model.num_key_value_heads=4"],
@@ -36,8 +38,11 @@ SIZES = {
     "gpt": ["model=gpt_tiny", "model.num_key_value_heads=2"],
     "larger": ["model=125m", "train.seq_len=512"],
 }
+
 CASES = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+
 ATTENTION = pytest.mark.parametrize("attention", ["flash", "eager"])
+
 # torch's counter does not know the kernel of CPUs; its own formulas for the others'.
 CPU_KERNEL = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
@@ -68,7 +73,7 @@ def counted(config: RunConfig) -> tuple[int, int]:
     """Operations of a step in one process, of its forwards and of its backwards."""
     forward = backward = 0
     with FakeTensorMode():
-        model = part_of(config, whole(config.model))
+        model = part_of(config, whole_model(config.model))
         for batch in micro_batches(config):
             with counter() as found:
                 loss = loss_function(model(batch), batch)
@@ -80,7 +85,7 @@ def counted(config: RunConfig) -> tuple[int, int]:
 
 
 def alone(config: RunConfig) -> Layout:
-    return resolve(config.strategy, 1)
+    return resolve_layout(config.strategy, 1)
 
 
 @CASES
@@ -131,7 +136,7 @@ def counted_in_stages(config: RunConfig, layout: Layout) -> int:
     batch = micro_batches(config)[0]
     size = (*batch.shape, config.model.hidden_size)
     with Operators() as found:
-        for stage in stages(config.model, layout):
+        for stage in split_into_stages(config.model, layout):
             part = part_of(config, stage)
             taken = batch.clone() if stage.holds_embedding else torch.zeros(size, requires_grad=True)
             output = loss_function(part(taken), batch) if stage.holds_head else part(taken)
@@ -151,12 +156,12 @@ def counted_in_stages(config: RunConfig, layout: Layout) -> int:
 def test_stages_share_the_step_and_halves_run_their_forwards_twice(schedule: str, checkpointing: str, pp: int) -> None:
     overrides = ["strategy=pp_1f1b", f"strategy.schedule={schedule}", f"checkpointing={checkpointing}"]
     config = composed(*overrides, "train.global_batch=1", f"world_size={pp}")
-    layout = resolve(config.strategy, pp)
+    layout = resolve_layout(config.strategy, pp)
     assert counted_in_stages(config, layout) == executed_flops(config, layout)
     if checkpointing == "full":
         twice = schedule == "zero_bubble"
         single = recomputed_flops(config, alone(composed("strategy=single")))
-        first = stages(config.model, layout)[0].layers / config.model.num_hidden_layers
+        first = split_into_stages(config.model, layout)[0].layers / config.model.num_hidden_layers
         assert recomputed_flops(config, layout) == single * (2 - first if twice else 1)
 
 
@@ -164,7 +169,7 @@ def test_how_the_world_is_divided_changes_nothing() -> None:
     config = composed("checkpointing=full")
     found = set()
     for strategy in ("single", "ddp", "zero3", "fsdp_full_shard", "tp", "tp_sp", "pp_gpipe", "pp_interleaved"):
-        found.add(executed_flops(config, resolve(composed(f"strategy={strategy}").strategy, 2)))
+        found.add(executed_flops(config, resolve_layout(composed(f"strategy={strategy}").strategy, 2)))
     assert len(found) == 1
 
 
@@ -211,10 +216,10 @@ def test_a_run_is_held_to_the_operations_of_the_kernel_it_heard(
     both = (*SHORT, "train.seq_len=256", f"checkpointing={checkpointing}")
     config = composed(*both, *asked_for.split())
     ran = sum(counted(composed(*both, *counts.split())))
-    other = "composed" if heard in FUSED else "flash"
+    other = "composed" if heard in FUSED_KERNELS else "flash"
     for kernel, problems in ((heard, 0), (other, 1)):
         ranks = [{"devices": 1, "profiled": {"flops": ran, "attention_kernels": [kernel]}}]
-        assert len(flops_problems(config, alone(config), Widths(4, 4, 8, 4), ranks)) == problems
+        assert len(flops_problems(config, alone(config), StateWidths(4, 4, 8, 4), ranks)) == problems
 
 
 @pytest.mark.parametrize(

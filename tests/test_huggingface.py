@@ -14,28 +14,33 @@ import transformers
 from conftest import Harness, assert_not_proven, composed, executed
 from test_plan_memory import model_named
 
-from harness import engines, huggingface, records, worker
-from harness.compose import run_config
-from harness.config import RunConfig
-from harness.engines import Widths
-from harness.errors import UserError
-from harness.identity import identity
-from harness.layout import resolve
-from harness.model import build_model
-from harness.placement import rank_elements, whole
-from harness.plan.flops import executed_flops, model_flops, takes_fused_kernel
-from harness.plan.memory import state_estimate
-from harness.plan.parts import held_parameter_count
-from harness.proof.work import flops_problems
-from harness.refusals import refusals
+from harness.config.fingerprint import fingerprint
+from harness.config.from_dict import from_dict
+from harness.config.schema import RunConfig
+from harness.cost_model.flops import executed_flops, model_flops, takes_fused_kernel
+from harness.cost_model.memory import lower_bound_estimate
+from harness.cost_model.stage_memory import held_parameter_count
+from harness.engines.base import load_engine
+from harness.layout.compatibility import incompatibilities
+from harness.layout.layout import resolve_layout
+from harness.layout.parameters import parameter_count, parameter_shapes
+from harness.layout.partition import local_numel, whole_model
+from harness.layout.state_widths import StateWidths
+from harness.models import hf
+from harness.models.build import build_model
+from harness.models.init_weights import materialize
+from harness.proof.step import flops_problems
+from harness.records.schema import Record
 from harness.report.claims import claims
-from harness.row import configured
-from harness.sizes import parameter_count, parameter_shapes
-from harness.typed import from_dict
-from harness.weights import materialise
+from harness.runner.record import config_columns
+from harness.runner.resolve import resolve_run_config
+from harness.util.errors import UserError
+from harness.worker import main as worker_main
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
+
 COMMON = SIZES | {"intermediate_size": 128, "max_position_embeddings": 128}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": COMMON | {"num_key_value_heads": 2},
     "qwen2": COMMON | {"num_key_value_heads": 2},  # biases of q, k and v
@@ -45,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320, "n_positions": 128, "rotary_dim": 8},
     "opt": COMMON | {"ffn_dim": 128, "word_embed_proj_dim": 64},
 }
+
 BATCH = ("train.global_batch=4", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
 
 
@@ -70,7 +76,7 @@ def test_a_model_is_what_the_library_makes(tmp_path: Path, kind: str) -> None:
     assert parameter_count(model) == sum(weight.numel() for weight in theirs.parameters()) == model.parameters
     ours = build_model(model)
     assert all(parameter.is_meta for parameter in ours.parameters())
-    materialise(ours, model, 0, torch.device("cpu"), torch.float32)
+    materialize(ours, model, 0, torch.device("cpu"), torch.float32)
     buffers = dict(theirs.named_buffers())
     assert dict(ours.named_buffers()).keys() == buffers.keys()
     for name, buffer in ours.named_buffers():
@@ -90,7 +96,7 @@ def test_what_is_asked_is_what_our_formula_says(tmp_path: Path, attention: str, 
         model_named("tiny"), **SIZES, intermediate_size=128, num_key_value_heads=2, attention=attention
     )
     ours = dataclasses.replace(asked, model=same)
-    alone = resolve(asked.strategy, 1)
+    alone = resolve_layout(asked.strategy, 1)
     assert model_flops(asked) == model_flops(ours)
     assert executed_flops(asked, alone) == executed_flops(ours, alone)
     assert executed_flops(asked, alone, whole_second_forward=True) == executed_flops(ours, alone, "cpu", True)
@@ -120,13 +126,13 @@ def test_a_run_is_proven(tmp_path: Path, kind: str, overrides: str) -> None:
     assert row["predicted_peak_bytes"] is None and row["predicted_activation_bytes"] is None  # not known, so empty
     stored: RunConfig = from_dict(RunConfig, record["config"])  # a report needs neither the library nor the path
     assert model_flops(stored) == row["model_flops"]
-    layout = resolve(stored.strategy, 2)
+    layout = resolve_layout(stored.strategy, 2)
     if layout.tp > 1:
-        held = state_estimate(stored, layout, engines.load("torch").widths(stored, layout), "cpu")
+        held = lower_bound_estimate(stored, layout, load_engine("torch").state_widths(stored, layout), "cpu")
         assert row["parameter_bytes"] == held.parameter_bytes and row["optimizer_bytes"] == held.optimizer_bytes
 
 
-def run_with(tmp_path: Path, kind: str, *overrides: str, entry: Any = worker.main) -> records.Record:
+def run_with(tmp_path: Path, kind: str, *overrides: str, entry: Any = worker_main.main) -> Record:
     config = config_of(folder(tmp_path, kind), f"results_dir={tmp_path}", "world_size=2", *overrides)
     return executed(config, entry)
 
@@ -135,20 +141,24 @@ def run_with(tmp_path: Path, kind: str, *overrides: str, entry: Any = worker.mai
 def test_a_rank_holds_its_part_of_every_layer(tmp_path: Path, kind: str) -> None:
     """As the proof of pieces has it; so the claim on parameters holds, and not of a model whose layers are whole."""
     config = config_of(folder(tmp_path, kind), "strategy=tp")
-    layout, model = resolve(config.strategy, 2), config.model
-    own = int(sum(rank_elements(model, layout, whole(model)).values()))
-    layers = [shape for name, shape in parameter_shapes(model).items() if model.asked and model.asked.in_layers(name)]
+    layout, model = resolve_layout(config.strategy, 2), config.model
+    own = int(sum(local_numel(model, layout, whole_model(model)).values()))
+    layers = [
+        shape
+        for name, shape in parameter_shapes(model).items()
+        if model.asked and model.asked.is_in_decoder_layer(name)
+    ]
     assert own < parameter_count(model) - sum(math.prod(shape) for shape in layers if len(shape) == 2) / 2 + 1
-    assert held_parameter_count(model, whole(model), 2) == own
-    widths = engines.load("torch").widths(config, layout)
-    assert state_estimate(config, layout, widths, "cpu").parameter_bytes == 4 * own
+    assert held_parameter_count(model, whole_model(model), 2) == own
+    widths = load_engine("torch").state_widths(config, layout)
+    assert lower_bound_estimate(config, layout, widths, "cpu").parameter_bytes == 4 * own
 
     def verdicts(held: int) -> list[bool]:
         single = config_of(folder(tmp_path, kind), "strategy=single")
-        sizes = ((config, layout, held), (single, resolve(single.strategy, 1), parameter_count(model)))
+        sizes = ((config, layout, held), (single, resolve_layout(single.strategy, 1), parameter_count(model)))
         found = [
             {
-                "row": configured(one, its) | {"run_id": str(its.tp), "status": "ok", "parameter_bytes": 4 * size},
+                "row": config_columns(one, its) | {"run_id": str(its.tp), "status": "ok", "parameter_bytes": 4 * size},
                 "config": one.to_dict(),
                 "layout": its.to_dict(),
             }
@@ -163,7 +173,10 @@ def test_the_kernel_that_was_heard_decides_what_backward_makes_again(tmp_path: P
     """Asked on a CPU, run on a GPU: math takes fp32's grouped heads, a fused kernel drops."""
     for kind, asked_fused in (("llama", True), ("gpt2", False)):
         config = config_of(folder(tmp_path, kind), "strategy=single")
-        layout, scores = resolve(config.strategy, 1), 2 * 2 * 32**2 * 64 * 4  # a product of each layer, four sequences
+        layout, scores = (
+            resolve_layout(config.strategy, 1),
+            2 * 2 * 32**2 * 64 * 4,
+        )  # a product of each layer, four sequences
         assert config.model.asked is not None
         assert takes_fused_kernel(config, "cpu") == asked_fused
         made = {"composed": model_flops(config), "flash": model_flops(config) + scores}
@@ -171,7 +184,7 @@ def test_the_kernel_that_was_heard_decides_what_backward_makes_again(tmp_path: P
         for kernel, flops in made.items():
             for heard in made:
                 ranks = [{"devices": 1, "profiled": {"flops": flops, "attention_kernels": [heard]}}]
-                assert bool(flops_problems(config, layout, Widths(4, 4, 8, 4), ranks)) == (heard != kernel)
+                assert bool(flops_problems(config, layout, StateWidths(4, 4, 8, 4), ranks)) == (heard != kernel)
 
 
 @pytest.mark.long
@@ -213,13 +226,13 @@ def test_a_fault_is_an_error(tmp_path: Path, fault: Any, overrides: str, found: 
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, kind: str, overrides: str, found: str) -> None:
     config = config_of(folder(tmp_path, kind), "world_size=2", *overrides.split())
-    problems = list(refusals(config, resolve(config.strategy, config.world_size or 2)))
+    problems = list(incompatibilities(config, resolve_layout(config.strategy, config.world_size or 2)))
     assert any(problem.startswith(found) and "choose" in problem for problem in problems), problems
 
 
 def complaint(model: dict[str, Any]) -> str:
     with pytest.raises(UserError) as raised:
-        huggingface.filled({"family": "hf", "attention": "flash"} | model, 32)
+        hf.fill_model_config({"family": "hf", "attention": "flash"} | model, 32)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -253,10 +266,10 @@ def test_a_model_has_its_own_name_wherever_it_lies(tmp_path: Path) -> None:
     file.write_text((first / "config.json").read_text())
     one, other = config_of(first), config_of(second)
     assert one.model.name == "small-llama"
-    assert identity(one, "cpu", 1, "") == identity(other, "cpu", 1, "")
+    assert fingerprint(one, "cpu", 1, "") == fingerprint(other, "cpu", 1, "")
     assert config_of(file).model.name == "llama_115k"
     file.write_text(json.dumps({"model_type": "llama", "_name_or_path": "someone/My-Llama"} | MODELS["llama"]))
     assert config_of(file).model.name == "My-Llama"
-    assert identity(config_of(first, "model.vocab_size=400"), "cpu", 1, "") != identity(one, "cpu", 1, "")
+    assert fingerprint(config_of(first, "model.vocab_size=400"), "cpu", 1, "") != fingerprint(one, "cpu", 1, "")
     values = one.to_dict()
-    assert run_config(json.loads(json.dumps(values))) == one  # asked once: what is known is not asked again
+    assert resolve_run_config(json.loads(json.dumps(values))) == one  # asked once: what is known is not asked again

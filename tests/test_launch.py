@@ -1,7 +1,6 @@
 """The launcher with real processes: how a run ends, what is said of it, and that nothing is left of it."""
 
 import json
-import multiprocessing
 import multiprocessing.forkserver
 import os
 import random
@@ -21,12 +20,13 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from harness import launch as launcher
-from harness.launch import STARTS, Nodes, launch, threads_per_rank
-from harness.watch import Patience, watching
+from harness.launcher.launch import START_METHODS, NodeInfo, _store, launch, threads_per_rank
+from harness.launcher.monitor import HangDetector, monitor_ranks
 
 ROOT = Path(__file__).parents[1]
+
 GONE_SECONDS = 2.0  # what a killed parent's ranks have to be gone
+
 MARK = "LAUNCH_TEST_MARK"
 
 # A parent of its own: says when it launches and how that ended. `lean` and `warm` preload less than the product does,
@@ -240,7 +240,7 @@ def test_a_port_that_comes_again_is_no_other_runs() -> None:
     port = first.port
     del first
     for _ in range(2):
-        store = launcher._store(port)
+        store = _store(port)
         agents = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
         assert not agents.check(["left"])
         agents.set("met", "here")
@@ -249,7 +249,7 @@ def test_a_port_that_comes_again_is_no_other_runs() -> None:
 
 
 def test_signal_before_the_start_is_not_lost() -> None:
-    with watching(2, time.monotonic() + 60, Patience(lambda: None, 60), None) as watch:
+    with monitor_ranks(2, time.monotonic() + 60, HangDetector(lambda: None, 60), None) as watch:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(SignalException):
             watch.arm()
@@ -262,7 +262,7 @@ def test_two_nodes(tmp_path: Path, cold_seconds: float) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     process = parent(tmp_path, "all_reduce", "lean", node=f"1:{port}")
-    nodes = Nodes(count=2, rank=0, master_port=port)
+    nodes = NodeInfo(count=2, rank=0, master_port=port)
     outcome = launch(launch_entries.all_reduce, tmp_path, 4, device="cpu", timeout_seconds=60, nodes=nodes)
     assert outcome.status == "ok", outcome.reason
     assert process.communicate(timeout=60)[0].splitlines() == ["go", "ok "]
@@ -281,7 +281,9 @@ def test_tick_that_fails_is_seen(tmp_path: Path, cold_seconds: float) -> None:
 
 def test_cuda_start_on_this_machine(tmp_path: Path, cold_seconds: float) -> None:
     """A device of another kind in the same parent, then the first again: each is forked from its own preload."""
-    outcome = launch(launch_entries.describe, tmp_path, 1, device="cpu", timeout_seconds=60, start=STARTS["cuda"])
+    outcome = launch(
+        launch_entries.describe, tmp_path, 1, device="cpu", timeout_seconds=60, start=START_METHODS["cuda"]
+    )
     assert outcome.status == "ok", outcome.reason
     assert json.loads((tmp_path / "seen_0.json").read_text())["imported"] == []
 
@@ -300,6 +302,7 @@ def test_two_parents_at_once(tmp_path: Path, cold_seconds: float) -> None:
 
 
 CHANCE = random.Random(20)
+
 KILLS: list[tuple[str, float | None]] = [  # how the parent starts its ranks, seconds from there to its death
     ("product", 0.0),
     ("product", CHANCE.uniform(0.1, 2.0)),  # while the forkserver imports

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from hypothesis import given, settings
@@ -21,23 +20,26 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
-from harness.config import StrategyConfig
-from harness.errors import UserError
-from harness.layout import Layout, axis_of, resolve
-from harness.measure import native
+from harness.config.schema import StrategyConfig
+from harness.engines.deepspeed.shm_collective import _clear_stale_lock
+from harness.layout.layout import Layout, group_axes, resolve_layout
 from harness.measure.activations import ActivationMeter
 from harness.measure.communication import CommunicationCounter, UncountedCollectiveError, bytes_sent, has_rule
-from harness.measure.memory import DeviceMemory, storage_bytes
+from harness.measure.memory import DeviceMemory
+from harness.measure.native_allocator import Allocator, build_allocator, load_allocator
+from harness.tensors.storage import storage_bytes
+from harness.util.errors import UserError
+from harness.util.native_build import compiler_problem
 
 WORLD = 4
-EARLIER = [torch.ones(1000)]  # allocated before the counting allocator is there
 
+EARLIER = [torch.ones(1000)]  # allocated before the counting allocator is there
 
 # ---------------------------------------------------------------- allocator
 
 
 @pytest.fixture(scope="module")
-def allocator(tmp_path_factory: pytest.TempPathFactory) -> native.Allocator:
+def allocator(tmp_path_factory: pytest.TempPathFactory) -> Allocator:
     """Built by two callers at once; the compiler must have run once and left nothing half-made."""
     cache = tmp_path_factory.mktemp("cache")
     log, compiler = cache / "log", cache / "compiler"
@@ -45,10 +47,10 @@ def allocator(tmp_path_factory: pytest.TempPathFactory) -> native.Allocator:
     compiler.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
         patch.setenv("CXX", str(compiler))
-        built = set(pool.map(native.build_allocator, [cache, cache]))
+        built = set(pool.map(build_allocator, [cache, cache]))
     assert log.read_text().count("run") == 1
     assert [path.suffix for path in cache.glob("allocator/*/*.[!l]*")] == [".so"]
-    return native.load_allocator(built.pop())
+    return load_allocator(built.pop())
 
 
 ACTIONS = st.lists(
@@ -59,7 +61,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(ACTIONS)
-def test_allocator_agrees_with_a_model(allocator: native.Allocator, actions: list[tuple[str, int, int]]) -> None:
+def test_allocator_agrees_with_a_model(allocator: Allocator, actions: list[tuple[str, int, int]]) -> None:
     """Any history of tensors: live and peak are the plain sums, to the byte; the data stays aligned and intact."""
     held: list[tuple[Tensor, list[int]]] = []  # a tensor, and the size of its storage, shared with its views
     start, most = allocator.live_bytes(), 0
@@ -85,7 +87,7 @@ def test_allocator_agrees_with_a_model(allocator: native.Allocator, actions: lis
     assert allocator.peak_bytes() - start == most
 
 
-def test_allocator_edges(allocator: native.Allocator) -> None:
+def test_allocator_edges(allocator: Allocator) -> None:
     """What came before it is freed uncounted, failure is torch's own error, and threads lose nothing."""
     start = allocator.live_bytes()
     EARLIER.clear()
@@ -110,30 +112,30 @@ def test_allocator_edges(allocator: native.Allocator) -> None:
 def test_no_compiler_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    problem = native.compiler_problem()
+    problem = compiler_problem()
     assert problem is not None and "c++" in problem and "\n" not in problem
     with pytest.raises(UserError):
-        native.build_allocator(tmp_path)
+        build_allocator(tmp_path)
 
 
 def test_the_lock_of_a_killed_build_goes_and_a_young_one_is_waited_for(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     lock.touch()
     os.utime(lock, (time.time() - 3600,) * 2)
-    native._clear_stale_lock(lock)
+    _clear_stale_lock(lock)
     assert not lock.exists()
     lock.touch()
     os.utime(lock, (time.time() + 3600,) * 2)  # the clock was put back since
-    native._clear_stale_lock(lock)
+    _clear_stale_lock(lock)
     assert not lock.exists()
     lock.touch()
     threading.Timer(0.5, lock.unlink).start()
     start = time.monotonic()
-    native._clear_stale_lock(lock)
+    _clear_stale_lock(lock)
     assert time.monotonic() - start > 0.3
 
 
-def test_memory_of_a_cpu(allocator: native.Allocator) -> None:
+def test_memory_of_a_cpu(allocator: Allocator) -> None:
     memory = DeviceMemory(torch.device("cpu"), allocator)
     memory.reset_peak()
     start = memory.allocated_bytes()
@@ -167,17 +169,17 @@ def test_an_unknown_collective_is_refused() -> None:
 
 
 def layout(world_size: int, **degrees: Any) -> Layout:
-    return resolve(StrategyConfig(name="any", **degrees), world_size)
+    return resolve_layout(StrategyConfig(name="any", **degrees), world_size)
 
 
 def test_axes_are_named_by_the_layout() -> None:
     hybrid = layout(8, dp_replicate=2, dp_shard=4)
-    assert axis_of((4, 5, 6, 7), hybrid) == "dp_shard"
-    assert axis_of((1, 5), hybrid) == "dp_replicate"
-    assert axis_of(range(8), hybrid) == "dp_replicate+dp_shard"
-    assert axis_of((3,), hybrid) == "self"
+    assert group_axes((4, 5, 6, 7), hybrid) == "dp_shard"
+    assert group_axes((1, 5), hybrid) == "dp_replicate"
+    assert group_axes(range(8), hybrid) == "dp_replicate+dp_shard"
+    assert group_axes((3,), hybrid) == "self"
     deep = layout(8, dp_shard=2, tp=2, pp=2)
-    assert [axis_of(ranks, deep) for ranks in ((0, 1), (0, 2), (0, 4), (0, 1, 2, 3), range(8))] == [
+    assert [group_axes(ranks, deep) for ranks in ((0, 1), (0, 2), (0, 4), (0, 1, 2, 3), range(8))] == [
         "tp",
         "dp_shard",
         "pp",
@@ -310,7 +312,7 @@ def test_hybrid_sharding_splits_by_axis(ranks: list[dict[str, Any]]) -> None:
     for figures in ranks:
         sent: dict[str, float] = {}
         for entry in figures["hybrid"]:
-            axis = axis_of(entry["group_ranks"], hybrid)
+            axis = group_axes(entry["group_ranks"], hybrid)
             sent[axis] = sent.get(axis, 0.0) + entry["bytes_sent"]
         assert sent == {"dp_shard": 3 * MODEL_BYTES / 2, "dp_replicate": 2 * (MODEL_BYTES / 2) / 2}
 
@@ -336,7 +338,9 @@ def test_bytes_of_each_operation(ranks: list[dict[str, Any]]) -> None:
 # ---------------------------------------------------------------- activations
 
 INPUT_BYTES, INNER_BYTES = 4 * BATCH * HIDDEN, 4 * BATCH * INNER
+
 WHOLE = LAYERS * (INPUT_BYTES + 2 * INNER_BYTES)
+
 CHECKPOINTED = LAYERS * INPUT_BYTES + 2 * INNER_BYTES  # the inputs of all blocks, and one block's own
 
 

@@ -8,19 +8,21 @@ import yaml
 from conftest import ROOT
 from torch import Tensor
 
-from harness.config import ModelConfig
-from harness.model import Decoder, build_model
-from harness.typed import from_dict
-from harness.weights import initial_value, materialise
+from harness.config.from_dict import from_dict
+from harness.config.schema import ModelConfig
+from harness.models.build import build_model
+from harness.models.decoder import Decoder
+from harness.models.init_weights import initial_value, materialize
 
 TINY: ModelConfig = from_dict(ModelConfig, yaml.safe_load((ROOT / "conf" / "model" / "tiny.yaml").read_text()))
+
 CPU = torch.device("cpu")
 
 
 def made(attention: str = "flash", tied: bool = False) -> Decoder:
     config = dataclasses.replace(TINY, attention=attention, tie_word_embeddings=tied)
     model = build_model(config)
-    materialise(model, config, 0, CPU, torch.float32)
+    materialize(model, config, 0, CPU, torch.float32)
     return model
 
 

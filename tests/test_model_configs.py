@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness.config import ModelConfig
-from harness.model import build_model
-from harness.sizes import parameter_count
-from harness.typed import from_dict
+from harness.config.from_dict import from_dict
+from harness.config.schema import ModelConfig
+from harness.layout.parameters import parameter_count
+from harness.models.build import build_model
 
 FOLDER = Path(__file__).parent.parent / "conf" / "model"
+
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "hf")  # of which the size is its own
 
 # The counts these models are known by: a wrong size in a YAML cannot hide behind a count computed from it.
@@ -25,6 +26,7 @@ KNOWN = {
     "405b": 405_853_388_800,
     "mistral_7b": 7_241_732_096,
 }
+
 # Named by their counts in their tables: GPT-3's and Megatron's to what their digits say, MPT's to a tenth.
 ROUND = {
     "gpt_125m": 125e6,

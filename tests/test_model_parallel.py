@@ -12,19 +12,23 @@ import pytest
 import sabotage
 from conftest import composed, executed, rows_of, run_harness
 
-from harness.config import RunConfig
-from harness.layout import Layout, resolve
-from harness.placement import cut_dimension, stages
-from harness.plan.memory import activation_bytes
-from harness.plan.pipeline import bubble, in_flight
-from harness.row import read_ranks
-from harness.sizes import parameter_shapes
-from harness.typed import from_dict
+from harness.config.from_dict import from_dict
+from harness.config.schema import RunConfig
+from harness.cost_model.memory import activation_bytes
+from harness.cost_model.pipeline import bubble_ratio, max_in_flight_micro_batches
+from harness.layout.layout import Layout, resolve_layout
+from harness.layout.parameters import parameter_shapes
+from harness.layout.partition import split_into_stages, tp_shard_dim
+from harness.records.run_folder import read_rank_reports
 
 TENSOR = ("tp", "tp_sp")
+
 PIPELINE = ("pp_gpipe", "pp_1f1b", "pp_interleaved", "pp_zero_bubble")
+
 WORLDS = (2, 4)
+
 CHECKPOINTING = {2: ("none", "full"), 4: ("none",)}  # by world; the rest of the grid is test_four_ranks_run_again
+
 SEQUENCES, SEQ_LEN, VOCABULARY = 2, 32, 258  # a vocabulary that four ranks cannot halve
 
 
@@ -41,6 +45,7 @@ class Size(NamedTuple):
 
 
 SIZES = {("single", *TENSOR): Size(layers=2, micro_batches=2), PIPELINE: Size(layers=8, micro_batches=4)}
+
 TENSOR_SIZE, PIPELINE_SIZE = SIZES.values()
 
 
@@ -58,14 +63,14 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, in
     for row in rows.itertuples():
         folder = results / "parallel" / str(row.run_id)
         record = json.loads((folder / "record.json").read_text())
-        record["rank_files"] = read_ranks(folder, int(row.world_size))
+        record["rank_files"] = read_rank_reports(folder, int(row.world_size))
         found[str(row.strategy), str(row.checkpointing), int(row.world_size)] = record
     return found
 
 
 def config_of(record: dict[str, Any]) -> tuple[RunConfig, Layout]:
     config: RunConfig = from_dict(RunConfig, record["config"])
-    return config, resolve(config.strategy, record["row"]["world_size"])
+    return config, resolve_layout(config.strategy, record["row"]["world_size"])
 
 
 def test_every_combination_trains_the_same(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
@@ -119,7 +124,7 @@ def test_a_pipeline_sends_boundaries_forth_and_back(
     config, layout = config_of(record)
     boundary = SEQUENCES * SEQ_LEN * config.model.hidden_size * 4
     total = sum(sent(rank, "send") for rank in record["rank_files"])
-    assert total == 2 * PIPELINE_SIZE.micro_batches * boundary * (layout.stages - 1)
+    assert total == 2 * PIPELINE_SIZE.micro_batches * boundary * (layout.num_stages - 1)
     assert all(sent(rank, "all_reduce") < 100 for rank in record["rank_files"])
 
 
@@ -131,7 +136,7 @@ def test_cut_matrices_are_exactly_a_share(
     for rank in records[strategy, "none", world]["rank_files"]:
         for name, _, shape, box, _ in rank["parameters"]:
             held = [stop - start for start, stop in box]
-            dimension = cut_dimension(name, model)
+            dimension = tp_shard_dim(name, model)
             assert (dimension is None) == ("norm" in name)
             whole = list(shape)
             if dimension is not None and shape[dimension] != VOCABULARY:
@@ -150,7 +155,7 @@ def test_a_stage_holds_its_own_layers_only(
 ) -> None:
     record = records[strategy, "none", world]
     config, layout = config_of(record)
-    all_stages = stages(config.model, layout)
+    all_stages = split_into_stages(config.model, layout)
     for rank in record["rank_files"]:
         own = all_stages[rank["rank"] :: world]
         expected = {name for name in parameter_shapes(config.model) if any(stage.holds(name) for stage in own)}
@@ -171,7 +176,10 @@ def test_micro_batches_in_flight_show_in_the_activations(
             record = records[strategy, checkpointing, world]
             profiled = record["rank_files"][place]["profiled"]
             _, layout = config_of(record)
-            assert profiled["in_flight"] == in_flight(layout, PIPELINE_SIZE.micro_batches, place), (strategy, place)
+            assert profiled["in_flight"] == max_in_flight_micro_batches(layout, PIPELINE_SIZE.micro_batches, place), (
+                strategy,
+                place,
+            )
             kept[strategy] = profiled["activation_bytes"]
         assert (
             records["pp_gpipe", checkpointing, world]["rank_files"][place]["profiled"]["in_flight"]
@@ -240,7 +248,7 @@ def test_the_bubble_stands_beside_the_formula(records: dict[tuple[str, str, int]
         _, layout = config_of(record)
         virtual = 2 if strategy == "pp_interleaved" else 1
         formula = (world - 1) / (virtual * PIPELINE_SIZE.micro_batches) / (3 if strategy == "pp_zero_bubble" else 1)
-        assert row["bubble_formula"] == bubble(layout, PIPELINE_SIZE.micro_batches) == pytest.approx(formula)
+        assert row["bubble_formula"] == bubble_ratio(layout, PIPELINE_SIZE.micro_batches) == pytest.approx(formula)
         assert [entry["rank"] for entry in entries] == list(range(world))
         assert sum(sum(entry["layers"]) for entry in entries) == PIPELINE_SIZE.layers
         for entry, rank in zip(entries, record["rank_files"], strict=True):

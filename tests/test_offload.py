@@ -12,27 +12,35 @@ import sabotage
 import torch
 from conftest import assert_not_proven, composed, executed
 
-from harness import engines, job, layout, machine, records, worker
-from harness.activation_offload import offload_activations
-from harness.checkpointing import apply_checkpointing
-from harness.config import RunConfig
-from harness.engines.torch.norm import square_of_norm
-from harness.errors import UserError
-from harness.machine import Machine
+from harness.config.from_dict import from_dict
+from harness.config.schema import RunConfig
+from harness.cost_model import capacity
+from harness.cost_model.activations import MicroBatchShape
+from harness.cost_model.memory import activation_bytes, estimate, moved_activation_bytes
+from harness.cost_model.stage_activations import layers_bytes
+from harness.engines.base import load_engine
+from harness.engines.torch.grad_norm import squared_grad_norm
+from harness.hardware.machine import Machine
+from harness.layout.layout import resolve_layout
+from harness.layout.partition import whole_model
 from harness.measure.activations import ActivationMeter
-from harness.measure.probe import Listener, Probe
-from harness.model import build_model, loss_function
-from harness.placement import whole
-from harness.plan import fit
-from harness.plan.activations import Pass
-from harness.plan.kept import layers_bytes
-from harness.plan.memory import activation_bytes, estimate, moved_activation_bytes
-from harness.proof import held
-from harness.typed import from_dict
-from harness.weights import materialise
+from harness.models.activation_checkpoint import apply_checkpointing
+from harness.models.activation_offload import offload_activations
+from harness.models.build import build_model
+from harness.models.init_weights import materialize
+from harness.models.loss import loss_function
+from harness.probe import Listener, Probe
+from harness.proof.layout import placement_problems
+from harness.records.run_folder import rank_report_file
+from harness.records.schema import Record
+from harness.runner import local_machine
+from harness.util.errors import UserError
+from harness.worker import main as worker_main
 
 CPU = torch.device("cpu")
+
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=1", "train.warmup_steps=2")
+
 ACTIVATIONS = "checkpointing.offload_activations=true"
 
 
@@ -41,7 +49,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("offload")
 
 
-def run_with(results: Path, entry: Callable[[str], None], overrides: str, world: int = 2) -> records.Record:
+def run_with(results: Path, entry: Callable[[str], None], overrides: str, world: int = 2) -> Record:
     own = overrides.split()
     config = composed(f"results_dir={results}", "name=offload", f"world_size={world}", "force=true", *BATCH, *own)
     return executed(config, entry)
@@ -60,6 +68,7 @@ CASES = [
     "strategy=pp_gpipe model=gpt_tiny model.hidden_size=64 model.num_hidden_layers=2 precision=bf16_mixed"
     f" train.micro_batch=1 checkpointing=full {ACTIVATIONS}",
 ]
+
 LONG = [
     "strategy=zero3 strategy.offload=optimizer precision=bf16_mixed",
     "strategy=zero2_defaults strategy.offload=optimizer",
@@ -88,17 +97,17 @@ def test_is_proven_and_explained_everywhere(results: Path, case: str, world: int
 
 def check(results: Path, case: str, world: int) -> None:
     """On a CPU nothing is saved, and nothing may be lost: figures and formulas hold as without offload."""
-    record = run_with(results, worker.main, case, world)
+    record = run_with(results, worker_main.main, case, world)
     row = record["row"]
     assert (row["status"], row["reason"]) == ("ok", ""), case
     if row["precision"] == "fp32":
         assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
     config: RunConfig = from_dict(RunConfig, record["config"])
-    found = layout.resolve(config.strategy, world)
-    widths = engines.load(found.engine).widths(config, found)
+    found = resolve_layout(config.strategy, world)
+    widths = load_engine(found.engine).state_widths(config, found)
     share = row["parameters"] / found.dp_shard
     if found.offload != "none" and config.strategy.literature:
-        least = widths.gradients * row["parameters"] / found.shards("gradients") + widths.host_gradients * share
+        least = widths.gradients * row["parameters"] / found.shard_count("gradients") + widths.host_gradients * share
         allowed = 1.02 * least + 4 * widths.host_gradients * config.model.vocab_size * config.model.hidden_size
         assert 0.98 * least <= row["gradient_bytes"] <= allowed
         assert row["optimizer_bytes"] == pytest.approx(widths.optimizer * share, rel=0.02)
@@ -107,7 +116,7 @@ def check(results: Path, case: str, world: int) -> None:
     assert (row["offloaded_activation_bytes"] or 0) == moved
     assert row["offloaded_bytes"] is None  # the device is the host
     folder = results / "offload" / row["run_id"]
-    ranks = [json.loads(job.rank_file(folder, rank).read_text()) for rank in range(world)]
+    ranks = [json.loads(rank_report_file(folder, rank).read_text()) for rank in range(world)]
     figures.check_memory(row, ranks)
     figures.check_bytes(record)
 
@@ -137,21 +146,23 @@ def rank_on_gpu(**placed: dict[str, int]) -> dict[str, Any]:
 
 def test_on_a_gpu_every_piece_must_be_where_offload_says() -> None:
     config = composed("strategy=zero_offload", "world_size=1")
-    found = layout.resolve(config.strategy, 1)
+    found = resolve_layout(config.strategy, 1)
     right = {"parameters": {"cuda": 8}, "gradients": {"cpu": 4}, "optimizer": {"cpu": 12}}
-    assert held.place_problems(found, [rank_on_gpu(**right)]) == []
-    on_device = held.place_problems(found, [rank_on_gpu(**right | {"optimizer": {"cpu": 8, "cuda": 4}})])
+    assert placement_problems(found, [rank_on_gpu(**right)]) == []
+    on_device = placement_problems(found, [rank_on_gpu(**right | {"optimizer": {"cpu": 8, "cuda": 4}})])
     assert on_device == ["optimizer: rank 0 holds 4 bytes on cuda, strategy.offload=optimizer says cpu"]
-    moved_too = held.place_problems(found, [rank_on_gpu(**right | {"parameters": {"cpu": 8}})])
+    moved_too = placement_problems(found, [rank_on_gpu(**right | {"parameters": {"cpu": 8}})])
     assert moved_too == ["parameters: rank 0 holds 8 bytes on cpu, strategy.offload=optimizer says cuda"]
     not_asked = dataclasses.replace(found, offload="none")
-    assert len(held.place_problems(not_asked, [rank_on_gpu(**right)])) == 3
+    assert len(placement_problems(not_asked, [rank_on_gpu(**right)])) == 3
 
 
 def refusals_of(*overrides: str, on: Machine | None = None) -> list[str]:
     config = composed(*overrides, "world_size=2")
-    found = layout.resolve(config.strategy, 2)
-    return list(engines.load(found.engine).refusals(config, found, on or machine.look(config.cluster)))
+    found = resolve_layout(config.strategy, 2)
+    return list(
+        load_engine(found.engine).unsupported(config, found, on or local_machine.detect_machine(config.cluster))
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +183,7 @@ def test_what_cannot_be_offloaded_is_refused(overrides: str, reason: str) -> Non
 def test_data_parallel_threads_offload_no_activations() -> None:
     gpus = Machine("cuda", "NVIDIA H200", 1, 2, devices=2, free_bytes=(2**34,) * 2, cores=2)
     config = composed("strategy=dp", "train.micro_batch=2", ACTIVATIONS)
-    (found,) = engines.load("data_parallel").refusals(config, layout.resolve(config.strategy, 1), gpus)
+    (found,) = load_engine("data_parallel").unsupported(config, resolve_layout(config.strategy, 1), gpus)
     assert found.startswith("checkpointing.offload_activations=true does not survive")
 
 
@@ -180,15 +191,17 @@ def test_data_parallel_threads_offload_no_activations() -> None:
 def test_a_gpu_is_planned_without_what_lies_on_the_host(strategy: str) -> None:
     offload = () if "zero" in strategy else ("strategy.offload=parameters",)
     config = composed(f"strategy={strategy.split()[0]}", *strategy.split()[1:], *offload, "model=7b", ACTIVATIONS)
-    found = layout.resolve(config.strategy, 8)
+    found = resolve_layout(config.strategy, 8)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=8, micro_batch=1))
-    widths = engines.load(found.engine).widths(config, found)
+    widths = load_engine(found.engine).state_widths(config, found)
     there, all_in_one = (estimate(config, found, widths, device) for device in ("cuda", "cpu"))
     share = config.model.parameters / 8
-    state = (widths.optimizer + widths.host_gradients + widths.parameters * ("parameters" in found.on_host)) * share
+    state = (
+        widths.optimizer + widths.host_gradients + widths.parameters * ("parameters" in found.offloaded_state)
+    ) * share
     moved = moved_activation_bytes(config, found, "cuda", 0)
     assert there.host_bytes == pytest.approx(state + widths.host_buffer_bytes + moved, rel=1e-3)
-    assert there.at_peak.keys().isdisjoint({"optimizer", *found.on_host} - {"gradients"})
+    assert there.at_peak.keys().isdisjoint({"optimizer", *found.offloaded_state} - {"gradients"})
     assert all_in_one.host_bytes == 0 and all_in_one.peak_bytes > there.peak_bytes + 0.9 * state
     kept = dataclasses.replace(
         config, checkpointing=dataclasses.replace(config.checkpointing, offload_activations=False)
@@ -202,13 +215,13 @@ def test_a_gpu_is_planned_without_what_lies_on_the_host(strategy: str) -> None:
 
 def test_what_the_host_cannot_hold_is_refused_before_a_start() -> None:
     config = composed("strategy=zero_offload", "model=7b", "train.global_batch=8")
-    found = layout.resolve(config.strategy, 8)
-    widths = engines.load(found.engine).widths(config, found)
+    found = resolve_layout(config.strategy, 8)
+    widths = load_engine(found.engine).state_widths(config, found)
     sizes = {"available_bytes": 2**40, "ranks_on_host": 8, "device": "cuda", "models": []}
-    reason = fit.refusal(config, found, widths, host_available_bytes=64 * 2**30, **sizes)  # type: ignore[arg-type]
+    reason = capacity.capacity_problem(config, found, widths, host_available_bytes=64 * 2**30, **sizes)  # type: ignore[arg-type]
     assert reason is not None and reason.startswith("strategy.offload=optimizer of model=7b needs ")
     assert "8 ranks of the host" in reason and "64.0 GiB are there: choose" in reason
-    assert fit.refusal(config, found, widths, host_available_bytes=2**40, **sizes) is None  # type: ignore[arg-type]
+    assert capacity.capacity_problem(config, found, widths, host_available_bytes=2**40, **sizes) is None  # type: ignore[arg-type]
 
 
 class Counted(Listener):
@@ -234,7 +247,7 @@ def test_each_storage_is_copied_once_and_gradients_are_the_same_bits(checkpointi
         apply_checkpointing(model, config.checkpointing, probe)
         if offload:
             offload_activations(model, probe)
-        materialise(model, config.model, 0, CPU, torch.float32)
+        materialize(model, config.model, 0, CPU, torch.float32)
         meter = ActivationMeter(model, device=torch.device("cuda"))  # on which nothing lies: the host is not counted
         probe.listener = counted = Counted(meter)
         with meter:
@@ -243,8 +256,8 @@ def test_each_storage_is_copied_once_and_gradients_are_the_same_bits(checkpointi
         gradients.append([parameter.grad for parameter in model.parameters()])
         device_bytes.append(meter.most_bytes)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))  # type: ignore[arg-type]
-    one = Pass(config.model, 2, 32, "float32")
-    expected = layers_bytes(one, whole(config.model), config.checkpointing) - 64 * 8  # token ids stay
+    one = MicroBatchShape(config.model, 2, 32, "float32")
+    expected = layers_bytes(one, whole_model(config.model), config.checkpointing) - 64 * 8  # token ids stay
     assert meter.most_offloaded_bytes == expected and device_bytes == [0, 0]
     layers = config.model.num_hidden_layers
     assert counted.copies == (layers + 2 if checkpointing == "full" else counted.copies)
@@ -260,7 +273,7 @@ def test_a_tensor_changed_after_it_was_copied_is_copied_again() -> None:
 
     model: Any = torch.nn.Module()
     model.layers = torch.nn.ModuleDict({str(index): Square() for index in range(2)})
-    model.blocks = lambda: dict(enumerate(model.layers.values()))
+    model.layers_by_index = lambda: dict(enumerate(model.layers.values()))
     offload_activations(model, Probe())
     factor, data = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
     first = model.layers["0"](factor, data)
@@ -278,5 +291,5 @@ def test_an_unknown_key_is_a_mistake() -> None:
 def test_the_norm_of_gradients_on_the_host_lies_where_ranks_can_sum_it(dtype: torch.dtype) -> None:
     """In fp32 whatever the gradients' width: 16 bits know no 3001."""
     gradients = [torch.ones(3001, dtype=dtype), torch.full((2,), 0.5, dtype=dtype)]
-    assert square_of_norm(gradients, torch.device("cpu")).item() == pytest.approx(3001.5, rel=1e-6)
-    assert square_of_norm(gradients, torch.device("meta")).device.type == "meta"
+    assert squared_grad_norm(gradients, torch.device("cpu")).item() == pytest.approx(3001.5, rel=1e-6)
+    assert squared_grad_norm(gradients, torch.device("meta")).device.type == "meta"

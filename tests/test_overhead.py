@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT))
 from tests.benchmarks.overhead import TURN_SECONDS, agree, summarised
+
+sys.path.insert(0, str(ROOT))
 
 
 @pytest.mark.long

@@ -18,7 +18,9 @@ from harness.report.document import Section
 from harness.report.view import View
 
 DRAWN = "[data-chart='{}'] svg"
+
 POINTS = "[aria-roledescription='point']"
+
 BARS = "[aria-roledescription='bar']"
 
 
@@ -391,15 +393,15 @@ def test_what_can_be_drawn() -> None:
     slow = record("ddp", tokens_per_second=100.0, peak_allocated_bytes=3 * 2**20, mfu=0.5)
     fast = record("zero1", tokens_per_second=200.0, peak_allocated_bytes=2**20)
     failed = record("tp", status="oom")
-    made = html.explored(View("some", [slow, fast, failed]))
+    made = html.build_explorer(View("some", [slow, fast, failed]))
     assert made is not None
     assert made.numbers == {"tokens_per_second": "tokens a second", "peak_allocated_bytes": "peak memory, MiB"}
     assert made.words == {"strategy": "strategy", "status": "status"}
     assert [row["peak_allocated_bytes"] for row in made.rows] == [3, 1, None]
     assert made.table.header == ["run", "status", "tokens a second", "peak memory, MiB"]
     assert made.table.rows[2] == ["tp", "oom", "", ""] and made.table.strategies == ["ddp", "zero1", "tp"]
-    assert html.explored(View("one", [slow])) is None
-    assert html.explored(View("none", [])) is None
+    assert html.build_explorer(View("one", [slow])) is None
+    assert html.build_explorer(View("none", [])) is None
 
 
 def test_the_data_end_no_element() -> None:

@@ -17,25 +17,31 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.checkpointing import apply_checkpointing
-from harness.config import CheckpointingConfig, ModelConfig, PrecisionConfig, RunConfig
-from harness.engines import Widths
-from harness.layout import Layout, resolve
-from harness.measure.probe import Probe
-from harness.model import build_model, loss_function, rotary_tables
-from harness.placement import Stage, whole
-from harness.plan.activations import Pass, block_tensors
-from harness.plan.fit import refusal
-from harness.plan.kept import activations
-from harness.plan.memory import PROCESS_BYTES, estimate
-from harness.sizes import parameter_count
-from harness.typed import from_dict
-from harness.weights import materialise
+from harness.config.from_dict import from_dict
+from harness.config.schema import CheckpointingConfig, ModelConfig, PrecisionConfig, RunConfig
+from harness.cost_model.activations import MicroBatchShape, block_tensors
+from harness.cost_model.capacity import capacity_problem
+from harness.cost_model.memory import PROCESS_BYTES, estimate
+from harness.cost_model.stage_activations import activations
+from harness.layout.layout import Layout, resolve_layout
+from harness.layout.parameters import parameter_count
+from harness.layout.partition import Stage, whole_model
+from harness.layout.state_widths import StateWidths
+from harness.models.activation_checkpoint import apply_checkpointing
+from harness.models.build import build_model
+from harness.models.decoder import rotary_tables
+from harness.models.init_weights import materialize
+from harness.models.loss import loss_function
+from harness.probe import Probe
 
 FP32 = PrecisionConfig("fp32", "float32", "float32", "float32", "float32")
+
 BF16 = PrecisionConfig("bf16_mixed", "bfloat16", "float32", "float32", "float32")
-ADAM_FP32 = Widths(parameters=4, gradients=4, optimizer=8, gathered=4)
-PAPER = Widths(parameters=2, gradients=2, optimizer=12, gathered=2)  # K = 12
+
+ADAM_FP32 = StateWidths(parameters=4, gradients=4, optimizer=8, gathered=4)
+
+PAPER = StateWidths(parameters=2, gradients=2, optimizer=12, gathered=2)  # K = 12
+
 GB = 1e9
 
 
@@ -76,7 +82,7 @@ def run(model: ModelConfig, precision: PrecisionConfig = FP32, checkpointing: st
 
 
 def layout_of(config: RunConfig, stage: int, world_size: int, means: str = "none") -> Layout:
-    return resolve(dataclasses.replace(config.strategy, zero_stage=stage, data_parallel=means), world_size)
+    return resolve_layout(dataclasses.replace(config.strategy, zero_stage=stage, data_parallel=means), world_size)
 
 
 # --- ZeRO, arXiv 1910.02054, table 1: GB a device for stages 1, 2, 3, as printed
@@ -151,7 +157,7 @@ def kept_bytes(
 def built(model: ModelConfig, dtype: torch.dtype, checkpointing: str = "none", stage: Stage | None = None) -> nn.Module:
     module = build_model(model, stage)
     apply_checkpointing(module, CheckpointingConfig(checkpointing), Probe())
-    materialise(module, model, 0, torch.device("cpu"), dtype)
+    materialize(module, model, 0, torch.device("cpu"), dtype)
     return module
 
 
@@ -186,7 +192,7 @@ def test_activations_are_what_autograd_keeps(
     tokens = torch.zeros(sequences, seq_len, dtype=torch.int64)
     measured = kept_bytes(module.parameters(), lambda: module(tokens))
     predicted = activations(
-        Pass(model, sequences, seq_len, compute), whole(model), CheckpointingConfig(kind)
+        MicroBatchShape(model, sequences, seq_len, compute), whole_model(model), CheckpointingConfig(kind)
     ).before_backward
     assert predicted == pytest.approx(measured, rel=0.05)
 
@@ -197,9 +203,11 @@ def test_block_table_is_what_one_block_keeps(model: ModelConfig, sequences: int,
     dtype = getattr(torch, compute)
     block = built(model, dtype).get_submodule("layers.0")
     hidden = torch.zeros(sequences, seq_len, model.hidden_size, dtype=dtype, requires_grad=True)
-    tables = () if model.kind.learned_positions else rotary_tables(((0, seq_len),), model, hidden.device, dtype)
+    tables = () if model.architecture.learned_positions else rotary_tables(((0, seq_len),), model, hidden.device, dtype)
     measured = kept_bytes(block.parameters(), lambda: block(hidden, *tables), tables)
-    assert sum(block_tensors(Pass(model, sequences, seq_len, compute)).values()) == pytest.approx(measured, rel=0.05)
+    assert sum(block_tensors(MicroBatchShape(model, sequences, seq_len, compute)).values()) == pytest.approx(
+        measured, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
@@ -211,7 +219,7 @@ def test_tiny_keeps_what_is_predicted(name: str, precision: PrecisionConfig, che
     tokens = torch.zeros(4, 128, dtype=torch.int64)
     measured = kept_bytes(module.parameters(), lambda: loss_function(module(tokens), tokens))
     kept = activations(
-        Pass(model, 4, 128, precision.compute), whole(model), CheckpointingConfig(checkpointing)
+        MicroBatchShape(model, 4, 128, precision.compute), whole_model(model), CheckpointingConfig(checkpointing)
     ).before_backward
     log_probabilities = 4 * 128 * model.vocab_size * 4
     assert kept + log_probabilities == pytest.approx(measured, rel=0.05)
@@ -249,6 +257,7 @@ class Live(TorchDispatchMode):
 
 
 LONG = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 128}
+
 FAMILIES = {"llama": {"name": "tiny"}, "gpt": {"name": "gpt_tiny", "dropout": 0.1}}
 
 
@@ -315,7 +324,7 @@ PREPARED = [model_named(name) for name in ("tiny", "125m", "350m", "1b", "7b")]
 
 
 def refused(config: RunConfig, layout: Layout, device: str, available: float, ranks: int = 2) -> str | None:
-    return refusal(
+    return capacity_problem(
         config, layout, ADAM_FP32, available_bytes=int(available), ranks_on_host=ranks, device=device, models=PREPARED
     )
 

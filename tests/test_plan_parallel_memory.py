@@ -21,29 +21,36 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import GraphExecGroup
 
-from harness.checkpointing import apply_checkpointing
-from harness.config import CheckpointingConfig, ModelConfig, PrecisionConfig, RunConfig
-from harness.engines.torch.tensor import apply_tensor_parallel
-from harness.layout import Layout, resolve
+from harness.config.schema import CheckpointingConfig, ModelConfig, PrecisionConfig, RunConfig
+from harness.cost_model.activations import MicroBatchShape, block_tensors, logits_bytes, loss_tensors
+from harness.cost_model.capacity import capacity_problem
+from harness.cost_model.memory import activation_bytes, estimate, estimate_at
+from harness.cost_model.pipeline import backward_starts, schedule_order
+from harness.cost_model.stage_activations import activations
+from harness.cost_model.stage_memory import backward_peaks, held_parameter_count, stage_costs, step_peaks
+from harness.engines.torch.tensor_parallel import apply_tensor_parallel
+from harness.layout.layout import Layout, resolve_layout
+from harness.layout.parameters import parameter_shapes
+from harness.layout.partition import split_into_stages, tp_shard_dim, whole_model
 from harness.measure.activations import ActivationMeter
-from harness.measure.probe import Listener, Probe
-from harness.model import build_model, loss_function
-from harness.placement import cut_dimension, stages, whole
-from harness.plan.activations import Pass, block_tensors, logits_bytes, loss_tensors
-from harness.plan.fit import refusal
-from harness.plan.kept import activations
-from harness.plan.memory import activation_bytes, estimate, estimate_at
-from harness.plan.parts import backward_fills, held_parameter_count, parts_of, step_fills
-from harness.plan.passes import moments, order
-from harness.sizes import parameter_shapes
-from harness.weights import materialise
+from harness.models.activation_checkpoint import apply_checkpointing
+from harness.models.build import build_model
+from harness.models.init_weights import materialize
+from harness.models.loss import loss_function
+from harness.probe import Listener, Probe
 
 MODEL = shaped(num_key_value_heads=4, vocab_size=330)  # four ranks cannot cut this vocabulary evenly
+
 GPT = shaped("gpt_tiny", vocab_size=330)
+
 FAMILIES = {"llama": MODEL, "gpt": dataclasses.replace(GPT, dropout=0.1)}
+
 CPU = torch.device("cpu")
+
 PRECISIONS = pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
+
 PLACES = pytest.mark.parametrize("place", (0, pytest.param(1, marks=pytest.mark.long), 2))
+
 CHECKPOINTINGS = pytest.mark.parametrize("checkpointing", ("none", "full"))
 
 
@@ -57,7 +64,7 @@ def cut_model(
         module = build_model(model)
         apply_tensor_parallel(module, init_device_mesh("cpu", (tp,)), sequence_parallel)
         apply_checkpointing(module, CheckpointingConfig(checkpointing), Probe())
-        materialise(module, model, 0, CPU, getattr(torch, precision.compute))
+        materialize(module, model, 0, CPU, getattr(torch, precision.compute))
         with loss_parallel():
             yield module
     finally:
@@ -65,11 +72,11 @@ def cut_model(
 
 
 def test_tensor_parallelism_halves_what_lies_between_matrices() -> None:
-    one, two = (block_tensors(Pass(MODEL, 2, 64, "float32", tp=tp)) for tp in (1, 2))
+    one, two = (block_tensors(MicroBatchShape(MODEL, 2, 64, "float32", tp=tp)) for tp in (1, 2))
     norms = {name for name in one if "layernorm" in name}
     assert {name for name in one if two[name] == one[name]} == norms
     assert {name for name in one if 2 * two[name] == one[name]} == one.keys() - norms
-    cut = block_tensors(Pass(MODEL, 2, 64, "float32", tp=2, sequence_parallel=True))
+    cut = block_tensors(MicroBatchShape(MODEL, 2, 64, "float32", tp=2, sequence_parallel=True))
     outputs = {name for name in norms if name.endswith(".output")}  # gathered for the projections
     assert {name for name in one if cut[name] == one[name]} == outputs
     assert {name for name in one if 2 * cut[name] == one[name]} == one.keys() - outputs
@@ -91,9 +98,9 @@ def test_a_rank_of_tensor_parallelism_keeps_what_is_predicted(
             loss = loss_function(module(tokens), tokens)
         measured = meter.held_bytes
         del loss
-    one = Pass(model, 2, 64, precision.compute, tp=tp, sequence_parallel=sequence_parallel)
+    one = MicroBatchShape(model, 2, 64, precision.compute, tp=tp, sequence_parallel=sequence_parallel)
     targets_bytes = 8 * tokens.numel()
-    kept = activations(one, whole(model), CheckpointingConfig(checkpointing)).before_backward
+    kept = activations(one, whole_model(model), CheckpointingConfig(checkpointing)).before_backward
     predicted = kept + logits_bytes(one) + targets_bytes
     assert predicted == pytest.approx(measured, rel=0.01)
 
@@ -123,7 +130,7 @@ def test_peak_of_a_rank_of_tensor_parallelism(
 def layout_of(config: RunConfig, **degrees: object) -> Layout:
     world_size = math.prod(size for name, size in degrees.items() if name in ("tp", "pp") and isinstance(size, int))
     strategy = dataclasses.replace(config.strategy, dp_shard=1, zero_stage=0, **degrees)  # type: ignore[arg-type]
-    return resolve(strategy, world_size)
+    return resolve_layout(strategy, world_size)
 
 
 @pytest.mark.parametrize("tp", (1, 2, 4))
@@ -132,10 +139,10 @@ def layout_of(config: RunConfig, **degrees: object) -> Layout:
 def test_parameters_are_those_of_the_plan_and_the_stage(model: ModelConfig, tp: int, pp: int) -> None:
     """Of each matrix the fullest rank has a tp-th, rounded up; norms and biases behind a sum are whole."""
     config = run(model)
-    for stage in stages(model, layout_of(config, pp=pp)) if pp > 1 else [whole(model)]:
+    for stage in split_into_stages(model, layout_of(config, pp=pp)) if pp > 1 else [whole_model(model)]:
         expected = 0
         for name, shape in parameter_shapes(model).items():
-            cut = cut_dimension(name, model)
+            cut = tp_shard_dim(name, model)
             local = [-(-size // tp) if index == cut else size for index, size in enumerate(shape)]
             expected += math.prod(local) if stage.holds(name) else 0
         assert held_parameter_count(model, stage, tp) == expected
@@ -156,7 +163,7 @@ def test_passes_are_taken_in_torchs_order(schedule: tuple[str, int], p: int, rou
     names = {"F": "forward", "B": "backward"}
     for place in range(p):
         turns = [(names[kind], stage // p) for stage, kind, _ in expected[place]]
-        assert list(order(layout, p * rounds, place)) == turns
+        assert list(schedule_order(layout, p * rounds, place)) == turns
 
 
 @pytest.mark.parametrize("v", (1, 2, 3))
@@ -172,7 +179,7 @@ def test_halved_backwards_are_taken_in_torchs_order(p: int, v: int) -> None:
             for stage, kind, _ in expected[place]
             if (stage, kind) != (0, "I")
         ]
-        assert list(order(layout, 3 * p, place)) == turns
+        assert list(schedule_order(layout, 3 * p, place)) == turns
 
 
 @pytest.mark.parametrize("micro_batches", (4, 6, 12))
@@ -182,8 +189,8 @@ def test_gpipe_keeps_every_micro_batch_and_1f1b_those_of_the_stages_from_here(
 ) -> None:
     p = 4
     config = run(shaped(num_hidden_layers=8), precision, global_batch=micro_batches)
-    for place, stage in enumerate(stages(config.model, layout_of(config, pp=p))):
-        one = Pass(config.model, 1, 128, precision.compute)
+    for place, stage in enumerate(split_into_stages(config.model, layout_of(config, pp=p))):
+        one = MicroBatchShape(config.model, 1, 128, precision.compute)
         kept = (
             activations(one, stage, CheckpointingConfig("none")).before_backward + logits_bytes(one) * stage.holds_head
         )
@@ -202,9 +209,10 @@ def test_interleaving_keeps_more_of_the_stages_that_come_first() -> None:
     """
     config = run(shaped(num_hidden_layers=8), global_batch=4)
     layout = layout_of(config, pp=2, schedule="interleaved_1f1b", virtual_stages=2)
-    one = Pass(config.model, 1, 128, "float32")
+    one = MicroBatchShape(config.model, 1, 128, "float32")
     first, _, third, _ = (
-        activations(one, stage, CheckpointingConfig("none")).before_backward for stage in stages(config.model, layout)
+        activations(one, stage, CheckpointingConfig("none")).before_backward
+        for stage in split_into_stages(config.model, layout)
     )
     assert activation_bytes(config, layout, "cpu", 0) == max(3 * first + 2 * third, 4 * first + third)
 
@@ -223,10 +231,10 @@ def test_what_was_sent_piles_up_in_all_schedules_but_one(schedule: str, sent: in
     """Before the last of four backwards of two stages: all outputs sent on, and three gradients sent back."""
     config = run(MODEL, BF16, global_batch=4)  # on a CPU it keeps fp32 copies of inputs, not what it received
     layout = layout_of(config, pp=2, schedule=schedule)
-    for place, (stage, expected) in enumerate(zip(stages(MODEL, layout), (sent, back), strict=True)):
-        parts = parts_of(config, layout, "cpu", [stage])
-        last = [moment for moment in moments(layout, 4, place) if moment.kind != "weights"][-1]
-        fill = next(step_fills(parts, [0], standing=False, moment=last, piles_up=schedule != "1f1b"))
+    for place, (stage, expected) in enumerate(zip(split_into_stages(MODEL, layout), (sent, back), strict=True)):
+        parts = stage_costs(config, layout, "cpu", [stage])
+        last = [moment for moment in backward_starts(layout, 4, place) if moment.kind != "weights"][-1]
+        fill = next(step_peaks(parts, [0], standing=False, moment=last, piles_up=schedule != "1f1b"))
         assert fill["buffers"] == expected * 128 * MODEL.hidden_size * 2, place
 
 
@@ -238,7 +246,9 @@ def test_the_estimate_is_that_of_the_fullest_rank() -> None:
     layout = layout_of(config, pp=2, schedule="gpipe")
     found = estimate(config, layout, ADAM_FP32)
     assert found.loss_bytes == 3 * 128 * 4000 * 4
-    assert found.parameter_bytes == 4 * held_parameter_count(config.model, stages(config.model, layout)[1], 1)
+    assert found.parameter_bytes == 4 * held_parameter_count(
+        config.model, split_into_stages(config.model, layout)[1], 1
+    )
 
 
 @pytest.mark.parametrize("sizes", ({}, {"vocab_size": 4000}, {"intermediate_size": 1024}, {"name": "gpt_tiny"}))
@@ -252,7 +262,7 @@ def test_a_backward_in_two_halves_fills_what_is_predicted(
     """An inner and the last of three stages, by the functions of torch's zero bubble."""
     config = run(shaped(**sizes, num_hidden_layers=6, context_length=512), precision, checkpointing, seq_len=seq_len)
     layout = layout_of(config, pp=3, schedule="zero_bubble", layers_per_stage=(2, 2, 2))
-    stage, dtype = stages(config.model, layout)[place], getattr(torch, precision.compute)
+    stage, dtype = split_into_stages(config.model, layout)[place], getattr(torch, precision.compute)
     module = built(config.model, dtype, checkpointing, stage)
     for parameter in module.parameters() if precision is FP32 else ():
         parameter.grad = torch.zeros_like(parameter)  # accumulated into; in mixed precision the masters' are
@@ -264,8 +274,8 @@ def test_a_backward_in_two_halves_fills_what_is_predicted(
         _, groups = stage_backward_input(outputs, back, [hidden], module.parameters())
         with GraphExecGroup():  # as the engine does, so that a layer's second forward serves all its weights
             stage_backward_weight(module.parameters(), groups)
-    (part,) = parts_of(config, layout, "cpu", [stage])
-    fills = [*backward_fills(part, "inputs", 0), *backward_fills(part, "weights", 0)]
+    (part,) = stage_costs(config, layout, "cpu", [stage])
+    fills = [*backward_peaks(part, "inputs", 0), *backward_peaks(part, "weights", 0)]
     # The output, the gradient that goes back, and what is sent are the schedule's; so is the buffer of the input.
     predicted = max(sum(fill.values()) for fill in fills) - part.received + part.leaving
     # Of LayerNorm's blocks, recomputed, a tensor a layer is not accounted for: up to 7 % of the peak.
@@ -285,19 +295,23 @@ class Recomputing(Listener):
 
 def played(config: RunConfig, layout: Layout, place: int) -> tuple[int, int]:
     """A rank's step without its neighbours: the most bytes alive beside what it receives, and held for backward."""
-    stage, dtype, probe = stages(config.model, layout)[place], getattr(torch, config.precision.compute), Probe()
+    stage, dtype, probe = (
+        split_into_stages(config.model, layout)[place],
+        getattr(torch, config.precision.compute),
+        Probe(),
+    )
     module = build_model(config.model, stage)
     apply_checkpointing(module, config.checkpointing, probe)
-    materialise(module, config.model, 0, CPU, dtype)
-    size, count = (config.train.micro_batch, config.train.seq_len), layout.accumulation(config.train)
+    materialize(module, config.model, 0, CPU, dtype)
+    size, count = (config.train.micro_batch, config.train.seq_len), layout.grad_accumulation_steps(config.train)
     tokens = torch.zeros(size, dtype=torch.int64)
     received = [torch.zeros(*size, config.model.hidden_size, dtype=dtype) for _ in range(2 * count)]
     arriving = [tokens] * count if stage.holds_embedding else [hidden.requires_grad_() for hidden in received[:count]]
     waiting: list[tuple[Tensor, Tensor]] = []
     halves: list[list[dict[str, Any]]] = []
     sent: list[Tensor | None] = []
-    with ActivationMeter(module) as meter, probe.listening(Recomputing(meter)), Live() as live:
-        for kind, _ in order(layout, count, place):
+    with ActivationMeter(module) as meter, probe.listen(Recomputing(meter)), Live() as live:
+        for kind, _ in schedule_order(layout, count, place):
             if kind == "forward":
                 taken = arriving.pop(0)
                 waiting.append((taken, module(taken, tokens) if stage.holds_head else module(taken)))
@@ -330,7 +344,7 @@ def test_a_step_of_a_pipelines_rank_fills_what_is_predicted(
     config = run(shaped(num_hidden_layers=6, vocab_size=vocab_size), FP32, checkpointing, global_batch=6)
     layout = layout_of(config, pp=3, schedule=schedule, layers_per_stage=(2, 2, 2))
     live_bytes, _ = played(config, layout, place)
-    held = stages(config.model, layout)[place]
+    held = split_into_stages(config.model, layout)[place]
     found = estimate_at(config, layout, ADAM_FP32, "cpu", place, [held])
     standing = found.parameter_bytes + found.optimizer_bytes + found.communication_buffer_bytes
     assert found.peak_bytes - standing == pytest.approx(live_bytes, rel=0.05)
@@ -353,8 +367,8 @@ def test_a_pipelines_rank_keeps_what_is_predicted(
 
 def test_loss_parallel_needs_four_parts_of_the_logits() -> None:
     whole_logits = 2 * 64 * 330 * 4
-    assert sum(loss_tensors(Pass(MODEL, 2, 64, "float32")).values()) == 3 * whole_logits
-    assert sum(loss_tensors(Pass(MODEL, 2, 64, "float32", tp=2)).values()) == 2 * whole_logits
+    assert sum(loss_tensors(MicroBatchShape(MODEL, 2, 64, "float32")).values()) == 3 * whole_logits
+    assert sum(loss_tensors(MicroBatchShape(MODEL, 2, 64, "float32", tp=2)).values()) == 2 * whole_logits
 
 
 def test_no_model_is_offered_that_the_pipeline_cannot_take() -> None:
@@ -364,7 +378,7 @@ def test_no_model_is_offered_that_the_pipeline_cannot_take() -> None:
 
     def offered(available_bytes: float) -> str:
         need = {"available_bytes": int(available_bytes), "ranks_on_host": 1, "device": "cuda", "models": PREPARED}
-        reason = refusal(config, layout, ADAM_FP32, **need)  # type: ignore[arg-type]
+        reason = capacity_problem(config, layout, ADAM_FP32, **need)  # type: ignore[arg-type]
         assert reason is not None
         return reason.partition("choose")[2]
 

@@ -7,18 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-from harness.config import StrategyConfig
-from harness.layout import Layout, resolve
-from harness.placement import even_layers
-from harness.plan.pipeline import bubble, in_flight
+from harness.config.schema import StrategyConfig
+from harness.cost_model.pipeline import bubble_ratio, max_in_flight_micro_batches
+from harness.layout.layout import Layout, resolve_layout
+from harness.layout.partition import balanced_layers
 
 SCHEDULES = {"interleaved_1f1b": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # forward, whole backward, or its halves for inputs and weights
+
 Order = dict[int, list[tuple[int, str, int]]]  # by rank: stage, operation, micro-batch
 
 
 def laid_out(schedule: str, p: int, v: int) -> Layout:
-    return resolve(StrategyConfig("pp", pp=p, schedule=schedule, virtual_stages=v), p)
+    return resolve_layout(StrategyConfig("pp", pp=p, schedule=schedule, virtual_stages=v), p)
 
 
 def order(layout: Layout, micro_batches: int) -> Order:
@@ -58,7 +60,7 @@ def played(orders: Order, layout: Layout) -> float:
                 needs = {(stage, "I", index)} if operation == "W" else {(stage, "F", index)}
                 if operation == "F":
                     needs = {(stage - 1, "F", index)} if stage else set()
-                elif operation in "BI" and stage < layout.stages - 1:
+                elif operation in "BI" and stage < layout.num_stages - 1:
                     needs |= {(stage + 1, operation, index)}
                 if not needs <= ended.keys():
                     break
@@ -94,9 +96,9 @@ def test_the_formulas_are_what_the_schedules_do(schedule: str, v: int, p: int, r
     layout, micro_batches = laid_out(schedule, p, v), p * rounds
     orders = order(layout, micro_batches)
     working = 3 * micro_batches
-    assert (played(orders, layout) - working) / working == pytest.approx(bubble(layout, micro_batches))
+    assert (played(orders, layout) - working) / working == pytest.approx(bubble_ratio(layout, micro_batches))
     assert [most_in_flight(orders[place]) for place in range(p)] == [
-        in_flight(layout, micro_batches, place) for place in range(p)
+        max_in_flight_micro_batches(layout, micro_batches, place) for place in range(p)
     ]
 
 
@@ -110,7 +112,7 @@ def test_layers_are_spread_as_evenly_as_can_be(count: int, more: int, first: flo
         sizes[-1] += last
         return max(sizes)
 
-    found = even_layers(depth, first, last, count)
+    found = balanced_layers(depth, first, last, count)
     assert len(found) == count and sum(found) == depth and min(found) >= 1
     for giver in range(count):  # no layer moved from one stage to another makes the fullest less full
         for taker in range(count):

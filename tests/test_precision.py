@@ -6,17 +6,20 @@ import figures
 import pytest
 from conftest import rows_of, run_harness
 
-from harness import records
-from harness.row import read_ranks
+from harness.records.run_folder import read_rank_reports
+from harness.records.store import read_record
 
 SMALL = ("train.global_batch=4", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
+
 LAYOUTS = {
     "bf16": "single,ddp,zero1,zero3,fsdp_full_shard,tp_sp,pp_zero_bubble",
     "fp16_mixed": "single,ddp,fsdp_full_shard,fsdp_shard_grad_op,tp_sp,pp_zero_bubble",
     "bf16_mixed": "single,ddp,zero1,zero2,zero3,fsdp_full_shard,fsdp_shard_grad_op,fsdp_no_shard,tp,pp_interleaved",
 }
+
 # Bytes a parameter of parameters and optimizer at rest, where nothing is divided; a sharded engine trains its masters.
 STATE = {"bf16": (2, 4), "fp16_mixed": (2, 12), "bf16_mixed": (2, 12)}
+
 BOUND = {"bf16": 3e-2, "fp16_mixed": 1e-2, "bf16_mixed": 0.1}
 
 
@@ -30,8 +33,8 @@ def test_a_precision_is_the_same_in_every_layout(tmp_path: Path, precision: str)
     rows = rows_of(tmp_path, "p").set_index("strategy")
     for run_id in rows.run_id:
         folder = tmp_path / "p" / run_id
-        row = records.read_record(folder)["row"]
-        figures.check_memory(row, read_ranks(folder, row["world_size"]))
+        row = read_record(folder)["row"]
+        figures.check_memory(row, read_rank_reports(folder, row["world_size"]))
     assert set(rows.status) == {"ok"} and set(rows.skipped_steps) == {0}
     whole = rows.loc[["single", "ddp"]]
     parameters, optimizer = STATE[precision]

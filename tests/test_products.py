@@ -10,16 +10,19 @@ import sabotage
 from conftest import assert_not_proven, composed, executed
 from test_proof import BATCH
 
-from harness import launch, records, worker
-from harness.config import RunConfig
+from harness.config.from_dict import from_dict
+from harness.config.schema import RunConfig
+from harness.cost_model.memory import activation_bytes
 from harness.engines import torch as torch_engine
-from harness.errors import UserError
-from harness.layout import Layout, resolve
-from harness.plan.memory import activation_bytes
-from harness.row import read_ranks
-from harness.typed import from_dict
+from harness.launcher.launch import start_forkserver
+from harness.layout.layout import Layout, resolve_layout
+from harness.records.run_folder import read_rank_reports
+from harness.records.schema import Record
+from harness.util.errors import UserError
+from harness.worker import main as worker_main
 
 FSDP = "strategy.data_parallel=fsdp"
+
 # By world size: every product that has a name, and some that are overrides.
 PRODUCTS = {
     4: (
@@ -35,7 +38,9 @@ PRODUCTS = {
         f"cp {FSDP} strategy.zero_stage=3 strategy.cp=2 strategy.tp=2 strategy.sequence_parallel=true strategy.pp=2",
     ),
 }
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b strategy.virtual_stages=2", "zero_bubble")
+
 # The rest of the grid: every product by every schedule it has, plain in fp32, under full checkpointing in bf16_mixed.
 MORE = [
     f"{product} checkpointing={checkpointing} precision={precision}"
@@ -58,6 +63,7 @@ MORE = [
     )
     for checkpointing, precision in (("none", "fp32"), ("full", "bf16_mixed"))
 ]
+
 # At eight ranks, one each of what the tests beside this one prove at two and four.
 WIDE = (
     "zero1_torch",
@@ -71,7 +77,9 @@ WIDE = (
     "tp_pp strategy.pp=4 train.loss_chunks=2 train.fused_optimizer=false precision=fp16_mixed",
     f"cp {FSDP} strategy.zero_stage=2 strategy.dp_shard=2 strategy.cp=4 checkpointing=selective",
 )
+
 COMPILED = ("fsdp_hybrid_shard", "fsdp_pp checkpointing=full", "cp", "ddp_pp strategy.schedule=1f1b")
+
 SIZES = ("train.micro_batch=1", "train.global_batch=8", "train.seq_len=32")
 
 
@@ -81,22 +89,22 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("products")
 
 
-def record_of(results: Path, world: int, overrides: str, entry: Callable[[str], None] = worker.main) -> records.Record:
+def record_of(results: Path, world: int, overrides: str, entry: Callable[[str], None] = worker_main.main) -> Record:
     config = composed(
         *(f"results_dir={results}", "name=products", f"world_size={world}", "force=true"),
         *(*BATCH, *SIZES, *f"strategy={overrides}".split()),
     )
-    launch.prepare("cpu")
+    start_forkserver("cpu")
     return executed(config, entry)
 
 
-def check(results: Path, record: records.Record, parts: bool = True) -> None:
+def check(results: Path, record: Record, parts: bool = True) -> None:
     """Proven, and its activations the plan's on every rank; its parts the whole."""
     row = record["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
     assert 0 < row["grad_deviation"] < {"fp32": 1e-4, "bf16": 0.2}.get(row["precision"], 0.1)
     folder = results / "products" / row["run_id"]
-    ranks = read_ranks(folder, row["world_size"])
+    ranks = read_rank_reports(folder, row["world_size"])
     config, layout = config_of(record)
     for rank in ranks:
         predicted = activation_bytes(config, layout, "cpu", layout.coordinates(rank["rank"])["pp"])
@@ -108,7 +116,7 @@ def check(results: Path, record: records.Record, parts: bool = True) -> None:
 
 def config_of(record: dict[str, Any]) -> tuple[RunConfig, Layout]:
     config: RunConfig = from_dict(RunConfig, record["config"])
-    return config, resolve(config.strategy, record["row"]["world_size"])
+    return config, resolve_layout(config.strategy, record["row"]["world_size"])
 
 
 @pytest.mark.parametrize(
@@ -195,7 +203,7 @@ def test_the_named_defaults_are_the_contract() -> None:
     """tp, cp and pp_* fill the world; fsdp_tp tp 2, tp_pp 2 x 2, 3d tp 2 and pp 2; hybrid shards inside a node."""
 
     def shape(strategy: str, world: int) -> dict[str, int]:
-        layout = resolve(composed(f"strategy={strategy}").strategy, world)
+        layout = resolve_layout(composed(f"strategy={strategy}").strategy, world)
         return {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp")}
 
     ones = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "pp": 1}
@@ -207,4 +215,4 @@ def test_the_named_defaults_are_the_contract() -> None:
     assert shape("fsdp_pp", 8) == ones | {"dp_shard": 4, "pp": 2}
     assert shape("fsdp_hybrid_shard", 8) == ones | {"dp_replicate": 2, "dp_shard": 4}
     four_nodes = composed("strategy=fsdp_hybrid_shard", "cluster.nodes=4").strategy
-    assert (four_nodes.dp_replicate, resolve(four_nodes, 16).dp_shard) == (4, 4)
+    assert (four_nodes.dp_replicate, resolve_layout(four_nodes, 16).dp_shard) == (4, 4)

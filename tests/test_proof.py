@@ -9,8 +9,10 @@ import pytest
 import sabotage
 from conftest import assert_not_proven, composed, executed
 
-from harness import records, run, worker
-from harness.proof import training
+from harness.proof.training import _copies, _mean, deviation
+from harness.records.schema import Record
+from harness.runner import run
+from harness.worker import main as worker_main
 
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=1", "train.warmup_steps=2")
 
@@ -23,14 +25,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sabotage")
 
 
-def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> records.Record:
+def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
     config = composed(f"results_dir={results}", "name=sabotage", "world_size=2", "force=true", *BATCH, *overrides)
     return executed(config, entry)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "zero2", "tp", "pp_1f1b"])
 def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None:
-    row = run_with(results, worker.main, f"strategy={strategy}")["row"]
+    row = run_with(results, worker_main.main, f"strategy={strategy}")["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["loss_deviation"] < 1e-4 and row["grad_deviation"] < 1e-4
 
@@ -106,7 +108,7 @@ def test_missing_synchronisation_shows_in_gradients_too(results: Path) -> None:
 
 
 def test_a_reference_that_fails_leaves_nothing_to_prove(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ordinary = worker.main
+    ordinary = worker_main.main
     monkeypatch.setattr(run, "work", sabotage.not_finite)
     row = run_with(results, ordinary, "strategy=ddp", "train.seed=5")["row"]
     assert row["status"] == "error"
@@ -127,15 +129,13 @@ def test_a_copy_that_some_ranks_lack_is_no_copy() -> None:
 
     empty = rank(((4, 4),), 0.0)
     whole = [rank(halves[0], 3.0), rank(halves[1], 1.0), empty, empty]
-    assert training._copies("last_gradients", whole) == {"w": [(4.0, 2.0)]}
-    first, second = training._copies("last_gradients", [*whole, rank(halves[0], 3.0)])["w"]
+    assert _copies("last_gradients", whole) == {"w": [(4.0, 2.0)]}
+    first, second = _copies("last_gradients", [*whole, rank(halves[0], 3.0)])["w"]
     assert first == (4.0, 2.0) and all(map(math.isnan, second))
 
 
 def test_a_loss_that_is_no_number_is_lost_in_no_mean() -> None:
-    assert (
-        training._mean([1.0, 3.0]) == 2.0 and math.isnan(training._mean([1.0, None])) and math.isnan(training._mean([]))
-    )
+    assert _mean([1.0, 3.0]) == 2.0 and math.isnan(_mean([1.0, None])) and math.isnan(_mean([]))
 
 
 @pytest.mark.parametrize(("moment", "held_to"), [("first_gradients", 0.5), ("last_gradients", 0.1)])
@@ -152,7 +152,7 @@ def test_a_gradient_below_the_rounding_of_the_others_is_held_to_that_at_the_last
         return {"rank": 0, "losses": [1.0], "grad_norms": [1.0], **moments, moment: entries}
 
     def found(query: float, compute: str) -> float:
-        return training.deviation(rank(2 * small), [rank(query)], compute).gradient
+        return deviation(rank(2 * small), [rank(query)], compute).gradient
 
     assert found(small, "float32") == pytest.approx(0.5)
     assert found(small, "bfloat16") == pytest.approx(held_to)

@@ -10,8 +10,11 @@ import pytest
 from conftest import ROOT, composed, run_harness
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
 SMALL = ("strategy=single,ddp", "train.seq_len=32", "train.steps=2", "train.warmup_steps=1")
+
 ONCE = {"--draws 200": "--draws 1", "--kills 100": "--kills 1"}  # what a suite does 200 or 100 times
+
 # Run by their own tests, which make what these need: an account, a cluster, the files of the page.
 ELSEWHERE = {
     "-m pytest": ".ci/run",
@@ -47,9 +50,13 @@ def harness_arguments(command: str) -> list[str]:
 
 
 INSTALL = [command for command in commands() if "-m venv" in command or "pip install" in command]
+
 KNOWN = [command for command in commands() if any(words in command for words in ELSEWHERE)]
+
 RUNS = [command for command in commands() if "-m harness " in f"{command} " and command not in KNOWN]
+
 SUITES = [command for command in commands() if "-m tests." in command and command not in KNOWN]
+
 READERS = [c for c in commands() if re.search(r"-m harness\.(status|report) ", c)]
 
 

@@ -14,9 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness import records as r
-from harness import versions as v
-from harness.errors import UserError
+from harness.records import provenance as v
+from harness.records.provenance import git_commit, version_differences, versions
+from harness.records.runs_csv import rows_of, write_runs_csv
+from harness.records.schema import COLUMN_TYPES, COLUMNS, Record
+from harness.records.store import read_all, read_record, write_record
+from harness.util.errors import UserError
+from harness.util.files import atomic_write_text
+from harness.util.text import sanitize
 
 PROMISED = [
     "run_id",
@@ -62,11 +67,11 @@ PROMISED = [
 ]
 
 
-def record(run_id: str = "run", **row: Any) -> r.Record:
+def record(run_id: str = "run", **row: Any) -> Record:
     return {
         "row": {"run_id": run_id, "status": "ok"} | row,
         "ranks": [{"rank": 0}],
-        "versions": v.versions(),
+        "versions": versions(),
         "communication": [],
     } | {key: {} for key in ("config", "layout", "environment", "proof")}
 
@@ -76,7 +81,7 @@ def read_csv(path: Path) -> pd.DataFrame:
 
 
 def test_promised_columns_come_first_and_in_order() -> None:
-    assert list(r.COLUMNS[: len(PROMISED)]) == PROMISED and len(set(r.COLUMNS)) == len(r.COLUMNS)
+    assert list(COLUMNS[: len(PROMISED)]) == PROMISED and len(set(COLUMNS)) == len(COLUMNS)
 
 
 _VALUES = {
@@ -88,14 +93,14 @@ _VALUES = {
 
 
 def written(results: Path) -> Path:
-    return r.write_runs_csv(results, r.rows_of(r.read_all(results).records))
+    return write_runs_csv(results, rows_of(read_all(results).records))
 
 
 _ROWS = st.fixed_dictionaries(
     {},
     optional={
         column: st.none() | _VALUES[kind]
-        for column, kind in r.COLUMN_TYPES.items()
+        for column, kind in COLUMN_TYPES.items()
         if column not in ("run_id", "status", "stale")
     }
     | {"at_peak_logits_bytes": st.none() | _VALUES[int]},
@@ -106,16 +111,16 @@ _ROWS = st.fixed_dictionaries(
 @given(row=_ROWS)
 def test_any_row_survives_to_pandas(row: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     results = tmp_path_factory.mktemp("results")
-    r.write_record(results / "run", record(**row))
-    assert r.read_record(results / "run")["row"].keys() == {"run_id", "status", *row}
+    write_record(results / "run", record(**row))
+    assert read_record(results / "run")["row"].keys() == {"run_id", "status", *row}
     table = read_csv(written(results))
-    assert len(table) == 1 and list(table)[: len(r.COLUMNS)] == list(r.COLUMNS)
-    for column in {*r.COLUMNS, *row} - {"run_id", "status", "stale"}:
+    assert len(table) == 1 and list(table)[: len(COLUMNS)] == list(COLUMNS)
+    for column in {*COLUMNS, *row} - {"run_id", "status", "stale"}:
         cell, value = table[column][0], row.get(column)
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             assert cell == ""
         elif isinstance(value, str):
-            text = r.printable(value)
+            text = sanitize(value)
             assert cell == ("'" + text if text[:1] in tuple("=+-@'") else text)
         elif isinstance(value, bool):
             assert cell == str(value)
@@ -126,8 +131,8 @@ def test_any_row_survives_to_pandas(row: dict[str, Any], tmp_path_factory: pytes
 
 
 def test_pandas_infers_exact_integers_and_empties(tmp_path: Path) -> None:
-    r.write_record(tmp_path / "a", record("a", peak_allocated_bytes=2**62 + 1, started_at="2026-01-01T00:00:00Z"))
-    r.write_record(tmp_path / "b", record("b", peak_allocated_bytes=None, checkpointing="none", mfu=0.0))
+    write_record(tmp_path / "a", record("a", peak_allocated_bytes=2**62 + 1, started_at="2026-01-01T00:00:00Z"))
+    write_record(tmp_path / "b", record("b", peak_allocated_bytes=None, checkpointing="none", mfu=0.0))
     table = pd.read_csv(written(tmp_path), dtype_backend="numpy_nullable")
     assert table["run_id"].tolist() == ["b", "a"] and table["peak_allocated_bytes"][1] == 2**62 + 1
     assert pd.isna(table["peak_allocated_bytes"][0]) and pd.isna(table["mfu"][1]) and table["mfu"][0] == 0
@@ -137,22 +142,22 @@ def test_pandas_infers_exact_integers_and_empties(tmp_path: Path) -> None:
 def test_rows_come_in_order_of_start_then_id_and_unknown_columns_last(tmp_path: Path) -> None:
     starts = {"c": "2026-01-01T00:00:01Z", "b": "2026-01-01T00:00:02Z", "a": "2026-01-01T00:00:02Z"}
     for run_id, started_at in starts.items():
-        r.write_record(tmp_path / run_id, record(run_id, started_at=started_at, **{f"extra_{run_id}": 1, "zz": 2}))
-    r.write_record(tmp_path / "d", record("d", status="oom", reason="=cmd|' /C calc'!A0"))
+        write_record(tmp_path / run_id, record(run_id, started_at=started_at, **{f"extra_{run_id}": 1, "zz": 2}))
+    write_record(tmp_path / "d", record("d", status="oom", reason="=cmd|' /C calc'!A0"))
     for hidden in ("references", ".trash"):
-        r.write_record(tmp_path / hidden, record(hidden))
-        r.write_record(tmp_path / hidden / "inner", record("inner"))
+        write_record(tmp_path / hidden, record(hidden))
+        write_record(tmp_path / hidden / "inner", record("inner"))
     table = read_csv(written(tmp_path))
     assert table["run_id"].tolist() == ["d", "c", "a", "b"]
-    assert list(table)[len(r.COLUMNS) :] == ["extra_c", "zz", "extra_a", "extra_b"]
+    assert list(table)[len(COLUMNS) :] == ["extra_c", "zz", "extra_a", "extra_b"]
     assert table["reason"][0] == "'=cmd|' /C calc'!A0" and table["status"][0] == "oom"
     first = (tmp_path / "runs.csv").read_bytes()
     assert written(tmp_path).read_bytes() == first and not list(tmp_path.glob("*.tmp"))
 
 
 def test_numbers_that_json_lacks_become_unknown_and_bytes_whole(tmp_path: Path) -> None:
-    r.write_record(tmp_path, record(loss_last=math.nan, communication_bytes=10.6) | {"proof": {"x": [math.inf, (1,)]}})
-    kept = r.read_record(tmp_path)
+    write_record(tmp_path, record(loss_last=math.nan, communication_bytes=10.6) | {"proof": {"x": [math.inf, (1,)]}})
+    kept = read_record(tmp_path)
     assert kept["row"]["loss_last"] is None and kept["row"]["communication_bytes"] == 11
     assert kept["proof"] == {"x": [None, [1]]} and "NaN" not in (tmp_path / "record.json").read_text()
 
@@ -171,12 +176,12 @@ def test_numbers_that_json_lacks_become_unknown_and_bytes_whole(tmp_path: Path) 
 )
 def test_wrong_values_are_refused_before_anything_is_written(row: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=next(iter(row))):
-        r.write_record(tmp_path / "run", record(**row))
+        write_record(tmp_path / "run", record(**row))
     assert not (tmp_path / "run").exists()
 
 
 def test_corrupt_records_are_named_and_not_fatal(tmp_path: Path) -> None:
-    r.write_record(tmp_path / "good", record("good"))
+    write_record(tmp_path / "good", record("good"))
     whole = (tmp_path / "good" / "record.json").read_text()
     broken = {
         "cut": whole[: len(whole) // 2],
@@ -195,15 +200,15 @@ def test_corrupt_records_are_named_and_not_fatal(tmp_path: Path) -> None:
     (tmp_path / "bytes" / "record.json").write_bytes(b"\xff\xfe")
     (tmp_path / "folder" / "record.json").mkdir(parents=True)
     (tmp_path / "running").mkdir()
-    found = r.read_all(tmp_path)
+    found = read_all(tmp_path)
     assert [entry["row"]["run_id"] for entry in found.records] == ["good"]
     named = {Path(problem.split(" ")[0]).parent.name for problem in found.problems}
     assert named == {*broken, "bytes", "folder"} and not any("\n" in problem for problem in found.problems)
     assert "schema_version=2 is not 1" in next(problem for problem in found.problems if "newer" in problem)
     with pytest.raises(UserError, match=r"cut/record\.json is not a whole record"):
-        r.read_record(tmp_path / "cut")
+        read_record(tmp_path / "cut")
     with pytest.raises(UserError, match="not a directory"):
-        r.read_all(tmp_path / "missing")
+        read_all(tmp_path / "missing")
 
 
 _WRITER = """
@@ -222,8 +227,8 @@ while True:
 
 def test_half_a_letter_is_replaced(tmp_path: Path) -> None:
     """As JSON may have it, and neither pandas nor a file can."""
-    r.write_record(tmp_path / "half", record("half", strategy="\ud800 ddp", reason="whole: \U0001f600"))
-    row = r.read_record(tmp_path / "half")["row"]
+    write_record(tmp_path / "half", record("half", strategy="\ud800 ddp", reason="whole: \U0001f600"))
+    row = read_record(tmp_path / "half")["row"]
     assert (row["strategy"], row["reason"]) == ("? ddp", "whole: \U0001f600")
 
 
@@ -235,24 +240,24 @@ def test_a_kill_during_writing_leaves_a_whole_record(tmp_path: Path) -> None:
             assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
             time.sleep(0.013 * (attempt % 8))
             writer.send_signal(signal.SIGKILL)
-        kept = r.read_record(run_dir)
+        kept = read_record(run_dir)
         assert {rank["number"] for rank in kept["ranks"]} == {kept["row"]["parameters"]} and len(kept["ranks"]) == 2000
         leftovers = len(list(run_dir.glob(".record.json.*.tmp")))
         if leftovers and attempt >= 5:
             break
     assert leftovers > 0  # a kill did fall into a write
-    assert len(r.read_all(tmp_path).records) == 1
+    assert len(read_all(tmp_path).records) == 1
 
 
 def test_a_failed_write_leaves_the_old_and_no_litter(tmp_path: Path) -> None:
-    r.write_record(tmp_path, record(parameters=1))
+    write_record(tmp_path, record(parameters=1))
     with pytest.raises(TypeError):
-        r.write_record(tmp_path, record(parameters=2) | {"config": {"bad": object()}})
+        write_record(tmp_path, record(parameters=2) | {"config": {"bad": object()}})
     target = tmp_path / "taken"
     target.mkdir()
     with pytest.raises(OSError):
-        r.atomic_write_text(target, "text")
-    assert r.read_record(tmp_path)["row"]["parameters"] == 1
+        atomic_write_text(target, "text")
+    assert read_record(tmp_path)["row"]["parameters"] == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "taken"]
 
 
@@ -261,7 +266,7 @@ def test_versions_tell_code_and_packages_without_importing_them() -> None:
         "import json, sys; from harness.versions import versions as v; print(json.dumps([v(), 'torch' in sys.modules]))"
     )
     found, imported = json.loads(subprocess.check_output([sys.executable, "-c", probe]))
-    assert found == v.versions() and not imported
+    assert found == versions() and not imported
     assert (
         found.keys() == {"python", "torch", "deepspeed", "accelerate", "transformers", "harness", "code"}
         and len(found["code"]) == 12
@@ -280,15 +285,15 @@ def test_code_follows_what_measures_and_nothing_else(tmp_path: Path, monkeypatch
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     monkeypatch.setattr(v, "__file__", str(tmp_path / "versions.py"))
-    before = v.versions.__wrapped__()["code"]
+    before = versions.__wrapped__()["code"]
     changed = {}
     for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
         text = path.read_text()
         path.write_text(text + " ")
-        changed[path.name] = v.versions.__wrapped__()["code"] != before
+        changed[path.name] = versions.__wrapped__()["code"] != before
         path.write_text(text)
     assert {name for name, differs in changed.items() if differs} == {"train.py", "allocator.cpp", "memory.py"}
-    assert v.versions.__wrapped__()["code"] == before and v.git_commit.__wrapped__() is None
+    assert versions.__wrapped__()["code"] == before and git_commit.__wrapped__() is None
 
 
 def test_git_commit_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,16 +307,18 @@ def test_git_commit_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return subprocess.check_output(["git", "-C", str(tmp_path), *identity, *arguments], text=True).strip()
 
     git("init", "-q")
-    assert v.git_commit.__wrapped__() is None  # nothing of it is in the repository yet
+    assert git_commit.__wrapped__() is None  # nothing of it is in the repository yet
     git("add", ".")
     git("commit", "-q", "-m", "first")
-    assert v.git_commit.__wrapped__() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    assert git_commit.__wrapped__() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
     source.write_text("changed")
-    assert v.git_commit.__wrapped__() == {"commit": git("rev-parse", "HEAD"), "dirty": True}
+    assert git_commit.__wrapped__() == {"commit": git("rev-parse", "HEAD"), "dirty": True}
 
 
 def test_stale_says_what_differs() -> None:
     now: dict[str, str | None] = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": None, "code": "abc"}
-    assert v.is_stale({"versions": dict(now)}, now) == []
-    assert v.is_stale({"versions": now | {"torch": "2.12.0", "deepspeed": "0.19.8"}}, now) == ["torch 2.12.0 → 2.13.0"]
-    assert v.is_stale({"row": {}}, now)[-1] == "code unknown → abc"
+    assert version_differences({"versions": dict(now)}, now) == []
+    assert version_differences({"versions": now | {"torch": "2.12.0", "deepspeed": "0.19.8"}}, now) == [
+        "torch 2.12.0 → 2.13.0"
+    ]
+    assert version_differences({"row": {}}, now)[-1] == "code unknown → abc"

@@ -7,13 +7,15 @@ import pytest
 from conftest import composed
 from test_plan_memory import PREPARED
 
-from harness import run
-from harness.machine import Machine
-from harness.plan import fit
-from harness.plan.memory import estimate
+from harness.cost_model import capacity
+from harness.cost_model.memory import estimate
+from harness.hardware.machine import Machine
+from harness.runner.plan import capacity_problem, make_plan
 
 BATCH = ("train.global_batch=16", "train.micro_batch=2", "train.seq_len=128", "data=synthetic")
+
 TWO = "strategy.tp=2 strategy.vocabulary_parallel=false"
+
 # Each with the kinds of remedy that must be offered where memory is a byte short, and no others.
 CASES = {
     "strategy=zero3": "checkpointing model world_size",
@@ -35,13 +37,15 @@ def test_every_remedy_is_itself_accepted_and_fits(case: str) -> None:
     overrides = ("model=350m", "world_size=4", "model.tie_word_embeddings=false", *BATCH, *case.split())
     device = "cpu" if "offload" in case else "cuda"  # of a GPU's memory full saves nothing beside offload
     roomy = Machine(device, "", 1, 4, devices=64, free_bytes=(2**45,) * 64, cores=2)
-    this = run.plan(composed(*overrides), roomy)
-    needed = fit.needed_bytes(estimate(this.config, this.layout, this.widths, device), 4, device)
+    this = make_plan(composed(*overrides), roomy)
+    needed = capacity.needed_bytes(estimate(this.config, this.layout, this.widths, device), 4, device)
     short = dataclasses.replace(roomy, free_bytes=(needed - 1,) * 64)
-    reason = run.unfit(dataclasses.replace(this, machine=short), PREPARED)
+    reason = capacity_problem(dataclasses.replace(this, machine=short), PREPARED)
     assert reason is not None
     named = r"(checkpointing=\w+|model=\w+|world_size=\d+(?: and train\.global_batch=\d+)?)[^,]* \("
     remedies = re.findall(named, reason.partition(": choose ")[2])
     assert {remedy.partition("=")[0] for remedy in remedies} == set(CASES[case].split()), reason
     for remedy in remedies:
-        assert run.unfit(run.plan(composed(*overrides, *remedy.split(" and ")), short), PREPARED) is None, remedy
+        assert capacity_problem(make_plan(composed(*overrides, *remedy.split(" and ")), short), PREPARED) is None, (
+            remedy
+        )

@@ -12,12 +12,12 @@ from conftest import Harness, rows_of
 from examples import FAILED, MIB, record_of, row
 from test_report import printed, terminal_cells
 
-from harness import __main__ as command
-from harness.cli import each_repeat
-from harness.identity import settling
-from harness.records import Record
-from harness.report.comparison import frame, labels_by, values
-from harness.report.spread import is_unsettled, merged, relative_range
+from harness.cli import main as command
+from harness.config.fingerprint import result_affecting_keys
+from harness.config.overrides import expand_repeats
+from harness.records.schema import Record
+from harness.report.frame import labels_by, records_frame, values
+from harness.report.spread import is_unsettled, merge_repeats, relative_range
 from harness.report.tables import comparison_columns
 
 SMALL = ("strategy=ddp", "train.seq_len=32", "train.steps=3", "train.warmup_steps=1")
@@ -93,6 +93,7 @@ def test_no_column_speaks_of_repeats_where_there_are_none() -> None:
 
 
 SPEEDS = ([1000.0], [1245.0], [990.0, 1013.0], [1020.0, 1020.0, 1100.0], [1200.0, 900.0, 1050.0], [2000.0, 2002.0])
+
 SPREADS = (None, 0.0, 0.03, 0.2)
 
 
@@ -104,7 +105,7 @@ def test_a_ratio_is_marked_where_the_difference_is_below_the_spread(own: list[fl
     for n, (base, own_steps, base_steps) in enumerate(pairs):
         entries += runs("zero1", 100 * n, [*own], model=f"m{n}", step_seconds_spread=own_steps)
         entries += runs("ddp", 100 * n + 50, [*base], model=f"m{n}", step_seconds_spread=base_steps)
-    columns = comparison_columns(frame(merged(entries)), short=True)
+    columns = comparison_columns(records_frame(merge_repeats(entries)), short=True)
     shown = next(column.cells for column in columns if column.title == "× tok/s")
     assert len(shown) == 2 * len(pairs)
     for cell, baseline, (base, own_steps, base_steps) in zip(shown[::2], shown[1::2], pairs, strict=True):
@@ -134,8 +135,11 @@ def changed(record: Record, **parts: Any) -> Record:
 def test_only_what_differs_in_repeat_alone_is_one_line() -> None:
     (first,) = runs("ddp", 1, [1000.0])
     first["config"] = {"train": {"seed": 0}, "repeat": 0, "name": "a", "force": False}
-    assert len(merged([first, changed(first)])) == 1
-    assert len(merged([first, changed(first, config=first["config"] | {"repeat": 1, "name": "b", "force": True})])) == 1
+    assert len(merge_repeats([first, changed(first)])) == 1
+    assert (
+        len(merge_repeats([first, changed(first, config=first["config"] | {"repeat": 1, "name": "b", "force": True})]))
+        == 1
+    )
     apart = [
         changed(first, config={"train": {"seed": 1}}),
         changed(first, versions=first["versions"] | {"torch": "2.0.0"}),
@@ -144,15 +148,15 @@ def test_only_what_differs_in_repeat_alone_is_one_line() -> None:
         first | {"row": first["row"] | {"run_id": "of another corpus"}},
     ]
     for other in apart:
-        lines = merged([first, other])
+        lines = merge_repeats([first, other])
         assert [line["runs"] for line in lines] == [[first], [other]]
-        assert len(set(values(frame(lines), "label"))) == 2
+        assert len(set(values(records_frame(lines), "label"))) == 2
     # As refused for values of which no configuration can be made: the row knows neither repeat nor world.
     bare = {"run_id": "x", "name": "r", "status": "refused", "reason": "train.steps=0", "strategy": "ddp"}
     refused = [{"row": bare | {"run_id": str(n)}, "config": {"train": {"steps": 0}, "repeat": n}} for n in range(3)]
-    assert [len(line["runs"]) for line in merged(refused)] == [3]
+    assert [len(line["runs"]) for line in merge_repeats(refused)] == [3]
     kept = {"data": {"cache": "/a", "path": "x"}, "measure": {"memory_snapshot": True}, "cluster": {"name": "local"}}
-    assert settling(kept) == {"data": {"path": "x"}, "cluster": {}}
+    assert result_affecting_keys(kept) == {"data": {"path": "x"}, "cluster": {}}
 
 
 def test_parts_that_add_up_in_one_run_are_not_mixed_from_several() -> None:
@@ -160,11 +164,11 @@ def test_parts_that_add_up_in_one_run_are_not_mixed_from_several() -> None:
     for entry, part in zip(entries, (8, 9), strict=True):
         entry["row"] |= {"at_peak_parameter_bytes": 4 * MIB, "at_peak_other_bytes": part * MIB, "idle_seconds": part}
         entry["row"]["disturbed"] = f"steps {part}"
-    (line,) = merged(entries)
+    (line,) = merge_repeats(entries)
     assert (line["row"]["at_peak_parameter_bytes"], line["row"]["at_peak_other_bytes"]) == (4 * MIB, None)
     assert line["row"]["idle_seconds"] is None and line["row"]["peak_allocated_bytes"] == 21 * MIB
-    assert labels_by(frame([line]), "disturbed") == {"steps 8; steps 9": ["ddp"]}
-    assert values(frame(entries), "label") == ["ddp repeat 0", "ddp repeat 1"]
+    assert labels_by(records_frame([line]), "disturbed") == {"steps 8; steps 9": ["ddp"]}
+    assert values(records_frame(entries), "label") == ["ddp repeat 0", "ddp repeat 1"]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +183,7 @@ def test_parts_that_add_up_in_one_run_are_not_mixed_from_several() -> None:
     ],
 )
 def test_values_of_each_repeat(values: dict[str, Any], numbers: list[Any]) -> None:
-    each = each_repeat(values | {"name": "r"})
+    each = expand_repeats(values | {"name": "r"})
     assert [one["repeat"] for one in each] == numbers
     assert all(one["repeats"] == (1 if len(numbers) > 1 else values["repeats"]) for one in each)
 

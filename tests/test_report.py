@@ -16,18 +16,19 @@ from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from rich.console import Console
 
-from harness.layout import resolve
-from harness.records import COLUMN_TYPES, Record, write_record
+from harness.cli.report import main
+from harness.layout.layout import resolve_layout
+from harness.records.provenance import versions
+from harness.records.schema import COLUMN_TYPES, Record
+from harness.records.store import write_record
 from harness.report import markdown
-from harness.report.__main__ import main
-from harness.report.axes import VARYING
-from harness.report.comparison import byte_unit, frame, scaled, values
+from harness.report.frame import byte_unit, records_frame, scaled, values
+from harness.report.labels import VARYING
 from harness.report.markdown import escape
 from harness.report.sections import sections
 from harness.report.tables import comparison_columns, print_table
 from harness.report.view import View
-from harness.row import configured
-from harness.versions import versions
+from harness.runner.record import config_columns
 
 
 def stored(results_dir: Path, entries: list[Record]) -> Path:
@@ -220,7 +221,7 @@ def test_degrees_are_shown_where_strategy_and_world_do_not_say_them() -> None:
     assert [terminal_cells(lines, name)[:4] for name in ("fsdp_tp", "tp")] == (
         [["fsdp_tp", "8", "4", "2"], ["tp", "2", "1", "2"]]
     )
-    assert values(frame(entries), "label") == [
+    assert values(records_frame(entries), "label") == [
         "fsdp_tp dp_shard 4 tp 2",
         "fsdp_tp dp_shard 2 tp 4",
         "tp",
@@ -228,6 +229,7 @@ def test_degrees_are_shown_where_strategy_and_world_do_not_say_them() -> None:
 
 
 TORCH, OTHER = ("ddp", "torch", 0), ("ddp", "accelerate", 0)
+
 STAGES = {"data_parallel": "fsdp", "dp_shard": 2, "pp": 2, "world_size": 4}
 
 
@@ -278,11 +280,11 @@ def test_rows_that_differ_are_told_apart(
 
 
 def columns_of(entries: list[Record]) -> dict[str, list[str]]:
-    return {column.title: column.cells for column in comparison_columns(frame(entries), short=True)}
+    return {column.title: column.cells for column in comparison_columns(records_frame(entries), short=True)}
 
 
 def assert_told_apart(entries: list[Record], header: str, cells: list[str], labels: list[str]) -> None:
-    assert values(frame(entries), "label") == labels
+    assert values(records_frame(entries), "label") == labels
     assert columns_of(entries)[header] == cells
     lines = printed(entries, 120)
     assert max(map(cell_len, lines)) <= 120 and header in " ".join(lines)
@@ -299,9 +301,9 @@ def test_every_axis_is_a_column_and_tells_rows_apart_alone() -> None:
     for name in VARYING.keys() - {"otherwise"}:
         pair = [record_of(row(n, *TORCH) | {name: value}) for n, value in enumerate(other[COLUMN_TYPES[name]])]
         alike = [entry | {"ranks": []} for entry in pair]
-        assert len(set(values(frame(alike), "label"))) == 2 and VARYING[name] in columns_of(alike), name
+        assert len(set(values(records_frame(alike), "label"))) == 2 and VARYING[name] in columns_of(alike), name
     config = composed("strategy=tp_pp", "checkpointing=every_n", "checkpointing.every=2")
-    made = configured(config, resolve(config.strategy, 4)).keys()
+    made = config_columns(config, resolve_layout(config.strategy, 4)).keys()
     others = {"name", "strategy", "checkpointing", "grad_accumulation"}
     assert made - others == VARYING.keys() - {"measured_on", "otherwise"}
 
@@ -319,7 +321,7 @@ def test_what_no_column_has_is_told_by_its_key() -> None:
         entry["config"] = {"strategy": {"options": options}, "tracking": {"name": entry["row"]["run_id"]}}
     told = [f"static_graph={value}" for value in ("-", "True", "False")]
     assert_told_apart(entries[:3], "otherwise", told, [f"ddp {text}" for text in told])
-    assert values(frame(entries), "label")[3] == "zero1"
+    assert values(records_frame(entries), "label")[3] == "zero1"
     assert "otherwise" not in columns_of([entries[1], entries[3]])
 
 
@@ -341,7 +343,7 @@ def test_baseline_is_ddp_then_single_then_the_first_and_only_of_the_same_setting
     by_strategy = {entry["row"]["strategy"]: entry for entry in entries}
 
     def ratio_of(*shown: Record) -> list[float | None]:
-        return values(frame(shown), "peak_allocated_bytes_ratio")
+        return values(records_frame(shown), "peak_allocated_bytes_ratio")
 
     zero1, zero3, ddp, single = (by_strategy[name] for name in ("zero1", "zero3", "ddp", "single"))
     assert ratio_of(zero3, ddp, single) == [0.5, 1.0, 1.0]
@@ -358,7 +360,7 @@ def test_baseline_is_ddp_then_single_then_the_first_and_only_of_the_same_setting
 def test_the_plainest_of_several_is_the_baseline() -> None:
     changes = ({"checkpointing": "full"}, {"compile": True}, {"compile": False}, {"dropout": 0.0})
     entries = [record_of(row(n, *TORCH, **change)) for n, change in enumerate(changes)]
-    assert values(frame(entries), "baseline")[0] == values(frame(entries), "label")[2]
+    assert values(records_frame(entries), "baseline")[0] == values(records_frame(entries), "label")[2]
 
 
 def test_units_and_small_numbers() -> None:

@@ -16,7 +16,9 @@ from conftest import ROOT, rows_of
 from slurm_cluster import Cluster, wait_for
 
 SLURM = ("hydra/launcher=submitit_slurm", "tracking=none", "cluster.device=cpu")
+
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
+
 LONGER = ("strategy=ddp", "train.seq_len=32", "train.steps=150", "train.warmup_steps=1", "proof.reference=false")
 
 

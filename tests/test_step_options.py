@@ -14,20 +14,22 @@ from test_plan_memory import ADAM_FP32, BF16, FP32, Live, layout_of, run, shaped
 from test_proof import run_with
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness import worker
-from harness.checkpointing import apply_loss_chunks
-from harness.config import PrecisionConfig
-from harness.layout import resolve
+from harness.config.schema import PrecisionConfig
+from harness.cost_model.flops import executed_flops, head_flops, model_flops
+from harness.cost_model.memory import activation_bytes, estimate
+from harness.layout.compatibility import incompatibilities
+from harness.layout.layout import resolve_layout
+from harness.layout.partition import whole_model
 from harness.measure.activations import ActivationMeter
-from harness.measure.probe import Probe
-from harness.model import Decoder, build_model, loss_function
-from harness.placement import whole
-from harness.plan.flops import executed_flops, head_flops, model_flops
-from harness.plan.memory import activation_bytes, estimate
-from harness.refusals import refusals
-from harness.weights import materialise
+from harness.models.build import build_model
+from harness.models.decoder import Decoder
+from harness.models.init_weights import materialize
+from harness.models.loss import apply_loss_chunks, loss_function
+from harness.probe import Probe
+from harness.worker import main as worker_main
 
 CHUNKS = 4
+
 SHORT = ("train.steps=1", "train.warmup_steps=2", "train.global_batch=4", "train.micro_batch=2", "train.seq_len=160")
 
 
@@ -40,7 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_loss_in_parts_runs_the_head_once_more() -> None:
     config = composed("strategy=single", "train.global_batch=1", f"train.loss_chunks={CHUNKS}")
     with FakeTensorMode():
-        model = Decoder(config.model, whole(config.model))
+        model = Decoder(config.model, whole_model(config.model))
         apply_loss_chunks(model, CHUNKS, Probe())
         tokens = torch.zeros(1, config.train.seq_len, dtype=torch.int64)
         with counter() as found:
@@ -56,7 +58,7 @@ def test_a_loss_in_parts_runs_the_head_once_more() -> None:
 def test_a_loss_in_parts_is_the_same_and_keeps_one_parts_logits(vocab_size: int, precision: PrecisionConfig) -> None:
     model = shaped(vocab_size=vocab_size, num_hidden_layers=2)
     module, probe = build_model(model), Probe()
-    materialise(module, model, 0, torch.device("cpu"), getattr(torch, precision.compute))
+    materialize(module, model, 0, torch.device("cpu"), getattr(torch, precision.compute))
     tokens = torch.randint(vocab_size, (2, 128), generator=torch.Generator().manual_seed(0))
     expected = loss_function(module(tokens), tokens)
     expected.backward()  # type: ignore[no-untyped-call]
@@ -74,7 +76,7 @@ def test_a_loss_in_parts_is_the_same_and_keeps_one_parts_logits(vocab_size: int,
             parameter.grad, gradient, rtol=tolerance, atol=tolerance * float(gradient.abs().max())
         )
     del loss
-    with ActivationMeter(module) as meter, probe.listening(Hearing(meter)):
+    with ActivationMeter(module) as meter, probe.listen(Hearing(meter)):
         module(tokens, tokens).backward()
     config = run(model, precision, micro_batch=2, global_batch=4)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, loss_chunks=CHUNKS))
@@ -93,13 +95,13 @@ def test_a_loss_in_parts_is_the_same_and_keeps_one_parts_logits(vocab_size: int,
 )
 def test_parts_that_cannot_be_are_refused(overrides: str, found: str) -> None:
     config = composed(*overrides.split(), "world_size=2")
-    assert any(found in problem for problem in refusals(config, resolve(config.strategy, 2)))
+    assert any(found in problem for problem in incompatibilities(config, resolve_layout(config.strategy, 2)))
 
 
 @pytest.mark.parametrize("strategy", ("tp_sp", "zero3"))
 def test_a_loss_in_parts_trains_the_same(results: Path, strategy: str) -> None:
     """Where the sequence is cut over ranks the parts are cut from the whole (torchtitan issue 3412)."""
-    record = run_with(results, worker.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={CHUNKS}")
+    record = run_with(results, worker_main.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={CHUNKS}")
     row = record["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
@@ -112,7 +114,7 @@ def test_a_loss_in_parts_trains_the_same(results: Path, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ("single", "ddp", "zero1", "fsdp_full_shard", "fsdp_no_shard", "tp", "pp_1f1b"))
 @pytest.mark.parametrize("chunks", (2, 5, 64))
 def test_a_loss_in_parts_is_proven_in_every_layout(results: Path, strategy: str, chunks: int) -> None:
-    row = run_with(results, worker.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={chunks}")["row"]
+    row = run_with(results, worker_main.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={chunks}")["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
 
 
@@ -121,7 +123,7 @@ def test_the_foreach_optimizers_temporaries_are_planned(results: Path, strategy:
     """At a batch so small that the optimizer is the fullest moment."""
     small = ("train.seq_len=16", "train.micro_batch=1", "train.global_batch=2", "train.steps=1", "train.warmup_steps=2")
     wide = ("model.hidden_size=256", "train.fused_optimizer=false")
-    row = run_with(results, worker.main, *small, *wide, f"strategy={strategy}")["row"]
+    row = run_with(results, worker_main.main, *small, *wide, f"strategy={strategy}")["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["peak_phase"] == "optimizer"
     assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.1)
@@ -129,7 +131,7 @@ def test_the_foreach_optimizers_temporaries_are_planned(results: Path, strategy:
 
 @pytest.mark.parametrize("attention", ("flash", "eager"))
 def test_the_attention_kernel_is_the_one_that_was_heard(results: Path, attention: str) -> None:
-    row = run_with(results, worker.main, *SHORT, "strategy=pp_gpipe", f"model.attention={attention}")["row"]
+    row = run_with(results, worker_main.main, *SHORT, "strategy=pp_gpipe", f"model.attention={attention}")["row"]
     assert (row["status"], row["reason"], row["attention_kernel"]) == ("ok", "", attention)
 
 

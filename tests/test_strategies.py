@@ -10,18 +10,21 @@ import pandas as pd
 import pytest
 from conftest import rows_of, run_harness
 
-from harness import engines
-from harness.config import RunConfig
-from harness.layout import resolve
-from harness.records import read_all
+from harness.config.from_dict import from_dict
+from harness.config.schema import RunConfig
+from harness.engines.base import load_engine
+from harness.layout.layout import resolve_layout
+from harness.layout.state_widths import STATE_KINDS
+from harness.records.run_folder import read_rank_reports
+from harness.records.store import read_all
 from harness.report.claims import claims
-from harness.row import read_ranks
-from harness.typed import from_dict
 
 STRATEGIES = dict.fromkeys(
     ("single", "ddp", "zero1_torch", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard"), "torch"
 ) | dict.fromkeys(("zero1", "zero2", "zero3", "zero1_defaults", "zero2_defaults", "zero3_defaults"), "deepspeed")
+
 CHECKPOINTING = {2: ("none", "full"), 4: ("none",)}  # by world
+
 # 8 sequences in micro-batches of 2: two of them a rank at world 2, one at world 4.
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=2", "train.warmup_steps=2")
 
@@ -66,9 +69,9 @@ def test_state_is_what_the_engine_says_it_allocates(rows: pd.DataFrame) -> None:
         config: RunConfig = from_dict(RunConfig, record["config"])
         if not config.strategy.literature:
             continue  # DeepSpeed's defaults keep parameters or gradients whole: the row shows it
-        layout = resolve(config.strategy, row.world_size)
-        widths = engines.load(layout.engine).widths(config, layout)
-        share = {kind: getattr(widths, kind) * row.parameters / layout.shards(kind) for kind in engines.KINDS}
+        layout = resolve_layout(config.strategy, row.world_size)
+        widths = load_engine(layout.engine).state_widths(config, layout)
+        share = {kind: getattr(widths, kind) * row.parameters / layout.shard_count(kind) for kind in STATE_KINDS}
         assert row.parameter_bytes == pytest.approx(share["parameters"], rel=0.02), row.run_id
         assert row.optimizer_bytes == pytest.approx(share["optimizer"], rel=0.02), row.run_id
         on_top = 0.0
@@ -77,7 +80,7 @@ def test_state_is_what_the_engine_says_it_allocates(rows: pd.DataFrame) -> None:
         if row.strategy == "zero2":  # a part begins and ends inside a parameter, and one more is being reduced
             on_top = 3 * widths.gradients * config.model.vocab_size * config.model.hidden_size
         # ZeRO-2 adds a micro-batch to the sum before it, out of its bucket where that is large enough.
-        least = 4 * row.parameters / layout.shards("gradients") if row.strategy == "zero2" else share["gradients"]
+        least = 4 * row.parameters / layout.shard_count("gradients") if row.strategy == "zero2" else share["gradients"]
         assert 0.98 * least <= row.gradient_bytes <= 1.02 * share["gradients"] + on_top, row.run_id
 
 
@@ -86,8 +89,8 @@ def test_no_rank_starts_with_more_than_its_share(rows: pd.DataFrame) -> None:
     for row in rows[rows.strategy.isin(["fsdp_full_shard", "zero3"])].itertuples():
         record = json.loads((Path(row.folder) / "record.json").read_text())
         config: RunConfig = from_dict(RunConfig, record["config"])
-        layout = resolve(config.strategy, row.world_size)
-        widths = engines.load(layout.engine).widths(config, layout)
+        layout = resolve_layout(config.strategy, row.world_size)
+        widths = load_engine(layout.engine).state_widths(config, layout)
         # DeepSpeed makes masters and the buffer of gradients at once, FSDP2 nothing but parameters.
         state = 4 * row.parameters / layout.dp_shard * (3 if row.engine == "deepspeed" else 1)
         largest = 4 * config.model.vocab_size * config.model.hidden_size
@@ -130,7 +133,7 @@ def test_the_parts_are_the_whole(rows: pd.DataFrame) -> None:
     unaccounted = []
     for folder in map(Path, rows.folder):
         record = json.loads((folder / "record.json").read_text())
-        ranks = read_ranks(folder, record["row"]["world_size"])
+        ranks = read_rank_reports(folder, record["row"]["world_size"])
         figures.check_memory(record["row"], ranks)
         unaccounted.append(figures.check_time(record["row"]))
         figures.check_bytes(record)

@@ -23,19 +23,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_slurm import wait_for_step
 
-from harness import budget, cli, progress, records, status
-from harness.display import Display, duration
-from harness.errors import UserError
-from harness.here import Here
-from harness.items import Item, in_order
-from harness.search import Search
-from harness.slots import Slot, Slots, start
+from harness.cli import status
+from harness.config import overrides
+from harness.records.schema import Record
+from harness.records.store import read_all
+from harness.sweep import command_file, stop_after
+from harness.sweep.display import ProgressDisplay, format_duration
+from harness.sweep.executors.parallel import ParallelExecutor, WorkerSlot, start
+from harness.sweep.executors.sequential import SequentialExecutor
+from harness.sweep.micro_batch_search import MicroBatchSearch
+from harness.sweep.queued_run import QueuedRun, deduplicate_and_sort
+from harness.util.errors import UserError
 
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
 
-def item(name: str, turn: int, *overrides: str) -> Item:
-    return Item(composed("name=order", *overrides), None, name, turn)
+def item(name: str, turn: int, *overrides: str) -> QueuedRun:
+    return QueuedRun(composed("name=order", *overrides), None, name, turn)
 
 
 def test_cheap_runs_come_first_each_once_and_repeats_in_turns() -> None:
@@ -50,7 +54,7 @@ def test_cheap_runs_come_first_each_once_and_repeats_in_turns() -> None:
         item("short", 0, "train.steps=1"),
     ]
     names = ["short", "ddp", "zero3", "batch", "large", "ddp again", "large again"]
-    assert [one.name for one in in_order(asked)] == names
+    assert [one.name for one in deduplicate_and_sort(asked)] == names
 
 
 @pytest.mark.parametrize(
@@ -64,23 +68,23 @@ def test_cheap_runs_come_first_each_once_and_repeats_in_turns() -> None:
     ],
 )
 def test_budgets(stated: list[Any], limits: tuple[Any, ...]) -> None:
-    found = budget.parse(stated)
+    found = stop_after.parse_stop_after(stated)
     assert (found.seconds, found.runs, found.failures) == limits
-    assert not found.spent() or found.seconds == 0
-    found.made, found.failed = 20, 3
-    assert bool(found.spent()) == (found.runs is not None or found.failures is not None)
+    assert not found.exceeded_limit() or found.seconds == 0
+    found.started, found.failed = 20, 3
+    assert bool(found.exceeded_limit()) == (found.runs is not None or found.failures is not None)
 
 
 @pytest.mark.parametrize("wrong", ["soon", "8 hours", "1.5runs", "-1h", "runs"])
 def test_what_is_no_budget_is_said(wrong: str) -> None:
     with pytest.raises(UserError, match="choose a time as 90m or 8h, 20runs, or 3failures"):
-        budget.parse([wrong])
+        stop_after.parse_stop_after([wrong])
 
 
 def test_commas_of_lists_make_no_sweep() -> None:
     given = ["strategy=ddp,tp", "retry=error,timeout", "-m", "stop_after=8h", "retry=[oom]"]
     taken = ["-m", "strategy=ddp,tp", "retry=[error,timeout]", "stop_after=[8h]", "retry=[oom]"]
-    assert cli.arguments(given) == taken
+    assert overrides.normalize_overrides(given) == taken
 
 
 @dataclass
@@ -101,7 +105,7 @@ def test_the_largest_micro_batch_is_found_however_wrong_the_prediction(
 ) -> None:
     """No size is tried twice, and the one above the found is known not to fit."""
     plans: Any = [Sized(2**index) for index in range(sizes)]
-    search = Search(plans, lambda plan: plan.size < 2**predicted)
+    search = MicroBatchSearch(plans, lambda plan: plan.size < 2**predicted)
     tried, at = [], search.first
     while at is not None:
         tried.append(at.size)
@@ -114,7 +118,7 @@ def test_the_largest_micro_batch_is_found_however_wrong_the_prediction(
 
 def test_a_search_ends_at_a_failure_that_says_nothing_of_size() -> None:
     plans: Any = [Sized(1), Sized(2), Sized(4)]
-    search = Search(plans, lambda plan: plan.size < 4)
+    search = MicroBatchSearch(plans, lambda plan: plan.size < 4)
     assert search.next({"row": {"status": "error"}}) is None
     assert search.result().endswith(": none is ok; 2 is error")
 
@@ -172,7 +176,7 @@ def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> No
     sweep = ("-m", "name=beside", "strategy=single", "train.seed=0,1,2", "proof.reference=false", *SMALL)
     done = harness("sweep.parallel=2", "train.steps=30", *sweep)
     assert done.returncode == 0, done.stderr
-    found = records.read_all(tmp_path / "results" / "beside").records
+    found = read_all(tmp_path / "results" / "beside").records
     assert len(found) == 3 and all(len(record["ranks"][0]["cores"]) == 1 for record in found)
     spans = [(start_of(record), start_of(record) + record["row"]["seconds"], record) for record in found]
     beside = [(one, other) for (b, e, one), (b2, e2, other) in itertools.combinations(spans, 2) if b < e2 and b2 < e]
@@ -189,17 +193,17 @@ def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> No
 )
 def test_devices_are_given_to_one_run_at_a_time(worlds: list[int], parallel: int | str) -> None:
     """On a machine of eight, whose sixteen cores go with them."""
-    slots = Slots(parallel, [], Display())
+    slots = ParallelExecutor(parallel, [], ProgressDisplay())
     slots.devices, slots.cores = [str(index) for index in range(8)], list(range(16))
     for world in worlds:
         asked: Any = SimpleNamespace(plan=SimpleNamespace(layout=SimpleNamespace(world_size=world)))
-        found = slots.place_for(asked)
+        found = slots.free_devices_and_cores(asked)
         used = [device for slot in slots.slots for device in slot.devices]
         if found is None:
             assert len(used) + world > 8 or len(slots.slots) == parallel
             continue
         assert len(found[0]) == world and len(found[1]) == 2 * world
-        slots.slots.append(Slot(None, None, asked, *found))  # type: ignore[arg-type]
+        slots.slots.append(WorkerSlot(None, None, asked, *found))  # type: ignore[arg-type]
     for of in ("devices", "cores"):
         given_out = [one for slot in slots.slots for one in getattr(slot, of)]
         assert len(set(given_out)) == len(given_out)
@@ -212,7 +216,7 @@ def asleep(pipe: Connection) -> None:
 
 
 def test_a_process_killed_while_idle_is_let_go_and_a_server_killed_as_it_forks_replaced() -> None:
-    slots, context = Slots(2, [], Display()), multiprocessing.get_context("forkserver")
+    slots, context = ParallelExecutor(2, [], ProgressDisplay()), multiprocessing.get_context("forkserver")
     mine, theirs = context.Pipe()
     process = context.Process(target=asleep, args=(theirs,))
     forkserver.ensure_running()
@@ -221,15 +225,15 @@ def test_a_process_killed_while_idle_is_let_go_and_a_server_killed_as_it_forks_r
     threading.Timer(0.5, os.kill, (server, signal.SIGKILL)).start()  # it has been asked, and has not answered
     start(process)
     theirs.close()
-    idle = Slot(process, mine)
+    idle = WorkerSlot(process, mine)
     slots.slots.append(idle)
     process.kill()
     process.join()
-    assert not slots.takes_work(idle, ()) and slots.slots == []
+    assert not slots.send_work(idle, ()) and slots.slots == []
     slots.close()
 
 
-def start_of(record: records.Record) -> float:
+def start_of(record: Record) -> float:
     return datetime.fromisoformat(record["row"]["started_at"]).timestamp()
 
 
@@ -240,28 +244,28 @@ def test_a_sweep_is_seen_from_another_shell_alive_and_dead(tmp_path: Path) -> No
     try:
         run_dir = wait_for_step(tmp_path, "seen")
         folder = run_dir.parent
-        seen = list(status.lines(folder, status.look(folder)))
+        seen = list(status.status_lines(folder, status.read_status(folder)))
         assert seen[0].endswith("no run recorded, 1 running")
         assert seen[1].startswith(f"  {run_dir.name}: ") and " of 406, " in seen[1] and "MiB on its" in seen[1]
         assert f"command {process.pid} on " in seen[2] and "is at work: 0 of 2 runs" in seen[2]
     finally:
         process.kill()
         process.wait()
-    seen = list(status.lines(folder, status.look(folder)))
+    seen = list(status.status_lines(folder, status.read_status(folder)))
     assert seen[0].endswith(": 1 interrupted")
     assert "is gone: 0 of 2 runs have their row; the same command goes on" in seen[1]
 
 
 def test_what_is_left_is_a_line_through_what_was_seen() -> None:
-    assert progress.seconds_left([], [1.0]) is None and progress.seconds_left([(1, 5)], []) == 0
-    assert progress.seconds_left([(1, 5), (1, 7)], [1, 1, 9]) == pytest.approx(18)
-    found = progress.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9])
+    assert command_file.seconds_left([], [1.0]) is None and command_file.seconds_left([(1, 5)], []) == 0
+    assert command_file.seconds_left([(1, 5), (1, 7)], [1, 1, 9]) == pytest.approx(18)
+    found = command_file.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9])
     assert found is not None and math.isclose(found, 13 + 17)
-    assert progress.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9], side_by_side=2) == pytest.approx(15)
-    assert progress.seconds_left([(1, 9), (3, 5)], [5]) == pytest.approx(7)  # never less for more
-    assert [duration(seconds) for seconds in (40, 720, 12600)] == ["40 s", "12 min", "3.5 h"]
+    assert command_file.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9], side_by_side=2) == pytest.approx(15)
+    assert command_file.seconds_left([(1, 9), (3, 5)], [5]) == pytest.approx(7)  # never less for more
+    assert [format_duration(seconds) for seconds in (40, 720, 12600)] == ["40 s", "12 min", "3.5 h"]
 
 
 def test_several_nodes_need_a_cluster() -> None:
     with pytest.raises(UserError, match=r"cluster.nodes=2 is more than this machine"):
-        Here([], Display()).item(composed("cluster.nodes=2").to_dict(), 0)
+        SequentialExecutor([], ProgressDisplay()).plan_item(composed("cluster.nodes=2").to_dict(), 0)

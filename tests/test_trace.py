@@ -10,9 +10,9 @@ from conftest import composed, executed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.measure.spans import common, seconds, spans, without
-from harness.measure.trace import Happened, StepTrace, split_of_cpu, split_of_gpu
-from harness.row import read_ranks
+from harness.measure.intervals import difference, intersection, merged_intervals, total_seconds
+from harness.measure.time_breakdown import StepTrace, TraceEvent, cpu_time_breakdown, gpu_time_breakdown
+from harness.records.run_folder import read_rank_reports
 
 Pairs = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
 
@@ -23,23 +23,23 @@ def covered(pairs: list[tuple[int, int]]) -> set[int]:
 
 @given(Pairs, Pairs)
 def test_spans_are_sets_of_moments(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
-    one, two = spans(some), spans(others)
+    one, two = merged_intervals(some), merged_intervals(others)
     assert covered([tuple(span) for span in one.tolist()]) == covered(some)
     assert (np.diff(one.flatten()) >= 0).all()
-    assert covered([tuple(span) for span in common(one, two).tolist()]) == covered(some) & covered(others)
-    assert covered([tuple(span) for span in without(one, two).tolist()]) == covered(some) - covered(others)
-    assert seconds(one) == pytest.approx(len(covered(some)) / 1e9)
+    assert covered([tuple(span) for span in intersection(one, two).tolist()]) == covered(some) & covered(others)
+    assert covered([tuple(span) for span in difference(one, two).tolist()]) == covered(some) - covered(others)
+    assert total_seconds(one) == pytest.approx(len(covered(some)) / 1e9)
 
 
 MS = 1_000_000  # of nanoseconds
 
 
-def cpu(name: str, begin: int, end: int, thread: int = 1) -> Happened:
-    return Happened(name, begin * MS, end * MS, False, thread)
+def cpu(name: str, begin: int, end: int, thread: int = 1) -> TraceEvent:
+    return TraceEvent(name, begin * MS, end * MS, False, thread)
 
 
 def test_on_a_cpu_operators_hide_what_gloos_threads_do() -> None:
-    found = split_of_cpu(
+    found = cpu_time_breakdown(
         [
             cpu("harness.step", 0, 100),
             cpu("harness.forward", 0, 30),
@@ -63,7 +63,7 @@ def test_on_a_cpu_operators_hide_what_gloos_threads_do() -> None:
 
 
 def test_messages_are_waited_for_and_no_collective() -> None:
-    found = split_of_cpu(
+    found = cpu_time_breakdown(
         [
             cpu("harness.step", 0, 100),
             cpu("harness.forward", 40, 60),
@@ -86,20 +86,20 @@ def test_a_matrix_product_hides_a_collective_whatever_it_calls() -> None:
     results = trace.profiler.profiler.kineto_results
     product = next(event for event in results.events() if event.name() == "aten::mm")
     begin, end = product.start_ns(), product.start_ns() + product.duration_ns()
-    marks = [Happened(f"harness.{name}", begin, end, thread=1) for name in ("step", "forward")]
-    listed = [Happened(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), thread=1) for e in results.events()]
+    marks = [TraceEvent(f"harness.{name}", begin, end, thread=1) for name in ("step", "forward")]
+    listed = [TraceEvent(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), thread=1) for e in results.events()]
     listed = [event for event in listed if event.name.startswith("aten::")]
-    hidden = split_of_cpu([*marks, *listed, Happened("gloo:all_reduce", begin, end, thread=2)])
+    hidden = cpu_time_breakdown([*marks, *listed, TraceEvent("gloo:all_reduce", begin, end, thread=2)])
     assert hidden.overlapped_seconds == pytest.approx(found.seconds, rel=0.2)
     assert hidden.phases["forward"].exposed_seconds == 0
 
 
-def gpu(name: str, begin: int, end: int, asked_by: int, annotation: bool = False) -> Happened:
-    return Happened(name, begin * MS, end * MS, True, 0, asked_by=asked_by, annotation=annotation)
+def gpu(name: str, begin: int, end: int, asked_by: int, annotation: bool = False) -> TraceEvent:
+    return TraceEvent(name, begin * MS, end * MS, True, 0, asked_by=asked_by, annotation=annotation)
 
 
-def launch(number: int, moment: int, thread: int = 1) -> Happened:
-    return Happened("aten::mm", moment * MS, (moment + 1) * MS, False, thread, number)
+def launch(number: int, moment: int, thread: int = 1) -> TraceEvent:
+    return TraceEvent("aten::mm", moment * MS, (moment + 1) * MS, False, thread, number)
 
 
 REDUCE, MESSAGE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", "ncclDevKernel_SendRecv(ncclDevComm*)"
@@ -107,7 +107,7 @@ REDUCE, MESSAGE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", "nccl
 
 def test_on_a_gpu_kernels_count_for_the_phase_that_asked_for_them() -> None:
     """Backward's thread is another; annotations around kernels are no kernels, and no phases."""
-    found = split_of_gpu(
+    found = gpu_time_breakdown(
         [
             cpu("harness.step", 0, 20),
             cpu("harness.forward", 0, 4),
@@ -137,13 +137,13 @@ def test_a_phase_ends_where_the_next_begins() -> None:
     """Streams overlap; parts of a step must not."""
     listed = [cpu("harness.step", 0, 9), cpu("harness.forward", 0, 4), cpu("harness.backward", 4, 9)]
     listed += [launch(1, 1), launch(2, 5), gpu("copy", 10, 40, asked_by=1), gpu("mm", 30, 50, asked_by=2)]
-    found = split_of_gpu(listed)
+    found = gpu_time_breakdown(listed)
     assert found is not None and found.seconds == pytest.approx(0.04)
     assert [found.phases[name].seconds for name in ("forward", "backward", "rest")] == pytest.approx([0.02, 0.02, 0])
 
 
 def test_a_profiler_that_sees_no_kernels_tells_nothing() -> None:
-    assert split_of_gpu([cpu("harness.step", 0, 10), launch(1, 1), launch(2, 2)]) is None
+    assert gpu_time_breakdown([cpu("harness.step", 0, 10), launch(1, 1), launch(2, 2)]) is None
 
 
 def test_a_rank_that_waits_for_another_communicates_exposed(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_rank_that_waits_for_another_communicates_exposed(tmp_path: Path) -> N
     assert record["row"]["status"] == "ok", record["row"]["reason"]
     folder = tmp_path / config.name / record["row"]["run_id"]
     slept = 2 * 2 * sabotage.SLOW_SECONDS  # two traced steps of two micro-batches
-    waiting, sleeping = (rank["traced"]["phases"] for rank in read_ranks(folder, 2))
+    waiting, sleeping = (rank["traced"]["phases"] for rank in read_rank_reports(folder, 2))
     assert waiting["backward"]["exposed_seconds"] > 0.8 * slept > 2 * sleeping["backward"]["exposed_seconds"]
     assert sleeping["forward"]["seconds"] > slept > 2 * waiting["forward"]["seconds"]
     assert sleeping["forward"]["exposed_seconds"] == 0

@@ -21,22 +21,27 @@ import pytest
 from conftest import ROOT
 from standin import Run, Server, serving
 
-from harness import pulse, records
-from harness.redact import redacted
-from harness.tracking import kept
-from harness.tracking.__main__ import main as upload
-from harness.tracking.feed import CLOSE_SECONDS, Feed
+from harness.cli.sync import main as upload
+from harness.records import heartbeat
+from harness.records.schema import Record
+from harness.records.store import read_all, read_record, write_record
+from harness.tracking import sync_state
+from harness.tracking.client import CLOSE_SECONDS, TrackingClient
+from harness.util.redact import redacted
 
 OFFLINE = {"name": "wandb", "mode": "offline", "project": "here", "entity": None, "tags": ["mine"]}
+
 ONLINE = OFFLINE | {"mode": "online"}
+
 KEY = "0123456789abcdef" * 2 + "PLANTED0"  # as long as W&B's
+
 PLANTED = ("PLANTED0", "PLANTED1", "PLANTED2")
 
 
-def made(comparison: Path, number: int = 0, **row: Any) -> tuple[Path, records.Record]:
+def made(comparison: Path, number: int = 0, **row: Any) -> tuple[Path, Record]:
     """A record by hand, with two steps."""
     run_id = f"ddp-none-tiny-w2-{number:010d}"
-    record: records.Record = {
+    record: Record = {
         "row": {
             "run_id": run_id,
             "name": comparison.name,
@@ -59,10 +64,10 @@ def made(comparison: Path, number: int = 0, **row: Any) -> tuple[Path, records.R
         "commit": {"commit": "a" * 40, "dirty": False},
     }
     run_dir = comparison / run_id
-    records.write_record(run_dir, record)
+    write_record(run_dir, record)
     steps = [{"step": i, "phase": "timed", "loss": 5.5 - i, "grad_norm": 2.0, "seconds": 0.25} for i in range(2)]
     (run_dir / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    return run_dir, records.read_record(run_dir)
+    return run_dir, read_record(run_dir)
 
 
 @functools.cache  # half a second each
@@ -96,7 +101,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def check_sent(run: Run, run_dir: Path) -> None:
     """Every column, step and part of the memory is at the server."""
-    row = records.read_record(run_dir)["row"]
+    row = read_record(run_dir)["row"]
     assert run.complete
     assert {key: run.summary[key] for key, value in row.items() if value not in (None, "")}
     assert all(run.summary[key] == value for key, value in row.items() if value not in (None, ""))
@@ -114,11 +119,11 @@ def test_offline_is_read_back_by_its_own_reader(tmp_path: Path) -> None:
     run_dir, _ = made(comparison, 0)
     (run_dir / "record.json").unlink()
     (run_dir / "ranks").mkdir()
-    told = [pulse.Pulse(run_dir, rank) for rank in range(2)]
+    told = [heartbeat.HeartbeatWriter(run_dir, rank) for rank in range(2)]
     for rank, beat in enumerate(told):
         beat.allocated_bytes = lambda rank=rank: 100 + rank  # type: ignore[misc]
         beat("timed", 3 + rank)
-    feed = Feed(said.append, quiet_seconds=0.0)
+    feed = TrackingClient(said.append, quiet_seconds=0.0)
     feed.begin(OFFLINE, run_dir, {"strategy": {"name": "ddp", "tp": 1}})
     other, _ = made(comparison, 1, status="oom", reason="no memory")
     feed.end(OFFLINE, other)
@@ -144,7 +149,7 @@ def test_offline_is_read_back_by_its_own_reader(tmp_path: Path) -> None:
     }
     assert axes["train/*"] == "train/step" and axes["live/*"] == "live/seconds"
     whole = inspect(run_dir, "--summary")
-    row = records.read_record(run_dir)["row"]
+    row = read_record(run_dir)["row"]
     assert {key: whole["summary"][key] for key in whole["summary"] if key[0] != "_"} == {
         key: value for key, value in row.items() if value not in (None, "")
     }
@@ -162,7 +167,7 @@ def check_table(comparison: Path, summary: dict[str, Any]) -> None:
     (path,) = comparison.glob("wandb/offline-run-*/files/media/table/runs*.table.json")
     table = json.loads(path.read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-    assert [row["run_id"] for row in rows] == [r["row"]["run_id"] for r in records.read_all(comparison).records]
+    assert [row["run_id"] for row in rows] == [r["row"]["run_id"] for r in read_all(comparison).records]
     assert [row["tokens_per_second"] for row in rows] == [1000.5] * 2 and "mfu" not in table["columns"]
 
 
@@ -170,7 +175,7 @@ def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
     tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said: list[str] = []
-    feed = Feed(said.append, quiet_seconds=0.0)
+    feed = TrackingClient(said.append, quiet_seconds=0.0)
     for number in range(2):
         run_dir, record = made(tmp_path / "mine", number)
         feed.begin(ONLINE, run_dir, record["config"])
@@ -181,8 +186,8 @@ def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
     feed.close()
     assert said == [] and len(server.runs) == 3
     for run_dir in sorted(path.parent for path in (tmp_path / "mine").glob("*/record.json")):
-        check_sent(server.runs[kept.read(run_dir, "wandb").id], run_dir)  # type: ignore[union-attr]
-    summary = server.runs[kept.read(tmp_path / "mine", "wandb").id]  # type: ignore[union-attr]
+        check_sent(server.runs[sync_state.read_sync_state(run_dir, "wandb").id], run_dir)  # type: ignore[union-attr]
+    summary = server.runs[sync_state.read_sync_state(tmp_path / "mine", "wandb").id]  # type: ignore[union-attr]
     assert summary.given["jobType"] == "summary" and summary.summary["rows"] == 2
     assert any(name.startswith("media/table/runs") for name in summary.files)
     assert send(tmp_path / "mine") == 0
@@ -192,7 +197,7 @@ def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
     assert capsys.readouterr().out == "1 runs sent, and their table; 1 were there already\n"
     assert len(server.runs) == 4
     assert send(tmp_path / "mine", "--again") == 0 and len(server.runs) == 4  # what is there is replaced
-    (run_dir / kept.FILE).unlink()  # as if an upload had been killed
+    (run_dir / sync_state.SYNC_STATE_FILE).unlink()  # as if an upload had been killed
     assert send(tmp_path / "mine") == 0 and len(server.runs) == 4
 
 
@@ -217,7 +222,7 @@ FAULTS: dict[str, tuple[Callable[[Server], None] | None, Callable[[Server], None
 }
 
 
-def play(fault: str, folder: Path, server: Server, feed: Feed, said: list[str]) -> Played:
+def play(fault: str, folder: Path, server: Server, feed: TrackingClient, said: list[str]) -> Played:
     before, amid = FAULTS[fault]
     if before is not None:
         before(server)
@@ -248,10 +253,12 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Playe
             server = stack.enter_context(serving())
             patch.setenv("WANDB_BASE_URL", server.url)
             said: list[str] = []
-            feed = Feed(said.append, quiet_seconds=0.0)
+            feed = TrackingClient(said.append, quiet_seconds=0.0)
             feed._start()  # with this server in its environment
 
-            def run(fault: str = fault, server: Server = server, feed: Feed = feed, said: list[str] = said) -> None:
+            def run(
+                fault: str = fault, server: Server = server, feed: TrackingClient = feed, said: list[str] = said
+            ) -> None:
                 found[fault] = play(fault, tmp_path_factory.mktemp("fault") / "mine", server, feed, said)
 
             threads.append(threading.Thread(target=run))
@@ -273,7 +280,7 @@ def test_whatever_the_server_does(fault: str, played: dict[str, Played]) -> None
     run_dirs = sorted(path.parent for path in this.folder.glob("*/record.json"))
     if "401" in fault:  # known at once: there is time to keep everything for W&B too
         assert all(inspect(folder, "--summary")["state"] == "finished" for folder in (*run_dirs, this.folder))
-    told = [kept.read(run_dir, "wandb") for run_dir in run_dirs]
+    told = [sync_state.read_sync_state(run_dir, "wandb") for run_dir in run_dirs]
     assert len(told) == 2 and all(entry is None or entry.sent_at is None for entry in told)
 
 
@@ -283,12 +290,12 @@ def test_what_was_not_sent_is_sent_by_an_upload(
 ) -> None:
     this = played[fault]
     run_dirs = sorted(path.parent for path in this.folder.glob("*/record.json"))
-    told = [kept.read(run_dir, "wandb") for run_dir in run_dirs]
+    told = [sync_state.read_sync_state(run_dir, "wandb") for run_dir in run_dirs]
     assert send(this.folder) == 0
     assert capsys.readouterr().out == "2 runs sent, and their table; 0 were there already\n"
     assert len(server.runs) == 3
     for run_dir, entry in zip(run_dirs, told, strict=True):
-        now = kept.read(run_dir, "wandb")
+        now = sync_state.read_sync_state(run_dir, "wandb")
         assert now is not None and (entry is None or now.id == entry.id)
         check_sent(server.runs[now.id], run_dir)
 
@@ -327,7 +334,7 @@ def test_a_folder_without_runs_is_a_mistake(tmp_path: Path, capsys: pytest.Captu
 def test_a_tracker_that_stands_still_costs_nothing(tmp_path: Path) -> None:
     """Its process is stopped, and the pipe to it is soon full."""
     said: list[str] = []
-    feed = Feed(said.append)
+    feed = TrackingClient(said.append)
     feed._start()
     assert feed.process is not None
     os.kill(feed.process.pid, signal.SIGSTOP)
@@ -390,7 +397,7 @@ def _size(folder: Path) -> int:
 
 
 def test_nothing_is_started_or_imported_for_none(tmp_path: Path) -> None:
-    feed = Feed(print)
+    feed = TrackingClient(print)
     run_dir, _ = made(tmp_path / "mine")
     feed.begin({"name": "none"}, run_dir, {})
     feed.end({"name": "none"}, run_dir)
@@ -411,7 +418,7 @@ def test_no_secret_is_written_anywhere(tmp_path: Path) -> None:
     command += [f"tracking.tags=[],[{word}],['https://me:PLANTED2@there']"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    found = records.read_all(tmp_path / "mine").records
+    found = read_all(tmp_path / "mine").records
     assert [record["row"]["status"] for record in found] == ["ok", "refused", "refused"]
     assert found[0]["environment"]["variables"]["UCX_NOTE"] == "[secret]"  # it was there to be found
     assert found[1]["row"]["reason"].startswith("tracking.tags holds a secret") and "[secret]" in str(

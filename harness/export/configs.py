@@ -4,17 +4,17 @@ import json
 
 import torch
 
-from harness.engines.deepspeed.start import settings
-from harness.export.run import Recorded
+from harness.engines.deepspeed.config import deepspeed_config
+from harness.export.recorded_run import RecordedRun
 
 
-def deepspeed_json(run: Recorded) -> str:
+def deepspeed_json(run: RecordedRun) -> str:
     """What the run gave to deepspeed.initialize, with the global batch that follows from it."""
-    chosen = settings(run.config, run.layout, torch.device(run.device))
+    chosen = deepspeed_config(run.config, run.layout, torch.device(run.device))
     return json.dumps({"train_batch_size": run.config.train.global_batch} | chosen, indent=2) + "\n"
 
 
-def torchrun_sh(run: Recorded) -> str:
+def torchrun_sh(run: RecordedRun) -> str:
     nodes = run.config.cluster.nodes
     if nodes == 1:
         meet = "--standalone"
@@ -26,15 +26,17 @@ def torchrun_sh(run: Recorded) -> str:
         'cd "$(dirname "$0")" || exit',
         f"export OMP_NUM_THREADS={run.threads}  # the cores, divided among the ranks, as in the run",
     ]
-    if run.device == "cpu" and run.layout.zero_by_deepspeed:
+    if run.device == "cpu" and run.layout.uses_deepspeed_zero:
         lines.append("export DS_ACCELERATOR=cpu  # else DeepSpeed chooses; it compiles its CPU collective once")
     lines.append(f'exec torchrun --nnodes={nodes} --nproc-per-node={run.ranks_per_node} {meet} train.py "$@"')
     return "\n".join(lines) + "\n"
 
 
-def accelerate_yaml(run: Recorded) -> str:
+def accelerate_yaml(run: RecordedRun) -> str:
     kind = (
-        "DEEPSPEED" if run.layout.zero_by_deepspeed else {"ddp": "MULTI_GPU", "fsdp": "FSDP"}[run.layout.data_parallel]
+        "DEEPSPEED"
+        if run.layout.uses_deepspeed_zero
+        else {"ddp": "MULTI_GPU", "fsdp": "FSDP"}[run.layout.data_parallel]
     )
     lines = ["# accelerate launch --config_file accelerate.yaml train_accelerate.py, in this folder"]
     if run.device == "cpu":
@@ -52,11 +54,11 @@ def accelerate_yaml(run: Recorded) -> str:
     return "\n".join(lines) + "\n"
 
 
-def ddp_part(run: Recorded) -> list[str]:
+def ddp_part(run: RecordedRun) -> list[str]:
     return [NO_AUTOCAST]
 
 
-def fsdp_part(run: Recorded) -> list[str]:
+def fsdp_part(run: RecordedRun) -> list[str]:
     layout = run.layout
     lines = [
         NO_AUTOCAST,
@@ -80,7 +82,7 @@ def fsdp_part(run: Recorded) -> list[str]:
     return lines
 
 
-def deepspeed_part(run: Recorded) -> list[str]:
+def deepspeed_part(run: RecordedRun) -> list[str]:
     return [
         "# No mixed_precision beside a file of DeepSpeed's, which says it: Accelerate refuses both.",
         "deepspeed_config:",
@@ -90,5 +92,7 @@ def deepspeed_part(run: Recorded) -> list[str]:
 
 
 NO_AUTOCAST = 'mixed_precision: "no"  # Accelerate\'s is autocast, which keeps 16-bit copies of weights for backward'
+
 GROUPS = "Block,Embedding,Head"
+
 PARTS = {"MULTI_GPU": ddp_part, "FSDP": fsdp_part, "DEEPSPEED": deepspeed_part}

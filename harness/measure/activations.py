@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from harness.measure.memory import Storage, local_tensors, storages
+from harness.tensors.storage import Storage, local_tensors, storages
 
 Told = Callable[[int, bool], None]  # an address is held for backward, or no longer
 

@@ -30,7 +30,7 @@ constexpr std::size_t kHeaderBytes = c10::gAlignment;
 constexpr std::int64_t kNoLimit = INT64_MAX;
 static_assert(sizeof(Header) <= kHeaderBytes);
 
-// One line of the log. Its layout is read by harness/measure/native.py.
+// One line of the log. Its layout is read by harness/measure/native_allocator.py.
 struct Event {
   std::int64_t address;
   std::int64_t bytes; // negative: freed

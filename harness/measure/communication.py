@@ -17,7 +17,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.plan.communication import LAYOUT, SCALARS
+from harness.cost_model.communication import LAYOUT, SCALARS
+from harness.records.schema import Traffic
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "deepspeed")
 
@@ -35,28 +36,19 @@ _SENT: dict[str, Callable[[int], float]] = {
     "send": lambda n: 1.0 if n > 1 else 0.0,
 }
 
-
-_NO_CALLERS = ("torch.", "deepspeed.comm.", "deepspeed.utils.", "harness.measure.", "contextlib", "functools")
+_NO_CALLERS = (
+    "torch.",
+    "deepspeed.comm.",
+    "deepspeed.utils.",
+    "harness.measure.",
+    "harness.probe",
+    "contextlib",
+    "functools",
+)
 
 
 class UncountedCollectiveError(RuntimeError):
     """A collective operator ran for which there is no rule: the total would be wrong."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one rank must send in one kind of operation within one group of global ranks.
-
-    `sizes` has the number of calls by the bytes S that each moved in all, `purpose` is LAYOUT or who sent scalars.
-    """
-
-    operation: str
-    group_ranks: tuple[int, ...]
-    dtype: str
-    purpose: str
-    bytes_sent: float
-    count: int
-    sizes: dict[int, int]
 
 
 _Key = tuple[str, tuple[int, ...], str, str]  # operation, ranks, width, purpose
@@ -124,6 +116,7 @@ _C10D: dict[str, tuple[str, _Moved]] = {
     "gather_": ("gather", _unless_root),
     "send": ("send", _all("tensors")),
 }
+
 _FUNCTIONAL: dict[str, tuple[str, _Moved]] = {
     "all_reduce": ("all_reduce", _all("input")),
     "all_reduce_": ("all_reduce", _all("input")),
@@ -141,6 +134,7 @@ _FUNCTIONAL: dict[str, tuple[str, _Moved]] = {
     "isend": ("send", _all("tensor")),
     "batch_p2p_ops": ("send", _sends),
 }
+
 _RULES: dict[str, tuple[str, _Moved]] = {
     **{f"c10d::{name}": rule for name, rule in _C10D.items()},
     **{f"_c10d_functional::{name}": rule for name, rule in _FUNCTIONAL.items()},
@@ -150,6 +144,7 @@ _RULES: dict[str, tuple[str, _Moved]] = {
     "deepspeed::inference_all_reduce": ("all_reduce", lambda call: _all(*call.arguments)(call)),
     "deepspeed::inference_all_reduce_": ("all_reduce", lambda call: _all(*call.arguments)(call)),
 }
+
 _SENDS_NOTHING = {
     "c10d::recv_",
     "c10d::recv_any_source_",
@@ -167,7 +162,7 @@ def has_rule(operator: str) -> bool:
     return operator in _RULES or operator in _SENDS_NOTHING
 
 
-class Heard(NamedTuple):
+class Collective(NamedTuple):
     """One collective: the tensors it reads or writes, and the global ranks that take part."""
 
     operation: str
@@ -183,9 +178,9 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     rule.
     """
 
-    def __init__(self, told: Callable[[Heard], None] | None = None) -> None:
+    def __init__(self, on_collective: Callable[[Collective], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._told = told
+        self._told = on_collective
         self._bytes: dict[_Key, float] = defaultdict(float)
         self._sizes: dict[_Key, Counter[int]] = defaultdict(Counter)
 
@@ -207,12 +202,12 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._told(heard._replace(tensors=[*heard.tensors, *_tensors(result)]))
         return result
 
-    def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Heard | None:
+    def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Collective | None:
         name = func._schema.name
         parameters = [argument.name for argument in func._schema.arguments]
         arguments = dict(zip(parameters, args, strict=False)) | kwargs
         if name in _SENDS_NOTHING:
-            return Heard("recv", (), list(_tensors(list(arguments.values()))), name) if "recv" in name else None
+            return Collective("recv", (), list(_tensors(list(arguments.values()))), name) if "recv" in name else None
         if name not in _RULES:
             raise UncountedCollectiveError(
                 f"{name} has no rule in harness/measure/communication.py: its bytes are unknown"
@@ -223,11 +218,11 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         factor = _SENT[operation](len(ranks))
         tensors = moved(call)
         scalars = sum(tensor.numel() * times for tensor, times in tensors) <= SCALARS
-        purpose = caller() if scalars else LAYOUT
+        purpose = calling_function() if scalars else LAYOUT
         for dtype, size in _bytes_by_dtype(tensors).items():
             self._bytes[operation, ranks, dtype, purpose] += size * factor
             self._sizes[operation, ranks, dtype, purpose][size] += 1
-        return Heard(operation, ranks, list(_tensors(list(arguments.values()))), name)
+        return Collective(operation, ranks, list(_tensors(list(arguments.values()))), name)
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What was counted, by operation, group, width and purpose."""
@@ -236,7 +231,7 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def caller() -> str:
+def calling_function() -> str:
     """The function that asked for a collective, past the libraries that carry it out: TorchEngine.totals."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NO_CALLERS):

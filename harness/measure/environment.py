@@ -14,32 +14,40 @@ from typing import Any
 import psutil
 import torch
 
-from harness.machine import Machine, nvml_handle, visible_devices
+from harness.hardware.machine import Machine
+from harness.hardware.nvml import nvml_handle, nvml_or_none, visible_devices
 
 # Settings of the libraries and of the launcher that change speed or numerics.
 PREFIXES = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
     *("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "CUDNN_", "CUBLAS_", "TRITON_", "DS_"),
 )
+
 VARIABLES = (
     *("CXX", "CXXFLAGS", "LD_PRELOAD", "LD_LIBRARY_PATH", "GLIBC_TUNABLES", "NVIDIA_TF32_OVERRIDE"),
     # Of Slurm, what it gives and where it binds; its job numbers differ always, and it knows users and tokens.
     *("SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE"),
     *("SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_MEM_PER_NODE", "SLURM_JOB_PARTITION"),
 )
+
 # Whatever has one of these in its name or its value is left out; better a setting less than a secret more.
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|PWD|AUTH|CREDENTIAL|COOKIE|JWT|BEARER", re.IGNORECASE)
+
 _URL_WITH_MORE = re.compile(r"//[^/\s]*@|://\S*\?")  # user:password@host, or a query
 
 # Beside versions.py, by their names in a package index.
 PACKAGES = {"numpy": "numpy", "hydra": "hydra-core", "wandb": "wandb", "transformers": "transformers"}
+
 PACKAGES |= {"triton": "triton"}
 
 _CPUINFO = Path("/proc/cpuinfo")
+
 _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
 
-def environment(machine: Machine, threads: int | None = None, given: Mapping[str, str] | None = None) -> dict[str, Any]:
+def collect_environment(
+    machine: Machine, threads: int | None = None, given: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Plain values, None where unknown. What cannot change within a process is looked up once.
 
     threads: of each rank, where known; given: the variables that ranks find beside this process's. Nothing here touches
@@ -168,21 +176,11 @@ def _devices(count: int) -> dict[str, Any]:
         }
     except pynvml.NVMLError:
         return unknown
-    milliwatts = [asked(pynvml.nvmlDeviceGetPowerManagementLimit, handle) for handle in handles]
+    milliwatts = [nvml_or_none(pynvml.nvmlDeviceGetPowerManagementLimit, handle) for handle in handles]
     return known | {
         "power_limits_watts": [None if limit is None else limit / 1000 for limit in milliwatts],
         "topology": _topology(pynvml, handles) if count > 1 else None,
     }
-
-
-def asked(function: Any, *arguments: Any) -> Any:
-    """What NVML says, None where it does not: it refuses many things on virtual and cut-up devices."""
-    import pynvml
-
-    try:
-        return function(*arguments)
-    except pynvml.NVMLError:
-        return None
 
 
 def _topology(pynvml: Any, handles: list[Any]) -> list[list[str | None]]:
@@ -199,9 +197,9 @@ def _topology(pynvml: Any, handles: list[Any]) -> list[list[str | None]]:
     def way(one: Any, other: Any) -> str | None:
         if one is other:
             return "-"
-        linked = asked(pynvml.nvmlDeviceGetP2PStatus, one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        linked = nvml_or_none(pynvml.nvmlDeviceGetP2PStatus, one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
         if linked == pynvml.NVML_P2P_STATUS_OK:
             return "NVLink"
-        return nearest.get(asked(pynvml.nvmlDeviceGetTopologyCommonAncestor, one, other))
+        return nearest.get(nvml_or_none(pynvml.nvmlDeviceGetTopologyCommonAncestor, one, other))
 
     return [[way(one, other) for other in handles] for one in handles]

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from harness.records.schema import COMPOSED
+
 # In the order in which they are asked for; math composes attention of plain operators, where no fused kernel can be
 # used (fp32 with grouped heads on CUDA).
 ORDER = [
@@ -13,7 +15,7 @@ ORDER = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-COMPOSED = "composed"  # of products and a softmax: torch's math, or the model's own
+
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention": "flash",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
@@ -23,19 +25,20 @@ ATTENTION = {
     "aten::_softmax": COMPOSED,
     "aten::_safe_softmax": COMPOSED,
 }
+
 OPTIMIZER = {"aten::_fused_adamw_": "fused", "aten::_foreach_sqrt": "foreach"}
 
 ACTIVATION_FUNCTIONS = ("aten::silu", "aten::gelu")  # compiled code has them inside kernels of its own
 
 
 @contextmanager
-def attention_asked_for() -> Iterator[None]:
+def attention_backend_priority() -> Iterator[None]:
     """Torch's attention takes the first kernel of ORDER that it can. On a CPU the order is torch's own."""
     with sdpa_kernel(ORDER, set_priority=True):
         yield
 
 
-class Kernels:
+class KernelUse:
     """The implementations heard in a step."""
 
     def __init__(self) -> None:
@@ -43,7 +46,7 @@ class Kernels:
         self.optimizer: set[str] = set()
         self.activation_functions = 0
 
-    def heard(self, operator: str) -> None:
+    def record(self, operator: str) -> None:
         self.activation_functions += operator in ACTIVATION_FUNCTIONS
         if operator in ATTENTION:
             self.attention.add(ATTENTION[operator])

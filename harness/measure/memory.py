@@ -1,25 +1,23 @@
 """Memory of one device: torch's counters on CUDA, the counting allocator on a CPU, under the same names."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from harness.measure import snapshot
-from harness.measure.blocks import Log, Notes
-from harness.measure.limit import NO_LIMIT, Limit
-from harness.measure.native import Allocator
+from harness.measure import memory_snapshot
+from harness.measure.memory_attribution import AllocationLog, StepAnnotations
+from harness.measure.memory_limit import NO_LIMIT, MemoryLimit
+from harness.measure.native_allocator import Allocator
 
 _FREED = {"alloc": 1, "free_requested": -1}  # lines of torch's history that change what is allocated
 
 
-class Counters(NamedTuple):
+class MemoryCounters(NamedTuple):
     """What a device's memory was, as DeviceMemory's methods of these names say."""
 
     peak_allocated_bytes: int | None
@@ -35,7 +33,7 @@ class DeviceMemory:
 
     device: torch.device
     allocator: Allocator | None = None  # of the CPU; not used on CUDA
-    limit: Limit = NO_LIMIT
+    limit: MemoryLimit = NO_LIMIT
 
     @property
     def _cuda(self) -> bool:
@@ -63,7 +61,7 @@ class DeviceMemory:
         """The most the caching allocator took from the device since reset_peak(); a CPU has no such cache."""
         return torch.cuda.max_memory_reserved(self.device) if self._cuda else None
 
-    def forget_unused(self) -> None:
+    def empty_cache(self) -> None:
         """Gives back what the caching allocator keeps for later, so that what was needed once is not reserved on."""
         if self._cuda:
             torch.cuda.empty_cache()
@@ -76,7 +74,7 @@ class DeviceMemory:
         """How often a request failed, since the start."""
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0)) if self._cuda else None
 
-    def in_steps(self, before: "Counters") -> "Counters":
+    def since(self, before: "MemoryCounters") -> "MemoryCounters":
         """Since reset_peak(), and since `before`; to be read when the steps are over and nothing else was done."""
         now = self.counters()
         return now._replace(
@@ -84,8 +82,8 @@ class DeviceMemory:
             out_of_memory_errors=_since(before.out_of_memory_errors, now.out_of_memory_errors),
         )
 
-    def counters(self) -> "Counters":
-        return Counters(
+    def counters(self) -> "MemoryCounters":
+        return MemoryCounters(
             self.peak_allocated_bytes(),
             self.peak_reserved_bytes(),
             self.outside_bytes(),
@@ -100,9 +98,9 @@ class DeviceMemory:
         free, total = torch.cuda.mem_get_info(self.device)
         return int(total - free) - torch.cuda.memory_reserved(self.device)
 
-    def keep_fullest(self) -> "FullestStep":
+    def track_peak_step(self) -> "PeakStepLog":
         """Follows steps one by one and keeps the log of the fullest; not on CUDA, where that would slow them."""
-        return FullestStep(None if self._cuda else self.allocator)
+        return PeakStepLog(None if self._cuda else self.allocator)
 
     @property
     def counts_requests(self) -> bool:
@@ -113,16 +111,16 @@ class DeviceMemory:
     def can_log(self) -> bool:
         return self._cuda or self.allocator is not None
 
-    def begin_log(self) -> "MemoryLog":
+    def begin_log(self) -> "AllocationLogger":
         """From here on every block that comes or goes is written down. Raises RuntimeError where nothing counts."""
         if self._cuda:
-            return CudaLog(self.device)
+            return CudaAllocationLog(self.device)
         if self.allocator is None:
             raise RuntimeError("no allocator counts this CPU's memory")
-        return HostLog(self.allocator)
+        return CpuAllocationLog(self.allocator)
 
 
-class MemoryLog:
+class AllocationLogger:
     """The history of one device's blocks: `now` is the moment of the line that comes next, `end` closes it."""
 
     is_whole = True  # after end(): whether what came and went leaves what is there
@@ -130,15 +128,15 @@ class MemoryLog:
     def now(self) -> int:
         raise NotImplementedError
 
-    def end(self) -> Log:
+    def end(self) -> AllocationLog:
         raise NotImplementedError
 
-    def snapshot(self, notes: Notes) -> dict[str, Any]:
+    def snapshot(self, notes: StepAnnotations) -> dict[str, Any]:
         """What was logged, for torch's viewer; after end()."""
         raise NotImplementedError
 
 
-class HostLog(MemoryLog):
+class CpuAllocationLog(AllocationLogger):
     """Of the counting allocator: a moment is the number of a line."""
 
     def __init__(self, allocator: Allocator) -> None:
@@ -149,29 +147,29 @@ class HostLog(MemoryLog):
     def now(self) -> int:
         return self.allocator.log_length()
 
-    def end(self) -> Log:
+    def end(self) -> AllocationLog:
         addresses, sizes, foreign = self.allocator.end_log().T
-        self.log = Log(np.arange(len(addresses)), addresses, sizes, foreign, self.standing)
+        self.log = AllocationLog(np.arange(len(addresses)), addresses, sizes, foreign, self.standing)
         return self.log
 
-    def snapshot(self, notes: Notes) -> dict[str, Any]:
-        return snapshot.of_host(self.log, notes)
+    def snapshot(self, notes: StepAnnotations) -> dict[str, Any]:
+        return memory_snapshot.snapshot_of_host(self.log, notes)
 
 
-class FullestStep:
+class PeakStepLog:
     """The log of the step in which the peak rose last."""
 
     def __init__(self, allocator: Allocator | None) -> None:
         self.allocator = allocator
         self.peak_bytes = 0
-        self.log: Log | None = None
+        self.log: AllocationLog | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
         if self.allocator is None:
             yield
             return
-        history = HostLog(self.allocator)
+        history = CpuAllocationLog(self.allocator)
         yield
         peak_bytes = self.allocator.peak_bytes()
         if peak_bytes > self.peak_bytes:
@@ -180,7 +178,7 @@ class FullestStep:
             self.allocator.drop_log()
 
 
-class CudaLog(MemoryLog):
+class CudaAllocationLog(AllocationLogger):
     """torch's own history of its caching allocator; a moment is a microsecond. Sizes are those requested."""
 
     def __init__(self, device: torch.device) -> None:
@@ -202,7 +200,7 @@ class CudaLog(MemoryLog):
     def now(self) -> int:
         return time.time_ns() // 1000
 
-    def end(self) -> Log:
+    def end(self) -> AllocationLog:
         self.taken: dict[str, Any] = torch.cuda.memory._snapshot(self.device)
         history: list[dict[str, Any]] = self.taken["device_traces"][self.device.index]
         torch.cuda.memory._record_memory_history(None)
@@ -212,54 +210,11 @@ class CudaLog(MemoryLog):
                 lines.append((entry["time_us"], entry["addr"], _FREED[entry["action"]] * entry["size"]))
         moments, addresses, sizes = np.array(lines, np.int64).reshape(-1, 3).T
         self.is_whole = sum(sizes) == sum(size for _, size in self._allocated(self.taken))
-        return Log(moments, addresses, sizes, np.zeros_like(sizes), len(self.there))
+        return AllocationLog(moments, addresses, sizes, np.zeros_like(sizes), len(self.there))
 
-    def snapshot(self, notes: Notes) -> dict[str, Any]:
+    def snapshot(self, notes: StepAnnotations) -> dict[str, Any]:
         return self.taken
 
 
 def _since(before: int | None, now: int | None) -> int | None:
     return None if before is None or now is None else now - before
-
-
-def local_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that hold a tensor's data on this rank: of a DTensor its local one, of a plain one itself."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for part in (getattr(tensor, name) for name in names):
-        if isinstance(part, Tensor):  # a DTensor names its mesh too
-            yield from local_tensors(part)
-
-
-class Storage(NamedTuple):
-    """What lies behind a tensor; the identity lasts as long as the storage, the address until it is resized."""
-
-    identity: int
-    bytes: int
-    address: int
-    device: str  # cpu or cuda
-
-
-def storages(tensor: Tensor) -> Iterator[Storage]:
-    """Every storage behind a tensor."""
-    for local in local_tensors(tensor):
-        if local.device.type != "meta" and local.layout == torch.strided:
-            storage = local.untyped_storage()
-            yield Storage(storage._cdata, storage.nbytes(), storage.data_ptr(), local.device.type)
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind some tensors on this rank, padding included; freed ones count 0."""
-    return sum({found.identity: found.bytes for tensor in tensors for found in storages(tensor)}.values())
-
-
-def element_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' own elements on this rank, each view once, not the buffers that they lie in."""
-    found = {
-        (local.untyped_storage()._cdata, local.storage_offset(), local.numel()): local.numel() * local.element_size()
-        for tensor in tensors
-        for local in local_tensors(tensor)
-    }
-    return sum(found.values())

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from harness.layout import Layout
-from harness.proof import Box, Rank
+from harness.layout.layout import Layout
+from harness.records.schema import Box, Rank
 
 SAME = 1e-6  # relative; what the same operations on the same numbers may differ by
+
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # relative, of one operation
 
 
@@ -46,7 +47,7 @@ def deviation(reference: Rank, ranks: Sequence[Rank], compute: str) -> Deviation
     return Deviation(loss, loss_where, gradient, gradient_where)
 
 
-def disagreements(layout: Layout, ranks: Sequence[Rank]) -> list[str]:
+def cross_rank_mismatches(layout: Layout, ranks: Sequence[Rank]) -> list[str]:
     """Where ranks differ in what must be one: the norm, the loss of the same data, copies of trained parameters."""
     said: dict[tuple[str, str], list[list[float | None]]] = defaultdict(list)
     for rank in ranks:
@@ -73,7 +74,7 @@ def overflow_problems(reference: Rank, ranks: Sequence[Rank]) -> list[str]:
     ]
 
 
-def mask_problems(layout: Layout, ranks: Sequence[Rank]) -> list[str]:
+def dropout_rng_problems(layout: Layout, ranks: Sequence[Rank]) -> list[str]:
     """Whether dropout's masks are one where ranks share what is dropped, and differ where they do not."""
     alone = ("pp", "dp_replicate", "dp_shard", "cp", *(["tp"] if layout.sequence_parallel else []))
     by_seed: dict[int, set[tuple[int, ...]]] = defaultdict(set)

@@ -4,27 +4,29 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from harness.records import Record
-from harness.report import comparison as c
-from harness.report.axes import VARYING
+from harness.records.schema import Record
+from harness.report import frame
 from harness.report.charts import memory as charts
-from harness.report.document import Bullets, Grid, Section, section
+from harness.report.document import BulletList, Section, Table, section
+from harness.report.labels import VARYING
 from harness.report.view import View
 
 # Runs that differ in the micro-batch alone, and in the batch and accumulation that follow from it, are one line of the
 # picture; those of one line and its checkpointed twin differ in checkpointing too.
 _LINE = ("strategy", "parameters", *(name for name in VARYING if name not in ("micro_batch", "global_batch")))
+
 Key = tuple[Any, ...]
+
 Points = dict[int, tuple[float, float | None]]  # measured and predicted bytes by micro-batch
 
 
 def batches(view: View) -> list[Section]:
     """A row a micro-batch of every line with several of them, and what each line says."""
-    lines = {key: points for key, points in _lines(view.middle_runs.records).items() if len(points) > 1}
+    lines = {key: points for key, points in _lines(view.median_runs.records).items() if len(points) > 1}
     if not lines:
         return []
     names = _names(list(lines))
-    unit = c.byte_unit([size for points in lines.values() for pair in points.values() for size in pair])
+    unit = frame.byte_unit([size for points in lines.values() for pair in points.values() for size in pair])
     rows = [
         (names[key], micro_batch, *points[micro_batch])
         for key, points in lines.items()
@@ -34,15 +36,15 @@ def batches(view: View) -> list[Section]:
     columns = {
         "run": [row[0] for row in rows],
         "micro-batch": [str(row[1]) for row in rows],
-        f"measured {unit.name}": c.scaled(measured, unit),
-        f"predicted {unit.name}": c.scaled(predicted, unit),
-        "measured/predicted": c.ratios([m / p if p else None for m, p in zip(measured, predicted, strict=True)]),
+        f"measured {unit.name}": frame.scaled(measured, unit),
+        f"predicted {unit.name}": frame.scaled(predicted, unit),
+        "measured/predicted": frame.ratios([m / p if p else None for m, p in zip(measured, predicted, strict=True)]),
     }
     return section(
         "Activation memory against micro-batch",
         charts.batches(view),
-        Grid(list(columns), list(zip(*columns.values(), strict=True))),
-        Bullets([("", sentence) for sentence in _sentences(lines, names)]),
+        Table(list(columns), list(zip(*columns.values(), strict=True))),
+        BulletList([("", sentence) for sentence in _sentences(lines, names)]),
     )
 
 
@@ -97,5 +99,5 @@ def _slope(points: Points) -> float:
 
 
 def _size(number: float) -> str:
-    unit = c.byte_unit([number])
-    return f"{c.scaled([number], unit)[0]} {unit.name}"
+    unit = frame.byte_unit([number])
+    return f"{frame.scaled([number], unit)[0]} {unit.name}"

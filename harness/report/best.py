@@ -1,11 +1,25 @@
-"""Which line of a comparison is best in a column, said only where its lead exceeds the spread."""
+"""Which of several choices no other beats in both cost and gain."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from harness.report import comparison as c
+from harness.report import frame
 from harness.report.spread import is_unsettled, relative_range, spread
 from harness.report.view import View
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """Of each (cost, gain) whether no other costs no more and gains no less, one of them strictly."""
+    least_cost: dict[float, float] = {}  # by gain
+    for cost, gain in points:
+        least_cost[gain] = min(cost, least_cost.get(gain, cost))
+    kept: dict[float, float] = {}
+    below = float("inf")  # the least cost of a larger gain
+    for gain in sorted(least_cost, reverse=True):
+        if least_cost[gain] < below:
+            kept[gain] = below = least_cost[gain]
+    return [kept.get(gain) == cost for cost, gain in points]
+
 
 # By column: whether more is better, and whether it is a time or a rate, of which one run's steps tell the spread.
 _JUDGED = {
@@ -29,18 +43,18 @@ def best(view: View) -> dict[str, set[int]]:
     for position, line in enumerate(view.lines):
         row = line["row"]
         if row["status"] == "ok":
-            groups.setdefault((*c.setting(row), row.get("world_size")), []).append(position)
+            groups.setdefault((*frame.comparability_key(row), row.get("world_size")), []).append(position)
     found: dict[str, set[int]] = {}
     for name in _JUDGED:
-        column = c.values(view.middles, name)
-        leaders = [_leader(view, name, column, members) for members in groups.values()]
+        column = frame.values(view.line_medians, name)
+        leaders = [_clear_winner(view, name, column, members) for members in groups.values()]
         known = {leader for leader in leaders if leader is not None}
         if known:
             found[name] = known
     return found
 
 
-def _leader(view: View, name: str, column: Sequence[Any], members: Sequence[int]) -> int | None:
+def _clear_winner(view: View, name: str, column: Sequence[Any], members: Sequence[int]) -> int | None:
     """The one line that leads all others by more than its spread and theirs.
 
     A rate or time of unknown spread leads nothing; figures of memory and bytes without one are taken as they are.

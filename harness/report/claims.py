@@ -2,51 +2,53 @@
 
 from collections.abc import Iterator, Sequence
 
-from harness.config import CALLED_AGAIN
-from harness.figures.kernels import FUSED
-from harness.plan.activations import WIDTH_BYTES
-from harness.plan.flops import ran_flops, takes_fused_kernel
-from harness.records import Record
-from harness.report import comparison as c
-from harness.report.claims_model_parallel import pipeline, tensor_parallel
-from harness.report.document import Grid, Prose, Section, section
-from harness.report.peers import (
+from harness.config.schema import RECOMPUTING_MODES
+from harness.cost_model.activations import WIDTH_BYTES
+from harness.cost_model.flops import executed_flops_with, takes_fused_kernel
+from harness.records.schema import FUSED_KERNELS, Record
+from harness.report import frame
+from harness.report.claim_peers import (
     COUNTED,
     DIVISION,
     EXACT,
     TIMED,
     Claim,
-    Run,
+    ClaimRun,
     by_setting,
-    compared,
+    compare_claim,
     ddp_of,
-    ended_well,
+    ok_runs,
     peer,
     ratio,
 )
+from harness.report.claims_model_parallel import pipeline, tensor_parallel
+from harness.report.document import Paragraph, Section, Table, section
 from harness.report.view import View
 
 _STATE = ("parameters", "gradients", "optimizer")
+
 # Bytes a parameter of each, as the ZeRO paper counts them for mixed precision, and for fp32 throughout.
 _ACCOUNTING = {"fp32": (4, 4, 8), "bf16_mixed": (2, 2, 12), "fp16_mixed": (2, 2, 12), "bf16": (2, 2, 4)}
+
 _FIRST_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}  # of ZeRO's, that divides it
+
 _PAPER_LIMIT = {1: 4, 2: 8}  # times less, at 2 + 2 + 12 bytes
 
 
 def claims(records: Sequence[Record], labels: Sequence[str] | None = None) -> list[Claim]:
     """Of every row that is ok, what applies to it and has its peer among the records, by the rows' labels."""
     kinds = (_state, _volume, _kept_activations, _recomputation, tensor_parallel, pipeline)
-    runs = ended_well(records, labels)
+    runs = ok_runs(records, labels)
     alike = by_setting(runs)
     return [claim for run in runs for kind in kinds for claim in kind(run, alike[run.setting])]
 
 
-def _only_data_parallel(run: Run) -> bool:
+def _only_data_parallel(run: ClaimRun) -> bool:
     parallel = run.degree("world_size") > 1 and run.degree("tp") == run.degree("pp") == run.degree("cp") == 1
     return parallel and run.row.get("strategy") != "ddp"
 
 
-def _state(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
+def _state(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     stage, shards, ddp = run.row.get("zero_stage"), run.degree("dp_shard"), ddp_of(run, runs)
     accounting = dict(zip(_STATE, _ACCOUNTING.get(str(run.row.get("precision")), ()), strict=False))
     if not stage or not shards or not accounting or ddp is None or not _only_data_parallel(run):
@@ -57,7 +59,7 @@ def _state(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
     if kept and whole_bytes / kept != _PAPER_LIMIT[stage]:
         limit += f", {_PAPER_LIMIT[stage]}× at the paper's 2 + 2 + 12 bytes"
     measured, own = (_state_bytes(ddp), _state_bytes(run)), _widths(run, accounting, stage, shards)
-    yield from compared(
+    yield from compare_claim(
         run,
         f"model state: DDP's over that of ZeRO stage {stage}",
         "ZeRO, arXiv 1910.02054, section 5",
@@ -68,16 +70,16 @@ def _state(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
     )
 
 
-def _state_bytes(run: Run) -> float | None:
-    parts = [run.number(name) for name in c.MODEL_STATE]
+def _state_bytes(run: ClaimRun) -> float | None:
+    parts = [run.number(name) for name in frame.MODEL_STATE]
     return None if None in parts else sum(part or 0 for part in parts)
 
 
-def _widths(run: Run, accounting: dict[str, int], stage: int, shards: int) -> Iterator[str]:
+def _widths(run: ClaimRun, accounting: dict[str, int], stage: int, shards: int) -> Iterator[str]:
     """What a run holds otherwise than the accounting has it, a phrase each with the cause where it is known."""
     fsdp, deepspeed = run.degrees.get("data_parallel") == "fsdp", run.zero_by_deepspeed
     mixed, offloaded = run.row.get("precision") != "fp32", run.row.get("offload") not in (None, "none")
-    for kind, column in zip(_STATE, c.MODEL_STATE, strict=True):
+    for kind, column in zip(_STATE, frame.MODEL_STATE, strict=True):
         held, parameters = run.number(column), run.number("parameters")
         parts = shards if stage >= _FIRST_STAGE[kind] else 1
         size = held * parts / parameters if held and parameters else accounting[kind]
@@ -95,16 +97,20 @@ def _widths(run: Run, accounting: dict[str, int], stage: int, shards: int) -> It
         }
         known = [sizes for (of, holds), sizes in causes.items() if of == kind and holds]
         found = (text for sizes in known for made, text in sizes.items() if abs(size - made) <= EXACT * made)
-        cause = "whole parameters are dealt out" if kind == "optimizer" and deals_out(run) else next(found, "")
+        cause = (
+            "whole parameters are dealt out"
+            if kind == "optimizer" and partitions_by_parameter(run)
+            else next(found, "")
+        )
         text = f"{kind} at {size:.3g} bytes a parameter, not {accounting[kind]}"
         yield f"{text} ({cause})" if cause else text
 
 
-def deals_out(run: Run) -> bool:
+def partitions_by_parameter(run: ClaimRun) -> bool:
     return run.degrees.get("data_parallel") == "ddp" and run.row.get("zero_stage") == 1
 
 
-def _volume(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
+def _volume(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     stage, k = run.row.get("zero_stage"), run.number("grad_accumulation")
     hybrid = run.degree("dp_shard") > 1 and run.degree("dp_replicate") > 1
     config = run.config()
@@ -120,15 +126,15 @@ def _volume(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
     }
     paper = papers.get(stage)
     strategy, tied = run.groups.get("strategy") or {}, (run.groups.get("model") or {}).get("tie_word_embeddings")
-    deepspeed, again = run.zero_by_deepspeed, config.checkpointing.name in CALLED_AGAIN
+    deepspeed, again = run.zero_by_deepspeed, config.checkpointing.name in RECOMPUTING_MODES
     reasons = {
         "DeepSpeed's defaults are not the paper's method": deepspeed and strategy.get("literature") is False,
-        "ZeroRedundancyOptimizer all-reduces gradients, then broadcasts parameters": deals_out(run),
+        "ZeroRedundancyOptimizer all-reduces gradients, then broadcasts parameters": partitions_by_parameter(run),
         "DeepSpeed gathers layers once more for a second forward": deepspeed and stage == 3 and again,
         "a tied embedding is gathered for each of its two uses": deepspeed and stage == 3 and tied is True,
     }
     if paper is not None:
-        yield from compared(
+        yield from compare_claim(
             run,
             f"bytes sent a step over DDP's, k = {k} micro-batches",
             "ZeRO, arXiv 1910.02054, section 7, and its reductions in every micro-batch",
@@ -140,9 +146,9 @@ def _volume(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
         )
 
 
-def _kept_activations(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
+def _kept_activations(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     plain = _unchecked(run, runs)
-    yield from compared(
+    yield from compare_claim(
         run,
         "activations: without checkpointing over with, each layer keeping its input alone",
         f"{COUNTED} Korthikanti et al., arXiv 2205.05198, section 5",
@@ -152,32 +158,32 @@ def _kept_activations(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
     )
 
 
-def _unchecked(run: Run, runs: Sequence[Run]) -> Run | None:
+def _unchecked(run: ClaimRun, runs: Sequence[ClaimRun]) -> ClaimRun | None:
     """For a run with full checkpointing the same without."""
     full = run.row.get("checkpointing") == "full"
     return peer(run, runs, DIVISION, checkpointing="none") if full else None
 
 
-def _recomputation(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
+def _recomputation(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     plain, layout, config = _unchecked(run, runs), run.layout(), run.config()
     before = plain.config() if plain else None
     if layout is None or config is None or before is None:
         return
     device = "cpu" if run.row.get("measured_on") == "cpu" else "cuda"
     heard = run.row.get("attention_kernel")
-    fused = heard in FUSED if heard else takes_fused_kernel(config, device)
-    deepspeed = layout.zero_by_deepspeed and layout.zero_stage == 3
+    fused = heard in FUSED_KERNELS if heard else takes_fused_kernel(config, device)
+    deepspeed = layout.uses_deepspeed_zero and layout.zero_stage == 3
     projection = deepspeed and run.options().get("memory_efficient_linear") is not False
     remark = "4/3 leaves out that the head runs once and that torch stops before a layer's last projection"
     if layout.schedule == "zero_bubble" and layout.pp > 1:
         remark += "; a backward in halves has a second forward for each"
     if projection:
         remark += "; DeepSpeed's own projection runs that too"
-    yield from compared(
+    yield from compare_claim(
         run,
         "operations that ran: with checkpointing over without, one more forward",
         f"{COUNTED} Chen et al., arXiv 1604.06174, abstract",
-        ran_flops(config, layout, fused, projection) / ran_flops(before, layout, fused),
+        executed_flops_with(config, layout, fused, projection) / executed_flops_with(before, layout, fused),
         "4/3× = 1.33×",
         ratio(run, plain, "hardware_flops"),
         remark=remark,
@@ -187,7 +193,7 @@ def _recomputation(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
 
 def literature(view: View) -> list[Section]:
     """A row a claim."""
-    found = claims(view.lines, c.values(view.middles, "label"))
+    found = claims(view.lines, frame.values(view.line_medians, "label"))
     if not found:
         return []
     header = ["run", "claim", "source", "the paper's figure", "verdict", "at this layout", "measured"]
@@ -201,8 +207,8 @@ def literature(view: View) -> list[Section]:
     free = [claim for claim in found if not claim.required]
     return section(
         "The literature beside the measurement",
-        Grid(header, rows, names=5),
-        Prose(
+        Table(header, rows, names=5),
+        Paragraph(
             f"{sum(claim.agrees for claim in free)} of the {len(free)} that may differ agree: within {EXACT:.0%} in"
             f" bytes and operations, {TIMED:.0%} in time. Those marked as proven are conditions of every row that is"
             " ok; bytes sent are counted under ring algorithms on both sides. The paper's figure is for its own model"

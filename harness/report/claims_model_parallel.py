@@ -2,22 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 
-from harness.config import RunConfig
-from harness.layout import Layout
-from harness.placement import stages_of_rank, whole
-from harness.plan.parts import held_parameter_count
-from harness.report.peers import COUNTED, TIMED, Claim, Run, compared, ddp_of, peer, ratio
-from harness.sizes import parameter_count
+from harness.config.schema import RunConfig
+from harness.cost_model.stage_memory import held_parameter_count
+from harness.layout.layout import Layout
+from harness.layout.parameters import parameter_count
+from harness.layout.partition import stages_of_rank, whole_model
+from harness.report.claim_peers import COUNTED, TIMED, Claim, ClaimRun, compare_claim, ddp_of, peer, ratio
 
 
-def tensor_parallel(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
+def tensor_parallel(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     t, config, layout = run.degree("tp"), run.config(), run.layout()
     if t < 2 or t != run.degree("world_size"):
         return
     if config is not None and layout is not None:
-        held = held_parameter_count(config.model, whole(config.model), t, layout.vocabulary_tp)
+        held = held_parameter_count(config.model, whole_model(config.model), t, layout.vocabulary_tp)
         uncut = "norms" if layout.vocabulary_parallel else "norms and vocabulary"
-        yield from compared(
+        yield from compare_claim(
             run,
             f"parameters: the whole model over a rank's part, {uncut} not cut",
             "Megatron-LM, arXiv 1909.08053, section 3",
@@ -27,7 +27,7 @@ def tensor_parallel(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
             required=True,
         )
     undivided, shared = _undivided(run, runs), bool(run.row.get("sequence_parallel"))
-    yield from compared(
+    yield from compare_claim(
         run,
         f"activations: of the whole model over those of a rank{' with sequence parallel' * shared}",
         f"{COUNTED} Korthikanti et al., arXiv 2205.05198, sections 4.1 and 4.2",
@@ -37,7 +37,7 @@ def tensor_parallel(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
     )
     if run.row.get("sequence_parallel"):
         without = peer(run, runs, ("world_size", "tp", "checkpointing"), sequence_parallel=False)
-        yield from compared(
+        yield from compare_claim(
             run,
             "activations: tensor parallel alone over the same with sequence parallel",
             f"{COUNTED} Korthikanti et al., arXiv 2205.05198, section 4.2",
@@ -47,17 +47,17 @@ def tensor_parallel(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
         )
 
 
-def _undivided(run: Run, runs: Sequence[Run]) -> Run | None:
+def _undivided(run: ClaimRun, runs: Sequence[ClaimRun]) -> ClaimRun | None:
     """A run whose every rank holds the whole model."""
     return ddp_of(run, runs) or peer(run, runs, ("checkpointing",), strategy="single")
 
 
-def pipeline(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
+def pipeline(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     p, config, layout = run.degree("pp"), run.config(), run.layout()
     if p < 2 or p != run.degree("world_size"):
         return
     if config is not None and layout is not None:
-        yield from compared(
+        yield from compare_claim(
             run,
             "parameters: the whole model over the fullest rank's stages",
             "GPipe, arXiv 1811.06965, section 2",
@@ -77,7 +77,7 @@ def pipeline(run: Run, runs: Sequence[Run]) -> Iterator[Claim]:
         "sending takes time, and stages are not equal": True,
     }
     slower = next(text for text, holds in reasons.items() if holds)
-    yield from compared(
+    yield from compare_claim(
         run,
         "bubble: idle over working time",
         "arXiv 2401.10241, table 2" if schedule == "zero_bubble" else "arXiv 2104.04473, section 2.2",
@@ -95,7 +95,7 @@ def _fullest(config: RunConfig, layout: Layout) -> int:
     return max(sum(held_parameter_count(config.model, stage, 1) for stage in held) for held in ranks)
 
 
-def _in_flight(run: Run) -> Iterator[Claim]:
+def _in_flight(run: ClaimRun) -> Iterator[Claim]:
     """The papers give it for GPipe, 1F1B and its interleaved form, and for zero bubble with a stage a rank."""
     p, v, m = run.degree("pp"), run.degree("virtual_stages"), run.degree("grad_accumulation")
     found = {
@@ -108,7 +108,7 @@ def _in_flight(run: Run) -> Iterator[Claim]:
     if v == 1:
         found["zero_bubble"] = (min(p, m), "min(p, m)", "arXiv 2401.10241, table 2")
     passes, formula, source = found.get(str(run.row.get("schedule")), (0, "", ""))
-    yield from compared(
+    yield from compare_claim(
         run,
         f"most passes in flight, m = {m}",
         source,

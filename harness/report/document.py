@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.report import comparison as c
+from harness.report import frame
 
 
 class Best(str):
@@ -16,21 +16,21 @@ class Best(str):
 
 
 @dataclass(frozen=True)
-class Prose:
+class Paragraph:
     """A paragraph."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Bullets:
+class BulletList:
     """A list; of each item what leads (may be empty) is set off from what is said of it."""
 
     items: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Grid:
+class Table:
     """A table: the first `names` columns are text, the others numbers; a cell may be a Best."""
 
     header: Sequence[str]
@@ -41,17 +41,17 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Chart:
     """A chart, with all that it shows said in words and in a table as well."""
 
     name: str  # of its file, without suffix; letters, digits and hyphens
     title: str
-    said: str  # a sentence for those who do not see it: what is drawn, and over which range
+    alt_text: str  # a sentence for those who do not see it: what is drawn, and over which range
     spec: dict[str, Any]  # Vega-Lite; its data have a field `strategy`, by which the page hides marks
-    table: Grid  # the exact values
+    table: Table  # the exact values
 
 
-Part = Prose | Bullets | Grid | Picture
+Part = Paragraph | BulletList | Table | Chart
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def section(title: str, *parts: Part | None, inner: Sequence[Section] = ()) -> l
     return [Section(title, known, inner)] if known or inner else []
 
 
-def labelled(table: pd.DataFrame, columns: dict[str, list[str]], names: int = 1) -> Grid:
+def labelled(table: pd.DataFrame, columns: dict[str, list[str]], names: int = 1) -> Table:
     """A table with a row a run and the columns given; runs of which all of them are empty are left out."""
-    rows = [cells for cells in zip(c.values(table, "label"), *columns.values(), strict=True) if any(cells[1:])]
-    return Grid(["run", *columns], rows, names)
+    rows = [cells for cells in zip(frame.values(table, "label"), *columns.values(), strict=True) if any(cells[1:])]
+    return Table(["run", *columns], rows, names)

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from harness.errors import printable
-from harness.records import atomic_write_text, rows_of, write_runs_csv
+from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.report import html, markdown
-from harness.report.charts import drawing, style
-from harness.report.document import Picture, Section
+from harness.report.charts import render, style
+from harness.report.document import Chart, Section
 from harness.report.parquet import write_runs_parquet
 from harness.report.sections import sections
-from harness.report.view import MOST, View, shown
+from harness.report.view import MOST, View, truncate
+from harness.util.files import atomic_write_text
+from harness.util.text import sanitize
 
 
 def write_files(results_dir: Path, view: View, pivot: str | None = None, fits_in: int | None = None) -> list[Path]:
@@ -39,26 +40,26 @@ def write_files(results_dir: Path, view: View, pivot: str | None = None, fits_in
 
 def _html(view: View, found: Sequence[Section]) -> str | None:
     try:
-        library, config = drawing.library(), (style.config(), style.config(dark=True))
-    except drawing.DrawingError as error:
-        print(f"report.html is not written: {printable(error)}", file=sys.stderr)
+        library, config = render.library(), (style.config(), style.config(dark=True))
+    except render.DrawingError as error:
+        print(f"report.html is not written: {sanitize(error)}", file=sys.stderr)
         return None
-    return html.page(view.name, found, html.explored(shown(view, MOST)), library, config)
+    return html.page(view.name, found, html.build_explorer(truncate(view, MOST)), library, config)
 
 
 def _drawn(found: Sequence[Section]) -> dict[str, str]:
     """The pictures by their names; what cannot be drawn costs report.md its pictures and nothing else."""
     try:
-        return drawing.svgs({picture.name: picture.spec for picture in pictures(found)})
-    except drawing.DrawingError as error:
-        print(f"report.md is without pictures: {printable(error)}", file=sys.stderr)
+        return render.svgs({picture.name: picture.spec for picture in pictures(found)})
+    except render.DrawingError as error:
+        print(f"report.md is without pictures: {sanitize(error)}", file=sys.stderr)
         return {}
 
 
-def pictures(sections: Iterable[Section]) -> Iterator[Picture]:
+def pictures(sections: Iterable[Section]) -> Iterator[Chart]:
     """In the order in which they are read."""
     for section in sections:
-        yield from (part for part in section.parts if isinstance(part, Picture))
+        yield from (part for part in section.parts if isinstance(part, Chart))
         yield from pictures(section.inner)
 
 

@@ -6,19 +6,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.records import Record, Row
-from harness.report import across
-from harness.report import comparison as c
+from harness.records.schema import Record, Row
+from harness.report import frame, summary_sentences
+from harness.report.best import pareto_front
+from harness.report.claim_peers import DIVISION, Claim
 from harness.report.claims import claims
-from harness.report.document import Bullets, Part, Prose, Section, section
-from harness.report.pareto import front
-from harness.report.peers import DIVISION, Claim
+from harness.report.document import BulletList, Paragraph, Part, Section, section
 from harness.report.spread import is_unsettled, spread
+from harness.report.text import listed, percent
 from harness.report.view import View
-from harness.report.words import listed, percent
 
 _MOST_GROUPS = 4  # settings that are told of
+
 _MOST_LINES = 6  # of a group that are told one by one
+
 _VOLUME = "bytes sent a step over DDP's"  # how the claim begins
 
 
@@ -58,18 +59,26 @@ def findings(view: View, fits_in: int | None = None) -> list[Section]:
     """
     groups = _groups(view)
     told = sorted(groups.values(), key=_weight, reverse=True)[:_MOST_GROUPS]
-    parts: list[Part] = [*_bullets([*across.wall(view), *across.scaling(view)])]
+    parts: list[Part] = [
+        *_bullets([*summary_sentences.memory_wall_sentences(view), *summary_sentences.scaling_sentences(view)])
+    ]
     for place, records in enumerate(told):
-        parts += [Prose(_heading(records, groups))] if len(groups) > 1 else []
+        parts += [Paragraph(_heading(records, groups))] if len(groups) > 1 else []
         parts += _bullets(_sentences(_lines(records), fits_in, in_full=place == 0))
     untold = len(groups) - len(told)
-    parts += [Prose(f"{c.counted(untold, 'smaller group')} of comparable runs: see the tables.")] if untold else []
-    return section("In short", *parts, *_bullets([*across.predictions(view), *across.failures(view)]))
+    parts += (
+        [Paragraph(f"{frame.counted(untold, 'smaller group')} of comparable runs: see the tables.")] if untold else []
+    )
+    return section(
+        "In short",
+        *parts,
+        *_bullets([*summary_sentences.prediction_sentences(view), *summary_sentences.failure_sentences(view)]),
+    )
 
 
-def _bullets(sentences: Iterable[str]) -> list[Bullets]:
+def _bullets(sentences: Iterable[str]) -> list[BulletList]:
     items = [("", sentence) for sentence in sentences]
-    return [Bullets(items)] if items else []
+    return [BulletList(items)] if items else []
 
 
 def _groups(view: View) -> dict[tuple[Any, ...], list[Record]]:
@@ -78,7 +87,7 @@ def _groups(view: View) -> dict[tuple[Any, ...], list[Record]]:
     for line in view.lines:
         row = line["row"]
         if row["status"] == "ok" and row.get("tokens_per_second"):
-            found.setdefault((*c.setting(row), row.get("world_size")), []).append(line)
+            found.setdefault((*frame.comparability_key(row), row.get("world_size")), []).append(line)
     return {key: lines for key, lines in found.items() if len(lines) > 1}
 
 
@@ -89,8 +98,8 @@ def _weight(lines: Sequence[Record]) -> tuple[int, int]:
 
 def _lines(records: Sequence[Record]) -> list[Line]:
     """By labels that tell them apart among themselves."""
-    table = c.frame(records)
-    named = zip(c.values(table, "label"), records, c.values(table, "baseline"), strict=True)
+    table = frame.records_frame(records)
+    named = zip(frame.values(table, "label"), records, frame.values(table, "baseline"), strict=True)
     return [Line(label, record, baseline) for label, record, baseline in named]
 
 
@@ -161,7 +170,7 @@ def _spread_text(line: Line) -> str:
 
 def _smallest(lines: Sequence[Line], fastest: Line) -> str:
     small = min(lines, key=lambda line: (line.peak or 0, -line.speed))
-    text = f"{small.label} needs the least memory: {c.bytes_text(small.peak or 0)} at the peak of its fullest rank"
+    text = f"{small.label} needs the least memory: {frame.bytes_text(small.peak or 0)} at the peak of its fullest rank"
     if not (_timed(small) and _timed(fastest)):
         return text + "."
     if small is fastest:
@@ -173,7 +182,7 @@ def _smallest(lines: Sequence[Line], fastest: Line) -> str:
 
 def _front(lines: Sequence[Line]) -> list[Line]:
     """The lines that none beats in both speed and peak memory, from the fastest to the smallest."""
-    best = front([(float(line.peak or 0), line.speed) for line in lines])
+    best = pareto_front([(float(line.peak or 0), line.speed) for line in lines])
     distinct: dict[tuple[float, int | None], Line] = {}
     for line, is_best in zip(lines, best, strict=True):
         if is_best:
@@ -194,17 +203,17 @@ def _ladder(kept: Sequence[Line]) -> Iterator[str]:
 
 
 def _fitting(lines: Sequence[Line], fits_in: int) -> str:
-    limit = c.bytes_text(fits_in)
+    limit = frame.bytes_text(fits_in)
     fitting = [line for line in lines if line.peak is not None and line.peak <= fits_in]
     if not fitting:
         least = min(line.peak or 0 for line in lines)
-        return f"Nothing measured here fits in {limit}: the least is {c.bytes_text(least)}."
+        return f"Nothing measured here fits in {limit}: the least is {frame.bytes_text(least)}."
     if not all(_timed(line) for line in fitting):
         return f"{len(fitting)} of {len(lines)} fit in {limit}: {listed([line.label for line in fitting])}."
     first, *others = sorted(fitting, key=lambda line: -line.speed)
     rivals = [line.label for line in others if _unsettled(line, first)]
     text = f"Of the {len(fitting)} of {len(lines)} that fit in {limit}, {first.label} is fastest: {first.fast} in"
-    text += f" {c.bytes_text(first.peak or 0)}"
+    text += f" {frame.bytes_text(first.peak or 0)}"
     return text + (
         f"; the spreads leave open whether {listed(rivals[:_MOST_LINES])} would be as fast." if rivals else "."
     )
@@ -281,7 +290,7 @@ def _bubbles(lines: Sequence[Line]) -> Iterator[str]:
 
 def _at_least(size: int) -> str:
     """A size as text that is no less than it, so that what is recommended for it does fit."""
-    unit = c.byte_unit([size])
+    unit = frame.byte_unit([size])
     number = size / unit.size
     decimals = 0 if number >= 1000 or unit.name == "B" else 1 if number >= 100 else 2
     return f"{math.ceil(number * 10**decimals) / 10**decimals:,.{decimals}f} {unit.name}"

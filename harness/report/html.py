@@ -16,17 +16,21 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from harness.errors import printable
-from harness.report import comparison as c
-from harness.report.document import Best, Bullets, Grid, Picture, Prose, Section
+from harness.report import frame
+from harness.report.document import Best, BulletList, Chart, Paragraph, Section, Table
 from harness.report.view import View
+from harness.util.text import sanitize
 
 Config = dict[str, Any]
 
 _FOLDER = Path(__file__).parent / "page"
+
 _LONG = 36  # letters of a cell that does not have to stay on one line
+
 _WORDS = {"strategy": "strategy", "checkpointing": "checkpointing", "status": "status", "precision": "precision"}
+
 _WORDS |= {"engine": "engine", "model": "model", "measured_on": "device"}
+
 _MEMORY = {
     "peak_allocated_bytes": "peak memory",
     "state_bytes": "model state",
@@ -35,6 +39,7 @@ _MEMORY = {
     "optimizer_bytes": "optimizer state",
     "activation_bytes": "activations",
 }
+
 _COUNTS = {
     "parameters": "model parameters",
     "world_size": "world size",
@@ -50,58 +55,58 @@ _COUNTS = {
 
 
 @dataclass(frozen=True)
-class Explored:
+class ExplorerData:
     """What the reader draws: of every row its words and numbers, which may be None, by the names of both."""
 
     rows: Sequence[Mapping[str, str | float | None]]  # each has `label` and `strategy` besides
     words: Mapping[str, str]  # to colour by: name and title
     numbers: Mapping[str, str]  # to draw: name, and title with the unit that the rows' values are in
-    table: Grid  # the same values, for those who do not see the chart
+    table: Table  # the same values, for those who do not see the chart
 
 
-def explored(view: View) -> Explored | None:
+def build_explorer(view: View) -> ExplorerData | None:
     """The lines of a folder by every number that two of them know; None where there are no two such numbers."""
-    table = view.middles
+    table = view.line_medians
     numbers: dict[str, str] = {}
     columns: dict[str, list[float | None]] = {}
     shown: dict[str, list[str]] = {}
     for name, title, unit in _numbers(table) if len(table) else ():
-        found = c.values(table, name)
+        found = frame.values(table, name)
         if sum(value is not None for value in found) > 1:
             numbers[name] = f"{title}, {unit.name}" if unit.name else title
             columns[name] = [None if value is None else value / unit.size for value in found]
-            shown[name] = c.deviations(found) if name.endswith("_deviation") else c.scaled(found, unit)
+            shown[name] = frame.deviations(found) if name.endswith("_deviation") else frame.scaled(found, unit)
     if len(numbers) < 2:
         return None
-    words = {name: title for name, title in _WORDS.items() if name == "strategy" or len(c.known(table, name)) > 1}
-    labels, strategies = c.values(table, "label"), [value or "" for value in c.values(table, "strategy")]
-    texts = {name: [printable(value or "") for value in c.values(table, name)] for name in words}
+    words = {name: title for name, title in _WORDS.items() if name == "strategy" or len(frame.known(table, name)) > 1}
+    labels, strategies = frame.values(table, "label"), [value or "" for value in frame.values(table, "strategy")]
+    texts = {name: [sanitize(value or "") for value in frame.values(table, name)] for name in words}
     rows: list[dict[str, str | float | None]] = []
     for i, label in enumerate(labels):
         said = {name: values[i] for name, values in texts.items()}
-        rows.append({"label": printable(label), **said, **{name: values[i] for name, values in columns.items()}})
+        rows.append({"label": sanitize(label), **said, **{name: values[i] for name, values in columns.items()}})
     told = [name for name in words if name != "strategy"]  # the label says the strategy
     header = ["run", *(words[name] for name in told), *numbers.values()]
     cells = [[labels[i], *(texts[n][i] for n in told), *(shown[n][i] for n in numbers)] for i in range(len(labels))]
-    grid = Grid(header, cells, 1 + len(told), "Everything that can be drawn", strategies)
-    return Explored(rows, words, numbers, grid)
+    grid = Table(header, cells, 1 + len(told), "Everything that can be drawn", strategies)
+    return ExplorerData(rows, words, numbers, grid)
 
 
-def _numbers(table: Any) -> Iterator[tuple[str, str, c.Unit]]:
+def _numbers(table: Any) -> Iterator[tuple[str, str, frame.Unit]]:
     """Every number that can be an axis: its column, title and the unit of it that reads well."""
-    memory = c.byte_unit([value for name in _MEMORY for value in c.values(table, name)])
-    sent = c.byte_unit(c.values(table, "communication_bytes"))
-    yield "tokens_per_second", "tokens a second", c.ONE
+    memory = frame.byte_unit([value for name in _MEMORY for value in frame.values(table, name)])
+    sent = frame.byte_unit(frame.values(table, "communication_bytes"))
+    yield "tokens_per_second", "tokens a second", frame.ONE
     yield "peak_allocated_bytes", "peak memory", memory  # the second is what is drawn across at first
-    yield "tokens_per_second_per_device", "tokens a second and device", c.ONE
-    yield "step_seconds", "step time", c.MILLISECONDS
-    yield "mfu", "MFU", c.Unit("%", 0.01)
-    yield "bubble", "bubble", c.ONE
+    yield "tokens_per_second_per_device", "tokens a second and device", frame.ONE
+    yield "step_seconds", "step time", frame.MILLISECONDS
+    yield "mfu", "MFU", frame.Unit("%", 0.01)
+    yield "bubble", "bubble", frame.ONE
     yield from ((name, title, memory) for name, title in _MEMORY.items() if name != "peak_allocated_bytes")
     yield "communication_bytes", "sent by one rank in one step", sent
-    yield "loss_deviation", "largest difference of a loss", c.ONE
-    yield "grad_deviation", "largest difference of a gradient", c.ONE
-    yield from ((name, title, c.ONE) for name, title in _COUNTS.items() if len(c.known(table, name)) > 1)
+    yield "loss_deviation", "largest difference of a loss", frame.ONE
+    yield "grad_deviation", "largest difference of a gradient", frame.ONE
+    yield from ((name, title, frame.ONE) for name, title in _COUNTS.items() if len(frame.known(table, name)) > 1)
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class _Heading:
 def page(
     title: str,
     sections: Sequence[Section],
-    explored: Explored | None,
+    explored: ExplorerData | None,
     library: str,
     config: tuple[Config, Config],
     svgs: Mapping[str, str] | None = None,
@@ -131,7 +136,7 @@ def page(
     pictures = list(_pictures(sections))
     strategies = _strategies(sections, pictures, explored)
     data = {
-        "charts": [picture.spec | {"description": picture.said} for picture in pictures],
+        "charts": [picture.spec | {"description": picture.alt_text} for picture in pictures],
         "explored": explored and {"rows": explored.rows, "words": explored.words, "numbers": explored.numbers},
         "config": config,
     }
@@ -177,21 +182,21 @@ def _headings(sections: Sequence[Section], level: int, taken: set[str]) -> list[
     return found
 
 
-def _pictures(sections: Sequence[Section]) -> Iterator[Picture]:
+def _pictures(sections: Sequence[Section]) -> Iterator[Chart]:
     for section in sections:
-        yield from (part for part in section.parts if isinstance(part, Picture))
+        yield from (part for part in section.parts if isinstance(part, Chart))
         yield from _pictures(section.inner)
 
 
-def _grids(sections: Sequence[Section]) -> Iterator[Grid]:
+def _grids(sections: Sequence[Section]) -> Iterator[Table]:
     for section in sections:
         for part in section.parts:
-            if isinstance(part, Grid | Picture):
-                yield part if isinstance(part, Grid) else part.table
+            if isinstance(part, Table | Chart):
+                yield part if isinstance(part, Table) else part.table
         yield from _grids(section.inner)
 
 
-def _strategies(sections: Sequence[Section], pictures: Sequence[Picture], explored: Explored | None) -> list[str]:
+def _strategies(sections: Sequence[Section], pictures: Sequence[Chart], explored: ExplorerData | None) -> list[str]:
     """Every strategy that a row or a mark belongs to, in the order of the page."""
     grids = [*_grids(sections), *([explored.table] if explored else [])]
     found = [strategy for grid in grids for strategy in grid.strategies]
@@ -244,10 +249,10 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+        finalize=lambda value: value if isinstance(value, Markup) else sanitize(value),
     )
     environment.filters |= {"split_cell": _split_cell, "identity": id}
-    for kind in (Prose, Bullets, Grid, Picture, Best):
+    for kind in (Paragraph, BulletList, Table, Chart, Best):
         environment.tests[kind.__name__.lower()] = lambda value, kind=kind: isinstance(value, kind)
     environment.tests["long"] = lambda text: len(text) > _LONG
     return environment.get_template("page.html.j2")

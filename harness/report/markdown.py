@@ -3,11 +3,13 @@
 import re
 from collections.abc import Collection, Iterator, Sequence
 
-from harness.errors import printable
-from harness.report.document import Best, Bullets, Grid, Part, Picture, Prose, Section
+from harness.report.document import Best, BulletList, Chart, Paragraph, Part, Section, Table
+from harness.util.text import sanitize
 
 FIGURES = "figures"  # the folder of pictures, beside report.md
+
 _ACTIVE = re.compile(r"[\\`*\[\]<>|~#$&]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.|@")
+
 _OPENS = re.compile(r"^(\d{0,9})([-+=.)])")  # a list, a rule or a heading's underline
 
 
@@ -28,14 +30,14 @@ def _section(section: Section, level: int, drawn: Collection[str]) -> Iterator[s
 
 def _part(part: Part, drawn: Collection[str]) -> Iterator[str]:
     match part:
-        case Prose(text):
+        case Paragraph(text):
             yield _line(text)
-        case Bullets(items):
+        case BulletList(items):
             yield "\n".join(f"- {_item(lead, text)}" for lead, text in items)
-        case Grid():
+        case Table():
             yield from [_line(f"{part.caption}:")] if part.caption else []
             yield grid(part)
-        case Picture(name, _, said) if name in drawn:
+        case Chart(name, _, said) if name in drawn:
             yield f"![{escape(said)}]({FIGURES}/{name}.svg)"
 
 
@@ -43,7 +45,7 @@ def _item(lead: str, text: str) -> str:
     return f"**{escape(lead)}**: {escape(text)}" if lead else _line(text)
 
 
-def grid(table: Grid) -> str:
+def grid(table: Table) -> str:
     """The first `names` columns left-aligned, the others right."""
     rule = ["---" if position < table.names else "---:" for position in range(len(table.header))]
     rows = [[_cell(cell) for cell in cells] for cells in (table.header, *table.rows)]
@@ -63,4 +65,4 @@ def _line(text: str) -> str:
 def escape(text: object) -> str:
     """Any text as one line that Markdown shows as it is: no markup, no link, no cell's end."""
     entities = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;"}
-    return _ACTIVE.sub(lambda match: entities.get(match[0], "\\" + match[0]), printable(text))
+    return _ACTIVE.sub(lambda match: entities.get(match[0], "\\" + match[0]), sanitize(text))

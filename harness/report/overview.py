@@ -6,12 +6,12 @@ from typing import Any
 
 import pandas as pd
 
-from harness.records import Record
-from harness.report import comparison as c
-from harness.report.axes import VARYING, told
+from harness.records.schema import Record
+from harness.report import frame
 from harness.report.best import best
 from harness.report.charts import speed, tradeoffs
-from harness.report.document import Best, Grid, Prose, Section, section
+from harness.report.document import Best, Paragraph, Section, Table, section
+from harness.report.labels import VARYING, value_text
 from harness.report.spread import HOW_TO_READ
 from harness.report.tables import comparison_columns
 from harness.report.view import View
@@ -20,21 +20,21 @@ from harness.report.view import View
 _SHOWN = {"peak_allocated_bytes": "Peak memory", "tokens_per_second": "Tokens per second"}
 
 
-def introduction(view: View) -> Prose:
+def introduction(view: View) -> Paragraph:
     """How many runs there are, how they ended, what they share, and what made them."""
-    table, records = view.middles, view.records
+    table, records = view.line_medians, view.records
     ends = Counter(record["row"]["status"] for record in records)
-    text = f"{c.counted(len(records), 'run')} ({', '.join(f'{count} {end}' for end, count in ends.items())})"
-    text += f" of {c.counted(len(view.lines), 'line')}" if len(view.lines) < len(records) else ""
-    shared = "; ".join(c.summary(table))
+    text = f"{frame.counted(len(records), 'run')} ({', '.join(f'{count} {end}' for end, count in ends.items())})"
+    text += f" of {frame.counted(len(view.lines), 'line')}" if len(view.lines) < len(records) else ""
+    shared = "; ".join(frame.summary(table))
     text += f", all of them: {shared}." if shared else "."
-    varied = ", ".join(VARYING[name] for name in c.varying_columns(table))
+    varied = ", ".join(VARYING[name] for name in frame.varying_columns(table))
     text += f" What varies beside the strategy: {varied}." if varied else ""
     made_by = [f"{key} {', '.join(found)}" for key, found in made_by_versions(records).items()]
     text += f" Made by {', '.join(made_by)}." if made_by else ""
     if view.running:
         text += f" Still running, and not in the tables: {', '.join(view.running)}."
-    return Prose(text)
+    return Paragraph(text)
 
 
 def made_by_versions(records: Sequence[Record]) -> dict[str, list[str]]:
@@ -49,15 +49,15 @@ def made_by_versions(records: Sequence[Record]) -> dict[str, list[str]]:
 
 def comparison(view: View) -> list[Section]:
     """A row a line; the best of a column is marked where the spread leaves no doubt."""
-    table = view.middles
+    table = view.line_medians
     columns = comparison_columns(table, short=False)
     marked = best(view)
     cells = [
         [Best(cell) if position in marked.get(column.key, ()) else cell for position, cell in enumerate(column.cells)]
         for column in columns
     ]
-    baseline = c.baseline_names(table)
-    caption = "; ".join(c.summary(table))
+    baseline = frame.baseline_names(table)
+    caption = "; ".join(frame.summary(table))
     words = (
         (f"× is the value over that of {baseline}. " if baseline else "")
         + "Memory is the maximum over ranks; state is parameters, gradients and optimizer, on the device and the host;"
@@ -67,24 +67,28 @@ def comparison(view: View) -> list[Section]:
             " Bold marks the best of a column among as many ranks, where it leads by more than the spread."
             * bool(marked)
         )
-        + (" The bubble is the idle time of all stages over their working time." if c.known(table, "bubble") else "")
-        + (f" {HOW_TO_READ}" if baseline or c.known(table, "between_runs") else "")
+        + (
+            " The bubble is the idle time of all stages over their working time."
+            if frame.known(table, "bubble")
+            else ""
+        )
+        + (f" {HOW_TO_READ}" if baseline or frame.known(table, "between_runs") else "")
         + (
             " Of a line with several runs the tables further down have the one whose speed is in the middle; of the"
             " proof, of failures and disturbances they have every run."
-            if any(count > 1 for count in c.values(table, "runs"))
+            if any(count > 1 for count in frame.values(table, "runs"))
             else ""
         )
-        + (" ‡ marks runs that something disturbed, listed below." if any(c.values(table, "disturbed")) else "")
-        + (" † marks rows made by other versions, listed below." if c.known(table, "stale") else "")
+        + (" ‡ marks runs that something disturbed, listed below." if any(frame.values(table, "disturbed")) else "")
+        + (" † marks rows made by other versions, listed below." if frame.known(table, "stale") else "")
     )
     names = sum(not column.number for column in columns)
-    strategies = [str(strategy or "") for strategy in c.values(table, "strategy")]
+    strategies = [str(strategy or "") for strategy in frame.values(table, "strategy")]
     rows = list(zip(*cells, strict=True))
     return section(
         "Comparison",
-        Grid([column.title for column in columns], rows, names, caption, strategies),
-        Prose(words),
+        Table([column.title for column in columns], rows, names, caption, strategies),
+        Paragraph(words),
         speed.throughput(view),
         tradeoffs.trade(view),
     )
@@ -92,44 +96,48 @@ def comparison(view: View) -> list[Section]:
 
 def pivots(view: View, column: str | None = None) -> list[Section]:
     """Strategy × checkpointing, where both vary and name one line each, and strategy by the column asked for."""
-    table = view.middles
+    table = view.line_medians
     found: list[Section] = []
     if column is not None:
         found += _pivot(table, column)
-    if column != "checkpointing" and len(c.known(table, "strategy")) > 1 and len(c.known(table, "checkpointing")) > 1:
-        names = c.values(table, "strategy")
-        pairs = list(zip(names, c.values(table, "checkpointing"), strict=True))
+    if (
+        column != "checkpointing"
+        and len(frame.known(table, "strategy")) > 1
+        and len(frame.known(table, "checkpointing")) > 1
+    ):
+        names = frame.values(table, "strategy")
+        pairs = list(zip(names, frame.values(table, "checkpointing"), strict=True))
         if len(set(pairs)) == len(pairs):
-            found += section("Strategy × checkpointing", *_grids(table, names, c.values(table, "checkpointing")))
+            found += section("Strategy × checkpointing", *_grids(table, names, frame.values(table, "checkpointing")))
     return found
 
 
 def _pivot(table: pd.DataFrame, column: str) -> list[Section]:
     """A row for what tells lines apart beside the column, and a column for each of its values."""
-    other = [name for name in (*c.varying_columns(table), "checkpointing") if name != column]
-    other = [name for name in other if len(c.known(table, name)) > 1]
+    other = [name for name in (*frame.varying_columns(table), "checkpointing") if name != column]
+    other = [name for name in other if len(frame.known(table, name)) > 1]
     names = []
     for line in table.to_dict("records"):
         parts = [str(line["strategy"])] if column != "strategy" else []
         parts += [_said(name, line[name]) for name in other if line[name] is not None and not pd.isna(line[name])]
         names.append(" ".join(parts) or "all")
-    return section(f"By {VARYING.get(column, column)}", *_grids(table, names, c.values(table, column)))
+    return section(f"By {VARYING.get(column, column)}", *_grids(table, names, frame.values(table, column)))
 
 
 def _said(name: str, value: Any) -> str:
-    return told(name, value) if name in VARYING else str(value)
+    return value_text(name, value) if name in VARYING else str(value)
 
 
-def _grids(table: pd.DataFrame, names: Sequence[str], values: Sequence[Any]) -> Iterator[Grid]:
+def _grids(table: pd.DataFrame, names: Sequence[str], values: Sequence[Any]) -> Iterator[Table]:
     """A grid a figure; a line that is not ok shows how it ended, several lines of one cell stand side by side."""
     heads = list(dict.fromkeys(values))
     heads.sort(key=lambda value: (value is None, value if isinstance(value, (int, float)) else 0))
-    places = list(zip(names, values, c.values(table, "status"), strict=True))
+    places = list(zip(names, values, frame.values(table, "status"), strict=True))
     for key, title in _SHOWN.items():
-        numbers = c.values(table, key)
-        unit = c.byte_unit(numbers) if key.endswith("_bytes") else c.ONE
+        numbers = frame.values(table, key)
+        unit = frame.byte_unit(numbers) if key.endswith("_bytes") else frame.ONE
         cells: dict[tuple[str, Any], list[str]] = {}
-        for (name, value, status), number in zip(places, c.scaled(numbers, unit), strict=True):
+        for (name, value, status), number in zip(places, frame.scaled(numbers, unit), strict=True):
             cells.setdefault((name, value), []).append(number if status == "ok" else status)
         if any(number is not None for number in numbers):
             rows = [
@@ -137,4 +145,4 @@ def _grids(table: pd.DataFrame, names: Sequence[str], values: Sequence[Any]) -> 
             ]
             header = ["strategy", *("unknown" if head is None else str(head) for head in heads)]
             caption = f"{title} ({unit.name})" if unit.name else title
-            yield Grid(header, rows, caption=caption, strategies=[name.split(" ")[0] for name in dict.fromkeys(names)])
+            yield Table(header, rows, caption=caption, strategies=[name.split(" ")[0] for name in dict.fromkeys(names)])

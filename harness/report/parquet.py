@@ -7,8 +7,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.errors import printable
-from harness.records import Row, atomic_write_bytes, columns_of, kind_of
+from harness.records.runs_csv import columns_of
+from harness.records.schema import Row, column_type
+from harness.util.files import atomic_write_bytes
+from harness.util.text import sanitize
 
 _TYPES: dict[type | None, pa.DataType] = {
     str: pa.string(),
@@ -30,12 +32,12 @@ def write_runs_parquet(results_dir: Path, rows: Sequence[Row]) -> Path:
 
 def _column(name: str, values: Sequence[Any]) -> pa.Array:
     """A row's own column has the type of its values where they share one, else it is text."""
-    kind = kind_of(name)
+    kind = column_type(name)
     if kind is None:
         kinds = {type(value) for value in values if value is not None}
         kind = kinds.pop() if len(kinds) == 1 else float if kinds == {int, float} else str
     if kind is float:
         values = [None if value is None else float(value) for value in values]
     if kind is str:
-        values = [None if value is None else printable(value) for value in values]
+        values = [None if value is None else sanitize(value) for value in values]
     return pa.array(values, type=_TYPES[kind])

@@ -1,18 +1,16 @@
 """The report's table of contents. Measured and predicted never share a column."""
 
+from harness.report.appendix import disturbed, failures, predicted_section, proof_section, stale, unreadable, versions
 from harness.report.batches import batches
+from harness.report.caveats import caveats
 from harness.report.charts import growth, speed, tradeoffs
 from harness.report.claims import literature
-from harness.report.costs import memory, operations, peak, time
-from harness.report.document import Prose, Section, section
-from harness.report.ends import disturbed, failures, stale, unreadable, versions
-from harness.report.evidence import predicted, proof
+from harness.report.document import Paragraph, Section, section
 from harness.report.findings import findings
-from harness.report.limits import limits
 from harness.report.overview import comparison, introduction, pivots
-from harness.report.pipelines import pipelines
-from harness.report.traffic import traffic
-from harness.report.view import MOST, View, shown
+from harness.report.resources import memory, operations, peak, pipeline_section, time
+from harness.report.traffic import traffic_section
+from harness.report.view import MOST, View, truncate
 
 
 def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -> list[Section]:
@@ -20,28 +18,28 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
 
     pivot: a column of runs.csv to set strategies against. fits_in: bytes that a recommendation has to fit in.
     """
-    part = shown(view, MOST)
+    part = truncate(view, MOST)
     return [
         *section("", introduction(view)),
         *findings(view, fits_in),
         *section("", _cut(view, part)),
         *comparison(part),
         *failures(part),
-        *limits(view),
+        *caveats(view),
         *pivots(part, pivot),
         *memory(part),
         *peak(part),
-        *section("How memory grows with the model", growth.wall(part)),
+        *section("How memory grows with the model", growth.memory_wall(part)),
         *section("What checkpointing saves and costs", tradeoffs.checkpointing(part)),
         *batches(part),
         *time(part),
         *section("How speed grows with the world", speed.scaling(part)),
         *operations(part),
-        *traffic(part),
-        *pipelines(part),
+        *traffic_section(part),
+        *pipeline_section(part),
         *literature(part),
-        *predicted(part),
-        *proof(part),
+        *predicted_section(part),
+        *proof_section(part),
         *disturbed(part),
         *stale(part),
         *versions(view),
@@ -49,10 +47,10 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
     ]
 
 
-def _cut(view: View, part: View) -> Prose | None:
+def _cut(view: View, part: View) -> Paragraph | None:
     if len(part.records) == len(view.records):
         return None
-    return Prose(
+    return Paragraph(
         f"The tables show {len(part.records)} of {len(view.records)} runs: of every strategy the fastest, then in the"
         " order of their start. All are in runs.csv and runs.parquet."
     )

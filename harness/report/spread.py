@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from harness.identity import settling
-from harness.records import Record, Row
-from harness.report.axes import VARYING
-from harness.versions import is_stale, versions
+from harness.config.fingerprint import result_affecting_keys
+from harness.records.provenance import version_differences, versions
+from harness.records.schema import Record, Row
+from harness.report.labels import VARYING
 
 # For the page: what the comparison's marks mean.
 HOW_TO_READ = (
@@ -22,14 +22,16 @@ HOW_TO_READ = (
 
 # Of a row: what is known before anything runs. Rows without a configuration are told apart by this alone.
 _SETTLED = ("strategy", "checkpointing", "parameters", *(name for name in VARYING if name != "repeat"))
+
 _MEDIAN = (
     *("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "bubble", "mfu", "hfu"),
     *("model_flops_per_second_per_device", "cpu_seconds", "joules_per_token"),
 )
+
 _MAXIMUM = ("loss_deviation", "grad_deviation", "in_flight")
 
 
-def merged(records: Sequence[Record]) -> list[Record]:
+def merge_repeats(records: Sequence[Record]) -> list[Record]:
     """The lines of a comparison, in the order of their first runs: what differs in `repeat` only is one.
 
     A line is a record with the row that its runs make together, and `runs`, the records it stands for. The row gains
@@ -38,7 +40,7 @@ def merged(records: Sequence[Record]) -> list[Record]:
     now = versions()
     groups: dict[str, list[Record]] = {}
     for record in records:
-        groups.setdefault(_sameness(record, now), []).append(record)
+        groups.setdefault(_repeat_key(record, now), []).append(record)
     lines: list[Record] = []
     for runs in groups.values():
         # The same repeat twice: what differs between them (the text they trained on, say) stands in no record.
@@ -47,13 +49,13 @@ def merged(records: Sequence[Record]) -> list[Record]:
     return lines
 
 
-def _sameness(record: Record, now: dict[str, str | None]) -> str:
+def _repeat_key(record: Record, now: dict[str, str | None]) -> str:
     """Equal for records that may differ in their repeat and in nothing else, the code that made them included."""
-    config = {key: value for key, value in settling(record.get("config") or {}).items() if key != "repeat"}
+    config = {key: value for key, value in result_affecting_keys(record.get("config") or {}).items() if key != "repeat"}
     settled = [record["row"].get(name) for name in _SETTLED]
     environment = record.get("environment") or {}
     host = [environment.get(key) for key in ("device_name", "cores")]
-    return json.dumps([config, settled, host, is_stale(record, now)], sort_keys=True, default=str)
+    return json.dumps([config, settled, host, version_differences(record, now)], sort_keys=True, default=str)
 
 
 def _repeat(record: Record) -> Any:

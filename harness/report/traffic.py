@@ -2,40 +2,44 @@
 
 from collections.abc import Iterator
 
-from harness.records import Record
-from harness.report import comparison as c
-from harness.report.charts import training as charts
-from harness.report.document import Grid, Prose, Section, labelled, section
+from harness.records.schema import Record
+from harness.report import frame
+from harness.report.charts import traffic
+from harness.report.document import Paragraph, Section, Table, labelled, section
 from harness.report.view import View
 
 
-def traffic(view: View) -> list[Section]:
+def traffic_section(view: View) -> list[Section]:
     """What the rank that sends most sends: in all, against the formula, and the sizes of its messages."""
     return [*_communication(view), *_formula(view)]
 
 
 def _communication(view: View) -> list[Section]:
     """Bytes and calls by mesh axis and operation, a column each."""
-    table = view.middle_runs.table
-    entries = [_by_kind(record) for record in view.middle_runs.records]
+    table = view.median_runs.table
+    entries = [_by_kind(record) for record in view.median_runs.records]
     kinds = sorted({kind for entry in entries for kind in entry})
-    unit = c.byte_unit([*c.values(table, "communication_bytes"), *(v for entry in entries for v, _ in entry.values())])
+    unit = frame.byte_unit(
+        [*frame.values(table, "communication_bytes"), *(v for entry in entries for v, _ in entry.values())]
+    )
     columns: dict[str, list[str]] = {}
     for axis, operation in kinds:
         found = [entry.get((axis, operation), (None, 0)) for entry in entries]
-        numbers = c.scaled([value for value, _ in found], unit)
+        numbers = frame.scaled([value for value, _ in found], unit)
         cells = [f"{text} ({calls:,})" if text else "" for text, (_, calls) in zip(numbers, found, strict=True)]
         columns[f"{operation} on {axis}"] = cells
-    columns["in all"] = c.scaled(c.values(table, "communication_bytes"), unit)
-    compared = c.baseline_names(table)
-    columns["× in all"] = c.ratios(c.values(table, "communication_bytes_ratio")) if compared else [""] * len(table)
+    columns["in all"] = frame.scaled(frame.values(table, "communication_bytes"), unit)
+    compared = frame.baseline_names(table)
+    columns["× in all"] = (
+        frame.ratios(frame.values(table, "communication_bytes_ratio")) if compared else [""] * len(table)
+    )
     columns = {header: cells for header, cells in columns.items() if any(cells)}
     if not columns:
         return []
     return section(
         f"Communication ({unit.name} a step)",
         labelled(table, columns),
-        Prose(
+        Paragraph(
             "What the rank that sends most must send in one step under ring algorithms, counted from the operators that"
             " ran, by the mesh axis they ran along; calls in parentheses."
             + (f" × is over {compared}." if compared else "")
@@ -44,8 +48,8 @@ def _communication(view: View) -> list[Section]:
 
 
 def _labelled(view: View) -> Iterator[tuple[str, Record]]:
-    runs = view.middle_runs
-    return zip(c.values(runs.table, "label"), runs.records, strict=True)
+    runs = view.median_runs
+    return zip(frame.values(runs.table, "label"), runs.records, strict=True)
 
 
 def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
@@ -63,7 +67,7 @@ def _formula(view: View) -> list[Section]:
     entries = [(label, entry) for label, record in _labelled(view) for entry in record.get("traffic") or []]
     if not entries:
         return []
-    unit = c.byte_unit([entry[key] for _, entry in entries for key in ("bytes", "formula_bytes")])
+    unit = frame.byte_unit([entry[key] for _, entry in entries for key in ("bytes", "formula_bytes")])
     ratios = [entry["bytes"] / entry["formula_bytes"] if entry["formula_bytes"] else None for _, entry in entries]
     columns = {
         "run": [label for label, _ in entries],
@@ -71,15 +75,15 @@ def _formula(view: View) -> list[Section]:
         "outside the formula": [
             ", ".join(f"{name} {size:,.0f} B" for name, size in entry["outside"].items()) for _, entry in entries
         ],
-        f"sent {unit.name}": c.scaled([entry["bytes"] for _, entry in entries], unit),
-        f"formula {unit.name}": c.scaled([entry["formula_bytes"] for _, entry in entries], unit),
-        "sent / formula": c.ratios(ratios),
+        f"sent {unit.name}": frame.scaled([entry["bytes"] for _, entry in entries], unit),
+        f"formula {unit.name}": frame.scaled([entry["formula_bytes"] for _, entry in entries], unit),
+        "sent / formula": frame.ratios(ratios),
     }
     return section(
         "Bytes against the formula",
-        charts.traffic(view),
-        Grid(list(columns), list(zip(*columns.values(), strict=True)), names=3),
-        Prose(
+        traffic.traffic(view),
+        Table(list(columns), list(zip(*columns.values(), strict=True)), names=3),
+        Paragraph(
             "The formula is the papers' volume for this layout, model and number of micro-batches. Outside of it are"
             " scalars, named by the function that sends them: gradient norms, losses, overflow flags."
         ),
@@ -87,18 +91,18 @@ def _formula(view: View) -> list[Section]:
     )
 
 
-def _sizes(view: View) -> Grid | None:
+def _sizes(view: View) -> Table | None:
     """How many calls of which size, a row a run, axis and operation."""
     rows = []
     for label, record in _labelled(view):
         for entry in record.get("communication") or []:
             sizes = {int(size): count for size, count in (entry.get("sizes") or {}).items()}
             if sizes:
-                ends = [c.bytes_text(size) for size in (min(sizes), _median(sizes), max(sizes))]
+                ends = [frame.bytes_text(size) for size in (min(sizes), _median(sizes), max(sizes))]
                 names = [str(entry[key]) for key in ("axis", "operation", "dtype")]
                 rows.append([label, *names, f"{sum(sizes.values()):,}", *ends])
     header = ["run", "axis", "operation", "width", "calls", "smallest", "median", "largest"]
-    return Grid(header, rows, names=4) if rows else None
+    return Table(header, rows, names=4) if rows else None
 
 
 def _median(counts: dict[int, int]) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from harness.records import Found, Record
-from harness.report import comparison as c
-from harness.report.spread import merged
+from harness.records.schema import Record
+from harness.records.store import LoadedRecords
+from harness.report import frame
+from harness.report.spread import merge_repeats
 
 MOST = 200  # runs of which tables show rows; findings are of all
 
@@ -30,20 +31,20 @@ class View:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        return c.frame(self.records)
+        return frame.records_frame(self.records)
 
     @cached_property
     def lines(self) -> list[Record]:
-        return merged(self.records)
+        return merge_repeats(self.records)
 
     @cached_property
-    def middles(self) -> pd.DataFrame:
-        return c.frame(self.lines)
+    def line_medians(self) -> pd.DataFrame:
+        return frame.records_frame(self.lines)
 
     @cached_property
-    def middle_runs(self) -> "View":
+    def median_runs(self) -> "View":
         """One run of every line: what a run's parts add up to holds in one run alone."""
-        return replace(self, records=[middle_run(line) for line in self.lines])
+        return replace(self, records=[median_run(line) for line in self.lines])
 
     def part(self, run_ids: Collection[str], lines: Sequence[int]) -> "View":
         """Of these runs and lines alone; what lines are measured against stays, though it may not be among them."""
@@ -51,19 +52,19 @@ class View:
         found = replace(self, records=[self.records[position] for position in rows])
         known = {
             "lines": [self.lines[position] for position in lines],
-            "middles": self.middles.iloc[list(lines)].reset_index(drop=True),
+            "middles": self.line_medians.iloc[list(lines)].reset_index(drop=True),
         }
         found.__dict__.update(known)  # where cached_property looks first
         return found
 
 
-def middle_run(line: Record) -> Record:
+def median_run(line: Record) -> Record:
     """Of a line's runs that ended as it did, the one whose speed is in the middle."""
     runs: list[Record] = [run for run in line["runs"] if run["row"]["status"] == line["row"]["status"]]
     return sorted(runs, key=_speed)[(len(runs) - 1) // 2]
 
 
-def shown(whole: View, most: int) -> View:
+def truncate(whole: View, most: int) -> View:
     """The view of at most so many of its lines and their runs: the fastest of every strategy, then in their order."""
     if len(whole.records) <= most:
         return whole
@@ -88,8 +89,32 @@ def _speed(line: Record) -> float:
     return line["row"].get("tokens_per_second") or 0.0
 
 
-def view(folder: Path, found: Found) -> View:
+def view(folder: Path, found: LoadedRecords) -> View:
     """What was found in one folder, results/NAME."""
     running = [record["row"]["run_id"] for record in found.running]
     folders = {run_id: folder / run_id for run_id in (record["row"]["run_id"] for record in found.records)}
     return View(folder.resolve().name, found.records, found.problems, running, folders)
+
+
+def merge_folders(found: Sequence[tuple[Path, LoadedRecords]]) -> View:
+    """The view of all folders' runs; of several folders a run's id begins with its folder's name, NAME/RUN.
+
+    A name that several folders share is their whole path.
+    """
+    if len(found) == 1:
+        return view(*found[0])
+    names = [folder.resolve().name for folder, _ in found]
+    names = [str(folder) if names.count(name) > 1 else name for (folder, _), name in zip(found, names, strict=True)]
+    records, problems, running, folders = [], [], [], {}
+    for name, (folder, its) in zip(names, found, strict=True):
+        for record in its.records:
+            run_id = f"{name}/{record['row']['run_id']}"
+            folders[run_id] = folder / record["row"]["run_id"]
+            records.append(_renamed(record, run_id, name))
+        problems += its.problems
+        running += [f"{name}/{record['row']['run_id']}" for record in its.running]
+    return View(" + ".join(names), records, problems, running, folders)
+
+
+def _renamed(record: Record, run_id: str, name: str) -> Record:
+    return record | {"row": record["row"] | {"run_id": run_id, "name": name}}

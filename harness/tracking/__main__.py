@@ -1,63 +1,6 @@
-"""python -m harness.tracking results/NAME: sends to the tracker what it has not got of a comparison."""
+"""Say what `python -m harness.tracking` is called now."""
 
-import argparse
-import dataclasses
 import sys
-from pathlib import Path
-
-from harness.config import TrackingConfig
-from harness.errors import UserError, exit_status, printable
-from harness.records import read_all
-from harness.tracking import names
-from harness.tracking.upload import ANSWER_SECONDS, upload
-from harness.typed import from_dict
-
-
-def asked(folder: Path, tracker: str, project: str | None, entity: str | None) -> TrackingConfig:
-    """Where the comparison's runs were to go, as the last of them says, and where the command line says otherwise."""
-    for record in reversed(read_all(folder).records):
-        try:
-            found: TrackingConfig = from_dict(TrackingConfig, record["config"]["tracking"], "tracking")
-        except (UserError, KeyError, TypeError):  # of a row that is refused for it
-            continue
-        if found.name == tracker:
-            break
-    else:
-        found = TrackingConfig(tracker)
-    return dataclasses.replace(found, project=project or found.project, entity=entity or found.entity)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """0: all is there; 1: some of it is not, with the reason; 2: a mistake in the command."""
-    about = (
-        "Sends the runs of a comparison that are not at the tracker's server yet, and their table, from the records."
-    )
-    parser = argparse.ArgumentParser(prog="python -m harness.tracking", description=about)
-    parser.add_argument("folder", type=Path, metavar="results/NAME", help="the folder of one comparison")
-    parser.add_argument("--tracker", choices=names(), default="wandb")
-    parser.add_argument("--project", help="by default the runs' own, tracking.project")
-    parser.add_argument("--entity", help="user or team; by default the runs' own, tracking.entity")
-    parser.add_argument("--again", action="store_true", help="also what was sent before: it replaces what is there")
-    limit = "seconds that the server has to begin a run, and again to have it whole"
-    parser.add_argument("--timeout", type=float, default=ANSWER_SECONDS, help=f"{limit}; by default %(default)g")
-    chosen = parser.parse_args(arguments)
-    failed = False
-
-    def complain(line: str) -> None:
-        print(printable(line), file=sys.stderr)
-
-    def command() -> None:
-        nonlocal failed
-        to = asked(chosen.folder, chosen.tracker, chosen.project, chosen.entity)
-        sent = upload(chosen.folder, to, complain, chosen.again, max(chosen.timeout, 1.0))
-        table = ", and their table" if sent.table and not sent.trouble else ""
-        print(f"{sent.runs} runs sent{table}; {sent.already} were there already")
-        if sent.trouble:
-            failed = True
-            complain(f"the rest was not sent: {sent.trouble}")
-
-    return exit_status(command) or int(failed)
-
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit("python -m harness.tracking is now called: harness sync, or python -m harness sync")

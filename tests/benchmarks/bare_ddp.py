@@ -22,18 +22,18 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from harness import job
-from harness.data import Batches
-from harness.model import build_model
-from harness.weights import materialise
+from harness.models.build import build_model
+from harness.models.init_weights import materialize
+from harness.records.run_spec import read_run_spec
+from harness.worker.batches import Batches
 
 
 def main(folder: str) -> None:
-    this = job.read(Path(folder))
+    this = read_run_spec(Path(folder))
     config, train, device = this.config, this.config.train, torch.device("cpu")
     dist.init_process_group("gloo")
     model = build_model(config.model)
-    materialise(model, config.model, train.seed, device, torch.float32)
+    materialize(model, config.model, train.seed, device, torch.float32)
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(
         replica.parameters(),

@@ -38,10 +38,15 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
+
 RANKS = 2
+
 TURN_SECONDS = 0.5
+
 LOSS_BOUND = 1e-5  # relative, of every step
+
 RESAMPLES = 10_000
+
 FEWEST = 6  # ratios of which the least and the most enclose the median with 95 % (1 - 2 / 2^6 = 0.97)
 
 Seen = dict[str, Any]  # step_seconds, seconds (of each timed step), losses, wall_seconds
@@ -74,15 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def this_machine() -> dict[str, Any]:
-    from harness import launch, machine, versions
-    from harness.config import ClusterConfig
-    from harness.measure.environment import environment
+    from harness.config.schema import ClusterConfig
+    from harness.launcher.launch import rank_environment
+    from harness.measure.environment import collect_environment
+    from harness.records.provenance import git_commit, versions
+    from harness.runner import local_machine
 
-    given = launch.rank_environment("cpu", RANKS)
+    given = rank_environment("cpu", RANKS)
     return {
-        "versions": versions.versions(),
-        "commit": versions.git_commit(),
-        "environment": environment(machine.look(ClusterConfig("local", device="cpu"))),
+        "versions": versions(),
+        "commit": git_commit(),
+        "environment": collect_environment(local_machine.detect_machine(ClusterConfig("local", device="cpu"))),
         "ranks": {name: given[name] for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")},
     }
 
@@ -102,15 +109,17 @@ class Pair:
     """The script and the row of one training, ready to run as often as wanted."""
 
     def __init__(self, steps: int, scratch: Path) -> None:
-        from harness import machine, run
+        from harness.runner import local_machine
+        from harness.runner.launch_run import build_run_spec
+        from harness.runner.plan import make_plan
         from tests.conftest import composed
 
         self.steps = steps
         values = ("strategy=ddp", "model=tiny", "cluster.device=cpu", f"world_size={RANKS}", "force=true")
         self.config = composed(*values, f"train.steps={steps}", "name=overhead", f"results_dir={scratch}")
-        planned = run.plan(self.config, machine.look(self.config.cluster))
+        planned = make_plan(self.config, local_machine.detect_machine(self.config.cluster))
         self.directory = planned.directory
-        job, _ = run.prepare(planned)
+        job, _ = build_run_spec(planned)
         self.folder = scratch / "bare"
         self.folder.mkdir(parents=True)
         job.write(self.folder)
@@ -128,17 +137,20 @@ class Pair:
 
     def phase(self) -> str:
         """What the row's ranks are doing."""
-        from harness import pulse
+        from harness.records import heartbeat
 
-        beat = pulse.read(self.directory, 0)
+        beat = heartbeat.read_heartbeat(self.directory, 0)
         return beat.phase if beat else ""
 
     def row(self) -> Seen:
-        from harness import machine, run
+        from harness.runner import local_machine
+        from harness.runner.context import RunContext
+        from harness.runner.plan import make_plan
+        from harness.runner.run import execute
 
         began = time.perf_counter()
-        planned = run.plan(self.config, machine.look(self.config.cluster))
-        record = run.execute(planned, run.Means())
+        planned = make_plan(self.config, local_machine.detect_machine(self.config.cluster))
+        record = execute(planned, RunContext())
         wall_seconds = time.perf_counter() - began
         if record["row"]["status"] != "ok":
             raise SystemExit(f"the harness's row is no row: {record['row']['reason']}")
@@ -153,7 +165,7 @@ class Pair:
 
     def script(self) -> "Script":
         """Starts it as its user does."""
-        from harness.launch import rank_environment
+        from harness.launcher.launch import rank_environment
 
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
         command += ["--master-port", str(free_port()), "-m", "tests.benchmarks.bare_ddp", str(self.folder)]

@@ -19,10 +19,12 @@ from pathlib import Path
 
 import orjson
 
-from harness.records import Record, read_all
+from harness.records.schema import Record
+from harness.records.store import read_all
 from tests.benchmarks.overhead import ROOT, this_machine
 
 COUNTS = (100, 1_000, 10_000)
+
 SWEEP = ("strategy=single,ddp,zero3,fsdp_full_shard,tp,pp_1f1b", "checkpointing=none,full", "train.steps=5")
 
 

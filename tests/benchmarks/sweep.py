@@ -21,6 +21,7 @@ from typing import Any
 from tests.benchmarks.overhead import ROOT, Pair, this_machine
 
 STEPS = 10
+
 SCRIPTS = 2  # before each command, and after it
 
 

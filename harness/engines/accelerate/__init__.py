@@ -11,21 +11,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.engines import Engine, Widths
-from harness.engines.torch.refusals import DDP_OPTIONS
+from harness.engines.base import Engine
+from harness.engines.torch.compatibility import DDP_OPTIONS
+from harness.layout.state_widths import StateWidths
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from harness.config import RunConfig
-    from harness.engines import EngineModule
-    from harness.layout import Layout
-    from harness.machine import Machine
-    from harness.measure.probe import Probe
+    from harness.config.schema import RunConfig
+    from harness.engines.base import EngineModule
+    from harness.hardware.machine import Machine
+    from harness.layout.layout import Layout
+    from harness.probe import Probe
 
 
-def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
+def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
     """Why Accelerate cannot honour this run, one line each."""
     chosen = f"strategy.engine=accelerate with strategy={config.strategy.name}"
     for axis in ("tp", "cp", "pp"):
@@ -34,16 +35,16 @@ def refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Itera
     if layout.offload != "none":
         yield f"strategy.offload={layout.offload} is not supported by strategy.engine=accelerate: choose none"
     if layout.data_parallel == "ddp":
-        yield from copies_refusals(config, layout)
+        yield from ddp_unsupported(config, layout)
     elif layout.data_parallel == "fsdp":
-        yield from shards_refusals(config, layout, machine)
+        yield from fsdp_unsupported(config, layout, machine)
     elif layout.zero_stage > 0:
-        yield from zero_refusals(config, layout, machine)
+        yield from deepspeed_unsupported(config, layout, machine)
     else:
         yield f"{chosen}: Accelerate wraps data parallelism; choose strategy=ddp, a fsdp_* or a zero*"
 
 
-def copies_refusals(config: "RunConfig", layout: "Layout") -> Iterator[str]:
+def ddp_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
     """Reasons against DistributedDataParallel through Accelerate."""
     if layout.zero_stage > 0:
         yield f"strategy.zero_stage={layout.zero_stage} is not Accelerate's of ddp: choose 0, or strategy=zero1"
@@ -53,7 +54,7 @@ def copies_refusals(config: "RunConfig", layout: "Layout") -> Iterator[str]:
         yield f"strategy.options.{key} is not a setting of DistributedDataParallel: choose {', '.join(DDP_OPTIONS)}"
 
 
-def shards_refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
+def fsdp_unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
     """Reasons against fully_shard through Accelerate's plugin."""
     chosen = f"strategy.engine=accelerate with strategy={config.strategy.name}"
     if machine.device == "cpu":
@@ -70,14 +71,15 @@ def shards_refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -
         yield f"{chosen}: its groups are proven for this project's models, not model={config.model.name}; choose tiny"
 
 
-def zero_refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
+def deepspeed_unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
     """Reasons against DeepSpeed through Accelerate's plugin: DeepSpeed's own, and what the way to it leaves out."""
-    import harness.engines.deepspeed as deepspeed_engine
+    from harness.engines.deepspeed.compatibility import unsupported as deepspeed_refusals
+    from harness.engines.deepspeed.widths import reduces_to_owner_rank
 
-    yield from deepspeed_engine.refusals(config, layout, machine)
+    yield from deepspeed_refusals(config, layout, machine)
     if importlib.util.find_spec("transformers") is None:
         yield "strategy.engine=accelerate runs DeepSpeed by way of transformers: pip install 'harness[hf]'"
-    if layout.zero_stage == 1 and config.precision.mixed and deepspeed_engine.reduces_to_owner(config):
+    if layout.zero_stage == 1 and config.precision.is_mixed and reduces_to_owner_rank(config):
         yield (
             f"precision={config.precision.name} with strategy.zero_stage=1: Accelerate leaves DeepSpeed its"
             " BF16_Optimizer, which all-reduces whatever strategy.options say: choose strategy=zero1_defaults or zero2"
@@ -89,24 +91,23 @@ def zero_refusals(config: "RunConfig", layout: "Layout", machine: "Machine") -> 
         )
 
 
-def below(layout: "Layout") -> "EngineModule":
+def backing_engine(layout: "Layout") -> "EngineModule":
     """The engine whose library does the work."""
-    import harness.engines.deepspeed as deepspeed_engine
-    import harness.engines.torch as torch_engine
+    from harness.engines.base import load_engine
 
-    return deepspeed_engine if layout.data_parallel == "none" else torch_engine
-
-
-def environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
-    return below(layout).environment(layout, machine, cache)
+    return load_engine("deepspeed" if layout.data_parallel == "none" else "torch")
 
 
-def widths(config: "RunConfig", layout: "Layout") -> Widths:
-    return below(layout).widths(config, layout)
+def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
+    return backing_engine(layout).rank_environment(layout, machine, cache)
+
+
+def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
+    return backing_engine(layout).state_widths(config, layout)
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
-    from harness.engines.accelerate import copies, shards, zero
+    from harness.engines.accelerate import ddp, deepspeed, fsdp
 
-    kinds = {"ddp": copies.build, "fsdp": shards.build, "none": zero.build}
+    kinds = {"ddp": ddp.build, "fsdp": fsdp.build, "none": deepspeed.build}
     return kinds[layout.data_parallel](config, layout, mesh, device, probe)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from harness.engines import Kind
+from harness.layout.state_widths import StateKind
 
 
 class DataParallel(Protocol):
@@ -14,17 +14,17 @@ class DataParallel(Protocol):
 
     modules: list[nn.Module]  # the rank's parts of the model as they are called, one for every stage it holds
     names: dict[str, nn.Parameter]  # the model's parameters under their plain names
-    on_host: tuple[Kind, ...]  # see Engine.on_host
+    host_state: tuple[StateKind, ...]  # see Engine.on_host
 
-    def micro_batch(self, last: bool, part: int = 0) -> AbstractContextManager[None]:
+    def sync_context(self, last: bool, part: int = 0) -> AbstractContextManager[None]:
         """Around the backward of one micro-batch through a part, and its forward unless others come between."""
         ...
 
-    def collect(self, part: int = 0) -> None:
+    def collect_grads(self, part: int = 0) -> None:
         """Takes in gradients that autograd left on a part's parameters without running their hooks."""
         ...
 
-    def trained(self, name: str) -> nn.Parameter:
+    def master_param(self, name: str) -> nn.Parameter:
         """What the optimizer updates for a parameter: itself, or its fp32 master; holds the gradient."""
         ...
 
@@ -32,6 +32,6 @@ class DataParallel(Protocol):
         """See Engine.buffers."""
         ...
 
-    def publish(self) -> None:
+    def sync_model_params(self) -> None:
         """After the optimizer: brings the model up to what was trained, and lets go of gradients."""
         ...

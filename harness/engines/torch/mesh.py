@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.layout import Layout
+from harness.layout.layout import Layout
 
 
-def along(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
+def flattened_submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
     """One dimension over all ranks along these axes, which are in the mesh's order."""
     first, *others = axes
     wide = tuple(axis for axis in (first, *others) if mesh[axis].size() > 1) or (first,)
@@ -17,10 +17,10 @@ def along(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
 
 def replica_group(mesh: DeviceMesh) -> ProcessGroup:
     """The ranks that have other tokens."""
-    return along(mesh, ("dp_replicate", "dp_shard", "cp")).get_group()
+    return flattened_submesh(mesh, ("dp_replicate", "dp_shard", "cp")).get_group()
 
 
-def replicas_and_shards(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+def hsdp_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
     """Two dimensions: the ranks that hold copies, and those that hold shards."""
-    copies, shards = (along(mesh, axes) for axes in (layout.replica_axes, layout.sharding_axes))
+    copies, shards = (flattened_submesh(mesh, axes) for axes in (layout.replica_axes, layout.sharding_axes))
     return DeviceMesh._concatenate([copies, shards])

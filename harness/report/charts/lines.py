@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from harness.errors import printable
-from harness.records import Record, Row
-from harness.report import comparison as c
-from harness.report.document import Grid
+from harness.records.schema import Record, Row
+from harness.report import frame
+from harness.report.document import Table
 from harness.report.view import View
+from harness.util.text import sanitize
 
 MOST = 24  # lines of one chart
+
 Datum = dict[str, Any]  # what one mark is drawn of; always has `strategy`
 
 
@@ -67,15 +68,15 @@ def number(value: Any) -> float | None:
 
 def lines(view: View) -> list[Line]:
     found: dict[str, Line] = {}
-    for place, (label, record) in enumerate(zip(c.values(view.middles, "label"), view.lines, strict=True)):
+    for place, (label, record) in enumerate(zip(frame.values(view.line_medians, "label"), view.lines, strict=True)):
         row = record["row"]
-        name = printable(label)
+        name = sanitize(label)
         name = f"{name} ({row['run_id']})" if name in found else name
-        found[name] = Line(name, printable(row.get("strategy") or ""), place, row, record)
+        found[name] = Line(name, sanitize(row.get("strategy") or ""), place, row, record)
     return list(found.values())
 
 
-def chosen(found: Sequence[D]) -> list[D]:
+def select(found: Sequence[D]) -> list[D]:
     """At most MOST, in their order: the fastest of every strategy before the others."""
     fastest: dict[str, D] = {}
     for one in found:
@@ -88,7 +89,7 @@ def chosen(found: Sequence[D]) -> list[D]:
     return [one for one in found if one.place in places]
 
 
-def left_out(drawn: int, of: int) -> str:
+def omitted_text(drawn: int, of: int) -> str:
     """A sentence on what is not drawn, with the space before it."""
     rule = "the fastest that is ok of every strategy, then in the report's order"
     return f" Of {of} lines {drawn} are drawn: {rule}." if drawn < of else ""
@@ -123,10 +124,10 @@ def parts(line: Line, row: Row, names: Mapping[str, str], size: float) -> list[D
     ]
 
 
-def ended(lines: Sequence[Line]) -> list[Datum]:
+def failure_marks(lines: Sequence[Line]) -> list[Datum]:
     """What stands in the place of the bars of lines that are not ok."""
     return [
-        line.datum(zero=0, ended=_ended(line), reason=printable(line.row.get("reason") or ""))
+        line.datum(zero=0, ended=_ended(line), reason=sanitize(line.row.get("reason") or ""))
         for line in lines
         if not line.ok
     ]
@@ -134,34 +135,34 @@ def ended(lines: Sequence[Line]) -> list[Datum]:
 
 def _ended(line: Line) -> str:
     held = line.number("last_allocated_bytes")
-    return f"{line.row['status']}" + (f", last seen at {c.bytes_text(held)}" if held else "")
+    return f"{line.row['status']}" + (f", last seen at {frame.bytes_text(held)}" if held else "")
 
 
-def ended_said(lines: Sequence[Line]) -> str:
+def failure_text(lines: Sequence[Line]) -> str:
     """A sentence on the lines that are not ok, with the space before it."""
     failed = [f"{line.label} ({line.row['status']})" for line in lines if not line.ok]
     return f" Without figures: {', '.join(failed)}." if failed else ""
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], strategies: Sequence[str], names: int = 1) -> Grid:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], strategies: Sequence[str], names: int = 1) -> Table:
     """Without the columns that are empty throughout."""
     kept = [place for place in range(len(header)) if place < names or any(row[place] for row in rows)]
     cells = [[row[place] for place in kept] for row in rows]
-    return Grid([header[place] for place in kept], cells, names, strategies=list(strategies))
+    return Table([header[place] for place in kept], cells, names, strategies=list(strategies))
 
 
 def counted(lines: Sized) -> str:
     return f"{len(lines)} line{'s'[: len(lines) != 1]}"
 
 
-def span(values: Sequence[float], around: float = 0.1) -> tuple[float, float]:
+def padded_domain(values: Sequence[float], around: float = 0.1) -> tuple[float, float]:
     """An axis that shows all of the values with some room, and does not start at 0."""
     low, high = min(values), max(values)
     room = (high - low) * around or abs(high) * around or 1.0
     return low - room, high + room
 
 
-def extremes(pairs: Sequence[tuple[str, float]], form: str = "") -> str:
+def range_text(pairs: Sequence[tuple[str, float]], form: str = "") -> str:
     """From which value, and whose, to which; or that there is one value."""
     low, high = min(pairs, key=lambda pair: pair[1]), max(pairs, key=lambda pair: pair[1])
     texts = [format(value, form or (",.0f" if abs(value) >= 1000 else ".4g")) for _, value in (low, high)]

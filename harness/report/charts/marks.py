@@ -1,25 +1,24 @@
 """What charts share: bars by line, labelled points, curves; all data as values, all fields of fixed names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
-from harness.report.charts import lines as data
-from harness.report.charts import placing, style
-from harness.report.charts.lazy import alt
+from harness.report.charts import label_placement, style
+from harness.report.charts import lines as chart_lines
+from harness.report.charts.altair_lazy import alt
 from harness.report.charts.lines import Datum, Line
 
 _HIDDEN = "indexof(hidden, datum.strategy) < 0"
+
 _ROOM = 48  # pixels to the right of bars for their values
 
 
-def of(values: Sequence[Datum]) -> alt.Chart:
+def filterable_layer(values: Sequence[Datum]) -> alt.Chart:
     """A layer of these data without those of hidden strategies."""
-    return fixed(values).transform_filter(_HIDDEN)
+    return static_layer(values).transform_filter(_HIDDEN)
 
 
-def fixed(values: Sequence[Datum]) -> alt.Chart:
+def static_layer(values: Sequence[Datum]) -> alt.Chart:
     """A layer of these data, whatever is hidden."""
     return alt.Chart(alt.InlineData(values=list(values)))
 
@@ -46,7 +45,7 @@ def bars(layers: Sequence[alt.Chart], said: str, count: int) -> dict[str, Any]:
     return spec(layers, said, alt.Step(style.step(count)), _ROOM)
 
 
-def lines_down() -> alt.Y:
+def label_axis() -> alt.Y:
     """The lines of the report from the top."""
     return alt.Y("label:N", title=None, sort=alt.EncodingSortField("place", op="min"), axis=alt.Axis(grid=False))
 
@@ -74,11 +73,11 @@ def stacked(
     present = {datum["part"] for datum in values}
     shown = {name: colour for name, colour in zip(names, style.PALETTE, strict=False) if name in present}
     chart: alt.Chart = (
-        of(values)
+        filterable_layer(values)
         .mark_bar()
         .encode(
             x=alt.X("value:Q", title=title, stack="zero", scale=alt.Scale(zero=True)),
-            y=lines_down(),
+            y=label_axis(),
             color=alt.Color(
                 "part:N",
                 title=None,
@@ -94,23 +93,23 @@ def stacked(
 
 def numbers(values: Sequence[Datum], title: str) -> alt.Chart:
     """Of every bar its length in figures: the field `total` and the text `shown`."""
-    text = of(values).mark_text(align="left", dx=5, style="value")
+    text = filterable_layer(values).mark_text(align="left", dx=5, style="value")
     tooltip = tooltips(("shown:N", title, ""))
-    chart: alt.Chart = text.encode(x=from_zero("total", title), y=lines_down(), text="shown:N", tooltip=tooltip)
+    chart: alt.Chart = text.encode(x=from_zero("total", title), y=label_axis(), text="shown:N", tooltip=tooltip)
     return chart
 
 
 def ends(lines: Sequence[Line], title: str) -> list[alt.Chart]:
     """In the place of the bars of lines that are not ok, what became of them."""
-    values = data.ended(lines)
+    values = chart_lines.failure_marks(lines)
     if not values:
         return []
     return [
-        of(values)
+        filterable_layer(values)
         .mark_text(align="left", dx=5, style="ended")
         .encode(
             x=from_zero("zero", title),
-            y=lines_down(),
+            y=label_axis(),
             text="ended:N",
             tooltip=tooltips(("ended:N", "ended", ""), ("reason:N", "reason", "")),
         )
@@ -120,7 +119,9 @@ def ends(lines: Sequence[Line], title: str) -> list[alt.Chart]:
 def spanning(field: str, title: str, values: Sequence[float], around: float = 0.1) -> Any:
     """An axis of points, over these values with some room; it need not start at 0."""
     return (alt.X if field == "x" else alt.Y)(
-        f"{field}:Q", title=title, scale=alt.Scale(domain=list(data.span(values, around)), nice=False, zero=False)
+        f"{field}:Q",
+        title=title,
+        scale=alt.Scale(domain=list(chart_lines.padded_domain(values, around)), nice=False, zero=False),
     )
 
 
@@ -135,19 +136,24 @@ def labels(
     up: Any = y.to_dict()
     (left, right), (bottom, top) = across["scale"]["domain"], up["scale"]["domain"]
 
-    def at(datum: Datum) -> placing.Point:
+    def at(datum: Datum) -> label_placement.Point:
         return (datum["x"] - left) / (right - left), (top - datum["y"]) / (top - bottom)
 
     texts, first = [d["label"] for d in values], [bool(d.get("first")) for d in values]
-    places = placing.placed([at(d) for d in values], texts, first, [[at(d) for d in line] for line in lines], legend)
+    places = label_placement.placed(
+        [at(d) for d in values], texts, first, [[at(d) for d in line] for line in lines], legend
+    )
     sides: dict[str, list[Datum]] = {}
     for datum, side in zip(values, places, strict=True):
-        sides.setdefault(side, []).append(datum | {"short": placing.shortened(datum["label"])})
+        sides.setdefault(side, []).append(datum | {"short": label_placement.shortened(datum["label"])})
     drawn: dict[str, dict[str, Any]] = {
-        place: {"align": align, "dx": across, "dy": down} for place, (align, across, down) in placing.PLACES.items()
+        place: {"align": align, "dx": across, "dy": down}
+        for place, (align, across, down) in label_placement.PLACES.items()
     }
     return [
-        of(sides[side]).mark_text(style="value", baseline="middle", **how).encode(x=x, y=y, text="short:N")
+        filterable_layer(sides[side])
+        .mark_text(style="value", baseline="middle", **how)
+        .encode(x=x, y=y, text="short:N")
         for side, how in drawn.items()
         if side in sides
     ]
@@ -178,8 +184,8 @@ def curves(
 ) -> list[alt.Chart]:
     """A line a label through its points, which have the shapes of the legend."""
     return [
-        of(points).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
-        of(points)
+        filterable_layer(points).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
+        filterable_layer(points)
         .mark_point(filled=True, size=60, opacity=1)
         .encode(x=x, y=y, tooltip=list(tooltip), color=looks["color"], shape=looks["shape"]),
     ]

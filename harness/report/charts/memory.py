@@ -1,44 +1,44 @@
 """Pictures of memory: what fills the peak, the planner's peak beside it, and activations over the micro-batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
-from harness.report import comparison as c
-from harness.report.charts import lines as data
+from harness.report import frame
+from harness.report.charts import lines as chart_lines
 from harness.report.charts import marks, style
-from harness.report.charts.lazy import alt
+from harness.report.charts.altair_lazy import alt
 from harness.report.charts.lines import Datum, Line
 from harness.report.charts.series import Series, by_micro_batch
-from harness.report.document import Grid, Picture
-from harness.report.parts import PEAK_PARTS
+from harness.report.document import Chart, Table
+from harness.report.labels import PEAK_PARTS
 from harness.report.view import View
 
 _UNDIVIDED = "not divided"
+
 _AT_PEAK = {f"at_peak_{part}_bytes": name for part, name in PEAK_PARTS.items()}
+
 _FARTHEST = 4.0  # times the highest peak: a limit beyond is said, not drawn, for bars would be slivers
 
 
-def peak(view: View) -> Picture | None:
+def peak(view: View) -> Chart | None:
     """What fills the peak of every line, and the device's limit."""
-    found = data.lines(view)
-    drawn = data.chosen(found)
+    found = chart_lines.lines(view)
+    drawn = chart_lines.select(found)
     peaks = {line.label: line.number("peak_allocated_bytes") for line in drawn if line.ok}
     held = [value for value in peaks.values() if value]
     if not held:
         return None
-    unit = c.byte_unit(held)
+    unit = frame.byte_unit(held)
     segments = [datum for line in drawn if line.ok for datum in _segments(line, unit.size)]
     names = [name for name in (*_AT_PEAK.values(), _UNDIVIDED) if any(d["part"] == name for d in segments)]
     limits = sorted({limit for line in drawn if (limit := line.number("memory_limit_bytes"))})
     near = [limit for limit in limits if limit <= _FARTHEST * max(held)]
     said = (
-        f"Memory at the peak of {data.counted(held)} in {unit.name}, stacked by what fills it: "
-        + data.extremes([(label, value / unit.size) for label, value in peaks.items() if value])
-        + f".{_limit_said(limits, near)}{data.ended_said(drawn)}{data.left_out(len(drawn), len(found))}"
+        f"Memory at the peak of {chart_lines.counted(held)} in {unit.name}, stacked by what fills it: "
+        + chart_lines.range_text([(label, value / unit.size) for label, value in peaks.items() if value])
+        + f".{_limit_said(limits, near)}{chart_lines.failure_text(drawn)}{chart_lines.omitted_text(len(drawn), len(found))}"
     )
     title = f"memory at the peak ({unit.name})"
-    shown = dict(zip(peaks, c.scaled(list(peaks.values()), unit), strict=True))
+    shown = dict(zip(peaks, frame.scaled(list(peaks.values()), unit), strict=True))
     totals = [
         line.datum(total=_beside(value, near, 0.1 * max(held)) / unit.size, shown=shown[line.label])
         for line in drawn
@@ -50,7 +50,7 @@ def peak(view: View) -> Picture | None:
         *marks.ends(drawn, title),
         *_rules(near, unit, title),
     ]
-    return Picture(
+    return Chart(
         "peak", "Memory at the peak", said, marks.bars(layers, said, len(drawn)), _peak_table(drawn, names, unit)
     )
 
@@ -62,22 +62,24 @@ def _beside(value: float, limits: Sequence[float], room: float) -> float:
 
 def _segments(line: Line, size: float) -> list[Datum]:
     """The parts of a peak, or the peak as one where they are not known."""
-    row = data.fullest(line)["row"]
-    parts = data.parts(line, row, _AT_PEAK, size)
-    whole = data.parts(line, row, {"peak_allocated_bytes": _UNDIVIDED}, size)
+    row = chart_lines.fullest(line)["row"]
+    parts = chart_lines.parts(line, row, _AT_PEAK, size)
+    whole = chart_lines.parts(line, row, {"peak_allocated_bytes": _UNDIVIDED}, size)
     return parts or whole
 
 
-def _rules(limits: Sequence[float], unit: c.Unit, title: str) -> list[alt.Chart]:
+def _rules(limits: Sequence[float], unit: frame.Unit, title: str) -> list[alt.Chart]:
     """The device's limit, which is no line's and is not hidden with any."""
     if not limits:
         return []
-    values = [{"strategy": "", "limit": limit / unit.size, "shown": f"limit {c.bytes_text(limit)}"} for limit in limits]
+    values = [
+        {"strategy": "", "limit": limit / unit.size, "shown": f"limit {frame.bytes_text(limit)}"} for limit in limits
+    ]
     x = marks.from_zero("limit", title)
     tooltip = [alt.Tooltip("shown:N", title="of the device")]
     return [
-        marks.fixed(values).mark_rule(style="limit").encode(x=x, tooltip=tooltip),
-        marks.fixed(values)
+        marks.static_layer(values).mark_rule(style="limit").encode(x=x, tooltip=tooltip),
+        marks.static_layer(values)
         .mark_text(style="value", align="right", baseline="bottom", dx=2, dy=-3)
         .encode(x=x, y=alt.value(0), text="shown:N"),
     ]
@@ -87,44 +89,44 @@ def _limit_said(limits: Sequence[float], near: Sequence[float]) -> str:
     if not limits:
         return ""
     beyond = "" if near else ", beyond what is drawn"
-    return f" The device's limit is {' or '.join(c.bytes_text(limit) for limit in limits)}{beyond}."
+    return f" The device's limit is {' or '.join(frame.bytes_text(limit) for limit in limits)}{beyond}."
 
 
-def _peak_table(drawn: Sequence[Line], names: Sequence[str], unit: c.Unit) -> Grid:
+def _peak_table(drawn: Sequence[Line], names: Sequence[str], unit: frame.Unit) -> Table:
     rows = []
     for line in drawn:
         parts = {d["part"]: d["exact"] for d in _segments(line, unit.size)} if line.ok else {}
         sizes = [parts.get(name) for name in names]
         sizes += [line.number("peak_allocated_bytes") if line.ok else None, line.number("memory_limit_bytes")]
-        rows.append((line.label, str(line.row["status"]), *c.scaled(sizes, unit)))
+        rows.append((line.label, str(line.row["status"]), *frame.scaled(sizes, unit)))
     header = ["run", "status", *(f"{name} ({unit.name})" for name in (*names, "peak", "limit"))]
-    return data.table(header, rows, [line.strategy for line in drawn], 2)
+    return chart_lines.table(header, rows, [line.strategy for line in drawn], 2)
 
 
-def predicted(view: View) -> Picture | None:
+def predicted(view: View) -> Chart | None:
     """The planner's peak against the measured: on the diagonal both are the same."""
     pairs = [
         (line, planned, measured)
-        for line in data.lines(view)
+        for line in chart_lines.lines(view)
         if line.ok
         and (planned := line.number("predicted_peak_bytes"))
         and (measured := line.number("peak_allocated_bytes"))
     ]
-    drawn = {line.place for line in data.chosen([line for line, _, _ in pairs])}
+    drawn = {line.place for line in chart_lines.select([line for line, _, _ in pairs])}
     shown = [pair for pair in pairs if pair[0].place in drawn]
     if not shown:
         return None
-    unit = c.byte_unit([size for _, *sizes in shown for size in sizes])
+    unit = frame.byte_unit([size for _, *sizes in shown for size in sizes])
     errors = [(line.label, 100 * (planned / measured - 1)) for line, planned, measured in shown]
     said = (
-        f"Predicted against measured peak memory of {data.counted(shown)} in {unit.name}; prediction over measurement"
-        f" less 1, in %: {data.extremes(errors, '+.2f')}.{data.left_out(len(shown), len(pairs))}"
+        f"Predicted against measured peak memory of {chart_lines.counted(shown)} in {unit.name}; prediction over measurement"
+        f" less 1, in %: {chart_lines.range_text(errors, '+.2f')}.{chart_lines.omitted_text(len(shown), len(pairs))}"
     )
     points = [
         line.datum(x=planned / unit.size, y=measured / unit.size, planned=planned, measured=measured, error=error)
         for (line, planned, measured), (_, error) in zip(shown, errors, strict=True)
     ]
-    domain = data.span([point[axis] for point in points for axis in ("x", "y")])
+    domain = chart_lines.padded_domain([point[axis] for point in points for axis in ("x", "y")])
     scale = alt.Scale(domain=list(domain), nice=False, zero=False)
     x = alt.X("x:Q", title=f"predicted peak ({unit.name})", scale=scale)
     y = alt.Y("y:Q", title=f"measured peak ({unit.name})", scale=scale)
@@ -135,31 +137,31 @@ def predicted(view: View) -> Picture | None:
     )
     ends = [{"strategy": "", "x": end, "y": end} for end in domain]
     layers = [
-        marks.fixed(ends).mark_line(style="reference").encode(x=x, y=y),
-        marks.of(points)
+        marks.static_layer(ends).mark_line(style="reference").encode(x=x, y=y),
+        marks.filterable_layer(points)
         .mark_point(filled=True, size=70, opacity=0.9, color=style.BETWEEN)
         .encode(x=x, y=y, tooltip=tooltip),
         *marks.labels(points, x, y, [ends]),
     ]
-    columns = [c.scaled([pair[1] for pair in shown], unit), c.scaled([pair[2] for pair in shown], unit)]
+    columns = [frame.scaled([pair[1] for pair in shown], unit), frame.scaled([pair[2] for pair in shown], unit)]
     rows = [
         (line.label, *sizes, f"{error:+.2f}")
         for (line, *_), sizes, (_, error) in zip(shown, zip(*columns, strict=True), errors, strict=True)
     ]
     header = ["run", f"predicted peak ({unit.name})", f"measured peak ({unit.name})", "error (%)"]
-    table = data.table(header, rows, [line.strategy for line, *_ in shown])
-    return Picture("predicted", "Predicted and measured peak", said, marks.spec(layers, said), table)
+    table = chart_lines.table(header, rows, [line.strategy for line, *_ in shown])
+    return Chart("predicted", "Predicted and measured peak", said, marks.spec(layers, said), table)
 
 
-def batches(view: View) -> Picture | None:
+def batches(view: View) -> Chart | None:
     """What is held for backward over the micro-batch, measured and predicted."""
-    found = by_micro_batch(data.lines(view))
+    found = by_micro_batch(chart_lines.lines(view))
     if not found:
         return None
-    drawn = data.chosen(found)
+    drawn = chart_lines.select(found)
     pairs = [(series, line) for series in drawn for line in series.points]
     sizes = [_activations(line) for _, line in pairs]
-    unit = c.byte_unit([size for pair in sizes for size in pair])
+    unit = frame.byte_unit([size for pair in sizes for size in pair])
     measured = [
         series.datum(x=line.number("micro_batch"), y=held / unit.size, exact=held)
         for (series, line), (held, _) in zip(pairs, sizes, strict=True)
@@ -169,8 +171,8 @@ def batches(view: View) -> Picture | None:
         (_at(series, line), (held or 0) / unit.size) for (series, line), (held, _) in zip(pairs, sizes, strict=True)
     ]
     said = (
-        f"Activation memory of {data.counted(drawn)} in {unit.name} over the micro-batch, {data.extremes(ends)}."
-        f"{data.left_out(len(drawn), len(found))}"
+        f"Activation memory of {chart_lines.counted(drawn)} in {unit.name} over the micro-batch, {chart_lines.range_text(ends)}."
+        f"{chart_lines.omitted_text(len(drawn), len(found))}"
     )
     crosses = [
         series.datum(x=line.number("micro_batch"), y=planned / unit.size, exact=planned)
@@ -185,15 +187,17 @@ def batches(view: View) -> Picture | None:
     layers = marks.curves(measured, x, y, tooltip, looks)
     if crosses:
         tooltip = marks.tooltips(("x:Q", "micro-batch", ",d"), ("exact:Q", "predicted, bytes", ",d"))
-        layers.append(marks.of(crosses).mark_text(text="×", style="predicted").encode(x=x, y=y, tooltip=tooltip))
-    columns = [c.scaled([pair[0] for pair in sizes], unit), c.scaled([pair[1] for pair in sizes], unit)]
+        layers.append(
+            marks.filterable_layer(crosses).mark_text(text="×", style="predicted").encode(x=x, y=y, tooltip=tooltip)
+        )
+    columns = [frame.scaled([pair[0] for pair in sizes], unit), frame.scaled([pair[1] for pair in sizes], unit)]
     rows = [
         (series.name, str(line.row["micro_batch"]), *texts)
         for (series, line), texts in zip(pairs, zip(*columns, strict=True), strict=True)
     ]
     header = ["run", "micro-batch (sequences)", f"measured ({unit.name})", f"predicted ({unit.name})"]
-    table = data.table(header, rows, [series.strategy for series, _ in pairs])
-    return Picture("batches", "Activation memory against micro-batch", said, marks.spec(layers, said), table)
+    table = chart_lines.table(header, rows, [series.strategy for series, _ in pairs])
+    return Chart("batches", "Activation memory against micro-batch", said, marks.spec(layers, said), table)
 
 
 def _activations(line: Line) -> tuple[float | None, float | None]:

@@ -6,18 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import printable
-from harness.report.axes import VARYING, flattened, told
 from harness.report.charts.lines import Datum, Line, number, typical
+from harness.report.labels import VARYING, flattened, value_text
 from harness.report.view import View
+from harness.util.text import sanitize
 
 # What follows from the number of ranks, and what the batch is made of.
 _DEGREES = ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "layers_per_stage")
+
 _BATCH = ("micro_batch", "global_batch")
+
 _SIZES = (
     *("parameters", "model", "layers_per_stage", "name", "source", "hidden_size", "intermediate_size"),
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
 )
+
 _POINTS = 240  # of one curve
 
 
@@ -89,8 +92,8 @@ def _names(keys: Sequence[tuple[Any, ...]], columns: Sequence[str]) -> list[str]
         alike = [other for other in keys if other[:2] == key[:2]]
         varying = [at for at, name in enumerate(columns) if name in VARYING and len({o[at] for o in alike}) > 1]
         said = [str(key[0]), *([str(key[1])] if key[1] not in (None, "none") else [])]
-        said += [told(columns[at], key[at]) for at in varying if key[at] is not None]
-        name = printable(" ".join(said))
+        said += [value_text(columns[at], key[at]) for at in varying if key[at] is not None]
+        name = sanitize(" ".join(said))
         found.append(f"{name} ({len(found) + 1})" if name in found else name)
     return found
 
@@ -114,10 +117,10 @@ def _read(path: Path) -> Iterator[tuple[int, float, str]]:
         entry = entry if isinstance(entry, dict) else {}
         step, loss = number(entry.get("step")), number(entry.get("loss"))
         if step is not None and loss is not None:
-            yield int(step), loss, printable(entry.get("phase") or "")
+            yield int(step), loss, sanitize(entry.get("phase") or "")
 
 
-def thinned(count: int) -> list[int]:
+def downsample(count: int) -> list[int]:
     """The positions of at most _POINTS of so many points: evenly, the first and the last among them."""
     if count <= _POINTS:
         return list(range(count))

@@ -1,37 +1,35 @@
 """Pictures of speed: tokens per second with their spread and over ranks, and the parts of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
-from harness.report import comparison as c
-from harness.report.charts import lines as data
+from harness.report import frame
+from harness.report.charts import lines as chart_lines
 from harness.report.charts import marks, style
-from harness.report.charts.lazy import alt
+from harness.report.charts.altair_lazy import alt
 from harness.report.charts.lines import Line
 from harness.report.charts.series import Series, by_world
-from harness.report.document import Grid, Picture
-from harness.report.parts import STEP_PARTS
+from harness.report.document import Chart, Table
+from harness.report.labels import STEP_PARTS
 from harness.report.spread import spread
 from harness.report.view import View
 
 _WIDE = 8  # the most ranks over the fewest, from which on both axes are logarithmic
 
 
-def throughput(view: View) -> Picture | None:
+def throughput(view: View) -> Chart | None:
     """Tokens per second of every line, and how far its runs or steps lie apart."""
-    found = data.lines(view)
+    found = chart_lines.lines(view)
     if not any(line.speed for line in found):
         return None
-    drawn = data.chosen(found)
-    ok = [(line, line.speed, data.number(spread(line.row))) for line in drawn if line.speed]
+    drawn = chart_lines.select(found)
+    ok = [(line, line.speed, chart_lines.number(spread(line.row))) for line in drawn if line.speed]
     said = (
-        f"Tokens per second of {data.counted(ok)}, {data.extremes([(line.label, speed) for line, speed, _ in ok])}."
+        f"Tokens per second of {chart_lines.counted(ok)}, {chart_lines.range_text([(line.label, speed) for line, speed, _ in ok])}."
         f"{_spread_said([line for line, *_ in ok])}"
-        f"{data.ended_said(drawn)}{data.left_out(len(drawn), len(found))}"
+        f"{chart_lines.failure_text(drawn)}{chart_lines.omitted_text(len(drawn), len(found))}"
     )
     title = "tokens per second"
-    shown = c.scaled([speed for _, speed, _ in ok], c.ONE)
+    shown = frame.scaled([speed for _, speed, _ in ok], frame.ONE)
     values = [
         line.datum(
             value=speed,
@@ -42,10 +40,10 @@ def throughput(view: View) -> Picture | None:
         )
         for (line, speed, apart), text in zip(ok, shown, strict=True)
     ]
-    y = marks.lines_down()
+    y = marks.label_axis()
     tooltip = marks.tooltips(("value:Q", "tokens per second", ",.2f"), ("apart:Q", "spread, ± %", ".2f"))
-    bar = marks.of(values).mark_bar(color=style.MEASURED)
-    sure = marks.of([datum for datum in values if datum["apart"]])
+    bar = marks.filterable_layer(values).mark_bar(color=style.MEASURED)
+    sure = marks.filterable_layer([datum for datum in values if datum["apart"]])
     low = marks.from_zero("low", title)
     layers = [
         bar.encode(x=marks.from_zero("value", title), y=y, tooltip=tooltip),
@@ -61,13 +59,13 @@ def throughput(view: View) -> Picture | None:
         (
             line.label,
             str(line.row["status"]),
-            *c.scaled([line.speed], c.ONE),
-            *c.percents([data.number(spread(line.row))]),
+            *frame.scaled([line.speed], frame.ONE),
+            *frame.percents([chart_lines.number(spread(line.row))]),
         )
         for line in drawn
     ]
-    table = data.table(["run", "status", title, "spread (± %)"], rows, [line.strategy for line in drawn], 2)
-    return Picture("throughput", "Tokens per second", said, marks.bars(layers, said, len(drawn)), table)
+    table = chart_lines.table(["run", "status", title, "spread (± %)"], rows, [line.strategy for line in drawn], 2)
+    return Chart("throughput", "Tokens per second", said, marks.bars(layers, said, len(drawn)), table)
 
 
 def _spread_said(lines: Sequence[Line]) -> str:
@@ -77,10 +75,10 @@ def _spread_said(lines: Sequence[Line]) -> str:
     return f" Error bars are to either side {said}." if said else ""
 
 
-def step(view: View) -> Picture | None:
+def step(view: View) -> Chart | None:
     """The step time of every line in its parts, of the repeat in the middle."""
-    found = data.lines(view)
-    drawn = data.chosen(found)
+    found = chart_lines.lines(view)
+    drawn = chart_lines.select(found)
     segments = [datum for line in drawn for datum in _step_parts(line)]
     if not segments:
         return None
@@ -89,14 +87,14 @@ def step(view: View) -> Picture | None:
         totals[datum["label"]] = totals.get(datum["label"], 0.0) + datum["exact"]
     names = [name for name in STEP_PARTS.values() if any(datum["part"] == name for datum in segments)]
     said = (
-        f"Step time of {data.counted(totals)} in ms, stacked by its parts, {', '.join(names)}:"
-        f" {data.extremes([(label, total / 1e-3) for label, total in totals.items()])}."
+        f"Step time of {chart_lines.counted(totals)} in ms, stacked by its parts, {', '.join(names)}:"
+        f" {chart_lines.range_text([(label, total / 1e-3) for label, total in totals.items()])}."
         + (" Of repeated runs the one in the middle by speed." if any(line.repeated for line in drawn) else "")
-        + data.ended_said(drawn)
-        + data.left_out(len(drawn), len(found))
+        + chart_lines.failure_text(drawn)
+        + chart_lines.omitted_text(len(drawn), len(found))
     )
     title = "step time (ms)"
-    shown = dict(zip(totals, c.scaled(list(totals.values()), c.MILLISECONDS), strict=True))
+    shown = dict(zip(totals, frame.scaled(list(totals.values()), frame.MILLISECONDS), strict=True))
     ends = [
         line.datum(total=totals[line.label] / 1e-3, shown=shown[line.label]) for line in drawn if line.label in totals
     ]
@@ -109,32 +107,36 @@ def step(view: View) -> Picture | None:
     for line in drawn:
         parts = {datum["part"]: datum["exact"] for datum in _step_parts(line)}
         sizes = [*(parts.get(name) for name in names), totals.get(line.label)]
-        rows.append((line.label, str(line.row["status"]), *c.scaled(sizes, c.MILLISECONDS)))
+        rows.append((line.label, str(line.row["status"]), *frame.scaled(sizes, frame.MILLISECONDS)))
     header = ["run", "status", *(f"{name} (ms)" for name in names), "step (ms)"]
-    table = data.table(header, rows, [line.strategy for line in drawn], 2)
-    return Picture("step", "Where the time of a step goes", said, marks.bars(layers, said, len(drawn)), table)
+    table = chart_lines.table(header, rows, [line.strategy for line in drawn], 2)
+    return Chart("step", "Where the time of a step goes", said, marks.bars(layers, said, len(drawn)), table)
 
 
-def _step_parts(line: Line) -> list[data.Datum]:
-    return data.parts(line, data.typical(line)["row"], STEP_PARTS, c.MILLISECONDS.size) if line.ok else []
+def _step_parts(line: Line) -> list[chart_lines.Datum]:
+    return (
+        chart_lines.parts(line, chart_lines.typical(line)["row"], STEP_PARTS, frame.MILLISECONDS.size)
+        if line.ok
+        else []
+    )
 
 
-def scaling(view: View) -> Picture | None:
+def scaling(view: View) -> Chart | None:
     """Tokens per second over ranks, beside as many times the speed on the fewest."""
-    found = by_world(data.lines(view))
+    found = by_world(chart_lines.lines(view))
     if not found:
         return None
-    drawn = data.chosen(found)
+    drawn = chart_lines.select(found)
     points = [
         series.datum(x=_world(line), y=line.speed, ideal=ideal, efficiency=100 * (line.speed or 0) / ideal)
         for series in drawn
         for line, ideal in zip(series.points, _ideal(series), strict=True)
     ]
     said = (
-        f"Tokens per second over {_count(points)} ranks of {data.counted(drawn)}, beside the ideal from each one's"
+        f"Tokens per second over {_count(points)} ranks of {chart_lines.counted(drawn)}, beside the ideal from each one's"
         " fewest ranks; efficiency on the most ranks in %:"
-        f" {data.extremes([(series.name, _efficiency(series)) for series in drawn])}."
-        f"{data.left_out(len(drawn), len(found))}"
+        f" {chart_lines.range_text([(series.name, _efficiency(series)) for series in drawn])}."
+        f"{chart_lines.omitted_text(len(drawn), len(found))}"
     )
     worlds = sorted({point["x"] for point in points})
     wide = worlds[-1] / worlds[0] > _WIDE
@@ -153,9 +155,11 @@ def scaling(view: View) -> Picture | None:
     )
     layers = [
         *marks.curves(points, x, y, tooltip, looks),
-        marks.of(points).mark_line(style="reference", opacity=0.6).encode(x=x, y=ideal, stroke=looks["stroke"]),
+        marks.filterable_layer(points)
+        .mark_line(style="reference", opacity=0.6)
+        .encode(x=x, y=ideal, stroke=looks["stroke"]),
     ]
-    return Picture("scaling", "Speed over ranks", said, marks.spec(layers, said), _scaling_table(drawn))
+    return Chart("scaling", "Speed over ranks", said, marks.spec(layers, said), _scaling_table(drawn))
 
 
 def _world(line: Line) -> float:
@@ -171,20 +175,23 @@ def _efficiency(series: Series) -> float:
     return 100 * (series.points[-1].speed or 0.0) / _ideal(series)[-1]
 
 
-def _count(points: Sequence[data.Datum]) -> str:
+def _count(points: Sequence[chart_lines.Datum]) -> str:
     worlds = sorted({int(point["x"]) for point in points})
     return ", ".join(map(str, worlds))
 
 
-def _scaling_table(drawn: Sequence[Series]) -> Grid:
+def _scaling_table(drawn: Sequence[Series]) -> Table:
     pairs = [
         (series, line, ideal) for series in drawn for line, ideal in zip(series.points, _ideal(series), strict=True)
     ]
-    speeds, ideals = c.scaled([line.speed for _, line, _ in pairs], c.ONE), c.scaled([i for *_, i in pairs], c.ONE)
-    efficiencies = c.percents([(line.speed or 0.0) / ideal for _, line, ideal in pairs])
+    speeds, ideals = (
+        frame.scaled([line.speed for _, line, _ in pairs], frame.ONE),
+        frame.scaled([i for *_, i in pairs], frame.ONE),
+    )
+    efficiencies = frame.percents([(line.speed or 0.0) / ideal for _, line, ideal in pairs])
     rows = [
         (series.name, str(line.row["world_size"]), *texts)
         for (series, line, _), texts in zip(pairs, zip(speeds, ideals, efficiencies, strict=True), strict=True)
     ]
     header = ["run", "ranks", "tokens per second", "ideal", "efficiency (%)"]
-    return data.table(header, rows, [series.strategy for series, *_ in pairs])
+    return chart_lines.table(header, rows, [series.strategy for series, *_ in pairs])

@@ -3,10 +3,15 @@
 from typing import Any
 
 WIDTH, HEIGHT = 620, 340  # pixels, of a whole picture with its axes, and of the plot where its lines are no bars
+
 STEP, NARROW_STEP = 22, 16  # pixels a bar, and a bar where there are many
+
 MANY = 12  # bars
+
 LABEL_LIMIT = 220  # pixels
+
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # all of one metric: text takes as much room everywhere
+
 FONT_SIZE = 12
 
 # Petroff's ten, found by search to be apart under colour-vision deficiency, arXiv 2107.02270, figure 6.
@@ -14,8 +19,11 @@ PALETTE = (
     *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6"),
     *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
 )
+
 MEASURED, PREDICTED, BETWEEN = PALETTE[0], PALETTE[1], PALETTE[6]  # the last: of both at once
+
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
+
 DASHES = ((1, 0), (6, 3), (2, 2))  # lines of the first ten, the second and the third
 
 

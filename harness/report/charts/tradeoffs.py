@@ -1,44 +1,42 @@
 """Pictures of what is given for what: memory against speed, and what checkpointing saves against its time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
-from harness.errors import printable
-from harness.records import Row
-from harness.report import comparison as c
-from harness.report.charts import lines as data
+from harness.records.schema import Row
+from harness.report import frame
+from harness.report.best import pareto_front
+from harness.report.charts import lines as chart_lines
 from harness.report.charts import marks, style
-from harness.report.charts.lazy import alt
+from harness.report.charts.altair_lazy import alt
 from harness.report.charts.lines import Line
-from harness.report.document import Picture
-from harness.report.pareto import front
-from harness.report.peers import DIVISION, ended_well, peer
+from harness.report.claim_peers import DIVISION, ok_runs, peer
+from harness.report.document import Chart
 from harness.report.view import View
+from harness.util.text import sanitize
 
 
-def trade(view: View) -> Picture | None:
+def trade(view: View) -> Chart | None:
     """Peak memory against speed, a device's where worlds differ; lines that no other beats in both are the front.
 
     Of several settings the one with most lines: between others there is nothing to choose.
     """
     settings: dict[tuple[Any, ...], list[Line]] = {}
-    for line in data.lines(view):
+    for line in chart_lines.lines(view):
         if line.speed and line.number("peak_allocated_bytes"):
-            settings.setdefault(c.setting(line.row), []).append(line)
+            settings.setdefault(frame.comparability_key(line.row), []).append(line)
     alike: list[Line] = max(settings.values(), key=len, default=[])
     column, rate = "tokens_per_second", "tokens per second"
     if len({line.row.get("world_size") for line in alike}) > 1:
         column, rate = "tokens_per_second_per_device", "tokens per second and device"
     found = ((line, line.number("peak_allocated_bytes"), line.number(column)) for line in alike)
     pairs = [(line, peak, speed) for line, peak, speed in found if peak and speed]
-    places = {line.place for line in data.chosen([line for line, *_ in pairs])}
+    places = {line.place for line in chart_lines.select([line for line, *_ in pairs])}
     drawn = [pair for pair in pairs if pair[0].place in places]
     if len(drawn) < 2:
         return None
-    unit = c.byte_unit([peak for _, peak, _ in drawn])
-    first = front([(peak, speed) for _, peak, speed in drawn])
+    unit = frame.byte_unit([peak for _, peak, _ in drawn])
+    first = pareto_front([(peak, speed) for _, peak, speed in drawn])
     points = [
         line.datum(x=speed, y=peak / unit.size, exact=peak, first=best, on="front" if best else "beaten in both")
         for (line, peak, speed), best in zip(drawn, first, strict=True)
@@ -46,32 +44,35 @@ def trade(view: View) -> Picture | None:
     best_ones = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
     of_one = f", the largest of {len(settings)} groups that trained the same" if len(settings) > 1 else ""
     said = (
-        f"Peak memory in {unit.name} against {rate} of {data.counted(drawn)}{of_one}. No other is both as fast and"
+        f"Peak memory in {unit.name} against {rate} of {chart_lines.counted(drawn)}{of_one}. No other is both as fast and"
         f" as small as {', '.join(point['label'] for point in best_ones)}; peaks"
-        f" {data.extremes([(point['label'], point['y']) for point in points])}, {rate}"
-        f" {data.extremes([(point['label'], point['x']) for point in points])}.{data.left_out(len(drawn), len(pairs))}"
+        f" {chart_lines.range_text([(point['label'], point['y']) for point in points])}, {rate}"
+        f" {chart_lines.range_text([(point['label'], point['x']) for point in points])}.{chart_lines.omitted_text(len(drawn), len(pairs))}"
     )
     x = marks.spanning("x", f"{rate} (more is better)", [point["x"] for point in points])
     y = marks.spanning("y", f"peak memory ({unit.name}, less is better)", [point["y"] for point in points])
     tooltip = marks.tooltips(("x:Q", rate, ",.2f"), ("exact:Q", "peak, bytes", ",d"), ("on:N", "", ""))
     layers = [
-        marks.of(best_ones).mark_line(style="front").encode(x=x, y=y),
-        marks.of([p for p in points if not p["first"]])
+        marks.filterable_layer(best_ones).mark_line(style="front").encode(x=x, y=y),
+        marks.filterable_layer([p for p in points if not p["first"]])
         .mark_point(filled=False, size=70, strokeWidth=2, color=style.MEASURED, shape="circle")
         .encode(x=x, y=y, tooltip=tooltip),
-        marks.of(best_ones)
+        marks.filterable_layer(best_ones)
         .mark_point(filled=True, size=110, opacity=1, color=style.MEASURED, shape="diamond")
         .encode(x=x, y=y, tooltip=tooltip),
         *marks.labels(points, x, y, [best_ones]),
     ]
-    columns = [c.scaled([peak for _, peak, _ in drawn], unit), c.scaled([speed for *_, speed in drawn], c.ONE)]
+    columns = [
+        frame.scaled([peak for _, peak, _ in drawn], unit),
+        frame.scaled([speed for *_, speed in drawn], frame.ONE),
+    ]
     rows = [
         (line.label, *texts, "yes" if best else "")
         for (line, *_), texts, best in zip(drawn, zip(*columns, strict=True), first, strict=True)
     ]
     header = ["run", f"peak ({unit.name})", rate, "on the front"]
-    table = data.table(header, rows, [line.strategy for line, *_ in drawn])
-    return Picture("trade", "Peak memory against speed", said, marks.spec(layers, said), table)
+    table = chart_lines.table(header, rows, [line.strategy for line, *_ in drawn])
+    return Chart("trade", "Peak memory against speed", said, marks.spec(layers, said), table)
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,10 @@ class Saving:
 
 def savings(view: View) -> list[Saving]:
     """Of the lines that checkpoint and have a peer that does not."""
-    lines = [line for line in data.lines(view) if line.ok and line.row.get("checkpointing") not in (None, "none")]
-    runs = ended_well(view.lines) if lines else []
+    lines = [
+        line for line in chart_lines.lines(view) if line.ok and line.row.get("checkpointing") not in (None, "none")
+    ]
+    runs = ok_runs(view.lines) if lines else []
     by_id = {run.row["run_id"]: run for run in runs}
     found = []
     for line in lines:
@@ -97,20 +100,20 @@ def savings(view: View) -> list[Saving]:
         names = ("peak_allocated_bytes", "activation_bytes", "step_seconds")
         peak, held, cost = (_change(plain.row, run.row, name) if plain else None for name in names)
         if peak is not None and cost is not None:
-            kind = printable(line.row["checkpointing"])
+            kind = sanitize(line.row["checkpointing"])
             found.append(Saving(line, kind, -peak, None if held is None else -held, cost))
     return found
 
 
 def _change(before: Row, after: Row, name: str) -> float | None:
-    old, new = data.number(before.get(name)), data.number(after.get(name))
+    old, new = chart_lines.number(before.get(name)), chart_lines.number(after.get(name))
     return new / old - 1 if old and new is not None else None
 
 
-def checkpointing(view: View) -> Picture | None:
+def checkpointing(view: View) -> Chart | None:
     """Memory saved against time lost, each kind over the same run without it."""
     found = savings(view)
-    places = {line.place for line in data.chosen([saving.line for saving in found])}
+    places = {line.place for line in chart_lines.select([saving.line for saving in found])}
     drawn = [saving for saving in found if saving.line.place in places]
     if not drawn:
         return None
@@ -125,9 +128,9 @@ def checkpointing(view: View) -> Picture | None:
         for saving in drawn
     ]
     said = (
-        f"What checkpointing saves and costs in {data.counted(drawn)}, each over the same run without: peak memory"
-        f" saved, in %, {data.extremes([(p['label'], p['y']) for p in points])}; step longer, in %,"
-        f" {data.extremes([(p['label'], p['x']) for p in points])}.{data.left_out(len(drawn), len(found))}"
+        f"What checkpointing saves and costs in {chart_lines.counted(drawn)}, each over the same run without: peak memory"
+        f" saved, in %, {chart_lines.range_text([(p['label'], p['y']) for p in points])}; step longer, in %,"
+        f" {chart_lines.range_text([(p['label'], p['x']) for p in points])}.{chart_lines.omitted_text(len(drawn), len(found))}"
     )
     saved = [value for point in points for value in (point["y"], point["held"]) if value is not None]
     x = marks.spanning(
@@ -143,24 +146,24 @@ def checkpointing(view: View) -> Picture | None:
     )
     color = alt.Color("kind:N", title="checkpointing", scale=alt.Scale(domain=kinds, range=style.colours(len(kinds))))
     shape = alt.Shape("kind:N", title="checkpointing", scale=alt.Scale(domain=kinds, range=style.shapes(len(kinds))))
-    known = marks.of([point for point in points if point["held"] is not None])
+    known = marks.filterable_layer([point for point in points if point["held"] is not None])
     bars = [[p, p | {"y": p["held"]}] for p in points if p["held"] is not None]
     layers = [
-        marks.fixed([{"strategy": "", "x": 0}]).mark_rule(style="reference").encode(x=x),
-        marks.fixed([{"strategy": "", "y": 0}]).mark_rule(style="reference").encode(y=y),
+        marks.static_layer([{"strategy": "", "x": 0}]).mark_rule(style="reference").encode(x=x),
+        marks.static_layer([{"strategy": "", "y": 0}]).mark_rule(style="reference").encode(y=y),
         known.mark_rule(strokeWidth=1.5).encode(x=x, y=y, y2="held:Q", color=color, tooltip=tooltip),
         known.mark_tick(orient="horizontal", size=10, thickness=2, opacity=1).encode(
             x=x, y=held, color=color, tooltip=tooltip
         ),
-        marks.of(points)
+        marks.filterable_layer(points)
         .mark_point(filled=True, size=90, opacity=1)
         .encode(x=x, y=y, color=color, shape=shape, tooltip=tooltip),
         *marks.labels(points, x, y, bars, 90),
     ]
     rows = [
-        (saving.line.label, saving.kind, *c.percents([saving.peak, saving.activations, saving.cost]))
+        (saving.line.label, saving.kind, *frame.percents([saving.peak, saving.activations, saving.cost]))
         for saving in drawn
     ]
     header = ["run", "checkpointing", "peak saved (%)", "activations saved (%)", "step longer (%)"]
-    table = data.table(header, rows, [saving.line.strategy for saving in drawn], 2)
-    return Picture("checkpointing", "What checkpointing saves and costs", said, marks.spec(layers, said), table)
+    table = chart_lines.table(header, rows, [saving.line.strategy for saving in drawn], 2)
+    return Chart("checkpointing", "What checkpointing saves and costs", said, marks.spec(layers, said), table)

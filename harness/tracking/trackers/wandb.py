@@ -8,14 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harness.config import TrackingConfig
-from harness.errors import one_line
-from harness.tracking import Scalar, Subject, Unreachable, Values
+from harness.config.schema import TrackingConfig
+from harness.tracking.base import Scalar, TrackedRun, TrackerUnavailable, Values
+from harness.util.text import one_line
 
 FLUSH_SECONDS = 2.0  # what a killed process may lack at the end of its file
+
 TAG_CHARACTERS = 64  # W&B's limit
+
 # Settings of W&B's that would make another run of it than ours; those on where its server is and who asks stay.
 STEERING = ("DISABLED", "MODE", "NOTES", "RESUME", "RUN_ID", "SERVICE", "SWEEP_ID")
+
 # The axis of each group of values. None goes to the summary by itself: that holds the row.
 AXES = {"train/*": "train/step", "live/*": "live/seconds", "memory/*": None}
 
@@ -28,7 +31,7 @@ def connect(config: TrackingConfig, seconds: float) -> "WandB":
     try:
         import wandb
     except ImportError as error:
-        raise Unreachable(f"wandb cannot be imported ({one_line(error)})") from None
+        raise TrackerUnavailable(f"wandb cannot be imported ({one_line(error)})") from None
     logging.getLogger("wandb").setLevel(logging.ERROR)  # its log would repeat the configuration
     return WandB(wandb, config, seconds)
 
@@ -40,16 +43,16 @@ class WandB:
         self.seconds = seconds  # to begin a run, and after its last value for all of them to be there
         self.open: dict[str, Any] = {}  # W&B's runs, by our id
 
-    def begin(self, subject: Subject) -> None:
-        self.open[subject.id] = self.reached(lambda: self.start(subject, "run"))
+    def start_run(self, subject: TrackedRun) -> None:
+        self.open[subject.id] = self.call_api(lambda: self.start(subject, "run"))
 
-    def live(self, subject: Subject, figures: Mapping[str, Scalar]) -> None:
+    def log_live(self, subject: TrackedRun, figures: Mapping[str, Scalar]) -> None:
         run = self.open[subject.id]
-        self.reached(lambda: run.log({f"live/{name}": value for name, value in figures.items()}))
+        self.call_api(lambda: run.log({f"live/{name}": value for name, value in figures.items()}))
 
-    def end(self, subject: Subject, row: Values, steps: Sequence[Values]) -> None:
+    def finish_run(self, subject: TrackedRun, row: Values, steps: Sequence[Values]) -> None:
         if subject.id not in self.open:
-            self.begin(subject)
+            self.start_run(subject)
         run = self.open.pop(subject.id)
 
         def complete() -> None:
@@ -64,8 +67,8 @@ class WandB:
 
         self.finish(run, complete, 0 if row["status"] == "ok" else 1)
 
-    def table(self, subject: Subject, columns: Sequence[str], rows: Sequence[Values]) -> None:
-        run = self.reached(lambda: self.start(subject, "summary"))
+    def log_table(self, subject: TrackedRun, columns: Sequence[str], rows: Sequence[Values]) -> None:
+        run = self.call_api(lambda: self.start(subject, "summary"))
 
         def complete() -> None:
             data = [[row.get(column) for column in columns] for row in rows]
@@ -80,7 +83,7 @@ class WandB:
             for run in self.open.values():
                 run.finish(exit_code=1)
 
-    def start(self, subject: Subject, job_type: str) -> Any:
+    def start(self, subject: TrackedRun, job_type: str) -> Any:
         run = self.library.init(
             mode=self.config.mode,
             entity=self.config.entity,
@@ -125,24 +128,24 @@ class WandB:
     def finish(self, run: Any, complete: Callable[[], None], exit_code: int) -> None:
         """Raises Unreachable unless all of the run's values are where they should be."""
         try:
-            self.reached(complete)
+            self.call_api(complete)
         finally:
-            self.reached(lambda: run.finish(exit_code=exit_code))
+            self.call_api(lambda: run.finish(exit_code=exit_code))
         trouble = _fatal(Path(run.settings.log_internal))
         if trouble:
-            raise Unreachable(f"W&B refused the data: {trouble}")
+            raise TrackerUnavailable(f"W&B refused the data: {trouble}")
 
-    def reached(self, call: Callable[[], Any]) -> Any:
+    def call_api(self, call: Callable[[], Any]) -> Any:
         """Whatever the library raises is W&B's trouble, not ours."""
         try:
             return call()
         except self.library.errors.UsageError as error:
             if "API key" not in str(error):
-                raise Unreachable(f"W&B: {one_line(error)}") from None
-            raise Unreachable("W&B has no key for its server: run `wandb login`, or set WANDB_API_KEY") from None
+                raise TrackerUnavailable(f"W&B: {one_line(error)}") from None
+            raise TrackerUnavailable("W&B has no key for its server: run `wandb login`, or set WANDB_API_KEY") from None
         except Exception as error:
             told = one_line(str(error).partition("\n")[0]) or type(error).__name__
-            raise Unreachable(f"W&B: {told}") from None
+            raise TrackerUnavailable(f"W&B: {told}") from None
 
 
 # What a step's values are called, where it is not by their own names.
@@ -153,7 +156,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
-def _tags(subject: Subject) -> tuple[str, ...]:
+def _tags(subject: TrackedRun) -> tuple[str, ...]:
     return tuple(tag[:TAG_CHARACTERS] for tag in subject.tags)
 
 

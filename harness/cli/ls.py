@@ -1,0 +1,81 @@
+"""harness ls strategies|models|clusters|sweeps: list what there is, with one line about each."""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.config.locations import conf_folders, files_in, sweeps_folders
+from harness.util.errors import UserError, run_command
+from harness.util.text import sanitize
+
+Describe = Callable[[dict[str, Any], str], str]
+
+
+def about_model(values: dict[str, Any], comment: str) -> str:
+    """Return family, size and source of a model file."""
+    if values.get("family") == "hf":
+        return comment
+    return f"{values['family']}, {values['parameters'] / 1e6:,.1f} million parameters; {values['source']}"
+
+
+def about_strategy(values: dict[str, Any], comment: str) -> str:
+    """Return the comment of a strategy file, or its keys where it has none."""
+    keys = ", ".join(f"{key}={value}" for key, value in values.items() if key != "name")
+    return comment or keys or "one process"
+
+
+def about_comment(values: dict[str, Any], comment: str) -> str:
+    """Return the comment at the top of a file."""
+    return comment
+
+
+LISTS: dict[str, tuple[Callable[[], dict[str, Path]], Describe]] = {
+    "strategies": (lambda: files_in(conf_folders(), "strategy"), about_strategy),
+    "models": (lambda: files_in(conf_folders(), "model"), about_model),
+    "clusters": (lambda: files_in(conf_folders(), "cluster"), about_comment),
+    "sweeps": (lambda: files_in(sweeps_folders(), ""), about_comment),
+}
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of the comment at the top of a YAML file, without `# @package` lines."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @"):
+            lines.append(line.removeprefix("#").strip())
+    return " ".join(lines).partition(". ")[0].rstrip(".")
+
+
+def listing(kind: str) -> Iterator[str]:
+    """Yield one line for every entry of a kind: its name and what it is.
+
+    Raises UserError for a file that cannot be read.
+    """
+    files, describe = LISTS[kind]
+    found = files()
+    width = max((len(name) for name in found), default=0)
+    for name, path in found.items():
+        try:
+            text = path.read_text()
+            about = describe(yaml.safe_load(text) or {}, first_sentence(text))
+        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+            raise UserError(f"{path} cannot be listed: {error}") from None
+        yield f"{name:<{width}}  {about}".rstrip()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `harness ls` and return its exit status."""
+    parser = argparse.ArgumentParser(prog="harness ls", description="List what can be chosen on the command line.")
+    parser.add_argument("kind", choices=list(LISTS))
+    chosen = parser.parse_args(arguments)
+
+    def show() -> None:
+        for line in listing(chosen.kind):
+            print(sanitize(line))
+
+    return run_command(show)

@@ -1,0 +1,46 @@
+"""harness report results/NAME [more]: the table in the terminal, runs.csv, runs.parquet, report.md and .html."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.text import Text
+
+from harness.cli.comparison import prepare_output, read_comparison
+from harness.config.byte_size import parse_bytes
+from harness.report.files import write_files
+from harness.report.tables import print_table, terminal
+from harness.report.view import merge_folders
+from harness.util.errors import UserError, run_command
+
+
+def report(folders: Sequence[Path], to: Path | None, pivot: str | None, fits_in: str | None) -> None:
+    """Print the table of all folders' runs and write the report: beside one folder's records, of several to `to`.
+
+    Raises UserError for a folder without a single readable run, and for a pivot that is no column.
+    """
+    limit = None if fits_in is None else parse_bytes(fits_in, "--fits-in")
+    view = merge_folders([(folder, read_comparison(folder)) for folder in folders])
+    if pivot is not None and pivot not in view.table:
+        raise UserError(f"--pivot={pivot} is no column of these runs: choose one that runs.csv has, such as world_size")
+    console = terminal()
+    print_table(view, console)
+    where = to or (
+        folders[0] if len(folders) == 1 else folders[0].parent / "+".join(folder.resolve().name for folder in folders)
+    )
+    where.mkdir(parents=True, exist_ok=True)
+    for path in write_files(where, view, pivot, limit):
+        console.print(Text(str(path)), soft_wrap=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `harness report` and return its exit status."""
+    about = "Show the comparison of recorded runs as a table, a page to read and files of rows."
+    parser = argparse.ArgumentParser(prog="harness report", description=about)
+    parser.add_argument("folders", type=Path, nargs="+", metavar="results/NAME", help="the folders of comparisons")
+    parser.add_argument("--to", type=Path, metavar="results/NAME", help="where to write; otherwise beside the records")
+    parser.add_argument("--pivot", metavar="COLUMN", help="a table of strategies against this column of runs.csv")
+    parser.add_argument("--fits-in", metavar="SIZE", help="recommend what is fastest in so much memory, such as 24GiB")
+    chosen = parser.parse_args(arguments)
+    prepare_output()
+    return run_command(lambda: report(chosen.folders, chosen.to, chosen.pivot, chosen.fits_in))

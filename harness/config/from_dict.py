@@ -1,0 +1,59 @@
+"""Dataclasses from plain values: every key known, every type checked, every complaint named by its dotted key."""
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+from harness.util.errors import UserError
+
+
+def from_dict(kind: type, values: Any, key: str = "") -> Any:
+    """A dataclass from plain values, recursively, every type checked.
+
+    Raises UserError naming the dotted key of a missing, unknown or wrongly typed value.
+    """
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(values, dict):
+            raise UserError(f"{key}={values} is not a group of keys: choose one of the files in conf/{key}")
+        hints = typing.get_type_hints(kind)
+        fields = {f.name: f for f in dataclasses.fields(kind)}
+        for unknown in sorted(values.keys() - fields.keys()):
+            raise UserError(f"{_dotted_key(key, unknown)} is not a key: choose one of {', '.join(fields)}")
+        for name, entry in fields.items():
+            required = entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
+            if required and name not in values:
+                raise UserError(f"{_dotted_key(key, name)} is missing: give it a value")
+        return kind(**{name: from_dict(hints[name], values[name], _dotted_key(key, name)) for name in values})
+    return _checked_value(kind, values, key)
+
+
+def _dotted_key(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _checked_value(kind: Any, value: Any, key: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        if value is None and type(None) in arguments:
+            return None
+        if type(value) in arguments:
+            return value
+        return from_dict(next(a for a in arguments if a is not type(None)), value, key)
+    if origin is tuple and isinstance(value, (list, tuple)) and arguments[1:] == (...,):
+        return tuple(from_dict(arguments[0], v, key) for v in value)
+    if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(arguments):
+        return tuple(_checked_value(a, v, key) for a, v in zip(arguments, value, strict=True))
+    if origin is dict and isinstance(value, dict):
+        return {
+            str(k): v if arguments[1] is Any else _checked_value(arguments[1], v, f"{key}.{k}")
+            for k, v in value.items()
+        }
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    if origin in (tuple, list):
+        raise UserError(f"{key}={value} is not a list: give it a list")
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
+    raise UserError(f"{key}={value} is not {wanted}: give it {wanted}")

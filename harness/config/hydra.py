@@ -1,0 +1,77 @@
+"""Between Hydra and the harness: what composition starts from, and plain values of what was composed."""
+
+import dataclasses
+import functools
+import typing
+from pathlib import Path
+from typing import Any
+
+from harness.config.locations import PRESETS, user_conf, user_sweeps
+from harness.config.schema import RunConfig
+from harness.util.errors import UserError
+from harness.util.text import one_line
+
+
+def dataclass_defaults(kind: type) -> dict[str, Any]:
+    """A group's keys that have a default, so that the command line may set those that no YAML file mentions."""
+    found: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        entry = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            found[name] = dataclass_defaults(hint)
+        elif entry.default is not dataclasses.MISSING:
+            found[name] = entry.default
+        elif entry.default_factory is not dataclasses.MISSING:
+            found[name] = entry.default_factory()
+    return found
+
+
+def register_resolvers() -> None:
+    """Make Hydra know the defaults of the dataclasses, our resolvers, and where configuration files lie.
+
+    conf/config.yaml starts from the defaults under the name `defaults_of_groups`; ${harness.most:2,${cluster.nodes}} is
+    the larger of both.
+    """
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.plugins import Plugins
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("harness.most", max, replace=True)
+    ConfigStore.instance().store(name="defaults_of_groups", node=dataclass_defaults(RunConfig))
+    Plugins.instance().register(_search_path_plugin())
+
+
+@functools.cache
+def _search_path_plugin() -> Any:
+    """Return a Hydra plugin that searches the current folder's conf/ and sweeps/ before the packaged ones.
+
+    A conf/config.yaml that is not of this project belongs to somebody else's: then the packaged files come first.
+    """
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class HarnessSearchPath(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            user = user_conf()
+            if user is not None:
+                main = user / "config.yaml"
+                is_ours = not main.exists() or "defaults_of_groups" in main.read_text(errors="replace")
+                place = search_path.prepend if is_ours else search_path.append
+                place("harness-user", f"file://{user}")
+            if user_sweeps() is not None:
+                search_path.append("harness-user-sweeps", f"file://{Path.cwd()}")
+            search_path.append("harness-sweeps", f"file://{PRESETS}")
+
+    return HarnessSearchPath
+
+
+def to_container(composed: Any) -> dict[str, Any]:
+    """What Hydra composed as plain values, every interpolation resolved. Raises UserError where one cannot be."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise UserError(one_line(error)) from None
+    return values

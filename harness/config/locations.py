@@ -1,0 +1,47 @@
+"""Where configuration files lie: conf/ and sweeps/ of the current folder, then those that came with the package."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# A wheel carries conf/ and sweeps/ inside the package, in presets/; in a clone they lie beside it.
+PRESETS = _PACKAGE / "presets" if (_PACKAGE / "presets").is_dir() else _PACKAGE.parent
+PACKAGED_CONF = PRESETS / "conf"
+
+
+def user_conf() -> Path | None:
+    """Return conf/ of the current folder, unless there is none or it is the packaged one."""
+    folder = Path.cwd() / "conf"
+    return folder if folder.is_dir() and folder.resolve() != PACKAGED_CONF else None
+
+
+def user_sweeps() -> Path | None:
+    """Return sweeps/ of the current folder, unless there is none or it is the packaged one."""
+    folder = Path.cwd() / "sweeps"
+    return folder if folder.is_dir() and folder.resolve() != PRESETS / "sweeps" else None
+
+
+def conf_folders() -> list[Path]:
+    """Return the folders that hold configuration groups, the first of which counts."""
+    user = user_conf()
+    return [PACKAGED_CONF] if user is None else [user, PACKAGED_CONF]
+
+
+def sweeps_folders() -> list[Path]:
+    """Return the folders that hold named sweeps, the first of which counts."""
+    user = user_sweeps()
+    return [PRESETS / "sweeps"] if user is None else [user, PRESETS / "sweeps"]
+
+
+def files_in(folders: Iterable[Path], group: str) -> dict[str, Path]:
+    """Return the YAML file of every name in a configuration group, in the order of names."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for path in (folder / group).glob("*.yaml"):
+            found.setdefault(path.stem, path)
+    return dict(sorted(found.items()))
+
+
+def names_in(folders: Iterable[Path], group: str) -> list[str]:
+    """Return the names that a configuration group has."""
+    return list(files_in(folders, group))

@@ -1,0 +1,101 @@
+"""TODO harness.engines.deepspeed.compatibility."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.config.schema import RunConfig
+    from harness.hardware.machine import Machine
+    from harness.layout.layout import Layout
+
+
+# Keys of DeepSpeed's `zero_optimization` section that change how a stage is run, and not what it is: offload,
+# quantisation, hierarchical partitions and the stage itself are other strategies or other numerics.
+RESERVED_OPTIONS = (
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "contiguous_gradients",
+    "ignore_unused_parameters",
+    "memory_efficient_linear",
+    "overlap_comm",
+    "parameter_alignment",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "stage3_allgather_sequential",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size",
+    "use_multi_rank_bucket_allreduce",
+)
+
+
+def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
+    """Why DeepSpeed cannot honour this run, one line each."""
+    from harness.util.native_build import compiler_problem
+
+    if machine.device == "cpu" and compiler_problem():
+        yield f"strategy.engine=deepspeed compiles its CPU collective: {compiler_problem()}"
+    unsupported = "is not supported by strategy.engine=deepspeed"
+    if config.precision.name == "fp16_mixed":
+        yield (
+            f"precision=fp16_mixed {unsupported}, which scales the loss by a rule of its own (and on a CPU not at all):"
+            " choose bf16_mixed"
+        )
+    if config.precision.name == "bf16" and layout.offload != "none":
+        yield f"precision=bf16 with strategy.offload={layout.offload} needs DeepSpeed's own AdamW: choose bf16_mixed"
+    if layout.zero_stage == 0:
+        yield f"strategy.zero_stage=0 {unsupported}: choose 1, 2 or 3"
+    if layout.dp_replicate > 1:
+        yield f"strategy.dp_replicate={layout.dp_replicate} {unsupported}: choose 1, and -1 for strategy.dp_shard"
+    for axis in ("cp", "pp"):
+        if getattr(layout, axis) > 1:
+            yield f"strategy.{axis}={getattr(layout, axis)} {unsupported}: choose 1"
+    if layout.tp > 1:
+        yield from tensor_parallel_unsupported(config, layout)
+    biases = config.model.asked is None and config.model.architecture.biases
+    if config.checkpointing.name == "selective" and biases and has_own_linear(config, layout):
+        yield (
+            f"checkpointing=selective keeps products to which DeepSpeed's linear function of stage 3 adds the biases of"
+            f" model={config.model.name} in place, again in the second forward: choose none or full, or"
+            " +strategy.options.memory_efficient_linear=false"
+        )
+    if layout.offload == "parameters" and layout.zero_stage < 3:
+        yield (
+            f"strategy.offload=parameters needs strategy.zero_stage=3, not {layout.zero_stage}: DeepSpeed moves what it"
+            " shards; choose optimizer, or zero_stage 3"
+        )
+    for key, value in config.strategy.options.items():
+        if isinstance(value, (int, float)) and value < 0:
+            yield f"strategy.options.{key}={value} is negative: choose 0 or more"
+    for key in sorted(config.strategy.options.keys() - set(RESERVED_OPTIONS)):
+        value = config.strategy.options[key]
+        yield f"strategy.options.{key}={value} {unsupported}: choose among {', '.join(RESERVED_OPTIONS)}"
+
+
+def tensor_parallel_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
+    """Why AutoTP's layers cannot train this layout as it is asked for."""
+    tp = f"strategy.tp={layout.tp}"
+    if config.model.asked is not None or config.model.architecture.biases:
+        yield f"{tp} of DeepSpeed is proven for matrices without biases, not model={config.model.name}: choose 1"
+    if config.checkpointing.name == "selective":
+        yield f"checkpointing=selective keeps products that {tp} of DeepSpeed then sums in place: choose none or full"
+    if layout.vocabulary_parallel:
+        yield f"strategy.vocabulary_parallel=true: {tp} of DeepSpeed leaves embedding and head whole: choose false"
+    if layout.sequence_parallel:
+        yield f"strategy.sequence_parallel=true is not part of {tp} of DeepSpeed: choose false"
+    if layout.zero_stage == 3:
+        yield (
+            f"{tp} with strategy.zero_stage=3: DeepSpeed's tensor-parallel layers multiply by a view of the gathered"
+            " weight, which autograd keeps whole until backward: choose zero_stage 1 or 2, or strategy.tp=1"
+        )
+
+
+def has_own_linear(config: "RunConfig", layout: "Layout") -> bool:
+    """Whether torch's linear function is replaced, for the whole process."""
+    return layout.zero_stage == 3 and bool(config.strategy.options.get("memory_efficient_linear", True))

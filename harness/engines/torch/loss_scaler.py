@@ -1,0 +1,50 @@
+"""Dynamic loss scaling for fp16 (mixed precision training, arXiv 1710.03740)."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from harness.config.schema import PrecisionConfig
+from harness.engines.torch.grad_norm import local_part
+
+
+class LossScaler:
+    """The factor on every loss; 1 where the precision has none.
+
+    torch.amp.GradScaler has the same rule, but looks for an overflow in what this rank holds alone. Here the global
+    norm tells, which every rank knows. Averaging over ranks that have other tokens is part of the factor, as it is part
+    of the mean over micro-batches: gradients in fp16 are then equally large in every layout, and overflow in the same
+    steps.
+    """
+
+    def __init__(self, precision: PrecisionConfig, averaged_over: int) -> None:
+        self.averaged_over = averaged_over if precision.initial_loss_scale is not None else 1
+        self.value = precision.initial_loss_scale or 1.0
+        self.window = precision.loss_scale_window
+        self.is_dynamic = precision.initial_loss_scale is not None
+        self.steps_since_change = 0
+        self.skipped_steps = 0
+
+    @property
+    def factor(self) -> float:
+        return self.value / self.averaged_over
+
+    def unscale(self, gradients: Sequence[Tensor]) -> None:
+        if self.is_dynamic:
+            torch._foreach_mul_([local_part(gradient) for gradient in gradients], 1 / self.factor)
+
+    def update_and_check(self, grad_norm: Tensor) -> bool:
+        """Whether the step may be taken; adapts the scale. Waits for the device where the scale is dynamic."""
+        if not self.is_dynamic:
+            return True
+        finite = math.isfinite(grad_norm.item())
+        self.steps_since_change = self.steps_since_change + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+            self.skipped_steps += 1
+        elif self.steps_since_change == self.window:
+            self.value *= 2
+            self.steps_since_change = 0
+        return finite

@@ -1,0 +1,135 @@
+"""Pipeline parallelism by torch.distributed.pipelining: each rank holds its stages and passes activations on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.utils.checkpoint import GraphExecGroup
+
+from harness.config.schema import RunConfig
+from harness.engines.base import Batch
+from harness.engines.torch.data_parallel import DataParallel
+from harness.engines.torch.loss_scaler import LossScaler
+from harness.layout.layout import Layout
+from harness.layout.partition import Stage
+from harness.probe import Probe
+
+# GPipe: arXiv 1811.06965. 1F1B and its interleaved form: arXiv 2104.04473. Zero bubble (ZB1P): arXiv 2401.10241.
+SINGLE_STAGE_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+MULTI_STAGE_SCHEDULES = {"interleaved_1f1b": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+
+
+class Pipeline:
+    """Forward and backward of a step's micro-batches in the order of a schedule."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        config: RunConfig,
+        layout: Layout,
+        group: ProcessGroup,
+        device: torch.device,
+        parallel: DataParallel,
+        probe: Probe,
+        scale: LossScaler,
+    ) -> None:
+        self.scale = scale
+        self.count = layout.grad_accumulation_steps(config.train)
+        self.holds_embedding, self.holds_head = stages[0].holds_embedding, stages[-1].holds_head
+        torch.distributed.barrier(group)  # NCCL's communicator is there before sends and receives meet in one batch
+        shape = stage_io_shape(config, layout)
+        made = [
+            ProbedPipelineStage(own, stage, config, shape, device, group, parallel, probe)
+            for own, stage in enumerate(stages)
+        ]
+        # The last stage computes its loss itself, so that logits live no longer than in other layouts.
+        share = self.share_of_loss
+        self.schedule: Any
+        if layout.schedule in SINGLE_STAGE_SCHEDULES:
+            self.schedule = SINGLE_STAGE_SCHEDULES[layout.schedule](
+                made[0], self.count, loss_fn=share, scale_grads=False
+            )
+        else:
+            self.schedule = MULTI_STAGE_SCHEDULES[layout.schedule](
+                list(made), self.count, loss_fn=share, scale_grads=False
+            )
+
+    def __call__(self, micro_batches: Sequence[Batch]) -> Tensor | None:
+        """The mean loss, detached, where the last stage is; None elsewhere."""
+        inputs, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+        losses: list[Tensor] = []
+        arguments = (inputs,) if self.holds_embedding else ()
+        ends = {"target": targets, "targets": targets, "losses": losses} if self.holds_head else {}
+        self.schedule.step(*arguments, **ends, return_outputs=False)
+        return torch.stack(losses).detach().sum() / self.scale.factor if losses else None
+
+    def share_of_loss(self, loss: Tensor, targets: Tensor) -> Tensor:
+        """A micro-batch's part of the step's mean, scaled."""
+        return loss * (self.scale.factor / self.count)
+
+
+def stage_io_shape(config: RunConfig, layout: Layout) -> tuple[int, int, int]:
+    """Of the hidden states that one stage hands to the next: (batch, seq, hidden), of the sequence this rank's part."""
+    train = config.train
+    own = train.seq_len // layout.cp // (layout.tp if layout.sequence_parallel else 1)
+    return train.micro_batch, own, config.model.hidden_size
+
+
+class ProbedPipelineStage(PipelineStage):
+    """A stage whose passes the probe hears, and whose weight gradients reach those that train them."""
+
+    def __init__(
+        self,
+        own: int,
+        stage: Stage,
+        config: RunConfig,
+        shape: tuple[int, int, int],
+        device: torch.device,
+        group: ProcessGroup,
+        parallel: DataParallel,
+        probe: Probe,
+    ) -> None:
+        tokens = torch.empty(shape[:2], dtype=torch.int64, device="meta")
+        width = getattr(torch, config.precision.compute)
+        hidden = torch.empty(shape, dtype=width, device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+        super().__init__(
+            parallel.modules[own],
+            stage.index,
+            stage.count,
+            device,
+            input_args=tokens if stage.holds_embedding else hidden,  # given, so that none are sent to find them out
+            output_args=loss if stage.holds_head else hidden,
+            group=group,
+        )
+        self.own = own  # its place among the stages of this rank
+        self.parallel = parallel
+        self.probe = probe
+
+    def forward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
+        with self.probe.phase("forward"):
+            return super().forward_one_chunk(*arguments, **keywords)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        phase = self.probe.phase("backward" if full_backward else "backward_input")
+        with phase, self.parallel.sync_context(last_backward, self.own):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        # One group: torch makes the gradients weight by weight, and would run a checkpointed forward again for each.
+        last = self.parallel.sync_context(last_backward, self.own)
+        with self.probe.phase("backward_weight"), last, GraphExecGroup():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            self.parallel.collect_grads(self.own)  # torch puts these gradients on the parameters past every hook

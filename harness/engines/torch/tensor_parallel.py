@@ -1,0 +1,129 @@
+"""Tensor parallelism by DTensor, along the plan that stands beside the model (Megatron-LM, arXiv 1909.08053).
+
+Between the matrices the model works on plain tensors: whole hidden states, or with sequence parallelism
+(arXiv 2205.05198) this rank's part of the sequence, where dropout, norms and residual stream lie.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from harness.config.schema import ModelConfig
+from harness.layout.partition import tp_style
+from harness.models.decoder import Decoder, Head
+from harness.models.init_weights import local_box
+
+SEQUENCE = 1  # the dimension of hidden states (batch, seq, hidden)
+
+
+def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Cuts the matrices of a model on the meta device over a mesh of one dimension, in place; names stay.
+
+    Attention and MLP make their input whole once for all their columns, so that each costs one all-reduce in forward
+    and one in backward, or an all-gather and a reduce-scatter.
+    """
+    outside: Placement = Shard(SEQUENCE) if sequence_parallel else Replicate()
+    styles: dict[tuple[type[nn.Module], str], ParallelStyle] = {
+        (nn.Linear, "column"): ColwiseParallel(),
+        (nn.Linear, "row"): RowwiseParallel(output_layouts=outside),
+        (Head, "vocabulary"): VocabularyParallelHead(input_layouts=outside, use_local_output=False),
+        (nn.Embedding, "vocabulary"): VocabularyParallelEmbedding(outside),
+    }
+    for path, module in list(model.named_modules()):
+        cut = tp_style(path, model.config)
+        if cut is not None:
+            parallelize_module(module, mesh, styles[type(module), cut])
+        elif sequence_parallel and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
+            parallelize_module(module, mesh, SequenceParallel(sequence_dim=SEQUENCE))
+        elif sequence_parallel and path == "embed_positions":
+            parallelize_module(module, mesh, SequenceParallelPositions())
+    for block in model.layers.values():
+        rotary = () if model.config.architecture.learned_positions else (None, None)
+        attention = PrepareModuleInput(input_layouts=(outside, *rotary), desired_input_layouts=(Replicate(), *rotary))
+        mlp = PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(Replicate(),))
+        block.self_attn.masks_rank = None if sequence_parallel else mesh.get_local_rank()  # type: ignore[union-attr,assignment]
+        parallelize_module(block.get_submodule("self_attn"), mesh, attention)
+        parallelize_module(block.get_submodule("mlp"), mesh, mlp)
+    model.tie_weights()
+
+
+def apply_hf_tensor_plan(module: nn.Module, model: ModelConfig, mesh: DeviceMesh) -> None:
+    """Cuts a model of a library along its own plan, in place, each matrix by itself."""
+    styles: dict[str, ParallelStyle] = {
+        "column": ColwiseParallel(),
+        "gathered": ColwiseParallel(output_layouts=Replicate()),
+        "row": RowwiseParallel(),
+        "vocabulary": VocabularyParallelEmbedding(Replicate()),
+    }
+    for path, part in list(module.named_modules()):
+        cut = tp_style(path, model)
+        if cut is not None and part._parameters:
+            parallelize_module(part, mesh, styles[cut])
+
+
+class VocabularyParallelHead(ColwiseParallel):
+    """A head of which each rank has the logits of some words; a loss made of them inside the module stays as it is."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        if not isinstance(outputs, DTensor):
+            return outputs
+        return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)  # type: ignore[no-untyped-call]
+
+
+class VocabularyParallelEmbedding(RowwiseParallel):
+    """An embedding of which each rank has some rows: it looks up the tokens it knows, and the ranks sum.
+
+    torch's own RowwiseParallel does this too, but makes the gradient of the whole embedding on every rank.
+    """
+
+    def __init__(self, output: Placement) -> None:
+        super().__init__(input_layouts=Replicate(), output_layouts=output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._partition_embedding_fn("", module, device_mesh)  # type: ignore[no-untyped-call]
+        module.forward = partial(vocab_parallel_lookup, module, device_mesh, self.output_layouts)  # type: ignore[method-assign]
+        return module
+
+
+def vocab_parallel_lookup(module: nn.Module, mesh: DeviceMesh, output: Sequence[Placement], tokens: Tensor) -> Tensor:
+    """Token ids (batch, seq), the same on every rank, to this rank's part of (batch, seq, hidden)."""
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    (first, end), _ = local_box(weight)
+    foreign = (tokens < first) | (tokens >= end)
+    rows = F.embedding((tokens - first).masked_fill(foreign, 0), weight.to_local())
+    summand = DTensor.from_local(rows.masked_fill(foreign.unsqueeze(-1), 0.0), mesh, [Partial()], run_check=False)
+    return summand.redistribute(placements=output).to_local()
+
+
+class SequenceParallelPositions(ParallelStyle):
+    """A table of positions, whole on every rank, of which each looks up its part of the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Replicate()]))  # type: ignore[arg-type]
+        module.forward = partial(lookup_partial, module, device_mesh)  # type: ignore[method-assign]
+        return module
+
+
+def lookup_partial(module: nn.Module, mesh: DeviceMesh, positions: Tensor) -> Tensor:
+    """Positions of the whole sequence (seq,) to this rank's part of (seq, hidden); its gradient is a summand."""
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    own = positions.chunk(mesh.size())[mesh.get_local_rank()]
+    return F.embedding(own, weight.to_local(grad_placements=[Partial()]))

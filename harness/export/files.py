@@ -1,0 +1,51 @@
+"""TODO harness.export.files."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.export import unsupported
+from harness.export.recorded_run import RecordedRun, read_recorded_run
+from harness.util.files import atomic_write_text
+from harness.util.text import sanitize
+
+
+class ExportFile(NamedTuple):
+    """One file: why it cannot be written, and what is in it."""
+
+    name: str
+    reasons: Callable[[RecordedRun], Iterator[str]]
+    text: Callable[[RecordedRun], str]
+
+
+def export_files() -> list[ExportFile]:
+    from harness.export import accelerate_script, configs, script  # torch among them
+
+    return [
+        ExportFile("accelerate.yaml", unsupported.why_not_accelerate, configs.accelerate_yaml),
+        ExportFile("train_accelerate.py", unsupported.why_not_accelerate, accelerate_script.train_accelerate_py),
+        ExportFile("deepspeed.json", unsupported.why_not_deepspeed, configs.deepspeed_json),
+        ExportFile("train.py", unsupported.why_not_train, script.train_py),
+        ExportFile("torchrun.sh", unsupported.why_not_train, configs.torchrun_sh),
+    ]
+
+
+def export_run(run: RecordedRun) -> Iterator[str]:
+    """Writes what can be written; a line for every file."""
+    run.target.mkdir(parents=True, exist_ok=True)
+    for file in export_files():
+        path = run.target / file.name
+        reason = next(file.reasons(run), None)
+        if reason is not None:
+            path.unlink(missing_ok=True)  # of an export before
+            yield f"{file.name}: not written, {reason}"
+            continue
+        atomic_write_text(path, file.text(run))
+        if path.suffix == ".sh":
+            path.chmod(0o755)
+        yield f"{file.name}: {path}"
+
+
+def write_files(run: Path, target: Path | None) -> None:
+    for line in export_run(read_recorded_run(run, target)):
+        print(sanitize(line))

@@ -1,0 +1,102 @@
+"""Activation checkpointing, the same for every engine: which parts are run a second time in backward."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from harness.config.schema import CheckpointingConfig
+from harness.models.decoder import Decoder
+from harness.probe import Probe
+
+_aten = torch.ops.aten
+
+# What a selective second forward takes from the first. Everything else it runs again: norms, rotary, activation
+# function, products, and the collectives of tensor parallelism, whose results are whole on every rank.
+SAVED_OPS = frozenset(
+    (
+        *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._efficient_attention_forward.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    )
+)
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+def apply_checkpointing(model: Decoder, checkpointing: CheckpointingConfig, probe: Probe) -> None:
+    """Wraps the blocks of `model.layers` in place, or the core of their attention; names of parameters stay.
+
+    A layer run again whole keeps its input and nothing else (arXiv 1604.06174); selective keeps the results of matrix
+    products and of attention too; attention runs again what lies between its projections (arXiv 2205.05198).
+    """
+
+    def whole() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), probe.recompute()
+
+    def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, second = create_selective_checkpoint_contexts(save_policy)  # type: ignore[no-untyped-call]
+        return nested(first, SavedOutputsMode(probe)) if probe.listener else first, nested(probe.recompute(), second)
+
+    for index, block in model.layers_by_index().items():
+        if checkpointing.recomputes_layer(index):
+            checkpoint_block(block, selective if checkpointing.name == "selective" else whole)
+        elif checkpointing.name == "attention":
+            attention: Any = block.get_submodule("self_attn")
+            attention.core = checkpointed(attention.core, whole)
+
+
+def checkpoint_block(block: nn.Module, contexts: ContextFn) -> None:
+    """Wraps a layer's forward in place."""
+    block.forward = checkpointed(block.forward, contexts)  # type: ignore[method-assign]
+
+
+def checkpointed(forward: Callable[..., Tensor], contexts: ContextFn) -> Any:
+    """A function whose results' inputs are made again in backward; torch asks for contexts of the first and second."""
+    return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+
+
+def save_policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SavedOutputsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells whoever listens what a selectively checkpointed forward keeps, past autograd."""
+
+    def __init__(self, probe: Probe) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.probe = probe
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in SAVED_OPS:
+            tree_map_only(Tensor, self.probe.saved_for_recompute, result)
+        return result
+
+
+@contextmanager
+def nested(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def apply_loss_chunks(model: Decoder, chunks: int, probe: Probe) -> None:
+    """Has head and loss run in so many parts of the tokens, each checkpointed: one part's logits live at a time."""
+    head: Any = model.lm_head if chunks > 1 else None
+    if head is None:
+        return
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), probe.recompute()
+
+    model.loss_chunks = chunks
+    head.chunk_loss = functools.partial(checkpoint, head.chunk_loss, use_reentrant=False, context_fn=contexts)

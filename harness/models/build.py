@@ -1,0 +1,37 @@
+"""TODO harness.models.build."""
+
+import torch
+
+from harness.config.schema import ModelConfig, RunConfig
+from harness.layout.partition import Stage, whole_model
+from harness.models.activation_checkpoint import apply_checkpointing, apply_loss_chunks
+from harness.models.activation_offload import offload_activations
+from harness.models.compile import apply_compile
+from harness.models.decoder import Decoder
+from harness.probe import Probe
+
+
+def build_model(model: ModelConfig, stage: Stage | None = None) -> Decoder:
+    """The model, or a stage of it, without memory: its weights come from harness.models.init_weights."""
+    if model.asked is not None:
+        from harness.models import hf_library
+
+        return hf_library.build_hf_model(model)  # type: ignore[return-value]
+    with torch.device("meta"):
+        return Decoder(model, stage or whole_model(model))
+
+
+def build_meta_model(config: RunConfig, probe: Probe) -> Decoder:
+    """What every engine starts from: the run's model without memory; checkpointing, loss and compiler applied."""
+    model = build_model(config.model)
+    apply_model_transforms(model, config, probe)
+    return model
+
+
+def apply_model_transforms(model: Decoder, config: RunConfig, probe: Probe) -> None:
+    """Compiler, checkpointing, offload of what is kept then, and the loss in parts: each around those before it."""
+    apply_compile(model, config.train.compile)
+    apply_checkpointing(model, config.checkpointing, probe)
+    if config.checkpointing.offload_activations:
+        offload_activations(model, probe)
+    apply_loss_chunks(model, config.train.loss_chunks, probe)

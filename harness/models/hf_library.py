@@ -1,0 +1,103 @@
+"""TODO harness.models.hf_library."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.config.schema import ModelConfig
+from harness.util.errors import UserError
+from harness.util.text import one_line
+
+ATTENTION_IMPLEMENTATIONS = {"flash": "sdpa", "eager": "eager"}
+
+
+def import_transformers() -> Any:
+    """Raises UserError if it is not there."""
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("model=hf needs the transformers library: pip install 'harness[hf]'") from None
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    return transformers
+
+
+def instantiate(config: Any, attention: str, path: object) -> nn.Module:
+    """A model of the library whose call takes token ids and gives logits.
+
+    Raises UserError if it has no such attention.
+    """
+    from transformers.initialization import no_init_weights
+
+    transformers = import_transformers()
+    with no_init_weights():
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=torch.float32
+            )
+        except ValueError as error:
+            if attention not in str(error) and "attention implementation" not in str(error):
+                raise
+            other = next(ours for ours, theirs in ATTENTION_IMPLEMENTATIONS.items() if theirs != attention)
+            reason = f"{config.model_type} has no {attention} attention in transformers"
+            raise UserError(f"model.path={path}: {reason}, choose model.attention={other}") from None
+    model.tie_weights()
+    model.__class__ = causal_lm_adapter(type(model))  # type: ignore[arg-type]
+    return model  # type: ignore[no-any-return]
+
+
+def build_hf_model(model: ModelConfig) -> nn.Module:
+    """The model a run trains: parameters on the meta device, buffers as the library makes them, on the host."""
+    from accelerate import init_empty_weights
+
+    assert model.asked is not None
+    config = load_hf_config(model.asked.config, model.path)
+    with init_empty_weights(include_buffers=False):
+        built = instantiate(config, ATTENTION_IMPLEMENTATIONS[model.attention], model.path)
+    built.tie_weights()  # type: ignore[operator]  # inside, every assignment made another parameter
+    return built
+
+
+@functools.cache
+def causal_lm_adapter(base: type) -> type:
+    """The library's class with what the harness asks of a model (harness.model.Decoder)."""
+
+    class CausalLM(base):  # type: ignore[misc]
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
+            return logits
+
+        def layers_by_index(self) -> dict[int, nn.Module]:
+            return dict(enumerate(decoder_layers(self)[1]))
+
+        def embedding_and_head_groups(self) -> list[list[nn.Module]]:
+            if self.config.tie_word_embeddings:
+                return [[]]
+            return [[self.get_input_embeddings()], [self.get_output_embeddings()]]
+
+    CausalLM.__name__ = base.__name__
+    return CausalLM
+
+
+def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of layers that hold most of the model, and its path."""
+    lists = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    return max(lists, key=lambda found: sum(parameter.numel() for parameter in found[1].parameters()))
+
+
+def load_hf_config(values: dict[str, Any], path: object) -> Any:
+    """The library's own configuration object."""
+    transformers = import_transformers()
+    try:
+        config = transformers.AutoConfig.for_model(**values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        known = f"transformers {transformers.__version__}"
+        raise UserError(f"model.path={path} is no configuration that {known} takes: {one_line(error)}") from None
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping or getattr(
+        config, "is_encoder_decoder", False
+    ):
+        raise UserError(
+            f"model.path={path} with model_type={config.model_type} is no causal language model: choose one"
+        )
+    return config

@@ -1,0 +1,71 @@
+"""Initial weights that no layout can change, and the part of them that a rank holds."""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from harness.config.schema import ModelConfig
+
+
+def generator(seed: int, purpose: str, device: torch.device) -> torch.Generator:
+    """Random numbers that follow from the seed and a purpose alone."""
+    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def initial_value(name: str, shape: torch.Size, model: ModelConfig, seed: int, device: torch.device) -> Tensor:
+    """The whole fp32 tensor a parameter starts from: a function of seed, name and shape, never of the layout."""
+    if len(shape) == 1:  # a norm's scale, or a bias
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
+    value = torch.empty(shape, device=device)
+    return value.normal_(0.0, model.initializer_range, generator=generator(seed, name, device))
+
+
+def materialize(
+    model: nn.Module,
+    config: ModelConfig,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kept: torch.device | None = None,
+) -> None:
+    """Fills a model built on the meta device, sharded or not, holding one whole parameter at a time.
+
+    Values are made on `device`, as every layout makes them, and kept there or on `kept`.
+
+    Tensors are swapped in place, so that tied weights stay tied and a wrapper's references stay true.
+    """
+    for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:  # an engine's own layers have theirs
+            continue
+        whole = initial_value(name, parameter.shape, config, seed, device)
+        filled = nn.Parameter(local_part_like(parameter, whole.to(dtype)).to(kept or device))
+        torch.utils.swap_tensors(parameter, filled)  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def local_part_like(template: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, cut without communication as the template is."""
+    if not isinstance(template, DTensor):
+        return whole
+    box = local_box(template)
+    local = whole[tuple(slice(start, stop) for start, stop in box)].clone()
+    return DTensor.from_local(
+        local,
+        template.device_mesh,
+        template.placements,
+        run_check=False,
+        shape=template.shape,
+        stride=template.stride(),
+    )
+
+
+def local_box(tensor: DTensor) -> tuple[tuple[int, int], ...]:
+    """The (start, stop) that this rank holds along every dimension of the whole tensor."""
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple((start, start + size) for size, start in zip(sizes, offsets, strict=True))

@@ -1,0 +1,100 @@
+"""Pictures of how a strategy trains: the bytes it sends and its losses."""
+
+from collections.abc import Mapping, Sequence
+
+from harness.report.charts import lines as chart_lines
+from harness.report.charts import marks, style
+from harness.report.charts.altair_lazy import alt
+from harness.report.charts.lines import Line
+from harness.report.charts.series import downsample
+from harness.report.charts.series import losses as losses_of
+from harness.report.document import Chart, Table
+from harness.report.view import View
+
+_DASH = 10  # pixels
+
+_COINCIDE = 1e-3  # relative
+
+
+def losses(view: View) -> Chart | None:
+    """The losses of every line, one repeat of each, over each other."""
+    ok = [line for line in chart_lines.lines(view) if line.ok]
+    drawn = chart_lines.select(ok)
+    curves = [(line, curve) for line in drawn if (curve := losses_of(view, line))]
+    if not curves:
+        return None
+    steps = {line.label: {step: loss for step, loss, _ in curve} for line, curve in curves}
+    apart = _apart(list(steps.values()))
+    together = (
+        f" At the same step they differ by at most {apart:.2g}; curves that coincide are drawn as one whose dashes have"
+        " the colours of all."
+    )
+    together = together if len(curves) > 1 else ""
+    last = [(line.label, curve[-1][1]) for line, curve in curves]
+    said = (
+        f"Losses of {chart_lines.counted(curves)} over {max(len(curve) for _, curve in curves)} steps, the last"
+        f" {chart_lines.range_text(last, '.6g')}.{together}{chart_lines.omitted_text(len(drawn), len(ok))}"
+    )
+    dashes = _dashes(list(steps.values()))
+    points = [
+        line.datum(x=curve[at][0], y=curve[at][1], phase=curve[at][2], begin=begin)
+        for (line, curve), (_, begin) in zip(curves, dashes, strict=True)
+        for at in downsample(len(curve))
+    ]
+    looks = marks.by_label([line.label for line, _ in curves], [dash for dash, _ in dashes])
+    title = f"step (at each, losses differ by at most {apart:.2g})" if len(curves) > 1 else "step"
+    x = alt.X("x:Q", title=title, axis=alt.Axis(tickMinStep=1, format="d"), scale=alt.Scale(nice=False))
+    y = alt.Y("y:Q", title="loss", scale=alt.Scale(zero=False))
+    tooltip = marks.tooltips(("x:Q", "step", ",d"), ("y:Q", "loss", ".7f"), ("phase:N", "phase", ""))
+    curve = marks.filterable_layer(points).mark_line(strokeWidth=2.5, strokeDashOffset=alt.ExprRef("datum.begin"))
+    layer = curve.encode(x=x, y=y, tooltip=tooltip, color=looks["color"], strokeDash=looks["strokeDash"])
+    return Chart("losses", "Losses", said, marks.spec([layer], said), _loss_table(curves))
+
+
+Losses = Mapping[int, float]  # by step
+
+
+def _apart(curves: Sequence[Losses]) -> float:
+    """The largest difference at one step."""
+    at = {step: [curve[step] for curve in curves if step in curve] for curve in curves for step in curve}
+    return max(max(losses) - min(losses) for losses in at.values())
+
+
+def _dashes(curves: Sequence[Losses]) -> list[tuple[list[int], int]]:
+    """Dash and gap in pixels of each curve, and where they begin: those that coincide take turns along their way."""
+    bundles: list[list[int]] = []
+    for place, curve in enumerate(curves):
+        for bundle in bundles:
+            first = curves[bundle[0]]
+            shared = first.keys() & curve.keys()
+            if all(abs(first[step] - curve[step]) <= _COINCIDE * abs(first[step]) for step in shared):
+                bundle.append(place)
+                break
+        else:
+            bundles.append([place])
+    usual = style.dashes(len(curves))
+    return [
+        ([_DASH, _DASH * (len(bundle) - 1)], -_DASH * bundle.index(place)) if len(bundle) > 1 else (usual[place], 0)
+        for place in range(len(curves))
+        for bundle in bundles
+        if place in bundle
+    ]
+
+
+def _loss_table(curves: Sequence[tuple[Line, Sequence[tuple[int, float, str]]]]) -> Table:
+    """The losses at a few steps, evenly over all."""
+    steps = sorted({step for _, curve in curves for step, *_ in curve})
+    few = (
+        steps if len(steps) <= _COLUMNS else [steps[at * (len(steps) - 1) // (_COLUMNS - 1)] for at in range(_COLUMNS)]
+    )
+    by_step = [{step: loss for step, loss, _ in curve} for _, curve in curves]
+    rows = [
+        (line.label, *("" if step not in losses else f"{losses[step]:.7f}" for step in few))
+        for (line, _), losses in zip(curves, by_step, strict=True)
+    ]
+    return chart_lines.table(
+        ["run", *(f"loss at step {step}" for step in few)], rows, [line.strategy for line, _ in curves]
+    )
+
+
+_COLUMNS = 8  # steps of the table of losses

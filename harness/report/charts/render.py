@@ -1,0 +1,99 @@
+"""Specs as SVG, and Vega's library for a page: by vl_convert in a process of its own, which it may take down with it.
+
+The process is this module: a request as JSON on its standard input, the answer on its standard output.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape, quoteattr
+
+from harness.report.charts import style
+from harness.util.files import atomic_write_text
+from harness.util.text import one_line
+
+Spec = Mapping[str, Any]
+
+_SECONDS = 120.0  # for all pictures of a report
+
+_CACHE = Path("~/.cache/harness")
+
+# What the library's file leaves to the page.
+_SNIPPET = "window.vegaEmbed = vegaEmbed; window.vega = vega; window.vegaLite = vegaLite;"
+
+
+class DrawingError(RuntimeError):
+    """Pictures could not be drawn; the message is one line."""
+
+
+def svgs(specs: Mapping[str, Spec], dark: bool = False) -> dict[str, str]:
+    """Every spec as a whole SVG document, the same for the same spec. Raises DrawingError."""
+    if not specs:
+        return {}
+    drawn = _asked({"specs": dict(specs), "config": style.config(dark) | {"background": "white"}})
+    return {name: _described(drawn[name], str(spec.get("description", ""))) for name, spec in specs.items()}
+
+
+def library() -> str:
+    """JavaScript that sets window.vegaEmbed, vega and vegaLite; it may stand in a <script> as it is.
+
+    Kept in the user's cache, for it takes a second to make. Raises DrawingError.
+    """
+    path = _CACHE.expanduser() / f"vega-{version('vl-convert-python')}.js"
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        made = str(_asked({"snippet": _SNIPPET})["library"]).replace("</script", "<\\/script")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(path, made)
+    except OSError:
+        pass  # made again next time
+    return made
+
+
+def _described(svg: str, said: str) -> str:
+    """What Vega writes in a browser around its drawing, and a description that needs no stylesheet."""
+    root, rest = svg.split(">", 1)
+    roles = f'role="graphics-document" aria-roledescription="visualization" aria-label={quoteattr(said)}'
+    return f"{root} {roles}><desc>{escape(said)}</desc>{rest}\n"
+
+
+def _asked(request: dict[str, Any]) -> dict[str, str]:
+    command = [sys.executable, "-m", __name__]
+    try:
+        done = subprocess.run(command, input=json.dumps(request).encode(), capture_output=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise DrawingError(f"the pictures were not drawn within {_SECONDS:g} s") from None
+    except OSError as error:
+        raise DrawingError(f"the pictures were not drawn: {error.strerror}") from None
+    if done.returncode < 0:
+        raise DrawingError(f"the pictures were not drawn: vl_convert was ended by signal {-done.returncode}")
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise DrawingError(f"the pictures were not drawn: {one_line(''.join(last)) or 'no reason is known'}")
+    answer: dict[str, str] = json.loads(done.stdout)
+    return answer
+
+
+def _answered(request: dict[str, Any]) -> dict[str, str]:
+    import vl_convert
+
+    if "snippet" in request:
+        return {"library": vl_convert.javascript_bundle(request["snippet"])}
+    drawn = {}
+    for name, spec in request["specs"].items():
+        try:
+            drawn[name] = vl_convert.vegalite_to_svg(spec, config=request["config"], allowed_base_urls=[])
+        except Exception as error:
+            said = " ".join(line for line in str(error).splitlines() if not line.lstrip().startswith("at "))
+            sys.exit(f"{name}: {one_line(said)[:300]}")
+    return drawn
+
+
+if __name__ == "__main__":
+    print(json.dumps(_answered(json.load(sys.stdin))))

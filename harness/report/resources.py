@@ -1,0 +1,211 @@
+"""The report's section on pipelines: what every rank of one holds, how its time divides, what it keeps for backward."""
+
+from collections.abc import Sequence
+
+from harness.records.schema import Record
+from harness.report import frame
+from harness.report.charts import memory as memory_charts
+from harness.report.charts import speed as speed_charts
+from harness.report.document import BulletList, Paragraph, Section, Table, labelled, section
+from harness.report.labels import PEAK_PARTS, STEP_PARTS
+from harness.report.view import View
+
+_HOW_TO_READ = (
+    "Working is forward and backward. Idle is what is left of a step beside forward, backward and the optimizer:"
+    " waiting for other stages, sending, the global gradient norm. The bubble is idle over working"
+    " time. The formula holds for equal stages and free communication: with p ranks, m micro-batches and v stages a"
+    " rank it is (p − 1)/m for GPipe and 1F1B and (p − 1)/(vm) for interleaved 1F1B; for zero bubble it is a third of"
+    " (p − 1)/(vm), if forward and the two halves of backward take equally long. Ranks that share processor cores wait"
+    " for those as well, which no formula counts.",
+    "A pass is one micro-batch through one stage, in flight from its forward to the end of its backward. GPipe keeps"
+    " all m micro-batches in flight, 1F1B at most p; activations follow. Stages are numbered from 0.",
+)
+
+
+def pipeline_section(view: View) -> list[Section]:
+    """A row a rank of every run that has a pipeline."""
+    one, table = view.median_runs, view.median_runs.table
+    runs = zip(frame.values(table, "label"), frame.values(table, "bubble_formula"), one.records, strict=True)
+    found = [(label, formula, rank) for label, formula, record in runs for rank in record.get("pipeline") or []]
+    if not found:
+        return []
+    labels, formulas, ranks = zip(*found, strict=True)
+    held_bytes = [rank["activation_bytes"] for rank in ranks]
+    memory = frame.byte_unit(held_bytes)
+    columns = {
+        "run": list(labels),
+        "rank": [str(rank["rank"]) for rank in ranks],
+        "stages": [", ".join(map(str, rank["stages"])) for rank in ranks],
+        "layers": [", ".join(map(str, rank["layers"])) for rank in ranks],
+        "working ms": frame.scaled([rank["working_seconds"] for rank in ranks], frame.MILLISECONDS),
+        "idle ms": frame.scaled([rank["idle_seconds"] for rank in ranks], frame.MILLISECONDS),
+        "bubble": frame.fractions([rank["bubble"] for rank in ranks]),
+        "formula": frame.fractions(formulas),
+        "passes in flight": [str(rank["in_flight"]) for rank in ranks],
+        f"activations {memory.name}": frame.scaled(held_bytes, memory),
+    }
+    rows = list(zip(*columns.values(), strict=True))
+    return section("Pipelines", Table(list(columns), rows), *map(Paragraph, _HOW_TO_READ))
+
+
+_MEMORY_HEADERS = dict(zip(frame.MEMORY, ("parameters", "gradients", "optimizer", "activations", "peak"), strict=True))
+
+_ON_HOST = {"offloaded_bytes": "state on the host", "offloaded_activation_bytes": "activations on the host"}
+
+_BESIDE = {
+    "peak_reserved_bytes": "peak reserved",
+    "fragmentation_bytes": "fragmentation",
+    "outside_bytes": "outside torch",
+    "peak_host_bytes": "host process",
+}
+
+_HOST_NOTES = {
+    "offloaded_bytes": (
+        " Parameters, gradients and optimizer are counted wherever they lie: of them state on the host lies in the"
+        " host's memory and is no part of the device's peak."
+    ),
+    "offloaded_activation_bytes": (
+        " Activations on the host are the most that offload held there at once: on a GPU beside those of the column"
+        " activations, on a CPU in the same memory."
+    ),
+}
+
+_DETAILED = ("gathered", "communication", "temporary")
+
+_LARGEST = 3  # of a run's blocks that are told by what made them
+
+
+def memory(view: View) -> list[Section]:
+    runs, table = view.median_runs, view.median_runs.table
+    on_host = {name: header for name, header in _ON_HOST.items() if any(frame.values(table, name))}
+    names = (*frame.MEMORY, *on_host, *_BESIDE)
+    unit = frame.byte_unit([value for name in names for value in frame.values(table, name)])
+    compared = frame.baseline_names(table)
+    columns: dict[str, list[str]] = {}
+    for name, header in _MEMORY_HEADERS.items():
+        columns[header] = frame.scaled(frame.values(table, name), unit)
+        if compared:
+            columns[f"× {header}"] = frame.ratios(frame.values(table, f"{name}_ratio"))
+    columns["peak of the least rank"] = frame.scaled(_least_peaks(runs.records), unit)
+    for name, header in (on_host | _BESIDE).items():
+        columns[header] = frame.scaled(frame.values(table, name), unit)
+    columns = {header: cells for header, cells in columns.items() if any(cells)}
+    if not columns:
+        return []
+    return section(
+        f"Memory ({unit.name})",
+        labelled(table, columns),
+        Paragraph(
+            "Each column is the maximum over ranks. Parameters and optimizer at rest between steps, gradients and"
+            " activations at their most; the parts need not be at their most at once, so they need not add up. The host"
+            " process is the most that was ever resident of one, interpreter and libraries included."
+            + "".join(_HOST_NOTES[name] for name in on_host)
+            + (f" × is over {compared}." if compared else "")
+        ),
+    )
+
+
+def _least_peaks(records: Sequence[Record]) -> list[float | None]:
+    """The peak of the rank that needed least, where every rank's is recorded."""
+    peaks = [[rank.get("peak_allocated_bytes") for rank in record.get("ranks") or []] for record in records]
+    return [min(found) if found and None not in found else None for found in peaks]
+
+
+def peak(view: View) -> list[Section]:
+    """What fills the peak of the fullest rank: a part a column, and the largest of what is neither state nor kept."""
+    runs, table = view.median_runs, view.median_runs.table
+    names = {f"at_peak_{part}_bytes": header for part, header in PEAK_PARTS.items()}
+    names = {name: header for name, header in names.items() if any(frame.values(table, name))}
+    if not names:
+        return []
+    unit = frame.byte_unit([value for name in (*names, "peak_allocated_bytes") for value in frame.values(table, name)])
+    columns = {header: frame.scaled(frame.values(table, name), unit) for name, header in names.items()}
+    columns["peak"] = frame.scaled(frame.values(table, "peak_allocated_bytes"), unit)
+    columns = {"in": [phase or "" for phase in frame.values(table, "peak_phase")], **columns}
+    largest = [
+        (label, _largest(record)) for label, record in zip(frame.values(table, "label"), runs.records, strict=True)
+    ]
+    blocks = [
+        Paragraph("The largest buffers and temporaries, by what they are or the operator that made them:"),
+        BulletList([(label, told) for label, told in largest if told]),
+    ]
+    return section(
+        f"What fills the peak ({unit.name})",
+        memory_charts.peak(view),
+        labelled(table, columns, names=2),
+        Paragraph(
+            "Every block of the fullest rank's memory at its fullest moment, by whose it is; the parts add up to the"
+            " peak. Gathered parameters are those made whole for compute; communication buffers are buckets, gradients"
+            " on their way to be reduced, and copies of the communication backend; temporaries are all that no one"
+            " keeps."
+        ),
+        *(blocks if any(told for _, told in largest) else ()),
+    )
+
+
+def _largest(record: Record) -> str:
+    fullest = record["row"].get("peak_rank")
+    ranks = [rank for rank in record.get("ranks") or [] if rank.get("rank") == fullest]
+    found = ((rank.get("profiled") or {}).get("at_peak") or {} for rank in ranks)
+    parts = [part for at_peak in found for part in at_peak.get("parts", ()) if part["role"] in _DETAILED]
+    largest = sorted(parts, key=lambda part: -part["bytes"])[:_LARGEST]
+    return ", ".join(f"{part['what']} {frame.bytes_text(part['bytes'])}" for part in largest)
+
+
+def time(view: View) -> list[Section]:
+    """The parts of the median step, a column each; they add up to it."""
+    table = view.median_runs.table
+    columns = {
+        header: frame.scaled(frame.values(table, name), frame.MILLISECONDS) for name, header in STEP_PARTS.items()
+    }
+    columns = {header: cells for header, cells in columns.items() if any(cell not in ("", "0.00") for cell in cells)}
+    if not columns:
+        return []
+    columns["step"] = frame.scaled(frame.values(table, "step_seconds"), frame.MILLISECONDS)
+    columns["p95"] = frame.scaled(frame.values(table, "step_seconds_p95"), frame.MILLISECONDS)
+    columns["spread %"] = frame.percents(frame.values(table, "step_seconds_spread"))
+    hidden = frame.values(table, "overlapped_communication_seconds")
+    columns["overlapped communication"] = frame.scaled(hidden, frame.MILLISECONDS)
+    columns["processor seconds"] = frame.scaled(frame.values(table, "cpu_seconds"), frame.ONE)
+    columns["J/token"] = frame.scaled(frame.values(table, "joules_per_token"), frame.ONE)
+    return section(
+        "Where the time of a step goes (ms)",
+        speed_charts.step(view),
+        labelled(table, {header: cells for header, cells in columns.items() if any(cells)}),
+        Paragraph(
+            "Of the slowest rank in the median step; data to other add up to the step. Communication is exposed while"
+            " a collective is in flight and no operator computes, overlapped while one does: the shares are of two"
+            " steps under torch's profiler, the phases of the timed steps. Other is what no phase accounts for. Spread"
+            " is the interquartile range of the steps over their median; processor seconds are of all ranks for one"
+            " step."
+        ),
+    )
+
+
+def operations(view: View) -> list[Section]:
+    """Operations a step, what of them is the model's, and what share of the device's peak that is."""
+    table = view.median_runs.table
+    wanted, ran = frame.values(table, "model_flops"), frame.values(table, "hardware_flops")
+    if not any(wanted):
+        return []
+    again = [b / a if a and b else None for a, b in zip(wanted, ran, strict=True)]
+    rates = frame.values(table, "model_flops_per_second_per_device")
+    unit, rate = frame.operation_unit([*wanted, *ran]), frame.operation_unit(rates)
+    columns = {
+        f"model {unit.name} a step": frame.scaled(wanted, unit),
+        f"ran {unit.name} a step": frame.scaled(ran, unit),
+        "ran / model": frame.ratios(again),
+        f"model {rate.name}/s a device": frame.scaled(rates, rate),
+        "MFU %": frame.percents(frame.values(table, "mfu")),
+        "HFU %": frame.percents(frame.values(table, "hfu")),
+    }
+    return section(
+        "Operations",
+        labelled(table, {header: cells for header, cells in columns.items() if any(cells)}),
+        Paragraph(
+            "The model's operations are matrix products and attention (not halved for its causal mask), forward and"
+            " twice as much backward; what ran was counted operator by operator on all ranks, second forwards and the"
+            " scores that fused attention makes again included. MFU and HFU are over the dense peak of the device in"
+            " the compute width, empty where that is not known."
+        ),
+    )

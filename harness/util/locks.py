@@ -1,0 +1,55 @@
+"""Who is at what: locks on files, which the operating system takes from a holder that dies."""
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from harness.util.errors import UserError
+from harness.util.text import one_line
+
+
+def lock_file(run_dir: Path) -> Path:
+    return run_dir.parent / ".locks" / f"{run_dir.name}.lock"
+
+
+@contextmanager
+def run_lock(run_dir: Path, wait: bool = True) -> Iterator[bool]:
+    """Keeps other commands from this run; whether that worked, where it does not wait.
+
+    The operating system lets go when the holder dies. Raises UserError where files cannot be locked.
+    """
+    lock_file(run_dir).parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(lock_file(run_dir))
+    try:
+        lock.acquire(timeout=-1 if wait else 0)
+    except Timeout:
+        yield False
+        return
+    except (OSError, NotImplementedError) as error:
+        raise UserError(
+            f"results_dir: {run_dir.parent} cannot lock files ({one_line(error)}): choose another"
+        ) from None
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a command is at this run, on this machine or another that shares the folder."""
+    try:
+        descriptor = os.open(lock_file(run_dir), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EAGAIN, errno.EACCES)
+    finally:
+        os.close(descriptor)
+    return False

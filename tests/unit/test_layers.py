@@ -1,0 +1,137 @@
+"""The layer rule: a package imports only packages to its left, without cycles, and torch stays where it belongs."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import harness
+
+ROOT = Path(harness.__file__).parent
+# Left to right. `simulator`, `planner` and `selftest` are the places of packages that do not exist yet.
+LAYERS = (
+    *("util", "config", "hardware", "layout", "cost_model", "data", "records", "tensors", "probe", "models", "engines"),
+    *("measure", "launcher", "worker", "simulator", "metrics", "proof", "runner", "planner", "sweep"),
+    *(("export", "tracking", "report"), "selftest", ("cli", "status")),
+)
+POSITION = {
+    package: position
+    for position, entry in enumerate(LAYERS)
+    for package in (entry if isinstance(entry, tuple) else (entry,))
+}
+WITHOUT_TORCH = ("util", "config", "hardware", "layout", "cost_model", "data", "records", "metrics", "proof", "report")
+# Parents start ranks by name, so that they never load what only runs in a rank.
+FORBIDDEN = {"launcher": ("models", "worker"), "runner": ("models", "worker"), "sweep": ("models", "worker")}
+
+Sources = dict[str, str]  # module name -> source
+
+
+def sources() -> Sources:
+    """Return the source of every module of the package by its dotted name."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return found
+
+
+def imports(name: str, modules: Sources) -> Iterator[str]:
+    """Yield every module that a module imports: at its top, inside functions, and for type checking only."""
+    for node in ast.walk(ast.parse(modules[name])):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports relative to itself"
+            full = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (entry if entry in modules else str(node.module) for entry in full)
+
+
+def package_of(module: str) -> str:
+    """Return the layer of a module: the second part of its name."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def layer_problems(modules: Sources) -> list[str]:
+    """Return one line for every import that breaks the rule."""
+    problems = []
+    for name in sorted(modules):
+        here = package_of(name)
+        if here and here not in POSITION and here != "__main__":
+            problems.append(f"{name} is in no layer")
+        for target in imports(name, modules):
+            there = package_of(target) if target.startswith("harness.") else ""
+            if there in FORBIDDEN.get(here, ()):
+                problems.append(f"{name} imports {target}")
+            if here in POSITION and there in POSITION and here != there and POSITION[there] >= POSITION[here]:
+                problems.append(f"{name} imports {target}, which is not to its left")
+            if here in WITHOUT_TORCH and target.split(".")[0] == "torch":
+                problems.append(f"{name} imports torch")
+    return problems
+
+
+def cycles(modules: Sources) -> list[list[str]]:
+    """Return the groups of modules that import each other (Tarjan's strongly connected components)."""
+    graph = {name: sorted({t for t in imports(name, modules) if t in modules and t != name}) for name in modules}
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for target in graph[name]:
+            if target not in index:
+                visit(target)
+            if target in stack:
+                low[name] = min(low[name], low[target])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def test_every_package_imports_only_to_its_left() -> None:
+    assert layer_problems(sources()) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert cycles(sources()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "problem"),
+    [
+        (
+            "harness.layout.layout",
+            "from harness.report import view",
+            "harness.layout.layout imports harness.report.view",
+        ),
+        ("harness.records.store", "import torch", "harness.records.store imports torch"),
+        ("harness.proof.verify", "def f():\n    import torch.distributed", "harness.proof.verify imports torch"),
+        ("harness.report.view", "from harness.tracking import base", "not to its left"),
+        (
+            "harness.runner.run",
+            "from harness.models import decoder",
+            "harness.runner.run imports harness.models.decoder",
+        ),
+        ("harness.attic", "", "harness.attic is in no layer"),
+    ],
+)
+def test_a_planted_import_is_found(module: str, line: str, problem: str) -> None:
+    modules = sources()
+    modules[module] = modules.get(module, "") + f"\n{line}\n"
+    assert any(problem in entry for entry in layer_problems(modules))
+
+
+def test_a_planted_cycle_is_found_though_it_is_lazy() -> None:
+    modules = sources()
+    modules["harness.util.errors"] += "\ndef f():\n    from harness.util import locks\n"
+    assert any("harness.util.errors" in group for group in cycles(modules))
