@@ -1,51 +1,10 @@
 """What the tests of whole runs share: the harness as a user calls it, and as its parts."""
 
-import io
-import sys
-from collections.abc import Callable
-from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
-from subprocess import CompletedProcess
 
-import hydra
-import pandas as pd
 import pytest
-from hydra import initialize_config_dir
 
-from harness.cli.main import main
-from harness.config.hydra import register_resolvers, to_container
-from harness.config.schema import RunConfig
-from harness.records.schema import Record
-from harness.report.charts import render
-from harness.runner import local_machine
-from harness.runner.context import RunContext
-from harness.runner.plan import make_plan
-from harness.runner.resolve import resolve_run_config
-from harness.runner.run import execute
-
-ROOT = Path(__file__).resolve().parents[1]
-
-Done = CompletedProcess[str]
-
-Harness = Callable[..., Done]
-
-
-def run_harness(results: Path, *arguments: str) -> Done:
-    """What python -m harness does, with its results in a folder of the test's; here, to import torch once for all.
-
-    Its reports are without pictures, whose drawing takes a second: tests/test_charts.py and the commands that tests
-    start in processes of their own draw them.
-    """
-    command = ["harness", *arguments, f"results_dir={results}", "tracking=none"]
-    out, error = io.StringIO(), io.StringIO()
-    before, sys.argv = sys.argv, command
-    try:
-        with chdir(ROOT), redirect_stdout(out), redirect_stderr(error), pytest.MonkeyPatch.context() as patched:
-            patched.setattr(render, "svgs", lambda specs: {})
-            status = main()
-    finally:
-        sys.argv = before
-    return Done(command, status, out.getvalue(), error.getvalue())
+from tests.support.commands import Done, Harness, run_harness
 
 
 @pytest.fixture
@@ -54,30 +13,3 @@ def harness(tmp_path: Path) -> Harness:
         return run_harness(tmp_path / "results", *arguments)
 
     return call
-
-
-def rows_of(results: Path, name: str) -> pd.DataFrame:
-    return pd.read_csv(results / name / "runs.csv", keep_default_na=False, na_values=[""])
-
-
-def composed(*overrides: str) -> RunConfig:
-    """The configuration that these overrides make on a command line."""
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        values = to_container(hydra.compose("config", [*overrides, "tracking=none"]))
-    return resolve_run_config(values)
-
-
-def executed(config: RunConfig, entry: Callable[[str], None]) -> Record:
-    """The record of one run by its parts, whose ranks run `entry`: harness.worker.main, or one of tests/sabotage.py."""
-    planned = make_plan(config, local_machine.detect_machine(config.cluster))
-    record = execute(planned, RunContext(entry))
-    assert record is not None
-    return record
-
-
-def assert_not_proven(record: Record, found: str) -> None:
-    """The run is an error, and one of the problems that the proof names has these words."""
-    problems = record["proof"]["problems"]
-    assert record["row"]["status"] == "error"
-    assert any(found in problem for problem in problems), problems

@@ -29,7 +29,7 @@ def dropout_rng_ranks(model: nn.Module) -> list[int | None]:
     Those of a model from outside have nothing else.
     """
     modules: Iterable[Any] = model.modules()
-    ranks: set[int | None] = {module.masks_rank for module in modules if hasattr(module, "masks_rank")}
+    ranks: set[int | None] = {module.dropout_rng_rank for module in modules if hasattr(module, "dropout_rng_rank")}
     return sorted(ranks, key=str) or [None]
 
 

@@ -112,11 +112,11 @@ class Pair:
         from harness.runner import local_machine
         from harness.runner.launch_run import build_run_spec
         from harness.runner.plan import make_plan
-        from tests.conftest import composed
+        from tests.support.commands import compose_config
 
         self.steps = steps
         values = ("strategy=ddp", "model=tiny", "cluster.device=cpu", f"world_size={RANKS}", "force=true")
-        self.config = composed(*values, f"train.steps={steps}", "name=overhead", f"results_dir={scratch}")
+        self.config = compose_config(*values, f"train.steps={steps}", "name=overhead", f"results_dir={scratch}")
         planned = make_plan(self.config, local_machine.detect_machine(self.config.cluster))
         self.directory = planned.directory
         job, _ = build_run_spec(planned)

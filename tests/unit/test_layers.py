@@ -9,18 +9,22 @@ import pytest
 import harness
 
 ROOT = Path(harness.__file__).parent
+
 # Left to right. `simulator`, `planner` and `selftest` are the places of packages that do not exist yet.
 LAYERS = (
     *("util", "config", "hardware", "layout", "cost_model", "data", "records", "tensors", "probe", "models", "engines"),
     *("measure", "launcher", "worker", "simulator", "metrics", "proof", "runner", "planner", "sweep"),
     *(("export", "tracking", "report"), "selftest", ("cli", "status")),
 )
+
 POSITION = {
     package: position
     for position, entry in enumerate(LAYERS)
     for package in (entry if isinstance(entry, tuple) else (entry,))
 }
+
 WITHOUT_TORCH = ("util", "config", "hardware", "layout", "cost_model", "data", "records", "metrics", "proof", "report")
+
 # Parents start ranks by name, so that they never load what only runs in a rank.
 FORBIDDEN = {"launcher": ("models", "worker"), "runner": ("models", "worker"), "sweep": ("models", "worker")}
 

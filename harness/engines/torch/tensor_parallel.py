@@ -54,7 +54,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
         rotary = () if model.config.architecture.learned_positions else (None, None)
         attention = PrepareModuleInput(input_layouts=(outside, *rotary), desired_input_layouts=(Replicate(), *rotary))
         mlp = PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(Replicate(),))
-        block.self_attn.masks_rank = None if sequence_parallel else mesh.get_local_rank()  # type: ignore[union-attr,assignment]
+        block.self_attn.dropout_rng_rank = None if sequence_parallel else mesh.get_local_rank()  # type: ignore[union-attr,assignment]
         parallelize_module(block.get_submodule("self_attn"), mesh, attention)
         parallelize_module(block.get_submodule("mlp"), mesh, mlp)
     model.tie_weights()

@@ -1,0 +1,147 @@
+"""Accelerate's sharded layouts: DeepSpeed's run for real on a CPU, fully_shard's are refused there, and why."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.engines import accelerate as accelerate_engine
+from harness.records.schema import Record
+from harness.runner import local_machine
+from harness.runner.plan import make_plan
+from harness.util.errors import UserError
+from harness.worker import main as worker_main
+from tests.support import accelerate_entries
+from tests.support.commands import ROOT, compose_config, execute_run
+
+BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, so that the reference is run once."""
+    return tmp_path_factory.mktemp("accelerate")
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets fully_shard through Accelerate start on a CPU."""
+    monkeypatch.setattr(accelerate_engine, "shards_refusals", lambda *arguments: iter(()))
+
+
+def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
+    asked = (f"results_dir={results}", "name=accelerate", "force=true", "strategy.engine=accelerate", *BATCH)
+    config = compose_config(*asked, *overrides)
+    return execute_run(config, entry)
+
+
+@pytest.mark.parametrize("overrides", ["strategy=zero1"])
+def test_deepspeed_through_accelerate_is_proven_on_a_cpu(results: Path, overrides: str) -> None:
+    proven(run_with(results, worker_main.main, "world_size=2", *overrides.split()))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "strategy=zero3",
+        "strategy=zero2 checkpointing=full",
+        "strategy=zero2 precision=bf16_mixed",
+        "strategy=zero3 precision=bf16_mixed",
+        "strategy=zero3_defaults",
+    ],
+)
+def test_more_of_deepspeed_through_accelerate(results: Path, overrides: str) -> None:
+    proven(run_with(results, worker_main.main, "world_size=2", *overrides.split()))
+
+
+@pytest.mark.parametrize("overrides", ["world_size=2 strategy=fsdp_full_shard"])
+@pytest.mark.usefixtures("allowed")
+def test_what_a_gpu_would_run_is_proven_where_accelerate_is_told_to_shard(results: Path, overrides: str) -> None:
+    """No GPU: Accelerate's own prepare shards over gloo, and the row is held to every proof."""
+    proven(run_with(results, accelerate_entries.told_to_shard, *overrides.split()))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "world_size=2 strategy=fsdp_shard_grad_op",
+        "world_size=2 strategy=fsdp_full_shard precision=bf16_mixed checkpointing=full",
+        "world_size=2 strategy=fsdp_full_shard model=gpt_tiny",
+        "world_size=4 strategy=fsdp_hybrid_shard strategy.dp_replicate=2",
+    ],
+)
+@pytest.mark.usefixtures("allowed")
+def test_more_of_what_a_gpu_would_run(results: Path, overrides: str) -> None:
+    proven(run_with(results, accelerate_entries.told_to_shard, *overrides.split()))
+
+
+def proven(record: Record) -> None:
+    row = record["row"]
+    assert (row["status"], row["reason"], row["engine"]) == ("ok", "", "accelerate")
+    assert record["proof"]["layout"] == "proven"
+    bound = 1e-4 if row["precision"] == "fp32" else 0.05
+    assert row["loss_deviation"] < bound and row["grad_deviation"] < bound
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "found"),
+    [
+        (accelerate_entries.left_alone, "fsdp_full_shard", "Accelerate made a DistributedDataParallel of the model"),
+        pytest.param(
+            *(accelerate_entries.one_group, "fsdp_full_shard", "groups of 4 layers and ends"), marks=pytest.mark.long
+        ),
+        pytest.param(
+            *(accelerate_entries.root_left_gathered, "fsdp_full_shard", "Accelerate reshards otherwise"),
+            marks=pytest.mark.long,
+        ),
+        (accelerate_entries.other_stage, "zero2", "Accelerate made DeepSpeed's (stage, ranks,"),
+    ],
+)
+@pytest.mark.usefixtures("allowed")
+def test_another_layout_than_asked_for_is_an_error(
+    results: Path, fault: Callable[[str], None], strategy: str, found: str
+) -> None:
+    row = run_with(results, fault, "world_size=2", f"strategy={strategy}", "proof.reference=false")["row"]
+    assert row["status"] == "error" and found in row["reason"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("strategy=fsdp_full_shard", "Accelerate silently drops sharding on CPU"),
+        ("strategy=zero1 precision=bf16_mixed", "Accelerate leaves DeepSpeed its BF16_Optimizer"),
+        ("strategy=zero1_torch", "strategy.zero_stage=1 is not Accelerate's of ddp"),
+        ("strategy=ddp +strategy.options.device_ids=1", "strategy.options.device_ids is not a setting of"),
+        ("strategy=zero2 strategy.offload=optimizer", "strategy.offload=optimizer is not supported by"),
+        ("strategy=tp", "strategy.tp=2 is not supported by strategy.engine=accelerate"),
+        ("strategy=single world_size=1", "Accelerate wraps data parallelism"),
+    ],
+)
+def test_what_it_would_do_otherwise_is_refused(overrides: str, said: str) -> None:
+    config = compose_config("strategy.engine=accelerate", "world_size=2", *BATCH, *overrides.split())
+    with pytest.raises(UserError) as refused:
+        make_plan(config, local_machine.detect_machine(config.cluster))
+    assert said in str(refused.value)
+
+
+def test_accelerate_drops_sharding_on_a_cpu(tmp_path: Path) -> None:
+    """The reason why it is refused there, as it is today: DistributedDataParallel, every rank with all of the model."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {"FOUND": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, accelerate_entries.__file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == {"made": "DistributedDataParallel", "held": 4 * 4 + 4, "ranks": 2}

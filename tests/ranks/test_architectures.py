@@ -1,0 +1,256 @@
+"""The families are the published ones: logits as transformers has them on the same weights, and dropout in place."""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from harness.config.schema import ModelConfig
+from harness.cost_model.activations import MicroBatchShape, block_tensors
+from harness.layout.layout import Layout, resolve_layout
+from harness.models.activation_checkpoint import checkpoint_block
+from harness.models.build import build_model
+from harness.models.decoder import Decoder
+from harness.models.dropout_rng import dropout_seed, rank_local_rng
+from harness.models.init_weights import initial_value, materialize
+from harness.probe import Probe
+from harness.proof.training import deviation
+from harness.records.schema import Record
+from harness.worker import main as worker_main
+from tests.support import faults
+from tests.support.commands import assert_not_proven, compose_config, execute_run
+from tests.support.models import model_named
+
+CPU = torch.device("cpu")
+
+TOKENS = torch.randint(0, 256, (2, 48), generator=torch.Generator().manual_seed(1))
+
+
+def made(model: ModelConfig) -> Decoder:
+    module = build_model(model)
+    materialize(module, model, 0, CPU, torch.float32)
+    with torch.no_grad():  # norms of 1 and biases of 0 would hide that they are where they belong
+        for parameter in module.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)), alpha=0.1)
+    return module
+
+
+# --- the same model as the library's
+
+
+@pytest.mark.parametrize("attention", ("flash", "eager"))
+@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize("groups", (1, 2, 4))
+def test_our_llama_is_that_of_transformers(groups: int, tied: bool, attention: str) -> None:
+    changes: dict[str, Any] = {"num_key_value_heads": groups, "tie_word_embeddings": tied, "attention": attention}
+    model = dataclasses.replace(model_named("tiny"), rope_theta=5000.0, **changes)
+    ours = made(model)
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    config = transformers.LlamaConfig(
+        **{key: getattr(model, key) for key in (*keys, "vocab_size", "tie_word_embeddings", "rms_norm_eps")},
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+    )
+    theirs = transformers.LlamaForCausalLM(config).float()
+    weights = {name if name.startswith("lm_head") else f"model.{name}": w for name, w in ours.state_dict().items()}
+    theirs.load_state_dict(weights)
+    logits = ours(TOKENS)
+    assert logits.std() > 0.01
+    torch.testing.assert_close(logits, theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize("attention", ("flash", "eager"))
+def test_our_gpt_is_gpt2_of_transformers(tied: bool, attention: str) -> None:
+    model = dataclasses.replace(model_named("gpt_tiny"), tie_word_embeddings=tied, attention=attention)
+    ours = made(model)
+    config = transformers.GPT2Config(
+        n_embd=model.hidden_size,
+        n_layer=model.num_hidden_layers,
+        n_head=model.num_attention_heads,
+        n_inner=model.intermediate_size,
+        n_positions=model.context_length,
+        vocab_size=model.vocab_size,
+        tie_word_embeddings=tied,
+        layer_norm_epsilon=model.layer_norm_epsilon,
+    )
+    theirs = transformers.GPT2LMHeadModel(config).float().eval()
+    theirs.load_state_dict(as_gpt2(ours.state_dict(), model))
+    torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def as_gpt2(weights: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Our names to GPT-2's, whose matrices lie the other way and whose three projections of attention are one."""
+    names = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn.o_proj": "attn.c_proj"}
+    names |= {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
+    found = {f"transformer.ln_f.{what}": weights[f"norm.{what}"] for what in ("weight", "bias")}
+    found |= {"transformer.wte.weight": weights["embed_tokens.weight"], "lm_head.weight": weights["lm_head.weight"]}
+    found["transformer.wpe.weight"] = weights["embed_positions.weight"]
+    for index in range(model.num_hidden_layers):
+        for what in ("weight", "bias"):
+            layer, theirs = f"layers.{index}.", f"transformer.h.{index}."
+            for ours, name in names.items():
+                found[f"{theirs}{name}.{what}"] = weights[f"{layer}{ours}.{what}"].t()
+            parts = [weights[f"{layer}self_attn.{name}_proj.{what}"] for name in "qkv"]
+            found[f"{theirs}attn.c_attn.{what}"] = torch.cat(parts).t()
+    return found
+
+
+def test_biases_start_at_zero_and_norms_at_one() -> None:
+    model = model_named("gpt_tiny")
+    for name, expected in (("norm.weight", 1.0), ("norm.bias", 0.0), ("layers.0.self_attn.q_proj.bias", 0.0)):
+        assert initial_value(name, torch.Size((4,)), model, 0, CPU).eq(expected).all()
+
+
+# --- dropout
+
+
+def dropping(share: float = 0.5) -> Decoder:
+    return made(dataclasses.replace(model_named("gpt_tiny"), dropout=share))
+
+
+def test_dropout_is_there_and_scales() -> None:
+    module = dropping()
+    torch.manual_seed(0)
+    first, second = module(TOKENS), module(TOKENS)
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(module(TOKENS), first)
+    torch.testing.assert_close(module.eval()(TOKENS), dropping(0.0)(TOKENS))
+
+
+def test_a_second_forward_drops_the_same_for_shared_and_own_masks() -> None:
+    """With checkpointing the gradients are those without, also where attention has masks of the rank's own."""
+    found = []
+    for checkpointed in (False, True):
+        module = dropping()
+        for block in module.layers_by_index().values():
+            block.self_attn.dropout_rng_rank = 1  # type: ignore[union-attr,assignment]
+            if checkpointed:
+                checkpoint_block(block, lambda: (nullcontext(), Probe().recompute()))
+        torch.manual_seed(0)
+        module(TOKENS, TOKENS).backward()
+        found.append([parameter.grad for parameter in module.parameters()])
+    for plain, again in zip(*found, strict=True):
+        torch.testing.assert_close(plain, again, rtol=1e-6, atol=1e-9)
+
+
+def test_ranks_that_share_what_comes_in_drop_heads_of_their_own() -> None:
+    drawn = []
+    for rank in (0, 1, None):
+        torch.manual_seed(0)
+        with rank_local_rng(rank):
+            inside = torch.rand(8)
+        drawn.append((inside, torch.rand(8)))
+    (one, after_one), (two, after_two), (shared, after_none) = drawn
+    assert not torch.equal(one, two) and not torch.equal(one, shared)
+    assert torch.equal(after_one, after_two) and not torch.equal(after_one, after_none)
+
+
+def layout(**degrees: Any) -> Layout:
+    strategy = dataclasses.replace(compose_config("strategy=single").strategy, data_parallel="fsdp", **degrees)
+    return resolve_layout(strategy, 4)
+
+
+def test_seeds_follow_what_a_rank_holds() -> None:
+    def groups(found: Layout) -> list[int]:
+        seeds = [dropout_seed(0, found, rank) for rank in range(4)]
+        return [seeds.index(seed) for seed in seeds]
+
+    assert groups(layout(dp_shard=4)) == [0, 1, 2, 3] == groups(layout(pp=4)) == groups(layout(cp=4))
+    assert groups(layout(tp=4)) == [0, 0, 0, 0]
+    assert groups(layout(tp=4, sequence_parallel=True)) == [0, 1, 2, 3]
+    assert groups(layout(tp=2, dp_shard=2)) == [0, 0, 2, 2]
+    assert dropout_seed(0, layout(tp=4), 0) != dropout_seed(1, layout(tp=4), 0)
+
+
+BATCH = ("train.global_batch=4", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
+
+DROPPING = ("model=gpt_tiny", "model.dropout=0.1", "world_size=2", *BATCH)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("family")
+
+
+def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
+    config = compose_config(f"results_dir={results}", "name=family", "force=true", *BATCH, *overrides)
+    return execute_run(config, entry)
+
+
+def test_dropout_can_be_repeated_and_compares_with_nothing(results: Path) -> None:
+    """Tensor-parallel ranks agree on what they share, or their norms and losses would part."""
+    rows = [run_with(results, worker_main.main, *DROPPING, "strategy=tp", "checkpointing=full") for _ in range(2)]
+    for record in rows:
+        row = record["row"]
+        assert (row["status"], row["reason"]) == ("ok", "")
+        assert row.get("loss_deviation") is None and row.get("grad_deviation") is None
+        assert "drops the same" in record["proof"]["reference"]
+        assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
+    assert rows[0]["row"]["loss_last"] == rows[1]["row"]["loss_last"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "overrides", "found"),
+    [
+        (faults.masks_of_their_own, (*DROPPING, "strategy=tp"), "the global gradient norm is not the same"),
+        (faults.heads_drop_alike, (*DROPPING, "strategy=tp"), "heads of rank 0 drew masks as of [None]"),
+        (faults.masks_alike, (*DROPPING, "strategy=ddp"), "drew the same masks"),
+        (faults.bias_summed_twice, ("model=gpt_tiny", "world_size=2", "strategy=tp"), ".bias's first gradients"),
+        (
+            faults.norms_not_summed,
+            ("model=gpt_tiny", "world_size=2", "strategy=tp_sp"),
+            "input_layernorm.bias is not the same",
+        ),
+        (faults.positions_not_summed, ("model=gpt_tiny", "world_size=2", "strategy=tp_sp"), "embed_positions.weight"),
+    ],
+)
+def test_a_fault_is_an_error(
+    results: Path, fault: Callable[[str], None], overrides: tuple[str, ...], found: str
+) -> None:
+    record = run_with(results, fault, *overrides)
+    assert_not_proven(record, found)
+
+
+def test_a_bias_is_held_against_its_module() -> None:
+    """A key's bias has no gradient but rounding; one that is really wrong is found all the same."""
+
+    def rank(bias: float) -> dict[str, Any]:
+        entries = [["k.weight", [2], ((0, 2),), 1.0, 0.5], ["k.bias", [2], ((0, 2),), bias**2, bias]]
+        moments = dict.fromkeys(("first_gradients", "first_moments", "last_gradients"), entries)
+        return {"rank": 0, "losses": [1.0], "grad_norms": [1.0], **moments}
+
+    assert deviation(rank(1e-9), [rank(3e-9)], "float32").gradient < 1e-8
+    assert deviation(rank(0.2), [rank(0.1)], "float32").gradient == pytest.approx(0.1 / (1 + 0.2**2) ** 0.5)
+
+
+# --- the paper's block
+
+
+def test_the_block_keeps_what_the_paper_says_and_what_it_does_not() -> None:
+    """Korthikanti et al. (arXiv 2205.05198): sbh(34 + 5as/h) a layer in 16 bit, and the 10B example of 14.9 GB."""
+    model = dataclasses.replace(model_named("gpt_10b"), attention="eager", dropout=0.1)
+    s, h, a = model.context_length, model.hidden_size, model.num_attention_heads
+    paper = s * h * (34 + 5 * a * s / h)
+    assert model.num_hidden_layers * paper == pytest.approx(14.9e9, rel=0.005)
+    ours = sum(block_tensors(MicroBatchShape(model, 1, s, "bfloat16", "cuda")).values())
+    assert ours - paper == 2 * a * s * s + 16 * s + s * s  # softmax in fp32, norms' statistics, the future's mask
+    flash = sum(
+        block_tensors(MicroBatchShape(dataclasses.replace(model, attention="flash"), 1, s, "bfloat16", "cuda")).values()
+    )
+    assert flash == 34 * s * h + 4 * a * s + 16 * s
+    without = sum(
+        block_tensors(MicroBatchShape(dataclasses.replace(model, dropout=0.0), 1, s, "bfloat16", "cuda")).values()
+    )
+    assert without == s * h * (32 + 6 * a * s / h) + 16 * s + s * s
+    cut = sum(block_tensors(MicroBatchShape(model, 1, s, "bfloat16", "cuda", tp=8)).values())
+    assert cut == s * h * (10 + 24 / 8 + 7 * a * s / (8 * h)) + 16 * s + s * s
+    on_cpu = sum(block_tensors(MicroBatchShape(model, 1, s, "bfloat16")).values())
+    assert on_cpu == s * h * (36 + 8 * a * s / h) + 8 * s + s * s  # masks as wide as what they drop

@@ -1,0 +1,216 @@
+"""Every kind of checkpointing: what it runs again, what it keeps and what it fills, against torch; and real ranks."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.config.schema import CheckpointingConfig, PrecisionConfig, RunConfig
+from harness.cost_model.capacity import capacity_problem
+from harness.cost_model.flops import layer_flops, model_flops, product_flops, recomputed_flops, recomputed_layers
+from harness.cost_model.memory import activation_bytes, estimate
+from harness.engines import deepspeed as deepspeed_engine
+from harness.layout.layout import resolve_layout
+from harness.layout.partition import split_into_stages
+from harness.measure.activations import ActivationMeter
+from harness.models.activation_checkpoint import apply_checkpointing
+from harness.models.build import build_model
+from harness.models.init_weights import materialize
+from harness.models.loss import loss_function
+from harness.probe import Probe
+from harness.util.errors import UserError
+from harness.worker import main as worker_main
+from tests.support import faults
+from tests.support.commands import assert_not_proven, compose_config, run_with
+from tests.support.models import (
+    ADAM_FP32,
+    BF16,
+    FP32,
+    LONG,
+    Hearing,
+    Live,
+    alone,
+    counted,
+    counted_in_stages,
+    layout_of,
+    model_named,
+    run,
+    shaped,
+)
+
+KINDS = {
+    "selective": CheckpointingConfig("selective"),
+    "attention": CheckpointingConfig("attention"),
+    "every_n": CheckpointingConfig("every_n", 2),
+}
+
+KIND = pytest.mark.parametrize("kind", KINDS)
+
+ATTENTION = pytest.mark.parametrize("attention", ("flash", "eager"))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, so that the reference is run once."""
+    return tmp_path_factory.mktemp("checkpointing")
+
+
+@KIND
+@ATTENTION
+def test_what_runs_again_is_what_torch_counts(kind: str, attention: str) -> None:
+    config = compose_config(
+        "strategy=single", "train.global_batch=2", f"checkpointing={kind}", f"model.attention={attention}"
+    )
+    plain = dataclasses.replace(config, checkpointing=CheckpointingConfig("none"))
+    more = sum(counted(config)) - sum(counted(plain))
+    layers, full = (
+        config.model.num_hidden_layers,
+        dataclasses.replace(config, checkpointing=CheckpointingConfig("full")),
+    )
+    expected = {
+        "selective": 0,
+        "attention": layers * product_flops(config) * (2 if attention == "flash" else 1),
+        "every_n": recomputed_flops(full, alone(full)) // 2,
+    }
+    assert more == recomputed_flops(config, alone(config)) == expected[kind] < layers * layer_flops(config)
+    assert model_flops(config) == model_flops(plain)
+
+
+@pytest.mark.parametrize("kind", ("attention", "every_n"))
+def test_a_backward_in_halves_runs_again_what_is_counted(kind: str) -> None:
+    """An inner stage's layers twice, but attention's core once: it has no weights for the second half."""
+    config = compose_config(
+        *("strategy=pp_zero_bubble", f"checkpointing={kind}", "train.global_batch=1", "world_size=2"),
+        "strategy.layers_per_stage=[2,2]",
+    )
+    layout = resolve_layout(config.strategy, 2)
+    plain = dataclasses.replace(config, checkpointing=CheckpointingConfig("none"))
+    more = counted_in_stages(config, layout) - counted_in_stages(plain, layout)
+    assert more == recomputed_flops(config, layout)
+    calls = [recomputed_layers(config, layout, stage) for stage in split_into_stages(config.model, layout)]
+    assert calls == {"attention": [2, 2], "every_n": [1, 2]}[kind]
+
+
+def trained(config: RunConfig) -> tuple[int, int]:
+    """A micro-batch's forward and backward: most bytes held for backward, and most alive beside the weights'."""
+    probe, dtype = Probe(), getattr(torch, config.precision.compute)
+    module = build_model(config.model)
+    apply_checkpointing(module, config.checkpointing, probe)
+    materialize(module, config.model, 0, torch.device("cpu"), dtype)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # accumulated into, so counted by neither side
+    tokens = torch.zeros(config.train.micro_batch, config.train.seq_len, dtype=torch.int64)
+    with Live() as live:
+        loss_function(module(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+    with ActivationMeter(module) as meter, probe.listen(Hearing(meter)):
+        loss_function(module(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+    return meter.most_bytes, live.peak_bytes
+
+
+@KIND
+@ATTENTION
+@pytest.mark.parametrize("sizes", ({"intermediate_size": 768}, LONG), ids=("mlp", "long"))
+@pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
+def test_what_is_kept_and_filled(kind: str, attention: str, sizes: dict[str, int], precision: PrecisionConfig) -> None:
+    """To 1 % of what was held, tensor by tensor, and 5 % of what was alive at the worst moment."""
+    seq_len, layers = (256, 2) if sizes is LONG else (64, 3)
+    model = shaped(attention=attention, num_hidden_layers=layers, **sizes)
+    config = run(model, precision, micro_batch=2, global_batch=4, seq_len=seq_len)
+    config = dataclasses.replace(config, checkpointing=KINDS[kind])
+    layout = layout_of(config, 0, 1)
+    held, alive = trained(config)
+    assert activation_bytes(config, layout, "cpu", 0) == pytest.approx(held, rel=0.01)
+    at_peak = estimate(config, layout, ADAM_FP32).at_peak
+    transient = sum(size for name, size in at_peak.items() if name not in ("parameters", "gradients", "optimizer"))
+    tokens = 8 * 2 * seq_len  # from outside
+    assert transient - tokens == pytest.approx(alive, rel=0.05)
+
+
+def test_the_more_runs_again_the_less_is_kept() -> None:
+    config = run(model_named("7b"), BF16)
+    kinds = [CheckpointingConfig("none"), *(KINDS[k] for k in ("attention", "every_n", "selective"))]
+    kept = [
+        activation_bytes(dataclasses.replace(config, checkpointing=kind), layout_of(config, 3, 2), "cuda", 0)
+        for kind in (*kinds, CheckpointingConfig("full"))
+    ]
+    assert kept[0] > kept[1] > kept[3] > kept[4] and kept[0] > kept[2] > kept[4]
+
+
+def test_selective_checkpointing_is_offered_where_it_is_enough() -> None:
+    config = run(model_named("1b"), BF16, micro_batch=8, global_batch=8, seq_len=2048)
+    layout = layout_of(config, 0, 1)
+
+    def offered(kind: str) -> str:
+        other = dataclasses.replace(config, checkpointing=CheckpointingConfig(kind))
+        enough = estimate(other, layout, ADAM_FP32, "cuda")
+        reason = capacity_problem(
+            *(config, layout, ADAM_FP32),
+            available_bytes=enough.peak_bytes + enough.process_bytes,
+            ranks_on_host=1,
+            device="cuda",
+            models=[],
+        )
+        assert reason is not None
+        return reason
+
+    assert "checkpointing=selective" in offered("selective") and "checkpointing=full" in offered("selective")
+    assert "checkpointing=selective" not in offered("full") and "checkpointing=full" in offered("full")
+
+
+@pytest.mark.parametrize("overrides", (("full", 2), ("every_n", 1), ("every_n", 0), ("half", 1)))
+def test_an_interval_that_means_nothing_is_refused(overrides: tuple[str, int]) -> None:
+    with pytest.raises(UserError, match=r"checkpointing.*choose"):
+        CheckpointingConfig(*overrides)
+
+
+BIASED = ("strategy=zero3", "model=gpt_tiny", "checkpointing=selective")
+
+
+def test_biases_that_would_be_added_twice_are_refused(results: Path) -> None:
+    """DeepSpeed's linear function of stage 3 adds them in place to the product that selective keeps."""
+    with pytest.raises(UserError, match="adds the biases of model=gpt_tiny in place"):
+        run_with(results, worker_main.main, *BIASED)
+
+
+@pytest.mark.long
+def test_biases_added_twice_are_found(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = "+strategy.options.memory_efficient_linear=false"
+    assert run_with(results, worker_main.main, *BIASED, own)["row"]["status"] == "ok"
+    monkeypatch.setattr(deepspeed_engine, "has_own_linear", lambda *_: False)
+    assert_not_proven(run_with(results, worker_main.main, *BIASED), "gradient deviates")
+
+
+@pytest.mark.long
+def test_selective_checkpointing_is_proven_where_it_is_hardest(results: Path) -> None:
+    """Collectives run again."""
+    record = run_with(results, worker_main.main, "strategy=tp_sp", "checkpointing=selective")
+    row = record["row"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
+
+
+@pytest.mark.long
+@KIND
+@pytest.mark.parametrize("strategy", ("ddp", "zero1", "zero3", "fsdp_full_shard", "tp", "tp_sp", "pp_1f1b"))
+def test_every_kind_is_proven_in_every_layout(results: Path, strategy: str, kind: str) -> None:
+    row = run_with(results, worker_main.main, f"strategy={strategy}", f"checkpointing={kind}")["row"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "found"),
+    [
+        (faults.products_not_kept, "selective", "a step ran"),
+        (faults.every_layer_recomputed, "every_n", "8 second forwards of a layer in a step of rank 0, 4 expected"),
+        (faults.every_layer_recomputed, "attention", "a step ran"),
+        (faults.never_recomputed, "attention", "0 second forwards"),
+    ],
+)
+def test_other_checkpointing_than_claimed_is_an_error(
+    results: Path, fault: Callable[[str], None], kind: str, found: str
+) -> None:
+    record = run_with(results, fault, "strategy=ddp", f"checkpointing={kind}")
+    assert_not_proven(record, found)

@@ -1,0 +1,82 @@
+"""train.compile: compiled code is what is timed, heard and proven; refused where it does not work."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.layout.layout import resolve_layout
+from harness.runner import local_machine, preflight
+from harness.worker import main as worker_main
+from tests.support import faults
+from tests.support.commands import compose_config, run_with
+
+SHORT = ("train.compile=true", "train.steps=1", "train.warmup_steps=2", "model.num_hidden_layers=2", "train.seq_len=64")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, so that the reference is run once."""
+    return tmp_path_factory.mktemp("compile")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "single world_size=1",
+        *(
+            pytest.param(strategy, marks=pytest.mark.long)
+            for strategy in (
+                "fsdp_full_shard",
+                "ddp",
+                "ddp checkpointing=full",
+                "ddp model.attention=eager",
+                "tp_sp checkpointing=full",
+                "zero3 checkpointing=every_n checkpointing.every=2",
+                "cp",
+                "ddp precision=bf16_mixed",
+                "pp_1f1b",
+                "tp",
+                "tp_sp",
+                "zero1",
+                "zero3",
+            )
+        ),
+    ],
+)
+def test_a_compiled_run_is_heard_as_it_is_timed(results: Path, strategy: str) -> None:
+    """Its products are operators still, so that operations, memory and volume are exact; the reference is eager."""
+    record = run_with(results, worker_main.main, *SHORT, *f"strategy={strategy}".split())
+    row = record["row"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["compile"] is True and row["attention_kernel"] == ("eager" if "eager" in strategy else "flash")
+    assert row["grad_deviation"] < (1e-4 if row["precision"] == "fp32" else 0.1)
+    least = 0.9 if strategy == "cp" else 1  # it skips scores that the mask hides
+    most = 1.4 if "checkpointing" in strategy else 1.1
+    assert least <= row["hardware_flops"] / row["model_flops"] < most
+    parts = [size for name, size in row.items() if name.startswith("at_peak_") and name.endswith("_bytes")]
+    assert sum(parts) == row["peak_allocated_bytes"] > 0
+    assert row.get("predicted_peak_bytes") is None
+
+
+@pytest.mark.parametrize("fault", [faults.never_compiled, pytest.param(faults.compiled_again, marks=pytest.mark.long)])
+def test_a_run_that_is_not_compiled_as_it_says_is_an_error(results: Path, fault: Callable[[str], None]) -> None:
+    record = run_with(results, fault, *SHORT, "strategy=ddp")
+    assert record["row"]["status"] == "error"
+    found = {"never_compiled": "ran its layers operator by operator", "compiled_again": "in the timed steps"}
+    problems = record["proof"]["problems"]
+    assert any(found[fault.__name__] in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        ("strategy=pp_zero_bubble", "train.compile=true makes one operator of a layer's backward"),
+        ("strategy=ddp checkpointing=selective", "checkpointing=selective runs parts of a layer again"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(overrides: str, found: str) -> None:
+    config = compose_config("train.compile=true", "world_size=2", *overrides.split())
+    layout = resolve_layout(config.strategy, 2)
+    problems = list(preflight.compile_problems(config, layout, local_machine.detect_machine(config.cluster)))
+    assert any(found in problem and "choose" in problem for problem in problems)

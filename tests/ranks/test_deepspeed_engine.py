@@ -1,0 +1,372 @@
+"""Real ranks over gloo: DeepSpeed against one plain process, what ranks hold, and what they send."""
+
+import dataclasses
+import functools
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
+
+from harness.config.from_dict import from_dict
+from harness.config.schema import RunConfig
+from harness.cost_model.communication import expected_bytes
+from harness.engines.base import Batch, Engine, load_engine
+from harness.engines.deepspeed.compatibility import RESERVED_OPTIONS
+from harness.engines.deepspeed.shm_collective import build_deepspeed_comm
+from harness.hardware.machine import Machine
+from harness.layout.layout import AXES, resolve_layout
+from harness.layout.state_widths import STATE_KINDS, StateKind
+from harness.measure.communication import bytes_sent
+from harness.measure.memory import DeviceMemory
+from harness.measure.rank_state import held_bytes
+from harness.measure.step_profiler import profile_step
+from harness.models.build import build_model
+from harness.models.init_weights import initial_value, materialize
+from harness.models.loss import loss_function
+from harness.probe import Listener, Probe
+from harness.tensors.shard import Shard
+
+STRATEGIES = Path(__file__).parents[2] / "conf" / "strategy"
+
+STEPS = 4
+
+MODEL = {
+    "name": "small", "family": "llama", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 352, "vocab_size": 259, "tie_word_embeddings": False,
+    "context_length": 16, "parameters": 804736, "source": "test",
+}  # fmt: skip
+
+PRECISIONS = {
+    "fp32": dict.fromkeys(("compute", "master", "accumulate", "reduce"), "float32"),
+    "bf16_mixed": {"compute": "bfloat16"} | dict.fromkeys(("master", "accumulate", "reduce"), "float32"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One run of STEPS steps on `world` ranks."""
+
+    strategy: str
+    world: int = 2
+    accumulation: int = 1
+    clipping: float = 0.0
+    precision: str = "fp32"
+    checkpointing: str = "none"
+    tied: bool = False
+    reduce_bucket_size: int = 0  # 0: the strategy's own
+
+    def config(self) -> RunConfig:
+        strategy = yaml.safe_load((STRATEGIES / f"{self.strategy}.yaml").read_text())
+        if self.reduce_bucket_size:
+            strategy["options"]["reduce_bucket_size"] = self.reduce_bucket_size
+        train = {
+            "global_batch": 2 * self.accumulation * self.world, "micro_batch": 2, "seq_len": 16, "steps": STEPS,
+            "warmup_steps": 1, "seed": 3, "lr": 1e-3, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8,
+            "gradient_clipping": self.clipping,
+        }  # fmt: skip
+        values = {
+            "name": "test", "results_dir": "results", "model": MODEL | {"tie_word_embeddings": self.tied},
+            "strategy": strategy, "checkpointing": {"name": self.checkpointing},
+            "precision": {"name": self.precision} | PRECISIONS[self.precision],
+            "data": {"name": "synthetic", "kind": "synthetic"}, "cluster": {"name": "local", "device": "cpu"},
+            "train": train, "proof": {}, "tracking": {"name": "none"}, "world_size": self.world,
+        }  # fmt: skip
+        config: RunConfig = from_dict(RunConfig, values)
+        return config
+
+
+LITERATURE = [Case(f"zero{stage}") for stage in (1, 2, 3)]
+
+ACCUMULATED = [
+    Case(f"zero{stage}", accumulation=2, clipping=0.1, reduce_bucket_size=20_000, tied=stage != 2)
+    for stage in (1, 2, 3)
+]
+
+FOUR = [Case("zero1", 4), Case("zero2", 4, 2), Case("zero3", 4, checkpointing="full")]
+
+MIXED = [Case(f"zero{stage}", accumulation=2, clipping=1.0, precision="bf16_mixed") for stage in (1, 2, 3)]
+
+MIXED += [
+    Case("zero2", precision="bf16_mixed", reduce_bucket_size=1000),
+    Case("zero1_defaults", accumulation=2, precision="bf16_mixed"),
+]
+
+DEFAULTS = [Case(f"zero{stage}_defaults") for stage in (1, 2, 3)]
+
+EXACT = LITERATURE + ACCUMULATED + FOUR + DEFAULTS
+
+CASES = EXACT + MIXED
+
+
+def batch_of(config: RunConfig, step: int) -> Batch:
+    """The global batch of a step: runs of counting tokens, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    train = config.train
+    first = torch.randint(0, config.model.vocab_size, (train.global_batch, 1), generator=generator)
+    tokens = (first + torch.arange(train.seq_len + 1) * 3) % config.model.vocab_size
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def micro_batches(config: RunConfig, step: int, part: int, parts: int) -> list[Batch]:
+    """The part of a step's batch that one of `parts` ranks trains on."""
+    mine = [tensor.chunk(parts)[part] for tensor in batch_of(config, step)]
+    split = [tensor.split(config.train.micro_batch) for tensor in mine]
+    return [Batch(*pair) for pair in zip(*split, strict=True)]
+
+
+def wanted_of(case: Case) -> list[dict[str, Any]]:
+    """What one process finds; the same for all cases that differ only in their layout."""
+    return reference(Case("zero1", case.world * case.accumulation, clipping=case.clipping, tied=case.tied))
+
+
+@functools.cache
+def reference(case: Case) -> list[dict[str, Any]]:
+    """One plain process: whole batch, fp32, torch's own AdamW and clipping."""
+    config = case.config()
+    train = config.train
+    model = build_model(config.model)
+    materialize(model, config.model, train.seed, torch.device("cpu"), torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), train.lr, train.betas, train.eps, train.weight_decay)
+    steps = []
+    for step in range(STEPS):
+        inputs, targets = batch_of(config, step)
+        loss = loss_function(model(inputs), targets)
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        bound = train.gradient_clipping or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append({"loss": loss.item(), "norm": float(norm), "gradients": gradients})
+    return steps
+
+
+class Ready(Listener):
+    """Keeps the gradients of every step when they are ready."""
+
+    def __init__(self) -> None:
+        self.gradients: list[list[Shard]] = []
+
+    def gradients_ready(self, engine: Engine) -> None:
+        self.gradients.append(copies(engine, "gradients"))
+
+
+def copies(engine: Engine, kind: StateKind) -> list[Shard]:
+    return [piece._replace(local=piece.local.clone()) for piece in engine.local_shards(kind)]
+
+
+def run_case(case: Case, rank: int) -> dict[str, Any]:
+    config = case.config()
+    layout = resolve_layout(config.strategy, case.world)
+    device = torch.device("cpu")
+    mesh = init_device_mesh("cpu", layout.mesh_shape, mesh_dim_names=AXES)
+    probe, ready = Probe(), Ready()
+    engine = load_engine("deepspeed").build(config, layout, mesh, device, probe)
+    started = {"masters": copies(engine, "optimizer"), "parameters": copies(engine, "parameters")}
+    results = []
+    for step in range(STEPS):
+        batches = micro_batches(config, step, layout.data_rank(rank), layout.dp)
+        if step < STEPS - 1:
+            with probe.listen(ready):
+                results.append(engine.step(batches))
+        else:
+            with profile_step(engine, probe, DeviceMemory(device), config.train.seed, layout) as profiled:
+                results.append(engine.step(batches))
+    seen = profiled.result(timed=None)
+    outcome = started | {
+        "losses": [float(result.loss) for result in results if result.loss is not None],
+        "norms": [float(result.grad_norm) for result in results],
+        "gradients": ready.gradients,
+        "traffic": seen.communication,
+        "most_gradient_bytes": seen.gradient_bytes,
+        "rest": {kind: held_bytes(engine, kind) for kind in STATE_KINDS},
+    }
+    engine.close()
+    return outcome
+
+
+def rank_main(rank: int, world: int, cases: Sequence[Case], port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    for case in cases:
+        torch.save(run_case(case, rank), Path(folder) / f"{CASES.index(case)}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[str, Any]]]:
+    """By case, what every rank measured."""
+    torch.set_num_threads(1)
+    os.environ.update(build_deepspeed_comm(Path("~/.cache/harness")))  # once, not by every rank
+    folder = tmp_path_factory.mktemp("ranks")
+    for world in (2, 4):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        spawn(rank_main, (world, [case for case in CASES if case.world == world], port, str(folder)), nprocs=world)
+    return {
+        case: [torch.load(folder / f"{index}-{rank}.pt", weights_only=False) for rank in range(case.world)]
+        for index, case in enumerate(CASES)
+    }
+
+
+def assembled(ranks: Sequence[Sequence[Shard]], slot: str) -> dict[str, Tensor]:
+    """Whole flattened tensors from the pieces of all ranks, which must cover every element."""
+    wholes: dict[str, Tensor] = {}
+    for piece in (piece for pieces in ranks for piece in pieces if piece.state_name == slot):
+        numel = 1
+        for size in piece.shape:
+            numel *= size
+        flat = wholes.setdefault(piece.name, torch.full((numel,), float("nan")))
+        if len(piece.shape) == 1:
+            ((start, stop),) = piece.box
+        else:
+            assert piece.box == tuple((0, size) for size in piece.shape)
+            start, stop = 0, numel
+        assert piece.local.numel() == stop - start
+        flat[start:stop] = piece.local.reshape(-1).float()
+    for name, flat in wholes.items():
+        assert not flat.isnan().any(), f"{name} is not covered"
+    return wholes
+
+
+def parameters_of(case: Case) -> int:
+    return MODEL["parameters"] - (MODEL["vocab_size"] * MODEL["hidden_size"] if case.tied else 0)  # type: ignore
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_trains_as_one_process(case: Case, outcomes: dict[Case, list[dict[str, Any]]]) -> None:
+    wanted, ranks = wanted_of(case), outcomes[case]
+    for step in range(STEPS):
+        loss = sum(rank["losses"][step] for rank in ranks) / case.world
+        assert loss == pytest.approx(wanted[step]["loss"], rel=1e-5)
+        for rank in ranks:
+            assert rank["norms"][step] == pytest.approx(wanted[step]["norm"], rel=1e-5)
+        if step == STEPS - 1:
+            break  # that step was profiled
+        found = assembled([rank["gradients"][step] for rank in ranks], "")
+        assert found.keys() == wanted[step]["gradients"].keys()
+        for name, gradient in wanted[step]["gradients"].items():
+            assert relative(found[name], gradient.view(-1)) < (1e-5 if step == 0 else 1e-4), name
+
+
+@pytest.mark.parametrize("case", MIXED, ids=str)
+def test_mixed_precision_starts_from_exact_masters(case: Case, outcomes: dict[Case, list[dict[str, Any]]]) -> None:
+    config, ranks = case.config(), outcomes[case]
+    masters = assembled([rank["masters"] for rank in ranks], "master")
+    parameters = assembled([rank["parameters"] for rank in ranks], "")
+    wanted = wanted_of(case)
+    for name, gradient in wanted[0]["gradients"].items():
+        start = initial_value(name, gradient.shape, config.model, config.train.seed, torch.device("cpu")).view(-1)
+        assert torch.equal(masters[name], start), name
+        assert torch.equal(parameters[name], start.bfloat16().float()), name
+    for step in range(STEPS):
+        loss = sum(rank["losses"][step] for rank in ranks) / case.world
+        assert loss == pytest.approx(wanted[step]["loss"], rel=5e-3)
+        if step == STEPS - 1:
+            break  # that step was profiled
+        found = assembled([rank["gradients"][step] for rank in ranks], "")
+        for name, gradient in wanted[step]["gradients"].items():
+            assert relative(found[name], gradient.view(-1)) < 0.05, name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_hold_what_widths_say(case: Case, outcomes: dict[Case, list[dict[str, Any]]]) -> None:
+    config, total = case.config(), parameters_of(case)
+    layout = resolve_layout(config.strategy, case.world)
+    widths = load_engine("deepspeed").state_widths(config, layout)
+    share = total / layout.shard_count("gradients") * widths.gradients
+    for rank in outcomes[case]:
+        assert rank["rest"]["optimizer"] == pytest.approx(widths.optimizer * total / case.world, rel=0.02)
+        parameters = widths.parameters * total / layout.shard_count("parameters")
+        if case.strategy == "zero3_defaults":
+            parameters += widths.gathered * total  # smaller than its threshold: whole as well
+        assert rank["rest"]["parameters"] == pytest.approx(parameters, rel=0.02)
+        if layout.zero_stage == 3:
+            assert rank["most_gradient_bytes"] == pytest.approx(share, rel=0.02)
+        elif layout.zero_stage == 1:  # whole, and the part while it is being filled
+            assert 0.98 * share <= rank["most_gradient_bytes"] <= 1.02 * (share + 4 * total / case.world)
+    if layout.zero_stage == 2:
+        # A part ends inside a parameter, and one gradient is just being reduced: parameters of at most 6 % of all.
+        most = max(rank["most_gradient_bytes"] for rank in outcomes[case])
+        assert 0.98 * share <= most <= share + 2 * widths.gradients * 0.06 * total
+
+
+# Ring volume of a step over that of fp32 DDP, without accumulation: one for a reduction and one for a gather make two.
+VOLUMES = {case: {1: 1.0, 2: (case.accumulation + 1) / 2, 3: 1.5 * case.accumulation}[i % 3 + 1] for i, case in
+           enumerate(LITERATURE + ACCUMULATED)}  # fmt: skip
+
+VOLUMES |= dict(zip(DEFAULTS, (1.5, 1.5, 1.0), strict=True))
+
+VOLUMES |= dict(zip(MIXED, (0.75, 1.25, 2.0, 0.75, 1.25), strict=True))
+
+VOLUMES |= dict(zip(FOUR, (1.0, 1.5, 1.85), strict=True))  # layers are gathered once more when recomputed
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sends_the_papers_volume(case: Case, outcomes: dict[Case, list[dict[str, Any]]]) -> None:
+    config = case.config()
+    layout = resolve_layout(config.strategy, case.world)
+    plain = 2 * 4 * parameters_of(case) * (case.world - 1) / case.world
+    for rank in outcomes[case]:
+        sent = bytes_sent(rank["traffic"])
+        assert sent / plain == pytest.approx(VOLUMES[case], rel=0.05)
+        gradients = [t for t in rank["traffic"] if t.operation != "all_gather" and t.bytes_sent > 0.01 * plain]
+        assert {t.dtype for t in gradients} == {"float32"}
+        if config.strategy.literature:
+            widths = load_engine("deepspeed").state_widths(config, layout)
+            assert sent == pytest.approx(sum(expected_bytes(config, layout, widths, rank=0).values()), rel=0.02)
+
+
+MACHINE = Machine("cpu", "cpu", nodes=1, ranks_per_node=2, devices=0, free_bytes=(2**34,), cores=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "remedy"),
+    [
+        ({"dp_replicate": 2, "dp_shard": 1}, "dp_replicate=2", "choose 1, and -1 for strategy.dp_shard"),
+        ({"zero_stage": 0}, "zero_stage=0", "choose 1, 2 or 3"),
+        ({"dp_shard": 1, "cp": 2}, "cp=2", "choose 1"),
+        (
+            {"options": {"reduce_scater": True}},
+            "options.reduce_scater=True",
+            f"choose among {', '.join(RESERVED_OPTIONS)}",
+        ),
+        ({"options": {"stage": 3}}, "options.stage=3", f"choose among {', '.join(RESERVED_OPTIONS)}"),
+    ],
+)
+def test_refuses_what_it_cannot_do(changes: dict[str, Any], key: str, remedy: str) -> None:
+    config = Case("zero2").config()
+    config = dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, **changes))
+    (found,) = load_engine("deepspeed").unsupported(config, resolve_layout(config.strategy, 2), MACHINE)
+    assert found == f"strategy.{key} is not supported by strategy.engine=deepspeed: {remedy}"
+
+
+def test_takes_every_strategy_there_is() -> None:
+    for case in CASES:
+        config = case.config()
+        assert not list(
+            load_engine("deepspeed").unsupported(config, resolve_layout(config.strategy, case.world), MACHINE)
+        )
+
+
+def test_options_are_keys_that_deepspeed_knows() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    assert set(RESERVED_OPTIONS) <= known

@@ -1,0 +1,356 @@
+"""What a record says of its machine, never a secret; what ranks cost it; and what on it disturbed them."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.config.schema import ClusterConfig
+from harness.measure.environment import PREFIXES, VARIABLES, collect_environment, variables
+from harness.measure.host_usage import HostUsageMeter, peak_rss_bytes
+from harness.metrics.disturbance import disturbance_text, trend_text
+from harness.runner.local_machine import detect_machine
+from tests.support.commands import ROOT
+
+MACHINE = detect_machine(ClusterConfig(name="local", nodes=1, gpus_per_node=None, device="auto"))
+
+CANARY = "hunter2"
+
+SECRET_WORDS = ("key", "TOKEN", "Secret", "PASSWORD", "passwd", "AUTH", "credential", "Cookie", "JWT")
+
+
+@given(
+    prefix=st.sampled_from(PREFIXES),
+    before=st.text("ABCz_9", max_size=4),
+    word=st.sampled_from(SECRET_WORDS),
+    after=st.text("ABCz_9", max_size=4),
+)
+def test_a_secret_name_is_left_out_whatever_stands_around_it(prefix: str, before: str, word: str, after: str) -> None:
+    assert not variables({prefix + before + word + after: CANARY}, ())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        f"https://me:{CANARY}@proxy:8080",
+        f"http://{CANARY}@host/path",
+        f"s3://bucket/path?X-Signature={CANARY}",
+        f"a,socks5://u:{CANARY}@h",
+        f"--password={CANARY}",
+        f"Authorization: Bearer {CANARY}",
+        f"auth_token={CANARY}",
+    ],
+)
+def test_a_secret_value_is_left_out_of_any_name(value: str) -> None:
+    for name in (*VARIABLES, *(f"{prefix}X" for prefix in PREFIXES)):
+        assert not variables({name: value}, ())
+
+
+def test_only_chosen_names_pass_and_pass_whole() -> None:
+    others = ("PATH", "HOME", "USER", "AWS_REGION", "WANDB_MODE", "SLURM_JOB_ID", "SLURM_JOB_USER", "XNCCL_DEBUG", "CC")
+    chosen = {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "2",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128",
+        "CXX": "clang++",
+        "SLURM_NTASKS": "8",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+    assert variables(dict.fromkeys(others, "x") | chosen, ()) == chosen
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("/home/me", "~"),
+        ("/home/me/lib:/opt/lib:/home/me/cuda/lib", "~/lib:/opt/lib:~/cuda/lib"),
+        ("-O2 -I/home/me/include", "-O2 -I~/include"),
+        ("file=/home/me/a b", "file=~/a b"),
+        ("/home/mel/lib", "/home/mel/lib"),
+        ("/mnt/home/me/lib", "/mnt/home/me/lib"),
+        ("/home/me.old/lib", "/home/me.old/lib"),
+        ("/real/me/lib", "~/lib"),
+    ],
+)
+def test_the_home_is_a_tilde(value: str, shown: str) -> None:
+    assert variables({"LD_LIBRARY_PATH": value}, ("/home/me", "/real/me")) == {"LD_LIBRARY_PATH": shown}
+
+
+def test_the_real_environment_is_read_with_its_home_and_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = str(Path.home())
+    monkeypatch.setenv("NCCL_TOPO_FILE", f"{home}/topology.xml")
+    monkeypatch.setenv("NCCL_AUTH", CANARY)
+    found = collect_environment(MACHINE)
+    assert found["variables"]["NCCL_TOPO_FILE"] == "~/topology.xml" and CANARY not in json.dumps(found)
+    monkeypatch.delenv("NCCL_TOPO_FILE")
+    assert "NCCL_TOPO_FILE" not in collect_environment(MACHINE)["variables"]
+
+
+def test_existing_keys_stay_and_everything_is_plain() -> None:
+    found = collect_environment(MACHINE, threads=3)
+    assert found["device"] == MACHINE.device and found["device_name"] == MACHINE.device_name
+    assert (found["devices"], found["cores"], found["threads"]) == (MACHINE.devices, MACHINE.cores, 3)
+    assert found["host_memory_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert found["system"].split()[0] == os.uname().sysname and isinstance(found["variables"], dict)
+    assert json.loads(json.dumps(found)) == found
+    assert not any(value in ("", -1) for value in found.values()), found
+    assert found["numpy"] and found["processor"] and found["instructions"]
+
+
+def test_the_compiler_is_the_one_that_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "my c++"
+    compiler.write_text("#!/bin/sh\necho own compiler 1.2.3 $1\necho second line\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{compiler}'")
+    assert collect_environment(MACHINE)["compiler"] == "own compiler 1.2.3 --version"
+    for broken in (str(tmp_path / "none"), "'open", "false"):
+        monkeypatch.setenv("CXX", broken)
+        assert collect_environment(MACHINE)["compiler"] is None
+
+
+def test_devices_that_nvml_does_not_know_are_unknown() -> None:
+    """As on a machine without its driver; a count of devices alone makes nothing up."""
+    pynvml = pytest.importorskip("pynvml")
+    try:
+        pynvml.nvmlInit()
+        pytest.skip("this machine has NVIDIA's driver")
+    except pynvml.NVMLError:
+        pass
+    found = collect_environment(replace(MACHINE, devices=2))
+    assert [found[key] for key in ("driver", "device_names", "power_limits_watts", "topology")] == [None] * 4
+
+
+def test_it_costs_less_than_a_millisecond_from_the_second_call_on() -> None:
+    collect_environment(MACHINE)
+    seconds = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        collect_environment(MACHINE)
+        seconds.append(time.perf_counter() - begin)
+    assert sorted(seconds)[10] < 0.001
+
+
+def spin(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+SPIN = "import time, sys\nprint(flush=True)\nend = time.time() + 30\nwhile time.time() < end: pass"
+
+
+@contextmanager
+def busy_processes() -> Iterator[list[psutil.Process]]:
+    """One a core, running when the block begins."""
+    started = [subprocess.Popen([sys.executable, "-c", SPIN], stdout=subprocess.PIPE) for _ in range(MACHINE.cores)]
+    try:
+        for process in started:
+            assert process.stdout is not None and process.stdout.readline()
+        yield [psutil.Process(process.pid) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def used_while(work: Callable[[], None], helpers: list[psutil.Process] | None = None) -> dict[str, Any]:
+    usage = HostUsageMeter([torch.device("cpu")], helpers)
+    usage.begin()
+    work()
+    return asdict(usage.end())
+
+
+QUIET_STEPS = [0.05, 0.051, 0.049, 0.05, 0.052, 0.05, 0.05, 0.049, 0.051, 0.05]
+
+
+def test_real_busy_processes_are_others() -> None:
+    with busy_processes():
+        used = used_while(lambda: spin(0.8))
+    assert re.search(rf"other processes took \d+\.\d of {MACHINE.cores} cores", disturbance_text(QUIET_STEPS, [used]))
+    assert used["busy_seconds"] < used["core_seconds"] + 0.001 and used["core_seconds"] > 0.5 * 0.8 * MACHINE.cores
+    assert used["helper_cpu_seconds"] < 0.2 * used["seconds"]  # of whoever started the tests
+
+
+def test_helpers_are_asked_for_the_interval_alone() -> None:
+    def theirs() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in helpers)
+
+    with busy_processes() as helpers:
+        spin(0.3)
+        first = theirs()
+        used = used_while(lambda: spin(0.5), helpers)
+        assert 0 < used["helper_cpu_seconds"] <= theirs() - first + 0.01
+
+
+def test_ranks_and_everyone_else_are_all_who_keep_cores_busy() -> None:
+    """Two real ranks at once, and as their helpers whoever else lives here: then nobody is left to disturb them.
+
+    Processes that come and go meanwhile are missed, so this is tried again.
+    """
+    for _ in range(10):
+        with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+            pids = set(pool.map(_pid, range(2)))
+            before = _started()
+            ranks = list(pool.map(_rank, [pids, pids]))
+            alone = _started() == before
+        assert {rank["pid"] for rank in ranks} == pids and len(pids) == 2
+        said = disturbance_text(QUIET_STEPS, ranks)
+        if "other processes" not in said:
+            return
+        assert not alone, said
+    pytest.skip("processes come and go on this machine all the time")
+
+
+def _started() -> object:
+    """What changes when a process starts or ends, even one that does both between two looks on Linux."""
+    stat = Path("/proc/stat")
+    ever = [line for line in stat.read_text().splitlines() if line.startswith("processes")] if stat.exists() else []
+    return ever, psutil.pids()
+
+
+def _pid(_: int) -> int:
+    time.sleep(0.05)
+    return os.getpid()
+
+
+def _rank(ranks: set[int]) -> dict[str, Any]:
+    others = [process for process in psutil.process_iter() if process.pid not in ranks]
+    return used_while(lambda: spin(0.6), others)
+
+
+def test_processor_time_is_that_of_all_threads_and_of_the_interval() -> None:
+    seconds: list[float] = []
+
+    def work() -> None:
+        begin = time.thread_time()
+        hashlib.sha256(bytes(100_000_000))
+        seconds.append(time.thread_time() - begin)
+
+    spin(0.3)
+    thread = threading.Thread(target=work)
+    used = used_while(lambda: (thread.start(), thread.join()))
+    assert seconds[0] <= used["cpu_seconds"] < seconds[0] + 0.1 and used["cpu_seconds"] <= 2 * used["seconds"]
+    assert used["energy_joules"] is None and used["clocks_lowered"] is None and used["device_pids"] is None
+
+
+def test_begin_and_end_cost_far_less_than_a_millisecond() -> None:
+    seconds = []
+    for _ in range(50):
+        begin = time.perf_counter()
+        used_while(lambda: None, helpers=[])
+        seconds.append(time.perf_counter() - begin)
+    assert sorted(seconds)[25] < 0.001
+
+
+def test_peak_of_the_host_is_the_processs_own_and_outlives_what_filled_it() -> None:
+    held = bytearray(500 * 2**20)
+    probe = "from harness.measure.usage import peak_host_bytes; print(peak_host_bytes())"
+    started = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
+    before = peak_rss_bytes()
+    assert before is not None and len(held) < before
+    assert 2**20 < int(started.stdout) < 450 * 2**20  # torch alone; ru_maxrss would say what this process held
+    more = bytearray(before)
+    del more, held
+    after = peak_rss_bytes()
+    assert after is not None and after > before + 200 * 2**20
+
+
+RANK = {
+    "pid": 10,
+    "host": "a",
+    "seconds": 10.0,
+    "cpu_seconds": 9.0,
+    "helper_cpu_seconds": 0.5,
+    "cores": 4,
+    "core_seconds": 40.0,
+    "busy_seconds": 19.0,
+    "stolen_seconds": 0.0,
+    "clocks_lowered": None,
+    "device_pids": None,
+}
+
+PAIR = [RANK, RANK | {"pid": 11}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"busy_seconds": 18.5 + 4.0}, ""),  # a tenth of the cores, and the ticks' doubt
+        ({"busy_seconds": 18.5 + 4.1}, "other processes took 0.4 of 4 cores"),
+        ({"busy_seconds": 18.5 + 4.1, "helper_cpu_seconds": 1.0}, ""),
+        ({"busy_seconds": 12.0, "cpu_seconds": 2.0}, ""),  # others took as much, and left the cores half empty
+        ({"busy_seconds": 30.0, "cpu_seconds": 2.0}, "other processes took 2.5 of 4 cores"),
+        ({"core_seconds": 80.0, "busy_seconds": 30.0}, ""),
+        ({"seconds": 0.29, "busy_seconds": 30.0, "stolen_seconds": 9.0}, ""),  # too short to say
+        ({"stolen_seconds": 2.0}, ""),
+        ({"stolen_seconds": 4.0}, "other virtual machines took 0.4 of 4 cores"),
+        ({"stolen_seconds": None}, ""),
+        ({"clocks_lowered": [], "device_pids": [10, 11]}, ""),
+        ({"clocks_lowered": ["power limit"]}, ""),
+        ({"clocks_lowered": ["heat", "power limit"]}, "a device's clocks were lowered (heat)"),
+        ({"device_pids": [11, 77, 10]}, "other processes on a device (77)"),
+    ],
+)
+def test_what_disturbs_is_said_in_words(changes: dict[str, Any], said: str) -> None:
+    assert disturbance_text(QUIET_STEPS, [rank | changes for rank in PAIR]) == said
+
+
+def test_each_host_is_judged_by_its_own_ranks_and_by_the_least_of_them() -> None:
+    crowded = RANK | {"host": "b", "busy_seconds": 30.0}
+    assert disturbance_text([], [*PAIR, crowded]) == "other processes took 2.0 of 4 cores on b"
+    assert disturbance_text([], [RANK | {"busy_seconds": 30.0}, PAIR[1]]) == ""
+    assert disturbance_text([0.1] * 5 + [0.2] * 5, [crowded | {"clocks_lowered": ["heat"]}]) == (
+        "steps became 100% slower from the first third to the last; other processes took 2.0 of 4 cores;"
+        " a device's clocks were lowered (heat)"
+    )
+    assert disturbance_text([], []) == ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([0.1] * 8 + [9.0], ""),  # one slow step
+        ([0.1, 0.1, 0.1, 0.2, 0.2, 0.2, 0.2, 0.2], ""),  # too few
+        ([0.1] * 4 + [0.13] * 5, "steps became 30% slower from the first third to the last"),
+        ([0.13] * 4 + [0.1] * 5, "steps became 23% faster from the first third to the last"),
+        ([0.1] * 4 + [0.109] * 5, ""),  # within the bound
+        ([0.1, 0.14, 0.12, 0.1, 0.13, 0.1, 0.14, 0.16, 0.12], ""),  # within the scatter
+        ([0.1 + 0.002 * step for step in range(30)], "steps became 37% slower from the first third to the last"),
+        ([0.1, 0.2] * 15, ""),
+        (QUIET_STEPS, ""),
+    ],
+)
+def test_a_trend_is_more_than_bound_and_scatter(steps: list[float], said: str) -> None:
+    assert trend_text(steps) == said
+
+
+@pytest.mark.parametrize(("steps", "wrongly"), [(10, 0.03), (50, 0.005)])
+def test_noise_alone_is_seldom_called_a_trend(steps: int, wrongly: float) -> None:
+    chance = random.Random(0)
+    kinds: list[Callable[[], float]] = [
+        lambda: chance.gauss(1, 0.05),
+        lambda: max(0.1, chance.gauss(1, 0.2)),
+        lambda: 1 + chance.gauss(0, 0.03) + (chance.random() < 0.2) * chance.expovariate(1),
+    ]
+    for kind in kinds:
+        assert sum(bool(trend_text([kind() for _ in range(steps)])) for _ in range(1000)) <= 1000 * wrongly

@@ -1,0 +1,262 @@
+"""What is exported trains as the run did: every file is started as its user would, and its losses held to the run's."""
+
+import json
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from accelerate import DistributedType
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from harness.cli import export as command
+from harness.models.build import build_model
+from harness.records.run_spec import read_run_spec
+from harness.runner import local_machine
+from harness.runner.launch_run import build_run_spec, write_row
+from harness.runner.plan import make_plan
+from harness.worker import main as worker_main
+from tests.support.commands import ROOT, compose_config, execute_run
+
+# Two micro-batches a rank at world 2, and clipping that clips.
+BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
+
+TORCHRUN = ("sh", "torchrun.sh")
+
+ACCELERATE = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train_accelerate.py")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("export")
+
+
+def recorded(results: Path, overrides: str) -> Path:
+    """The folder of a run."""
+    asked = (f"results_dir={results}", "name=export", "proof.reference=false", "world_size=2", *BATCH)
+    config = compose_config(*asked, *overrides.split())
+    row = execute_run(config, worker_main.main)["row"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    return results / "export" / row["run_id"]
+
+
+def losses(directory: Path, launch: tuple[str, ...]) -> list[float]:
+    """Of every step, as printed by an exported script."""
+    environment = os.environ | read_run_spec(directory).environment
+    scripts = sysconfig.get_path("scripts")
+    environment |= {"PATH": os.pathsep.join((scripts, environment["PATH"])), "PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        launch,
+        cwd=directory / "export",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-4000:]
+    said = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert [int(words[1]) for words in said] == list(range(len(said)))
+    return [float(words[3]) for words in said]
+
+
+def of_the_run(directory: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (directory / "steps.jsonl").read_text().splitlines()]
+
+
+def trains_alike(directory: Path, launch: tuple[str, ...], bound: float = 1e-4) -> None:
+    assert losses(directory, launch) == pytest.approx(of_the_run(directory), rel=bound)
+
+
+@pytest.mark.long
+def test_ddp_by_torchrun_and_by_accelerate(results: Path) -> None:
+    directory = recorded(results, "strategy=ddp")
+    assert command.main([str(directory)]) == 0
+    trains_alike(directory, TORCHRUN)
+    trains_alike(directory, ACCELERATE)
+
+
+@pytest.mark.parametrize("overrides", ["strategy=zero1", "strategy=pp_1f1b"])
+def test_by_torchrun(results: Path, overrides: str) -> None:
+    directory = recorded(results, overrides)
+    assert command.main([str(directory)]) == 0
+    trains_alike(directory, TORCHRUN)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "strategy=single world_size=1",
+        "strategy=ddp checkpointing=full model=gpt_tiny train.fused_optimizer=false",
+        "strategy=zero1_torch",
+        "strategy=zero2 checkpointing=every_n",
+        "strategy=zero3",
+        "strategy=zero_offload",
+        "strategy=fsdp_full_shard checkpointing=full",
+        "strategy=fsdp_full_shard model.tie_word_embeddings=true",
+        "strategy=fsdp_shard_grad_op",
+        "strategy=fsdp_no_shard train.gradient_clipping=0",
+        "strategy=fsdp_hybrid_shard strategy.dp_replicate=2 world_size=4",
+        "strategy=tp",
+        "strategy=tp model=gpt_tiny",
+        "strategy=tp_sp checkpointing=full",
+        "strategy=fsdp_tp world_size=4",
+        "strategy=pp_gpipe checkpointing=full",
+        "strategy=pp_interleaved",
+        "strategy=pp_zero_bubble",
+    ],
+)
+def test_more_by_torchrun(results: Path, overrides: str) -> None:
+    directory = recorded(results, overrides)
+    assert command.main([str(directory)]) == 0
+    trains_alike(directory, TORCHRUN)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", ["model = DistributedDataParallel(", "torch.nn.utils.clip_grad_norm_("])
+def test_a_script_that_lost_a_line_trains_otherwise(results: Path, lost: str) -> None:
+    """The comparison can fail: ranks that no longer synchronise, gradients that are no longer clipped."""
+    directory = recorded(results, "strategy=ddp train.micro_batch=4")
+    assert command.main([str(directory)]) == 0
+    script = directory / "export" / "train.py"
+    kept = [line for line in script.read_text().splitlines(keepends=True) if not line.strip().startswith(lost)]
+    script.write_text("".join(kept))
+    assert losses(directory, TORCHRUN) != pytest.approx(of_the_run(directory), rel=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overrides", ["strategy=zero2", "strategy=zero3", "strategy=fsdp_full_shard"])
+def test_precision_of_the_libraries_own(results: Path, overrides: str) -> None:
+    """16-bit compute over fp32 masters that start from the fp32 values, as in the run."""
+    directory = recorded(results, f"{overrides} precision=bf16_mixed")
+    assert command.main([str(directory)]) == 0
+    trains_alike(directory, TORCHRUN, bound=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "overrides", ["strategy=zero1", "strategy=zero3", "strategy=zero2 precision=bf16_mixed", "strategy=fsdp_full_shard"]
+)
+def test_more_by_accelerate(results: Path, overrides: str) -> None:
+    """Of fully_shard it shows on a CPU that the file is read and the losses are right, not that anything is sharded."""
+    directory = recorded(results, overrides)
+    assert command.main([str(directory)]) == 0
+    trains_alike(directory, ACCELERATE, bound=1e-4 if "bf16" not in overrides else 1e-3)
+
+
+def test_what_a_format_cannot_say_is_not_written(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line a file; what an earlier export wrote there goes."""
+    directory = recorded(results, "strategy=pp_1f1b")
+    (directory / "export").mkdir(exist_ok=True)
+    (directory / "export" / "accelerate.yaml").write_text("old")
+    assert command.main([str(directory)]) == 0
+    said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert said["accelerate.yaml"] == "not written, Accelerate has no pipeline parallelism for training"
+    assert said["deepspeed.json"].startswith("not written, strategy=pp_1f1b is torch's own")
+    assert said["train.py"] == str(directory.resolve() / "export" / "train.py")
+    assert {path.name for path in (directory / "export").iterdir()} == {"train.py", "torchrun.sh"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "expected"),
+    [
+        ("strategy=ddp", DistributedType.MULTI_GPU, {}),
+        (
+            "strategy=fsdp_full_shard",
+            DistributedType.FSDP,
+            {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+        ),
+        ("strategy=fsdp_shard_grad_op", DistributedType.FSDP, {"fsdp_version": 2, "fsdp_reshard_after_forward": False}),
+        ("strategy=zero3", DistributedType.DEEPSPEED, {"deepspeed_config_file": "deepspeed.json"}),
+    ],
+)
+def test_accelerate_reads_its_file(
+    results: Path, overrides: str, kind: DistributedType, expected: dict[str, object]
+) -> None:
+    """By its own classes, which refuse what they do not know; the group classes are those of the model."""
+    found = load_config_from_file(str(written(results, overrides) / "accelerate.yaml"))
+    assert isinstance(found, ClusterConfig)
+    assert (found.distributed_type, found.num_processes, found.num_machines) == (kind, 2, 1)
+    assert found.mixed_precision == (None if kind == DistributedType.DEEPSPEED else "no")
+    assert expected.items() <= (found.fsdp_config | found.deepspeed_config).items()
+    if kind == DistributedType.FSDP:
+        groups = found.fsdp_config["fsdp_transformer_layer_cls_to_wrap"].split(",")
+        config = compose_config(overrides)
+        model = build_model(config.model)
+        classes = {
+            type(module).__name__
+            for group in model.embedding_and_head_groups()
+            for module in group
+            if module is not model.norm
+        }
+        assert set(groups) == classes | {type(block).__name__ for block in model.layers_by_index().values()}
+
+
+def test_deepspeed_reads_its_file_as_the_run_was(results: Path) -> None:
+    """Its own configuration class, the stage and every option; an unknown key would raise there."""
+    found = json.loads((written(results, "strategy=zero3 precision=bf16_mixed") / "deepspeed.json").read_text())
+    config = compose_config("strategy=zero3")
+    read = DeepSpeedZeroConfig(**found["zero_optimization"])
+    assert read.stage == 3 and read.param_persistence_threshold == 0
+    assert config.strategy.options.items() <= found["zero_optimization"].items()
+    assert found["bf16"] == {"enabled": True} and found["data_types"] == {"grad_accum_dtype": "fp32"}
+    accumulation = found["gradient_accumulation_steps"]
+    assert found["train_batch_size"] == 2 * found["train_micro_batch_size_per_gpu"] * accumulation == 8
+
+
+def written(results: Path, overrides: str) -> Path:
+    """The export of a run whose files were left without training it."""
+    asked = (f"results_dir={results}", "name=untrained", "proof.reference=false", "world_size=2", *BATCH)
+    config = compose_config(*asked, *overrides.split())
+    planned = make_plan(config, local_machine.detect_machine(config.cluster))
+    planned.directory.mkdir(parents=True, exist_ok=True)
+    this, _ = build_run_spec(planned)
+    this.write(planned.directory)
+    write_row(planned, {"status": "ok", "reason": ""})
+    assert command.main([str(planned.directory)]) == 0
+    return planned.directory / "export"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("strategy=cp", "strategy.cp=2 gathers keys and values"),
+        ("strategy=ddp precision=bf16_mixed", "precision=bf16_mixed keeps fp32 masters beside 16-bit copies"),
+        ("strategy=zero1 precision=bf16_mixed", "DeepSpeed left to itself runs BF16_Optimizer"),
+        ("strategy=ddp checkpointing=selective", "checkpointing=selective is this project's own"),
+        ("strategy=ddp train.loss_chunks=2", "train.loss_chunks=2 is done by this project's head"),
+        ("strategy=tp model.tie_word_embeddings=true", "model.tie_word_embeddings=true is tied again"),
+        ("strategy=ddp precision=fp16_mixed", "precision=fp16_mixed is not part of it"),
+    ],
+)
+def test_what_would_train_otherwise_is_not_written(
+    results: Path, overrides: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = written(results, overrides)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train.py: "))
+    assert line.startswith("train.py: not written, ") and said in line
+    assert not (target / "train.py").exists() and not (target / "torchrun.sh").exists()
+
+
+def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2, and nothing on disk: no run, and a run that is not `ok`."""
+    assert command.main([str(tmp_path / "nope")]) == 2
+    config = compose_config(f"results_dir={tmp_path}", "name=refused", "world_size=2", *BATCH)
+    planned = make_plan(config, local_machine.detect_machine(config.cluster))
+    write_row(planned, {"status": "refused", "reason": "it does not fit"})
+    assert command.main([str(planned.directory)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    first, second = printed.err.splitlines()
+    assert "cannot be read" in first and "has status=refused, and only what ran is exported" in second
+    assert not (planned.directory / "export").exists()
+
+
+def test_elsewhere_the_script_names_the_run(results: Path, tmp_path: Path) -> None:
+    directory = recorded(results, "strategy=pp_1f1b")
+    assert command.main([str(directory), "--to", str(tmp_path / "mine")]) == 0
+    assert f"job.read(Path('{directory.resolve()}'))" in (tmp_path / "mine" / "train.py").read_text()

@@ -1,0 +1,275 @@
+"""Models of transformers from a local config.json: asked once, trained like ours, proven by what they said."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from harness.config.fingerprint import fingerprint
+from harness.config.from_dict import from_dict
+from harness.config.schema import RunConfig
+from harness.cost_model.flops import executed_flops, model_flops, takes_fused_kernel
+from harness.cost_model.memory import lower_bound_estimate
+from harness.cost_model.stage_memory import held_parameter_count
+from harness.engines.base import load_engine
+from harness.layout.compatibility import incompatibilities
+from harness.layout.layout import resolve_layout
+from harness.layout.parameters import parameter_count, parameter_shapes
+from harness.layout.partition import local_numel, whole_model
+from harness.layout.state_widths import StateWidths
+from harness.models import hf
+from harness.models.build import build_model
+from harness.models.init_weights import materialize
+from harness.proof.step import flops_problems
+from harness.records.schema import Record
+from harness.report.claims import claims
+from harness.runner.record import config_columns
+from harness.runner.resolve import resolve_run_config
+from harness.util.errors import UserError
+from harness.worker import main as worker_main
+from tests.support import faults
+from tests.support.commands import Harness, assert_not_proven, compose_config, execute_run
+from tests.support.models import model_named
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
+
+COMMON = SIZES | {"intermediate_size": 128, "max_position_embeddings": 128}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": COMMON | {"num_key_value_heads": 2},
+    "qwen2": COMMON | {"num_key_value_heads": 2},  # biases of q, k and v
+    "gemma": COMMON | {"num_key_value_heads": 2, "head_dim": 16},  # tied, and scaled by a buffer
+    "gpt_neox": COMMON,  # one matrix for q, k and v; attention beside the MLP
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320, "n_positions": 128},  # drops 0.1; no plan
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320, "n_positions": 128, "rotary_dim": 8},
+    "opt": COMMON | {"ffn_dim": 128, "word_embed_proj_dim": 64},
+}
+
+BATCH = ("train.global_batch=4", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
+
+
+def folder(root: Path, kind: str, **changes: Any) -> Path:
+    """A model's folder with its config.json."""
+    path = root / f"small-{kind}"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"model_type": kind} | MODELS[kind] | changes))
+    return path
+
+
+def config_of(path: Path, *overrides: str) -> RunConfig:
+    return compose_config("model=hf", f"model.path={path}", *BATCH, *overrides)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_is_what_the_library_makes(tmp_path: Path, kind: str) -> None:
+    """Shapes, and buffers that are in no checkpoint: rotary frequencies, sines, scales."""
+    attention = "eager" if kind == "gptj" else "flash"
+    model = config_of(folder(tmp_path, kind), f"model.attention={attention}").model
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **MODELS[kind]))
+    assert parameter_shapes(model) == {name: tuple(weight.shape) for name, weight in theirs.named_parameters()}
+    assert parameter_count(model) == sum(weight.numel() for weight in theirs.parameters()) == model.parameters
+    ours = build_model(model)
+    assert all(parameter.is_meta for parameter in ours.parameters())
+    materialize(ours, model, 0, torch.device("cpu"), torch.float32)
+    buffers = dict(theirs.named_buffers())
+    assert dict(ours.named_buffers()).keys() == buffers.keys()
+    for name, buffer in ours.named_buffers():
+        assert torch.equal(buffer, buffers[name]) and buffer.abs().sum() > 0
+    theirs.load_state_dict(ours.state_dict())
+    tokens = torch.arange(24).view(1, 24)
+    torch.testing.assert_close(ours.eval()(tokens), theirs.eval()(tokens).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("attention", ("flash", "eager"))
+@pytest.mark.parametrize("checkpointing", ("none", "full"))
+def test_what_is_asked_is_what_our_formula_says(tmp_path: Path, attention: str, checkpointing: str) -> None:
+    """A llama of the library does the operations of ours of the same sizes, again and in a fused kernel's backward."""
+    both = (f"model.attention={attention}", f"checkpointing={checkpointing}", "strategy=single")
+    asked = config_of(folder(tmp_path, "llama"), *both)
+    same = dataclasses.replace(
+        model_named("tiny"), **SIZES, intermediate_size=128, num_key_value_heads=2, attention=attention
+    )
+    ours = dataclasses.replace(asked, model=same)
+    alone = resolve_layout(asked.strategy, 1)
+    assert model_flops(asked) == model_flops(ours)
+    assert executed_flops(asked, alone) == executed_flops(ours, alone)
+    assert executed_flops(asked, alone, whole_second_forward=True) == executed_flops(ours, alone, "cpu", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        pytest.param("llama", "strategy=tp checkpointing=full", marks=pytest.mark.long),
+        ("llama", "strategy=tp checkpointing=every_n checkpointing.every=2"),
+        pytest.param("gpt_neox", "strategy=tp precision=bf16_mixed", marks=pytest.mark.long),
+        ("qwen2", "strategy=fsdp_full_shard precision=bf16_mixed checkpointing=full"),
+        ("gpt2", "strategy=zero3 checkpointing=full model.dropout=0"),
+        pytest.param("gemma", "strategy=fsdp_shard_grad_op", marks=pytest.mark.long),
+        ("gpt2", "strategy=ddp checkpointing=full"),
+    ],
+)
+def test_a_run_is_proven(tmp_path: Path, kind: str, overrides: str) -> None:
+    record = run_with(tmp_path, kind, *overrides.split())
+    row = record["row"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["model"] == f"small-{kind}" and row["parameters"] == record["config"]["model"]["parameters"]
+    if kind == "gpt2" and "dropout" not in overrides:
+        assert record["config"]["model"]["dropout"] == 0.1 and row.get("loss_deviation") is None
+    else:
+        assert row["loss_deviation"] < (1e-3 if "bf16" in overrides else 1e-4)
+    assert row["predicted_peak_bytes"] is None and row["predicted_activation_bytes"] is None  # not known, so empty
+    stored: RunConfig = from_dict(RunConfig, record["config"])  # a report needs neither the library nor the path
+    assert model_flops(stored) == row["model_flops"]
+    layout = resolve_layout(stored.strategy, 2)
+    if layout.tp > 1:
+        held = lower_bound_estimate(stored, layout, load_engine("torch").state_widths(stored, layout), "cpu")
+        assert row["parameter_bytes"] == held.parameter_bytes and row["optimizer_bytes"] == held.optimizer_bytes
+
+
+def run_with(tmp_path: Path, kind: str, *overrides: str, entry: Any = worker_main.main) -> Record:
+    config = config_of(folder(tmp_path, kind), f"results_dir={tmp_path}", "world_size=2", *overrides)
+    return execute_run(config, entry)
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen2", "gpt_neox"))
+def test_a_rank_holds_its_part_of_every_layer(tmp_path: Path, kind: str) -> None:
+    """As the proof of pieces has it; so the claim on parameters holds, and not of a model whose layers are whole."""
+    config = config_of(folder(tmp_path, kind), "strategy=tp")
+    layout, model = resolve_layout(config.strategy, 2), config.model
+    own = int(sum(local_numel(model, layout, whole_model(model)).values()))
+    layers = [
+        shape
+        for name, shape in parameter_shapes(model).items()
+        if model.asked and model.asked.is_in_decoder_layer(name)
+    ]
+    assert own < parameter_count(model) - sum(math.prod(shape) for shape in layers if len(shape) == 2) / 2 + 1
+    assert held_parameter_count(model, whole_model(model), 2) == own
+    widths = load_engine("torch").state_widths(config, layout)
+    assert lower_bound_estimate(config, layout, widths, "cpu").parameter_bytes == 4 * own
+
+    def verdicts(held: int) -> list[bool]:
+        single = config_of(folder(tmp_path, kind), "strategy=single")
+        sizes = ((config, layout, held), (single, resolve_layout(single.strategy, 1), parameter_count(model)))
+        found = [
+            {
+                "row": config_columns(one, its) | {"run_id": str(its.tp), "status": "ok", "parameter_bytes": 4 * size},
+                "config": one.to_dict(),
+                "layout": its.to_dict(),
+            }
+            for one, its, size in sizes
+        ]
+        return [claim.agrees for claim in claims(found) if claim.required and claim.claim.startswith("parameters")]
+
+    assert verdicts(own) == [True] and verdicts(parameter_count(model)) == [False]
+
+
+def test_the_kernel_that_was_heard_decides_what_backward_makes_again(tmp_path: Path) -> None:
+    """Asked on a CPU, run on a GPU: math takes fp32's grouped heads, a fused kernel drops."""
+    for kind, asked_fused in (("llama", True), ("gpt2", False)):
+        config = config_of(folder(tmp_path, kind), "strategy=single")
+        layout, scores = (
+            resolve_layout(config.strategy, 1),
+            2 * 2 * 32**2 * 64 * 4,
+        )  # a product of each layer, four sequences
+        assert config.model.asked is not None
+        assert takes_fused_kernel(config, "cpu") == asked_fused
+        made = {"composed": model_flops(config), "flash": model_flops(config) + scores}
+        assert made[["composed", "flash"][asked_fused]] == 4 * config.model.asked.step_flops
+        for kernel, flops in made.items():
+            for heard in made:
+                ranks = [{"devices": 1, "profiled": {"flops": flops, "attention_kernels": [heard]}}]
+                assert bool(flops_problems(config, layout, StateWidths(4, 4, 8, 4), ranks)) == (heard != kernel)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ("llama", "qwen2", "gpt_neox", "gpt2", "gptj"))
+@pytest.mark.parametrize("checkpointing", ("none", "full"))
+@pytest.mark.parametrize("precision", ("fp32", "bf16_mixed"))
+def test_every_layout_is_proven(tmp_path: Path, kind: str, checkpointing: str, precision: str) -> None:
+    strategies = ["ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard"]
+    strategies += ["tp"] if kind in ("llama", "qwen2", "gpt_neox") else []
+    for strategy in strategies:
+        given = [f"strategy={strategy}", f"checkpointing={checkpointing}", f"precision={precision}", "model.dropout=0"]
+        given += ["model.attention=eager"] if kind == "gptj" else []
+        row = run_with(tmp_path, kind, *given)["row"]
+        assert (row["status"], row["reason"]) == ("ok", ""), strategy
+
+
+@pytest.mark.parametrize(
+    ("fault", "overrides", "found"),
+    [
+        (faults.rows_not_summed, "strategy=tp", "0.69 x the"),
+        (faults.layer_of_library_twice, "strategy=ddp", "a step ran"),
+    ],
+)
+def test_a_fault_is_an_error(tmp_path: Path, fault: Any, overrides: str, found: str) -> None:
+    record = run_with(tmp_path, "llama", *overrides.split(), entry=fault)
+    assert_not_proven(record, found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "found"),
+    [
+        ("llama", "strategy=pp_1f1b", "strategy.pp=2 needs a model cut by stages"),
+        ("llama", "strategy=tp_sp", "strategy.sequence_parallel=true is not part of the plan of model=small-llama"),
+        ("gpt2", "strategy=tp", "strategy.tp=2 needs a plan, and model=small-gpt2 (gpt2) brings none"),
+        ("gemma", "strategy=tp", "model.tie_word_embeddings=true of model=small-gemma ties what strategy.tp=2 cuts"),
+        ("llama", "strategy=tp world_size=4", "strategy.tp=4 does not divide num_key_value_heads=2"),
+        ("llama", "train.seq_len=129", "train.seq_len=129 is more than the 128 tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, kind: str, overrides: str, found: str) -> None:
+    config = config_of(folder(tmp_path, kind), "world_size=2", *overrides.split())
+    problems = list(incompatibilities(config, resolve_layout(config.strategy, config.world_size or 2)))
+    assert any(problem.startswith(found) and "choose" in problem for problem in problems), problems
+
+
+def complaint(model: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as raised:
+        hf.fill_model_config({"family": "hf", "attention": "flash"} | model, 32)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_what_is_no_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "model.path is missing" in complaint({"path": None})
+    assert "does not exist" in complaint({"path": str(tmp_path / "nowhere")})
+    (tmp_path / "config.json").write_text("{")
+    assert "no readable config.json" in complaint({"path": str(tmp_path)})
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    assert "is no configuration that transformers" in complaint({"path": str(tmp_path)})
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    assert "no causal language model" in complaint({"path": str(tmp_path)})
+    assert "says of nothing that it is dropped" in complaint({"path": str(folder(tmp_path, "llama")), "dropout": 0.1})
+    assert "model.rope_theta=7.0 is no key" in complaint({"path": str(folder(tmp_path, "llama")), "rope_theta": 7.0})
+    assert "choose model.attention=eager" in complaint({"path": str(folder(tmp_path, "gptj"))})
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install 'harness[hf]'" in complaint({"path": str(folder(tmp_path, "llama"))})
+
+
+def test_a_mistake_on_the_command_line_leaves_nothing_behind(tmp_path: Path, harness: Harness) -> None:
+    done = harness("model=hf", f"model.path={tmp_path / 'nowhere'}")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "does not exist" in done.stderr
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_model_has_its_own_name_wherever_it_lies(tmp_path: Path) -> None:
+    first, second = folder(tmp_path, "llama"), tmp_path / "elsewhere" / "small-llama"
+    second.mkdir(parents=True)
+    file = second / "config.json"
+    file.write_text((first / "config.json").read_text())
+    one, other = config_of(first), config_of(second)
+    assert one.model.name == "small-llama"
+    assert fingerprint(one, "cpu", 1, "") == fingerprint(other, "cpu", 1, "")
+    assert config_of(file).model.name == "llama_115k"
+    file.write_text(json.dumps({"model_type": "llama", "_name_or_path": "someone/My-Llama"} | MODELS["llama"]))
+    assert config_of(file).model.name == "My-Llama"
+    assert fingerprint(config_of(first, "model.vocab_size=400"), "cpu", 1, "") != fingerprint(one, "cpu", 1, "")
+    values = one.to_dict()
+    assert resolve_run_config(json.loads(json.dumps(values))) == one  # asked once: what is known is not asked again

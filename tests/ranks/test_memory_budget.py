@@ -1,0 +1,213 @@
+"""A memory budget per rank: it ends what holds more, changes nothing of what does not, and is none of the reference."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.byte_size import format_bytes, parse_bytes
+from harness.config.fingerprint import result_affecting_keys
+from harness.config.schema import RunConfig
+from harness.cost_model.memory import estimate
+from harness.hardware.machine import Machine
+from harness.records.schema import Record
+from harness.runner import preflight
+from harness.runner.local_machine import detect_machine
+from harness.runner.plan import Plan, capacity_problem, fits, make_plan
+from harness.runner.pruning import pruning_reason
+from harness.sweep.micro_batch_search import MicroBatchSearch
+from harness.util.errors import UserError
+from harness.worker import main as worker_main
+from tests.support.commands import compose_config, execute_run
+from tests.support.models import PREPARED
+
+RUN = ("data=synthetic", "train.seq_len=64", "train.steps=2", "train.warmup_steps=1", "preflight=false")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("108MiB", 113_246_208),
+        ("24GB", 24 * 10**9),
+        ("24 GiB", 24 * 2**30),
+        ("1.5KiB", 1536),
+        ("0.1MB", 100_000),
+        ("7KB", 7000),
+        ("12B", 12),
+        ("4096", 4096),
+        (4096, 4096),
+        (1e9, 10**9),  # as YAML reads it
+    ],
+)
+def test_sizes(text: str | int | float, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "lots", "24 gib", "24Gb", "-1GiB", "0", "0.5B", "1.5", "1e3GiB", 1e30, "٣GB", "9999999999GiB"]
+)
+def test_what_is_no_size_is_said_with_what_is(wrong: str | float) -> None:
+    with pytest.raises(
+        UserError, match=f"^a.key={re.escape(str(wrong))} is not a size .*: choose .* GiB, .* KB, B,"
+    ) as e:
+        parse_bytes(wrong, "a.key")
+    assert "\n" not in str(e.value)
+
+
+def test_a_size_is_read_as_it_was_said() -> None:
+    assert [format_bytes(size) for size in (5, 2048, 113_246_208, 24 * 2**30)] == [
+        "5 B",
+        "2.0 KiB",
+        "108.0 MiB",
+        "24.0 GiB",
+    ]
+
+
+# ---------------------------------------------------------------- real runs
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("budget")
+
+
+def made(results: Path, *overrides: str) -> tuple[RunConfig, Record]:
+    config = compose_config(f"results_dir={results}", "name=budget", *RUN, *overrides)
+    return config, execute_run(config, worker_main.main)
+
+
+@pytest.fixture(scope="module", params=["ddp", "pp_1f1b"])
+def unbounded(results: Path, request: pytest.FixtureRequest) -> tuple[str, Record]:
+    _, record = made(results, f"strategy={request.param}")
+    assert record["row"]["status"] == "ok" and record["row"]["memory_limit_bytes"] is None
+    return request.param, record
+
+
+def test_a_budget_of_the_peak_changes_nothing(results: Path, unbounded: tuple[str, Record]) -> None:
+    """The reference, of which nothing is cut, holds more than a pipeline's rank: the budget is not for it."""
+    strategy, free = unbounded
+    peak = free["row"]["peak_allocated_bytes"]
+    _, held = made(results, f"strategy={strategy}", f"cluster.memory_budget={peak}")
+    assert (held["row"]["status"], held["row"]["memory_limit_bytes"]) == ("ok", peak), held["row"]["reason"]
+    assert held["row"]["run_id"] != free["row"]["run_id"]
+    for figure in ("peak_allocated_bytes", "loss_first", "loss_last", "loss_deviation", "grad_deviation"):
+        assert held["row"][figure] == free["row"][figure] is not None
+    assert held["proof"]["reference"] == free["proof"]["reference"]
+
+
+def test_a_byte_less_is_out_of_memory_and_ends_every_rank(results: Path, unbounded: tuple[str, Record]) -> None:
+    strategy, free = unbounded
+    budget = free["row"]["peak_allocated_bytes"] - 1
+    config, ended = made(results, f"strategy={strategy}", f"cluster.memory_budget={budget}")
+    row = ended["row"]
+    assert (row["status"], row["memory_limit_bytes"], row["phase"]) == ("oom", budget, "timed"), row["reason"]
+    blamed = re.match(r"rank (\d) in timed under cluster.memory_budget=(\d+): (\d+) bytes of memory asked for, (\d+)"
+                      r" held, of a budget of \2$", row["reason"])  # fmt: skip
+    assert blamed is not None, row["reason"]
+    rank, limit, asked, held = map(int, blamed.groups())
+    assert held <= limit < held + asked and row["last_allocated_bytes"] <= limit == budget
+    assert row["seconds"] < 30 and row.get("peak_allocated_bytes") is None
+    if strategy == "pp_1f1b":  # the other holds less, and came to its end when this one was gone
+        fullest = free["row"]["peak_rank"]
+        assert rank == fullest
+        assert [other["status"] for other in ended["ranks"] if other["rank"] != fullest] in ([], ["error"])
+    check_dominated(config, results)
+
+
+def check_dominated(config: RunConfig, results: Path) -> None:
+    """What is as deep or deeper at the same budget, and not where anything is less."""
+
+    def why_not(budget: Any, layers: int, micro_batch: int) -> str | None:
+        changed = dataclasses.replace(
+            config,
+            cluster=dataclasses.replace(config.cluster, memory_budget=budget),
+            model=dataclasses.replace(config.model, num_hidden_layers=layers),
+            train=dataclasses.replace(config.train, micro_batch=micro_batch),
+        )
+        this = make_plan(changed, detect_machine(config.cluster))
+        return pruning_reason(this.config, this.layout, this.widths, this.machine, this.directory)
+
+    budget = config.cluster.memory_budget
+    assert isinstance(budget, int)
+    deeper = why_not(f"{budget}B", 6, 1)
+    assert deeper is not None and "ran out of memory at model.num_hidden_layers=4 with the same layout" in deeper
+    if config.strategy.name == "ddp":  # a pipeline's larger micro-batches are fewer
+        both = why_not(budget, 6, 2)
+        assert both is not None and "model.num_hidden_layers=6 and train.micro_batch=2 needs no less" in both
+    assert why_not(budget + 1, 6, 1) is None and why_not(None, 6, 1) is None
+    assert why_not(budget, 4, 1) is None and why_not(budget, 2, 2) is None
+
+
+# ---------------------------------------------------------------- before anything runs
+
+
+def test_no_budget_is_no_part_of_a_runs_identity_and_a_budget_is_however_written() -> None:
+    none, written, counted = (
+        result_affecting_keys(compose_config("strategy=ddp", f"cluster.memory_budget={budget}").to_dict())
+        for budget in ("null", "108MiB", 113_246_208)
+    )
+    assert "memory_budget" not in none["cluster"]
+    assert written == counted != none
+
+
+def test_a_cpu_that_cannot_count_cannot_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose_config("strategy=ddp", "cluster.memory_budget=1GiB", "data=synthetic")
+    machine = detect_machine(config.cluster)
+    make_plan(config, machine)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"^cluster.memory_budget=1GiB is .* no C\+\+ compiler: .* or choose null$"):
+        make_plan(config, machine)
+    make_plan(dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, memory_budget=None)), machine)
+
+
+def test_a_device_has_a_limit_of_its_own() -> None:
+    gpus = Machine("cuda", "", 1, 2, devices=2, free_bytes=(2**34,) * 2, cores=2, device_bytes=2**34)
+    limits = {}
+    for budget in ("null", "16GiB", "17GiB"):
+        config = compose_config("strategy=ddp", f"cluster.memory_budget={budget}")
+        limits[budget] = preflight.rank_memory_limit(config, gpus), list(preflight.budget_problems(config, gpus))
+    assert limits["null"] == limits["16GiB"] == (2**34, [])
+    assert limits["17GiB"][1] == [
+        "cluster.memory_budget=17GiB is more than the 16.0 GiB of a device: choose as much or less, or null"
+    ]
+
+
+ROOMY = Machine("cpu", "cpu", 1, 2, devices=0, free_bytes=(2**45,), cores=2)
+
+PLANNED = ("strategy=zero3", "model=350m", "train.seq_len=128", "train.global_batch=16", "data=synthetic")
+
+
+def planned(*overrides: str) -> Plan:
+    return make_plan(compose_config(*PLANNED, *overrides), ROOMY)
+
+
+def test_what_is_predicted_beyond_a_budget_is_refused_by_its_name() -> None:
+    free = planned("train.micro_batch=2")
+    peak = estimate(free.config, free.layout, free.widths, "cpu").peak_bytes
+    assert capacity_problem(free, PREPARED) is None
+    assert capacity_problem(planned("train.micro_batch=2", f"cluster.memory_budget={peak}"), PREPARED) is None
+    short = ("train.micro_batch=2", f"cluster.memory_budget={peak - 1}B")
+    reason = capacity_problem(planned(*short), PREPARED)
+    assert reason is not None and "\n" not in reason
+    assert reason.startswith(f"model=350m needs {format_bytes(peak)} a rank (")
+    assert f"cluster.memory_budget={peak - 1}B is less: choose checkpointing=" in reason
+    assert reason.endswith("or a larger cluster.memory_budget, or preflight=false to try")
+    assert "process" not in reason  # only tensors are held to it
+    for remedy in re.findall(r"(checkpointing=\w+|model=\w+) \(", reason.partition(": choose ")[2]):
+        assert capacity_problem(planned(*short, remedy), PREPARED) is None, remedy
+    assert capacity_problem(planned(*short, "preflight=false"), PREPARED) is None
+    small = dataclasses.replace(ROOMY, free_bytes=(2**30,))  # of both limits the machine's is said
+    assert "1.0 GiB are there" in (
+        capacity_problem(dataclasses.replace(planned(*short), machine=small), PREPARED) or ""
+    )
+
+
+def test_the_search_for_a_micro_batch_begins_below_the_budget() -> None:
+    sizes = (1, 2, 4)
+    two = planned("train.micro_batch=2")
+    budget = estimate(two.config, two.layout, two.widths, "cpu").peak_bytes
+    plans = [planned(f"train.micro_batch={size}", f"cluster.memory_budget={budget}") for size in sizes]
+    assert MicroBatchSearch(plans, fits).first.config.train.micro_batch == 2

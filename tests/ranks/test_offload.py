@@ -1,0 +1,294 @@
+"""State and activations on the host: real ranks, what they held and where, and what is refused."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.config.from_dict import from_dict
+from harness.config.schema import RunConfig
+from harness.cost_model import capacity
+from harness.cost_model.activations import MicroBatchShape
+from harness.cost_model.memory import activation_bytes, estimate, moved_activation_bytes
+from harness.cost_model.stage_activations import layers_bytes
+from harness.engines.base import load_engine
+from harness.engines.torch.grad_norm import squared_grad_norm
+from harness.hardware.machine import Machine
+from harness.layout.layout import resolve_layout
+from harness.layout.partition import whole_model
+from harness.measure.activations import ActivationMeter
+from harness.models.activation_checkpoint import apply_checkpointing
+from harness.models.activation_offload import offload_activations
+from harness.models.build import build_model
+from harness.models.init_weights import materialize
+from harness.models.loss import loss_function
+from harness.probe import Listener, Probe
+from harness.proof.layout import placement_problems
+from harness.records.run_folder import rank_report_file
+from harness.records.schema import Record
+from harness.runner import local_machine
+from harness.util.errors import UserError
+from harness.worker import main as worker_main
+from tests.support import faults, row_invariants
+from tests.support.commands import assert_not_proven, compose_config, execute_run
+
+CPU = torch.device("cpu")
+
+BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=1", "train.warmup_steps=2")
+
+ACTIVATIONS = "checkpointing.offload_activations=true"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("offload")
+
+
+def run_with(results: Path, entry: Callable[[str], None], overrides: str, world: int = 2) -> Record:
+    own = overrides.split()
+    config = compose_config(f"results_dir={results}", "name=offload", f"world_size={world}", "force=true", *BATCH, *own)
+    return execute_run(config, entry)
+
+
+CASES = [
+    "strategy=zero_offload",
+    "strategy=zero_offload precision=bf16_mixed",
+    "strategy=zero1 strategy.offload=optimizer",
+    f"strategy=zero3 strategy.offload=parameters checkpointing=full {ACTIVATIONS}",
+    f"strategy=fsdp_full_shard strategy.offload=parameters precision=bf16_mixed {ACTIVATIONS}",
+    f"strategy=tp_sp model.num_key_value_heads=4 {ACTIVATIONS}",
+    f"strategy=cp model=gpt_tiny model.attention=eager {ACTIVATIONS}",  # no keys are repeated
+    f"strategy=pp_zero_bubble checkpointing=full {ACTIVATIONS}",
+    # One narrow layer a stage: what the embedding keeps, and is not moved, would show.
+    "strategy=pp_gpipe model=gpt_tiny model.hidden_size=64 model.num_hidden_layers=2 precision=bf16_mixed"
+    f" train.micro_batch=1 checkpointing=full {ACTIVATIONS}",
+]
+
+LONG = [
+    "strategy=zero3 strategy.offload=optimizer precision=bf16_mixed",
+    "strategy=zero2_defaults strategy.offload=optimizer",
+    "strategy=zero3_defaults strategy.offload=parameters",
+    "strategy=fsdp_shard_grad_op strategy.offload=parameters",
+    "strategy=fsdp_no_shard strategy.offload=parameters",
+    f"strategy=ddp model.attention=eager precision=bf16_mixed {ACTIVATIONS}",
+    f"strategy=ddp strategy.engine=accelerate {ACTIVATIONS}",
+    f"strategy=pp_interleaved {ACTIVATIONS}",
+    f"strategy=pp_gpipe precision=bf16_mixed {ACTIVATIONS}",
+    f"strategy=tp model.num_key_value_heads=4 checkpointing=full {ACTIVATIONS}",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_proven_and_explained(results: Path, case: str) -> None:
+    check(results, case, world=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("case", CASES + LONG)
+def test_is_proven_and_explained_everywhere(results: Path, case: str, world: int) -> None:
+    check(results, f"{case} model.num_hidden_layers=8", world)
+
+
+def check(results: Path, case: str, world: int) -> None:
+    """On a CPU nothing is saved, and nothing may be lost: figures and formulas hold as without offload."""
+    record = run_with(results, worker_main.main, case, world)
+    row = record["row"]
+    assert (row["status"], row["reason"]) == ("ok", ""), case
+    if row["precision"] == "fp32":
+        assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
+    config: RunConfig = from_dict(RunConfig, record["config"])
+    found = resolve_layout(config.strategy, world)
+    widths = load_engine(found.engine).state_widths(config, found)
+    share = row["parameters"] / found.dp_shard
+    if found.offload != "none" and config.strategy.literature:
+        least = widths.gradients * row["parameters"] / found.shard_count("gradients") + widths.host_gradients * share
+        allowed = 1.02 * least + 4 * widths.host_gradients * config.model.vocab_size * config.model.hidden_size
+        assert 0.98 * least <= row["gradient_bytes"] <= allowed
+        assert row["optimizer_bytes"] == pytest.approx(widths.optimizer * share, rel=0.02)
+    assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
+    moved = max(moved_activation_bytes(config, found, "cpu", place) for place in range(found.pp))
+    assert (row["offloaded_activation_bytes"] or 0) == moved
+    assert row["offloaded_bytes"] is None  # the device is the host
+    folder = results / "offload" / row["run_id"]
+    ranks = [json.loads(rank_report_file(folder, rank).read_text()) for rank in range(world)]
+    row_invariants.check_memory(row, ranks)
+    row_invariants.check_bytes(record)
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "problem"),
+    [
+        (faults.offload_dropped, "strategy=zero_offload", "was built to keep nothing on the host"),
+        (
+            faults.shards_not_offloaded,
+            "strategy=fsdp_full_shard strategy.offload=parameters",
+            "was built to keep nothing on the host",
+        ),
+        (faults.last_layer_not_offloaded, f"strategy=ddp {ACTIVATIONS}", "bytes of activations on the host"),
+        (faults.stale_copy, f"strategy=ddp {ACTIVATIONS}", "gradient deviates"),
+    ],
+)
+def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], case: str, problem: str) -> None:
+    record = run_with(results, fault, case)
+    assert_not_proven(record, problem)
+
+
+def rank_on_gpu(**placed: dict[str, int]) -> dict[str, Any]:
+    state = ["gradients", "optimizer"]
+    return {"rank": 0, "device_name": "NVIDIA H200", "on_host": state, "placed": placed}
+
+
+def test_on_a_gpu_every_piece_must_be_where_offload_says() -> None:
+    config = compose_config("strategy=zero_offload", "world_size=1")
+    found = resolve_layout(config.strategy, 1)
+    right = {"parameters": {"cuda": 8}, "gradients": {"cpu": 4}, "optimizer": {"cpu": 12}}
+    assert placement_problems(found, [rank_on_gpu(**right)]) == []
+    on_device = placement_problems(found, [rank_on_gpu(**right | {"optimizer": {"cpu": 8, "cuda": 4}})])
+    assert on_device == ["optimizer: rank 0 holds 4 bytes on cuda, strategy.offload=optimizer says cpu"]
+    moved_too = placement_problems(found, [rank_on_gpu(**right | {"parameters": {"cpu": 8}})])
+    assert moved_too == ["parameters: rank 0 holds 8 bytes on cpu, strategy.offload=optimizer says cuda"]
+    not_asked = dataclasses.replace(found, offload="none")
+    assert len(placement_problems(not_asked, [rank_on_gpu(**right)])) == 3
+
+
+def refusals_of(*overrides: str, on: Machine | None = None) -> list[str]:
+    config = compose_config(*overrides, "world_size=2")
+    found = resolve_layout(config.strategy, 2)
+    return list(
+        load_engine(found.engine).unsupported(config, found, on or local_machine.detect_machine(config.cluster))
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ("strategy=ddp strategy.offload=parameters", "is not part of strategy.data_parallel=ddp: choose none, or"),
+        ("strategy=tp strategy.offload=optimizer", "is not part of strategy.data_parallel=none: choose none, or"),
+        ("strategy=fsdp_full_shard strategy.offload=optimizer", "is not a policy of fully_shard"),
+        ("strategy=zero2 strategy.offload=parameters", "needs strategy.zero_stage=3, not 2"),
+        ("strategy=ddp strategy.engine=accelerate strategy.offload=optimizer", "by strategy.engine=accelerate"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(overrides: str, reason: str) -> None:
+    (found,) = refusals_of(*overrides.split())
+    assert found.startswith("strategy.offload=") and reason in found and "choose" in found
+
+
+def test_data_parallel_threads_offload_no_activations() -> None:
+    gpus = Machine("cuda", "NVIDIA H200", 1, 2, devices=2, free_bytes=(2**34,) * 2, cores=2)
+    config = compose_config("strategy=dp", "train.micro_batch=2", ACTIVATIONS)
+    (found,) = load_engine("data_parallel").unsupported(config, resolve_layout(config.strategy, 1), gpus)
+    assert found.startswith("checkpointing.offload_activations=true does not survive")
+
+
+@pytest.mark.parametrize("strategy", ["zero_offload", "zero3 strategy.offload=parameters", "fsdp_full_shard"])
+def test_a_gpu_is_planned_without_what_lies_on_the_host(strategy: str) -> None:
+    offload = () if "zero" in strategy else ("strategy.offload=parameters",)
+    config = compose_config(f"strategy={strategy.split()[0]}", *strategy.split()[1:], *offload, "model=7b", ACTIVATIONS)
+    found = resolve_layout(config.strategy, 8)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=8, micro_batch=1))
+    widths = load_engine(found.engine).state_widths(config, found)
+    there, all_in_one = (estimate(config, found, widths, device) for device in ("cuda", "cpu"))
+    share = config.model.parameters / 8
+    state = (
+        widths.optimizer + widths.host_gradients + widths.parameters * ("parameters" in found.offloaded_state)
+    ) * share
+    moved = moved_activation_bytes(config, found, "cuda", 0)
+    assert there.host_bytes == pytest.approx(state + widths.host_buffer_bytes + moved, rel=1e-3)
+    assert there.at_peak.keys().isdisjoint({"optimizer", *found.offloaded_state} - {"gradients"})
+    assert all_in_one.host_bytes == 0 and all_in_one.peak_bytes > there.peak_bytes + 0.9 * state
+    kept = dataclasses.replace(
+        config, checkpointing=dataclasses.replace(config.checkpointing, offload_activations=False)
+    )
+    on_device = activation_bytes(config, found, "cuda", 0)
+    of_last_layer = moved // config.model.num_hidden_layers
+    rest = activation_bytes(kept, found, "cuda", 0) - moved
+    assert rest <= on_device <= rest + of_last_layer
+    assert activation_bytes(kept, found, "cpu", 0) == activation_bytes(config, found, "cpu", 0)
+
+
+def test_what_the_host_cannot_hold_is_refused_before_a_start() -> None:
+    config = compose_config("strategy=zero_offload", "model=7b", "train.global_batch=8")
+    found = resolve_layout(config.strategy, 8)
+    widths = load_engine(found.engine).state_widths(config, found)
+    sizes = {"available_bytes": 2**40, "ranks_on_host": 8, "device": "cuda", "models": []}
+    reason = capacity.capacity_problem(config, found, widths, host_available_bytes=64 * 2**30, **sizes)  # type: ignore[arg-type]
+    assert reason is not None and reason.startswith("strategy.offload=optimizer of model=7b needs ")
+    assert "8 ranks of the host" in reason and "64.0 GiB are there: choose" in reason
+    assert capacity.capacity_problem(config, found, widths, host_available_bytes=2**40, **sizes) is None  # type: ignore[arg-type]
+
+
+class Counted(Listener):
+    def __init__(self, meter: ActivationMeter) -> None:
+        self.meter = meter
+        self.copies = 0
+
+    def recompute(self) -> Any:
+        return self.meter.recompute()
+
+    def offloaded(self, tensor: torch.Tensor) -> None:
+        self.copies += 1
+        self.meter.offloaded(tensor)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_each_storage_is_copied_once_and_gradients_are_the_same_bits(checkpointing: str) -> None:
+    config = compose_config(f"checkpointing={checkpointing}", "train.seq_len=32")
+    tokens = torch.arange(64).view(2, 32) * 7 % config.model.vocab_size
+    gradients, device_bytes = [], []
+    for offload in (False, True):
+        probe, model = Probe(), build_model(config.model)
+        apply_checkpointing(model, config.checkpointing, probe)
+        if offload:
+            offload_activations(model, probe)
+        materialize(model, config.model, 0, CPU, torch.float32)
+        meter = ActivationMeter(model, device=torch.device("cuda"))  # on which nothing lies: the host is not counted
+        probe.listener = counted = Counted(meter)
+        with meter:
+            loss = loss_function(model(tokens), tokens)
+            loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        device_bytes.append(meter.most_bytes)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))  # type: ignore[arg-type]
+    one = MicroBatchShape(config.model, 2, 32, "float32")
+    expected = layers_bytes(one, whole_model(config.model), config.checkpointing) - 64 * 8  # token ids stay
+    assert meter.most_offloaded_bytes == expected and device_bytes == [0, 0]
+    layers = config.model.num_hidden_layers
+    assert counted.copies == (layers + 2 if checkpointing == "full" else counted.copies)
+    assert meter._offloaded_bytes == meter.held_bytes == 0 and not meter._offloaded
+
+
+def test_a_tensor_changed_after_it_was_copied_is_copied_again() -> None:
+    """Two layers save one storage, which is changed between them: backward needs both of its states."""
+
+    class Square(torch.nn.Module):
+        def forward(self, factor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+            return factor * data
+
+    model: Any = torch.nn.Module()
+    model.layers = torch.nn.ModuleDict({str(index): Square() for index in range(2)})
+    model.layers_by_index = lambda: dict(enumerate(model.layers.values()))
+    offload_activations(model, Probe())
+    factor, data = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
+    first = model.layers["0"](factor, data)
+    data.add_(3.0)
+    (first + model.layers["1"](factor, data)).sum().backward()
+    assert factor.grad is not None and factor.grad.tolist() == [7.0] * 3
+
+
+def test_an_unknown_key_is_a_mistake() -> None:
+    with pytest.raises(UserError, match="offload_activations"):
+        compose_config("+checkpointing.offload_activation=true")
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_the_norm_of_gradients_on_the_host_lies_where_ranks_can_sum_it(dtype: torch.dtype) -> None:
+    """In fp32 whatever the gradients' width: 16 bits know no 3001."""
+    gradients = [torch.ones(3001, dtype=dtype), torch.full((2,), 0.5, dtype=dtype)]
+    assert squared_grad_norm(gradients, torch.device("cpu")).item() == pytest.approx(3001.5, rel=1e-6)
+    assert squared_grad_norm(gradients, torch.device("meta")).device.type == "meta"

@@ -1,0 +1,216 @@
+"""Products of data, tensor, context and pipeline parallelism: proven at four and eight ranks, wrong pairs refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.from_dict import from_dict
+from harness.config.schema import RunConfig
+from harness.cost_model.memory import activation_bytes
+from harness.engines import torch as torch_engine
+from harness.launcher.launch import start_forkserver
+from harness.layout.layout import Layout, resolve_layout
+from harness.records.run_folder import read_rank_reports
+from harness.records.schema import Record
+from harness.util.errors import UserError
+from harness.worker import main as worker_main
+from tests.support import faults, row_invariants
+from tests.support.commands import SMALL_BATCH, assert_not_proven, compose_config, execute_run
+
+FSDP = "strategy.data_parallel=fsdp"
+
+# By world size: every product that has a name, and some that are overrides.
+PRODUCTS = {
+    4: (
+        "fsdp_hybrid_shard strategy.dp_replicate=2",
+        "fsdp_tp",
+        "ddp_pp",
+        "fsdp_pp strategy.zero_stage=3 checkpointing=full",
+        "tp_pp strategy.sequence_parallel=true precision=bf16_mixed",
+        "cp",
+    ),
+    8: (
+        "3d",
+        f"cp {FSDP} strategy.zero_stage=3 strategy.cp=2 strategy.tp=2 strategy.sequence_parallel=true strategy.pp=2",
+    ),
+}
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b strategy.virtual_stages=2", "zero_bubble")
+
+# The rest of the grid: every product by every schedule it has, plain in fp32, under full checkpointing in bf16_mixed.
+MORE = [
+    f"{product} checkpointing={checkpointing} precision={precision}"
+    for product in (
+        "fsdp_tp strategy.sequence_parallel=true",
+        "fsdp_hybrid_shard strategy.dp_replicate=2 strategy.tp=2",
+        f"cp {FSDP} strategy.cp=4 strategy.dp_shard=2 strategy.zero_stage=2",
+        "cp strategy.cp=2 strategy.dp_replicate=4",
+        *(
+            f"{layout} strategy.schedule={schedule}"
+            for layout in (
+                "tp_pp strategy.pp=4 model.num_hidden_layers=8",
+                "3d",
+                "3d strategy.dp_replicate=1 strategy.dp_shard=-1 strategy.zero_stage=2",
+                "fsdp_pp",
+            )
+            for schedule in SCHEDULES
+        ),
+        *(f"ddp_pp strategy.schedule={schedule}" for schedule in SCHEDULES if schedule != "zero_bubble"),
+    )
+    for checkpointing, precision in (("none", "fp32"), ("full", "bf16_mixed"))
+]
+
+# At eight ranks, one each of what the tests beside this one prove at two and four.
+WIDE = (
+    "zero1_torch",
+    "zero_offload",
+    "zero1_tp checkpointing=full",
+    "zero3 strategy.engine=accelerate precision=bf16_mixed",
+    "fsdp_full_shard strategy.offload=parameters checkpointing=every_n",
+    "fsdp_hybrid_shard checkpointing.offload_activations=true",
+    "fsdp_tp checkpointing=attention precision=bf16",
+    "3d model=gpt_tiny checkpointing=selective",
+    "tp_pp strategy.pp=4 train.loss_chunks=2 train.fused_optimizer=false precision=fp16_mixed",
+    f"cp {FSDP} strategy.zero_stage=2 strategy.dp_shard=2 strategy.cp=4 checkpointing=selective",
+)
+
+COMPILED = ("fsdp_hybrid_shard", "fsdp_pp checkpointing=full", "cp", "ddp_pp strategy.schedule=1f1b")
+
+SIZES = ("train.micro_batch=1", "train.global_batch=8", "train.seq_len=32")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, so that references are run once."""
+    return tmp_path_factory.mktemp("products")
+
+
+def record_of(results: Path, world: int, overrides: str, entry: Callable[[str], None] = worker_main.main) -> Record:
+    config = compose_config(
+        *(f"results_dir={results}", "name=products", f"world_size={world}", "force=true"),
+        *(*SMALL_BATCH, *SIZES, *f"strategy={overrides}".split()),
+    )
+    start_forkserver("cpu")
+    return execute_run(config, entry)
+
+
+def check(results: Path, record: Record, parts: bool = True) -> None:
+    """Proven, and its activations the plan's on every rank; its parts the whole."""
+    row = record["row"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert 0 < row["grad_deviation"] < {"fp32": 1e-4, "bf16": 0.2}.get(row["precision"], 0.1)
+    folder = results / "products" / row["run_id"]
+    ranks = read_rank_reports(folder, row["world_size"])
+    config, layout = config_of(record)
+    for rank in ranks:
+        predicted = activation_bytes(config, layout, "cpu", layout.coordinates(rank["rank"])["pp"])
+        assert rank["profiled"]["activation_bytes"] == pytest.approx(predicted, rel=0.03), rank["rank"]
+    if parts:
+        row_invariants.check_memory(row, ranks)
+    row_invariants.check_bytes(record)
+
+
+def config_of(record: dict[str, Any]) -> tuple[RunConfig, Layout]:
+    config: RunConfig = from_dict(RunConfig, record["config"])
+    return config, resolve_layout(config.strategy, record["row"]["world_size"])
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        pytest.param(
+            world, each, marks=[pytest.mark.long] if each.startswith(("cp strategy", "tp_pp strategy")) else []
+        )
+        for world, all_ in PRODUCTS.items()
+        for each in all_
+    ],
+)
+def test_a_product_is_proven(results: Path, world: int, overrides: str) -> None:
+    check(results, record_of(results, world, overrides))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overrides", MORE)
+def test_the_grid_is_proven(results: Path, overrides: str) -> None:
+    check(results, record_of(results, 8, overrides))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overrides", WIDE)
+def test_the_rest_is_proven_at_eight_ranks(results: Path, overrides: str) -> None:
+    check(results, record_of(results, 8, overrides), parts=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overrides", COMPILED)
+def test_a_compiled_product_is_proven(results: Path, overrides: str) -> None:
+    row = record_of(results, 4, f"{overrides} train.compile=true")["row"]
+    assert (row["status"], row["reason"], row["compile"]) == ("ok", "", True)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "fault", "found"),
+    [
+        (2, "cp", faults.keys_in_other_order, "loss deviates"),
+        pytest.param(2, "cp", faults.positions_from_the_start, "gradient deviates", marks=pytest.mark.long),
+        pytest.param(2, "cp", faults.own_keys_alone, "along cp, 0.", marks=pytest.mark.long),
+        (4, "fsdp_hybrid_shard strategy.dp_replicate=2", faults.replicas_apart, "along dp_replicate, 0.00 x"),
+        pytest.param(
+            4,
+            "fsdp_hybrid_shard strategy.dp_replicate=2",
+            faults.sharding_over_all,
+            "held by 1 of 4 ranks",
+            marks=pytest.mark.long,
+        ),
+        (4, "tp_pp", faults.tensor_parallel_dropped, "held by 2 of 4 ranks"),
+    ],
+)
+def test_a_fault_is_an_error(
+    results: Path, world: int, overrides: str, fault: Callable[[str], None], found: str
+) -> None:
+    record = record_of(results, world, overrides, fault)
+    assert_not_proven(record, found)
+
+
+WRONG = (
+    ("ddp_pp strategy.schedule=zero_bubble", "before the second half"),
+    ("fsdp_pp strategy.zero_stage=3 strategy.schedule=zero_bubble", "lets go of parameters"),
+    ("cp strategy.data_parallel=none", "to average gradients"),
+    ("tp_pp strategy.data_parallel=ddp", "cannot wrap what strategy.tp=2 cuts"),
+    ("cp train.seq_len=33", "choose train.seq_len a multiple of 8"),
+    ("fsdp_full_shard strategy.dp_replicate=4", "shards nothing"),
+    ("zero1_torch strategy.dp_replicate=4", "shards nothing"),
+)
+
+
+@pytest.mark.parametrize(("overrides", "reason"), WRONG)
+def test_a_wrong_pair_is_refused(results: Path, overrides: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        record_of(results, 4, overrides)
+
+
+def test_a_wrong_pair_is_wrong(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused ran to its end with gradients that are not averaged; were it let through it would be an error."""
+    monkeypatch.setattr(torch_engine, "refusals", lambda *_: iter(()))
+    assert_not_proven(record_of(results, 4, WRONG[0][0]), "gradient deviates")
+
+
+def test_the_named_defaults_are_the_contract() -> None:
+    """tp, cp and pp_* fill the world; fsdp_tp tp 2, tp_pp 2 x 2, 3d tp 2 and pp 2; hybrid shards inside a node."""
+
+    def shape(strategy: str, world: int) -> dict[str, int]:
+        layout = resolve_layout(compose_config(f"strategy={strategy}").strategy, world)
+        return {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp")}
+
+    ones = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "pp": 1}
+    assert shape("cp", 8) == ones | {"cp": 8}
+    assert shape("fsdp_tp", 8) == ones | {"dp_shard": 4, "tp": 2}
+    assert shape("tp_pp", 4) == ones | {"tp": 2, "pp": 2}
+    assert shape("3d", 8) == ones | {"dp_replicate": 2, "tp": 2, "pp": 2}
+    assert shape("ddp_pp", 8) == ones | {"dp_replicate": 4, "pp": 2}
+    assert shape("fsdp_pp", 8) == ones | {"dp_shard": 4, "pp": 2}
+    assert shape("fsdp_hybrid_shard", 8) == ones | {"dp_replicate": 2, "dp_shard": 4}
+    four_nodes = compose_config("strategy=fsdp_hybrid_shard", "cluster.nodes=4").strategy
+    assert (four_nodes.dp_replicate, resolve_layout(four_nodes, 16).dp_shard) == (4, 4)

@@ -1,0 +1,149 @@
+"""Break it on purpose: every guarantee of a row, with the fault it guards against planted in real ranks."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.proof.training import _copies, _mean, deviation
+from harness.runner import run
+from harness.worker import main as worker_main
+from tests.support import faults
+from tests.support.commands import assert_not_proven, run_with
+
+LONG = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, so that the reference is run once."""
+    return tmp_path_factory.mktemp("sabotage")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "zero2", "tp", "pp_1f1b"])
+def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None:
+    row = run_with(results, worker_main.main, f"strategy={strategy}")["row"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["loss_deviation"] < 1e-4 and row["grad_deviation"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "found"),
+    [
+        (faults.sharding_dropped, "fsdp_full_shard", "parameters of embed_tokens.weight: held by 2 of 2 ranks"),
+        (faults.lower_stage, "zero2", "0.67 x the"),
+        (faults.other_data, "ddp", "loss deviates"),
+        (faults.summed, "ddp", "gradient deviates by"),
+        (faults.halved, "ddp", "layers.1.input_layernorm.weight"),
+        pytest.param(faults.halved, "fsdp_full_shard", "layers.1.input_layernorm.weight", marks=LONG),
+        (faults.halved, "ddp precision=bf16_mixed", "layers.1.input_layernorm.weight"),
+        (faults.halved, "zero2 precision=bf16", "layers.1.input_layernorm.weight"),
+        (faults.scale_never_taken_out, "ddp precision=fp16_mixed", "gradient deviates"),
+        (faults.summed_in_16_bit, "zero2 precision=bf16_mixed", "gradients: summed in bfloat16"),
+        (faults.never_broadcast, "zero1_torch", "the parameter of embed_tokens.weight is not the same on all ranks"),
+        (faults.unsynchronised, "ddp", "sent 0 bytes a step along dp_replicate"),
+        (faults.uncounted, "fsdp_full_shard", "0.68 x the"),
+        (faults.not_finite, "ddp", "the loss is not finite from step 0 on, in warm-up"),
+        (faults.layer_twice, "fsdp_full_shard", "a step ran"),
+        (
+            faults.never_recomputed,
+            "ddp checkpointing=full",
+            "0 second forwards of a layer in a step of rank 0, 8 expected",
+        ),
+        pytest.param(
+            faults.never_recomputed,
+            "fsdp_full_shard checkpointing=full",
+            "0 second forwards of a layer",
+            marks=LONG,
+        ),
+        (faults.other_optimizer, "ddp", "exp_avg in float32 are not held"),
+        (faults.tensor_parallel_dropped, "tp", "parameters of embed_tokens.weight: held by 2 of 2 ranks"),
+        (faults.rows_not_summed, "tp", "0.50 x the"),
+        pytest.param(faults.rows_not_summed, "tp", "loss deviates", marks=LONG),
+        (faults.vocabulary_shifted, "tp", "loss deviates"),
+        (faults.whole_gradient, "tp", "gradients of embed_tokens.weight: held by 2 of 2 ranks, the layout says 1"),
+        (faults.norms_not_summed, "tp_sp", "layernorm.weight's "),
+        (faults.other_weights, "pp_1f1b", "layers.3."),
+        (faults.other_layers, "pp_1f1b", "whose stage of the pipeline does not have it"),
+        (faults.other_schedule, "pp_1f1b", "rank 0 had 4 passes in flight, strategy.schedule=1f1b says 2"),
+        pytest.param(faults.norm_of_one_stage, "pp_gpipe", "the global gradient norm is not the same", marks=LONG),
+        (faults.boundary_sent_twice, "pp_gpipe", "along pp send, 2.00 x the"),
+        (faults.sequence_whole, "tp_sp", "along tp reduce_scatter, 0.00 x the"),
+        (faults.norms_drift, "tp precision=bf16_mixed", "master of norm.weight is not the same on all ranks"),
+        (faults.clipped_elsewhere, "tp precision=bf16_mixed", "first moments"),
+        (faults.weights_not_put_off, "pp_zero_bubble", "put off the weights' gradients of 0 backwards in a step, 4"),
+        (faults.whole_model_built, "pp_1f1b", "bytes when it was built"),
+        (faults.loss_of_its_own, "pp_1f1b", "the loss of the same data is not the same"),
+        pytest.param(faults.never_recomputed, "pp_1f1b checkpointing=full", "0 second forwards of a layer", marks=LONG),
+        (
+            faults.lower_stage,  # without accumulation both stages send the same
+            "zero2 train.micro_batch=4 strategy.options.overlap_comm=false strategy.options.reduce_bucket_size=30000",
+            "gradients: rank 0 held",
+        ),
+    ],
+)
+def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], strategy: str, found: str) -> None:
+    record = run_with(results, fault, *f"strategy={strategy}".split())
+    assert_not_proven(record, found)
+    row = record["row"]
+    assert row.get("tokens_per_second") is None and row.get("peak_allocated_bytes") is None
+
+
+def test_missing_synchronisation_shows_in_gradients_too(results: Path) -> None:
+    """Each rank's copy is compared alone: their average would be right."""
+    record = run_with(results, faults.unsynchronised, "strategy=ddp")
+    assert record["row"]["grad_deviation"] > 0.1
+
+
+def test_a_reference_that_fails_leaves_nothing_to_prove(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ordinary = worker_main.main
+    monkeypatch.setattr(run, "work", faults.not_finite)
+    row = run_with(results, ordinary, "strategy=ddp", "train.seed=5")["row"]
+    assert row["status"] == "error"
+    assert row["reason"].startswith("nothing to compare with, the single process failed: not proven: the loss is not")
+
+
+def test_a_block_that_is_not_logged_is_no_row_of_figures(results: Path) -> None:
+    row = run_with(results, faults.block_unlogged, "strategy=ddp")["row"]
+    assert row["status"] == "error" and "are logged at the peak of" in row["reason"]
+
+
+def test_a_copy_that_some_ranks_lack_is_no_copy() -> None:
+    """Shards A and B on two ranks, A on a third too: the odd one is compared with nothing, so it cannot agree."""
+    halves = (((0, 2),), ((2, 4),))
+
+    def rank(box: tuple[tuple[int, int], ...], square: float) -> dict[str, Any]:
+        return {"last_gradients": [["w", [4], box, square, 1.0]]}
+
+    empty = rank(((4, 4),), 0.0)
+    whole = [rank(halves[0], 3.0), rank(halves[1], 1.0), empty, empty]
+    assert _copies("last_gradients", whole) == {"w": [(4.0, 2.0)]}
+    first, second = _copies("last_gradients", [*whole, rank(halves[0], 3.0)])["w"]
+    assert first == (4.0, 2.0) and all(map(math.isnan, second))
+
+
+def test_a_loss_that_is_no_number_is_lost_in_no_mean() -> None:
+    assert _mean([1.0, 3.0]) == 2.0 and math.isnan(_mean([1.0, None])) and math.isnan(_mean([]))
+
+
+@pytest.mark.parametrize(("moment", "held_to"), [("first_gradients", 0.5), ("last_gradients", 0.1)])
+def test_a_gradient_below_the_rounding_of_the_others_is_held_to_that_at_the_last_step(
+    moment: str, held_to: float
+) -> None:
+    """At the first step, and in fp32, every gradient is held to itself however small."""
+    small = 0.2 * 2.0**-8  # of the average; between two 16-bit runs it may differ by as much as itself
+
+    def rank(query: float) -> dict[str, Any]:
+        entries = [["v.weight", [4], ((0, 4),), 8.0, 0.5], ["q.weight", [4], ((0, 4),), query**2, query]]
+        still = [[name, shape, box, 1.0, 0.5] for name, shape, box, _, _ in entries]
+        moments = dict.fromkeys(("first_gradients", "first_moments", "last_gradients"), still)
+        return {"rank": 0, "losses": [1.0], "grad_norms": [1.0], **moments, moment: entries}
+
+    def found(query: float, compute: str) -> float:
+        return deviation(rank(2 * small), [rank(query)], compute).gradient
+
+    assert found(small, "float32") == pytest.approx(0.5)
+    assert found(small, "bfloat16") == pytest.approx(held_to)
+    assert found(2.0, "bfloat16") > 100  # larger than it should be, it is found

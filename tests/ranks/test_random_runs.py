@@ -1,0 +1,32 @@
+"""Random products of everything: each draw is proven or refused, never an error. More by the module's own command."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.random_runs import Ending, draw, ending, is_proven
+
+RANKS, FIRST, DRAWS = 4, 14, 7
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("random")
+
+
+@pytest.fixture(scope="module")
+def endings() -> dict[int, Ending]:
+    return {}
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + DRAWS))
+def test_a_random_run_is_proven_or_refused(results: Path, endings: dict[int, Ending], seed: int) -> None:
+    overrides = draw(seed, RANKS)
+    found = endings[seed] = ending(overrides, results)
+    assert found.status == "refused" or is_proven(found, overrides), (found, " ".join(overrides))
+
+
+def test_most_random_runs_are_run(endings: dict[int, Ending]) -> None:
+    """Refusing everything would prove nothing."""
+    ran = sum(found.status == "ok" for found in endings.values())
+    assert ran >= len(endings) / 2

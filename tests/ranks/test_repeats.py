@@ -1,0 +1,241 @@
+"""Repeated runs: that each is made, that they are one line of the comparison, and which differences they settle."""
+
+import json
+import statistics
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli import main as command
+from harness.config.fingerprint import result_affecting_keys
+from harness.config.overrides import expand_repeats
+from harness.records.schema import Record
+from harness.report.frame import labels_by, records_frame, values
+from harness.report.spread import is_unsettled, merge_repeats, relative_range
+from harness.report.tables import comparison_columns
+from tests.support.commands import Harness, read_rows
+from tests.support.example_records import FAILED, MIB, record_of, row
+from tests.support.tables import printed, terminal_cells
+
+SMALL = ("strategy=ddp", "train.seq_len=32", "train.steps=3", "train.warmup_steps=1")
+
+
+def runs(strategy: str, first: int, speeds: list[float | None], **changes: Any) -> list[Record]:
+    """A run a speed, repeats 0, 1, ... of one configuration; None is a run that failed."""
+    engine, stage = ("deepspeed", int(strategy[4])) if strategy.startswith("zero") else ("torch", 0)
+    made = []
+    for repeat, speed in enumerate(speeds):
+        figures = FAILED | {"status": "error", "reason": "RuntimeError: shards differ"}
+        if speed is not None:
+            figures = {"tokens_per_second": speed, "tokens_per_second_per_device": speed / 2}
+            figures |= {"step_seconds": 1024 / speed, "peak_allocated_bytes": (20 + repeat) * MIB}
+        made.append(record_of(row(first + repeat, strategy, engine, stage, repeat=repeat, **(changes | figures))))
+    return made
+
+
+def repeated() -> list[Record]:
+    """Four lines that end ok, one of them but for a run, and one that fails as a whole."""
+    entries = [
+        *runs("ddp", 1, [16000.0, 15000.0, 20000.0], mfu=0.413),
+        *runs("zero1", 11, [15500.0, None, 15600.0], mfu=0.4),
+        *runs("zero3", 21, [9000.0, 9100.0, 9050.0], mfu=0.25),
+        *runs("zero2", 31, [17000.0], step_seconds_spread=0.01),
+        *runs("single", 41, [None, None], world_size=1),
+    ]
+    entries[7]["row"]["disturbed"] = "other processes used 0.8 of 2 cores"
+    entries[8]["row"]["disturbed"] = ""
+    return entries
+
+
+GOLDEN = """\
+tiny (1,048,576 parameters); fp32; checkpointing none; 8 × 128 = 1,024 tokens a step; micro-batch 4; on cpu; processes
+launch; × is of ddp
+                                    ±            ×   MFU   step   peak     ×  state  comm.      ×    loss    grad
+strategy  world  status   tok/s     %  runs  tok/s     %     ms    MiB  peak    MiB    MiB  comm.    dev.    dev.
+ddp       2      ok      16,000  15.6     3  1.00   41.3   64.0  22.00  1.00  16.00   4.00   1.00  1.2e-7  4.6e-6
+zero1     2      ok 2/3  15,550   0.3     3  0.97~  40.0   65.9  22.00  1.00  14.00   4.00   1.00  1.2e-7  4.6e-6
+zero3     2      ok ‡     9,050   0.6     3  0.57   25.0  113.1  22.00  1.00  10.00   4.00   1.00  1.2e-7  4.6e-6
+zero2     2      ok      17,000           1  1.06~         60.2  20.00  0.91  12.00   4.00   1.00  1.2e-7  4.6e-6
+single    1      error                    2
+not shown in 120 columns: tok/s /device, activ. MiB
+± half the range of tok/s between runs over their median
+~ not settled: the spreads meet (±; of one run that of its steps)
+zero1 repeat 1 error: RuntimeError: shards differ
+single error: RuntimeError: shards differ
+‡ disturbed, other processes used 0.8 of 2 cores: zero3 repeat 1
+"""
+
+
+def test_repeats_are_one_line() -> None:
+    """ddp is at its median, not at its mean of 17,000; zero2 is marked for its baseline's spread alone."""
+    assert [line.rstrip() for line in printed(repeated(), 120)] == GOLDEN.splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_narrow_tables_leave_the_legend_of_what_they_leave_out(width: int) -> None:
+    lines = printed(repeated(), width)
+    assert max(map(len, lines)) <= width
+    header = next(line for line in lines if line.startswith("strategy")).split()
+    speed_ratio = any(line.startswith("~ ") for line in lines)
+    assert speed_ratio == any("~" in line for line in lines if line.startswith("zero1 "))
+    assert speed_ratio == (width > 60)
+    assert ("runs" in header) == (width > 80)
+    assert any(line.startswith("± ") for line in lines) == (width > 60)
+    assert terminal_cells(lines, "zero1")[:4] == ["zero1", "2", "ok", "2/3"]
+
+
+def test_no_column_speaks_of_repeats_where_there_are_none() -> None:
+    text = "\n".join(printed([run for run in repeated() if run["row"]["repeat"] == 0], 130))
+    assert "runs" not in text and "±" not in text.replace("(±", "") and "1/1" not in text
+
+
+SPEEDS = ([1000.0], [1245.0], [990.0, 1013.0], [1020.0, 1020.0, 1100.0], [1200.0, 900.0, 1050.0], [2000.0, 2002.0])
+
+SPREADS = (None, 0.0, 0.03, 0.2)
+
+
+@pytest.mark.parametrize("own", SPEEDS)
+def test_a_ratio_is_marked_where_the_difference_is_below_the_spread(own: list[float]) -> None:
+    """Each pair of a line and its baseline is a comparison of its own: another model."""
+    pairs = list(product(SPEEDS, SPREADS, SPREADS))
+    entries: list[Record] = []
+    for n, (base, own_steps, base_steps) in enumerate(pairs):
+        entries += runs("zero1", 100 * n, [*own], model=f"m{n}", step_seconds_spread=own_steps)
+        entries += runs("ddp", 100 * n + 50, [*base], model=f"m{n}", step_seconds_spread=base_steps)
+    columns = comparison_columns(records_frame(merge_repeats(entries)), short=True)
+    shown = next(column.cells for column in columns if column.title == "× tok/s")
+    assert len(shown) == 2 * len(pairs)
+    for cell, baseline, (base, own_steps, base_steps) in zip(shown[::2], shown[1::2], pairs, strict=True):
+        scatter = [
+            (max(speeds) - min(speeds)) / 2 if len(speeds) > 1 else (steps or 0) / 2 * speeds[0]
+            for speeds, steps in ((own, own_steps), (base, base_steps))
+        ]  # in tokens per second; an unknown spread marks nothing
+        difference = abs(statistics.median(own) - statistics.median(base))
+        ratio = statistics.median(own) / statistics.median(base)
+        assert (cell, baseline) == (f"{ratio:.2f}" + "~" * (difference < sum(scatter)), "1.00")
+
+
+def test_spreads() -> None:
+    assert relative_range([100.0, None, 110.0, 104.0]) == pytest.approx(5 / 104)
+    assert relative_range([100.0, None]) is None and relative_range([]) is None
+    assert not is_unsettled(1.0, None, None) and not is_unsettled(None, 0.5, 0.5)
+    assert is_unsettled(1.04, None, 0.05) and is_unsettled(1.04, 0.05, None) and not is_unsettled(1.06, None, 0.05)
+    assert is_unsettled(1.09, 0.05, 0.05) and not is_unsettled(1.11, 0.05, 0.05)
+    assert is_unsettled(1.2, 0.18, None) and not is_unsettled(0.8, 0.22, None)  # of 1.2 and of 0.8
+
+
+def changed(record: Record, **parts: Any) -> Record:
+    """A repeat 1 of a record, with whole parts of it replaced."""
+    return record | {"row": record["row"] | {"repeat": 1, "run_id": "other"}} | parts
+
+
+def test_only_what_differs_in_repeat_alone_is_one_line() -> None:
+    (first,) = runs("ddp", 1, [1000.0])
+    first["config"] = {"train": {"seed": 0}, "repeat": 0, "name": "a", "force": False}
+    assert len(merge_repeats([first, changed(first)])) == 1
+    assert (
+        len(merge_repeats([first, changed(first, config=first["config"] | {"repeat": 1, "name": "b", "force": True})]))
+        == 1
+    )
+    apart = [
+        changed(first, config={"train": {"seed": 1}}),
+        changed(first, versions=first["versions"] | {"torch": "2.0.0"}),
+        changed(first, environment=first["environment"] | {"cores": 64}),
+        changed(first, row=first["row"] | {"repeat": 1, "world_size": 4}),
+        first | {"row": first["row"] | {"run_id": "of another corpus"}},
+    ]
+    for other in apart:
+        lines = merge_repeats([first, other])
+        assert [line["runs"] for line in lines] == [[first], [other]]
+        assert len(set(values(records_frame(lines), "label"))) == 2
+    # As refused for values of which no configuration can be made: the row knows neither repeat nor world.
+    bare = {"run_id": "x", "name": "r", "status": "refused", "reason": "train.steps=0", "strategy": "ddp"}
+    refused = [{"row": bare | {"run_id": str(n)}, "config": {"train": {"steps": 0}, "repeat": n}} for n in range(3)]
+    assert [len(line["runs"]) for line in merge_repeats(refused)] == [3]
+    kept = {"data": {"cache": "/a", "path": "x"}, "measure": {"memory_snapshot": True}, "cluster": {"name": "local"}}
+    assert result_affecting_keys(kept) == {"data": {"path": "x"}, "cluster": {}}
+
+
+def test_parts_that_add_up_in_one_run_are_not_mixed_from_several() -> None:
+    entries = runs("ddp", 1, [1000.0, 1100.0])
+    for entry, part in zip(entries, (8, 9), strict=True):
+        entry["row"] |= {"at_peak_parameter_bytes": 4 * MIB, "at_peak_other_bytes": part * MIB, "idle_seconds": part}
+        entry["row"]["disturbed"] = f"steps {part}"
+    (line,) = merge_repeats(entries)
+    assert (line["row"]["at_peak_parameter_bytes"], line["row"]["at_peak_other_bytes"]) == (4 * MIB, None)
+    assert line["row"]["idle_seconds"] is None and line["row"]["peak_allocated_bytes"] == 21 * MIB
+    assert labels_by(records_frame([line]), "disturbed") == {"steps 8; steps 9": ["ddp"]}
+    assert values(records_frame(entries), "label") == ["ddp repeat 0", "ddp repeat 1"]
+
+
+@pytest.mark.parametrize(
+    ("values", "numbers"),
+    [
+        ({"repeat": 0, "repeats": 1}, [0]),
+        ({"repeat": 0, "repeats": 3}, [0, 1, 2]),
+        ({"repeat": 5, "repeats": 2}, [5, 6]),
+        ({"repeat": 0, "repeats": 0}, [0]),
+        ({"repeat": "x", "repeats": 2}, ["x"]),
+        ({"repeat": 0, "repeats": True}, [0]),
+    ],
+)
+def test_values_of_each_repeat(values: dict[str, Any], numbers: list[Any]) -> None:
+    each = expand_repeats(values | {"name": "r"})
+    assert [one["repeat"] for one in each] == numbers
+    assert all(one["repeats"] == (1 if len(numbers) > 1 else values["repeats"]) for one in each)
+
+
+def test_every_repeat_is_run_and_recorded(harness: Harness, tmp_path: Path) -> None:
+    done = harness("name=r", "repeats=2", *SMALL)
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(tmp_path / "results", "r")
+    assert sorted(rows.repeat) == [0, 1] and set(rows.status) == {"ok"} and rows.run_id.nunique() == 2
+    times = {tuple(step["seconds"] for step in steps_of(tmp_path / "results" / "r" / name)) for name in rows.run_id}
+    assert len(times) == 2  # two measurements, not one shown twice
+    assert "[1/2]" in done.stderr and "[2/2]" in done.stderr
+    lines = done.stdout.splitlines()
+    header = next(line for line in lines if line.startswith("strategy")).split()
+    shown = [cell for cell in terminal_cells(lines, "ddp") if cell not in "†‡"]  # a busy machine disturbs
+    assert shown[header.index("runs")] == "2" and sum(x.startswith("ddp ") for x in lines) == 1
+    assert shown[header.index("tok/s")] == f"{rows.tokens_per_second.median():,.0f}"
+
+    # What is on file is not run again, and a repeat that ends otherwise is a row too.
+    more = harness("name=r", "repeats=3", "timeout_seconds=0.1", *SMALL)
+    assert more.returncode == 1 and more.stderr.count("is recorded") == 2
+    rows = read_rows(tmp_path / "results", "r")
+    assert dict(zip(rows.repeat, rows.status, strict=True)) == {0: "ok", 1: "ok", 2: "timeout"}
+    assert terminal_cells(more.stdout.splitlines(), "ddp")[:3] == ["ddp", "ok", "2/3"]
+    assert "\nddp repeat 2 timeout: " in more.stdout
+
+
+def test_repeats_in_a_sweep_and_of_what_is_impossible(harness: Harness, tmp_path: Path) -> None:
+    done = harness("-m", "name=s", "strategy=ddp,dp", "train.steps=1,0", "repeat=3", "repeats=2", *SMALL[1:2])
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(tmp_path / "results", "s")
+    assert len(rows) == 8 and sorted(rows.status) == ["ok"] * 2 + ["refused"] * 6
+    assert sorted(rows[rows.status == "ok"].repeat) == [3, 4]
+    assert "[8/8]" in done.stderr
+    table = [line.split() for line in done.stdout.splitlines() if line.startswith(("ddp ", "dp "))]
+    ends = [cells[:3] for cells in table if cells[2] in ("ok", "refused")]
+    assert ends == [
+        ["ddp", "steps=1", "ok"],
+        *([name, f"steps={n}", "refused"] for name, n in (("ddp", 0), ("dp", 1), ("dp", 0))),
+    ]
+
+
+@pytest.mark.parametrize(("wrong", "said"), [("0", "is not a positive whole number"), ("x", "is not a whole number")])
+def test_a_wrong_number_of_repeats_is_one_line(
+    wrong: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["harness", f"results_dir={tmp_path}/results", f"repeats={wrong}"])
+    assert command.main() == 2
+    printed = capfd.readouterr().err
+    assert printed.startswith(f"repeats={wrong} {said}") and printed.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]

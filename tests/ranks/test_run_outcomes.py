@@ -1,0 +1,145 @@
+"""However a run ends it is a row that says how, where, and what its ranks held then."""
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from harness.hardware import oom_kills
+from harness.launcher import stack_dump
+from harness.records import heartbeat
+from harness.records.schema import Record
+from harness.worker import main as worker_main
+from tests.support import faults
+from tests.support.commands import ROOT, run_with
+
+CGROUP = Path("/sys/fs/cgroup/memory")  # of version 1; of version 2 a process must not have siblings in its group
+
+LIMIT_BYTES = 3 * 2**30
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, with the reference in it: no later start is slow, so that patience can be short."""
+    folder = tmp_path_factory.mktemp("endings")
+    assert run_with(folder, worker_main.main, "strategy=ddp")["row"]["status"] == "ok"
+    return folder
+
+
+@pytest.mark.parametrize(("fault", "strategy"), [(faults.exhausted, "ddp"), (faults.exhausted_in_a_stage, "pp_1f1b")])
+def test_memory_that_runs_out_is_an_oom_row(results: Path, fault: Callable[[str], None], strategy: str) -> None:
+    row = run_with(results, fault, f"strategy={strategy}")["row"]
+    assert row["status"] == "oom" and row["phase"] == "warm-up"
+    assert "rank 1 in warm-up" in row["reason"] and "memory" in row["reason"]
+    check_last(row)
+
+
+def check_last(row: dict[str, object]) -> None:
+    """What was held at the end is more than the model's weights, and in a process of torch's size."""
+    assert 4 * int(row["parameters"]) < row["last_allocated_bytes"] < 2**30  # type: ignore[call-overload,operator]
+    assert 2**26 < row["last_host_bytes"] < 2**34  # type: ignore[operator]
+    assert row.get("peak_allocated_bytes") is None  # of no timed steps
+
+
+def test_a_killed_rank_is_named(results: Path) -> None:
+    row = run_with(results, faults.killed, "strategy=ddp")["row"]
+    assert row["status"] == "error"
+    assert "rank 1" in row["reason"] and "SIGKILL" in row["reason"]
+
+
+def test_a_time_limit_is_a_timeout_and_says_who_was_late(results: Path) -> None:
+    row = run_with(results, faults.stuck, "strategy=ddp", "timeout_seconds=8")["row"]
+    assert row["status"] == "timeout" and "its time limit; not done: rank 0, 1; rank 1 in before" in row["reason"]
+
+
+def test_a_hang_ends_early_and_leaves_every_ranks_stacks(results: Path) -> None:
+    record = run_with(results, faults.stuck_in_a_step, "strategy=ddp", "hang_seconds=3")
+    row = record["row"]
+    assert (row["status"], row["phase"]) == ("timeout", "warm-up")
+    assert row["reason"].startswith("killed after 3 s in which no rank got any further; not done: rank 0, 1; rank ")
+    assert "in warm-up, step 1, stands in " in row["reason"] and row["seconds"] < 15
+    check_last(row)
+    folder = folder_of(results, record)
+    assert stack_dump.main_thread_location(folder, 1).startswith("waiting (sabotage.py:")
+    assert "harness/train.py" in stack_dump.stack_file(folder, 0).read_text()
+
+
+def folder_of(results: Path, record: Record) -> Path:
+    return results / "sabotage" / record["row"]["run_id"]
+
+
+def test_a_run_that_gets_on_is_no_hang_and_leaves_no_stacks(results: Path) -> None:
+    """However short patience is beside the whole run, as long as no step takes that long."""
+    record = run_with(results, faults.slow_steps, "strategy=ddp", "hang_seconds=6")
+    assert record["row"]["status"] == "ok" and record["row"]["seconds"] > 6
+    assert record["row"].get("phase") is None
+    assert not list(folder_of(results, record).glob("logs/stacks*"))
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group with little memory."""
+    group = CGROUP / f"harness_{secrets.token_hex(4)}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    yield group
+    patience = time.monotonic() + 10
+    while group.exists() and time.monotonic() < patience:
+        with suppress(OSError):  # its last processes are on their way out
+            group.rmdir()
+
+
+IN_GROUP = """
+import os, sys
+from pathlib import Path
+if __name__ == "__main__":
+    Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+    import sabotage, test_proof
+    row = test_proof.run_with(Path(sys.argv[2]), sabotage.greedy, "strategy=ddp", "proof.reference=false")["row"]
+    print(row["status"], row["phase"], row["reason"])
+"""
+
+
+def test_the_kernels_kill_for_want_of_memory_is_an_oom(tmp_path: Path, small_group: Path) -> None:
+    """In a group of its own, so that the kernel really does it."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-c", IN_GROUP, str(small_group), str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("oom warm-up rank 1 was killed by the kernel, which had no memory left"), done
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({"self/cgroup": "0::/a/b", "cgroups/a/b/memory.events": "oom 7\noom_kill 3", "vmstat": "oom_kill 9"}, 3),
+        ({"self/cgroup": "4:memory:/c\n0::/", "cgroups/memory/c/memory.oom_control": "under_oom 0\noom_kill 2"}, 2),
+        ({"self/cgroup": "0::/gone", "vmstat": "nr_free 4\noom_kill 9"}, 9),
+        ({}, 0),
+    ],
+)
+def test_kills_are_counted_where_the_kernel_tells_of_them(tmp_path: Path, files: dict[str, str], kills: int) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert oom_kills.oom_kill_count(tmp_path, tmp_path / "cgroups") == kills
+
+
+def test_a_beat_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    assert heartbeat.read_heartbeat(tmp_path, 0) is None
+    told = heartbeat.HeartbeatWriter(tmp_path, 0)
+    told("a rather long phase", 123)
+    assert heartbeat.read_heartbeat(tmp_path, 0) == ("a rather long phase", 123, None, told.last.host_bytes)
+    told("short")
+    assert (heartbeat.read_heartbeat(tmp_path, 0) or told.last).phase == "short"
+    heartbeat.heartbeat_file(tmp_path, 0).write_text('["cut')
+    assert heartbeat.read_heartbeat(tmp_path, 0) is None

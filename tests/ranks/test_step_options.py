@@ -1,0 +1,152 @@
+"""train.loss_chunks and train.fused_optimizer: what they compute, what they keep, and real ranks that prove it."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from harness.config.schema import PrecisionConfig
+from harness.cost_model.flops import executed_flops, head_flops, model_flops
+from harness.cost_model.memory import activation_bytes, estimate
+from harness.layout.compatibility import incompatibilities
+from harness.layout.layout import resolve_layout
+from harness.layout.partition import whole_model
+from harness.measure.activations import ActivationMeter
+from harness.models.activation_checkpoint import apply_loss_chunks
+from harness.models.build import build_model
+from harness.models.decoder import Decoder
+from harness.models.init_weights import materialize
+from harness.models.loss import loss_function
+from harness.probe import Probe
+from harness.worker import main as worker_main
+from tests.support import faults
+from tests.support.commands import assert_not_proven, compose_config, run_with
+from tests.support.models import ADAM_FP32, BF16, FP32, Hearing, Live, alone, counter, layout_of, run, shaped
+
+CHUNKS = 4
+
+SHORT = ("train.steps=1", "train.warmup_steps=2", "train.global_batch=4", "train.micro_batch=2", "train.seq_len=160")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, so that the reference is run once."""
+    return tmp_path_factory.mktemp("step_options")
+
+
+def test_a_loss_in_parts_runs_the_head_once_more() -> None:
+    config = compose_config("strategy=single", "train.global_batch=1", f"train.loss_chunks={CHUNKS}")
+    with FakeTensorMode():
+        model = Decoder(config.model, whole_model(config.model))
+        apply_loss_chunks(model, CHUNKS, Probe())
+        tokens = torch.zeros(1, config.train.seq_len, dtype=torch.int64)
+        with counter() as found:
+            model(tokens, tokens).backward()
+    assert found.get_total_flops() == executed_flops(config, alone(config))
+    plain = dataclasses.replace(config, train=dataclasses.replace(config.train, loss_chunks=1))
+    assert executed_flops(config, alone(config)) - executed_flops(plain, alone(plain)) == head_flops(config)
+    assert model_flops(config) == model_flops(plain)
+
+
+@pytest.mark.parametrize("vocab_size", (256, 8000))
+@pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
+def test_a_loss_in_parts_is_the_same_and_keeps_one_parts_logits(vocab_size: int, precision: PrecisionConfig) -> None:
+    model = shaped(vocab_size=vocab_size, num_hidden_layers=2)
+    module, probe = build_model(model), Probe()
+    materialize(module, model, 0, torch.device("cpu"), getattr(torch, precision.compute))
+    tokens = torch.randint(vocab_size, (2, 128), generator=torch.Generator().manual_seed(0))
+    expected = loss_function(module(tokens), tokens)
+    expected.backward()  # type: ignore[no-untyped-call]
+    gradients = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+    apply_loss_chunks(module, CHUNKS, probe)
+    module.zero_grad(set_to_none=False)  # accumulated into, so counted by neither side
+    with Live() as live:
+        loss = module(tokens, tokens)
+        loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    tolerance = 1e-5 if precision is FP32 else 0.03
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(
+            parameter.grad, gradient, rtol=tolerance, atol=tolerance * float(gradient.abs().max())
+        )
+    del loss
+    with ActivationMeter(module) as meter, probe.listen(Hearing(meter)):
+        module(tokens, tokens).backward()
+    config = run(model, precision, micro_batch=2, global_batch=4)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, loss_chunks=CHUNKS))
+    assert activation_bytes(config, layout_of(config, 0, 1), "cpu", 0) == pytest.approx(meter.most_bytes, rel=0.01)
+    at_peak = estimate(config, layout_of(config, 0, 1), ADAM_FP32).at_peak
+    transient = sum(size for name, size in at_peak.items() if name not in ("parameters", "gradients", "optimizer"))
+    assert transient - 8 * tokens.numel() == pytest.approx(live.peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        ("train.loss_chunks=3", "train.loss_chunks=3 does not divide the 128 tokens of a micro-batch: choose"),
+        ("strategy=pp_zero_bubble train.loss_chunks=4", "train.loss_chunks=4 saves nothing under strategy.schedule"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(overrides: str, found: str) -> None:
+    config = compose_config(*overrides.split(), "world_size=2")
+    assert any(found in problem for problem in incompatibilities(config, resolve_layout(config.strategy, 2)))
+
+
+@pytest.mark.parametrize("strategy", ("tp_sp", "zero3"))
+def test_a_loss_in_parts_trains_the_same(results: Path, strategy: str) -> None:
+    """Where the sequence is cut over ranks the parts are cut from the whole (torchtitan issue 3412)."""
+    record = run_with(results, worker_main.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={CHUNKS}")
+    row = record["row"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
+    assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
+    for entry in record["traffic"]:
+        assert entry["bytes"] == pytest.approx(entry["formula_bytes"], rel=0.001 if entry["axis"] == "tp" else 0.05)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ("single", "ddp", "zero1", "fsdp_full_shard", "fsdp_no_shard", "tp", "pp_1f1b"))
+@pytest.mark.parametrize("chunks", (2, 5, 64))
+def test_a_loss_in_parts_is_proven_in_every_layout(results: Path, strategy: str, chunks: int) -> None:
+    row = run_with(results, worker_main.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={chunks}")["row"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+
+
+@pytest.mark.parametrize("strategy", ("ddp", "tp"))
+def test_the_foreach_optimizers_temporaries_are_planned(results: Path, strategy: str) -> None:
+    """At a batch so small that the optimizer is the fullest moment."""
+    small = ("train.seq_len=16", "train.micro_batch=1", "train.global_batch=2", "train.steps=1", "train.warmup_steps=2")
+    wide = ("model.hidden_size=256", "train.fused_optimizer=false")
+    row = run_with(results, worker_main.main, *small, *wide, f"strategy={strategy}")["row"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["peak_phase"] == "optimizer"
+    assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.1)
+
+
+@pytest.mark.parametrize("attention", ("flash", "eager"))
+def test_the_attention_kernel_is_the_one_that_was_heard(results: Path, attention: str) -> None:
+    row = run_with(results, worker_main.main, *SHORT, "strategy=pp_gpipe", f"model.attention={attention}")["row"]
+    assert (row["status"], row["reason"], row["attention_kernel"]) == ("ok", "", attention)
+
+
+@pytest.mark.parametrize(
+    ("fault", "overrides", "found"),
+    [
+        (faults.parts_of_the_loss_kept, f"strategy=ddp train.loss_chunks={CHUNKS}", "0 second forwards"),
+        (faults.parts_of_the_loss_mixed, f"strategy=tp_sp train.loss_chunks={CHUNKS}", "loss deviates"),
+        (
+            faults.other_kernel_of_the_optimizer,
+            "strategy=ddp train.fused_optimizer=false",
+            "ran the optimizer as fused",
+        ),
+        (faults.eager_on_one_rank, "strategy=ddp", "attention ran as flash and math, not one on all ranks"),
+    ],
+)
+def test_another_step_than_claimed_is_an_error(
+    results: Path, fault: Callable[[str], None], overrides: str, found: str
+) -> None:
+    assert_not_proven(run_with(results, fault, *SHORT, *overrides.split()), found)

@@ -1,0 +1,218 @@
+"""TODO tests.support.models."""
+
+import dataclasses
+import weakref
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import GraphExecGroup
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from harness.config.from_dict import from_dict
+from harness.config.schema import CheckpointingConfig, ModelConfig, PrecisionConfig, RunConfig
+from harness.layout.layout import Layout, resolve_layout
+from harness.layout.partition import Stage, split_into_stages, whole_model
+from harness.layout.state_widths import StateWidths
+from harness.measure.activations import ActivationMeter
+from harness.models.activation_checkpoint import apply_checkpointing
+from harness.models.build import build_model
+from harness.models.decoder import Decoder
+from harness.models.init_weights import materialize
+from harness.models.loss import loss_function
+from harness.probe import Listener, Probe
+
+# torch's counter does not know the kernel of CPUs; its own formulas for the others'.
+CPU_KERNEL = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up torch's formulas as FlopCounterMode does, without its hooks, which a backward in halves does not bear."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.formulas = counter().flop_registry
+        self.flops: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket in self.formulas:
+            self.flops += self.formulas[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def micro_batches(config: RunConfig) -> list[Tensor]:
+    train = config.train
+    size = (train.micro_batch, train.seq_len)
+    return [torch.zeros(size, dtype=torch.int64) for _ in range(train.global_batch // train.micro_batch)]
+
+
+def part_of(config: RunConfig, stage: Stage) -> Decoder:
+    """The model or a stage of it, to be made where a FakeTensorMode is on: a CPU's kernels, but no memory, no work."""
+    part = Decoder(config.model, stage)
+    apply_checkpointing(part, config.checkpointing, Probe())
+    return part
+
+
+def counter() -> FlopCounterMode:
+    return FlopCounterMode(display=False, custom_mapping=CPU_KERNEL)
+
+
+def counted(config: RunConfig) -> tuple[int, int]:
+    """Operations of a step in one process, of its forwards and of its backwards."""
+    forward = backward = 0
+    with FakeTensorMode():
+        model = part_of(config, whole_model(config.model))
+        for batch in micro_batches(config):
+            with counter() as found:
+                loss = loss_function(model(batch), batch)
+            forward += found.get_total_flops()
+            with counter() as found:
+                loss.backward()  # type: ignore[no-untyped-call]
+            backward += found.get_total_flops()
+    return forward, backward
+
+
+def alone(config: RunConfig) -> Layout:
+    return resolve_layout(config.strategy, 1)
+
+
+def counted_in_stages(config: RunConfig, layout: Layout) -> int:
+    """Operations of one micro-batch through all stages, each backward in torch's halves but for the first's."""
+    batch = micro_batches(config)[0]
+    size = (*batch.shape, config.model.hidden_size)
+    with Operators() as found:
+        for stage in split_into_stages(config.model, layout):
+            part = part_of(config, stage)
+            taken = batch.clone() if stage.holds_embedding else torch.zeros(size, requires_grad=True)
+            output = loss_function(part(taken), batch) if stage.holds_head else part(taken)
+            back = None if stage.holds_head else [torch.zeros(size)]
+            if stage.holds_embedding or layout.schedule != "zero_bubble":
+                stage_backward([output], back or [None], [taken])
+            else:
+                _, groups = stage_backward_input([output], back, [taken], part.parameters())
+                with GraphExecGroup():
+                    stage_backward_weight(part.parameters(), groups)
+    return found.flops
+
+
+FP32 = PrecisionConfig("fp32", "float32", "float32", "float32", "float32")
+
+BF16 = PrecisionConfig("bf16_mixed", "bfloat16", "float32", "float32", "float32")
+
+ADAM_FP32 = StateWidths(parameters=4, gradients=4, optimizer=8, gathered=4)
+
+
+def model_named(name: str) -> ModelConfig:
+    path = Path(__file__).parents[2] / "conf" / "model" / f"{name}.yaml"
+    model: ModelConfig = from_dict(ModelConfig, yaml.safe_load(path.read_text()), "model")
+    return model
+
+
+def shaped(name: str = "tiny", **sizes: object) -> ModelConfig:
+    return dataclasses.replace(model_named(name), **sizes)  # type: ignore[arg-type]
+
+
+def run(model: ModelConfig, precision: PrecisionConfig = FP32, checkpointing: str = "none", **train: int) -> RunConfig:
+    batches = {"global_batch": 4096, "micro_batch": 1, "seq_len": 128, "steps": 1, "warmup_steps": 1, "seed": 0} | train
+    values = {
+        "name": "test",
+        "results_dir": "results",
+        "model": dataclasses.asdict(model),
+        "strategy": {"name": "zero", "dp_shard": -1},
+        "checkpointing": {"name": checkpointing},
+        "precision": dataclasses.asdict(precision),
+        "data": {"name": "synthetic", "kind": "synthetic"},
+        "cluster": {"name": "local"},
+        "train": {
+            **batches,
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            "betas": [0.9, 0.95],
+            "eps": 1e-8,
+            "gradient_clipping": 1.0,
+        },
+        "proof": {},
+        "tracking": {"name": "none"},
+    }
+    config: RunConfig = from_dict(RunConfig, values)
+    return config
+
+
+def layout_of(config: RunConfig, stage: int, world_size: int, means: str = "none") -> Layout:
+    return resolve_layout(dataclasses.replace(config.strategy, zero_stage=stage, data_parallel=means), world_size)
+
+
+def built(model: ModelConfig, dtype: torch.dtype, checkpointing: str = "none", stage: Stage | None = None) -> nn.Module:
+    module = build_model(model, stage)
+    apply_checkpointing(module, CheckpointingConfig(checkpointing), Probe())
+    materialize(module, model, 0, torch.device("cpu"), dtype)
+    return module
+
+
+class Live(TorchDispatchMode):
+    """Counts bytes of storages made by operators and still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, object] = {}
+        self.now_bytes = self.peak_bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # comes back as the plain operators it is made of
+        known = {tensor.untyped_storage()._cdata for tensor in tree_leaves(args) if isinstance(tensor, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):  # DTensor asks for shapes beforehand
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known | self.alive.keys():
+                self.watch(storage, storage._cdata, storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        return result
+
+    def watch(self, storage: torch.UntypedStorage, key: int, size_bytes: int) -> None:
+        def gone(_: object) -> None:
+            del self.alive[key]
+            self.now_bytes -= size_bytes
+
+        self.alive[key] = weakref.ref(storage, gone)
+        self.now_bytes += size_bytes
+
+
+LONG = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 128}
+
+# --- what cannot fit is refused
+
+PREPARED = [model_named(name) for name in ("tiny", "125m", "350m", "1b", "7b")]
+
+
+class Recomputing(Listener):
+    """Lets the meter see second forwards."""
+
+    def __init__(self, meter: ActivationMeter) -> None:
+        self.meter = meter
+
+    def recompute(self) -> AbstractContextManager[None]:
+        return self.meter.recompute()
+
+
+class Hearing(Recomputing):
+    """Lets the meter see what is kept past autograd too."""
+
+    def kept(self, tensor: Tensor) -> None:
+        self.meter.watch(tensor)

@@ -1,0 +1,182 @@
+"""Pages for tests: sections with every kind of part, hostile strings, a large report; and a browser to look at them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import vl_convert
+from playwright.sync_api import Browser, sync_playwright
+
+from harness.report.document import Best, BulletList, Chart, Paragraph, Section, Table
+from harness.report.html import ExplorerData
+from tests.support import packages
+
+# What Chromium asks of the network by itself is no request of the page's.
+QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+
+ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", *QUIET)
+
+STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "tp")
+
+LIGHT: dict[str, Any] = {"background": "#ffffff"}
+
+_INK = {"labelColor": "#e4e7ea", "titleColor": "#e4e7ea"}
+
+DARK: dict[str, Any] = {
+    "background": "#14171a",
+    "axis": {**_INK, "domainColor": "#7d8790", "tickColor": "#7d8790", "gridColor": "#343b42"},
+    "legend": _INK,
+    "header": _INK,
+    "title": {"color": "#e4e7ea"},
+    "text": {"color": "#e4e7ea"},
+    "range": {"category": {"scheme": "set2"}},
+}
+
+LONG = "x" * 5000
+
+HOSTILE = (
+    "</script><script>window.harmed = 1</script>",
+    "<img src=x onerror='window.harmed = 1'>",
+    "{{ 7 * 7 }}{% raw %}",
+    "\"quotes\" 'and' `ticks` & &amp; \\",
+    "<!--<script>",
+    "\u202egnorw si siht \u05e9\u05dc\u05d5\u05dd",
+    "bell \x07 null \x00 line\nbreak \x1b[31m",
+    "https://example.org/ @mention",
+    LONG,
+)
+
+# Cells as the report has them, and where they are in an ascending order; equal numbers keep the table's order.
+NUMBERS = ("1,234.5", "<0.01", "", "0.83~", "12 (3)", "1.2e-7", "12 %", "0", "-3", "0.01", "0.83", "n/a", "99", "100")
+
+ASCENDING = ("-3", "0", "1.2e-7", "<0.01", "0.01", "0.83~", "0.83", "12 (3)", "12 %", "99", "100", "1,234.5", "n/a", "")
+
+DESCENDING = (
+    "1,234.5",
+    "100",
+    "99",
+    "12 (3)",
+    "12 %",
+    "0.83~",
+    "0.83",
+    "0.01",
+    "<0.01",
+    "1.2e-7",
+    "0",
+    "-3",
+    "n/a",
+    "",
+)
+
+
+@cache
+def library() -> str:
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+
+
+def chart(rows: Sequence[dict[str, Any]], mark: str = "point", **beside: Any) -> dict[str, Any]:
+    """A chart as the report makes them: with `hidden`, by which the page hides strategies."""
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "usermeta": {"fluid": True},
+        "height": 220,
+        "data": {"values": list(rows)},
+        "params": [{"name": "hidden", "value": []}],
+        "transform": [{"filter": "indexof(hidden, datum.strategy) < 0"}],
+        "mark": {"type": mark, "tooltip": True},
+        "encoding": {
+            "x": {"field": "peak", "type": "quantitative", "title": "peak memory, MiB"},
+            "y": {"field": "speed" if mark == "point" else "strategy", "title": "tokens a second"},
+            "color": {"field": "strategy", "type": "nominal", "title": "strategy"},
+        },
+        **beside,
+    }
+
+
+def measured(strategies: Sequence[str] = STRATEGIES) -> list[dict[str, Any]]:
+    return [
+        {
+            "label": f"{strategy} {kind}",
+            "strategy": strategy,
+            "checkpointing": kind,
+            "peak": 90.0 - i,
+            "speed": 10.0 * i,
+        }
+        for i, (strategy, kind) in enumerate((s, k) for s in strategies for k in ("none", "full"))
+    ]
+
+
+def values(rows: Sequence[dict[str, Any]]) -> Table:
+    cells = [[row["label"], f"{row['peak']:.1f}", f"{row['speed']:.0f}"] for row in rows]
+    best = max(range(len(rows)), key=lambda i: rows[i]["speed"])
+    cells[best][2] = Best(cells[best][2])
+    return Table(["run", "peak MiB", "tok/s"], cells, strategies=[row["strategy"] for row in rows])
+
+
+def drawn(rows: Sequence[dict[str, Any]]) -> ExplorerData:
+    """Some rows lack a value, and one is zero, which a logarithmic axis cannot show."""
+    known = [row | {"sent": None if i % 3 == 0 else float(i - 1), "status": "ok"} for i, row in enumerate(rows)]
+    numbers = {"speed": "tokens a second", "peak": "peak memory, MiB", "sent": "sent, KiB"}
+    return ExplorerData(known, {"strategy": "strategy", "checkpointing": "checkpointing"}, numbers, values(rows))
+
+
+def every_kind(pictures: bool = True) -> list[Section]:
+    rows = measured()
+    points = Chart("frontier", "Speed against memory", "14 runs between 77 and 90 MiB.", chart(rows), values(rows))
+    bars = Chart("bars", "Peak memory", "14 bars up to 90 MiB.", chart(rows, "bar"), values(rows))
+    mixed = Table(["cell", "value"], [[f"row {i}", text] for i, text in enumerate(NUMBERS)], caption="Every form")
+    return [
+        Section("Comparison", [values(rows), Paragraph("× is the value over that of ddp.")]),
+        Section(
+            "Charts",
+            [points, bars] if pictures else [],
+            [Section("Numbers", [mixed]), Section("Numbers", [Paragraph("Twice one title.")])],
+        ),
+        Section(
+            "Failures",
+            [
+                BulletList([("zero3 full", "out of memory"), ("", "no name")]),
+                Table(["", "value"], [["torch", "2.11"], ["numpy", "2.3"]], 2),
+            ],
+        ),
+    ]
+
+
+def hostile() -> tuple[list[Section], ExplorerData]:
+    rows = [row | {"label": text} for row, text in zip(measured(HOSTILE), HOSTILE * 2, strict=True)]
+    table = Table(["run", LONG, *HOSTILE], [[text, text, *HOSTILE] for text in HOSTILE], 2, LONG, HOSTILE)
+    sections = [
+        Section(
+            text,
+            [Paragraph(text), BulletList([(text, text)]), table, Chart("chart", text, text, chart(rows), values(rows))],
+        )
+        for text in HOSTILE
+    ]
+    words = {"strategy": HOSTILE[0], "label": HOSTILE[1]}
+    return sections, ExplorerData(rows, words, {"speed": HOSTILE[0], "peak": HOSTILE[2]}, values(rows))
+
+
+def large() -> tuple[list[Section], ExplorerData]:
+    """200 rows of 25 columns, and 10 charts of these rows."""
+    rows = measured([f"strategy{i}" for i in range(100)])
+    header = ["run", "strategy", *(f"column {i}" for i in range(23))]
+    cells = [[row["label"], row["strategy"], *(f"{i * j % 997:,.1f}" for j in range(23))] for i, row in enumerate(rows)]
+    table = Table(header, cells, 2, strategies=[row["strategy"] for row in rows])
+    some = rows[:40]
+    pictures = [Chart(f"chart{i}", f"Chart {i}", "Forty points.", chart(some), values(some)) for i in range(10)]
+    return [Section("Comparison", [table]), Section("Charts", pictures)], drawn(rows)
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium, or the test is skipped with the reason why there is none."""
+    if why := packages.install("Chromium", ["chromium"], ["chromium"]):
+        pytest.skip(why)
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=packages.found("chromium"), args=list(ARGUMENTS))
+        try:
+            yield started
+        finally:
+            started.close()

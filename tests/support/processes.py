@@ -1,0 +1,131 @@
+"""A sweep as a command of its own: who is who among its processes, and what is left of it."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+
+MARK = "HARNESS_FAULTS_MARK"  # in the environment of a command and of all that it starts
+
+TINY = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1", "tracking=none")
+
+PATIENCE_SECONDS = 240.0  # with a whole sweep, on a busy machine
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command at work in a session of its own, with what it said in a file."""
+
+    process: "subprocess.Popen[bytes]"
+    mark: str
+    log: Path
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, seconds: float = PATIENCE_SECONDS) -> int:
+        """Its exit status; what takes longer is killed. Raises TimeoutExpired."""
+        try:
+            return self.process.wait(seconds)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+
+
+def start(
+    folder: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None, before: Sequence[str] = ()
+) -> Command:
+    """python -m harness -m name=sweep results_dir=FOLDER, perhaps through another program, in FOLDER."""
+    mark = uuid.uuid4().hex
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f".said.{mark}"
+    command = [*before, sys.executable, "-m", "harness", "-m", "name=sweep", f"results_dir={folder}", *TINY, *arguments]
+    given = os.environ | {MARK: mark, "PYTHONPATH": str(ROOT)} | (environment or {})
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=folder, env=given, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+    return Command(process, mark, log)
+
+
+def done(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """The same, to its end: exit status and what it said."""
+    command = start(folder, arguments, environment)
+    return command.wait(), command.said()
+
+
+def living(command: Command) -> list[psutil.Process]:
+    """Every process of a command that is no zombie, by session or by the mark, whichever it has kept."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            is_its = os.getsid(process.pid) == command.process.pid or process.environ().get(MARK) == command.mark
+            if is_its and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def kind_of(process: psutil.Process, command: Command) -> str:
+    """parent, forkserver, slot, rank, tracker, or other: a compiler, git.
+
+    The parent's forkserver forks ranks or slots, a slot's has ranks: all show the same command line.
+    """
+    if process.pid == command.process.pid:
+        return "parent"
+    if "multiprocessing.resource_tracker" in " ".join(process.cmdline()):
+        return "tracker"
+    if "multiprocessing.forkserver" not in " ".join(process.cmdline()):
+        return "other"
+    above = [one.pid for one in process.parents()]
+    depth = above.index(command.process.pid) if command.process.pid in above else -1
+    makes_slots = any(word.startswith("sweep.parallel=") for word in command.process.args)  # type: ignore[union-attr]
+    kinds = ("forkserver", "slot", "forkserver", "rank") if makes_slots else ("forkserver", "rank")
+    return kinds[depth] if 0 <= depth < len(kinds) else "other"
+
+
+def of_kind(command: Command, kind: str) -> list[psutil.Process]:
+    if kind == "parent":
+        return [psutil.Process(command.process.pid)] if command.process.poll() is None else []
+    found = []
+    for process in living(command):
+        try:
+            if kind_of(process, command) == kind:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def kill_one(command: Command, kind: str, chance: random.Random, number: int = signal.SIGKILL) -> bool:
+    """One process of that kind; whether there was one."""
+    found = of_kind(command, kind)
+    if not found:
+        return False
+    try:
+        os.kill(chance.choice(found).pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def seconds_until_gone(command: Command, patience: float) -> tuple[float, list[str]]:
+    """How long anything of a dead command lives on, and what is left then, which is killed."""
+    began = time.monotonic()
+    while (left := living(command)) and time.monotonic() - began < patience:
+        time.sleep(0.02)
+    for process in left:
+        process.kill()
+    return time.monotonic() - began, [str(process) for process in left]

@@ -1,0 +1,202 @@
+"""Random kills of a real sweep's processes: whatever was killed, the same command comes to the undisturbed table.
+
+python -m tests.faults --kills 100 --seed 0
+"""
+
+import argparse
+import collections
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.records.store import read_all
+from tests.support.folder_invariants import Ledger, differences, litter, moment
+from tests.support.processes import PATIENCE_SECONDS, Command, done, kill_one, seconds_until_gone, start
+
+GONE_SECONDS = 10.0  # for what a dead command leaves, on a machine with other work
+
+FIND_SECONDS = 3.0  # to wait for a process of the kind to be killed
+
+LOOK_SECONDS = 0.1
+
+AGAIN = "retry=error"  # a killed rank is an error
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How a sweep is made, and what of it can be killed, with how often."""
+
+    name: str
+    arguments: tuple[str, ...]
+    kinds: dict[str, int]
+    commands: int = 1
+    longest_seconds: float = 12.0  # from a command's start, or from one kill, to the next: a few runs
+
+
+PARENTS = {"parent": 40, "parent SIGTERM": 8, "parent SIGINT": 8, "group SIGINT": 4}
+
+RANKS = {"rank": 22, "forkserver": 12, "tracker": 3}
+
+ONE_BY_ONE = (AGAIN, "strategy=ddp,zero2,fsdp_full_shard,tp")  # and the reference, a single process
+
+BESIDE = (AGAIN, "strategy=single", "world_size=1", "checkpointing=none,full,selective,attention", "sweep.parallel=2")
+
+WAYS = {  # with their shares of the folders
+    Way("one by one", ONE_BY_ONE, PARENTS | RANKS): 5,
+    Way("side by side", BESIDE, PARENTS | RANKS | {"slot": 20}): 4,
+    Way("two commands", ONE_BY_ONE, PARENTS | RANKS, commands=2): 2,
+}
+
+
+@dataclass
+class Tally:
+    """What was done, and what did not hold."""
+
+    kills: collections.Counter[tuple[str, str, str]] = field(default_factory=collections.Counter)  # way, kind, moment
+    reasons: collections.Counter[str] = field(default_factory=collections.Counter)  # of rows that are errors
+    lived_on_seconds: list[float] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+    folders: int = 0
+
+    def violated(self, problems: Sequence[str], where: str) -> None:
+        for problem in problems:
+            self.violations.append(f"{where}: {problem}")
+            print(f"VIOLATED {where}: {problem}", flush=True)
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    folder: Path
+    seconds: float
+
+
+def undisturbed(way: Way, folder: Path) -> Undisturbed:
+    """The sweep as it should be; run before anything is killed, so that what is built once is there."""
+    began = time.monotonic()
+    status, said = done(folder, *way.arguments)
+    if status != 0 or not read_all(folder / "sweep").records:
+        raise SystemExit(f"the undisturbed sweep ended with {status}: {said}")
+    return Undisturbed(folder, time.monotonic() - began)
+
+
+def disturbed(way: Way, calm: Undisturbed, folder: Path, chance: random.Random, tally: Tally, most: int) -> None:
+    """One folder's sweep, begun again until it is done, with at most so many kills; then compared."""
+    tally.folders += 1
+    ledger, goal = Ledger(folder), tally.kills.total() + most
+    for attempt in range(most + 3):
+        where = f"{folder.name} attempt {attempt}"
+        commands = [start(folder, way.arguments) for _ in range(way.commands)]
+        killed = kills(way, calm, commands, ledger, chance, tally, where, goal)
+        rows = [record["row"] for record in read_all(folder / "sweep").records] if (folder / "sweep").exists() else []
+        reasons = [row["reason"] for row in rows if row["status"] == "error"]
+        tally.reasons.update(reason.partition(";")[0][:90] for reason in reasons)
+        tally.violated([f"Ctrl-C made an error: {reason}" for reason in reasons if "SIGINT" in reason], where)
+        for command in commands:
+            if "Traceback" in command.said() and (command, "tracker") not in killed:  # Python's own one complains then
+                tally.violated([f"a traceback: {command.said()[-1500:]}"], where)
+            status = command.process.returncode
+            if status not in (0, 1) and not any((command, kind) in killed for kind in PARENTS):
+                tally.violated([f"exit status {status}: {command.said()[-500:]}"], where)
+        if not killed and rows and all(row["status"] == "ok" for row in rows):
+            tally.violated(differences(folder, calm.folder), where)
+            tally.violated([f"left behind: {name}" for name in litter(folder)], where)
+            return
+    tally.violated([f"not done: {[(row['run_id'], row['status'], row['reason']) for row in rows]}"], folder.name)
+
+
+def kills(
+    way: Way,
+    calm: Undisturbed,
+    commands: Sequence[Command],
+    ledger: Ledger,
+    chance: random.Random,
+    tally: Tally,
+    where: str,
+    goal: int,
+) -> list[tuple[Command, str]]:
+    """Kills at random moments until every command has ended; what was killed of which."""
+    killed: list[tuple[Command, str]] = []
+    while any(command.process.poll() is None for command in commands):
+        wait = (
+            chance.uniform(0, min(way.longest_seconds, calm.seconds))
+            if tally.kills.total() < goal
+            else PATIENCE_SECONDS
+        )
+        ends_at = time.monotonic() + wait
+        while time.monotonic() < ends_at and any(command.process.poll() is None for command in commands):
+            tally.violated(ledger.look(), where)
+            time.sleep(LOOK_SECONDS)
+        alive = [command for command in commands if command.process.poll() is None]
+        if not alive:
+            break
+        if tally.kills.total() >= goal:
+            tally.violated([f"not over after {wait:.0f} s: {alive[0].said()[-500:]}"], where)
+            for command in alive:
+                os.killpg(command.process.pid, signal.SIGKILL)
+        command, kind = chance.choice(alive), chance.choices(list(way.kinds), list(way.kinds.values()))[0]
+        at = moment(ledger.folder)
+        if not strike(command, kind, chance):
+            continue
+        tally.kills[way.name, kind, at] += 1
+        print(f"{tally.kills.total()} {where}: {kind} killed at {at}", flush=True)
+        killed.append((command, kind))
+    for command in commands:
+        command.wait()
+        lived_on, left = seconds_until_gone(command, GONE_SECONDS)
+        tally.lived_on_seconds.append(lived_on)
+        tally.violated([f"alive after {lived_on:.0f} s: {what}" for what in left], where)
+    tally.violated(ledger.look(), where)
+    return killed
+
+
+def strike(command: Command, kind: str, chance: random.Random) -> bool:
+    """Whether there was something of the kind to kill."""
+    if kind == "group SIGINT":  # Ctrl-C
+        os.killpg(command.process.pid, signal.SIGINT)
+        return True
+    what, _, name = kind.partition(" ")
+    ends_at = time.monotonic() + FIND_SECONDS
+    while time.monotonic() < ends_at:
+        if kill_one(command, what, chance, getattr(signal, name or "SIGKILL")):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    chance, tally, began = random.Random(asked.seed), Tally(), time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        calm: dict[tuple[str, ...], Undisturbed] = {}
+        while tally.kills.total() < asked.kills:
+            way = chance.choices(list(WAYS), list(WAYS.values()))[0]
+            if way.arguments not in calm:
+                calm[way.arguments] = undisturbed(way, Path(place, f"calm_{len(calm)}"))
+            most = min(chance.randint(4, 10), asked.kills - tally.kills.total())
+            disturbed(way, calm[way.arguments], Path(place, f"folder_{tally.folders}"), chance, tally, most)
+    report(tally, time.monotonic() - began)
+    raise SystemExit(1 if tally.violations else 0)
+
+
+def report(tally: Tally, seconds: float) -> None:
+    print(f"{tally.kills.total()} kills in {tally.folders} folders and {seconds:.0f} s")
+    for index, what in enumerate(("way", "kind", "moment")):
+        counted: collections.Counter[str] = collections.Counter()
+        for key, count in tally.kills.items():
+            counted[key[index]] += count
+        print(f"by {what}: {dict(counted.most_common())}")
+    print(f"errors: {dict(tally.reasons.most_common())}")
+    print(f"longest life after the parent: {max(tally.lived_on_seconds, default=0):.2f} s")
+    print(f"violations: {len(tally.violations)}", *tally.violations, sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

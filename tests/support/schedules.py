@@ -1,0 +1,42 @@
+"""TODO tests.support.schedules."""
+
+from typing import Any
+
+from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+from harness.config.schema import StrategyConfig
+from harness.layout.layout import Layout, resolve_layout
+
+SCHEDULES = {"interleaved_1f1b": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+
+
+Order = dict[int, list[tuple[int, str, int]]]  # by rank: stage, operation, micro-batch
+
+
+def by_hand(schedule: str, p: int, place: int, micro_batches: int) -> list[tuple[int, str, int]]:
+    """torch writes these two as loops that send and receive."""
+    ahead = micro_batches if schedule == "gpipe" else min(micro_batches, p - place)
+    turns = [("F", index) for index in range(ahead)]
+    for index in range(micro_batches):
+        turns += [("B", index)] + ([("F", index + ahead)] if index + ahead < micro_batches else [])
+    return [(place, operation, index) for operation, index in turns]
+
+
+def laid_out(schedule: str, p: int, v: int) -> Layout:
+    return resolve_layout(StrategyConfig("pp", pp=p, schedule=schedule, virtual_stages=v), p)
+
+
+def order(layout: Layout, micro_batches: int) -> Order:
+    """What each rank computes, in turn, asked of torch's schedule without any stages."""
+    p, v = layout.pp, layout.virtual_stages
+    if layout.schedule in ("gpipe", "1f1b"):
+        return {place: by_hand(layout.schedule, p, place, micro_batches) for place in range(p)}
+    schedule: Any = object.__new__(SCHEDULES[layout.schedule])
+    schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = p, v, micro_batches
+    schedule.number_of_rounds = max(1, micro_batches // p)
+    schedule.microbatches_per_round = micro_batches // schedule.number_of_rounds
+    found = {place: schedule._calculate_single_rank_operations(place) for place in range(p)}
+    return {
+        place: [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in actions if a is not None]
+        for place, actions in found.items()
+    }

@@ -1,0 +1,325 @@
+"""A real Slurm on this machine for tests: a controller, a daemon for every virtual node, accounting if asked for.
+
+All of it lies in one folder and ends with the test, however the test ends. What belongs to a cluster is told by its
+name: Slurm puts SLURM_CLUSTER_NAME into every job's environment, the daemons are started with it, and slurmstepd, which
+wipes its environment, is a copy named after cluster and node.
+"""
+
+import getpass
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from tests.support import packages
+from tests.support.packages import PATH
+
+T = TypeVar("T")
+
+PACKAGES = ("slurm-wlm", "munge", "slurmdbd", "mariadb-server")
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "slurmdbd", "mariadbd", "mariadb-install-db")
+
+READY_SECONDS = 60.0  # for a daemon to answer; on an idle machine it takes about one
+
+POLL_SECONDS = 0.05
+
+CONFIGURATION = """\
+ClusterName={name}
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+# A requeued job may start when its old credential has expired: after two minutes, if nothing is said.
+AuthInfo=cred_expire=5,socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=5,batch_sched_delay=0
+# Nodes claim more cores than the machine may have.
+SlurmdParameters=config_overrides
+# A dead node is given up 10 to 15 s after its death. SIGKILL follows SIGTERM in 3 to 4 s.
+MessageTimeout=3
+SlurmdTimeout=3
+KillWait=2
+ReturnToService=2
+JobRequeue=1
+MinJobAge=3600
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1
+PartitionName=high Nodes=ALL PriorityTier=2
+"""
+
+NODE = "NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=8000\n"
+
+ACCOUNTED = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={port}
+AccountingStoragePass={folder}/munge.socket
+"""
+
+DATABASE = """\
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+DbdHost=localhost
+DbdPort={port}
+SlurmUser={user}
+LogFile={folder}/slurmdbd.log
+PidFile={folder}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={storage_port}
+StorageUser=root
+"""
+
+
+def install() -> str:
+    """Sees that Slurm is installed; returns why it is not, or nothing."""
+    return packages.install("Slurm", PROGRAMS, PACKAGES)
+
+
+def wait_for(look: Callable[[], T], seconds: float, what: str) -> T:
+    """What `look` returns when that is true of it; fails if it never is."""
+    deadline = time.monotonic() + seconds
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(POLL_SECONDS)
+    return found
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a test does with a running cluster."""
+
+    name: str
+    folder: Path
+    environment: dict[str, str]  # for commands that are to find this cluster
+    daemons: dict[str, subprocess.Popen[bytes]]  # running; a slurmd by its node's name
+
+    def run(self, *command: str) -> str:
+        """What a command of Slurm's prints; CalledProcessError, with what it said, if it fails."""
+        done = subprocess.run(
+            command, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=60, check=False
+        )
+        try:
+            done.check_returncode()
+        except subprocess.CalledProcessError as error:
+            error.add_note(done.stderr)
+            raise
+        return done.stdout.strip()
+
+    def submit(self, script: str, *options: str) -> str:
+        """The id of a batch job that runs this shell script; it writes to `ID.out` in the cluster's folder."""
+        path = self.folder / f"{secrets.token_hex(4)}.sh"
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        return self.run("sbatch", "--parsable", "--output=%j.out", *options, str(path))
+
+    def jobs(self) -> dict[str, str]:
+        """Every job's state, and every array task's (as `7_0`), the ended ones' too."""
+        return dict(line.split() for line in self.run("squeue", "-h", "-r", "-t", "all", "-o", "%i %T").splitlines())
+
+    def wait_for_job(self, job: str, *states: str, seconds: float = 60.0) -> str:
+        """Which of these states the job came to."""
+        return wait_for(
+            lambda: next((state for state in states if self.jobs().get(job) == state), ""),
+            seconds,
+            f"job {job} is {' or '.join(states)}; see {self.folder}",
+        )
+
+    def nodes(self) -> dict[str, str]:
+        """Every node's state, such as `idle`, `alloc`, `down*`: the star says that its slurmd does not answer."""
+        return dict(line.split() for line in self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%N %t").splitlines())
+
+    def wait_for_node(self, node: str, *states: str, seconds: float = READY_SECONDS) -> None:
+        wait_for(lambda: self.nodes()[node] in states, seconds, f"{node} is {' or '.join(states)}; see {self.folder}")
+
+    def drain(self, node: str) -> None:
+        self.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+
+    def resume(self, node: str) -> None:
+        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
+    def start_slurmd(self, node: str) -> None:
+        stepd = self.folder / f"{self.name}-{node}"
+        if not stepd.exists():
+            shutil.copy(str(shutil.which("slurmstepd", path=PATH)), stepd)
+        self.start(node, "slurmd", "-D", "-N", node, "-d", str(stepd), SLURMD_NODENAME=node)
+
+    def kill_slurmd(self, node: str) -> None:
+        """Its jobs' steps live on: slurmstepd looks after them."""
+        daemon = self.daemons.pop(node)
+        daemon.kill()
+        daemon.wait()
+
+    def kill_node(self, node: str) -> None:
+        """As if its machine lost power: slurmd, steps and the processes of jobs."""
+        kill_all(lambda: self.processes(node))
+        self.daemons.pop(node).wait()
+
+    def processes(self, node: str = "") -> list[psutil.Process]:
+        return processes(self.name, node)
+
+    def start(self, daemon: str, *command: str, **environment: str) -> None:
+        """Starts a daemon in the foreground, in a session of its own: Ctrl-C is for the test."""
+        with (self.folder / f"{daemon}.log").open("ab") as log:
+            self.daemons[daemon] = subprocess.Popen(
+                command,
+                env={**self.environment, "SLURM_CLUSTER_NAME": self.name, **environment},
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait_for_daemon(self, daemon: str, ready: Callable[[], bool]) -> None:
+        log = self.folder / f"{daemon}.log"
+
+        def look() -> bool:
+            assert self.daemons[daemon].poll() is None, f"{daemon} ended:\n{log.read_text()}"
+            return ready()
+
+        wait_for(look, READY_SECONDS, f"{daemon} is ready; see {log}")
+
+
+def processes(name: str, node: str = "") -> list[psutil.Process]:
+    """What runs as part of this cluster, daemons and jobs, or as part of one node of it; `info["name"]` says what."""
+    mark = {"SLURM_CLUSTER_NAME": name, **({"SLURMD_NODENAME": node} if node else {})}
+    found = []
+    for process in psutil.process_iter(["name"]):
+        with suppress(psutil.Error, OSError):
+            if process.environ().items() >= mark.items() or Path(process.exe()).match(f"{name}-{node or '*'}"):
+                found.append(process)
+    return found
+
+
+def kill_all(find: Callable[[], list[psutil.Process]]) -> None:
+    """Until there is none: one that was just being started is found the next time."""
+    while found := find():
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def ended(cluster: Cluster) -> Iterator[None]:
+    """Nothing of the cluster is left afterwards, nor when this process is killed: a process of its own ends it all as
+    soon as its input closes."""
+    guard = subprocess.Popen(
+        [sys.executable, __file__, cluster.name], stdin=subprocess.PIPE, start_new_session=True, cwd=cluster.folder
+    )
+    try:
+        yield
+    finally:
+        guard.communicate()
+        for daemon in cluster.daemons.values():
+            daemon.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for taken in sockets:
+            taken.bind(("127.0.0.1", 0))
+        return [taken.getsockname()[1] for taken in sockets]
+
+
+def write_private(path: Path, text: str) -> None:
+    path.touch(0o600)
+    path.write_text(text)
+
+
+def connects(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def start_accounting(cluster: Cluster, port: int) -> None:
+    """A database and the daemon that keeps the cluster's jobs in it."""
+    (storage_port,) = free_ports(1)
+    folder, user = cluster.folder, getpass.getuser()
+    data = [f"--datadir={folder}/database", f"--user={user}"]
+    cluster.run("mariadb-install-db", "--no-defaults", "--auth-root-authentication-method=normal", *data)
+    listen = [f"--port={storage_port}", "--bind-address=127.0.0.1", f"--socket={folder}/database.socket"]
+    cluster.start("mariadbd", "mariadbd", "--no-defaults", "--skip-name-resolve", *data, *listen)
+    cluster.wait_for_daemon("mariadbd", lambda: connects(storage_port))
+    database = DATABASE.format(folder=folder, port=port, storage_port=storage_port, user=user)
+    write_private(folder / "slurmdbd.conf", database)
+    cluster.start("slurmdbd", "slurmdbd", "-D")
+    cluster.wait_for_daemon("slurmdbd", lambda: connects(port))
+
+
+@contextmanager
+def cluster(folder: Path, *, nodes: int = 2, accounting: bool = False) -> Iterator[Cluster]:
+    """A cluster of the nodes n1, n2 … in this folder, with the partitions `low` and `high`, which preempts `low`."""
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "state").mkdir()
+    controller_port, accounting_port, *node_ports = free_ports(2 + nodes)
+    name, host = f"test{secrets.token_hex(4)}", socket.gethostname().split(".")[0]
+    names = [f"n{number}" for number in range(1, nodes + 1)]
+    lines = [NODE.format(node=node, host=host, port=port) for node, port in zip(names, node_ports, strict=True)]
+    text = CONFIGURATION.format(
+        name=name, host=host, controller_port=controller_port, user=getpass.getuser(), folder=folder
+    )
+    text += "".join(lines) + (ACCOUNTED.format(port=accounting_port, folder=folder) if accounting else "")
+    (folder / "slurm.conf").write_text(text)
+    write_private(folder / "munge.key", secrets.token_hex(64))
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
+    environment = {**plain, "PATH": PATH, "SLURM_CONF": f"{folder}/slurm.conf"}
+    made = Cluster(name, folder, environment, {})
+    with ended(made):
+        files = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "seed")]
+        made.start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
+        made.wait_for_daemon("munged", (folder / "munge.socket").exists)
+        if accounting:
+            start_accounting(made, accounting_port)
+        made.start("slurmctld", "slurmctld", "-D")
+        for node in names:
+            made.start_slurmd(node)
+        made.wait_for_daemon("slurmctld", lambda: connects(controller_port))
+        for node in names:
+            made.wait_for_node(node, "idle")
+        yield made
+
+
+if __name__ == "__main__":
+    sys.stdin.read()
+    kill_all(lambda: processes(sys.argv[1]))
+
+
+def wait_for_step(results: Path, name: str, step: int = 5) -> Path:
+    """The folder of the one run of a comparison, when its first rank has come so far."""
+
+    def look() -> Path | None:
+        for path in (results / name).glob("*/ranks/rank_00000.pulse"):
+            with suppress(ValueError, OSError):
+                if json.loads(path.read_bytes())[1] >= step:
+                    return path.parents[1]
+        return None
+
+    found = wait_for(look, 120, f"{name} is at step {step}")
+    assert found is not None
+    return found

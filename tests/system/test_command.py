@@ -1,0 +1,194 @@
+"""The command as a user meets it: one line for a mistake, a row for everything else."""
+
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.cuda._memory_viz import trace_plot
+
+from harness.cli import main as command
+from harness.records.run_folder import rank_report_file, snapshot_file
+from tests.support.commands import ROOT, Harness, read_rows
+
+SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("strategy=nope", "strategy=nope is not known: choose 3d, cp, ddp, ddp_pp, dp,"),
+        ("train.stepz=3", "train.stepz is not a key"),
+        ("+strategy.foo=1", "strategy.foo is not a key: choose one of name, engine,"),
+        ("strategy.engine=foo", "strategy.engine=foo is not known: choose accelerate,"),
+        ("train.steps=0", "train.steps=0 is not a positive whole number: choose 1 or more"),
+        ("train.steps=x", "train.steps=x is not a whole number"),
+        ("train.lr=-1", "train.lr=-1.0 is not a finite number of 0 or more"),
+        ("train.micro_batch=-1", "train.micro_batch=-1 is not a positive whole number"),
+        ("world_size=0", "world_size=0 is not a positive number"),
+        ("world_size=3", "train.global_batch=8 is not a multiple of train.micro_batch=1 x 3 data-parallel ranks"),
+        ("world_size=4 strategy.dp_shard=3", "world_size=4 is not divisible by the strategy's degrees (dp_shard 3)"),
+        ("world_size=4 strategy.dp_replicate=3", "world_size=4 is not the product of the strategy's degrees"),
+        ("train.global_batch=7", "train.global_batch=7 is not a multiple"),
+        ("model.hidden_size=97", "model.hidden_size=97 does not give model.num_attention_heads=4 heads of even size"),
+        ("model.num_key_value_heads=3", "model.num_key_value_heads=3 does not divide model.num_attention_heads=4"),
+        ("name=../x", "name=../x cannot name a folder of results"),
+        ("data.path=/nope", "data.path=/nope does not exist: name a text file"),
+        ("results_dir=/proc/x", "results_dir: /proc/x/runs cannot be written"),
+        ("strategy=dp", "strategy=dp needs two CUDA devices"),
+        ("strategy=zero1 strategy.dp_replicate=2 world_size=4", "strategy.dp_replicate=2 is not supported by"),
+        ("strategy=fsdp_full_shard strategy.engine=accelerate", "Accelerate silently drops sharding on CPU"),
+        ("strategy=fsdp_full_shard strategy.zero_stage=1", "strategy.zero_stage=1 is not a mode of fully_shard"),
+        ("strategy=tp world_size=4", "strategy.tp=4 does not divide model.num_key_value_heads=2: choose 1 or 2"),
+        ("strategy=tp world_size=3", "strategy.tp=3 does not divide model.num_attention_heads=4: choose 1 or 2"),
+        ("strategy=tp model.intermediate_size=255", "strategy.tp=2 does not divide model.intermediate_size=255"),
+        (
+            "strategy=tp_sp train.seq_len=33",
+            "strategy.tp=2 with strategy.sequence_parallel does not divide train.seq_len=33: choose a multiple of 2",
+        ),
+        ("strategy=tp_sp world_size=1", "strategy.sequence_parallel=true needs strategy.tp of 2 or more"),
+        ("strategy=pp_1f1b world_size=8", "strategy.pp=8 makes 8 stages of model.num_hidden_layers=4"),
+        ("strategy=pp_interleaved world_size=4", "strategy.pp=4 x strategy.virtual_stages=2 makes 8 stages"),
+        ("strategy=pp_gpipe train.micro_batch=8", "make 1 micro-batches, fewer than strategy.pp=2 stages"),
+        ("strategy=pp_interleaved train.global_batch=5", "which strategy.schedule=interleaved_1f1b cannot take"),
+        ("strategy=pp_interleaved strategy.virtual_stages=1", "strategy.virtual_stages=1 interleaves nothing"),
+        ("strategy=pp_1f1b strategy.virtual_stages=2", "is not part of strategy.schedule=1f1b"),
+        ("strategy=pp_1f1b strategy.layers_per_stage=[1,2]", "their sum model.num_hidden_layers=4"),
+        ("strategy=pp_1f1b strategy.layers_per_stage=[4,x]", "strategy.layers_per_stage=x is not a whole number"),
+        ("strategy=ddp strategy.layers_per_stage=[2,2]", "strategy.layers_per_stage=[2, 2] needs strategy.pp"),
+        ("strategy=pp_1f1b model.tie_word_embeddings=true", "model.tie_word_embeddings=true ties the first stage"),
+        ("strategy=pp_1f1b strategy.schedule=zbv", "strategy.schedule=zbv is not known: choose gpipe, 1f1b,"),
+        ("strategy=cp strategy.data_parallel=none", "strategy.cp=2 needs strategy.data_parallel"),
+        ("strategy=ddp strategy.tp=2", "strategy.data_parallel=ddp cannot wrap what strategy.tp=2 cuts"),
+        ("strategy=ddp_pp strategy.schedule=zero_bubble world_size=4", "strategy.data_parallel=ddp averages gradients"),
+        ("strategy=pp_1f1b strategy.layers_per_stage=2", "strategy.layers_per_stage=2 is not a list: give it a list"),
+        ("strategy=zero3 strategy.tp=2 world_size=4", "strategy.vocabulary_parallel=true: strategy.tp=2"),
+        ("strategy=ddp strategy.engine=accelerate strategy.tp=2 world_size=4", "strategy.tp=2 is not supported by"),
+        ("cluster.device=cuda", "cluster.device=cuda needs a CUDA device"),
+        ("precision=fp8", "precision=fp8 is not known: choose bf16, bf16_mixed, fp16_mixed, fp32"),
+        ("tracking.mode=loud", "tracking.mode=loud is not known"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    overrides: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2, nothing on disk."""
+    arguments = [f"results_dir={tmp_path}/results", *overrides.split()]
+    monkeypatch.setattr(sys, "argv", ["harness", *arguments])
+    monkeypatch.chdir(tmp_path)
+    assert command.main() == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert said in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_impossible_combinations_of_a_sweep_are_rows(harness: Harness, tmp_path: Path) -> None:
+    sweep = ("strategy=ddp,dp", "train.micro_batch=1,3", "train.steps=1,0", "train.seq_len=32", "train.warmup_steps=1")
+    done = harness("-m", "name=mixed", *sweep)
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(tmp_path / "results", "mixed")
+    assert len(rows) == 8
+    assert sorted(rows.status) == ["ok"] + ["refused"] * 7
+    assert rows[rows.status == "refused"].reason.str.len().min() > 20
+    assert "refused" in done.stdout and max(map(len, done.stdout.splitlines())) <= 120
+
+
+def test_what_cannot_fit_is_refused_with_the_arithmetic(harness: Harness, tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = harness("strategy=zero3", "model=70b", "name=big")
+    assert time.monotonic() - began < 60
+    assert done.returncode == 1
+    (row,) = read_rows(tmp_path / "results", "big").itertuples()
+    assert row.status == "refused"
+    # ZeRO-3 in fp32 under DeepSpeed: 4 + 4 + 12 bytes a parameter over two ranks.
+    assert f"parameters {row.parameters * 2 / 2**30:.1f}" in row.reason
+    assert f"optimizer {row.parameters * 6 / 2**30:.1f}" in row.reason
+    assert "x 2 ranks on one host" in row.reason and "are there: choose model=" in row.reason
+    assert not (tmp_path / "results" / "big" / row.run_id / "ranks").exists()  # no process was started
+
+
+def test_a_recorded_run_is_not_run_again(harness: Harness, tmp_path: Path) -> None:
+    """Unless force=true asks for it or other code made it; a change in what affects the result is another run."""
+    results = tmp_path / "results"
+    first = harness("name=again", *SMALL)
+    assert first.returncode == 0, first.stderr
+    (run_dir,) = [path.parent for path in (results / "again").glob("*/record.json")]
+    record = run_dir / "record.json"
+    made = record.stat().st_mtime_ns
+
+    assert "is recorded" in harness("name=again", *SMALL).stderr
+    assert record.stat().st_mtime_ns == made
+
+    changed = json.loads(record.read_text())
+    changed["versions"]["torch"] = "2.0.0"
+    record.write_text(json.dumps(changed))
+    assert "stale: torch 2.0.0" in harness("name=again", *SMALL).stderr
+    assert json.loads(record.read_text())["versions"]["torch"] != "2.0.0"
+
+    assert "bound asked for now" in harness("name=again", "proof.grad_bound.fp32=1e-12", *SMALL).stderr
+
+    made = record.stat().st_mtime_ns
+    harness("name=again", "force=true", *SMALL)
+    assert record.stat().st_mtime_ns > made
+    harness("name=again", "train.seed=1", *SMALL)
+    assert len(read_rows(results, "again")) == 2
+
+
+def test_a_snapshot_of_memory_is_kept_when_asked_for(harness: Harness, tmp_path: Path) -> None:
+    """In torch's own form and for every rank: played back, it reaches the peak that the allocator counted."""
+    assert harness("name=kept", "proof.reference=false", *SMALL).returncode == 0
+    again = harness("name=kept", "proof.reference=false", "measure.memory_snapshot=true", *SMALL)
+    assert "no snapshot of its memory was kept" in again.stderr
+    (run_dir,) = [path.parent for path in (tmp_path / "results" / "kept").glob("*/record.json")]
+    for rank in range(2):
+        snapshot = pickle.loads(snapshot_file(run_dir, rank).read_bytes())
+        signs = {"alloc": 1, "free_completed": -1}
+        lines = [(entry["size"] * signs.get(entry["action"], 0)) for entry in snapshot["device_traces"][0]]
+        seen = json.loads(rank_report_file(run_dir, rank).read_text())["profiled"]
+        assert max(itertools.accumulate(lines)) == seen["peak_allocated_bytes"]
+        assert any(frame["name"] == "backward" for entry in snapshot["device_traces"][0] for frame in entry["frames"])
+        assert "<script" in trace_plot(snapshot)
+
+
+@pytest.mark.long  # two commands at one sweep are killed in tests/test_faults.py
+def test_two_commands_share_a_folder(tmp_path: Path) -> None:
+    """Each run is made once, whoever makes it."""
+    command = [sys.executable, "-m", "harness", f"results_dir={tmp_path}", "name=both", "tracking=none", *SMALL]
+    both = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=120)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert sum("reference single" in text for text in said) == 1
+    assert sum("is recorded" in text for text in said) == 1
+
+
+def test_the_quick_comparison(tmp_path: Path) -> None:
+    """As the README has it, tracking included: under three minutes, all proven, readable from its files alone."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "harness", "sweeps=quickstart", f"results_dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert time.monotonic() - began < 180
+    rows = read_rows(tmp_path, "quickstart")
+    data = ["single", "ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "fsdp_shard_grad_op"]
+    assert list(rows.strategy) == [*data, "tp", "pp_1f1b"]
+    assert set(rows.status) == {"ok"}
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    assert f"{tmp_path}/quickstart/report.md" in done.stdout
+    # The report again, by its own command; and W&B's own reader on what tracking kept.
+    written = tmp_path / "quickstart" / "report.md"
+    before = written.read_text()
+    written.unlink()
+    again = [sys.executable, "-m", "harness.report", str(tmp_path / "quickstart")]
+    assert subprocess.run(again, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    assert written.read_text() == before
+    (kept,) = (tmp_path / "quickstart" / rows.run_id[1]).glob("wandb/offline-run-*/run-*.wandb")
+    reader = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--summary", "--json", str(kept)]
+    read = subprocess.run(reader, capture_output=True, text=True, check=False)
+    assert read.returncode == 0, read.stderr
+    assert str(rows.peak_allocated_bytes[1]) in read.stdout

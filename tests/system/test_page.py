@@ -1,0 +1,411 @@
+"""report.html in a real browser: what it shows, what the reader can do with it, and that it fetches nothing."""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from harness.report import html
+from harness.report.document import Section
+from harness.report.view import View
+from tests.support import pages
+from tests.support.pages import ASCENDING, DARK, DESCENDING, HOSTILE, LIGHT, NUMBERS
+
+DRAWN = "[data-chart='{}'] svg"
+
+POINTS = "[aria-roledescription='point']"
+
+BARS = "[aria-roledescription='bar']"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with pages.browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages that tests open, by the names of their files."""
+    made = tmp_path_factory.mktemp("pages")
+    rows = pages.measured()
+    written = {
+        "every": html.page("every kind", pages.every_kind(), pages.drawn(rows), pages.library(), (LIGHT, DARK)),
+        "hostile": html.page(HOSTILE[0], *pages.hostile(), pages.library(), (LIGHT, DARK)),
+        "tables": html.page("tables", pages.every_kind(pictures=False), None, "", (LIGHT, DARK)),
+        "plain": html.page("plain", [Section("Only words", [])], None, pages.library(), (LIGHT, DARK)),
+    }
+    for name, text in written.items():
+        (made / f"{name}.html").write_text(text, encoding="utf-8")
+    return made
+
+
+class Opened:
+    """Opens pages of the folder, and keeps what they asked for and complained of."""
+
+    def __init__(self, browser: Browser, folder: Path) -> None:
+        self.browser, self.folder = browser, folder
+        self.requests: list[str] = []
+        self.said: list[str] = []
+        self.pages: list[Page] = []
+
+    def __call__(self, name: str, width: int = 1400, fragment: str = "", **context: Any) -> Page:
+        page = self.browser.new_page(viewport={"width": width, "height": 900}, **context)
+        page.set_default_timeout(5000)
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.said.append(str(error)))
+        page.add_init_script(
+            "addEventListener('securitypolicyviolation', (e) => console.error('policy', e.violatedDirective))"
+        )
+        page.goto((self.folder / f"{name}.html").as_uri() + fragment)
+        self.pages.append(page)
+        return page
+
+
+@pytest.fixture
+def opened(browser: Browser, folder: Path) -> Iterator[Opened]:
+    """Whatever a test does with a page: nothing is fetched, and the console stays empty."""
+    made = Opened(browser, folder)
+    yield made
+    for page in made.pages:
+        page.close()
+    files = {path.as_uri() for path in folder.iterdir()}
+    assert {request.split("#")[0] for request in made.requests if not request.startswith("data:")} <= files
+    assert made.said == []
+
+
+def see(page: Page, chart: str) -> None:
+    """Scrolls to a chart and waits until it is drawn."""
+    page.locator(f"[data-chart='{chart}']").scroll_into_view_if_needed()
+    page.locator(DRAWN.format(chart)).wait_for()
+
+
+def see_all(page: Page) -> None:
+    for box in page.locator("[data-chart]").all():
+        see(page, str(box.get_attribute("data-chart")))
+
+
+def column(page: Page, table: str, place: int) -> list[str]:
+    """What the cells of a column show, from the top, of the rows that are shown."""
+    script = """([table, place]) => [...document.querySelectorAll(`${table} tbody tr:not([hidden])`)]
+        .map((row) => row.cells[place].textContent.trim())"""
+    found: list[str] = page.evaluate(script, [table, place])
+    return found
+
+
+EVERY_FORM = "#numbers table"
+
+
+def test_sorting_orders_numbers_and_returns(opened: Opened) -> None:
+    page = opened("tables")
+    button = page.locator(EVERY_FORM).get_by_role("button", name="value")
+    head = page.locator(f"{EVERY_FORM} thead th").nth(1)
+    original = [f"row {i}" for i in range(len(NUMBERS))]
+    button.click()
+    assert column(page, EVERY_FORM, 1) == list(ASCENDING)
+    expect(head).to_have_attribute("aria-sort", "ascending")
+    button.press("Enter")
+    assert column(page, EVERY_FORM, 1) == list(DESCENDING)
+    expect(head).to_have_attribute("aria-sort", "descending")
+    button.press("Space")
+    assert column(page, EVERY_FORM, 0) == original
+    expect(head).not_to_have_attribute("aria-sort", re.compile(".*"))
+    button.click()
+    page.locator(EVERY_FORM).get_by_role("button", name="cell").click()
+    assert column(page, EVERY_FORM, 0) == original, "row 10 comes after row 2"
+    expect(page.locator(f"{EVERY_FORM} [aria-sort]")).to_have_count(1)
+    expect(page.locator("#failures").get_by_role("button")).to_have_count(1)  # a column without a title has none
+
+
+def test_best_is_said_and_sorts_as_its_number(opened: Opened) -> None:
+    page = opened("tables")
+    cell = page.locator("#comparison td", has=page.locator(".mark"))
+    expect(cell).to_have_text(re.compile(r"^130◆ best$"))
+    expect(cell.get_by_title("best")).to_be_visible()
+    page.locator("#comparison").get_by_role("button", name="tok/s").click()
+    assert column(page, "#comparison table", 2)[-1] == "130◆ best"
+
+
+def test_filter_counts_what_it_leaves(opened: Opened) -> None:
+    page = opened("tables")
+    search = page.get_by_role("searchbox", name="Rows with in Comparison")
+    search.fill("ZERO full")
+    assert column(page, "#comparison table", 0) == ["zero1 full", "zero2 full", "zero3 full"]
+    expect(page.locator("#comparison .count").first).to_have_text("3 of 14 rows")
+    expect(page.get_by_role("status")).to_have_text("3 of 14 rows")
+    expect(page.get_by_role("status")).to_have_attribute("aria-live", "polite")
+    page.get_by_label("zero2", exact=True).uncheck()
+    assert column(page, "#comparison table", 0) == ["zero1 full", "zero3 full"]
+    search.fill("")
+    expect(page.locator("#comparison .count").first).to_have_text("12 of 14 rows")
+    expect(page.get_by_role("searchbox", name="Rows with in Failures")).to_have_count(0)
+
+
+def test_strategies_hide_rows_and_marks(opened: Opened) -> None:
+    page = opened("every")
+    see(page, "0")
+    points, bars = page.locator(f"{DRAWN.format(0)} {POINTS}"), page.locator(f"{DRAWN.format(1)} {BARS}")
+    expect(points).to_have_count(14)
+    page.get_by_role("group", name="Strategies").get_by_label("ddp").focus()
+    page.keyboard.press("Space")
+    expect(points).to_have_count(12)
+    assert not [label for label in column(page, "#comparison table", 0) if label.startswith("ddp")]
+    expect(page.get_by_role("status")).to_have_text("6 of 7 strategies shown")
+    see(page, "1")  # drawn afterwards, it leaves the same out
+    expect(bars).to_have_count(12)
+    shared = page.url
+    page.get_by_role("button", name="None").click()
+    expect(points).to_have_count(0)
+    assert column(page, "#comparison table", 0) == []
+    page.get_by_role("button", name="All").click()
+    expect(points).to_have_count(14)
+    assert "#" not in page.url
+    again = opened("every", fragment="#" + shared.split("#")[1])
+    see(again, "0")
+    expect(again.locator(f"{DRAWN.format(0)} {POINTS}")).to_have_count(12)
+    expect(again.get_by_label("ddp", exact=True)).not_to_be_checked()
+
+
+def both(rows: list[dict[str, Any]], x: str, y: str, above: float = float("-inf")) -> int:
+    return sum(all(row[name] is not None and row[name] > above for name in (x, y)) for row in rows)
+
+
+def test_axes_are_chosen(opened: Opened) -> None:
+    page = opened("every")
+    rows = [dict(row) for row in pages.drawn(pages.measured()).rows]
+    form, shown = page.get_by_role("form", name="Axes"), page.locator(DRAWN.format("explored"))
+    see(page, "explored")
+    expect(shown.locator(POINTS)).to_have_count(both(rows, "peak", "speed"))
+    expect(page.locator("#axes-caption")).to_have_text("tokens a second against peak memory, MiB")
+    form.get_by_role("combobox", name="Across").select_option("sent")
+    expect(shown.get_by_text("sent, KiB")).to_have_count(1)
+    expect(shown.get_by_text("peak memory, MiB")).to_have_count(0)
+    expect(shown.locator(POINTS)).to_have_count(both(rows, "sent", "speed"))
+    form.get_by_label("logarithmic across").check()
+    expect(shown.locator(POINTS)).to_have_count(both(rows, "sent", "speed", 0))
+    form.get_by_role("combobox", name="Colour").select_option("checkpointing")
+    expect(shown.get_by_text("checkpointing", exact=True)).to_have_count(1)
+    again = opened("every", fragment="#" + page.url.split("#")[1])
+    see(again, "explored")
+    expect(again.locator(DRAWN.format("explored")).locator(POINTS)).to_have_count(both(rows, "sent", "speed", 0))
+    expect(again.locator("[name='colour']")).to_have_value("checkpointing")
+
+
+CONTRASTS = """() => {
+  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+  const rgba = (colour) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = (colour) => {
+    const [r, g, b] = colour.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const back = at.matches('svg') ? at.style.backgroundColor || getComputedStyle(at).backgroundColor
+        : getComputedStyle(at).backgroundColor;
+      const colour = rgba(back);
+      if (colour[3] === 255) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const found = {};
+  for (const element of document.querySelectorAll('body *')) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    if (!own || element.closest('.unseen, noscript, script, style, .skip') || !element.checkVisibility()) continue;
+    const style = getComputedStyle(element);
+    const [front, back] = [element.matches('svg *') ? style.fill : style.color, behind(element)];
+    const [a, b] = [light(rgba(front)), light(back)];
+    const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (contrast < 4.5) found[`${element.tagName} ${element.textContent.slice(0, 30)} ${front} on ${back}`] = contrast;
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_themes_are_readable_and_charts_follow(opened: Opened, scheme: str) -> None:
+    page = opened("every", color_scheme=scheme)
+    see_all(page)
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert page.evaluate(CONTRASTS) == {}
+    other = "light" if scheme == "dark" else "dark"
+    label = page.locator(f"{DRAWN.format(0)} text").first
+    before = label.get_attribute("fill")
+    page.get_by_role("radio", name=other).check()
+    expect(label).not_to_have_attribute("fill", str(before))
+    expect(page.locator("[data-chart] svg")).to_have_count(3)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != paper
+    assert page.evaluate(CONTRASTS) == {}
+    page.get_by_role("radio", name="auto").focus()
+    page.keyboard.press("Space")
+    expect(label).to_have_attribute("fill", str(before))
+
+
+@pytest.mark.parametrize("name", ["every", "hostile"])
+def test_no_width_overflows(opened: Opened, name: str) -> None:
+    page = opened(name)
+    for width in (360, 820, 1400):
+        page.set_viewport_size({"width": width, "height": 900})
+        see(page, "0")
+        page.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    box = page.locator(".scroll").first
+    page.set_viewport_size({"width": 360, "height": 900})
+    if name == "hostile":
+        box.evaluate("(box) => { box.scrollLeft = 300; }")
+        left = "(box) => box.querySelector('tbody th').getBoundingClientRect().left - box.getBoundingClientRect().left"
+        assert abs(box.evaluate(left)) < 1, "the first column stays"
+        expect(box).to_have_attribute("tabindex", "0")
+
+
+def test_hostile_text_stays_text(opened: Opened) -> None:
+    page = opened("hostile")
+    see(page, "0")
+    assert page.evaluate("window.harmed") is None
+    assert page.title() == HOSTILE[0]
+    headings = page.locator("h2").all_inner_texts()
+    shown = [re.sub(r"[\x00\x07\x1b\u202e]", "\ufffd", " ".join(text.split())) for text in HOSTILE]
+    assert headings == [*shown, "Choose axes"]
+    assert page.locator("main img, main a, main script").count() == 0
+    assert page.locator("section section").count() == 0
+    page.locator(f"{DRAWN.format(0)} {POINTS}").first.hover()
+    expect(page.locator("#vg-tooltip-element")).to_be_visible()
+    page.locator(".filter input[type='checkbox']").first.uncheck()
+    expect(page.locator(f"{DRAWN.format(0)} {POINTS}")).to_have_count(2 * len(HOSTILE) - 2)
+    see(page, "explored")
+    assert page.evaluate("window.harmed") is None
+
+
+def test_paper_shows_all_and_no_controls(opened: Opened) -> None:
+    page = opened("every", color_scheme="dark")
+    page.get_by_label("tp", exact=True).uncheck()
+    page.emulate_media(media="print", color_scheme="dark")
+    expect(page.locator("[data-chart] svg")).to_have_count(3)
+    for chart in ("0", "1", "explored"):
+        expect(page.locator(DRAWN.format(chart))).to_be_visible()
+        expect(page.locator(f"{DRAWN.format(chart)} text").first).not_to_have_attribute("fill", "#e4e7ea")
+    assert page.evaluate("[...document.querySelectorAll('main table')].every((table) => table.checkVisibility())")
+    assert page.evaluate("[...document.querySelectorAll('details')].every((details) => details.open)")
+    for control in page.locator("input, select, form, .filter button, nav").all():
+        expect(control).not_to_be_visible()
+    assert page.evaluate("getComputedStyle(document.querySelector('main th')).color") == "rgb(27, 31, 35)"
+    expect(page.get_by_text("Left out: tp.")).to_be_visible()
+    assert page.evaluate(CONTRASTS) == {}
+    page.emulate_media(media="screen", color_scheme="dark")
+    expect(page.locator("figure details[open]")).to_have_count(0)
+
+
+def test_printed_before_it_was_scrolled(opened: Opened, tmp_path: Path) -> None:
+    """beforeprint gives no time to wait: a chart that is not drawn at once is missing on paper."""
+    page = opened("every", color_scheme="dark")
+    page.wait_for_load_state()
+    page.evaluate(
+        "addEventListener('afterprint', () => { window.drawn = document.querySelectorAll('[data-chart] svg').length; })"
+    )
+    page.pdf(path=tmp_path / "page.pdf")
+    assert page.evaluate("window.drawn") == 3
+
+
+def test_reads_without_scripts(opened: Opened, browser: Browser, folder: Path) -> None:
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="10"><rect width="20" height="10"/></svg>'
+    drawn = (pages.drawn(pages.measured()), pages.library(), (LIGHT, DARK))
+    text = html.page("fallback", pages.every_kind(), *drawn, svgs={"bars": svg})
+    (folder / "fallback.html").write_text(text, encoding="utf-8")
+    page = opened("fallback", java_script_enabled=False)
+    expect(page.locator("#comparison table")).to_be_visible()
+    expect(page.locator("#comparison tbody tr")).to_have_count(14)
+    expect(page.get_by_text("14 bars up to 90 MiB.")).to_be_visible()
+    expect(page.locator("noscript img")).to_have_count(1)
+    assert page.evaluate("document.querySelector('noscript img').naturalWidth") == 20
+    expect(page.locator("noscript .note")).to_have_count(1)
+    for control in page.locator("input, select, button").all():
+        expect(control).not_to_be_visible()
+    page.get_by_text("Exact values of Peak memory").click()
+    expect(page.get_by_role("table", name="Exact values: Peak memory")).to_be_visible()
+
+
+def test_what_a_screen_reader_is_told(opened: Opened) -> None:
+    page = opened("every")
+    see_all(page)
+    tree = page.locator("body").aria_snapshot()
+    for landmark in ("banner", "navigation", "main", "contentinfo"):
+        assert re.search(rf"^- {landmark}\b", tree, re.MULTILINE) or landmark == "navigation" in tree, tree[:500]
+    nameless = re.findall(r"- (?:button|checkbox|radio|combobox|searchbox|link|img|table|figure|form)(?::|$| \[)", tree)
+    assert nameless == []
+    assert re.findall(r'- img "(.*?)"', tree)[:2] == ["Speed against memory", "Peak memory"]
+    levels = [
+        int(tag[1]) for tag in page.evaluate("[...document.querySelectorAll('h1, h2, h3')].map((h) => h.tagName)")
+    ]
+    assert levels[0] == 1 and all(after - before <= 1 for before, after in pairwise(levels))
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map((element) => element.id)")
+    assert len(ids) == len(set(ids))
+    targets = page.evaluate("[...document.querySelectorAll('a[href^=\"#\"]')].map((a) => a.hash.slice(1))")
+    assert {"comparison", "numbers", "numbers-2", "axes"} <= set(targets) <= set(ids)
+    assert page.locator("html").get_attribute("lang") == "en"
+    assert page.evaluate("[...document.querySelectorAll('main table')].every((t) => t.caption.textContent.trim())")
+    assert page.evaluate("[...document.querySelectorAll('main th')].every((th) => th.scope)")
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the report")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("main")).to_be_focused()
+
+
+def test_a_large_report_is_quick(opened: Opened, folder: Path) -> None:
+    sections, explored = pages.large()
+    library = pages.library()
+    start = time.monotonic()
+    text = html.page("large", sections, explored, library, (LIGHT, DARK))
+    assert time.monotonic() - start < 1
+    (folder / "large.html").write_text(text, encoding="utf-8")
+    page = opened("large")
+    interactive = page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")
+    assert interactive < 2000
+    start = time.monotonic()
+    page.get_by_role("button", name="column 7").first.click()
+    assert time.monotonic() - start < 2
+    expect(page.locator("#comparison tbody tr")).to_have_count(200)
+
+
+def test_a_page_of_words_alone(opened: Opened) -> None:
+    page = opened("plain")
+    expect(page.get_by_role("heading", level=1)).to_have_text("plain")
+    assert page.locator("script").count() == 2, "no library where nothing is drawn"
+    expect(page.locator("#filter")).to_have_count(0)
+
+
+def test_what_can_be_drawn() -> None:
+    """Numbers in the unit they are shown in, the unknown as None; a number that one row knows is no axis."""
+
+    def record(strategy: str, **row: Any) -> dict[str, Any]:
+        return {"row": {"run_id": strategy, "strategy": strategy, "status": "ok", "model": "tiny"} | row}
+
+    slow = record("ddp", tokens_per_second=100.0, peak_allocated_bytes=3 * 2**20, mfu=0.5)
+    fast = record("zero1", tokens_per_second=200.0, peak_allocated_bytes=2**20)
+    failed = record("tp", status="oom")
+    made = html.build_explorer(View("some", [slow, fast, failed]))
+    assert made is not None
+    assert made.numbers == {"tokens_per_second": "tokens a second", "peak_allocated_bytes": "peak memory, MiB"}
+    assert made.words == {"strategy": "strategy", "status": "status"}
+    assert [row["peak_allocated_bytes"] for row in made.rows] == [3, 1, None]
+    assert made.table.header == ["run", "status", "tokens a second", "peak memory, MiB"]
+    assert made.table.rows[2] == ["tp", "oom", "", ""] and made.table.strategies == ["ddp", "zero1", "tp"]
+    assert html.build_explorer(View("one", [slow])) is None
+    assert html.build_explorer(View("none", [])) is None
+
+
+def test_the_data_end_no_element() -> None:
+    text = html.page("hostile", *pages.hostile(), pages.library(), (LIGHT, DARK))
+    data = text.split('id="data">', 1)[1].split("</script>", 1)[0]
+    assert "<" not in data and json.loads(data)["charts"]
+    assert text.count("<script") == text.count("</script>") == 3

@@ -1,0 +1,120 @@
+"""Every command of README and docs is run: small ones and compositions here, whole sweeps with -m long."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT, compose_config, run_harness
+
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+SMALL = ("strategy=single,ddp", "train.seq_len=32", "train.steps=2", "train.warmup_steps=1")
+
+ONCE = {"--draws 200": "--draws 1", "--kills 100": "--kills 1"}  # what a suite does 200 or 100 times
+
+# Run by their own tests, which make what these need: an account, a cluster, the files of the page.
+ELSEWHERE = {
+    "-m pytest": ".ci/run",
+    "-m harness.tracking": "test_tracking.py",
+    "-m harness.node": "test_slurm.py",
+    "hydra/launcher=submitit_slurm": "test_slurm.py",
+    "wandb login": "test_tracking.py",
+    "wandb leet": "test_command.py",
+    "wide_pipeline": "test_extending.py",
+    "engine=by_hand": "test_extending.py",
+    "tracking=lines": "test_extending.py",
+    "-m harness.export": "test_export.py",
+    "-m tests.benchmarks.overhead": "test_overhead.py",
+}
+
+
+def commands() -> list[str]:
+    """What a reader may copy: lines of sh blocks, and code in lines that starts a program of the environment."""
+    found: dict[str, None] = {}
+    for page in PAGES:
+        text = page.read_text()
+        blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+        lines = [part for block in blocks for line in block.splitlines() for part in line.split(" && ")]
+        spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        for line in (*lines, *spans):
+            if re.match(r"(\.venv/bin/)?(python3?|wandb|pip) ", line):
+                found[line.replace("\\|", "|")] = None
+    return list(found)
+
+
+def harness_arguments(command: str) -> list[str]:
+    return shlex.split(command)[3:]
+
+
+INSTALL = [command for command in commands() if "-m venv" in command or "pip install" in command]
+
+KNOWN = [command for command in commands() if any(words in command for words in ELSEWHERE)]
+
+RUNS = [command for command in commands() if "-m harness " in f"{command} " and command not in KNOWN]
+
+SUITES = [command for command in commands() if "-m tests." in command and command not in KNOWN]
+
+READERS = [c for c in commands() if re.search(r"-m harness\.(status|report) ", c)]
+
+
+def test_no_command_is_left_out() -> None:
+    """A command that is new to the pages has to be run by one of the tests below, or by one that is named above."""
+    assert not set(commands()) - {*INSTALL, *KNOWN, *RUNS, *SUITES, *READERS}
+    assert all((ROOT / "tests" / name).exists() or (ROOT / name).exists() for name in ELSEWHERE.values())
+    assert all(any(words in command for command in commands()) for words in ELSEWHERE)
+    assert len(RUNS) > 10 and len(READERS) >= 4 and len(SUITES) >= 2 and len(INSTALL) >= 3
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_a_run_composes(command: str) -> None:
+    """Each combination of the first values."""
+    arguments = [argument for argument in harness_arguments(command) if not argument.startswith("-")]
+    if "--cfg" in command:
+        arguments.remove("job")
+    assert compose_config(*(argument.split(",")[0] for argument in arguments)).name
+
+
+def test_every_sweep_of_the_repository_is_in_the_readme_and_the_other_way_round() -> None:
+    named = set(re.findall(r"sweeps=(\w+)", "\n".join(RUNS)))
+    assert named == {path.stem for path in (ROOT / "sweeps").glob("*.yaml")}
+
+
+def test_every_link_to_a_file_leads_to_one() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert "://" in target or (page.parent / target).exists(), (page.name, target)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """results/ with a small sweep under each name that the commands have."""
+    folder = tmp_path_factory.mktemp("readme") / "results"
+    assert run_harness(folder, "-m", "name=quickstart", *SMALL).returncode == 0
+    for name in ("a", "b", "NAME"):
+        (folder / name).symlink_to(folder / "quickstart")
+    return folder
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_what_reads_results(command: str, results: Path) -> None:
+    arguments = [sys.executable, *shlex.split(command)[1:]]
+    done = subprocess.run(arguments, cwd=results.parent, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ok" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", RUNS + SUITES)
+def test_as_it_stands(command: str, tmp_path: Path) -> None:
+    """In a folder of its own, every sweep whole: half an hour on two cores."""
+    for often, once in ONCE.items():
+        command = command.replace(often, once)
+    for name in ("conf", "sweeps", "harness", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    arguments = [sys.executable, *shlex.split(command)[1:]]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -1,0 +1,271 @@
+"""The runs of one command: their order, what is not made, or made again, side by side, and seen from another shell."""
+
+import itertools
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from datetime import datetime
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.cli import status
+from harness.config import overrides
+from harness.records.schema import Record
+from harness.records.store import read_all
+from harness.sweep import command_file, stop_after
+from harness.sweep.display import ProgressDisplay, format_duration
+from harness.sweep.executors.parallel import ParallelExecutor, WorkerSlot, start
+from harness.sweep.executors.sequential import SequentialExecutor
+from harness.sweep.micro_batch_search import MicroBatchSearch
+from harness.sweep.queued_run import QueuedRun, deduplicate_and_sort
+from harness.util.errors import UserError
+from tests.support import faults
+from tests.support.commands import ROOT, Harness, compose_config, execute_run, read_rows
+from tests.support.slurm_cluster import wait_for_step
+
+SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
+
+
+def item(name: str, turn: int, *overrides: str) -> QueuedRun:
+    return QueuedRun(compose_config("name=order", *overrides), None, name, turn)
+
+
+def test_cheap_runs_come_first_each_once_and_repeats_in_turns() -> None:
+    asked = [
+        item("large", 0, "model=125m"),
+        item("large again", 1, "model=125m"),
+        item("batch", 0, "train.global_batch=16"),
+        item("ddp", 0),
+        item("zero3", 0, "strategy=zero3"),
+        item("ddp", 0),
+        item("ddp again", 1),
+        item("short", 0, "train.steps=1"),
+    ]
+    names = ["short", "ddp", "zero3", "batch", "large", "ddp again", "large again"]
+    assert [one.name for one in deduplicate_and_sort(asked)] == names
+
+
+@pytest.mark.parametrize(
+    ("stated", "limits"),
+    [
+        ([], (None, None, None)),
+        ([3600], (3600, None, None)),
+        (["90m", "20runs"], (5400, 20, None)),
+        (["1.5h", "3failures"], (5400, None, 3)),
+        (["2d"], (172800, None, None)),
+    ],
+)
+def test_budgets(stated: list[Any], limits: tuple[Any, ...]) -> None:
+    found = stop_after.parse_stop_after(stated)
+    assert (found.seconds, found.runs, found.failures) == limits
+    assert not found.exceeded_limit() or found.seconds == 0
+    found.started, found.failed = 20, 3
+    assert bool(found.exceeded_limit()) == (found.runs is not None or found.failures is not None)
+
+
+@pytest.mark.parametrize("wrong", ["soon", "8 hours", "1.5runs", "-1h", "runs"])
+def test_what_is_no_budget_is_said(wrong: str) -> None:
+    with pytest.raises(UserError, match="choose a time as 90m or 8h, 20runs, or 3failures"):
+        stop_after.parse_stop_after([wrong])
+
+
+def test_commas_of_lists_make_no_sweep() -> None:
+    given = ["strategy=ddp,tp", "retry=error,timeout", "-m", "stop_after=8h", "retry=[oom]"]
+    taken = ["-m", "strategy=ddp,tp", "retry=[error,timeout]", "stop_after=[8h]", "retry=[oom]"]
+    assert overrides.normalize_overrides(given) == taken
+
+
+@dataclass
+class Sized:
+    """As much of a plan as a search looks at."""
+
+    size: int
+    config: Any = field(init=False)
+    run_id: str = "ddp-none-tiny-w2-0"
+
+    def __post_init__(self) -> None:
+        self.config = SimpleNamespace(train=SimpleNamespace(micro_batch=self.size))
+
+
+@given(sizes=st.integers(1, 10), fitting=st.integers(0, 10), predicted=st.integers(0, 10))
+def test_the_largest_micro_batch_is_found_however_wrong_the_prediction(
+    sizes: int, fitting: int, predicted: int
+) -> None:
+    """No size is tried twice, and the one above the found is known not to fit."""
+    plans: Any = [Sized(2**index) for index in range(sizes)]
+    search = MicroBatchSearch(plans, lambda plan: plan.size < 2**predicted)
+    tried, at = [], search.first
+    while at is not None:
+        tried.append(at.size)
+        at = search.next({"row": {"status": "ok" if at.size < 2**fitting else "oom"}})
+    largest = min(fitting, sizes) - 1
+    assert len(set(tried)) == len(tried)
+    assert (f" {2**largest} fits" if largest >= 0 else ": none is ok") in search.result()
+    assert largest == sizes - 1 or 2 ** (largest + 1) in tried
+
+
+def test_a_search_ends_at_a_failure_that_says_nothing_of_size() -> None:
+    plans: Any = [Sized(1), Sized(2), Sized(4)]
+    search = MicroBatchSearch(plans, lambda plan: plan.size < 4)
+    assert search.next({"row": {"status": "error"}}) is None
+    assert search.result().endswith(": none is ok; 2 is error")
+
+
+def test_the_largest_micro_batch_of_a_run(harness: Harness, tmp_path: Path) -> None:
+    done = harness("name=max", "strategy=ddp", "train.micro_batch=max", "proof.reference=false", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "train.micro_batch=max of ddp-none-tiny-w2: 4 fits" in done.stderr
+    assert list(read_rows(tmp_path / "results", "max").micro_batch) == [4]
+
+
+def test_what_ran_out_of_memory_is_a_result_and_spares_larger_batches(harness: Harness, tmp_path: Path) -> None:
+    sweep = ("name=spared", "strategy=ddp", "proof.reference=false", *SMALL)
+    config = compose_config(*sweep, f"results_dir={tmp_path}/results", "train.micro_batch=2")
+    assert execute_run(config, faults.exhausted)["row"]["status"] == "oom"
+    made = mtimes(tmp_path / "results")
+    done = harness("-m", "train.micro_batch=1,2,4", *sweep)
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(tmp_path / "results", "spared").set_index("micro_batch")
+    assert rows.status.to_dict() == {1: "ok", 2: "oom", 4: "refused"}
+    assert rows.reason[4].startswith(f"not tried: {rows.run_id[2]} ran out of memory at train.micro_batch=2")
+    assert mtimes(tmp_path / "results").items() >= made.items()
+    # Again nothing is run; asked for alone, or without sparing, it is.
+    made = mtimes(tmp_path / "results")
+    assert harness("-m", "train.micro_batch=1,2,4", *sweep).returncode == 0
+    assert mtimes(tmp_path / "results") == made
+    assert harness("train.micro_batch=4", *sweep).returncode == 0
+
+
+def mtimes(results: Path) -> dict[str, int]:
+    return {path.parent.name: path.stat().st_mtime_ns for path in results.glob("*/*/record.json")}
+
+
+def test_ends_are_kept_or_tried_again_as_asked(harness: Harness, tmp_path: Path) -> None:
+    run = ("name=tried", "strategy=ddp", "proof.reference=false", *SMALL)
+    assert harness("timeout_seconds=0.1", *run).returncode == 1
+    kept = harness("retry=error,oom", *run)
+    assert kept.returncode == 1 and "is recorded as timeout; retry=timeout runs it again" in kept.stderr
+    again = harness("retry=error,timeout", *run)
+    assert again.returncode == 0 and "is run again, it ended as timeout" in again.stderr
+    assert harness("retry=never", *run).stderr.startswith("retry=never is not known: choose error, timeout, oom")
+
+
+@pytest.mark.long
+def test_a_spent_budget_leaves_the_rest_to_the_next_command(harness: Harness, tmp_path: Path) -> None:
+    sweep = ("-m", "name=spent", "strategy=ddp,tp", "proof.reference=false", *SMALL)
+    first = harness("stop_after=1runs", *sweep)
+    assert first.returncode == 0 and "1 runs: 1 runs are not begun; the same command goes on" in first.stderr
+    assert len(read_rows(tmp_path / "results", "spent")) == 1
+    assert harness("stop_after=1runs", *sweep).returncode == 0  # what is on file costs nothing
+    assert list(read_rows(tmp_path / "results", "spent").status) == ["ok", "ok"]
+
+
+def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> None:
+    sweep = ("-m", "name=beside", "strategy=single", "train.seed=0,1,2", "proof.reference=false", *SMALL)
+    done = harness("sweep.parallel=2", "train.steps=30", *sweep)
+    assert done.returncode == 0, done.stderr
+    found = read_all(tmp_path / "results" / "beside").records
+    assert len(found) == 3 and all(len(record["ranks"][0]["cores"]) == 1 for record in found)
+    spans = [(start_of(record), start_of(record) + record["row"]["seconds"], record) for record in found]
+    beside = [(one, other) for (b, e, one), (b2, e2, other) in itertools.combinations(spans, 2) if b < e2 and b2 < e]
+    assert beside  # two did run at the same time
+    for pair in beside:
+        assert set.isdisjoint(*(set(record["ranks"][0]["cores"]) for record in pair))
+    too_many = harness("sweep.parallel=99", *sweep)
+    assert "sweep.parallel=99 is more than the" in read_rows(tmp_path / "results", "beside").reason.dropna().iloc[-1]
+    assert too_many.returncode == 0
+
+
+@given(
+    worlds=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=12), parallel=st.sampled_from(["auto", 2, 5])
+)
+def test_devices_are_given_to_one_run_at_a_time(worlds: list[int], parallel: int | str) -> None:
+    """On a machine of eight, whose sixteen cores go with them."""
+    slots = ParallelExecutor(parallel, [], ProgressDisplay())
+    slots.devices, slots.cores = [str(index) for index in range(8)], list(range(16))
+    for world in worlds:
+        asked: Any = SimpleNamespace(plan=SimpleNamespace(layout=SimpleNamespace(world_size=world)))
+        found = slots.free_devices_and_cores(asked)
+        used = [device for slot in slots.slots for device in slot.devices]
+        if found is None:
+            assert len(used) + world > 8 or len(slots.slots) == parallel
+            continue
+        assert len(found[0]) == world and len(found[1]) == 2 * world
+        slots.slots.append(WorkerSlot(None, None, asked, *found))  # type: ignore[arg-type]
+    for of in ("devices", "cores"):
+        given_out = [one for slot in slots.slots for one in getattr(slot, of)]
+        assert len(set(given_out)) == len(given_out)
+    slots.slots.clear()
+    slots.close()
+
+
+def asleep(pipe: Connection) -> None:
+    pipe.poll(60)
+
+
+def test_a_process_killed_while_idle_is_let_go_and_a_server_killed_as_it_forks_replaced() -> None:
+    slots, context = ParallelExecutor(2, [], ProgressDisplay()), multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=asleep, args=(theirs,))
+    forkserver.ensure_running()
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    os.kill(server, signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, (server, signal.SIGKILL)).start()  # it has been asked, and has not answered
+    start(process)
+    theirs.close()
+    idle = WorkerSlot(process, mine)
+    slots.slots.append(idle)
+    process.kill()
+    process.join()
+    assert not slots.send_work(idle, ()) and slots.slots == []
+    slots.close()
+
+
+def start_of(record: Record) -> float:
+    return datetime.fromisoformat(record["row"]["started_at"]).timestamp()
+
+
+def test_a_sweep_is_seen_from_another_shell_alive_and_dead(tmp_path: Path) -> None:
+    sweep = ("-m", "name=seen", "strategy=ddp,tp", "proof.reference=false", "train.seq_len=32", "train.steps=400")
+    command = [sys.executable, "-m", "harness", *sweep, f"results_dir={tmp_path}", "tracking=none"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        run_dir = wait_for_step(tmp_path, "seen")
+        folder = run_dir.parent
+        seen = list(status.status_lines(folder, status.read_status(folder)))
+        assert seen[0].endswith("no run recorded, 1 running")
+        assert seen[1].startswith(f"  {run_dir.name}: ") and " of 406, " in seen[1] and "MiB on its" in seen[1]
+        assert f"command {process.pid} on " in seen[2] and "is at work: 0 of 2 runs" in seen[2]
+    finally:
+        process.kill()
+        process.wait()
+    seen = list(status.status_lines(folder, status.read_status(folder)))
+    assert seen[0].endswith(": 1 interrupted")
+    assert "is gone: 0 of 2 runs have their row; the same command goes on" in seen[1]
+
+
+def test_what_is_left_is_a_line_through_what_was_seen() -> None:
+    assert command_file.seconds_left([], [1.0]) is None and command_file.seconds_left([(1, 5)], []) == 0
+    assert command_file.seconds_left([(1, 5), (1, 7)], [1, 1, 9]) == pytest.approx(18)
+    found = command_file.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9])
+    assert found is not None and math.isclose(found, 13 + 17)
+    assert command_file.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9], side_by_side=2) == pytest.approx(15)
+    assert command_file.seconds_left([(1, 9), (3, 5)], [5]) == pytest.approx(7)  # never less for more
+    assert [format_duration(seconds) for seconds in (40, 720, 12600)] == ["40 s", "12 min", "3.5 h"]
+
+
+def test_several_nodes_need_a_cluster() -> None:
+    with pytest.raises(UserError, match=r"cluster.nodes=2 is more than this machine"):
+        SequentialExecutor([], ProgressDisplay()).plan_item(compose_config("cluster.nodes=2").to_dict(), 0)

@@ -1,0 +1,427 @@
+"""Tracking by the real W&B: its own files read back by its own reader, its client against a stand-in for its server."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.cli.sync import main as upload
+from harness.records import heartbeat
+from harness.records.store import read_all, read_record
+from harness.tracking import sync_state
+from harness.tracking.client import CLOSE_SECONDS, TrackingClient
+from harness.util.redact import redacted
+from tests.support.commands import ROOT
+from tests.support.tracking import OFFLINE, ONLINE, made
+from tests.support.wandb_server import Run, Server, serving
+
+KEY = "0123456789abcdef" * 2 + "PLANTED0"  # as long as W&B's
+
+PLANTED = ("PLANTED0", "PLANTED1", "PLANTED2")
+
+
+@functools.cache  # half a second each
+def inspect(folder: Path, *options: str) -> Any:
+    """A run's own file, by W&B's reader."""
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    reader = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", *options, "--json", str(path)]
+    told = subprocess.run(reader, capture_output=True, text=True, check=True).stdout
+    return json.loads(told) if options else [json.loads(line) for line in told.splitlines()]
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    return [entry["history"]["item"] for entry in inspect(folder) if entry["type"] == "history"]
+
+
+def column(rows: list[dict[str, Any]], name: str) -> list[Any]:
+    return [row[name] for row in rows if name in row]
+
+
+def send(folder: Path, *options: str) -> int:
+    return upload([str(folder), *options])
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    with serving() as found:
+        monkeypatch.setenv("WANDB_BASE_URL", found.url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        yield found
+
+
+def check_sent(run: Run, run_dir: Path) -> None:
+    """Every column, step and part of the memory is at the server."""
+    row = read_record(run_dir)["row"]
+    assert run.complete
+    assert {key: run.summary[key] for key, value in row.items() if value not in (None, "")}
+    assert all(run.summary[key] == value for key, value in row.items() if value not in (None, ""))
+    assert column(run.history, "train/loss") == [5.5, 4.5]
+    assert column(run.history, "train/step_seconds") == [0.25, 0.25]
+    assert column(run.history, "memory/activation_bytes") == [12]
+    assert run.given["groupName"] == run_dir.parent.name and run.given["jobType"] == "run"
+    assert run.given["tags"] == ["ddp", "tiny", "none", "fp32", row["status"], "mine"]
+    assert run.config["strategy"]["name"] == "ddp" and run.config["versions"] == {"torch": "2.13.0"}
+
+
+def test_offline_is_read_back_by_its_own_reader(tmp_path: Path) -> None:
+    """Two runs that overlap, one of them looked at while it goes on; then the table."""
+    comparison, said = tmp_path / "mine", []
+    run_dir, _ = made(comparison, 0)
+    (run_dir / "record.json").unlink()
+    (run_dir / "ranks").mkdir()
+    told = [heartbeat.HeartbeatWriter(run_dir, rank) for rank in range(2)]
+    for rank, beat in enumerate(told):
+        beat.allocated_bytes = lambda rank=rank: 100 + rank  # type: ignore[misc]
+        beat("timed", 3 + rank)
+    feed = TrackingClient(said.append, quiet_seconds=0.0)
+    feed.begin(OFFLINE, run_dir, {"strategy": {"name": "ddp", "tp": 1}})
+    other, _ = made(comparison, 1, status="oom", reason="no memory")
+    feed.end(OFFLINE, other)
+    patience = time.monotonic() + 20
+    while not any(run_dir.glob("wandb/offline-run-*/run-*.wandb")) and time.monotonic() < patience:
+        time.sleep(0.1)
+    time.sleep(1.2)
+    told[0]("profiled", 9)
+    time.sleep(1.2)
+    feed.end(OFFLINE, made(comparison, 0)[0])
+    feed.table(OFFLINE, comparison)
+    feed.close()
+    assert said == []
+    rows = history(run_dir)
+    assert set(column(rows, "live/step")) <= {3, 4} and column(rows, "live/step")[-1] == 4
+    assert column(rows, "live/rank_0/phase")[-1] == "profiled" and column(rows, "live/allocated_bytes")[-1] == 101
+    assert column(rows, "live/seconds") == sorted(column(rows, "live/seconds"))
+    assert column(rows, "train/step") == [0, 1] and column(rows, "train/grad_norm") == [2.0, 2.0]
+    axes = {
+        entry["metric"].get("glob_name"): entry["metric"].get("step_metric")
+        for entry in inspect(run_dir)
+        if entry["type"] == "metric"
+    }
+    assert axes["train/*"] == "train/step" and axes["live/*"] == "live/seconds"
+    whole = inspect(run_dir, "--summary")
+    row = read_record(run_dir)["row"]
+    assert {key: whole["summary"][key] for key in whole["summary"] if key[0] != "_"} == {
+        key: value for key, value in row.items() if value not in (None, "")
+    }
+    assert whole["config"]["environment"] == {"cores": 2} and whole["config"]["strategy"]["tp"] == 1
+    assert whole["tags"] == ["ddp", "tiny", "none", "fp32", "ok", "mine"] and whole["exit_code"] == 0
+    (started,) = [entry["run"] for entry in inspect(other) if entry["type"] == "run"][:1]
+    assert started["run_group"] == "mine" and started["job_type"] == "run" and started["project"] == "here"
+    failed = inspect(other, "--summary")
+    assert failed["exit_code"] == 1 and failed["summary"]["reason"] == "no memory" and "oom" in failed["tags"]
+    check_table(comparison, inspect(comparison, "--summary")["summary"])
+
+
+def check_table(comparison: Path, summary: dict[str, Any]) -> None:
+    assert (summary["rows"], summary["ok"], summary["oom"]) == (2, 1, 1)
+    (path,) = comparison.glob("wandb/offline-run-*/files/media/table/runs*.table.json")
+    table = json.loads(path.read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert [row["run_id"] for row in rows] == [r["row"]["run_id"] for r in read_all(comparison).records]
+    assert [row["tokens_per_second"] for row in rows] == [1000.5] * 2 and "mfu" not in table["columns"]
+
+
+def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
+    tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    feed = TrackingClient(said.append, quiet_seconds=0.0)
+    for number in range(2):
+        run_dir, record = made(tmp_path / "mine", number)
+        feed.begin(ONLINE, run_dir, record["config"])
+        feed.end(ONLINE, run_dir)
+        feed.end(ONLINE, run_dir)  # once is enough
+    feed.table(ONLINE, run_dir.parent)
+    feed.table(ONLINE, run_dir.parent)
+    feed.close()
+    assert said == [] and len(server.runs) == 3
+    for run_dir in sorted(path.parent for path in (tmp_path / "mine").glob("*/record.json")):
+        check_sent(server.runs[sync_state.read_sync_state(run_dir, "wandb").id], run_dir)  # type: ignore[union-attr]
+    summary = server.runs[sync_state.read_sync_state(tmp_path / "mine", "wandb").id]  # type: ignore[union-attr]
+    assert summary.given["jobType"] == "summary" and summary.summary["rows"] == 2
+    assert any(name.startswith("media/table/runs") for name in summary.files)
+    assert send(tmp_path / "mine") == 0
+    assert capsys.readouterr().out == "0 runs sent; 2 were there already\n"
+    made(tmp_path / "mine", 1, started_at="2026-02-02T03:00:00+00:00")  # run anew
+    assert send(tmp_path / "mine") == 0
+    assert capsys.readouterr().out == "1 runs sent, and their table; 1 were there already\n"
+    assert len(server.runs) == 4
+    assert send(tmp_path / "mine", "--again") == 0 and len(server.runs) == 4  # what is there is replaced
+    (run_dir / sync_state.SYNC_STATE_FILE).unlink()  # as if an upload had been killed
+    assert send(tmp_path / "mine") == 0 and len(server.runs) == 4
+
+
+@dataclass
+class Played:
+    seconds: float
+    said: list[str]
+    folder: Path
+    server: Server
+
+
+FAULTS: dict[str, tuple[Callable[[Server], None] | None, Callable[[Server], None] | None]] = {
+    # What happens before anything is sent, and once a run is known to the server.
+    "hangs at the start": (lambda server: setattr(server, "misbehaves", ("graphql", 0)), None),
+    "refuses with 500": (lambda server: setattr(server, "misbehaves", ("graphql", 500)), None),
+    "refuses with 401": (lambda server: setattr(server, "misbehaves", ("graphql", 401)), None),
+    "is not there": (Server.die, None),
+    "hangs at the end": (None, lambda server: setattr(server, "misbehaves", ("file_stream", 0))),
+    "refuses data with 500": (None, lambda server: setattr(server, "misbehaves", ("file_stream", 500))),
+    "refuses data with 401": (None, lambda server: setattr(server, "misbehaves", ("file_stream", 401))),
+    "dies amid a run": (None, Server.die),
+}
+
+
+def play(fault: str, folder: Path, server: Server, feed: TrackingClient, said: list[str]) -> Played:
+    before, amid = FAULTS[fault]
+    if before is not None:
+        before(server)
+    run_dir, record = made(folder, 0)
+    feed.begin(ONLINE, run_dir, record["config"])
+    if amid is not None:
+        patience = time.monotonic() + 30
+        while not server.runs and time.monotonic() < patience:
+            time.sleep(0.05)
+        amid(server)
+    began = time.monotonic()
+    for number in range(2):
+        feed.end(ONLINE, made(folder, number)[0])
+    feed.table(ONLINE, folder)
+    assert time.monotonic() - began < 1  # whatever the server does, a run does not wait
+    feed.close()
+    return Played(time.monotonic() - began, said, folder, server)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Played]]:
+    """All of them at once: what they cost is waiting."""
+    found: dict[str, Played] = {}
+    threads = []
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_API_KEY", KEY)
+        for fault in FAULTS:
+            server = stack.enter_context(serving())
+            patch.setenv("WANDB_BASE_URL", server.url)
+            said: list[str] = []
+            feed = TrackingClient(said.append, quiet_seconds=0.0)
+            feed._start()  # with this server in its environment
+
+            def run(
+                fault: str = fault, server: Server = server, feed: TrackingClient = feed, said: list[str] = said
+            ) -> None:
+                found[fault] = play(fault, tmp_path_factory.mktemp("fault") / "mine", server, feed, said)
+
+            threads.append(threading.Thread(target=run))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        yield found
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_the_server_does(fault: str, played: dict[str, Played]) -> None:
+    """It costs seconds, is said in a line, and nothing is taken for sent."""
+    this = played[fault]
+    assert this.seconds < CLOSE_SECONDS + 1.5
+    assert len(this.said) == 1 and this.said[0].startswith("tracking: "), this.said
+    assert this.said[0].endswith(f"`python -m harness.tracking {this.folder}` sends all of it")
+    if fault == "hangs at the end":
+        assert "Timed out" in this.said[0]  # W&B's own limit, before ours
+    run_dirs = sorted(path.parent for path in this.folder.glob("*/record.json"))
+    if "401" in fault:  # known at once: there is time to keep everything for W&B too
+        assert all(inspect(folder, "--summary")["state"] == "finished" for folder in (*run_dirs, this.folder))
+    told = [sync_state.read_sync_state(run_dir, "wandb") for run_dir in run_dirs]
+    assert len(told) == 2 and all(entry is None or entry.sent_at is None for entry in told)
+
+
+@pytest.mark.parametrize("fault", ["hangs at the start", "refuses data with 401", "dies amid a run"])
+def test_what_was_not_sent_is_sent_by_an_upload(
+    fault: str, played: dict[str, Played], server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    this = played[fault]
+    run_dirs = sorted(path.parent for path in this.folder.glob("*/record.json"))
+    told = [sync_state.read_sync_state(run_dir, "wandb") for run_dir in run_dirs]
+    assert send(this.folder) == 0
+    assert capsys.readouterr().out == "2 runs sent, and their table; 0 were there already\n"
+    assert len(server.runs) == 3
+    for run_dir, entry in zip(run_dirs, told, strict=True):
+        now = sync_state.read_sync_state(run_dir, "wandb")
+        assert now is not None and (entry is None or now.id == entry.id)
+        check_sent(server.runs[now.id], run_dir)
+
+
+@pytest.mark.parametrize("fault", ["hangs at the start", "refuses data with 401"])
+def test_an_upload_that_fails_says_so_in_a_line(
+    fault: str, tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.misbehaves = ("graphql", 0) if "start" in fault else ("file_stream", 401)
+    made(tmp_path / "mine")
+    began = time.monotonic()
+    assert send(tmp_path / "mine", "--timeout", "3") == 1 and time.monotonic() - began < 12
+    out, error = capsys.readouterr()
+    assert out == "0 runs sent; 0 were there already\n"
+    assert error.startswith("the rest was not sent: W&B") and error.count("\n") == 1
+    assert KEY not in error
+
+
+def test_without_a_key_nothing_is_tried(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    made(tmp_path / "mine")
+    began = time.monotonic()
+    assert send(tmp_path / "mine") == 1 and time.monotonic() - began < 10
+    assert "run `wandb login`, or set WANDB_API_KEY" in capsys.readouterr().err
+    assert server.bytes_received == b""
+
+
+def test_a_folder_without_runs_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert send(tmp_path / "none") == 2 and send(tmp_path) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_a_tracker_that_stands_still_costs_nothing(tmp_path: Path) -> None:
+    """Its process is stopped, and the pipe to it is soon full."""
+    said: list[str] = []
+    feed = TrackingClient(said.append)
+    feed._start()
+    assert feed.process is not None
+    os.kill(feed.process.pid, signal.SIGSTOP)
+    run_dir, _ = made(tmp_path / "mine")
+
+    def hand_over() -> None:
+        for number in range(20):
+            feed.begin(OFFLINE, run_dir, {"much": "x" * 100_000})
+            feed.end(OFFLINE, tmp_path / "mine" / str(number))
+
+    handing = threading.Thread(target=hand_over, daemon=True)
+    handing.start()
+    handing.join(2)
+    if handing.is_alive():
+        feed.process.kill()
+        pytest.fail("handing over waits for the tracker")
+    began = time.monotonic()
+    feed.close(1.0)
+    assert time.monotonic() - began < 3
+    assert said == [
+        f"tracking: 20 runs were not taken; `python -m harness.tracking {tmp_path / 'mine'}` sends all of it"
+    ]
+    assert feed.process.poll() == -signal.SIGKILL
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, "tests")
+from tests.test_tracking import OFFLINE, made
+from harness.tracking.feed import Feed
+feed = Feed(print, quiet_seconds=0.0)
+run_dir, record = made(Path(sys.argv[1]))
+(run_dir / "ranks").mkdir()
+(run_dir / "ranks" / "rank_00000.pulse").write_text('["timed", 3, null, 5]')
+feed.begin(OFFLINE, run_dir, {})
+print(feed.process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "mine")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        patience = time.monotonic() + 30
+        while not _size(tmp_path) and time.monotonic() < patience:  # until the first values are in the file
+            time.sleep(0.1)
+        family = child.children(recursive=True)
+        parent.kill()
+        _, alive = psutil.wait_procs([child, *family], timeout=6)
+    assert family and not alive
+    (run_dir,) = (path.parent for path in (tmp_path / "mine").glob("*/record.json"))
+    assert set(column(history(run_dir), "live/host_bytes")) == {5}
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("mine/*/wandb/offline-run-*/run-*.wandb"))
+
+
+def test_nothing_is_started_or_imported_for_none(tmp_path: Path) -> None:
+    feed = TrackingClient(print)
+    run_dir, _ = made(tmp_path / "mine")
+    feed.begin({"name": "none"}, run_dir, {})
+    feed.end({"name": "none"}, run_dir)
+    feed.end({"name": "wandb", "mode": "loud"}, run_dir)  # a row that is refused for it
+    feed.table({"name": "none"}, run_dir.parent)
+    feed.close()
+    assert feed.process is None
+    probe = "import sys, harness.tracking.feed; assert not {'wandb'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True)
+
+
+def test_no_secret_is_written_anywhere(tmp_path: Path) -> None:
+    """A real sweep with secrets in its environment and on its command line: one row is ok, two are refused."""
+    word = "a-long-word-PLANTED1"
+    environment = os.environ | {"WANDB_API_KEY": KEY, "SOME_TOKEN": word, "UCX_NOTE": word, "UCX_KEY": "PLANTED0"}
+    command = [sys.executable, "-m", "harness", "-m", f"results_dir={tmp_path}", "name=mine", "strategy=ddp"]
+    command += ["train.seq_len=32", "train.steps=1", "train.warmup_steps=1", "proof.reference=false"]
+    command += [f"tracking.tags=[],[{word}],['https://me:PLANTED2@there']"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = read_all(tmp_path / "mine").records
+    assert [record["row"]["status"] for record in found] == ["ok", "refused", "refused"]
+    assert found[0]["environment"]["variables"]["UCX_NOTE"] == "[secret]"  # it was there to be found
+    assert found[1]["row"]["reason"].startswith("tracking.tags holds a secret") and "[secret]" in str(
+        found[2]["config"]
+    )
+    decoded = [json.dumps(inspect(tmp_path / "mine" / record["row"]["run_id"])) for record in found]
+    decoded.append(json.dumps(inspect(tmp_path / "mine")))
+    files = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    places = files | {f"decoded {i}": text.encode() for i, text in enumerate(decoded)}
+    places["terminal"] = (done.stdout + done.stderr).encode()
+    leaks = [(place, secret) for place, content in places.items() for secret in PLANTED if secret.encode() in content]
+    assert not leaks and len(files) > 30
+    assert "[secret]" in decoded[0]
+    assert not any(f'"{key}"' in text for text in decoded for key in ("host", "program", "executable", "args", "email"))
+
+
+def test_redaction_leaves_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SERVICE_TOKEN", "0123456789abcdef")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("MY_SECRET_FOLDER", "/home/me/secrets")
+    assert redacted({"a": ["x 0123456789abcdef y", 1, None], "key": True}) == {
+        "a": ["x [secret] y", 1, None],
+        "key": True,
+    }
+    assert redacted("git+https://me:word@host/a?b=c") == "git+https://[secret]@host/a?b=c"
+    for harmless in ("false", "/home/me/secrets", "https://host:80/a@b", "a:b@c", "http://host/x:y@z"):
+        assert redacted(harmless) == harmless
+
+
+def test_another_tracker_is_one_file_and_its_yaml(tmp_path: Path) -> None:
+    """That of docs/extending.md, put in place."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    (block,) = [found for found in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def connect(" in found]
+    for folder in ("harness", "conf"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "harness" / "tracking" / "trackers" / "lines.py").write_text(block)
+    made(tmp_path / "results" / "mine")
+    command = [sys.executable, "-m", "harness.tracking", "results/mine", "--tracker", "lines"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "1 runs sent, and their table; 0 were there already\n"
+    lines = [json.loads(line) for line in (tmp_path / "results" / "mine" / "lines.jsonl").read_text().splitlines()]
+    assert [line["status"] for line in lines] == ["ok"]

@@ -1,0 +1,64 @@
+"""The model is a causal decoder whatever its attention kernel, and starts the same under every layout."""
+
+import dataclasses
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from harness.config.from_dict import from_dict
+from harness.config.schema import ModelConfig
+from harness.models.build import build_model
+from harness.models.decoder import Decoder
+from harness.models.init_weights import initial_value, materialize
+from tests.support.commands import ROOT
+
+TINY: ModelConfig = from_dict(ModelConfig, yaml.safe_load((ROOT / "conf" / "model" / "tiny.yaml").read_text()))
+
+CPU = torch.device("cpu")
+
+
+def made(attention: str = "flash", tied: bool = False) -> Decoder:
+    config = dataclasses.replace(TINY, attention=attention, tie_word_embeddings=tied)
+    model = build_model(config)
+    materialize(model, config, 0, CPU, torch.float32)
+    return model
+
+
+def tokens(seed: int) -> Tensor:
+    return torch.randint(0, TINY.vocab_size, (2, 33), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("attention", ["flash", "eager"])
+def test_no_token_sees_a_later_one(attention: str) -> None:
+    model, some, other = made(attention), tokens(1), tokens(2)
+    mixed = torch.cat((some[:, :20], other[:, 20:]), dim=1)
+    torch.testing.assert_close(model(mixed)[:, :20], model(some)[:, :20])
+    assert not torch.allclose(model(mixed)[:, 20:], model(some)[:, 20:])
+
+
+def test_order_matters() -> None:
+    """Without positions the last token's logits would not change with the order of those before it."""
+    model, some = made(), tokens(1)
+    swapped = some.clone()
+    swapped[:, [3, 7]] = some[:, [7, 3]]
+    assert (model(swapped)[:, -1] - model(some)[:, -1]).abs().max() > 1e-4
+
+
+def test_kernels_agree() -> None:
+    torch.testing.assert_close(made("flash")(tokens(1)), made("eager")(tokens(1)), rtol=1e-4, atol=1e-5)
+
+
+def test_tied_weights_are_one() -> None:
+    model = made(tied=True)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert "lm_head.weight" not in dict(model.named_parameters())
+
+
+def test_initial_values_follow_from_seed_and_name_alone() -> None:
+    shape = torch.Size((8, 4))
+    value = initial_value("layers.0.mlp.up_proj.weight", shape, TINY, 0, CPU)
+    assert torch.equal(value, initial_value("layers.0.mlp.up_proj.weight", shape, TINY, 0, CPU))
+    assert not torch.equal(value, initial_value("layers.1.mlp.up_proj.weight", shape, TINY, 0, CPU))
+    assert not torch.equal(value, initial_value("layers.0.mlp.up_proj.weight", shape, TINY, 1, CPU))

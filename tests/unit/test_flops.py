@@ -1,0 +1,152 @@
+"""The formulas of a step's operations against torch's own counter on the real model; the devices' peaks by name."""
+
+import dataclasses
+
+import pytest
+
+from harness.cost_model.flops import executed_flops, layer_flops, model_flops, recomputed_flops
+from harness.hardware.peak_flops import PEAKS, peak_flops
+from harness.layout.layout import resolve_layout
+from harness.layout.parameters import parameter_count
+from harness.layout.partition import split_into_stages
+from harness.layout.state_widths import StateWidths
+from harness.proof.step import flops_problems
+from harness.records.schema import FUSED_KERNELS
+from tests.support.commands import compose_config
+from tests.support.models import alone, counted, counted_in_stages
+
+SHORT = ("strategy=single", "model.num_hidden_layers=2", "train.global_batch=2")
+
+SIZES = {
+    "tiny": [],
+    "no groups": ["model.num_key_value_heads=4"],
+    "one group": ["model.num_key_value_heads=1", "model.vocab_size=1000", "model.intermediate_size=100"],
+    "tied": ["model.tie_word_embeddings=true", "train.micro_batch=2"],
+    "one layer": ["model.num_hidden_layers=1", "train.seq_len=300"],
+    "gpt": ["model=gpt_tiny", "model.num_key_value_heads=2"],
+    "larger": ["model=125m", "train.seq_len=512"],
+}
+
+CASES = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+
+ATTENTION = pytest.mark.parametrize("attention", ["flash", "eager"])
+
+
+@CASES
+@ATTENTION
+def test_forward_and_backward_are_what_torch_counts(sizes: list[str], attention: str) -> None:
+    config = compose_config(*SHORT, *sizes, f"model.attention={attention}")
+    forward, backward = counted(config)
+    assert forward == pytest.approx(model_flops(config) / 3, rel=1e-9)
+    assert forward + backward == executed_flops(config, alone(config))
+    if attention == "eager":  # a fused kernel's backward makes the scores again, which MFU leaves out
+        assert forward + backward == model_flops(config)
+    else:
+        assert forward + backward > model_flops(config)
+
+
+@CASES
+@ATTENTION
+def test_full_checkpointing_runs_again_what_the_formula_says(sizes: list[str], attention: str) -> None:
+    config = compose_config(*SHORT, *sizes, f"model.attention={attention}", "checkpointing=full")
+    plain = dataclasses.replace(config, checkpointing=dataclasses.replace(config.checkpointing, name="none"))
+    ran = sum(counted(config))
+    more = ran - sum(counted(plain))
+    assert more == recomputed_flops(config, alone(config)) > 0 == recomputed_flops(plain, alone(plain))
+    assert ran == executed_flops(config, alone(config))
+    assert model_flops(config) == model_flops(plain)
+    # An engine whose second forward does not stop early runs the whole layer again, never the head.
+    again = recomputed_flops(config, alone(config), whole_second_forward=True)
+    assert more < again == config.model.num_hidden_layers * layer_flops(config) < model_flops(config) / 3
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_stages_share_the_step_and_halves_run_their_forwards_twice(schedule: str, checkpointing: str, pp: int) -> None:
+    overrides = ["strategy=pp_1f1b", f"strategy.schedule={schedule}", f"checkpointing={checkpointing}"]
+    config = compose_config(*overrides, "train.global_batch=1", f"world_size={pp}")
+    layout = resolve_layout(config.strategy, pp)
+    assert counted_in_stages(config, layout) == executed_flops(config, layout)
+    if checkpointing == "full":
+        twice = schedule == "zero_bubble"
+        single = recomputed_flops(config, alone(compose_config("strategy=single")))
+        first = split_into_stages(config.model, layout)[0].layers / config.model.num_hidden_layers
+        assert recomputed_flops(config, layout) == single * (2 - first if twice else 1)
+
+
+def test_how_the_world_is_divided_changes_nothing() -> None:
+    config = compose_config("checkpointing=full")
+    found = set()
+    for strategy in ("single", "ddp", "zero3", "fsdp_full_shard", "tp", "tp_sp", "pp_gpipe", "pp_interleaved"):
+        found.add(executed_flops(config, resolve_layout(compose_config(f"strategy={strategy}").strategy, 2)))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("name", ["tiny", "1b", "8b", "70b"])
+def test_palm_counts_six_operations_a_parameter_and_token(name: str) -> None:
+    """N are the parameters of matrices that multiply; 12 L h s for attention."""
+    config = compose_config(f"model={name}", "train.seq_len=100")
+    model = config.model
+    norms = model.hidden_size * (2 * model.num_hidden_layers + 1)
+    looked_up = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    multiplied = parameter_count(model) - norms - looked_up
+    assert multiplied < parameter_count(model)
+    palm = 6 * multiplied + 12 * model.num_hidden_layers * model.hidden_size * 100
+    assert model_flops(config) == palm * config.train.global_batch * 100
+
+
+def test_cuda_has_no_fused_kernel_for_grouped_heads_in_fp32() -> None:
+    grouped, plain = compose_config(), compose_config("model.num_key_value_heads=4")
+    mixed = compose_config("precision=bf16_mixed")
+    layout = alone(compose_config("strategy=single"))
+    assert executed_flops(grouped, layout, "cuda") == model_flops(grouped)
+    assert executed_flops(plain, layout, "cuda") > model_flops(plain)
+    assert executed_flops(mixed, layout, "cuda") == executed_flops(mixed, layout) > model_flops(mixed)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "attention"])
+@pytest.mark.parametrize(
+    ("asked_for", "heard", "counts"),
+    [
+        ("model=gpt_tiny model.dropout=0.1", "flash", "model=gpt_tiny model.dropout=0"),  # cuda: its kernels drop
+        ("model=gpt_tiny model.dropout=0.1", "composed", "model=gpt_tiny model.dropout=0.1"),  # cpu
+        ("model=gpt_tiny model.dropout=0", "flash", "model=gpt_tiny model.dropout=0"),
+        ("model=tiny", "flash", "model=tiny"),
+        ("model=tiny", "composed", "model=tiny model.attention=eager"),  # cuda: math for grouped heads in fp32
+        ("model=tiny precision=bf16_mixed", "cudnn", "model=tiny"),
+        ("model=tiny model.num_key_value_heads=4", "efficient", "model=tiny model.num_key_value_heads=4"),
+        ("model=tiny model.attention=eager", "composed", "model=tiny model.attention=eager"),
+    ],
+)
+def test_a_run_is_held_to_the_operations_of_the_kernel_it_heard(
+    asked_for: str, heard: str, counts: str, checkpointing: str
+) -> None:
+    """What ran is torch's count of a CPU's kernel that does the same; with the other kernel it would be an error."""
+    both = (*SHORT, "train.seq_len=256", f"checkpointing={checkpointing}")
+    config = compose_config(*both, *asked_for.split())
+    ran = sum(counted(compose_config(*both, *counts.split())))
+    other = "composed" if heard in FUSED_KERNELS else "flash"
+    for kernel, problems in ((heard, 0), (other, 1)):
+        ranks = [{"devices": 1, "profiled": {"flops": ran, "attention_kernels": [kernel]}}]
+        assert len(flops_problems(config, alone(config), StateWidths(4, 4, 8, 4), ranks)) == problems
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        *(("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A100 80GB PCIe", 312), ("NVIDIA H100 80GB HBM3", 989)),
+        *(("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA B200", 2250), ("NVIDIA L40S", 362)),
+        *(("NVIDIA GeForce RTX 4090", 165), ("AMD Instinct MI300X", 1307)),
+    ],
+)
+def test_dense_peaks_as_published(name: str, teraflops: int) -> None:
+    assert peak_flops(name, "bfloat16") == peak_flops(name, "float16") == teraflops * 1e12
+
+
+def test_an_unknown_device_has_no_peak() -> None:
+    for name in ("cpu", "", "NVIDIA H100", "nvidia h200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H200 NVL 2"):
+        assert peak_flops(name, "bfloat16") is None
+    assert peak_flops("NVIDIA H200", "float64") is None and peak_flops("NVIDIA B200", "float32") is None
+    # No figure is one with sparsity or TF32 by mistake: fp32 without matrix cores is far below 16 bit.
+    assert all(peaks.get("float32", 0) <= peaks["bfloat16"] / 1.9 for peaks in PEAKS.values())

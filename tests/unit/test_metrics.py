@@ -1,0 +1,198 @@
+"""A row's figures from two hand-made ranks that differ in everything: no rank left out, no unit changed."""
+
+from typing import Any
+
+import pytest
+
+from harness.layout.layout import resolve_layout
+from harness.metrics.columns import measured_columns
+from harness.metrics.memory import at_peak_columns, memory_columns
+from harness.metrics.step_time import PARTS, pipeline_entries
+from harness.metrics.traffic import bytes_by_axis
+from tests.support.commands import compose_config
+
+PHASES = {"data": 0.05, "forward": 0.3, "backward": 0.4, "norm": 0.05, "optimizer": 0.1}  # shares of a step
+
+
+def rank(number: int, seconds: list[float], peak: int, **profiled: Any) -> dict[str, Any]:
+    blocks = [("parameter", 100), ("optimizer", 200), ("gradient", 50), ("activation", 300), ("temporary", peak - 650)]
+    parts = [{"role": role, "what": "", "bytes": size} for role, size in blocks]
+    sent = {"operation": "all_reduce", "group_ranks": [0, 1], "dtype": "float32", "purpose": "layout"}
+    sent |= {"bytes_sent": 50.0, "count": 1, "sizes": {"50": 1}}
+    shares = {name: {"seconds": share, "exposed_seconds": 0, "waiting_seconds": 0} for name, share in PHASES.items()}
+    shares["backward"]["exposed_seconds"] = 0.1  # a quarter of it
+    shares["rest"] = {"seconds": 0.1, "exposed_seconds": 0.0, "waiting_seconds": 0.08}
+    return {
+        "rank": number,
+        "devices": 1,
+        "skipped_steps": 0,
+        "device_name": "NVIDIA H200",
+        "step_seconds": seconds,
+        "phase_seconds": {name: [share * second for second in seconds] for name, share in PHASES.items()},
+        "losses": [4.0 + number, 2.0 + number],
+        "peak_allocated_bytes": peak,
+        "peak_reserved_bytes": None,
+        "parameter_bytes": 100 + number,
+        "optimizer_bytes": 200 - number,
+        "outside_bytes": None,
+        "allocation_retries": None,
+        "out_of_memory_errors": None,
+        "traced": {"seconds": 1.0, "phases": shares, "overlapped_seconds": 0.2},
+        "used": {
+            "pid": number,
+            "host": "h",
+            "seconds": 1.0,
+            "cpu_seconds": 3.0 + number,
+            "helper_cpu_seconds": 0.0,
+            "cores": 2,
+            "core_seconds": 2.0,
+            "busy_seconds": 0.1,
+            "stolen_seconds": 0.0,
+            "energy_joules": 10.0,
+            "peak_host_bytes": 7000 + number,
+            "clocks_lowered": None,
+            "device_pids": None,
+        },
+        "placed": {"parameters": {"cuda": 100}, "gradients": {"cpu": 50}, "optimizer": {"cpu": 200 + number}},
+        "profiled": {
+            "gradient_bytes": 300 + number,
+            "activation_bytes": 400 - number,
+            "offloaded_activation_bytes": 0,
+            "in_flight": 1 + number,
+            "flops": 10**9,
+            "peak_allocated_bytes": peak,
+            "at_peak": {"phase": "backward", "bytes": peak, "parts": parts},
+            "communication": [sent] * (1 + number),
+        }
+        | profiled,
+    }
+
+
+def test_figures_are_the_whole_worlds() -> None:
+    config = compose_config("train.global_batch=8", "train.seq_len=32", "train.steps=3")
+    ranks = [rank(0, [1.0, 2.0, 9.0], 1000), rank(1, [3.0, 1.0, 1.0], 1500)]
+    found = measured_columns(config, resolve_layout(config.strategy, 2), ranks)
+    assert found["step_seconds"] == 3.0  # the slowest rank of each step: 3, 2 and 9; their median
+    assert found["step_seconds_p95"] == pytest.approx(3 + 0.9 * 6) and found["step_seconds_spread"] is None
+    assert found["tokens_per_second"] == pytest.approx(8 * 32 / 3.0)
+    assert found["tokens_per_second_per_device"] == pytest.approx(8 * 32 / 3.0 / 2)
+    assert (found["peak_allocated_bytes"], found["peak_rank"], found["peak_reserved_bytes"]) == (1500, 1, None)
+    assert (found["parameter_bytes"], found["optimizer_bytes"]) == (101, 200)
+    assert (found["gradient_bytes"], found["activation_bytes"]) == (301, 400)
+    assert (found["offloaded_bytes"], found["offloaded_activation_bytes"]) == (251, None)
+    assert found["communication_bytes"] == 100
+    assert (found["loss_first"], found["loss_last"]) == (4.5, 2.5)
+    assert found["at_peak_temporary_bytes"] == 850 and found["peak_phase"] == "backward"
+    assert found["hardware_flops"] == 2 * 10**9
+    assert found["cpu_seconds"] == pytest.approx(7 / 3) and found["peak_host_bytes"] == 7001
+    assert found["joules_per_token"] == pytest.approx(20 / (3 * 8 * 32))
+    peak = 2 * 67e12  # of two devices in fp32
+    assert found["mfu"] == pytest.approx(found["model_flops"] / 3.0 / peak)
+    assert found["hfu"] == pytest.approx(2e9 / 3.0 / peak)
+    ranks[1]["device_name"] = "NVIDIA H201"
+    unknown = measured_columns(config, resolve_layout(config.strategy, 2), ranks)
+    assert unknown["mfu"] is None and unknown["model_flops_per_second_per_device"] is not None
+
+
+def test_what_the_profiler_did_not_see_is_unknown_and_no_zero() -> None:
+    config = compose_config("train.steps=3")
+    ranks = [rank(number, [1.0, 2.0, 9.0], 1000) | {"traced": None} for number in range(2)]
+    found = measured_columns(config, resolve_layout(config.strategy, 2), ranks)
+    unknown = ("exposed_communication_seconds", "idle_seconds", "overlapped_communication_seconds")
+    assert [found[name] for name in unknown] == [None] * 3
+    assert sum(found[name] for name in PARTS if name not in unknown) == pytest.approx(found["step_seconds"])
+
+
+def test_a_gpu_waits_inside_its_phases_too() -> None:
+    """A CPU's rank that is said to wait there prepares the next message, and works."""
+    config = compose_config("train.steps=1")
+    idle = {}
+    for name in ("cpu", "NVIDIA H200"):
+        one = rank(0, [1.0], 1000) | {"device_name": name}
+        forward = one["traced"]["phases"]["forward"]
+        forward["waiting_seconds"] = 0.5 * forward["seconds"]
+        idle[name] = measured_columns(config, resolve_layout(config.strategy, 1), [one])["idle_seconds"]
+    assert idle["NVIDIA H200"] == pytest.approx(idle["cpu"] + 0.5 * one["phase_seconds"]["forward"][0])
+
+
+@pytest.mark.parametrize("fullest", range(3))
+def test_memory_is_the_fullest_ranks_wherever_it_is(fullest: int) -> None:
+    """Not the first's, as is often reported, nor the last's."""
+    ranks = [rank(number, [1.0], 1500 if number == fullest else 1000) for number in range(3)]
+    found = memory_columns(ranks)
+    assert (found["peak_allocated_bytes"], found["peak_rank"], found["at_peak_temporary_bytes"]) == (1500, fullest, 850)
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    """Phases by the clock, of the slowest rank in the median step, each divided as the traced ones were."""
+    config = compose_config("train.steps=3")
+    ranks = [rank(0, [1.0, 2.0, 9.0], 1000), rank(1, [3.0, 1.0, 1.0], 1500)]
+    ranks[1]["phase_seconds"]["forward"][0] = 1.2  # 0.4 of the step
+    found = measured_columns(config, resolve_layout(config.strategy, 2), ranks)
+    expected = {"data": 0.15, "forward": 1.2, "backward": 0.9, "optimizer": 0.45, "exposed_communication": 0.3}
+    assert {name: found[f"{name}_seconds"] for name in expected} == pytest.approx(expected)
+    assert found["idle_seconds"] == pytest.approx(0.8 * 0.0, abs=1e-9)  # all but the phases is 0 here
+    assert found["overlapped_communication_seconds"] == pytest.approx(0.6)
+    assert sum(found[name] for name in PARTS) == pytest.approx(found["step_seconds"])
+    even = measured_columns(config, resolve_layout(config.strategy, 2), [rank(0, [1.0, 2.0, 4.0, 8.0], 1000)])
+    assert sum(even[name] for name in PARTS) == pytest.approx(even["step_seconds"]) and even["step_seconds"] == 3.0
+    assert even["idle_seconds"] == pytest.approx(0.08 * 3) and even["other_seconds"] == pytest.approx(0.02 * 3)
+    assert even["step_seconds_spread"] == pytest.approx((5 - 1.75) / 3)
+
+
+def test_waiting_of_a_pipeline_is_idle() -> None:
+    config = compose_config("strategy=pp_1f1b", "train.steps=1")
+    one = rank(0, [10.0], 1000)
+    one["traced"]["phases"]["norm"]["exposed_seconds"] = 0.05  # all of it: there the stages meet
+    found = measured_columns(config, resolve_layout(config.strategy, 2), [one, rank(1, [5.0], 900)])
+    assert found["idle_seconds"] == pytest.approx(0.5 + 0.8) and found["other_seconds"] == pytest.approx(0.2)
+    assert found["exposed_communication_seconds"] == pytest.approx(1.0)
+
+
+def test_a_profiled_step_unlike_the_timed_ones_explains_nothing() -> None:
+    one = rank(0, [1.0], 1000)
+    one["profiled"]["at_peak"]["parts"][-1]["bytes"] -= 40
+    assert at_peak_columns(one) == {}
+    near = rank(0, [1.0], 1000) | {"peak_reserved_bytes": 1200}
+    near["profiled"]["peak_allocated_bytes"] -= 40
+    near["profiled"]["at_peak"]["bytes"] -= 40
+    near["profiled"]["at_peak"]["parts"][-1]["bytes"] -= 40
+    assert at_peak_columns(near)["at_peak_unmatched_bytes"] == 40
+    for lost in (-1, 300):  # blocks that the log lacks are no rounding
+        odd = rank(0, [1.0], 1000) | {"peak_reserved_bytes": 1200}
+        odd["profiled"]["at_peak"]["bytes"] -= lost
+        assert at_peak_columns(odd) == {}
+    on_gpu = rank(0, [1.0], 1000) | {"peak_reserved_bytes": 1200}
+    on_gpu["profiled"]["at_peak"] |= {"bytes": 980}
+    on_gpu["profiled"]["at_peak"]["parts"][-1]["bytes"] -= 20
+    found = at_peak_columns(on_gpu)
+    assert (found["at_peak_rounding_bytes"], found["at_peak_unmatched_bytes"]) == (20, 0)
+
+
+def test_what_is_outside_the_formula_is_named() -> None:
+    config = compose_config()
+    layout, one = resolve_layout(config.strategy, 2), rank(1, [1.0], 1000)
+    norm = one["profiled"]["communication"][0] | {"purpose": "clip_grads", "bytes_sent": 8.0}
+    one["profiled"]["communication"].append(norm)
+    assert bytes_by_axis(layout, one, {"dp_replicate": 90.0, "dp_shard": 0.0, "pp send": 0.0}) == [
+        {"axis": "dp_replicate", "bytes": 100.0, "formula_bytes": 90.0, "outside": {"clip_grads all_reduce": 8.0}}
+    ]
+
+
+def test_a_pipelines_idle_time_is_what_its_phases_leave() -> None:
+    config = compose_config("strategy=pp_1f1b", "strategy.layers_per_stage=[1,3]")
+    layout = resolve_layout(config.strategy, 2)
+    ranks = [rank(0, [10.0, 10.0, 10.0], 1000), rank(1, [10.0, 10.0, 30.0], 2000)]
+    phases = [{"forward": [1.0, 2.0, 1.0], "backward": [2.0, 2.0, 2.0], "optimizer": [1.0, 1.0, 1.0]}]
+    phases.append(
+        {"forward": [2.0] * 3, "backward_input": [2.0] * 3, "backward_weight": [1.0] * 3, "optimizer": [1.0] * 3}
+    )
+    for one, seconds in zip(ranks, phases, strict=True):
+        one["phase_seconds"] = seconds | {"data": [0.5] * 3}
+    first, last = pipeline_entries(config, layout, ranks)
+    assert (first["working_seconds"], first["idle_seconds"]) == (3.0, 5.5)
+    assert (last["working_seconds"], last["idle_seconds"]) == (5.0, 3.5)  # medians over steps
+    assert (first["bubble"], last["idle_share"]) == (5.5 / 3, pytest.approx(3.5 / 8.5))
+    assert [(r["stages"], r["layers"], r["in_flight"]) for r in (first, last)] == [([0], [1], 1), ([1], [3], 2)]
+    found = measured_columns(config, layout, ranks)
+    assert found["bubble"] == pytest.approx(9 / 8) and found["bubble_formula"] == 1 / 8 and found["in_flight"] == 2

@@ -1,0 +1,86 @@
+"""Every prepared model: its YAML loads, and the count it states is the count of the module built from it."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness.config.from_dict import from_dict
+from harness.config.schema import ModelConfig
+from harness.layout.parameters import parameter_count
+from harness.models.build import build_model
+
+FOLDER = Path(__file__).parents[2] / "conf" / "model"
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "hf")  # of which the size is its own
+
+# The counts these models are known by: a wrong size in a YAML cannot hide behind a count computed from it.
+KNOWN = {
+    "1b": 1_235_814_400,
+    "3b": 3_212_749_824,
+    "7b": 6_738_415_616,
+    "8b": 8_030_261_248,
+    "13b": 13_015_864_320,
+    "30b": 32_528_943_616,
+    "70b": 70_553_706_496,
+    "405b": 405_853_388_800,
+    "mistral_7b": 7_241_732_096,
+}
+
+# Named by their counts in their tables: GPT-3's and Megatron's to what their digits say, MPT's to a tenth.
+ROUND = {
+    "gpt_125m": 125e6,
+    "gpt_350m": 356e6,
+    "gpt_760m": 760e6,
+    "gpt_1.3b": 1.3e9,
+    "gpt_2.7b": 2.7e9,
+    "gpt_6.7b": 6.7e9,
+    "gpt_13b": 13e9,
+    "gpt_175b": 175e9,
+    "gpt_10b": 10e9,
+    "gpt_22b": 22e9,
+    "gpt_530b": 530e9,
+    "gpt_1t": 1e12,
+    "mpt_1b": 1.3e9,
+    "mpt_3b": 2.7e9,
+    "mpt_7b": 6.7e9,
+    "mpt_13b": 13e9,
+    "mpt_30b": 30e9,
+    "mpt_70b": 65e9,
+}
+
+
+def load(name: str) -> ModelConfig:
+    model: ModelConfig = from_dict(ModelConfig, yaml.safe_load((FOLDER / f"{name}.yaml").read_text()), "model")
+    return model
+
+
+def test_the_prepared_models_are_there() -> None:
+    assert {"tiny", "125m", "350m", "10b", *KNOWN} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stated_count_is_that_of_the_built_module(name: str) -> None:
+    model = load(name)
+    assert model.name == name and model.source
+    module = build_model(model)
+    built = sum(parameter.numel() for parameter in module.parameters())  # parameters() yields a tied weight once
+    assert model.parameters == built == parameter_count(model)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_stated_count_is_the_known_one(name: str) -> None:
+    assert load(name).parameters == KNOWN[name]
+
+
+@pytest.mark.parametrize("name", ROUND)
+def test_stated_count_is_the_published_one_rounded(name: str) -> None:
+    model = load(name)
+    assert model.family == "gpt" and model.intermediate_size == 4 * model.hidden_size
+    assert model.parameters == pytest.approx(ROUND[name], rel=0.02)
+
+
+def test_tiny_is_small_yet_divisible() -> None:
+    tiny = load("tiny")
+    assert tiny.num_hidden_layers >= 4 and tiny.num_attention_heads >= 4 and tiny.num_key_value_heads == 2
+    assert 300_000 < tiny.parameters < 700_000 and tiny.vocab_size == 256

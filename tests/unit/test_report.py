@@ -1,0 +1,555 @@
+"""The report's numbers, units and ratios, its width, and that hostile text stays text."""
+
+import re
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+from rich.cells import cell_len
+
+from harness.cli.report import main
+from harness.layout.layout import resolve_layout
+from harness.records.provenance import versions
+from harness.records.schema import COLUMN_TYPES, Record
+from harness.records.store import write_record
+from harness.report import markdown
+from harness.report.frame import byte_unit, records_frame, scaled, values
+from harness.report.labels import VARYING
+from harness.report.markdown import escape
+from harness.report.sections import sections
+from harness.report.tables import comparison_columns
+from harness.report.view import View
+from harness.runner.record import config_columns
+from tests.support.commands import ROOT, compose_config
+from tests.support.example_records import FAILED, HOSTILE, MIB, mixed, record_of, records, row
+from tests.support.tables import printed, terminal_cells
+
+
+def stored(results_dir: Path, entries: list[Record]) -> Path:
+    for record in entries:
+        write_record(results_dir / record["row"]["run_id"], record)
+    return results_dir
+
+
+def page(name: str, entries: list[Record], problems: list[str]) -> str:
+    """report.md of these."""
+    return markdown.page(name, sections(View(name, entries, problems)))
+
+
+def grids(text: str) -> dict[str, list[dict[str, str]]]:
+    """Every table of a page by its heading, as a Markdown parser reads it: a dict a row."""
+    found: dict[str, list[dict[str, str]]] = {}
+    heading = ""
+    lines: list[list[str]] = []
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    for before, token in pairwise(tokens):
+        if token.type == "inline" and before.type == "heading_open":
+            heading = token.content.split(" (")[0]
+        if token.type == "inline" and before.type in ("th_open", "td_open"):
+            lines[-1].append("".join(child.content for child in token.children or []))
+        if token.type == "tr_open":
+            lines.append([])
+        if token.type == "table_open":
+            lines = []
+        if token.type == "table_close":
+            found.setdefault(heading, [dict(zip(lines[0], cells, strict=True)) for cells in lines[1:]])
+    return found
+
+
+def test_terminal_numbers_stand_in_their_columns() -> None:
+    lines = printed(records(), 120)
+    assert lines[0].startswith(
+        "tiny (1,048,576 parameters); fp32; checkpointing none; 8 × 128 = 1,024 tokens a step; micro-batch 4; on cpu;"
+    )
+    assert terminal_cells(lines, "ddp") == (
+        [
+            "ddp",
+            "2",
+            "ok",
+            "16,000",
+            "1.00",
+            "82.94",
+            "20.00",
+            "1.00",
+            "16.00",
+            "1.50",
+            "4.00",
+            "1.00",
+            "1.2e-7",
+            "4.6e-6",
+        ]
+    )
+    assert terminal_cells(lines, "zero3") == (
+        [
+            "zero3",
+            "2",
+            "ok",
+            "12,346",
+            "0.77",
+            "82.94",
+            "10.00",
+            "0.50",
+            "10.00",
+            "1.50",
+            "6.00",
+            "1.50",
+            "1.2e-7",
+            "4.6e-6",
+        ]
+    )
+    assert terminal_cells(lines, "single") == (
+        [
+            "single",
+            "1",
+            "ok",
+            "8,000",
+            "0.50",
+            "82.94",
+            "20.00",
+            "1.00",
+            "16.00",
+            "1.50",
+            "0.00",
+            "0.00",
+            "0",
+            "4.6e-6",
+        ]
+    )
+
+
+def test_header_names_the_units_of_the_columns_below() -> None:
+    lines = printed(records(), 120)
+    bottom = next(number for number, line in enumerate(lines) if line.startswith("strategy"))
+    starts = [match.span() for match in re.finditer(r"\S+", lines[bottom])]
+    ddp = next(line for line in lines if line.startswith("ddp "))
+    over = {
+        ddp[:end].split()[-1]: (lines[bottom - 1][:end].split() or [""])[-1] + " " + lines[bottom][start:end]
+        for start, end in starts
+    }
+    assert over["20.00"] == "peak MiB" and over["82.94"] == "step ms" and over["4.00"] == "comm. MiB"
+    assert over["16.00"] == "state MiB" and over["1.50"] == "activ. MiB" and over["16,000"] == " tok/s"
+    assert over["1.2e-7"] == "loss dev." and over["4.6e-6"] == "grad dev."
+
+
+def test_failures_stay_in_place_with_their_reasons() -> None:
+    lines = printed(records(), 120)
+    assert terminal_cells(lines, "fsdp_shard_grad_op") == ["fsdp_shard_grad_op", "2", "oom"]
+    assert "fsdp_shard_grad_op oom: rank 1 ran out of memory" in lines
+    refusal = next(line for line in lines if line.startswith("fsdp_no_shard refused:"))
+    assert cell_len(refusal) <= 120
+    failures = page("demo", records(), []).split("## Failures")[1]
+    assert "x 2 data-parallel ranks: choose a multiple of 6" in failures and "choose…" not in failures
+
+
+def many_long(number: int) -> list[Record]:
+    """Rows whose names are long and wide and whose numbers are large, everything varying."""
+    changes = [
+        {"model": f"a-model-of-a-long-name-{n}", "measured_on": "NVIDIA H200 " * (1 + n % 4), "repeat": n}
+        | {
+            "precision": ("bf16_mixed", "fp32")[n % 2],
+            "checkpointing": f"every_{n}_of_the_層",
+            "seq_len": 131072 * (n + 1),
+        }
+        | {"peak_allocated_bytes": 2**40 + n, "tokens_per_second": 1e7 + n, "reason": "x " * 200}
+        | {"status": ("ok", "interrupted")[n % 2], "world_size": 1024 + n, "global_batch": 4096 * (n + 1)}
+        for n in range(number)
+    ]
+    return [record_of(row(n, f"fsdp_of_a_long_名前_{n}", "torch", 3, **change)) for n, change in enumerate(changes)]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("entries", [records(), many_long(25)], ids=["ten", "long"])
+def test_no_line_is_wider_than_the_terminal(entries: list[Record], width: int) -> None:
+    lines = printed(entries, width)
+    assert max(map(cell_len, lines)) <= width
+    rows = [line for line in lines if line.split()[0] in ("zero3", "ddp", "single") or line.startswith("fsdp_")]
+    assert len(rows) >= len([entry for entry in entries if entry["row"]["status"] == "ok"])
+
+
+def test_80_columns_leave_columns_out_and_cut_no_number() -> None:
+    wide, narrow = printed(records(), 120), printed(records(), 80)
+    assert terminal_cells(narrow, "zero3")[:4] == ["zero3", "2", "ok", "12,346"]
+    for strategy in ("ddp", "zero3", "single"):
+        assert set(terminal_cells(narrow, strategy)) <= set(terminal_cells(wide, strategy))
+    assert any(line.startswith("not shown in 80 columns: ") for line in narrow)
+
+
+def test_strategy_and_world_say_the_degrees_and_the_bubble_outlives_its_formula() -> None:
+    headers = {}
+    for width in (80, 120, 160):
+        lines = printed(mixed(), width)
+        headers[width] = next(line for line in lines if line.startswith("strategy")).split()
+        assert headers[width][:4] == ["strategy", "world", "status", "tok/s"] and max(map(cell_len, lines)) <= width
+        assert not {"dp_replicate", "dp_shard", "tp", "cp", "pp"} & set(headers[width])
+    assert "bubble" in headers[80] and "formula" not in headers[80] and "activ." not in headers[80]
+    assert any(line.startswith("not shown in 80 columns: bubble formula, ") for line in printed(mixed(), 80))
+    assert [line.split()[:2] for line in lines if line.startswith("pp_")] == (
+        [["pp_1f1b", "2"], ["pp_1f1b", "4"], ["pp_gpipe", "2"], ["pp_gpipe", "4"]]
+    )
+    place = headers[160].index("bubble")
+    assert terminal_cells(lines, "pp_1f1b")[place : place + 2] == ["0.329", "0.125"]
+    assert headers[160][place + 1] == "formula" and "0.329" not in terminal_cells(lines, "ddp")
+    assert not any("bubble" in line for line in printed(records(), 200))
+
+
+def test_degrees_are_shown_where_strategy_and_world_do_not_say_them() -> None:
+    rows = [
+        row(n, "fsdp_tp", "torch", 3, world_size=8, dp_replicate=1, dp_shard=8 // tp, tp=tp)
+        for n, tp in enumerate((2, 4))
+    ]
+    entries = [record_of(entry) for entry in (*rows, row(9, "tp", "torch", 0, dp_replicate=1, dp_shard=1, tp=2))]
+    lines = printed(entries, 160)
+    assert next(line for line in lines if line.startswith("strategy")).split()[:5] == (
+        ["strategy", "world", "dp_shard", "tp", "status"]
+    )
+    assert [terminal_cells(lines, name)[:4] for name in ("fsdp_tp", "tp")] == (
+        [["fsdp_tp", "8", "4", "2"], ["tp", "2", "1", "2"]]
+    )
+    assert values(records_frame(entries), "label") == [
+        "fsdp_tp dp_shard 4 tp 2",
+        "fsdp_tp dp_shard 2 tp 4",
+        "tp",
+    ]
+
+
+TORCH, OTHER = ("ddp", "torch", 0), ("ddp", "accelerate", 0)
+
+STAGES = {"data_parallel": "fsdp", "dp_shard": 2, "pp": 2, "world_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("several", "header", "cells", "labels"),
+    [
+        ([(TORCH, {}), (OTHER, {})], "engine", ["torch", "accelerate"], ["ddp torch", "ddp accelerate"]),
+        (
+            [(TORCH, {"compile": False}), (TORCH, {"compile": True})],
+            "compiled",
+            ["no", "yes"],
+            ["ddp", "ddp compiled yes"],
+        ),
+        (
+            [(("fsdp_pp", "torch", stage), STAGES) for stage in (2, 3)],
+            "ZeRO",
+            ["2", "3"],
+            ["fsdp_pp ZeRO 2", "fsdp_pp ZeRO 3"],
+        ),
+        (
+            [(TORCH, {"checkpointing": "every_n", "checkpointing_every": every}) for every in (2, 4)],
+            "every",
+            ["2", "4"],
+            ["ddp every_n every 2", "ddp every_n every 4"],
+        ),
+        (
+            [(("cp", "torch", 0), {"data_parallel": means}) for means in ("none", "fsdp")],
+            "data_parallel",
+            ["none", "fsdp"],
+            ["cp data_parallel none", "cp data_parallel fsdp"],
+        ),
+        (
+            [(("tp", "torch", 0), {"vocabulary_parallel": cut}) for cut in (True, False)],
+            "vocabulary cut",
+            ["yes", "no"],
+            ["tp vocabulary cut yes", "tp vocabulary cut no"],
+        ),
+    ],
+    ids=["engine", "compile", "zero_stage", "every", "data_parallel", "vocabulary"],
+)
+def test_rows_that_differ_are_told_apart(
+    several: list[tuple[Any, dict[str, Any]]], header: str, cells: list[str], labels: list[str]
+) -> None:
+    """In the terminal, on the page and by their labels; a column only where it varies."""
+    entries = [record_of(row(n, *named, **changes)) for n, (named, changes) in enumerate(several)]
+    assert_told_apart(entries, header, cells, labels)
+    assert header not in columns_of(entries[:1]) and header not in grids(page("demo", entries[:1], []))["Comparison"][0]
+
+
+def columns_of(entries: list[Record]) -> dict[str, list[str]]:
+    return {column.title: column.cells for column in comparison_columns(records_frame(entries), short=True)}
+
+
+def assert_told_apart(entries: list[Record], header: str, cells: list[str], labels: list[str]) -> None:
+    assert values(records_frame(entries), "label") == labels
+    assert columns_of(entries)[header] == cells
+    lines = printed(entries, 120)
+    assert max(map(cell_len, lines)) <= 120 and header in " ".join(lines)
+    shown = [line for line in lines if line.startswith(entries[0]["row"]["strategy"] + " ")]
+    assert len(set(shown)) == len(entries) and all(cell in line for cell, line in zip(cells, shown, strict=True))
+    found = grids(page("demo", entries, []))
+    assert [line[header] for line in found["Comparison"]] == cells
+    assert [line["run"] for line in found["Memory"]] == labels
+
+
+def test_every_axis_is_a_column_and_tells_rows_apart_alone() -> None:
+    """Whatever a row says of how it ran is an axis: two rows that differ in it are called differently."""
+    other = {str: ("a", "b"), int: (1, 2), float: (0.0, 0.5), bool: (False, True)}
+    for name in VARYING.keys() - {"otherwise"}:
+        pair = [record_of(row(n, *TORCH) | {name: value}) for n, value in enumerate(other[COLUMN_TYPES[name]])]
+        alike = [entry | {"ranks": []} for entry in pair]
+        assert len(set(values(records_frame(alike), "label"))) == 2 and VARYING[name] in columns_of(alike), name
+    config = compose_config("strategy=tp_pp", "checkpointing=every_n", "checkpointing.every=2")
+    made = config_columns(config, resolve_layout(config.strategy, 4)).keys()
+    others = {"name", "strategy", "checkpointing", "grad_accumulation"}
+    assert made - others == VARYING.keys() - {"measured_on", "otherwise"}
+
+
+def test_the_readme_names_every_column() -> None:
+    section = (ROOT / "README.md").read_text().split("## How to read the columns")[1].split("\nBeside it:")[0]
+    named = {word for code in re.findall(r"`([^`]*)`", section) for word in code.split()}
+    assert set(COLUMN_TYPES) - named == set()
+
+
+def test_what_no_column_has_is_told_by_its_key() -> None:
+    """Of rows alike in every column, their configurations; -: has no such key."""
+    entries = [record_of(row(n, *TORCH)) for n in range(3)] + [record_of(row(3, "zero1", "deepspeed", 1))]
+    for entry, options in zip(entries, ({}, {"static_graph": True}, {"static_graph": False}, {}), strict=True):
+        entry["config"] = {"strategy": {"options": options}, "tracking": {"name": entry["row"]["run_id"]}}
+    told = [f"static_graph={value}" for value in ("-", "True", "False")]
+    assert_told_apart(entries[:3], "otherwise", told, [f"ddp {text}" for text in told])
+    assert values(records_frame(entries), "label")[3] == "zero1"
+    assert "otherwise" not in columns_of([entries[1], entries[3]])
+
+
+def test_what_all_rows_share_is_said_where_it_is_not_as_usual() -> None:
+    unusual = {"compile": True, "loss_chunks": 4, "dropout": 0.1, "fused_optimizer": False}
+    entries = [record_of(row(n, name, "torch", 0, **unusual)) for n, name in enumerate(("ddp", "fsdp_no_shard"))]
+    assert printed(entries, 400)[0].split("; ")[-5:-1] == ["compiled yes", "loss chunks 4", "fused no", "dropout 0.1"]
+
+
+def test_one_row_is_still_measured_against_the_baseline_of_all() -> None:
+    lines = printed(records(), 120, only={f"{5:010x}"})
+    assert terminal_cells(lines, "zero3")[:5] == ["zero3", "ok", "12,346", "6,173", "0.77"]
+    assert "× is of ddp" in " ".join(lines) and not any(line.startswith("ddp") for line in lines)
+    assert printed([], 120) == ["no runs recorded"]
+
+
+def test_baseline_is_ddp_then_single_then_the_first_and_only_of_the_same_setting() -> None:
+    entries = records()
+    by_strategy = {entry["row"]["strategy"]: entry for entry in entries}
+
+    def ratio_of(*shown: Record) -> list[float | None]:
+        return values(records_frame(shown), "peak_allocated_bytes_ratio")
+
+    zero1, zero3, ddp, single = (by_strategy[name] for name in ("zero1", "zero3", "ddp", "single"))
+    assert ratio_of(zero3, ddp, single) == [0.5, 1.0, 1.0]
+    assert ratio_of(zero3, single) == [0.5, 1.0]
+    assert ratio_of(zero1, zero3) == [1.0, 10 / 18]
+    other_model = record_of(zero3["row"] | {"model": "small", "run_id": "other"})
+    assert ratio_of(ddp, other_model) == [1.0, 1.0]
+    dead = record_of(ddp["row"] | {"status": "error"})
+    assert ratio_of(zero1, dead, zero3) == [1.0, None, 10 / 18]
+    checkpointed = record_of(ddp["row"] | {"checkpointing": "full", "peak_allocated_bytes": 10 * MIB, "run_id": "full"})
+    assert ratio_of(checkpointed, ddp) == [0.5, 1.0]
+
+
+def test_the_plainest_of_several_is_the_baseline() -> None:
+    changes = ({"checkpointing": "full"}, {"compile": True}, {"compile": False}, {"dropout": 0.0})
+    entries = [record_of(row(n, *TORCH, **change)) for n, change in enumerate(changes)]
+    assert values(records_frame(entries), "baseline")[0] == values(records_frame(entries), "label")[2]
+
+
+def test_units_and_small_numbers() -> None:
+    assert [byte_unit([size]).name for size in (2**30, 2**30 - 1, 2**20 - 1, 1023, None)] == [
+        "GiB",
+        "MiB",
+        "KiB",
+        "B",
+        "B",
+    ]
+    assert scaled([3 * 2**30 // 2, None, 1, 0], byte_unit([2**30])) == ["1.50", "", "<0.01", "0.00"]
+    assert scaled([1023 * MIB, MIB], byte_unit([1023 * MIB])) == ["1,023", "1"]
+
+
+def test_markdown_numbers_stand_under_their_headers() -> None:
+    found = grids(page("demo", records(), ["results/demo/x/record.json is not a whole record"]))
+    comparison = {line["strategy"]: line for line in found["Comparison"]}
+    assert comparison["zero3"]["peak MiB"] == "10.00" and comparison["zero3"]["× peak"] == "0.50"
+    assert comparison["zero3"]["comm. MiB"] == "6.00" and comparison["zero3"]["× comm."] == "1.50"
+    assert comparison["zero3"]["tok/s"] == "12,346" and comparison["zero3"]["tok/s /device"] == "6,173"
+    assert comparison["fsdp_shard_grad_op"]["status"] == "oom" and comparison["fsdp_shard_grad_op"]["peak MiB"] == ""
+    memory = {line["run"]: line for line in found["Memory"]}
+    full = memory["fsdp_full_shard"]
+    assert [full[name] for name in ("parameters", "gradients", "optimizer", "activations", "peak")] == (
+        ["2.00", "2.00", "4.00", "1.50", "9.00"]
+    )
+    assert [full[f"× {name}"] for name in ("parameters", "optimizer", "activations", "peak")] == [
+        "0.50",
+        "0.50",
+        "1.00",
+        "0.45",
+    ]
+    assert memory["zero1"]["× optimizer"] == "0.75"
+    assert (memory["zero2"]["parameters"], memory["zero2"]["gradients"]) == ("4.00", "2.00")
+    assert (memory["zero2"]["× parameters"], memory["zero2"]["× gradients"]) == ("1.00", "0.50")
+    communication = {line["run"]: line for line in found["Communication"]}
+    assert communication["zero3"]["all_gather on dp_shard"] == "4.00 (7)"
+    assert communication["zero3"]["reduce_scatter on dp_shard"] == "2.00 (5)"
+    assert communication["ddp"]["all_reduce on dp_replicate"] == "4.00 (3)"
+    assert communication["zero3"]["in all"] == "6.00" and communication["zero3"]["× in all"] == "1.50"
+    assert full["peak of the least rank"] == "8.50"
+    proof = {line["run"]: line for line in found["Proof"]}
+    assert proof["ddp"] == {
+        "run": "ddp",
+        "layout": "proven",
+        "loss deviation": "1.2e-7",
+        "loss bound": "1.0e-5",
+        "gradient deviation": "4.6e-6",
+        "gradient bound": "1.0e-4",
+    }
+    assert "Unreadable records" in page("demo", records(), ["bad"]) and "Predicted" not in page("demo", records(), [])
+
+
+def test_pipelines_have_a_row_a_rank_and_traffic_its_axes() -> None:
+    text = page("demo", mixed(), [])
+    found = grids(text)
+    assert len(found["Pipelines"]) == 2 * (2 + 4) and "Pipelines" not in grids(page("demo", records(), []))
+    assert found["Pipelines"][5] == {
+        "run": "pp_1f1b world 4",
+        "rank": "3",
+        "stages": "3, 7",
+        "layers": "1, 2",
+        "working ms": "43.00",
+        "idle ms": "20.00",
+        "bubble": "3.500",
+        "formula": "0.375",
+        "passes in flight": "1",
+        "activations MiB": "1.00",
+    }
+    assert found["Comparison"][4]["bubble"] == "0.329" and found["Comparison"][4]["bubble formula"] == "0.125"
+    traffic = {line["run"]: {key: cell for key, cell in line.items() if cell} for line in found["Communication"]}
+    assert list(found["Communication"][0])[1:5] == (
+        ["all_reduce on dp_replicate", "all_reduce on pp", "send on pp", "all_reduce on tp"]
+    )
+    assert traffic["tp world 2"]["all_reduce on tp"] == "4.00 (3)" and "all_reduce on pp" not in traffic["tp world 2"]
+    assert traffic["pp_gpipe world 4"]["send on pp"] == "0.50 (16)"
+
+
+def test_predicted_has_columns_of_its_own() -> None:
+    predicted = record_of(row(1, "ddp", "torch", 0, predicted_peak_bytes=19 * MIB, predicted_step_seconds=0.05))
+    text = page("demo", [predicted], [])
+    assert grids(text)["Predicted beside measured"] == [
+        {"run": "ddp", "predicted peak MiB": "19.00", "measured peak MiB": "20.00", "error of the peak %": "-5.0"}
+        | {"predicted step ms": "50.00", "measured step ms": "82.94", "error of the step %": "-39.7"}
+    ]
+    assert "19.00" not in text.split("## Predicted")[0]  # but for the error, nothing predicted stands elsewhere
+
+
+def test_what_fills_the_peak_adds_up_and_leaves_text_alone() -> None:
+    parts = {"at_peak_parameter_bytes": 4 * MIB, "at_peak_temporary_bytes": 16 * MIB, "peak_phase": "backward"}
+    text = page("demo", [record_of(row(1, "ddp", "torch", 0, **parts)), *records()[4:5]], [])
+    assert grids(text)["What fills the peak"][0] == {
+        "run": "ddp",
+        "in": "backward",
+        "parameters": "4.00",
+        "temporaries": "16.00",
+        "peak": "20.00",
+    }
+
+
+def test_what_lies_on_the_host_is_said_beside_the_state_that_it_is_part_of() -> None:
+    entries = [record_of(row(1, "ddp", "torch", 0)), record_of(row(2, "zero_offload", "deepspeed", 2))]
+    without = page("demo", entries, [])
+    assert "on the host" not in "".join(grids(without)["Memory"][0]) and "on the host are" not in without
+    entries[0]["row"] |= {"offloaded_bytes": 0, "offloaded_activation_bytes": 3 * MIB}
+    entries[1]["row"] |= {"offloaded_bytes": 8 * MIB}
+    text = page("demo", entries, [])
+    memory = grids(text)["Memory"]
+    assert [line["state on the host"] for line in memory] == ["0.00", "8.00"]
+    assert [line["activations on the host"] for line in memory] == ["3.00", ""]
+    assert "of them state on the host lies in the host" in text and "Activations on the host are the most" in text
+
+
+def test_skipped_steps_stand_beside_the_proof_where_there_are_any() -> None:
+    entries = [record_of(row(1, "ddp", "torch", 0, skipped_steps=0)), record_of(row(2, "zero1", "deepspeed", 1))]
+    assert "skipped steps" not in grids(page("demo", entries, []))["Proof"][0]
+    entries.append(record_of(row(3, "fsdp_full_shard", "torch", 3, skipped_steps=2)))
+    text = page("demo", entries, [])
+    assert [line["skipped steps"] for line in grids(text)["Proof"]] == ["0", "", "2"]
+    assert "because a gradient overflowed" in text
+
+
+def test_rows_stale_for_one_reason_share_a_line() -> None:
+    old = records()
+    for entry in old:
+        entry["versions"] = entry["versions"] | {"code": "0123456789ab"}
+    assert sum(line.startswith("† stale, code 0123456789ab → ") for line in printed(old, 120)) == 1
+    assert page("demo", old, []).split("## Stale rows")[1].split("## ")[0].count("- **") == 1
+
+
+def test_pivot_of_strategy_and_checkpointing() -> None:
+    rows = [
+        row(1, "ddp", "torch", 0),
+        row(2, "ddp", "torch", 0, checkpointing="full", peak_allocated_bytes=15 * MIB),
+        row(3, "zero3", "deepspeed", 3, status="oom", **FAILED),
+        row(4, "zero3", "deepspeed", 3, checkpointing="full", peak_allocated_bytes=7 * MIB),
+    ]
+    entries = [record_of(entry) for entry in rows]
+    assert terminal_cells(printed(entries, 120), "ddp")[:3] == ["ddp", "none", "ok"]
+    assert grids(page("demo", entries, []))["Strategy × checkpointing"] == [
+        {"strategy": "ddp", "none": "20.00", "full": "15.00"},
+        {"strategy": "zero3", "none": "oom", "full": "7.00"},
+    ]
+
+
+def test_stale_rows_are_flagged() -> None:
+    old = records()
+    old[1]["versions"] = old[1]["versions"] | {"torch": "2.10.0"}
+    lines, text = printed(old, 120), page("demo", old, [])
+    now = versions()["torch"]
+    assert terminal_cells(lines, "ddp")[2:4] == ["ok", "†"] and terminal_cells(lines, "zero1")[3] != "†"
+    assert f"† stale, torch 2.10.0 → {now}: ddp" in lines
+    assert f"- **ddp**: torch 2.10.0 → {now}" in text
+    assert {line["strategy"]: line["status"] for line in grids(text)["Comparison"]}["ddp"] == "ok †"
+
+
+def test_hostile_text_stays_text() -> None:
+    hostile = record_of(
+        row(1, HOSTILE, "torch", 0, model=HOSTILE, status="error", reason=HOSTILE, checkpointing=HOSTILE)
+    )
+    hostile["environment"] = {HOSTILE: HOSTILE}
+    hostile["proof"] = {"layout": HOSTILE}
+    text = page(HOSTILE, [hostile, *records()], [HOSTILE])
+    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text)
+    inline = {child.type for token in tokens for child in token.children or []}
+    assert inline <= {"text", "text_special", "strong_open", "strong_close"}
+    assert not any(token.type.startswith(("html", "fence", "code")) for token in tokens)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text) and "http://" not in text
+    assert {line["strategy"][:8] for line in grids(text)["Comparison"]} >= {"<script>", "ddp"}
+    lines = printed([hostile, *records()], 120)
+    assert not any("\x1b" in line for line in lines) and any("[red]r[/red] :smile:" in line for line in lines)
+    assert "\\|" in escape("a|b") and escape("fsdp_full_shard 2.13.0+cpu") == "fsdp_full_shard 2.13.0+cpu"
+
+
+def test_command_reads_only_files_and_is_quick(tmp_path: Path) -> None:
+    results = stored(tmp_path / "demo", records())
+    (results / "broken").mkdir()
+    (results / "broken" / "record.json").write_text("{")
+    probe = (
+        "import runpy, sys; sys.argv = ['report', sys.argv[1]]\n"
+        "try: runpy.run_module('harness.report', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert not {'torch', 'hydra', 'omegaconf', 'deepspeed', 'wandb'} & sys.modules.keys()"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", probe, str(results)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 10  # about one second on a quiet machine
+    lines = done.stdout.splitlines()
+    assert lines[-4:] == [str(results / name) for name in ("runs.csv", "runs.parquet", "report.md", "report.html")]
+    assert len((results / "runs.csv").read_text().splitlines()) == 11
+    assert (results / "report.md").read_text().startswith("# demo\n")
+    assert done.stderr.startswith("skipped: ") and "broken/record.json is not a whole record" in done.stderr
+    assert max(cell_len(line) for line in lines[:-4]) <= 120
+
+
+def test_bad_directories_are_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name in ("missing", "file", "empty"):
+        assert main([str(tmp_path / name)]) == 2
+        out, err = capsys.readouterr()
+        assert not out and err.count("\n") == 1 and "results/NAME" in err
