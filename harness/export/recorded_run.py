@@ -5,7 +5,8 @@ from pathlib import Path
 
 from harness.config.schema import RunConfig
 from harness.layout.layout import Layout
-from harness.records.run_spec import RUN_SPEC_FILE, read_run_spec
+from harness.records.run_folder import RunFolder
+from harness.records.run_spec import read_run_spec
 from harness.records.store import read_record
 from harness.util.errors import UserError
 
@@ -38,6 +39,6 @@ def read_recorded_run(directory: Path, target: Path | None) -> RecordedRun:
     try:
         found = read_run_spec(directory)
     except (OSError, ValueError) as error:
-        raise UserError(f"{directory / RUN_SPEC_FILE} cannot be read ({error}): run it again with force=true") from None
-    chosen = (target or directory / "export").resolve()
+        raise UserError(f"{RunFolder(directory).spec} cannot be read ({error}): run it again with force=true") from None
+    chosen = (target or RunFolder(directory).export).resolve()
     return RecordedRun(directory.resolve(), chosen, found.config, found.layout, found.device, found.threads)

@@ -25,6 +25,7 @@ from harness.launcher import rank_entry, stack_dump
 from harness.launcher.monitor import HangDetector, monitor_ranks
 from harness.launcher.outcome import LaunchOutcome, classify_outcome
 from harness.records import heartbeat
+from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
 
 MONITOR_SECONDS = 0.05  # between two looks of the elastic agent at its ranks
@@ -106,7 +107,7 @@ def launch(
     if entry.__module__ == "__main__":
         raise ValueError(f"{entry.__qualname__} is in __main__, which a rank cannot import: move it to a module")
     began = time.monotonic()
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    RunFolder(run_dir).logs.mkdir(parents=True, exist_ok=True)
     nodes, start = nodes or NodeInfo(), start or START_METHODS[device]
     local_ranks = world_size // nodes.count
     ranks = range(nodes.rank * local_ranks, (nodes.rank + 1) * local_ranks)
@@ -117,7 +118,7 @@ def launch(
     trouble = ""
     with (
         _environment({}),  # the elastic launcher leaves a variable behind
-        _log_elastic_to(run_dir / "logs" / "launcher.log"),
+        _log_elastic_to(RunFolder(run_dir).launcher_log),
         monitor_ranks(local_ranks, began + timeout_seconds, patience, on_tick) as watch,
     ):
         try:
@@ -136,7 +137,7 @@ def launch(
             watch.stopped = watch.stopped or ("" if watch.failed_at() else "interrupted")
         except Exception as error:
             trouble = one_line(f"the ranks could not be run: {type(error).__name__}: {error}")
-            with suppress(OSError), (run_dir / "logs" / "launcher.log").open("a") as log:  # the disk may be full
+            with suppress(OSError), RunFolder(run_dir).launcher_log.open("a") as log:  # the disk may be full
                 traceback.print_exc(file=log)
     stack_dump.remove_empty(run_dir, ranks)
     killed_by_kernel = oom_kill_count() > kills_before

@@ -10,8 +10,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from harness.launcher import stack_dump
 from harness.launcher.monitor import RankMonitor
-from harness.launcher.rank_entry import log_file
 from harness.records import heartbeat
+from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
 
 TAIL_BYTES = 16_384
@@ -89,7 +89,7 @@ def _failures(
         name = signal.Signals(-code).name if code < 0 else ""
         moment = raised.moment if raised else watch.gone.get(local, time.monotonic())
         at = time.time() - (time.monotonic() - moment)
-        failure = RankFailure(rank, code, name, raised.error if raised else "", log_tail(log_file(run_dir, rank)), at)
+        failure = RankFailure(rank, code, name, raised.error if raised else "", log_tail(RunFolder(run_dir).log(rank)), at)
         found.append((name not in PRIMARY_SIGNALS, moment, failure))
     return tuple(failure for *_, failure in sorted(found, key=lambda entry: entry[:2]))
 
@@ -104,7 +104,7 @@ def _standing(run_dir: Path, late: Sequence[int]) -> str:
     doing = beats[rank].phase if beats[rank] is silent else f"{beats[rank].phase}, step {beats[rank].step}"
     place = stack_dump.main_thread_location(run_dir, rank)
     return (
-        f"; rank {rank} in {doing}{place and ', stands in '}{place}; its log {_ends(log_tail(log_file(run_dir, rank)))}"
+        f"; rank {rank} in {doing}{place and ', stands in '}{place}; its log {_ends(log_tail(RunFolder(run_dir).log(rank)))}"
     )
 
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from harness.launcher import stack_dump
+from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
 
 # A rank that raised stays this long before it exits. Its peers' connections break only then, and the agent, which
@@ -40,11 +41,6 @@ class Raised:
     exit_code: int
 
 
-def log_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank's standard output and error go, both."""
-    return run_dir / "logs" / f"rank_{rank}.log"
-
-
 def run_rank(
     module: str,
     function: str,
@@ -67,7 +63,7 @@ def run_rank(
     for other in reports:
         if other is not report:
             other.close()
-    _redirect(log_file(run_dir, int(os.environ["RANK"])))
+    _redirect(RunFolder(run_dir).log(int(os.environ["RANK"])))
     stack_dump.enable_dump(run_dir, int(os.environ["RANK"]))
     _tell(report, Started(os.getpid()))
     try:

@@ -8,18 +8,16 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from harness.records.run_folder import RunFolder
+
 DUMP_SECONDS = 0.5  # for handlers to have written
 
 MAIN_PATTERN = ("harness/launcher/rank_entry.py", "run_rank")  # file and function that every rank's main thread is in
 
 
-def stack_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / "logs" / f"stacks_{rank}.txt"
-
-
 def enable_dump(run_dir: Path, rank: int) -> None:
     """In a rank: from here on SIGUSR1 writes its stacks down. A handler in C, it needs no turn of the interpreter."""
-    file = stack_file(run_dir, rank).open("w")
+    file = RunFolder(run_dir).stacks(rank).open("w")
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
 
 
@@ -33,14 +31,14 @@ def request_dumps(pids: Iterable[int]) -> None:
 
 def remove_empty(run_dir: Path, ranks: Iterable[int]) -> None:
     """Removes the files of ranks that were not asked."""
-    for path in (stack_file(run_dir, rank) for rank in ranks):
+    for path in (RunFolder(run_dir).stacks(rank) for rank in ranks):
         if path.exists() and not path.stat().st_size:
             path.unlink()
 
 
 def main_thread_location(run_dir: Path, rank: int) -> str:
     """Where a rank's main thread stood: function, file and line; '' if it did not say."""
-    path = stack_file(run_dir, rank)
+    path = RunFolder(run_dir).stacks(rank)
     threads = path.read_text(errors="replace").split("\n\n") if path.exists() else []
     for thread in threads:
         frames = [frame_of(line) for line in thread.splitlines() if line.startswith('  File "')]

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import psutil
 
+from harness.records.run_folder import RunFolder
+
 SAMPLE_SECONDS = 0.2  # between two looks at memory within a phase: they cost more than the line they are written on
 
 LINE_BYTES = 256  # of a beat: one write of a fixed length, which a reader finds whole
@@ -22,15 +24,11 @@ class Heartbeat(NamedTuple):
     host_bytes: int | None  # resident memory of the process
 
 
-def heartbeat_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / "ranks" / f"rank_{rank:05d}.pulse"
-
-
 class HeartbeatWriter:
     """Written by the rank itself."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
-        self.path = heartbeat_file(run_dir, rank)
+        self.path = RunFolder(run_dir).heartbeat(rank)
         self.process = psutil.Process()
         self.allocated_bytes: Callable[[], int | None] = lambda: None  # set when there is something to ask
         self.descriptor: int | None = None
@@ -63,6 +61,6 @@ class HeartbeatWriter:
 def read_heartbeat(run_dir: Path, rank: int) -> Heartbeat | None:
     """The last beat of a rank; None before the first."""
     try:
-        return Heartbeat(*json.loads(heartbeat_file(run_dir, rank).read_bytes()))
+        return Heartbeat(*json.loads(RunFolder(run_dir).heartbeat(rank).read_bytes()))
     except (OSError, ValueError, TypeError):
         return None

@@ -12,6 +12,8 @@ from typing import Any
 
 import harness
 
+SOURCES = Path(harness.__file__).parent
+
 # What shows, stores, orders or dates measurements without making them: a change there leaves old rows comparable.
 NON_MEASURING = ("cli", "sweep", "export", "tracking", "report", "selftest")
 
@@ -30,10 +32,9 @@ def versions() -> dict[str, str | None]:
 
 def _code() -> str:
     """Hash of the harness's own sources that determine a measurement: 12 hexadecimal digits."""
-    root = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        relative = path.relative_to(root)
+    for path in sorted(SOURCES.rglob("*")):
+        relative = path.relative_to(SOURCES)
         if relative.parts[0] in NON_MEASURING or path.suffix not in (".py", ".cpp", ".cu", ".h"):
             continue
         content = path.read_bytes()
@@ -44,11 +45,10 @@ def _code() -> str:
 @functools.cache
 def git_commit() -> dict[str, Any] | None:
     """The commit of the harness's sources and whether they differ from it (`dirty`); None outside a repository."""
-    root = Path(__file__).parent
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
+        command = ["git", "-C", str(SOURCES), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20, env=environment)
         return done.stdout.strip()
 

@@ -1,36 +1,190 @@
-"""TODO harness.records.run_folder."""
+"""All paths inside a comparison's folder and a run's folder: no other module spells a file's name.
+
+results/NAME/                      ComparisonFolder: the runs of one comparison
+  runs.csv                         one row per run
+  references/RUN_ID/               single-process runs that the others are compared with
+  RUN_ID/                          RunFolder: one run
+    run.json                       what the ranks are to run
+    record.json                    everything known of the run
+    steps.jsonl                    one line per training step
+    ranks/rank_00000.json          what a rank reports when it ends
+    ranks/rank_00000.pulse         a rank's heartbeat
+    logs/rank_0.log                a rank's standard output and error
+    logs/stacks_0.txt              stack traces of a rank that hangs
+    logs/launcher.log              messages of the launcher
+    memory/rank_00000.pickle       a memory snapshot, where measure.memory_snapshot=true
+  .locks/RUN_ID.lock               locked by the command that works on the run
+  .locks/command-ID.json, .lock    the queue of a running command
+  .jobs/                           messages between a command and its Slurm jobs
+  .reserve                         disk space held back for the rows of failed runs
+"""
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.records.schema import Rank
 from harness.util.errors import UserError
 
+COMMAND_PREFIX = "command-"  # of a running command's files in .locks
+
+_RECORD = "record.json"
+
+_REFERENCES = "references"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run."""
+
+    path: Path
+
+    @property
+    def comparison(self) -> "ComparisonFolder":
+        """The folder of runs that this run is in; for a reference, the folder `references`."""
+        return ComparisonFolder(self.path.parent)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is a single-process run that others are compared with."""
+        return self.path.parent.name == _REFERENCES
+
+    @property
+    def lock(self) -> Path:
+        """The file that a command locks while it works on this run."""
+        return self.comparison.lock(self.path.name)
+
+    @property
+    def spec(self) -> Path:
+        """The run file, which tells the ranks what to run."""
+        return self.path / "run.json"
+
+    @property
+    def record(self) -> Path:
+        """The record of the run."""
+        return self.path / _RECORD
+
+    @property
+    def steps(self) -> Path:
+        """The losses and times of every step, as JSON Lines."""
+        return self.path / "steps.jsonl"
+
+    @property
+    def ranks(self) -> Path:
+        """The folder of rank reports and heartbeats."""
+        return self.path / "ranks"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of logs and stack traces."""
+        return self.path / "logs"
+
+    @property
+    def launcher_log(self) -> Path:
+        """The messages of the launcher of the ranks."""
+        return self.logs / "launcher.log"
+
+    @property
+    def export(self) -> Path:
+        """The folder that `harness export` writes to by default."""
+        return self.path / "export"
+
+    def rank_report(self, rank: int) -> Path:
+        """Return the file that a rank writes when it ends."""
+        return self.ranks / f"rank_{rank:05d}.json"
+
+    def heartbeat(self, rank: int) -> Path:
+        """Return the file that a rank overwrites as it makes progress."""
+        return self.ranks / f"rank_{rank:05d}.pulse"
+
+    def heartbeats(self) -> list[Path]:
+        """Return the heartbeat files that exist."""
+        return list(self.ranks.glob("*.pulse"))
+
+    def log(self, rank: int) -> Path:
+        """Return the file of a rank's standard output and standard error."""
+        return self.logs / f"rank_{rank}.log"
+
+    def stacks(self, rank: int) -> Path:
+        """Return the file of a rank's stack traces."""
+        return self.logs / f"stacks_{rank}.txt"
+
+    def memory_snapshot(self, rank: int) -> Path:
+        """Return the file of a rank's memory snapshot, in the format of torch's memory viewer."""
+        return self.path / "memory" / f"rank_{rank:05d}.pickle"
+
+    def read_rank_reports(self, world_size: int) -> list[Rank]:
+        """Return the reports of the ranks that wrote one; a report is whole or absent. Raise ValueError if damaged."""
+        paths = [self.rank_report(rank) for rank in range(world_size)]
+        return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+@dataclass(frozen=True)
+class ComparisonFolder:
+    """The folder of one comparison, results/NAME."""
+
+    path: Path
+
+    @property
+    def runs_csv(self) -> Path:
+        """The table of all runs."""
+        return self.path / "runs.csv"
+
+    @property
+    def runs_parquet(self) -> Path:
+        """The table of all runs in Parquet."""
+        return self.path / "runs.parquet"
+
+    @property
+    def references(self) -> Path:
+        """The folder of the single-process runs that others are compared with."""
+        return self.path / _REFERENCES
+
+    @property
+    def jobs(self) -> Path:
+        """The folder of messages between a command and its Slurm jobs."""
+        return self.path / ".jobs"
+
+    @property
+    def reserve(self) -> Path:
+        """The file that holds back disk space."""
+        return self.path / ".reserve"
+
+    @property
+    def locks(self) -> Path:
+        """The folder of lock files."""
+        return self.path / ".locks"
+
+    def run(self, run_id: str) -> RunFolder:
+        """Return the folder of one run."""
+        return RunFolder(self.path / run_id)
+
+    def lock(self, run_id: str) -> Path:
+        """Return the file that a command locks while it works on a run."""
+        return self.locks / f"{run_id}.lock"
+
+    def command(self, name: str) -> Path:
+        """Return the file that lists the queue of a running command, beside the command's lock."""
+        return self.locks / f"{name}.json"
+
+    def commands(self) -> list[str]:
+        """Return the names of the commands that have a queue listed."""
+        return [path.stem for path in self.locks.glob(f"{COMMAND_PREFIX}*.json")]
+
+    def recorded_runs(self, pattern: str = "*") -> Iterator[RunFolder]:
+        """Yield the folders of runs that have a record, by name; references and hidden folders are left out."""
+        for path in sorted(self.path.glob(f"{pattern}/{_RECORD}")):
+            if path.parent.name != _REFERENCES and not path.parent.name.startswith("."):
+                yield RunFolder(path.parent)
+
 
 def comparison_folder(values: dict[str, Any]) -> Path:
-    """Where the runs of a comparison go. Raises UserError for a name that would lead elsewhere."""
+    """Return the folder for the runs of a comparison. Raise UserError if `name` is not a plain folder name."""
     name = str(values.get("name"))
     rule = "cannot name a folder of results: choose letters, digits, '.', '_' and '-', first a letter or digit"
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is None:
         raise UserError(f"name={name} {rule}")
     return Path(str(values.get("results_dir"))) / name
-
-
-def snapshot_file(run_dir: Path, rank: int) -> Path:
-    """A rank's memory, for torch's viewer; where measure.memory_snapshot asks for it."""
-    return run_dir / "memory" / f"rank_{rank:05d}.pickle"
-
-
-def rank_report_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / "ranks" / f"rank_{rank:05d}.json"
-
-
-RECORD_FILE = "record.json"
-
-
-def read_rank_reports(run_dir: Path, world_size: int) -> list[Rank]:
-    """The rank files there are, whole or not written at all."""
-    paths = [rank_report_file(run_dir, rank) for rank in range(world_size)]
-    return [json.loads(path.read_text()) for path in paths if path.exists()]

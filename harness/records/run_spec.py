@@ -10,8 +10,7 @@ from harness.config.from_dict import from_dict
 from harness.config.schema import RunConfig
 from harness.data.corpus import Corpus
 from harness.layout.layout import Layout
-
-RUN_SPEC_FILE = "run.json"
+from harness.records.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,10 @@ class RunSpec:
     environment: dict[str, str] = field(default_factory=dict)  # set in every rank before its engine is built
 
     def write(self, run_dir: Path) -> None:
-        (run_dir / RUN_SPEC_FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1))
+        RunFolder(run_dir).spec.write_text(json.dumps(dataclasses.asdict(self), indent=1))
 
 
 def read_run_spec(run_dir: Path) -> RunSpec:
-    values: dict[str, Any] = json.loads((run_dir / RUN_SPEC_FILE).read_text())
+    values: dict[str, Any] = json.loads(RunFolder(run_dir).spec.read_text())
     job: RunSpec = from_dict(RunSpec, values)
     return job

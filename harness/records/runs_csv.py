@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from harness.records.provenance import version_differences, versions
+from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import COLUMNS, Record, Row
 from harness.util.files import atomic_write_text
 from harness.util.text import sanitize
@@ -29,7 +30,7 @@ def write_runs_csv(results_dir: Path, rows: Sequence[Row]) -> Path:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([csv_cell(column) for column in columns])
     writer.writerows([csv_cell(row.get(column)) for column in columns] for row in rows)
-    path = Path(results_dir) / "runs.csv"
+    path = ComparisonFolder(Path(results_dir)).runs_csv
     atomic_write_text(path, text.getvalue())
     return path
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from harness.records.run_folder import RECORD_FILE
+from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.schema import SCHEMA_VERSION, STATUSES, Record, Row, column_type
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json, finite
@@ -54,7 +54,7 @@ def write_record(run_dir: Path, record: Record) -> None:
     record = redacted({"schema_version": SCHEMA_VERSION} | record | {"row": row})
     _check(record)
     Path(run_dir).mkdir(parents=True, exist_ok=True)
-    atomic_write_json(Path(run_dir) / RECORD_FILE, record)
+    atomic_write_json(RunFolder(Path(run_dir)).record, record)
 
 
 def _round_bytes(column: str, value: Any) -> Any:
@@ -99,7 +99,7 @@ def read_record(run_dir: Path) -> Record:
 
     Raises UserError for a file that is missing, truncated, corrupt or of another schema version.
     """
-    path = Path(run_dir) / RECORD_FILE
+    path = RunFolder(Path(run_dir)).record
     try:
         record = _parsed(path.read_bytes())
         _check(record)
@@ -132,12 +132,10 @@ def read_all(results_dir: Path) -> LoadedRecords:
     if not results_dir.is_dir():
         raise UserError(f"{results_dir} is not a directory: name the folder of one comparison, results/NAME")
     found = LoadedRecords([], [], [])
-    for path in sorted(results_dir.glob(f"*/{RECORD_FILE}")):
-        if path.parent.name == "references" or path.parent.name.startswith("."):
-            continue
+    for folder in ComparisonFolder(results_dir).recorded_runs():
         try:
-            record = read_record(path.parent)
-            is_running = record["row"]["status"] == "interrupted" and is_locked(path.parent)
+            record = read_record(folder.path)
+            is_running = record["row"]["status"] == "interrupted" and is_locked(folder.lock)
             (found.running if is_running else found.records).append(record)
         except UserError as error:
             found.problems.append(str(error))

@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from harness.records.run_folder import ComparisonFolder
 from harness.records.runs_csv import columns_of
 from harness.records.schema import Row, column_type
 from harness.util.files import atomic_write_bytes
@@ -25,7 +26,7 @@ def write_runs_parquet(results_dir: Path, rows: Sequence[Row]) -> Path:
     columns = {name: _column(name, [row.get(name) for row in rows]) for name in columns_of(rows)}
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), sink, compression="zstd")
-    path = results_dir / "runs.parquet"
+    path = ComparisonFolder(results_dir).runs_parquet
     atomic_write_bytes(path, sink.getvalue().to_pybytes())
     return path
 

@@ -12,7 +12,7 @@ from harness.engines.base import load_engine
 from harness.launcher.launch import launch, threads_per_rank
 from harness.measure.native_allocator import build_allocator
 from harness.proof.verify import verify_run
-from harness.records.run_folder import read_rank_reports
+from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.run_spec import RunSpec
 from harness.records.schema import Rank, Record
 from harness.records.store import read_record, write_record
@@ -50,7 +50,7 @@ def start_run(this: Plan, means: RunContext, reference: Reference) -> Record:
     try:
         write_row(this, {"status": "interrupted", "reason": STARTED} | began)
         clear_run_folder(this.directory)
-        (this.directory / "ranks").mkdir()
+        RunFolder(this.directory).ranks.mkdir()
         made, notes = build_run_spec(this)
         made.write(this.directory)
     except (RuntimeError, OSError, UserError) as error:
@@ -71,7 +71,7 @@ def start_run(this: Plan, means: RunContext, reference: Reference) -> Record:
     ending: dict[str, Any] = {"status": outcome.status, "reason": outcome.reason}
     extra: dict[str, Any] = {}
     try:
-        ranks = read_rank_reports(this.directory, world_size)
+        ranks = RunFolder(this.directory).read_rank_reports(world_size)
     except ValueError as error:
         ranks, ending = [], {"status": "error", "reason": f"what its ranks wrote is damaged: {one_line(error)}"}
     if ending["status"] == "ok":
@@ -95,7 +95,7 @@ def write_row(
     except OSError as error:
         if not is_disk_full(error):
             raise
-        release(this.folder)
+        release(ComparisonFolder(this.folder).reserve)
         known = {key: ending[key] for key in ("started_at", "seconds", "phase") if key in ending}
         status = "error" if ending["status"] == "ok" else ending["status"]
         reason = f"{ending['reason'] or 'the ranks came to their end'}; {one_line(error)}: make room and run it again"
@@ -109,6 +109,6 @@ def write_record_files(this: Plan, ending: dict[str, Any], ranks: Sequence[Rank]
     this.directory.mkdir(parents=True, exist_ok=True)
     if steps:
         lines = "".join(json.dumps(step) + "\n" for step in steps)
-        atomic_write_text(this.directory / "steps.jsonl", lines)
+        atomic_write_text(RunFolder(this.directory).steps, lines)
     write_record(this.directory, record)
     return read_record(this.directory)

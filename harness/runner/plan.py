@@ -14,7 +14,7 @@ from harness.hardware.machine import Machine
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.state_widths import StateWidths
-from harness.records.run_folder import comparison_folder
+from harness.records.run_folder import ComparisonFolder, comparison_folder
 from harness.runner import preflight
 from harness.runner.local_machine import refresh_machine
 from harness.util.errors import UserError
@@ -50,7 +50,9 @@ def make_plan(config: RunConfig, machine: Machine, *, is_reference: bool = False
     engine = load_engine(found.engine)
     corpus = prepare_corpus(config.data, config.train.seq_len)
     run_id = make_run_id(config, machine.fingerprint, found.world_size, corpus.fingerprint)
-    folder = comparison_folder(config.to_dict()) / ("references" if is_reference else "")
+    folder = comparison_folder(config.to_dict())
+    if is_reference:
+        folder = ComparisonFolder(folder).references
     return Plan(config, machine, found, engine.state_widths(config, found), corpus, run_id, folder / run_id)
 
 

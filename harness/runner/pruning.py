@@ -14,7 +14,7 @@ from harness.hardware.machine import Machine
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
 from harness.records.provenance import version_differences, versions
-from harness.records.run_folder import RECORD_FILE
+from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_record
 from harness.util.errors import UserError
@@ -49,9 +49,9 @@ def pruning_reason(
 def comparable_oom_records(config: RunConfig, run_dir: Path) -> Iterator[Record]:
     """The records of the comparison that this code made out of memory, and that differ from this run in size alone."""
     names = run_dir.name.rpartition("-")[0]
-    for path in sorted(run_dir.parent.glob(f"{names}-*/{RECORD_FILE}")):
+    for folder in ComparisonFolder(run_dir.parent).recorded_runs(f"{names}-*"):
         try:
-            record = read_record(path.parent)
+            record = read_record(folder.path)
         except UserError:
             continue
         if record["row"]["status"] != "oom" or version_differences(record, versions()):

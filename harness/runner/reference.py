@@ -4,7 +4,7 @@ import dataclasses
 
 from harness.config.schema import CheckpointingConfig, StrategyConfig
 from harness.launcher.rank_entry import worker_entry
-from harness.records.run_folder import read_rank_reports
+from harness.records.run_folder import RunFolder
 from harness.records.schema import Rank
 from harness.runner.context import Reference, RunContext
 from harness.runner.launch_run import start_run
@@ -25,7 +25,7 @@ def get_reference(this: Plan, means: RunContext) -> Reference:
     refused = capacity_problem(single, means.models)
     if refused:
         return Reference(None, f"skipped, the single process does not fit: {refused}")
-    with run_lock(single.directory):
+    with run_lock(RunFolder(single.directory).lock):
         record = reusable_record(single.config, single.directory, lambda _: None)
         if record is None or (record["row"]["status"] == "ok" and not reference_rank(single)):
             means.log(f"reference {single.run_id}")
@@ -61,6 +61,6 @@ def reference_plan(this: Plan) -> Plan:
 def reference_rank(single: Plan) -> Rank | None:
     """What the single process wrote; None if that is gone or damaged."""
     try:
-        return next(iter(read_rank_reports(single.directory, 1)), None)
+        return next(iter(RunFolder(single.directory).read_rank_reports(1)), None)
     except ValueError:
         return None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.config.schema import RunConfig
 from harness.records.provenance import version_differences, versions
-from harness.records.run_folder import RECORD_FILE, snapshot_file
+from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.schema import Record
 from harness.records.store import read_record
 from harness.util.disk_reserve import reserve
@@ -26,7 +26,7 @@ def clear_run_folder(run_dir: Path) -> None:
     for path in run_dir.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-        elif path.name != RECORD_FILE:
+        elif path != RunFolder(run_dir).record:
             path.unlink(missing_ok=True)
 
 
@@ -37,7 +37,7 @@ def ensure_writable(folder: Path) -> None:
         probe = folder / f".writable.{os.getpid()}"
         probe.touch()
         probe.unlink()
-        reserve(folder)
+        reserve(ComparisonFolder(folder).reserve)
     except OSError as error:
         raise UserError(f"results_dir: {folder} cannot be written ({error.strerror}): choose another folder") from None
 
@@ -47,7 +47,7 @@ def reusable_record(config: RunConfig, run_dir: Path, say: LogFn) -> Record | No
 
     A refusal is not looked for: whether it still holds is quickly found out.
     """
-    if config.force or not (run_dir / RECORD_FILE).exists():
+    if config.force or not RunFolder(run_dir).record.exists():
         return None
     try:
         record = read_record(run_dir)
@@ -100,6 +100,6 @@ def missing_evidence(config: RunConfig, run_dir: Path, record: Record) -> list[s
             lacking.append(f"{column} {value:.2e} is above the bound asked for now")
     if row["peak_allocated_bytes"] is None and compiler_problem() is None:
         lacking.append("its memory was not counted")
-    if config.measure.memory_snapshot and not snapshot_file(run_dir, 0).exists():
+    if config.measure.memory_snapshot and not RunFolder(run_dir).memory_snapshot(0).exists():
         lacking.append("no snapshot of its memory was kept")
     return lacking

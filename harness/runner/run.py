@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.runner.context import RunContext
 from harness.runner.launch_run import start_run, write_row
@@ -18,7 +19,7 @@ def execute(this: Plan, means: RunContext) -> Record | None:
 
     Raises OSError if not even the row of a full disk can be written.
     """
-    with run_lock(this.directory, wait=False) as is_mine:
+    with run_lock(RunFolder(this.directory).lock, wait=False) as is_mine:
         return run_locked(this, means) if is_mine else None
 
 

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from harness.config.from_dict import from_dict
+from harness.records.run_folder import COMMAND_PREFIX, ComparisonFolder
 from harness.util.disk_reserve import release
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json
-from harness.util.locks import is_locked, lock_file, run_lock
-
-COMMAND_PREFIX = "command-"  # of their files, beside the locks
+from harness.util.locks import is_locked, run_lock
 
 
 @dataclass(frozen=True)
@@ -42,46 +41,41 @@ class CommandFile:
 def register_command(folder: Path, runs: Sequence[PlannedRun], side_by_side: int) -> Iterator[None]:
     """Shows the command's runs while it works; what a killed one leaves is told by its lock, and removed here."""
     remove_dead_commands(folder)
-    place = folder / f"{COMMAND_PREFIX}{secrets.token_hex(4)}"
+    name = f"{COMMAND_PREFIX}{secrets.token_hex(4)}"
     command = CommandFile(socket.gethostname(), os.getpid(), time.time(), side_by_side, tuple(runs))
-    with run_lock(place):
+    with run_lock(ComparisonFolder(folder).lock(name)):
         with suppress(OSError):  # of no use but to be looked at
-            atomic_write_json(command_file(place), asdict(command))
+            atomic_write_json(ComparisonFolder(folder).command(name), asdict(command))
         try:
             yield
         finally:
-            remove_command(place)
+            remove_command(folder, name)
             if not read_commands(folder):
-                release(folder)
+                release(ComparisonFolder(folder).reserve)
 
 
 def read_commands(folder: Path) -> list[tuple[CommandFile, bool]]:
     """Those that were begun and did not end, with whether each is alive; the newest last."""
     found = []
-    for place in command_paths(folder):
+    files = ComparisonFolder(folder)
+    for name in files.commands():
         with suppress(OSError, ValueError, TypeError, UserError):
-            found.append((from_dict(CommandFile, json.loads(command_file(place).read_text())), is_locked(place)))
+            command: CommandFile = from_dict(CommandFile, json.loads(files.command(name).read_text()))
+            found.append((command, is_locked(files.lock(name))))
     return sorted(found, key=lambda entry: entry[0].started_at)
 
 
 def remove_dead_commands(folder: Path) -> None:
     """Removes what dead commands left, which this one takes over."""
-    for place in command_paths(folder):
-        if not is_locked(place):
-            remove_command(place)
+    for name in ComparisonFolder(folder).commands():
+        if not is_locked(ComparisonFolder(folder).lock(name)):
+            remove_command(folder, name)
 
 
-def command_paths(folder: Path) -> list[Path]:
-    return [folder / path.stem for path in (folder / ".locks").glob(f"{COMMAND_PREFIX}*.json")]
-
-
-def command_file(place: Path) -> Path:
-    return lock_file(place).with_suffix(".json")
-
-
-def remove_command(place: Path) -> None:
-    command_file(place).unlink(missing_ok=True)
-    lock_file(place).unlink(missing_ok=True)
+def remove_command(folder: Path, name: str) -> None:
+    """Remove a command's queue and its lock."""
+    ComparisonFolder(folder).command(name).unlink(missing_ok=True)
+    ComparisonFolder(folder).lock(name).unlink(missing_ok=True)
 
 
 def seconds_left(done: Sequence[tuple[float, float]], left: Sequence[float], side_by_side: int = 1) -> float | None:

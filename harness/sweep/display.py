@@ -12,6 +12,7 @@ from rich.status import Status
 from rich.text import Text
 
 from harness.records import heartbeat
+from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.sweep import command_file
 from harness.util.text import sanitize
@@ -19,8 +20,6 @@ from harness.util.text import sanitize
 if TYPE_CHECKING:
     from harness.sweep.queued_run import QueuedRun
 
-
-REFERENCES = "references"
 
 PLAIN_SECONDS = 10.0  # between two lines about running runs where there is no terminal
 
@@ -44,7 +43,7 @@ class RunProgress:
         rate = ""
         if self.first is not None and step > self.first[1]:
             rate = f", {(step - self.first[1]) / (now - self.first[2]):.1f} steps/s"
-        which = "reference, " if self.at and self.at.parent.name == REFERENCES else ""
+        which = "reference, " if self.at and RunFolder(self.at).is_reference else ""
         return f"{self.label}: {which}{phase}, step {step} of {self.steps}{rate}, {now - self.began:.0f} s"
 
 
@@ -100,7 +99,7 @@ class ProgressDisplay:
         if running is None or running.at == at:
             return
         running.at = at
-        if at.parent.name != REFERENCES:
+        if not RunFolder(at).is_reference:
             self.started(item, at)
 
     def note(self, item: "QueuedRun", note: str) -> None:

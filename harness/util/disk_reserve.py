@@ -6,8 +6,6 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-RESERVE = ".reserve"  # in the folder of a comparison
-
 RESERVE_BYTES = 2**20  # rows of failed runs take tens of KiB
 
 LEAST_BYTES = 2**22  # free, to begin a run: its rank files and logs take as much
@@ -19,9 +17,8 @@ def is_disk_full(error: OSError) -> bool:
     return error.errno in FULL
 
 
-def reserve(folder: Path) -> None:
+def reserve(path: Path) -> None:
     """Takes the room, filled as far as the file system lets it be. Raises OSError."""
-    path = folder / RESERVE
     if path.exists() and path.stat().st_size == RESERVE_BYTES:
         return
     try:
@@ -32,10 +29,10 @@ def reserve(folder: Path) -> None:
         raise
 
 
-def release(folder: Path) -> bool:
+def release(path: Path) -> bool:
     """Gives the room back; whether there was any."""
     try:
-        (folder / RESERVE).unlink()
+        path.unlink()
     except OSError:
         return False
     return True

@@ -13,18 +13,14 @@ from harness.util.errors import UserError
 from harness.util.text import one_line
 
 
-def lock_file(run_dir: Path) -> Path:
-    return run_dir.parent / ".locks" / f"{run_dir.name}.lock"
-
-
 @contextmanager
-def run_lock(run_dir: Path, wait: bool = True) -> Iterator[bool]:
+def run_lock(path: Path, wait: bool = True) -> Iterator[bool]:
     """Keeps other commands from this run; whether that worked, where it does not wait.
 
     The operating system lets go when the holder dies. Raises UserError where files cannot be locked.
     """
-    lock_file(run_dir).parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(lock_file(run_dir))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
     try:
         lock.acquire(timeout=-1 if wait else 0)
     except Timeout:
@@ -32,7 +28,7 @@ def run_lock(run_dir: Path, wait: bool = True) -> Iterator[bool]:
         return
     except (OSError, NotImplementedError) as error:
         raise UserError(
-            f"results_dir: {run_dir.parent} cannot lock files ({one_line(error)}): choose another"
+            f"results_dir: {path.parent.parent} cannot lock files ({one_line(error)}): choose another"
         ) from None
     try:
         yield True
@@ -40,10 +36,10 @@ def run_lock(run_dir: Path, wait: bool = True) -> Iterator[bool]:
         lock.release()
 
 
-def is_locked(run_dir: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a command is at this run, on this machine or another that shares the folder."""
     try:
-        descriptor = os.open(lock_file(run_dir), os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR)
     except OSError:
         return False
     try:

@@ -25,7 +25,7 @@ from harness.measure.time_breakdown import TimeBreakdown
 from harness.models.dropout_rng import dropout_rng_ranks, dropout_seed
 from harness.probe import Probe
 from harness.records.heartbeat import HeartbeatWriter
-from harness.records.run_folder import rank_report_file, snapshot_file
+from harness.records.run_folder import RunFolder
 from harness.records.run_spec import RunSpec, read_run_spec
 from harness.util.files import atomic_write_json
 from harness.util.text import one_line
@@ -37,7 +37,7 @@ def main(run_dir: str) -> None:
     """One rank, from its run file to its rank file. A failure is written down, then raised."""
     directory = Path(run_dir)
     rank = int(os.environ["RANK"])
-    target = rank_report_file(directory, rank)
+    target = RunFolder(directory).rank_report(rank)
     report: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "status": "error"}
     report["cores"] = usable_cores()
     pulse = HeartbeatWriter(directory, rank)
@@ -84,7 +84,7 @@ def build_and_train(
     start_peak_bytes = memory.peak_allocated_bytes()
     torch.manual_seed(dropout_seed(this.config.train.seed, this.layout, rank))
     batches = Batches(this.corpus, this.config, this.layout, rank, device)
-    snapshot = snapshot_file(directory, rank) if this.config.measure.memory_snapshot else None
+    snapshot = RunFolder(directory).memory_snapshot(rank) if this.config.measure.memory_snapshot else None
     seen = train(engine, probe, batches, this.config.train, this.layout, memory, pulse, snapshot)
     pulse("finishing", this.config.train.total_steps)
     profiled = seen.profiled._asdict()

@@ -16,7 +16,7 @@ from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout
 from harness.layout.parameters import parameter_count, parameter_shapes
 from harness.proof.layout import _overlap, box_numel
-from harness.records.run_folder import rank_report_file
+from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.runner import local_machine
 from harness.worker import main as worker_main
@@ -65,7 +65,7 @@ def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: s
     if row["offload"] != "none":  # what goes back and forth is this rank's part of each matrix
         assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.06)
     folder = results / "autotp" / row["run_id"]
-    row_invariants.check_memory(row, [json.loads(rank_report_file(folder, rank).read_text()) for rank in range(world)])
+    row_invariants.check_memory(row, [json.loads(RunFolder(folder).rank_report(rank).read_text()) for rank in range(world)])
     row_invariants.check_bytes(record)
 
 
@@ -127,7 +127,7 @@ def test_any_part_of_a_shard_is_boxes_of_the_whole(box: tuple[tuple[int, int], .
     shard = ParamSlice("w", (5, 6), box)
     flat = whole[tuple(slice(*edges) for edges in box)].reshape(-1)
     for start, stop in itertools.combinations(range(flat.size + 1), 2):
-        parts = list(shard.parts(start, stop))
+        parts = list(shard.boxes(start, stop))
         assert len(parts) <= 3 and [parts[0][0], parts[-1][1]] == [start, stop]
         for first, end, shape, place in parts:
             assert np.array_equal(

@@ -16,7 +16,7 @@ from harness.cost_model.pipeline import bubble_ratio, max_in_flight_micro_batche
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.parameters import parameter_shapes
 from harness.layout.partition import split_into_stages, tp_shard_dim
-from harness.records.run_folder import read_rank_reports
+from harness.records.run_folder import RunFolder
 from tests.support import faults, row_invariants
 from tests.support.commands import compose_config, execute_run, read_rows, run_harness
 
@@ -62,7 +62,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, in
     for row in rows.itertuples():
         folder = results / "parallel" / str(row.run_id)
         record = json.loads((folder / "record.json").read_text())
-        record["rank_files"] = read_rank_reports(folder, int(row.world_size))
+        record["rank_files"] = RunFolder(folder).read_rank_reports(int(row.world_size))
         found[str(row.strategy), str(row.checkpointing), int(row.world_size)] = record
     return found
 

@@ -28,7 +28,7 @@ from harness.models.init_weights import materialize
 from harness.models.loss import loss_function
 from harness.probe import Listener, Probe
 from harness.proof.layout import placement_problems
-from harness.records.run_folder import rank_report_file
+from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.runner import local_machine
 from harness.util.errors import UserError
@@ -115,7 +115,7 @@ def check(results: Path, case: str, world: int) -> None:
     assert (row["offloaded_activation_bytes"] or 0) == moved
     assert row["offloaded_bytes"] is None  # the device is the host
     folder = results / "offload" / row["run_id"]
-    ranks = [json.loads(rank_report_file(folder, rank).read_text()) for rank in range(world)]
+    ranks = [json.loads(RunFolder(folder).rank_report(rank).read_text()) for rank in range(world)]
     row_invariants.check_memory(row, ranks)
     row_invariants.check_bytes(record)
 

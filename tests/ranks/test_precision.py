@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.records.run_folder import read_rank_reports
+from harness.records.run_folder import RunFolder
 from harness.records.store import read_record
 from tests.support import row_invariants
 from tests.support.commands import read_rows, run_harness
@@ -34,7 +34,7 @@ def test_a_precision_is_the_same_in_every_layout(tmp_path: Path, precision: str)
     for run_id in rows.run_id:
         folder = tmp_path / "p" / run_id
         row = read_record(folder)["row"]
-        row_invariants.check_memory(row, read_rank_reports(folder, row["world_size"]))
+        row_invariants.check_memory(row, RunFolder(folder).read_rank_reports(row["world_size"]))
     assert set(rows.status) == {"ok"} and set(rows.skipped_steps) == {0}
     whole = rows.loc[["single", "ddp"]]
     parameters, optimizer = STATE[precision]

@@ -12,7 +12,7 @@ from harness.cost_model.memory import activation_bytes
 from harness.engines import torch as torch_engine
 from harness.launcher.launch import start_forkserver
 from harness.layout.layout import Layout, resolve_layout
-from harness.records.run_folder import read_rank_reports
+from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
@@ -102,7 +102,7 @@ def check(results: Path, record: Record, parts: bool = True) -> None:
     assert (row["status"], row["reason"]) == ("ok", "")
     assert 0 < row["grad_deviation"] < {"fp32": 1e-4, "bf16": 0.2}.get(row["precision"], 0.1)
     folder = results / "products" / row["run_id"]
-    ranks = read_rank_reports(folder, row["world_size"])
+    ranks = RunFolder(folder).read_rank_reports(row["world_size"])
     config, layout = config_of(record)
     for rank in ranks:
         predicted = activation_bytes(config, layout, "cpu", layout.coordinates(rank["rank"])["pp"])

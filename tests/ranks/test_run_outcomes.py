@@ -14,6 +14,7 @@ import pytest
 from harness.hardware import oom_kills
 from harness.launcher import stack_dump
 from harness.records import heartbeat
+from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.worker import main as worker_main
 from tests.support import faults
@@ -66,8 +67,8 @@ def test_a_hang_ends_early_and_leaves_every_ranks_stacks(results: Path) -> None:
     assert "in warm-up, step 1, stands in " in row["reason"] and row["seconds"] < 15
     check_last(row)
     folder = folder_of(results, record)
-    assert stack_dump.main_thread_location(folder, 1).startswith("waiting (sabotage.py:")
-    assert "harness/train.py" in stack_dump.stack_file(folder, 0).read_text()
+    assert stack_dump.main_thread_location(folder, 1).startswith("waiting (faults.py:")
+    assert "harness/worker/train_loop.py" in RunFolder(folder).stacks(0).read_text()
 
 
 def folder_of(results: Path, record: Record) -> Path:
@@ -103,17 +104,16 @@ import os, sys
 from pathlib import Path
 if __name__ == "__main__":
     Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
-    import sabotage, test_proof
-    row = test_proof.run_with(Path(sys.argv[2]), sabotage.greedy, "strategy=ddp", "proof.reference=false")["row"]
+    from tests.support import commands, faults
+    row = commands.run_with(Path(sys.argv[2]), faults.greedy, "strategy=ddp", "proof.reference=false")["row"]
     print(row["status"], row["phase"], row["reason"])
 """
 
 
 def test_the_kernels_kill_for_want_of_memory_is_an_oom(tmp_path: Path, small_group: Path) -> None:
     """In a group of its own, so that the kernel really does it."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     command = [sys.executable, "-c", IN_GROUP, str(small_group), str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("oom warm-up rank 1 was killed by the kernel, which had no memory left"), done
 
 
@@ -141,5 +141,5 @@ def test_a_beat_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     assert heartbeat.read_heartbeat(tmp_path, 0) == ("a rather long phase", 123, None, told.last.host_bytes)
     told("short")
     assert (heartbeat.read_heartbeat(tmp_path, 0) or told.last).phase == "short"
-    heartbeat.heartbeat_file(tmp_path, 0).write_text('["cut')
+    RunFolder(tmp_path).heartbeat(0).write_text('["cut')
     assert heartbeat.read_heartbeat(tmp_path, 0) is None

@@ -13,7 +13,7 @@ from harness.config.schema import RunConfig
 from harness.engines.base import load_engine
 from harness.layout.layout import resolve_layout
 from harness.layout.state_widths import STATE_KINDS
-from harness.records.run_folder import read_rank_reports
+from harness.records.run_folder import RunFolder
 from harness.records.store import read_all
 from harness.report.claims import claims
 from tests.support import row_invariants
@@ -133,7 +133,7 @@ def test_the_parts_are_the_whole(rows: pd.DataFrame) -> None:
     unaccounted = []
     for folder in map(Path, rows.folder):
         record = json.loads((folder / "record.json").read_text())
-        ranks = read_rank_reports(folder, record["row"]["world_size"])
+        ranks = RunFolder(folder).read_rank_reports(record["row"]["world_size"])
         row_invariants.check_memory(record["row"], ranks)
         unaccounted.append(row_invariants.check_time(record["row"]))
         row_invariants.check_bytes(record)

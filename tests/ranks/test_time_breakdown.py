@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from harness.measure.intervals import difference, intersection, merged_intervals, total_seconds
 from harness.measure.time_breakdown import StepTrace, TraceEvent, cpu_time_breakdown, gpu_time_breakdown
-from harness.records.run_folder import read_rank_reports
+from harness.records.run_folder import RunFolder
 from tests.support import faults
 from tests.support.commands import compose_config, execute_run
 
@@ -154,7 +154,7 @@ def test_a_rank_that_waits_for_another_communicates_exposed(tmp_path: Path) -> N
     assert record["row"]["status"] == "ok", record["row"]["reason"]
     folder = tmp_path / config.name / record["row"]["run_id"]
     slept = 2 * 2 * faults.SLOW_SECONDS  # two traced steps of two micro-batches
-    waiting, sleeping = (rank["traced"]["phases"] for rank in read_rank_reports(folder, 2))
+    waiting, sleeping = (rank["traced"]["phases"] for rank in RunFolder(folder).read_rank_reports(2))
     assert waiting["backward"]["exposed_seconds"] > 0.8 * slept > 2 * sleeping["backward"]["exposed_seconds"]
     assert sleeping["forward"]["seconds"] > slept > 2 * waiting["forward"]["seconds"]
     assert sleeping["forward"]["exposed_seconds"] == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.records import heartbeat
-from harness.records.run_folder import RECORD_FILE
+from harness.records.run_folder import RunFolder
 from harness.records.store import read_all, read_record
 from harness.util.errors import UserError
 
@@ -63,13 +63,13 @@ class Ledger:
 
 def records_in(folder: Path) -> list[Path]:
     """Of runs and references; ** would stumble over a folder that goes meanwhile."""
-    return [path for depth in ("*", "references/*") for path in folder.glob(f"sweep/{depth}/{RECORD_FILE}")]
+    return [path for depth in ("*", "references/*") for path in folder.glob(f"sweep/{depth}/record.json")]
 
 
 def rowless(folder: Path) -> list[str]:
     """Runs that were begun and have no record, whatever became of their command."""
     begun = {path.parents[1] for depth in ("*", "references/*") for path in folder.glob(f"sweep/{depth}/ranks/*")}
-    return sorted(f"{path.name} was begun and has no row" for path in begun if not (path / RECORD_FILE).exists())
+    return sorted(f"{path.name} was begun and has no row" for path in begun if not RunFolder(path).record.exists())
 
 
 def moment(folder: Path) -> str:

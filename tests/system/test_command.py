@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from torch.cuda._memory_viz import trace_plot
 
-from harness.cli import main as command
-from harness.records.run_folder import rank_report_file, snapshot_file
+from harness.cli.main import main
+from harness.records.run_folder import RunFolder
 from tests.support.commands import ROOT, Harness, read_rows
 
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
@@ -78,9 +78,8 @@ def test_a_mistake_is_one_line(
 ) -> None:
     """Exit 2, nothing on disk."""
     arguments = [f"results_dir={tmp_path}/results", *overrides.split()]
-    monkeypatch.setattr(sys, "argv", ["harness", *arguments])
     monkeypatch.chdir(tmp_path)
-    assert command.main() == 2
+    assert main(arguments) == 2
     printed = capfd.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
@@ -147,16 +146,16 @@ def test_a_snapshot_of_memory_is_kept_when_asked_for(harness: Harness, tmp_path:
     assert "no snapshot of its memory was kept" in again.stderr
     (run_dir,) = [path.parent for path in (tmp_path / "results" / "kept").glob("*/record.json")]
     for rank in range(2):
-        snapshot = pickle.loads(snapshot_file(run_dir, rank).read_bytes())
+        snapshot = pickle.loads(RunFolder(run_dir).memory_snapshot(rank).read_bytes())
         signs = {"alloc": 1, "free_completed": -1}
         lines = [(entry["size"] * signs.get(entry["action"], 0)) for entry in snapshot["device_traces"][0]]
-        seen = json.loads(rank_report_file(run_dir, rank).read_text())["profiled"]
+        seen = json.loads(RunFolder(run_dir).rank_report(rank).read_text())["profiled"]
         assert max(itertools.accumulate(lines)) == seen["peak_allocated_bytes"]
         assert any(frame["name"] == "backward" for entry in snapshot["device_traces"][0] for frame in entry["frames"])
         assert "<script" in trace_plot(snapshot)
 
 
-@pytest.mark.long  # two commands at one sweep are killed in tests/test_faults.py
+@pytest.mark.long  # two commands at one sweep are killed in tests/system/test_random_kills.py
 def test_two_commands_share_a_folder(tmp_path: Path) -> None:
     """Each run is made once, whoever makes it."""
     command = [sys.executable, "-m", "harness", f"results_dir={tmp_path}", "name=both", "tracking=none", *SMALL]
@@ -184,7 +183,7 @@ def test_the_quick_comparison(tmp_path: Path) -> None:
     written = tmp_path / "quickstart" / "report.md"
     before = written.read_text()
     written.unlink()
-    again = [sys.executable, "-m", "harness.report", str(tmp_path / "quickstart")]
+    again = [sys.executable, "-m", "harness", "report", str(tmp_path / "quickstart")]
     assert subprocess.run(again, cwd=ROOT, capture_output=True, check=False).returncode == 0
     assert written.read_text() == before
     (kept,) = (tmp_path / "quickstart" / rows.run_id[1]).glob("wandb/offline-run-*/run-*.wandb")

@@ -13,7 +13,7 @@ import pytest
 
 from harness.records import heartbeat
 from harness.records.store import read_all
-from harness.util.disk_reserve import RESERVE, RESERVE_BYTES, release, reserve
+from harness.util.disk_reserve import RESERVE_BYTES, release, reserve
 from tests.support.commands import run_harness
 from tests.support.folder_invariants import differences, litter
 from tests.support.processes import TINY, start
@@ -96,13 +96,14 @@ def test_a_disk_that_is_full_before_is_one_line(small_disk: Path) -> None:
 
 def test_the_room_kept_back_is_taken_whole_or_not_at_all(small_disk: Path) -> None:
     (small_disk / "some").write_bytes(bytes(DISK_BYTES - RESERVE_BYTES // 2))
+    held = small_disk / ".reserve"
     with pytest.raises(OSError):
-        reserve(small_disk)
-    assert not (small_disk / RESERVE).exists()
+        reserve(held)
+    assert not held.exists()
     (small_disk / "some").unlink()
-    reserve(small_disk)
-    assert (small_disk / RESERVE).stat().st_size == RESERVE_BYTES
-    assert release(small_disk) and not release(small_disk)
+    reserve(held)
+    assert held.stat().st_size == RESERVE_BYTES
+    assert release(held) and not release(held)
 
 
 # Root may write everywhere: as anybody else it is bound by what a folder allows.

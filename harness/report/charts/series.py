@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.report.charts.lines import Datum, Line, number, typical
+from harness.records.run_folder import RunFolder
+from harness.report.charts.lines import Datum, ChartLine, finite_number, median_record
 from harness.report.labels import VARYING, flattened, value_text
 from harness.report.view import View
 from harness.util.text import sanitize
 
-# What follows from the number of ranks, and what the batch is made of.
+# What follows from the finite_number of ranks, and what the batch is made of.
 _DEGREES = ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "layers_per_stage")
 
 _BATCH = ("micro_batch", "global_batch")
@@ -31,7 +32,7 @@ class Series:
     name: str  # no two series of a chart have the same
     strategy: str
     place: int
-    points: Sequence[Line]
+    points: Sequence[ChartLine]
 
     @property
     def speed(self) -> float | None:
@@ -41,7 +42,7 @@ class Series:
         return {"strategy": self.strategy, "label": self.name, "place": self.place} | values
 
 
-def by_world(lines: Sequence[Line]) -> list[Series]:
+def by_world(lines: Sequence[ChartLine]) -> list[Series]:
     """Speed over ranks: of equal batches where there are such lines, else whatever else the batch is."""
     ok = [line for line in lines if line.speed and line.number("world_size")]
     for apart in ((), _BATCH[:1], _BATCH[1:], _BATCH):
@@ -51,21 +52,21 @@ def by_world(lines: Sequence[Line]) -> list[Series]:
     return []
 
 
-def by_micro_batch(lines: Sequence[Line]) -> list[Series]:
+def by_micro_batch(lines: Sequence[ChartLine]) -> list[Series]:
     ok = [line for line in lines if line.ok and line.number("activation_bytes") and line.number("micro_batch")]
     return _grouped(ok, "micro_batch", _BATCH)
 
 
-def by_parameters(lines: Sequence[Line]) -> list[Series]:
+def by_parameters(lines: Sequence[ChartLine]) -> list[Series]:
     """Peaks over the model's size; lines that ran out of memory are points too."""
     known = [line for line in lines if line.row["status"] in ("ok", "oom") and line.number("parameters")]
     return _grouped(known, "parameters", _SIZES)
 
 
-def _grouped(lines: Sequence[Line], name: str, apart: Sequence[str]) -> list[Series]:
+def _grouped(lines: Sequence[ChartLine], name: str, apart: Sequence[str]) -> list[Series]:
     """Series over a column: equal in all that tells lines apart but for what is `apart`; of equal points the first."""
     compared = [column for column in ("strategy", "checkpointing", "parameters", *VARYING) if column not in apart]
-    groups: dict[tuple[Any, ...], dict[float, Line]] = {}
+    groups: dict[tuple[Any, ...], dict[float, ChartLine]] = {}
     for line in lines:
         key = (*(line.row.get(column) for column in compared), _options(line, apart))
         groups.setdefault(key, {}).setdefault(line.number(name) or 0.0, line)
@@ -78,7 +79,7 @@ def _grouped(lines: Sequence[Line], name: str, apart: Sequence[str]) -> list[Ser
     ]
 
 
-def _options(line: Line, apart: Sequence[str]) -> str:
+def _options(line: ChartLine, apart: Sequence[str]) -> str:
     """The configuration's groups that no column says in full."""
     config = line.record.get("config") or {}
     groups = {name: config.get(name) for name in ("model", "strategy")}
@@ -86,7 +87,7 @@ def _options(line: Line, apart: Sequence[str]) -> str:
 
 
 def _names(keys: Sequence[tuple[Any, ...]], columns: Sequence[str]) -> list[str]:
-    """Strategy and checkpointing, what tells a series from others of that name, a number where that is not enough."""
+    """Strategy and checkpointing, what tells a series from others of that name, a finite_number where that is not enough."""
     found: list[str] = []
     for key in keys:
         alike = [other for other in keys if other[:2] == key[:2]]
@@ -98,10 +99,10 @@ def _names(keys: Sequence[tuple[Any, ...]], columns: Sequence[str]) -> list[str]
     return found
 
 
-def losses(view: View, line: Line) -> list[tuple[int, float, str]]:
-    """Step, loss and phase of a line's typical run from its steps.jsonl; none where there is no such file."""
-    folder = view.folders.get(typical(line)["row"]["run_id"])
-    return list(_read(folder / "steps.jsonl")) if folder else []
+def losses(view: View, line: ChartLine) -> list[tuple[int, float, str]]:
+    """Step, loss and phase of a line's median_record run from its steps.jsonl; none where there is no such file."""
+    folder = view.folders.get(median_record(line)["row"]["run_id"])
+    return list(_read(RunFolder(folder).steps)) if folder else []
 
 
 def _read(path: Path) -> Iterator[tuple[int, float, str]]:
@@ -115,7 +116,7 @@ def _read(path: Path) -> Iterator[tuple[int, float, str]]:
         except (ValueError, RecursionError):
             continue  # the last line of a run that was killed
         entry = entry if isinstance(entry, dict) else {}
-        step, loss = number(entry.get("step")), number(entry.get("loss"))
+        step, loss = finite_number(entry.get("step")), finite_number(entry.get("loss"))
         if step is not None and loss is not None:
             yield int(step), loss, sanitize(entry.get("phase") or "")
 

@@ -16,6 +16,7 @@ from harness.hardware.machine import Machine, usable_cores
 from harness.hardware.nvml import visible_devices
 from harness.launcher.launch import FORKSERVER, start_forkserver
 from harness.launcher.monitor import HANDLED
+from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.runner.context import RunContext
 from harness.runner.launch_run import write_row
@@ -217,7 +218,7 @@ def record_of_killed_worker(item: QueuedRun, code: int) -> Record | None:
     assert item.plan is not None
     how = signal.Signals(-code).name if code < 0 else f"code {code}"
     ending = {"status": "error", "reason": f"the process that ran it ended with {how}"}
-    with run_lock(item.plan.directory, wait=False) as is_mine:
+    with run_lock(RunFolder(item.plan.directory).lock, wait=False) as is_mine:
         if not is_mine:
             return None
         return stored_record(item, lambda _: None) or write_row(item.plan, ending)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.from_dict import from_dict
+from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_record, write_record
 from harness.runner.rejected import fallback_run_id, rejected_values
@@ -19,7 +20,7 @@ from harness.sweep.micro_batch_search import candidates, wants_max_micro_batch
 from harness.sweep.queued_run import QueuedRun
 from harness.sweep.slurm import commands
 from harness.sweep.slurm.commands import SlurmResources
-from harness.sweep.slurm.mailbox import MAILBOX, job_key, message_file, read_run_ids, submitted_job
+from harness.sweep.slurm.mailbox import job_key, message_file, read_run_ids, submitted_job
 from harness.sweep.slurm.plugin import is_selected
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json, atomic_write_text
@@ -100,9 +101,9 @@ class SlurmExecutor:
         """Every one that no other command has submitted, those of equal needs as one array."""
         folders = {one.item.folder for one in new}
         for folder in folders:
-            jobs = folder / MAILBOX
+            jobs = ComparisonFolder(folder).jobs
             jobs.mkdir(parents=True, exist_ok=True)
-            with run_lock(jobs / "submission"):
+            with run_lock(ComparisonFolder(jobs).lock("submission")):
                 mine = [one for one in new if one.item.folder == folder]
                 alive = commands.squeue_states({job for one in mine if (job := submitted_job(one.item))})
                 if alive is None:
@@ -142,7 +143,7 @@ class SlurmExecutor:
             self.display.note(item, "" if states is None else states[str(one.job)].lower())
             one.missing_since = None
             return None
-        if any(is_locked(item.folder / run) for run in one.begun):  # its node is at it, whatever Slurm thinks
+        if any(is_locked(ComparisonFolder(item.folder).lock(run)) for run in one.begun):  # its node is at it, whatever Slurm thinks
             return None
         one.missing_since = one.missing_since or time.monotonic()
         if time.monotonic() - one.missing_since < GONE_SECONDS:
@@ -165,7 +166,7 @@ def write_scripts(place: SlurmExecutor, items: Sequence[QueuedRun]) -> list[Path
     """For launch=script: batch scripts to submit by hand, with the files that they name."""
     written = []
     for folder in dict.fromkeys(item.folder for item in items):
-        jobs = folder / MAILBOX
+        jobs = ComparisonFolder(folder).jobs
         jobs.mkdir(parents=True, exist_ok=True)
         mine = [SubmittedRun(item, place.values[item]) for item in items if item.folder == folder]
         for number, (header, group) in enumerate(group_by_resources(place.queue, mine)):

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.fingerprint import result_affecting_keys, short_hash
+from harness.records.run_folder import ComparisonFolder
 from harness.sweep.queued_run import QueuedRun
 from harness.sweep.slurm import commands
-
-MAILBOX = ".jobs"
 
 
 def job_key(values: dict[str, Any]) -> str:
@@ -23,7 +22,7 @@ def job_key(values: dict[str, Any]) -> str:
 
 
 def message_file(item: QueuedRun, what: str = "") -> Path:
-    return item.folder / MAILBOX / f"{item.name}{what and '.'}{what}.json"
+    return ComparisonFolder(item.folder).jobs / f"{item.name}{what and '.'}{what}.json"
 
 
 def read_run_ids(path: Path) -> list[str]:
@@ -45,7 +44,7 @@ def submitted_job(item: QueuedRun) -> str | None:
 def running_jobs(folder: Path) -> dict[str, str]:
     """Slurm's state of every run of a comparison that it has not done with."""
     jobs: dict[str, str] = {}
-    for path in (folder / MAILBOX).glob("*.json"):
+    for path in ComparisonFolder(folder).jobs.glob("*.json"):
         with suppress(OSError, ValueError, TypeError, KeyError):
             jobs[str(json.loads(path.read_text())["job"])] = path.stem
     found = commands.squeue_states(set(jobs)) or {}
