@@ -118,7 +118,7 @@ class RunCommand:
                     record = write_rejected(one, str(error))
                     self.records.append(record)
                     self.display.run_rejected(record)
-                    self.tracking_client.end(one["tracking"], comparison_folder(one) / record["row"]["run_id"])
+                    self.tracking_client.finish_run(one["tracking"], comparison_folder(one) / record["row"]["run_id"])
         return items
 
     def on_started(self, item: QueuedRun) -> None:
@@ -130,13 +130,13 @@ class RunCommand:
         self.display.run_ended(item, record, is_new)
         run_dir = item.folder / record["row"]["run_id"]
         if is_new or run_dir in self.started_folders:  # else an earlier command has handed it over
-            self.tracking_client.end(record["config"]["tracking"], run_dir)
+            self.tracking_client.finish_run(record["config"]["tracking"], run_dir)
 
     def on_ranks_starting(self, item: QueuedRun, run_dir: Path) -> None:
         """The ranks of a run are being started; its folder is there, and nothing of an earlier one."""
         self.started_folders.add(run_dir)
         config = item.config.to_dict()
-        self.tracking_client.begin(config["tracking"], run_dir, config)
+        self.tracking_client.start_run(config["tracking"], run_dir, config)
 
     def log(self, line: str) -> None:
         self.display.print_line(line)
@@ -149,7 +149,7 @@ class RunCommand:
             for path in self.files(seen):
                 print(path)
             if self.is_sweep or len(self.records) > 1:
-                self.tracking_client.table(self.records[-1]["config"]["tracking"], self.folder)
+                self.tracking_client.log_table(self.records[-1]["config"]["tracking"], self.folder)
         self.tracking_client.close()
         for path in self.scripts:
             print(f"sbatch {path}")

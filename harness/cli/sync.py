@@ -10,7 +10,7 @@ from harness.config.from_dict import from_dict
 from harness.config.schema import TrackingConfig
 from harness.records.store import read_all
 from harness.tracking.base import tracker_names
-from harness.tracking.sync import ANSWER_SECONDS, upload
+from harness.tracking.sync import ANSWER_SECONDS, sync_comparison
 from harness.util.errors import UserError, run_command
 from harness.util.text import sanitize
 
@@ -51,11 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command() -> None:
         nonlocal failed
         to = requested_tracking(chosen.folder, chosen.tracker, chosen.project, chosen.entity)
-        sent = upload(chosen.folder, to, complain, chosen.again, max(chosen.timeout, 1.0))
-        table = ", and their table" if sent.table and not sent.trouble else ""
+        sent = sync_comparison(chosen.folder, to, complain, chosen.again, max(chosen.timeout, 1.0))
+        table = ", and their table" if sent.table and not sent.problem else ""
         print(f"{sent.runs} runs sent{table}; {sent.already} were there already")
-        if sent.trouble:
+        if sent.problem:
             failed = True
-            complain(f"the rest was not sent: {sent.trouble}")
+            complain(f"the rest was not sent: {sent.problem}")
 
     return run_command(command) or int(failed)

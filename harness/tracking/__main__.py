@@ -1,4 +1,4 @@
-"""Say what `python -m harness.tracking` is called now."""
+"""Print the command that replaces `python -m harness.tracking`."""
 
 import sys
 

@@ -1,9 +1,12 @@
-"""Experiment tracking: what a tracker must offer, and how one is found.
+"""The interface of a tracker, and how a tracker is found by its name.
 
-A tracker is one module of harness/tracking/trackers, found by its name, with one function
-    connect(config, seconds) -> Tracker     imports its library; raises Unreachable where it cannot be had
-and one file in conf/tracking. It runs in a process of its own (harness.tracking.child), fed by the parent's Feed, and
-may take its time, hang or die there: what it was given can be told again from the records (harness.tracking.upload).
+A tracker is one module in harness/tracking/trackers with one function,
+
+    connect(config, timeout_seconds) -> Tracker
+
+which imports its library and raises TrackerUnavailableError if the tracker cannot be used, and one file in
+conf/tracking. It runs in a process of its own (harness.tracking.process), which the parent's TrackingClient starts. It
+may be slow, hang or die there: everything that it was given can be sent again from the records (harness.tracking.sync).
 """
 
 import hashlib
@@ -23,62 +26,72 @@ Scalar = str | int | float | bool
 Values = Mapping[str, Any]
 
 
-class TrackerUnavailable(Exception):
-    """The tracker's server did not take what it was given; one line. The data are where they were."""
+class TrackerUnavailableError(Exception):
+    """The tracker did not accept the data, for the reason in the message, which is one line.
+
+    No data are lost: they still lie in the run's folder.
+    """
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """One run of a tracker: a run of ours, or a comparison's summary."""
+    """A run as a tracker knows it: one run of the harness, or the summary of a comparison."""
 
-    id: str  # 16 hexadecimal digits; the same for the same record, so that what is sent twice is there once
+    id: str  # 16 hexadecimal digits, the same for the same record, so that sending it twice does not duplicate it
     name: str
-    group: str  # the comparison
-    folder: Path  # where the tracker may keep files of its own, in a folder with its name
+    group: str  # the name of the comparison
+    folder: Path  # where the tracker may keep its own files, in a folder with the tracker's name
     config: Values = field(default_factory=dict)
     tags: tuple[str, ...] = ()
 
 
 class Tracker(Protocol):
-    """Every call may raise Unreachable, and may come for several runs in turn."""
+    """The five methods of a tracker.
 
-    def start_run(self, subject: TrackedRun) -> None:
-        """A run has started."""
+    Each may raise TrackerUnavailableError. Calls for several runs may be interleaved.
+    """
+
+    def start_run(self, run: TrackedRun) -> None:
+        """Register a run that has started."""
         ...
 
-    def log_live(self, subject: TrackedRun, figures: Mapping[str, Scalar]) -> None:
-        """How a run that has begun stands: `seconds` since then, and what its ranks say of themselves."""
+    def log_live(self, run: TrackedRun, figures: Mapping[str, Scalar]) -> None:
+        """Log the state of a started run: `seconds` since its start, and what its ranks last reported."""
         ...
 
-    def finish_run(self, subject: TrackedRun, row: Values, steps: Sequence[Values]) -> None:
-        """A run's row and its steps, `begin` called or not. Returns when the server has it, or the file is whole."""
+    def finish_run(self, run: TrackedRun, row: Values, steps: Sequence[Values]) -> None:
+        """Log a finished run's row and steps, whether or not start_run was called.
+
+        Return only when the server has all of it, or the tracker's local file is complete.
+        """
         ...
 
-    def log_table(self, subject: TrackedRun, columns: Sequence[str], rows: Sequence[Values]) -> None:
-        """The rows of a whole comparison, as a run of its own."""
+    def log_table(self, run: TrackedRun, columns: Sequence[str], rows: Sequence[Values]) -> None:
+        """Log all rows of a comparison as one run. Return only when it is complete, as finish_run does."""
         ...
 
     def close(self) -> None:
-        """No more will come; runs that have not ended have failed."""
+        """Mark every run that was started and not finished as failed; no other call follows."""
         ...
 
 
 def tracker_names() -> list[str]:
-    """The trackers there are; none is imported."""
+    """Return the names of all trackers without importing any of them."""
     from harness.tracking import trackers
 
     return sorted(module.name for module in pkgutil.iter_modules(trackers.__path__))
 
 
-def connect(config: "TrackingConfig", seconds: float) -> Tracker:
-    """The tracker of that name, whose library is imported only now; a server has so long for an answer.
+def connect(config: "TrackingConfig", timeout_seconds: float) -> Tracker:
+    """Import the configured tracker's module and library, and return the tracker.
 
-    Raises Unreachable.
+    A server has `timeout_seconds` for each answer. Raises TrackerUnavailableError if the tracker cannot be used.
     """
-    made: Tracker = importlib.import_module(f"harness.tracking.trackers.{config.name}").connect(config, seconds)
-    return made
+    module = importlib.import_module(f"harness.tracking.trackers.{config.name}")
+    tracker: Tracker = module.connect(config, timeout_seconds)
+    return tracker
 
 
 def tracked_id(run_id: str, moment: str) -> str:
-    """The tracker's name for a run of ours that started at that moment."""
+    """Return the tracker's id for the run `run_id` that started at `moment`."""
     return hashlib.sha256(f"{run_id} {moment}".encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The parent's end of tracking: hands runs over to a process of its own and never waits for it while runs are made."""
+"""The parent's side of tracking: it hands runs to the tracking process and does not wait for it during runs."""
 
 import json
 import socket
@@ -16,49 +16,54 @@ from harness.config.from_dict import from_dict
 from harness.config.schema import TrackingConfig
 from harness.util.errors import UserError
 
-CLOSE_SECONDS = 10.0  # in all, for what was handed over to be told, at a command's end
+CLOSE_SECONDS = 10.0  # the longest that close() waits for everything handed over to be tracked
 
-QUIET_SECONDS = 10.0  # from a run's begin, in which nothing is done beside it: short runs are told when they are over
+QUIET_SECONDS = 10.0  # after a run's start the tracking process is idle: it would disturb short runs
 
-SHORTEST_SECONDS = 0.01
+POLL_SECONDS = 0.01
 
 
 class TrackingClient:
-    """One a command. The process is started with the first run that is to be tracked, and dies with this one.
+    """The connection of one command to its tracking process.
 
-    `answers` has, of each folder handed over whole, None or why it is not where it was asked to be.
+    The process is started with the first run that is to be tracked, and ends with the command. `results` maps every
+    folder handed over to None, or to the reason why its data did not arrive where the configuration says.
     """
 
     def __init__(
         self, log: Callable[[str], None], *, upload_seconds: float = 0.0, quiet_seconds: float = QUIET_SECONDS
     ) -> None:
-        self.say = log
-        # Above 0 a server has so long to answer, and all is sent, whatever was before, with nothing kept instead.
+        """Remember the settings and start nothing.
+
+        With `upload_seconds` above 0 the server has that long to answer, every record is sent whatever was sent
+        before, and nothing is kept offline in its place.
+        """
+        self.log = log
         self.upload_seconds = upload_seconds
         self.quiet_seconds = quiet_seconds
         self.process: subprocess.Popen[bytes] | None = None
-        self.channel: socket.socket | None = None  # None: not there yet, or there no longer
-        self.unsent = b""  # what the socket had no room for
-        self.unread = b""
-        self.pending: dict[str, Path] = {}  # folders without an answer, and their comparison
+        self.channel: socket.socket | None = None  # None before the start, and once the process is gone
+        self.unsent = b""  # bytes that the socket could not accept yet
+        self.unread = b""  # the beginning of a line that has not arrived completely
+        self.pending: dict[str, Path] = {}  # folders without an answer, each with its comparison's folder
         self.results: dict[str, str | None] = {}
-        self.is_mended = False  # whether the user knows already what sends it later
-        self.lock = threading.Lock()  # a run starts in the thread that watches it
+        self.is_sync_hint_logged = False  # whether the user already knows the command that sends the data later
+        self.lock = threading.Lock()  # runs are started in the thread that monitors them
 
-    def begin(self, tracking: dict[str, Any], run_dir: Path, config: dict[str, Any]) -> None:
-        """A run whose folder is there has started."""
-        self._put("begin", tracking, run_dir, run_dir.parent, config=config)
+    def start_run(self, tracking: dict[str, Any], run_dir: Path, config: dict[str, Any]) -> None:
+        """Announce that a run has started; its folder exists."""
+        self._hand_over("start_run", tracking, run_dir, run_dir.parent, config=config)
 
-    def end(self, tracking: dict[str, Any], run_dir: Path) -> None:
-        """Its record, or that of a run which never began, is in its folder."""
-        self._put("end", tracking, run_dir, run_dir.parent)
+    def finish_run(self, tracking: dict[str, Any], run_dir: Path) -> None:
+        """Announce that a run's record is in its folder, also if the run never started."""
+        self._hand_over("finish_run", tracking, run_dir, run_dir.parent)
 
-    def table(self, tracking: dict[str, Any], folder: Path) -> None:
-        """A sweep is over: its table is that of the whole folder."""
-        self._put("table", tracking, folder, folder)
+    def log_table(self, tracking: dict[str, Any], folder: Path) -> None:
+        """Announce that a sweep is over, so that the table of the whole folder is logged."""
+        self._hand_over("log_table", tracking, folder, folder)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Waits for so long at most; what is not told by then is said, with the command that does it later."""
+        """Wait at most `seconds` for all answers, end the process, and log how to send what is not tracked by then."""
         if self.process is None:
             return
         ends_at = time.monotonic() + seconds
@@ -68,56 +73,62 @@ class TrackingClient:
             with self.lock:
                 self._exchange(ends_at)
         self._kill()
-        for comparison in sorted({str(path) for path in self.pending.values()} if not self.is_mended else ()):
+        for comparison in sorted({str(path) for path in self.pending.values()} if not self.is_sync_hint_logged else ()):
             count = sum(str(path) == comparison for path in self.pending.values())
             runs = f"{count} run{'s were' if count > 1 else ' was'}"
-            self.say(f"tracking: {runs} not taken; {sync_hint(comparison)}")
+            self.log(f"tracking: {runs} not tracked within {seconds:g} s; {sync_hint(comparison)}")
 
     def wait(self, seconds: float) -> None:
-        """Until everything is answered, the process is gone, or so long at most."""
+        """Wait until everything is answered or the process is gone, at most `seconds`."""
         ends_at = time.monotonic() + seconds
         while self.pending and self.channel is not None and time.monotonic() < ends_at:
             with self.lock:
                 self._exchange(ends_at)
 
-    def _put(self, do: str, tracking: dict[str, Any], folder: Path, comparison: Path, **more: Any) -> None:
+    def _hand_over(self, do: str, tracking: dict[str, Any], folder: Path, comparison: Path, **more: Any) -> None:
         try:
-            asked: TrackingConfig = from_dict(TrackingConfig, tracking, "tracking")
-        except UserError:  # of a row that is refused for it
+            config: TrackingConfig = from_dict(TrackingConfig, tracking, "tracking")
+        except UserError:  # the row was refused because of these very keys
             return
-        if asked.name == "none":
+        if config.name == "none":
             return
         folder = folder.resolve()
         with self.lock:
             if self.process is None and not self._start():
                 return
-            if do != "begin":
+            if do != "start_run":
                 self.pending[str(folder)] = comparison
             message = {"do": do, "tracking": tracking, "folder": str(folder), "upload": self.upload_seconds}
-            self._send(message | {"mend": sync_hint(comparison)} | more)
+            self._send(message | {"hint": sync_hint(comparison)} | more)
             self._exchange(0.0)
 
     def _start(self) -> bool:
-        """In a session of its own: what the terminal sends to this one, Ctrl-C above all, is not meant for it."""
-        self.channel, theirs = socket.socketpair()
+        """Start the process and return whether that worked.
+
+        It gets a session of its own, because signals of this terminal, such as Ctrl-C, are not meant for it.
+        """
+        self.channel, process_end = socket.socketpair()
         self.channel.setblocking(False)
-        command = [sys.executable, "-m", "harness.tracking.process", str(theirs.fileno()), str(self.quiet_seconds)]
-        nothing = subprocess.DEVNULL
-        passed = [theirs.fileno()]
-        with theirs:
+        fd = process_end.fileno()
+        command = [sys.executable, "-m", "harness.tracking.process", str(fd), str(self.quiet_seconds)]
+        null = subprocess.DEVNULL
+        with process_end:
             try:
                 self.process = subprocess.Popen(
-                    command, stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=passed, start_new_session=True
+                    command, stdin=null, stdout=null, stderr=null, pass_fds=[fd], start_new_session=True
                 )
-            except OSError as error:  # no memory, no process: the run goes on
-                self.say(f"tracking: its process cannot be started ({error.strerror})")
+            except OSError as error:  # out of memory or of processes: the run goes on without tracking
+                self.log(f"tracking: its process cannot be started ({error.strerror}); nothing is tracked")
         return self.process is not None
 
     def _send(self, message: dict[str, Any]) -> None:
         self.unsent += json.dumps(message, default=str).encode() + b"\n"
 
     def _exchange(self, ends_at: float) -> None:
-        """Writes what there is room for and reads what is there; returns soon, at once if that time is past."""
+        """Write what the socket accepts and read what has arrived, without blocking.
+
+        If nothing has arrived, sleep POLL_SECONDS, unless the time `ends_at` is past.
+        """
         if self.channel is None:
             return
         try:
@@ -125,40 +136,40 @@ class TrackingClient:
                 self.unsent = self.unsent[self.channel.send(self.unsent) :]
         except BlockingIOError:
             pass
-        except OSError:  # it is gone
+        except OSError:  # the process is gone
             self.channel = None
             return
         try:
-            read = self.channel.recv(65536)
+            received = self.channel.recv(65536)
         except BlockingIOError:
             if time.monotonic() < ends_at:
-                time.sleep(SHORTEST_SECONDS)
+                time.sleep(POLL_SECONDS)
             return
         except OSError:
-            read = b""
-        if not read:
+            received = b""
+        if not received:
             self.channel = None
-        *lines, self.unread = (self.unread + read).split(b"\n")
+        *lines, self.unread = (self.unread + received).split(b"\n")
         for line in lines:
-            self._hear(json.loads(line))
+            self._receive(json.loads(line))
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         if "done" in message:
             self.pending.pop(message["done"], None)
-            self.results[message["done"]] = message["why"]
+            self.results[message["done"]] = message["problem"]
         else:
-            self.is_mended = self.is_mended or bool(message.get("mended"))
-            self.say(message["say"])
+            self.is_sync_hint_logged = self.is_sync_hint_logged or bool(message.get("has_hint"))
+            self.log(message["log"])
 
     def _kill(self) -> None:
-        """Whatever it is doing, and what the tracker has started."""
+        """Kill the process and everything that the tracker has started, whatever they are doing."""
         assert self.process is not None
         try:
-            family = psutil.Process(self.process.pid).children(recursive=True)
+            children = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.Error:
-            family = []
+            children = []
         self.process.kill()
-        for process in family:
+        for process in children:
             try:
                 process.kill()
             except psutil.Error:
@@ -167,4 +178,5 @@ class TrackingClient:
 
 
 def sync_hint(comparison: Path | str) -> str:
-    return f"`python -m harness.tracking {comparison}` sends all of it"
+    """Return the end of a message: the command that sends to the tracker what it does not have."""
+    return f"`harness sync {comparison}` sends all of it"

@@ -1,8 +1,8 @@
-"""The process a tracker runs in: it takes what the parent hands over, one after another, and looks at live runs itself.
+"""The tracking process: it passes what the parent hands over to trackers, and watches running runs.
 
-Started by harness.tracking.feed with the number of a socket, on which either side writes a line of JSON a message, and
-the seconds in which a run that began is left alone. It shares nothing else with the parent: whatever hangs or dies here
-costs a run nothing.
+TrackingClient starts it with the number of a socket, on which both sides write one line of JSON for each message, and
+with the number of seconds for which a run that has started is left undisturbed. It shares nothing else with the
+parent: a tracker that hangs or dies here costs the runs nothing.
 """
 
 import dataclasses
@@ -23,161 +23,180 @@ from harness.config.from_dict import from_dict
 from harness.config.schema import TrackingConfig
 from harness.records.store import read_all, read_record
 from harness.tracking import payload, sync_state
-from harness.tracking.base import TrackedRun, Tracker, TrackerUnavailable, connect, tracked_id
+from harness.tracking.base import TrackedRun, Tracker, TrackerUnavailableError, connect, tracked_id
 from harness.util.redact import redacted
 from harness.util.text import one_line
 
-ANSWER_SECONDS = 5.0  # of a server, after which what follows is kept offline; an upload says itself
+ANSWER_SECONDS = 5.0  # what a server has to answer before all that follows is kept offline; `harness sync` sets its own
 
-LIVE_SECONDS = 1.0  # between two looks at the runs that go on
+LIVE_SECONDS = 1.0  # between two updates of the running runs
 
-WAIT_SECONDS = 0.2  # for the parent's next word
+WAIT_SECONDS = 0.2  # for the parent's next message
 
-ORPHAN_SECONDS = 3.0  # for files to be made whole after the parent died
+ORPHAN_SECONDS = 3.0  # what trackers have to complete their files after the parent has died
 
-NICENESS = 19  # what is measured goes first
+NICENESS = 19  # the lowest priority: measured runs come first
 
 Message = dict[str, Any]
 
 
-class Live(NamedTuple):
-    subject: TrackedRun
-    asked: TrackingConfig
+class StartedRun(NamedTuple):
+    """A run that the parent has announced and that has no record yet."""
+
+    message: Message
+    received_at: float  # time.monotonic()
+
+
+class LiveRun(NamedTuple):
+    """A started run that its tracker knows."""
+
+    run: TrackedRun
+    config: TrackingConfig
 
 
 class TrackingProcess:
-    """Trackers by the configuration that asked for them, and the runs that go on."""
+    """The trackers of one command, by the configuration that named them, and its running runs."""
 
     def __init__(self, channel: socket.socket, quiet_seconds: float) -> None:
+        """Take the socket to the parent, and the seconds for which a started run is left undisturbed."""
         self.channel = channel
         self.quiet_seconds = quiet_seconds
         self.trackers: dict[TrackingConfig, Tracker] = {}
-        self.failures: dict[TrackingConfig, str] = {}  # why what was asked for online is offline, or nothing, since
-        self.begun: dict[str, tuple[Message, float]] = {}  # by their folders, with the moment we heard of it
-        self.live: dict[str, Live] = {}  # those of them that the tracker knows
+        self.failures: dict[TrackingConfig, str] = {}  # why a configuration with mode=online is offline from then on
+        self.started: dict[str, StartedRun] = {}  # by the run's folder
+        self.live: dict[str, LiveRun] = {}  # by the run's folder
 
     def serve(self, inbox: "queue.SimpleQueue[Message]") -> None:
-        """Until the parent says it is over, or is gone; all that was handed over before is told first."""
+        """Handle messages until the parent closes or is gone, and everything handed over before that is tracked."""
         waiting: list[Message] = []
-        is_over = False
-        next_look = 0.0
-        while not is_over or waiting:
-            if not is_over:
+        is_closing = False
+        next_update = 0.0
+        while not is_closing or waiting:
+            if not is_closing:
                 with suppress(queue.Empty):
                     message = inbox.get(timeout=0 if waiting and not self.is_quiet() else WAIT_SECONDS)
-                    is_over = message["do"] == "close"
-                    if message["do"] == "begin":
-                        self.begun[message["folder"]] = message, time.monotonic()
-                    elif not is_over:
-                        self.begun.pop(message["folder"], None)
+                    is_closing = message["do"] == "close"
+                    if message["do"] == "start_run":
+                        self.started[message["folder"]] = StartedRun(message, time.monotonic())
+                    elif not is_closing:
+                        self.started.pop(message["folder"], None)
                         waiting.append(message)
-            if waiting and (is_over or not self.is_quiet()):
+            if waiting and (is_closing or not self.is_quiet()):
                 message = waiting.pop(0)
-                self.tell(done=message["folder"], why=self.handle(message))
-            elif time.monotonic() >= next_look:
-                next_look = time.monotonic() + LIVE_SECONDS
-                self.look()
+                self.send(done=message["folder"], problem=self.handle(message))
+            elif time.monotonic() >= next_update:
+                next_update = time.monotonic() + LIVE_SECONDS
+                self.update_live_runs()
         for tracker in self.trackers.values():
             tracker.close()
 
     def is_quiet(self) -> bool:
-        """Whether a run has begun so recently that it may be over soon: it is not to be disturbed."""
-        return any(time.monotonic() - since < self.quiet_seconds for _, since in self.begun.values())
+        """Return whether a run has started so recently that it may be over soon and must not be disturbed."""
+        now = time.monotonic()
+        return any(now - started.received_at < self.quiet_seconds for started in self.started.values())
 
     def handle(self, message: Message) -> str | None:
-        """None, or why it is not where it was asked to be."""
-        asked: TrackingConfig = from_dict(TrackingConfig, redacted(message["tracking"]), "tracking")
+        """Track what a message says and return None, or why it is not where the configuration says.
+
+        After a tracker has failed, what follows is written offline, except for `harness sync`.
+        """
+        config: TrackingConfig = from_dict(TrackingConfig, redacted(message["tracking"]), "tracking")
         try:
-            if asked not in self.failures:
+            if config not in self.failures:
                 try:
-                    self.act(asked, message)
+                    self.track(config, message)
                     return None
-                except TrackerUnavailable as error:
-                    self.failures[asked] = str(error)
-                    self.trackers.pop(asked, None)  # its process ends with this one: to close it could take long
+                except TrackerUnavailableError as error:
+                    self.failures[config] = str(error)
+                    self.trackers.pop(config, None)  # not closed, which could take long; it ends with this process
                     if not message["upload"]:
-                        self.tell(say=f"tracking: {error}; runs are kept on disk; {message['mend']}", mended=True)
-            if asked.mode == "online" and not message["upload"]:
-                self.act(asked, message)
-            return self.failures[asked]
-        except Exception as error:  # no network's: said, and no reason to stop
-            why = one_line(f"{type(error).__name__}: {error}")
-            self.tell(say=f"tracking: {Path(message['folder']).name} could not be tracked, {why}")
-            return why
+                        kept = "runs are kept on disk"
+                        self.send(log=f"tracking: {error}; {kept}; {message['hint']}", has_hint=True)
+            if config.mode == "online" and not message["upload"]:
+                self.track(config, message)
+            return self.failures[config]
+        except Exception as error:  # not the network's fault: log it and go on with the next run
+            problem = one_line(f"{type(error).__name__}: {error}")
+            self.send(log=f"tracking: {Path(message['folder']).name} could not be tracked ({problem})")
+            return problem
 
-    def act(self, asked: TrackingConfig, message: Message) -> None:
-        used = dataclasses.replace(asked, mode="offline") if asked in self.failures else asked
-        if asked not in self.trackers:
-            self.trackers[asked] = connect(used, message["upload"] or ANSWER_SECONDS)
-        folder, tracker = Path(message["folder"]), self.trackers[asked]
-        if message["do"] == "begin":
-            had = sync_state.SyncState(tracked_id(folder.name, str(time.time_ns())))
-            sync_state.write_sync_state(folder, used.name, had)
-            subject = payload.started_run(folder, had.id, message["config"], used)
-            tracker.start_run(subject)
-            self.live[message["folder"]] = Live(subject, asked)
-        elif message["do"] == "end":
+    def track(self, config: TrackingConfig, message: Message) -> None:
+        """Pass one message to its tracker, which is connected with the first: offline if it has failed before."""
+        used = dataclasses.replace(config, mode="offline") if config in self.failures else config
+        if config not in self.trackers:
+            self.trackers[config] = connect(used, message["upload"] or ANSWER_SECONDS)
+        folder, tracker = Path(message["folder"]), self.trackers[config]
+        if message["do"] == "start_run":
+            state = sync_state.SyncState(tracked_id(folder.name, str(time.time_ns())))
+            sync_state.write_sync_state(folder, used.name, state)
+            run = payload.started_run(folder, state.id, message["config"], used)
+            tracker.start_run(run)
+            self.live[message["folder"]] = LiveRun(run, config)
+        elif message["do"] == "finish_run":
             self.live.pop(message["folder"], None)
-            self.end(tracker, used, folder, bool(message["upload"]))
+            self.finish_run(tracker, used, folder, bool(message["upload"]))
         else:
-            self.table(tracker, used, folder, bool(message["upload"]))
+            self.log_table(tracker, used, folder, bool(message["upload"]))
 
-    def end(self, tracker: Tracker, used: TrackingConfig, run_dir: Path, again: bool) -> None:
+    def finish_run(self, tracker: Tracker, used: TrackingConfig, run_dir: Path, again: bool) -> None:
+        """Give a run's record to the tracker, unless the tracker has it and `again` is false."""
         record = read_record(run_dir)
-        had = sync_state.state_of(run_dir, used.name, record)
-        if had.what is not None and (had.sent_at or used.mode == "offline") and not again:
-            return  # a record that was not made anew
-        subject = payload.finished_run(run_dir, had.id, record, used)
-        tracker.finish_run(subject, redacted(record["row"]), payload.step_values(run_dir))
-        sync_state.write_sync_state(
-            run_dir, used.name, sync_state.mark_synced(had, sync_state.record_key(record), used.mode == "online")
-        )
-
-    def table(self, tracker: Tracker, used: TrackingConfig, folder: Path, again: bool) -> None:
-        found = read_all(folder).records
-        had = sync_state.state_of_table(folder, used.name)
-        if had.what == sync_state.rows_key(found) and (had.sent_at or used.mode == "offline") and not again:
+        state = sync_state.record_sync_state(run_dir, used.name, record)
+        if state.content_key is not None and (state.sent_at or used.mode == "offline") and not again:
             return
-        subject = TrackedRun(had.id, f"{folder.name} summary", folder.name, folder, tags=used.tags)
-        tracker.log_table(subject, *payload.table_rows(found))
-        sync_state.write_sync_state(
-            folder, used.name, sync_state.mark_synced(had, sync_state.rows_key(found), used.mode == "online")
-        )
+        run = payload.finished_run(run_dir, state.id, record, used)
+        tracker.finish_run(run, redacted(record["row"]), payload.step_values(run_dir))
+        synced = sync_state.mark_synced(state, sync_state.record_key(record), used.mode == "online")
+        sync_state.write_sync_state(run_dir, used.name, synced)
 
-    def look(self) -> None:
-        """What the ranks of runs that go on say of themselves now; of short ones the tracker hears at their end."""
-        for folder, (message, since) in list(self.begun.items()):
-            seconds = time.monotonic() - since
+    def log_table(self, tracker: Tracker, used: TrackingConfig, folder: Path, again: bool) -> None:
+        """Give a comparison's table to the tracker, unless the tracker has it and `again` is false."""
+        records = read_all(folder).records
+        state = sync_state.table_sync_state(folder, used.name)
+        rows_key = sync_state.rows_key(records)
+        if state.content_key == rows_key and (state.sent_at or used.mode == "offline") and not again:
+            return
+        run = TrackedRun(state.id, f"{folder.name} summary", folder.name, folder, tags=used.tags)
+        tracker.log_table(run, *payload.table_rows(records))
+        sync_state.write_sync_state(folder, used.name, sync_state.mark_synced(state, rows_key, used.mode == "online"))
+
+    def update_live_runs(self) -> None:
+        """Log the heartbeats of running runs; the tracker learns of short runs only when they have ended."""
+        for folder, (message, received_at) in list(self.started.items()):
+            seconds = time.monotonic() - received_at
             if seconds < self.quiet_seconds:
                 continue
             if folder not in self.live:
                 self.handle(message)
             if folder not in self.live:
-                del self.begun[folder]
+                del self.started[folder]
                 continue
-            subject, asked = self.live[folder]
-            with suppress(Exception):  # the run's end will say it
+            run, config = self.live[folder]
+            with suppress(Exception):  # a tracker that has failed is reported when the run has ended
                 if figures := payload.live_figures(Path(folder)):
-                    self.trackers[asked].log_live(subject, {"seconds": seconds} | figures)
+                    self.trackers[config].log_live(run, {"seconds": seconds} | figures)
 
-    def tell(self, **message: Any) -> None:
-        """To the parent, which says it or keeps it."""
-        with suppress(OSError):  # a parent that is gone
+    def send(self, **message: Any) -> None:
+        """Send a message to the parent: the answer about a folder, or a line for the user."""
+        with suppress(OSError):  # the parent is gone
             self.channel.sendall(json.dumps(redacted(message)).encode() + b"\n")
 
 
 def listen(channel: socket.socket, inbox: "queue.SimpleQueue[Message]") -> None:
-    """In a thread of its own, so that the parent's end is noticed whatever the tracker is doing."""
+    """Put the parent's messages into the inbox, and end this process soon after the parent is gone.
+
+    It runs in a thread of its own, so that the parent's end is noticed even while a tracker hangs.
+    """
     with channel.makefile("rb") as lines:
         for line in lines:
             inbox.put(json.loads(line))
     inbox.put({"do": "close"})
     time.sleep(ORPHAN_SECONDS)
-    end(1)
+    exit_now(1)
 
 
-def end(status: int) -> None:
-    """At once, with whatever processes the tracker has started."""
+def exit_now(status: int) -> None:
+    """End this process at once, and every process that a tracker has started."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             process.kill()
@@ -185,12 +204,13 @@ def end(status: int) -> None:
 
 
 def main() -> None:
+    """Serve the parent whose socket and quiet seconds are on the command line."""
     os.nice(NICENESS)
     channel = socket.socket(fileno=int(sys.argv[1]))
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     threading.Thread(target=listen, args=(channel, inbox), daemon=True).start()
     TrackingProcess(channel, float(sys.argv[2])).serve(inbox)
-    end(0)
+    exit_now(0)
 
 
 if __name__ == "__main__":

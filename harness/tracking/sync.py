@@ -1,4 +1,4 @@
-"""What a tracker has not got of a comparison, told again from the records."""
+"""Sending what a tracker does not have of a comparison, from the records."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,62 +11,69 @@ from harness.tracking import sync_state
 from harness.tracking.client import TrackingClient
 from harness.util.errors import UserError
 
-ANSWER_SECONDS = 30.0  # of a server, to begin a run and again to have it whole
+ANSWER_SECONDS = 30.0  # what a server has to register a run, and again to receive the rest of it
 
-LOCAL_SECONDS = 10.0  # for the tracker's own work on one run
+LOCAL_SECONDS = 10.0  # what the tracker's library has for its own work on one run
 
 
 @dataclasses.dataclass(frozen=True)
 class SyncResult:
-    runs: int
-    already: int  # there before
-    table: bool  # whether there is a new one
-    trouble: str  # why not all of it was sent, '' if it was
+    """The outcome of one synchronization."""
+
+    runs: int  # sent now
+    already: int  # runs that the tracker had before
+    table: bool  # whether the summary had to be sent
+    problem: str  # why not everything was sent; '' if everything was
 
 
-def upload(
-    folder: Path, to: TrackingConfig, say: Callable[[str], None], again: bool = False, seconds: float = ANSWER_SECONDS
+def sync_comparison(
+    folder: Path,
+    tracking: TrackingConfig,
+    log: Callable[[str], None],
+    again: bool = False,
+    timeout_seconds: float = ANSWER_SECONDS,
 ) -> SyncResult:
-    """Sends every record that is not at the tracker yet, and the comparison's table; `again` sends all.
+    """Send every record that the tracker does not have, and the comparison's table; with `again` send all of them.
 
-    Raises UserError for a folder without a record. Stops at the first that is not taken.
+    Stop at the first run that the tracker does not accept. Raises UserError for a folder without a record.
     """
-    found = read_all(folder)
-    if not found.records:
+    loaded = read_all(folder)
+    if not loaded.records:
         raise UserError(f"{folder} holds no readable record of a run: name the folder of one comparison, results/NAME")
-    for problem in found.problems:
-        say(f"skipped: {problem}")
-    asked = dataclasses.asdict(dataclasses.replace(to, mode="online"))
-    lacking = [record for record in found.records if again or not is_sent(folder, to.name, record)]
-    had = sync_state.read_sync_state(folder, to.name)
-    is_told = had is not None and had.sent_at is not None and had.what == sync_state.rows_key(found.records)
-    feed = TrackingClient(say, upload_seconds=seconds)
-    trouble, runs = "", 0
+    for problem in loaded.problems:
+        log(f"skipped: {problem}")
+    online = dataclasses.asdict(dataclasses.replace(tracking, mode="online"))
+    missing = [record for record in loaded.records if again or not is_sent(folder, tracking.name, record)]
+    state = sync_state.read_sync_state(folder, tracking.name)
+    rows_key = sync_state.rows_key(loaded.records)
+    is_table_sent = state is not None and state.sent_at is not None and state.content_key == rows_key
+    client = TrackingClient(log, upload_seconds=timeout_seconds)
+    problem, runs = "", 0
     try:
-        for record in lacking:
+        for record in missing:
             run_dir = folder / record["row"]["run_id"]
-            feed.end(asked, run_dir)
-            trouble = wait_delivered(feed, run_dir)
-            if trouble:
+            client.finish_run(online, run_dir)
+            problem = wait_delivered(client, run_dir)
+            if problem:
                 break
             runs += 1
-        if not trouble and (lacking or not is_told):
-            feed.table(asked, folder)
-            trouble = wait_delivered(feed, folder)
+        if not problem and (missing or not is_table_sent):
+            client.log_table(online, folder)
+            problem = wait_delivered(client, folder)
     finally:
-        feed.pending.clear()  # it is said here
-        feed.close(1.0)
-    return SyncResult(runs, len(found.records) - len(lacking), bool(lacking) or not is_told, trouble)
+        client.pending.clear()  # the result says it: close() must not log it too
+        client.close(1.0)
+    return SyncResult(runs, len(loaded.records) - len(missing), bool(missing) or not is_table_sent, problem)
 
 
 def is_sent(folder: Path, tracker: str, record: Record) -> bool:
-    had = sync_state.read_sync_state(folder / record["row"]["run_id"], tracker)
-    return had is not None and had.what == sync_state.record_key(record) and had.sent_at is not None
+    """Return whether the tracker's server has this record."""
+    state = sync_state.read_sync_state(folder / record["row"]["run_id"], tracker)
+    return state is not None and state.content_key == sync_state.record_key(record) and state.sent_at is not None
 
 
-def wait_delivered(feed: TrackingClient, folder: Path) -> str:
-    """Why it was not, '' if it was."""
-    patience = 2 * feed.upload_seconds + LOCAL_SECONDS
-    feed.wait(patience)
-    silent = f"no answer within {patience:g} s"
-    return feed.results.get(str(folder.resolve()), silent) or ""
+def wait_delivered(client: TrackingClient, folder: Path) -> str:
+    """Wait for the answer about one folder and return why its data were not delivered, '' if they were."""
+    patience_seconds = 2 * client.upload_seconds + LOCAL_SECONDS
+    client.wait(patience_seconds)
+    return client.results.get(str(folder.resolve()), f"no answer within {patience_seconds:g} s") or ""

@@ -1,4 +1,4 @@
-"""What a tracker has of a run: a small file in the run's folder, gone with it when the run is made anew."""
+"""What a tracker already has of a run: a small file in the run's folder, deleted with it when the run is repeated."""
 
 import hashlib
 import json
@@ -16,52 +16,60 @@ SYNC_STATE_FILE = "tracking.json"
 
 
 class SyncState(NamedTuple):
-    """Of one tracker."""
+    """What one tracker has of one run, or of one comparison's summary."""
 
-    id: str
-    what: str | None = None  # the record, by its start, or the summary's rows; None while a run goes on
-    sent_at: str | None = None  # UTC; None: not at the server
+    id: str  # the tracker's id of the run
+    content_key: str | None = None  # record_key() or rows_key() of what the tracker has; None while a run goes on
+    sent_at: str | None = None  # the UTC time at which the server had all of it; None: the server does not have it
 
 
 def read_sync_state(folder: Path, tracker: str) -> SyncState | None:
-    """None where nothing can be read: the worst that follows is that something is sent again."""
+    """Return what `tracker` has of the run in `folder`, or None if the file cannot be read.
+
+    Nothing is lost by that: at worst the run is sent again.
+    """
     try:
-        return SyncState(**json.loads((folder / SYNC_STATE_FILE).read_text())[tracker])
+        saved = json.loads((folder / SYNC_STATE_FILE).read_text())[tracker]
+        content_key = saved["content_key"] if "content_key" in saved else saved["what"]  # the key's earlier name
+        return SyncState(saved["id"], content_key, saved["sent_at"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def write_sync_state(folder: Path, tracker: str, kept: SyncState) -> None:
+def write_sync_state(folder: Path, tracker: str, state: SyncState) -> None:
+    """Write the state of one tracker; those of other trackers in the same file stay."""
     try:
         others = json.loads((folder / SYNC_STATE_FILE).read_text())
     except (OSError, ValueError):
         others = {}
-    atomic_write_json(folder / SYNC_STATE_FILE, {**others, tracker: kept._asdict()})
+    atomic_write_json(folder / SYNC_STATE_FILE, {**others, tracker: state._asdict()})
 
 
-def state_of(run_dir: Path, tracker: str, record: Record) -> SyncState:
-    """What there is of this record; a new name where there is none of it."""
-    found = read_sync_state(run_dir, tracker)
-    if found is not None and found.what in (None, record_key(record)):
-        return found
+def record_sync_state(run_dir: Path, tracker: str, record: Record) -> SyncState:
+    """Return what `tracker` has of this record, with a new id if it has nothing of it."""
+    state = read_sync_state(run_dir, tracker)
+    if state is not None and state.content_key in (None, record_key(record)):
+        return state
     return SyncState(tracked_id(record["row"]["run_id"], record_key(record)))
 
 
-def state_of_table(folder: Path, tracker: str) -> SyncState:
-    """One summary a folder, which later ones replace."""
+def table_sync_state(folder: Path, tracker: str) -> SyncState:
+    """Return what `tracker` has of the comparison's summary, of which a folder has one; a later one replaces it."""
     return read_sync_state(folder, tracker) or SyncState(secrets.token_hex(8))
 
 
-def mark_synced(kept: SyncState, what: str, sent: bool) -> SyncState:
-    return SyncState(kept.id, what, datetime.now(UTC).isoformat(timespec="seconds") if sent else None)
+def mark_synced(state: SyncState, content_key: str, is_sent: bool) -> SyncState:
+    """Return the state after the tracker has received that content, at its server if `is_sent`."""
+    sent_at = datetime.now(UTC).isoformat(timespec="seconds") if is_sent else None
+    return SyncState(state.id, content_key, sent_at)
 
 
 def record_key(record: Record) -> str:
-    """Tells a record from another of the same run, by its start."""
+    """Return what tells this record from an earlier or later one of the same run: the time of its start."""
     return record["row"].get("started_at") or ""
 
 
 def rows_key(records: Sequence[Record]) -> str:
-    """What a summary is of: these runs, each as it was made then."""
+    """Return a hash of the records that a summary was made of: the runs, and the start of each."""
     moments = [[record["row"]["run_id"], record_key(record)] for record in records]
     return hashlib.sha256(json.dumps(moments).encode()).hexdigest()[:16]

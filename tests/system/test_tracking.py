@@ -88,17 +88,17 @@ def test_offline_is_read_back_by_its_own_reader(tmp_path: Path) -> None:
         beat.allocated_bytes = lambda rank=rank: 100 + rank  # type: ignore[misc]
         beat("timed", 3 + rank)
     feed = TrackingClient(said.append, quiet_seconds=0.0)
-    feed.begin(OFFLINE, run_dir, {"strategy": {"name": "ddp", "tp": 1}})
+    feed.start_run(OFFLINE, run_dir, {"strategy": {"name": "ddp", "tp": 1}})
     other, _ = made(comparison, 1, status="oom", reason="no memory")
-    feed.end(OFFLINE, other)
+    feed.finish_run(OFFLINE, other)
     patience = time.monotonic() + 20
     while not any(run_dir.glob("wandb/offline-run-*/run-*.wandb")) and time.monotonic() < patience:
         time.sleep(0.1)
     time.sleep(1.2)
     told[0]("profiled", 9)
     time.sleep(1.2)
-    feed.end(OFFLINE, made(comparison, 0)[0])
-    feed.table(OFFLINE, comparison)
+    feed.finish_run(OFFLINE, made(comparison, 0)[0])
+    feed.log_table(OFFLINE, comparison)
     feed.close()
     assert said == []
     rows = history(run_dir)
@@ -142,11 +142,11 @@ def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
     feed = TrackingClient(said.append, quiet_seconds=0.0)
     for number in range(2):
         run_dir, record = made(tmp_path / "mine", number)
-        feed.begin(ONLINE, run_dir, record["config"])
-        feed.end(ONLINE, run_dir)
-        feed.end(ONLINE, run_dir)  # once is enough
-    feed.table(ONLINE, run_dir.parent)
-    feed.table(ONLINE, run_dir.parent)
+        feed.start_run(ONLINE, run_dir, record["config"])
+        feed.finish_run(ONLINE, run_dir)
+        feed.finish_run(ONLINE, run_dir)  # once is enough
+    feed.log_table(ONLINE, run_dir.parent)
+    feed.log_table(ONLINE, run_dir.parent)
     feed.close()
     assert said == [] and len(server.runs) == 3
     for run_dir in sorted(path.parent for path in (tmp_path / "mine").glob("*/record.json")):
@@ -191,7 +191,7 @@ def play(fault: str, folder: Path, server: Server, feed: TrackingClient, said: l
     if before is not None:
         before(server)
     run_dir, record = made(folder, 0)
-    feed.begin(ONLINE, run_dir, record["config"])
+    feed.start_run(ONLINE, run_dir, record["config"])
     if amid is not None:
         patience = time.monotonic() + 30
         while not server.runs and time.monotonic() < patience:
@@ -199,8 +199,8 @@ def play(fault: str, folder: Path, server: Server, feed: TrackingClient, said: l
         amid(server)
     began = time.monotonic()
     for number in range(2):
-        feed.end(ONLINE, made(folder, number)[0])
-    feed.table(ONLINE, folder)
+        feed.finish_run(ONLINE, made(folder, number)[0])
+    feed.log_table(ONLINE, folder)
     assert time.monotonic() - began < 1  # whatever the server does, a run does not wait
     feed.close()
     return Played(time.monotonic() - began, said, folder, server)
@@ -238,7 +238,7 @@ def test_whatever_the_server_does(fault: str, played: dict[str, Played]) -> None
     this = played[fault]
     assert this.seconds < CLOSE_SECONDS + 1.5
     assert len(this.said) == 1 and this.said[0].startswith("tracking: "), this.said
-    assert this.said[0].endswith(f"`python -m harness.tracking {this.folder}` sends all of it")
+    assert this.said[0].endswith(f"`harness sync {this.folder}` sends all of it")
     if fault == "hangs at the end":
         assert "Timed out" in this.said[0]  # W&B's own limit, before ours
     run_dirs = sorted(path.parent for path in this.folder.glob("*/record.json"))
@@ -306,8 +306,8 @@ def test_a_tracker_that_stands_still_costs_nothing(tmp_path: Path) -> None:
 
     def hand_over() -> None:
         for number in range(20):
-            feed.begin(OFFLINE, run_dir, {"much": "x" * 100_000})
-            feed.end(OFFLINE, tmp_path / "mine" / str(number))
+            feed.start_run(OFFLINE, run_dir, {"much": "x" * 100_000})
+            feed.finish_run(OFFLINE, tmp_path / "mine" / str(number))
 
     handing = threading.Thread(target=hand_over, daemon=True)
     handing.start()
@@ -319,7 +319,7 @@ def test_a_tracker_that_stands_still_costs_nothing(tmp_path: Path) -> None:
     feed.close(1.0)
     assert time.monotonic() - began < 3
     assert said == [
-        f"tracking: 20 runs were not taken; `python -m harness.tracking {tmp_path / 'mine'}` sends all of it"
+        f"tracking: 20 runs were not tracked within 1 s; `harness sync {tmp_path / 'mine'}` sends all of it"
     ]
     assert feed.process.poll() == -signal.SIGKILL
 
@@ -327,14 +327,13 @@ def test_a_tracker_that_stands_still_costs_nothing(tmp_path: Path) -> None:
 KILLED = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, "tests")
-from tests.test_tracking import OFFLINE, made
-from harness.tracking.feed import Feed
-feed = Feed(print, quiet_seconds=0.0)
+from tests.system.test_tracking import OFFLINE, made
+from harness.tracking.client import TrackingClient
+feed = TrackingClient(print, quiet_seconds=0.0)
 run_dir, record = made(Path(sys.argv[1]))
 (run_dir / "ranks").mkdir()
 (run_dir / "ranks" / "rank_00000.pulse").write_text('["timed", 3, null, 5]')
-feed.begin(OFFLINE, run_dir, {})
+feed.start_run(OFFLINE, run_dir, {})
 print(feed.process.pid, flush=True)
 time.sleep(60)
 """
@@ -363,13 +362,13 @@ def _size(folder: Path) -> int:
 def test_nothing_is_started_or_imported_for_none(tmp_path: Path) -> None:
     feed = TrackingClient(print)
     run_dir, _ = made(tmp_path / "mine")
-    feed.begin({"name": "none"}, run_dir, {})
-    feed.end({"name": "none"}, run_dir)
-    feed.end({"name": "wandb", "mode": "loud"}, run_dir)  # a row that is refused for it
-    feed.table({"name": "none"}, run_dir.parent)
+    feed.start_run({"name": "none"}, run_dir, {})
+    feed.finish_run({"name": "none"}, run_dir)
+    feed.finish_run({"name": "wandb", "mode": "loud"}, run_dir)  # a row that is refused for it
+    feed.log_table({"name": "none"}, run_dir.parent)
     feed.close()
     assert feed.process is None
-    probe = "import sys, harness.tracking.feed; assert not {'wandb'} & sys.modules.keys()"
+    probe = "import sys, harness.tracking.client; assert not {'wandb'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True)
 
 
@@ -420,7 +419,7 @@ def test_another_tracker_is_one_file_and_its_yaml(tmp_path: Path) -> None:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "harness" / "tracking" / "trackers" / "lines.py").write_text(block)
     made(tmp_path / "results" / "mine")
-    command = [sys.executable, "-m", "harness.tracking", "results/mine", "--tracker", "lines"]
+    command = [sys.executable, "-m", "harness", "sync", "results/mine", "--tracker", "lines"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "1 runs sent, and their table; 0 were there already\n"
     lines = [json.loads(line) for line in (tmp_path / "results" / "mine" / "lines.jsonl").read_text().splitlines()]

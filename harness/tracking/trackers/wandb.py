@@ -1,4 +1,4 @@
-"""Weights & Biases: a run a run, grouped by comparison, in a file of W&B's own and, with mode=online, at its server."""
+"""Weights & Biases: one W&B run for each run, in W&B's local file and, with mode=online, on its server."""
 
 import json
 import logging
@@ -9,108 +9,123 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.schema import TrackingConfig
-from harness.tracking.base import Scalar, TrackedRun, TrackerUnavailable, Values
+from harness.tracking.base import Scalar, TrackedRun, TrackerUnavailableError, Values
 from harness.util.text import one_line
 
-FLUSH_SECONDS = 2.0  # what a killed process may lack at the end of its file
+FLUSH_SECONDS = 2.0  # the most recent values that the file of a killed process may lack
 
-TAG_CHARACTERS = 64  # W&B's limit
+MAX_TAG_CHARACTERS = 64  # W&B's limit
 
-# Settings of W&B's that would make another run of it than ours; those on where its server is and who asks stay.
-STEERING = ("DISABLED", "MODE", "NOTES", "RESUME", "RUN_ID", "SERVICE", "SWEEP_ID")
+# W&B's environment variables that would change which run is written, and how. Those that say where the server is and
+# which account to use stay.
+CLEARED_VARIABLES = ("DISABLED", "MODE", "NOTES", "RESUME", "RUN_ID", "SERVICE", "SWEEP_ID")
 
-# The axis of each group of values. None goes to the summary by itself: that holds the row.
+# The x-axis of each group of values. W&B must not put any of these into the summary by itself: it holds the row.
 AXES = {"train/*": "train/step", "live/*": "live/seconds", "memory/*": None}
 
+# The tracker's names of step values that would be ambiguous there.
+STEP_VALUE_NAMES = {"seconds": "step_seconds"}
 
-def connect(config: TrackingConfig, seconds: float) -> "WandB":
-    """Raises Unreachable where W&B is not installed or has no key for its server."""
-    for name in STEERING:
+
+def connect(config: TrackingConfig, timeout_seconds: float) -> "WandB":
+    """Import W&B and return its tracker. Raises TrackerUnavailableError if W&B is not installed."""
+    for name in CLEARED_VARIABLES:
         os.environ.pop(f"WANDB_{name}", None)
-    os.environ["WANDB_ERROR_REPORTING"] = "false"  # read as the library is imported
+    os.environ["WANDB_ERROR_REPORTING"] = "false"  # W&B reads it when it is imported
     try:
         import wandb
     except ImportError as error:
-        raise TrackerUnavailable(f"wandb cannot be imported ({one_line(error)})") from None
+        raise TrackerUnavailableError(f"wandb cannot be imported ({one_line(error)})") from None
     logging.getLogger("wandb").setLevel(logging.ERROR)  # its log would repeat the configuration
-    return WandB(wandb, config, seconds)
+    return WandB(wandb, config, timeout_seconds)
 
 
 class WandB:
-    def __init__(self, library: Any, config: TrackingConfig, seconds: float) -> None:
+    """The tracker for Weights & Biases."""
+
+    def __init__(self, library: Any, config: TrackingConfig, timeout_seconds: float) -> None:
+        """Take the imported library; the timeout holds for registering a run, and again for receiving all of it."""
         self.library = library
         self.config = config
-        self.seconds = seconds  # to begin a run, and after its last value for all of them to be there
-        self.open: dict[str, Any] = {}  # W&B's runs, by our id
+        self.timeout_seconds = timeout_seconds
+        self.open_runs: dict[str, Any] = {}  # W&B's run objects, by TrackedRun.id
 
-    def start_run(self, subject: TrackedRun) -> None:
-        self.open[subject.id] = self.call_api(lambda: self.start(subject, "run"))
+    def start_run(self, run: TrackedRun) -> None:
+        """Register a run. Raises TrackerUnavailableError if the server does not accept it."""
+        self.open_runs[run.id] = self.call_api(lambda: self.init_run(run, "run"))
 
-    def log_live(self, subject: TrackedRun, figures: Mapping[str, Scalar]) -> None:
-        run = self.open[subject.id]
-        self.call_api(lambda: run.log({f"live/{name}": value for name, value in figures.items()}))
+    def log_live(self, run: TrackedRun, figures: Mapping[str, Scalar]) -> None:
+        """Log the state of a run that goes on under `live/`."""
+        wandb_run = self.open_runs[run.id]
+        self.call_api(lambda: wandb_run.log({f"live/{name}": value for name, value in figures.items()}))
 
-    def finish_run(self, subject: TrackedRun, row: Values, steps: Sequence[Values]) -> None:
-        if subject.id not in self.open:
-            self.start_run(subject)
-        run = self.open.pop(subject.id)
+    def finish_run(self, run: TrackedRun, row: Values, steps: Sequence[Values]) -> None:
+        """Log steps under `train/`, the parts of the memory peak under `memory/`, and the row as the summary."""
+        if run.id not in self.open_runs:
+            self.start_run(run)
+        wandb_run = self.open_runs.pop(run.id)
 
         def complete() -> None:
-            run.config.update(dict(subject.config), allow_val_change=True)
-            run.tags = _tags(subject)
+            wandb_run.config.update(dict(run.config), allow_val_change=True)
+            wandb_run.tags = _tags(run)
             for step in steps:
-                run.log({f"train/{_NAMES.get(key, key)}": value for key, value in step.items() if _is_number(value)})
+                values = {STEP_VALUE_NAMES.get(key, key): value for key, value in step.items() if _is_number(value)}
+                wandb_run.log({f"train/{key}": value for key, value in values.items()})
             parts = {key: value for key, value in row.items() if key.startswith("at_peak_") and value is not None}
-            if parts:  # W&B draws what has one value as bars, run beside run
-                run.log({f"memory/{key.removeprefix('at_peak_')}": value for key, value in parts.items()})
-            run.summary.update({key: value for key, value in row.items() if value not in (None, "")})
+            if parts:  # W&B draws a series of one value as a bar, one run beside another
+                wandb_run.log({f"memory/{key.removeprefix('at_peak_')}": value for key, value in parts.items()})
+            wandb_run.summary.update({key: value for key, value in row.items() if value not in (None, "")})
 
-        self.finish(run, complete, 0 if row["status"] == "ok" else 1)
+        self.finish(wandb_run, complete, 0 if row["status"] == "ok" else 1)
 
-    def log_table(self, subject: TrackedRun, columns: Sequence[str], rows: Sequence[Values]) -> None:
-        run = self.call_api(lambda: self.start(subject, "summary"))
+    def log_table(self, run: TrackedRun, columns: Sequence[str], rows: Sequence[Values]) -> None:
+        """Log all rows as a W&B table in a run of the type `summary`, with the number of rows of each status."""
+        wandb_run = self.call_api(lambda: self.init_run(run, "summary"))
 
         def complete() -> None:
             data = [[row.get(column) for column in columns] for row in rows]
-            run.log({"runs": self.library.Table(columns=list(columns), data=data, allow_mixed_types=True)})
+            wandb_run.log({"runs": self.library.Table(columns=list(columns), data=data, allow_mixed_types=True)})
             statuses = [row["status"] for row in rows]
-            run.summary.update({"rows": len(rows)} | {status: statuses.count(status) for status in set(statuses)})
+            counts = {status: statuses.count(status) for status in set(statuses)}
+            wandb_run.summary.update({"rows": len(rows)} | counts)
 
-        self.finish(run, complete, 0)
+        self.finish(wandb_run, complete, 0)
 
     def close(self) -> None:
-        with suppress(Exception):  # there is no one left to tell
-            for run in self.open.values():
-                run.finish(exit_code=1)
+        """Mark all open runs as failed."""
+        with suppress(Exception):  # the parent no longer listens
+            for wandb_run in self.open_runs.values():
+                wandb_run.finish(exit_code=1)
 
-    def start(self, subject: TrackedRun, job_type: str) -> Any:
-        run = self.library.init(
+    def init_run(self, run: TrackedRun, job_type: str) -> Any:
+        """Open a W&B run with its axes defined, and return it."""
+        wandb_run = self.library.init(
             mode=self.config.mode,
             entity=self.config.entity,
             project=self.config.project,
-            id=subject.id,
-            group=subject.group,
-            name=subject.name,
+            id=run.id,
+            group=run.group,
+            name=run.name,
             job_type=job_type,
-            tags=_tags(subject),
-            dir=str(subject.folder),
-            config=dict(subject.config),
-            reinit="create_new",  # several at a time
+            tags=_tags(run),
+            dir=str(run.folder),
+            config=dict(run.config),
+            reinit="create_new",  # several runs may be open at a time
             settings=self.settings(),
         )
         for values, axis in AXES.items():
             if axis is not None:
-                run.define_metric(axis, summary="none", hidden=True)
-            run.define_metric(values, step_metric=axis, summary="none")
-        return run
+                wandb_run.define_metric(axis, summary="none", hidden=True)
+            wandb_run.define_metric(values, step_metric=axis, summary="none")
+        return wandb_run
 
     def settings(self) -> Any:
-        """Bounded times, nothing on the terminal, and nothing gathered of machine, user, code or command line."""
+        """Return W&B settings: bounded times, no output, and nothing collected of machine, user, code or command."""
         return self.library.Settings(
-            init_timeout=self.seconds,
-            finish_timeout=self.seconds,
+            init_timeout=self.timeout_seconds,
+            finish_timeout=self.timeout_seconds,
             finish_timeout_raises=True,
-            login_timeout=self.seconds,
+            login_timeout=self.timeout_seconds,
             silent=True,
             host="",
             console="off",
@@ -125,47 +140,50 @@ class WandB:
             x_transaction_log_flush_interval=FLUSH_SECONDS,
         )
 
-    def finish(self, run: Any, complete: Callable[[], None], exit_code: int) -> None:
-        """Raises Unreachable unless all of the run's values are where they should be."""
+    def finish(self, wandb_run: Any, complete: Callable[[], None], exit_code: int) -> None:
+        """Log the rest of a run by calling `complete`, and finish it.
+
+        Raises TrackerUnavailableError unless all of the run's values are at the server, or in the file if offline.
+        """
         try:
             self.call_api(complete)
         finally:
-            self.call_api(lambda: run.finish(exit_code=exit_code))
-        trouble = _fatal(Path(run.settings.log_internal))
-        if trouble:
-            raise TrackerUnavailable(f"W&B refused the data: {trouble}")
+            self.call_api(lambda: wandb_run.finish(exit_code=exit_code))
+        problem = _fatal_problem(Path(wandb_run.settings.log_internal))
+        if problem:
+            raise TrackerUnavailableError(f"W&B refused the data: {problem}")
 
     def call_api(self, call: Callable[[], Any]) -> Any:
-        """Whatever the library raises is W&B's trouble, not ours."""
+        """Return the result of a call to W&B, and turn whatever it raises into TrackerUnavailableError."""
         try:
             return call()
         except self.library.errors.UsageError as error:
             if "API key" not in str(error):
-                raise TrackerUnavailable(f"W&B: {one_line(error)}") from None
-            raise TrackerUnavailable("W&B has no key for its server: run `wandb login`, or set WANDB_API_KEY") from None
+                raise TrackerUnavailableError(f"W&B: {one_line(error)}") from None
+            message = "W&B has no key for its server: run `wandb login`, or set WANDB_API_KEY"
+            raise TrackerUnavailableError(message) from None
         except Exception as error:
-            told = one_line(str(error).partition("\n")[0]) or type(error).__name__
-            raise TrackerUnavailable(f"W&B: {told}") from None
-
-
-# What a step's values are called, where it is not by their own names.
-_NAMES = {"seconds": "step_seconds"}
+            message = one_line(str(error).partition("\n")[0]) or type(error).__name__
+            raise TrackerUnavailableError(f"W&B: {message}") from None
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
-def _tags(subject: TrackedRun) -> tuple[str, ...]:
-    return tuple(tag[:TAG_CHARACTERS] for tag in subject.tags)
+def _tags(run: TrackedRun) -> tuple[str, ...]:
+    return tuple(tag[:MAX_TAG_CHARACTERS] for tag in run.tags)
 
 
-def _fatal(log: Path) -> str:
-    """Why W&B stopped sending a run, '' if it did not: finish() raises for time alone, its log has what is fatal."""
+def _fatal_problem(log: Path) -> str:
+    """Return why W&B stopped sending a run, '' if it did not.
+
+    W&B's finish() raises only when it runs out of time; fatal errors stand in its log alone.
+    """
     with suppress(OSError), log.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             with suppress(ValueError):
-                said = json.loads(line)
-                if str(said.get("level", "")).startswith("ERROR+"):  # beyond an error
-                    return one_line(said.get("msg", ""))[:200]
+                entry = json.loads(line)
+                if str(entry.get("level", "")).startswith("ERROR+"):  # a level above ERROR
+                    return one_line(entry.get("msg", ""))[:200]
     return ""
