@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 # A split backward computes the gradient of its input first and those of its weights later (zero bubble schedules).
 # data: making the batch. reduce: gradients synchronised after the last backward, where that is not part of it. norm:
 # of the gradients over all ranks, where that is not part of the optimizer.
-WORKING = ("forward", "backward", "backward_input", "backward_weight")
+COMPUTE_PHASES = ("forward", "backward", "backward_input", "backward_weight")
 
-PHASES = ("data", *WORKING, "reduce", "norm", "optimizer")
+PHASES = ("data", *COMPUTE_PHASES, "reduce", "norm", "optimizer")
 
 
 class ShardSource(Protocol):

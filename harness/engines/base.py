@@ -1,10 +1,10 @@
-"""The narrow waist: what an engine must offer so that the one loop can drive, measure and prove it.
+"""The interface of an engine, through which the one training loop drives, measures and proves it.
 
-An engine is one module (or package) in this folder, found by its name. It has
-    refusals(config, layout, machine)          -> Iterator[str]  why it cannot honour this run; imports nothing heavy
-    widths(config, layout)                     -> Widths         bytes an element it really allocates, for the planner
-    environment(layout, machine, cache)        -> dict           what ranks need set, built by the parent if need be
-    build(config, layout, mesh, device, probe) -> Engine         on a rank, with the process group up
+An engine is one module (or package) in this folder, found by its name. It has four functions:
+    unsupported(config, layout, machine)       -> Iterator[str]  reasons why it cannot train this run; imports no torch
+    state_widths(config, layout)               -> StateWidths    bytes per element it really allocates, for the planner
+    rank_environment(layout, machine, cache)   -> dict           environment variables of the ranks; may build an op
+    build(config, layout, mesh, device, probe) -> Engine         on a rank, once the process group is initialized
 """
 
 import importlib
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """One micro-batch on this rank: token ids, both int64 of shape (micro_batch, seq_len)."""
+    """One micro-batch on this rank: token ids and their targets, both int64 of shape (micro_batch, seq_len)."""
 
     inputs: "Tensor"
     targets: "Tensor"
 
 
 class StepResult(NamedTuple):
-    """What one step reports; tensors are left on the device so that nothing waits for them.
+    """The loss and the gradient norm of one step; tensors stay on the device so that nothing waits for them.
 
-    loss: mean over the step's tokens of this rank's data, also where another rank computed it.
-    grad_norm: the global gradient norm before clipping.
+    `loss` is the mean over the step's tokens of this rank's data, even where another rank computed it. `grad_norm` is
+    the global gradient norm before clipping.
     """
 
     loss: "Tensor"
@@ -47,64 +47,74 @@ class StepResult(NamedTuple):
 
 
 class Engine(Protocol):
-    """A model under one layout, as the loop sees it."""
+    """A model under one layout, as the training loop sees it."""
 
-    model: "nn.Module"  # the plain model inside whatever wraps it
-    devices: int  # that this process drives
-    host_state: tuple[StateKind, ...]  # kinds that what was built keeps on the host, whatever was asked for
+    model: "nn.Module"  # the plain model inside all wrappers
+    devices: int  # the number of devices this process drives
+    host_state: tuple[StateKind, ...]  # the kinds of state really kept on the host, whatever the configuration says
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out so far because a gradient overflowed, where the loss is scaled."""
+        """Return how many steps were skipped so far because a gradient overflowed under loss scaling."""
         ...
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
-        """Every micro-batch of one step: forward, backward, clip, optimizer.
+        """Run one step: forward and backward of every micro-batch, clipping, optimizer.
 
-        Wraps its parts in probe.phase(one of its PHASES) and calls probe.gradients_ready(self)
-        once, after the last backward, when gradients are reduced and averaged over the global batch but not clipped.
+        The step wraps its parts in probe.phase(one of harness.probe.PHASES) and calls probe.gradients_ready(self) once,
+        after the last backward, when gradients are reduced and averaged over the global batch but not yet clipped.
         """
         ...
 
     def local_shards(self, kind: StateKind) -> "Iterable[Shard]":
-        """What this rank holds of a kind at this moment, named as the plain model's parameters are.
+        """Yield the shards of one kind of state that this rank holds now, named as the plain model's parameters.
 
-        Their distinct storages are all the memory of that kind, padding included.
+        Their distinct storages make up all the memory of that kind, padding included.
         """
         ...
 
     def named_buffers(self) -> "Iterable[tuple[str, str, Tensor]]":
-        """What this rank holds now beside its pieces: a role of harness.measure.blocks, a word on it, the tensor.
+        """Yield (role, label, tensor) for every buffer that this rank holds now beside its shards.
 
-        What passes through a collective is seen there and need not be named.
+        The role is one of harness.records.schema.MEMORY_ROLES. Tensors that pass through a collective are observed
+        there and need not be named.
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what the engine holds beyond this process's memory, and undo its changes to libraries."""
+        ...
 
 
 class EngineModule(Protocol):
-    def unsupported(self, config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]: ...
+    """The four functions of an engine's module."""
 
-    def state_widths(self, config: "RunConfig", layout: "Layout") -> StateWidths: ...
+    def unsupported(self, config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
+        """Yield every reason why the engine cannot train this run, each one line that names the remedy."""
+        ...
 
-    def rank_environment(self, layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]: ...
+    def state_widths(self, config: "RunConfig", layout: "Layout") -> StateWidths:
+        """Return the bytes per element that the engine allocates for this run."""
+        ...
+
+    def rank_environment(self, layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
+        """Return environment variables for the ranks; what they need compiled is built in `cache` first."""
+        ...
 
     def build(
         self, config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe"
-    ) -> Engine: ...
+    ) -> Engine:
+        """Build the engine on this rank; the process group is initialized."""
+        ...
 
 
 def engine_names() -> list[str]:
-    """The engines there are: every module of this folder."""
+    """Return the names of all engines: every module of this folder but this one."""
     return sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.name != "base")
 
 
 def load_engine(name: str) -> EngineModule:
-    """The engine of that name.
-
-    Raises UserError if there is none.
-    """
+    """Return the module of the engine called `name`; raise UserError if there is none."""
     if name not in engine_names():
         raise UserError(f"strategy.engine={name} is not known: choose {', '.join(engine_names())}")
     return importlib.import_module(f"harness.engines.{name}")  # type: ignore[return-value]

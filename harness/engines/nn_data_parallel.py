@@ -1,4 +1,4 @@
-"""nn.DataParallel: one process drives every GPU of the machine with a thread each, copying the model every step."""
+"""The engine around nn.DataParallel: one process drives all GPUs, a thread each, and copies the model every step."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
+    """Yield every reason why nn.DataParallel cannot train this run."""
     if machine.device != "cuda" or machine.devices < 2:
-        found = machine.devices if machine.device == "cuda" else 0
-        yield f"strategy={config.strategy.name} needs two CUDA devices, {found} are used: choose strategy=ddp"
+        count = machine.devices if machine.device == "cuda" else 0
+        yield f"strategy={config.strategy.name} needs two CUDA devices, {count} are used: choose strategy=ddp"
     elif config.train.micro_batch % machine.devices:
         yield (
             f"train.micro_batch={config.train.micro_batch} is scattered over {machine.devices} devices:"
@@ -28,46 +29,58 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
         )
     if config.checkpointing.name != "none":
         name = config.checkpointing.name
-        yield f"checkpointing={name} does not survive the copies nn.DataParallel makes: choose checkpointing=none"
+        yield f"checkpointing={name} is lost when nn.DataParallel copies the model: choose checkpointing=none"
     if config.train.loss_chunks > 1:
         yield f"train.loss_chunks={config.train.loss_chunks} is not supported by nn.DataParallel: choose 1"
     if config.train.compile:
-        yield "train.compile=true does not survive the copies nn.DataParallel makes: choose false"
+        yield "train.compile=true is lost when nn.DataParallel copies the model: choose false"
     if config.checkpointing.offload_activations:
-        yield "checkpointing.offload_activations=true does not survive the copies nn.DataParallel makes: choose false"
+        yield "checkpointing.offload_activations=true is lost when nn.DataParallel copies the model: choose false"
     if layout.world_size > 1:
-        yield f"strategy={config.strategy.name} is one process: choose 1 for every degree of the strategy"
+        yield f"strategy={config.strategy.name} runs in one process: choose 1 for every degree of the strategy"
     if layout.offload != "none":
-        yield f"strategy.offload={layout.offload} is not part of nn.DataParallel: choose none"
+        yield f"strategy.offload={layout.offload} is not supported by nn.DataParallel: choose none"
     if config.model.dropout:
-        yield f"model.dropout={config.model.dropout} would drop alike on all devices of nn.DataParallel: choose 0"
+        yield (
+            f"model.dropout={config.model.dropout} would draw the same masks on all devices of nn.DataParallel:"
+            " choose 0"
+        )
     if config.precision.is_mixed:
-        yield f"precision={config.precision.name} would be reduced in 16 bits by nn.DataParallel: choose precision=fp32"
+        yield (
+            f"precision={config.precision.name}: nn.DataParallel would reduce gradients in 16 bits;"
+            " choose precision=fp32"
+        )
 
 
 def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
+    """Return no variables: nn.DataParallel needs none."""
     return {}
 
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
+    """Return the torch engine's widths, whose copies of the model these are."""
     from harness.engines.torch import state_widths as torch_widths
 
     return torch_widths(config, layout)
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
+    """Build the torch engine around a model that nn.DataParallel wraps."""
     from torch import nn
 
+    from harness.engines.torch.data_parallel import master_params
     from harness.engines.torch.ddp import ReplicatedParams
-    from harness.engines.torch.engine import TorchEngine, build_adamw
+    from harness.engines.torch.engine import TorchEngine
     from harness.engines.torch.loss_scaler import LossScaler
     from harness.engines.torch.micro_batches import GradAccumulationLoop
+    from harness.engines.torch.optimizer import build_adamw
     from harness.models.build import build_meta_model
 
     model = build_meta_model(config, probe)
     parallel = ReplicatedParams([model], config, device, nn.DataParallel)
-    scale = LossScaler(config.precision, layout.dp)
-    passes = GradAccumulationLoop(parallel, probe, scale, config.train.loss_chunks)
-    engine = TorchEngine([model], config, parallel, passes, mesh, probe, scale, build_adamw(parallel, config.train))
+    scaler = LossScaler(config.precision, layout.dp)
+    runner = GradAccumulationLoop(parallel, probe, scaler, config.train.loss_chunks)
+    optimizer = build_adamw(master_params(parallel), config.train)
+    engine = TorchEngine([model], config, parallel, runner, mesh, probe, scaler, optimizer)
     engine.devices = torch.cuda.device_count()
     return engine

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from harness.tensors.storage import Storage, local_tensors, storages
+from harness.tensors.storage import Storage, plain_tensors, storages
 
-Told = Callable[[int, bool], None]  # an address is held for backward, or no longer
+OnHold = Callable[[int, bool], None]  # an address is held for backward, or no longer
 
 
-class _Held:
+class _SavedHandle:
     """A saved tensor; it lives as long as autograd keeps it, and tells the meter when it goes.
 
     It keeps a detached tensor: the tensor itself may be the output of the very node that holds this.
@@ -50,9 +50,9 @@ class ActivationMeter:
     Where a `device` is named, only what lies on it is counted and told; what offloaded() was told of has its own count.
     """
 
-    def __init__(self, model: nn.Module, told: Told | None = None, device: torch.device | None = None) -> None:
-        self.most_bytes = self.most_offloaded_bytes = 0
-        self._told = told
+    def __init__(self, model: nn.Module, on_hold: OnHold | None = None, device: torch.device | None = None) -> None:
+        self.peak_bytes = self.peak_offloaded_bytes = 0
+        self._told = on_hold
         self._device = device
         self._offloaded: set[int] = set()  # storages on the host that hold what was saved on the device
         self._offloaded_bytes = 0
@@ -99,10 +99,10 @@ class ActivationMeter:
         """This tensor, which is about to be held for backward, holds on the host what was saved."""
         self._offloaded |= {storage.identity for storage in storages(tensor)}
 
-    def _pack(self, tensor: Tensor) -> "Tensor | _Held":
+    def _pack(self, tensor: Tensor) -> "Tensor | _SavedHandle":
         held = self._activations(tensor)
         if held:
-            return _Held(self, tensor, held)
+            return _SavedHandle(self, tensor, held)
         # A weight itself, not its data of this moment: an engine may swap that (ZeRO-3 frees and gathers again).
         return tensor if tensor.is_leaf else tensor.detach()
 
@@ -111,7 +111,7 @@ class ActivationMeter:
 
         Not those already counted: a part's input, which may be a buffer that is never freed.
         """
-        for local in local_tensors(tensor):
+        for local in plain_tensors(tensor):
             for identity, storage in self._activations(local).items():
                 if identity not in self._recomputed and identity not in self._holders:
                     self._recomputed.add(identity)
@@ -143,8 +143,8 @@ class ActivationMeter:
                 self._count(storage, storage.bytes)
                 self._tell(storage, True)
             self._holders[identity] += 1
-        self.most_bytes = max(self.most_bytes, self._held_bytes)
-        self.most_offloaded_bytes = max(self.most_offloaded_bytes, self._offloaded_bytes)
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        self.peak_offloaded_bytes = max(self.peak_offloaded_bytes, self._offloaded_bytes)
 
     def _release(self, held: dict[int, Storage]) -> None:
         for identity, storage in held.items():
@@ -169,9 +169,9 @@ class ActivationMeter:
         return self._device is None or storage.device == self._device.type
 
 
-def _unpack(kept: "Tensor | _Held") -> Tensor:
+def _unpack(kept: "Tensor | _SavedHandle") -> Tensor:
     """Raises RuntimeError if the tensor was changed in place since it was saved, which torch leaves to hooks."""
-    if not isinstance(kept, _Held):
+    if not isinstance(kept, _SavedHandle):
         return kept
     if _version(kept.tensor) != kept.version:
         raise RuntimeError(

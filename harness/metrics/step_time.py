@@ -8,7 +8,7 @@ from harness.config.schema import RunConfig
 from harness.cost_model import pipeline
 from harness.layout.layout import Layout
 from harness.layout.partition import stages_of_rank
-from harness.probe import WORKING
+from harness.probe import COMPUTE_PHASES
 from harness.records.schema import OUTSIDE_PHASES, Rank, Row
 
 # Which column a phase's computing counts to.
@@ -121,7 +121,7 @@ def pipeline_entries(config: RunConfig, layout: Layout, ranks: Sequence[Rank]) -
 def stage_times(config: RunConfig, layout: Layout, rank: Rank) -> dict[str, Any]:
     held = stages_of_rank(config.model, layout, rank["rank"])
     phases = rank["phase_seconds"]
-    working = [sum(each) for each in zip(*(phases[name] for name in phases if name in WORKING), strict=True)]
+    working = [sum(each) for each in zip(*(phases[name] for name in phases if name in COMPUTE_PHASES), strict=True)]
     each_step = zip(rank["step_seconds"], working, phases["optimizer"], phases["data"], strict=True)
     idle = [step - work - update - data for step, work, update, data in each_step]
     working_seconds, idle_seconds = statistics.median(working), statistics.median(idle)

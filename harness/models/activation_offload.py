@@ -49,7 +49,7 @@ class HostCopy:
     def matches(self, tensor: Tensor) -> bool:
         return not self.source.expired() and self.version == tensor._version  # type: ignore[no-untyped-call]
 
-    def on_device(self, host: Tensor) -> torch.UntypedStorage:
+    def restore(self, host: Tensor) -> torch.UntypedStorage:
         """Copied back once for all that use it at the same time."""
         there = self.fetched and torch.UntypedStorage._new_with_weak_ptr(self.fetched.cdata)  # type: ignore[attr-defined]
         if not there:
@@ -63,7 +63,7 @@ class SavedTensor(NamedTuple):
     """A tensor kept for backward: its place in a copied storage, which `kept` holds in the form of outer hooks."""
 
     copy: HostCopy
-    kept: Any
+    packed: Any
     dtype: torch.dtype
     offset: int
     shape: torch.Size
@@ -108,7 +108,7 @@ class OffloadHooks:
 def unpack(outer_unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
     if not isinstance(saved, SavedTensor):
         return outer_unpack(saved)
-    storage = saved.copy.on_device(outer_unpack(saved.kept))
+    storage = saved.copy.restore(outer_unpack(saved.packed))
     local = torch.empty(0, dtype=saved.dtype, device=saved.copy.device)
     local.set_(storage, saved.offset, saved.shape, saved.stride)  # type: ignore[call-overload]
     return saved.rebuild(local)

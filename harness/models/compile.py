@@ -4,9 +4,9 @@ import sys
 from typing import Any
 
 
-def apply_compile(model: Any, asked_for: bool) -> None:
+def apply_compile(model: Any, enabled: bool) -> None:
     """Compiles the forward of every decoder layer in place; what wraps a layer later, checkpointing too, is outside."""
-    if not asked_for:
+    if not enabled:
         return
     import torch
     import torch._inductor.config as inductor

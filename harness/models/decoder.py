@@ -164,11 +164,11 @@ class Decoder(nn.Module):
         return [[module for module in group if module is not None] for group in groups]
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        spans = self.sequence_chunks or ((0, hidden.shape[1]),)
+        chunks = self.sequence_chunks or ((0, hidden.shape[1]),)
         if self.embed_tokens is not None:
-            hidden = self.embed(hidden, spans)
+            hidden = self.embed(hidden, chunks)
         learned = self.config.architecture.learned_positions
-        rotary = () if learned else rotary_tables(spans, self.config, hidden.device, hidden.dtype)
+        rotary = () if learned else rotary_tables(chunks, self.config, hidden.device, hidden.dtype)
         for layer in self.layers.values():
             hidden = layer(hidden, *rotary)
         if self.norm is None or self.lm_head is None:
@@ -178,24 +178,24 @@ class Decoder(nn.Module):
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits if targets is None else loss_function(logits, targets)
 
-    def embed(self, tokens: Tensor, spans: SequenceChunks) -> Tensor:
+    def embed(self, tokens: Tensor, chunks: SequenceChunks) -> Tensor:
         assert self.embed_tokens is not None
         hidden: Tensor = self.embed_tokens(tokens)
         if self.embed_positions is not None:
-            hidden = hidden + self.embed_positions(positions(spans, tokens.device))
+            hidden = hidden + self.embed_positions(positions(chunks, tokens.device))
         return F.dropout(hidden, self.config.dropout, self.training)
 
 
-def rotary_tables(spans: SequenceChunks, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Rotary:
+def rotary_tables(chunks: SequenceChunks, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Rotary:
     """Cosines and sines of shape (positions, head_dim), computed in fp32 (rotary embedding, arXiv 2104.09864)."""
     exponents = torch.arange(0, model.head_dim, 2, device=device, dtype=torch.float32) / model.head_dim
-    angles = torch.outer(positions(spans, device).float(), model.rope_theta**-exponents)
+    angles = torch.outer(positions(chunks, device).float(), model.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def positions(spans: SequenceChunks, device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(*span, device=device) for span in spans])
+def positions(chunks: SequenceChunks, device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(*span, device=device) for span in chunks])
 
 
 def apply_rotary_emb(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise UserError("model=hf needs the transformers library: pip install 'harness[hf]'") from None
+        raise UserError("model=hf needs the transformers library: pip install 'training-harness[hf]'") from None
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return transformers
 

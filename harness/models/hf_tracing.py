@@ -59,7 +59,7 @@ def trace_model(config: Any, attention: str, seq_len: int, path: object) -> HFMo
         shapes={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         layers=tuple(paths),
         head=next(name for name, module in model.named_modules() if module is model.get_output_embeddings()),  # type: ignore[operator]
-        tensor_plan=tensor_plan(model),
+        tensor_plan=expand_tensor_plan(model),
         unfinished=tuple(unfinished),
         unfinished_are_linear=all(isinstance(module, nn.Linear) for module in unfinished.values()),
         forward_flops=forward,
@@ -70,7 +70,7 @@ def trace_model(config: Any, attention: str, seq_len: int, path: object) -> HFMo
     )
 
 
-def tensor_plan(model: nn.Module) -> dict[str, str]:
+def expand_tensor_plan(model: nn.Module) -> dict[str, str]:
     """The model's own plan for tensor parallelism, its patterns spelt out; styles not known here as they are called."""
     plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
     return {

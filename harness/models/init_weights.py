@@ -30,7 +30,7 @@ def materialize(
     seed: int,
     device: torch.device,
     dtype: torch.dtype,
-    kept: torch.device | None = None,
+    storage_device: torch.device | None = None,
 ) -> None:
     """Fills a model built on the meta device, sharded or not, holding one whole parameter at a time.
 
@@ -42,7 +42,7 @@ def materialize(
         if not parameter.is_meta:  # an engine's own layers have theirs
             continue
         whole = initial_value(name, parameter.shape, config, seed, device)
-        filled = nn.Parameter(local_part_like(parameter, whole.to(dtype)).to(kept or device))
+        filled = nn.Parameter(local_part_like(parameter, whole.to(dtype)).to(storage_device or device))
         torch.utils.swap_tensors(parameter, filled)  # type: ignore[no-untyped-call]
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

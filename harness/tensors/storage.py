@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-def local_tensors(tensor: Tensor) -> Iterator[Tensor]:
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that hold a tensor's data on this rank: of a DTensor its local one, of a plain one itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
@@ -16,7 +16,7 @@ def local_tensors(tensor: Tensor) -> Iterator[Tensor]:
     names, _ = tensor.__tensor_flatten__()
     for part in (getattr(tensor, name) for name in names):
         if isinstance(part, Tensor):  # a DTensor names its mesh too
-            yield from local_tensors(part)
+            yield from plain_tensors(part)
 
 
 class Storage(NamedTuple):
@@ -30,7 +30,7 @@ class Storage(NamedTuple):
 
 def storages(tensor: Tensor) -> Iterator[Storage]:
     """Every storage behind a tensor."""
-    for local in local_tensors(tensor):
+    for local in plain_tensors(tensor):
         if local.device.type != "meta" and local.layout == torch.strided:
             storage = local.untyped_storage()
             yield Storage(storage._cdata, storage.nbytes(), storage.data_ptr(), local.device.type)
@@ -46,6 +46,6 @@ def element_bytes(tensors: Iterable[Tensor]) -> int:
     found = {
         (local.untyped_storage()._cdata, local.storage_offset(), local.numel()): local.numel() * local.element_size()
         for tensor in tensors
-        for local in local_tensors(tensor)
+        for local in plain_tensors(tensor)
     }
     return sum(found.values())

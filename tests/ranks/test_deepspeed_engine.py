@@ -21,7 +21,7 @@ from harness.config.from_dict import from_dict
 from harness.config.schema import RunConfig
 from harness.cost_model.communication import expected_bytes
 from harness.engines.base import Batch, Engine, load_engine
-from harness.engines.deepspeed.compatibility import RESERVED_OPTIONS
+from harness.engines.deepspeed.compatibility import SUPPORTED_OPTIONS
 from harness.engines.deepspeed.shm_collective import build_deepspeed_comm
 from harness.hardware.machine import Machine
 from harness.layout.layout import AXES, resolve_layout
@@ -345,9 +345,9 @@ MACHINE = Machine("cpu", "cpu", nodes=1, ranks_per_node=2, devices=0, free_bytes
         (
             {"options": {"reduce_scater": True}},
             "options.reduce_scater=True",
-            f"choose among {', '.join(RESERVED_OPTIONS)}",
+            f"choose among {', '.join(SUPPORTED_OPTIONS)}",
         ),
-        ({"options": {"stage": 3}}, "options.stage=3", f"choose among {', '.join(RESERVED_OPTIONS)}"),
+        ({"options": {"stage": 3}}, "options.stage=3", f"choose among {', '.join(SUPPORTED_OPTIONS)}"),
     ],
 )
 def test_refuses_what_it_cannot_do(changes: dict[str, Any], key: str, remedy: str) -> None:
@@ -369,4 +369,4 @@ def test_options_are_keys_that_deepspeed_knows() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-    assert set(RESERVED_OPTIONS) <= known
+    assert set(SUPPORTED_OPTIONS) <= known

@@ -324,7 +324,7 @@ def whole_gradient(run_dir: str) -> None:
 def norms_not_summed(run_dir: str) -> None:
     """Gradients of norms stay those of this rank's part of the sequence."""
 
-    grad_norm.reduce_partial_grad = unsummed
+    engine.reduce_partial_grad = unsummed
     worker_main.main(run_dir)
 
 
@@ -410,7 +410,7 @@ def norms_drift(run_dir: str) -> None:
 def clipped_elsewhere(run_dir: str) -> None:
     """Rank 1 does not clip."""
     if rank() == 1:
-        grad_norm.clip_gradients = lambda gradients, total, most: None
+        engine.clip_gradients = lambda gradients, total, most: None
     worker_main.main(run_dir)
 
 
@@ -508,7 +508,7 @@ def block_unlogged(run_dir: str) -> None:
 
     def spoiled(self: Any) -> Any:
         log = end(self)
-        missing = int(log.bytes[: self.standing].argmax())
+        missing = int(log.bytes[: self.initial_count].argmax())
         log.bytes[missing] = 1
         return log
 
@@ -659,7 +659,7 @@ def bias_summed_twice(run_dir: str) -> None:
 def positions_not_summed(run_dir: str) -> None:
     """Gradients of learned positions stay those of this rank's part of the sequence."""
     ordinary = grad_norm.reduce_partial_grad
-    grad_norm.reduce_partial_grad = lambda gradient: unsummed(gradient) if gradient.dim() == 2 else ordinary(gradient)
+    engine.reduce_partial_grad = lambda gradient: unsummed(gradient) if gradient.dim() == 2 else ordinary(gradient)
     worker_main.main(run_dir)
 
 

@@ -78,7 +78,7 @@ def deepspeed_unsupported(config: "RunConfig", layout: "Layout", machine: "Machi
 
     yield from deepspeed_refusals(config, layout, machine)
     if importlib.util.find_spec("transformers") is None:
-        yield "strategy.engine=accelerate runs DeepSpeed by way of transformers: pip install 'harness[hf]'"
+        yield "strategy.engine=accelerate runs DeepSpeed by way of transformers: pip install 'training-harness[hf]'"
     if layout.zero_stage == 1 and config.precision.is_mixed and reduces_to_owner_rank(config):
         yield (
             f"precision={config.precision.name} with strategy.zero_stage=1: Accelerate leaves DeepSpeed its"

@@ -27,7 +27,7 @@ class AccelerateDDP(ReplicatedParams):
 
     accelerator: Accelerator
 
-    def unsynchronised(self, module: DistributedDataParallel) -> AbstractContextManager[None]:
+    def no_sync(self, module: DistributedDataParallel) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = self.accelerator.no_sync(module)
         return context
 

@@ -47,9 +47,9 @@ class UnshardedParams:
 
 def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device, probe: Probe) -> Engine:
     model = build_meta_model(config, probe)
-    accelerator = accelerator_of(config, layout, model)
+    accelerator = create_accelerator(config, layout, model)
     host, master = torch.device("cpu"), getattr(torch, config.precision.master)
-    materialize(model, config.model, config.train.seed, device, master, kept=host)
+    materialize(model, config.model, config.train.seed, device, master, storage_device=host)
     prepared, optimizer = accelerator.prepare(model, build_adamw(UnshardedParams(model), config.train))  # type: ignore[arg-type]
     if not isinstance(prepared, FSDPModule):
         raise RuntimeError(f"Accelerate made a {type(prepared).__name__} of the model, not what fully_shard makes")
@@ -61,7 +61,7 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
     return TorchEngine([model], config, parallel, passes, mesh, probe, scale, optimizer)
 
 
-def plugin_of(config: RunConfig, layout: Layout, model: Decoder) -> FullyShardedDataParallelPlugin:
+def create_fsdp_plugin(config: RunConfig, layout: Layout, model: Decoder) -> FullyShardedDataParallelPlugin:
     """Every layer, embedding and head a group; widths as in the torch engine."""
     ends = [module for group in model.embedding_and_head_groups() for module in group if module is not model.norm]
     groups = [*model.layers_by_index().values(), *ends]
@@ -77,11 +77,11 @@ def plugin_of(config: RunConfig, layout: Layout, model: Decoder) -> FullySharded
     )
 
 
-def accelerator_of(config: RunConfig, layout: Layout, model: Decoder) -> Accelerator:
+def create_accelerator(config: RunConfig, layout: Layout, model: Decoder) -> Accelerator:
     """Needs a GPU: without one Accelerate lets go of the plugin and says nothing."""
     return Accelerator(
         mixed_precision="no",
-        fsdp_plugin=plugin_of(config, layout, model),
+        fsdp_plugin=create_fsdp_plugin(config, layout, model),
         parallelism_config=ParallelismConfig(dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard),
     )
 

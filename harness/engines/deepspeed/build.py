@@ -15,7 +15,7 @@ from torch import nn
 from harness.config.schema import RunConfig
 from harness.engines.deepspeed import state
 from harness.engines.deepspeed.config import deepspeed_config
-from harness.engines.deepspeed.shards import Names, ParamSlice
+from harness.engines.deepspeed.shards import ParamSlices, ParamSlice
 from harness.engines.deepspeed.tensor_parallel import apply_tensor_parallel
 from harness.engines.deepspeed.widths import reduces_to_owner_rank
 from harness.layout.layout import Layout
@@ -24,7 +24,7 @@ from harness.models.init_weights import initial_value, materialize
 from harness.probe import Probe
 
 # (model, optimizer, DeepSpeed's configuration) to a DeepSpeed engine
-Initialise = Callable[[nn.Module, torch.optim.Optimizer, dict[str, Any]], Any]
+Initialize = Callable[[nn.Module, torch.optim.Optimizer, dict[str, Any]], Any]
 
 
 def build_engine(
@@ -32,8 +32,8 @@ def build_engine(
     layout: Layout,
     device: torch.device,
     probe: Probe,
-    initialise: Initialise | None = None,
-) -> tuple[Any, Names]:
+    initialize: Initialize | None = None,
+) -> tuple[Any, ParamSlices]:
     """A DeepSpeed engine and the plain names of its parameters, from the run's initial values.
 
     `initialise` stands in for deepspeed.initialize where another library calls it.
@@ -43,10 +43,10 @@ def build_engine(
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     model = build_meta_model(config, probe)
     dtype = getattr(torch, config.precision.compute)
-    chosen = deepspeed_config(config, layout, device)
+    ds_config = deepspeed_config(config, layout, device)
     cut = apply_tensor_parallel(model, config, layout, device, dtype) if layout.tp > 1 else {}
     if layout.zero_stage == 3:
-        materialize_partitioned(model, config, chosen, device, dtype)
+        materialize_partitioned(model, config, ds_config, device, dtype)
     else:
         materialize(model, config.model, config.train.seed, device, dtype)
     names = {id(p): ParamSlice.whole(name, getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
@@ -62,12 +62,12 @@ def build_engine(
         foreach=not train.fused_optimizer,
     )
     with suppress_stdout():
-        if initialise is not None:
-            engine = initialise(model, optimizer, chosen)
+        if initialize is not None:
+            engine = initialize(model, optimizer, ds_config)
         elif layout.zero_stage == 1 and reduces_to_owner_rank(config):
-            engine = stage_1_engine(model, optimizer, chosen)
+            engine = build_stage_1_engine(model, optimizer, ds_config)
         else:
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=chosen)
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     if config.precision.is_mixed:
         init_master_weights(engine.optimizer, names, config, device)
     return engine, names
@@ -78,7 +78,7 @@ def suppress_stdout() -> AbstractContextManager[Any]:
     return redirect_stdout(io.StringIO())
 
 
-def stage_1_engine(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: dict[str, Any]) -> Any:
+def build_stage_1_engine(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: dict[str, Any]) -> Any:
     """What deepspeed.initialize makes, kept from taking BF16_Optimizer: see the package."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -89,7 +89,7 @@ def stage_1_engine(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: d
             return str(ZERO_OPTIMIZATION)
 
     return Stage1Engine(
-        args=None, model=model, optimizer=optimizer, config=chosen, config_class=DeepSpeedConfig(chosen)
+        args=None, model=model, optimizer=optimizer, config=ds_config, config_class=DeepSpeedConfig(ds_config)
     )
 
 
@@ -108,7 +108,7 @@ def import_deepspeed(device: torch.device) -> Any:
 
 
 def materialize_partitioned(
-    model: nn.Module, config: RunConfig, chosen: dict[str, Any], device: torch.device, dtype: torch.dtype
+    model: nn.Module, config: RunConfig, ds_config: dict[str, Any], device: torch.device, dtype: torch.dtype
 ) -> None:
     """Fills a meta model one parameter at a time, each cut to this rank's part before the next is made.
 
@@ -116,7 +116,7 @@ def materialize_partitioned(
     """
     from deepspeed.runtime.zero import Init
 
-    context = Init(config_dict_or_path=chosen)
+    context = Init(config_dict_or_path=ds_config)
     for name, parameter in list(model.named_parameters()):
         whole = initial_value(name, parameter.shape, config.model, config.train.seed, device).to(dtype)
         torch.utils.swap_tensors(parameter, nn.Parameter(whole))  # type: ignore[no-untyped-call]
@@ -127,7 +127,7 @@ def materialize_partitioned(
 
 
 @torch.no_grad()
-def init_master_weights(optimizer: Any, names: Names, config: RunConfig, device: torch.device) -> None:
+def init_master_weights(optimizer: Any, names: ParamSlices, config: RunConfig, device: torch.device) -> None:
     """Masters from the fp32 initial values; DeepSpeed made them of the compute weights, which are rounded."""
     shapes = {shard.name: torch.Size(shard.shape) for shard in names.values()}
     for piece in state.master_shards(optimizer, names):

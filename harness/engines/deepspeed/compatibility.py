@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 # Keys of DeepSpeed's `zero_optimization` section that change how a stage is run, and not what it is: offload,
 # quantisation, hierarchical partitions and the stage itself are other strategies or other numerics.
-RESERVED_OPTIONS = (
+SUPPORTED_OPTIONS = (
     "allgather_bucket_size",
     "allgather_partitions",
     "contiguous_gradients",
@@ -59,7 +59,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
     if layout.tp > 1:
         yield from tensor_parallel_unsupported(config, layout)
     biases = config.model.asked is None and config.model.architecture.biases
-    if config.checkpointing.name == "selective" and biases and has_own_linear(config, layout):
+    if config.checkpointing.name == "selective" and biases and replaces_linear_function(config, layout):
         yield (
             f"checkpointing=selective keeps products to which DeepSpeed's linear function of stage 3 adds the biases of"
             f" model={config.model.name} in place, again in the second forward: choose none or full, or"
@@ -73,9 +73,9 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
     for key, value in config.strategy.options.items():
         if isinstance(value, (int, float)) and value < 0:
             yield f"strategy.options.{key}={value} is negative: choose 0 or more"
-    for key in sorted(config.strategy.options.keys() - set(RESERVED_OPTIONS)):
+    for key in sorted(config.strategy.options.keys() - set(SUPPORTED_OPTIONS)):
         value = config.strategy.options[key]
-        yield f"strategy.options.{key}={value} {unsupported}: choose among {', '.join(RESERVED_OPTIONS)}"
+        yield f"strategy.options.{key}={value} {unsupported}: choose among {', '.join(SUPPORTED_OPTIONS)}"
 
 
 def tensor_parallel_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
@@ -96,6 +96,6 @@ def tensor_parallel_unsupported(config: "RunConfig", layout: "Layout") -> Iterat
         )
 
 
-def has_own_linear(config: "RunConfig", layout: "Layout") -> bool:
+def replaces_linear_function(config: "RunConfig", layout: "Layout") -> bool:
     """Whether torch's linear function is replaced, for the whole process."""
     return layout.zero_stage == 3 and bool(config.strategy.options.get("memory_efficient_linear", True))

@@ -7,7 +7,7 @@ import torch
 
 from harness.engines.base import Batch, StepResult
 from harness.engines.deepspeed import state
-from harness.engines.deepspeed.shards import Names
+from harness.engines.deepspeed.shards import ParamSlices
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateKind
 from harness.models.loss import loss_of
@@ -20,7 +20,7 @@ class DeepSpeedTrainEngine:
 
     devices = 1
 
-    def __init__(self, engine: Any, names: Names, layout: Layout, probe: Probe, loss_chunks: int) -> None:
+    def __init__(self, engine: Any, names: ParamSlices, layout: Layout, probe: Probe, loss_chunks: int) -> None:
         self.model: torch.nn.Module = engine.module
         self.host_state = state.host_state_kinds(engine.optimizer)
         self._engine = engine
@@ -75,7 +75,7 @@ class DeepSpeedTrainEngine:
 
     def named_buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
         """The reduction buckets, of which the second may wait for its turn, and what passes to and from the host."""
-        yield from (("communication", "reduction buckets", bucket) for bucket in state.buckets(self._engine.optimizer))
+        yield from (("communication", "reduction buckets", bucket) for bucket in state.reduction_buckets(self._engine.optimizer))
         yield from (
             ("communication", "offload buffers", buffer) for buffer in state.offload_buffers(self._engine.optimizer)
         )

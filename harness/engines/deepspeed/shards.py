@@ -16,7 +16,7 @@ class ParamSlice(NamedTuple):
     def whole(cls, name: str, shape: Sequence[int]) -> "ParamSlice":
         return cls(name, tuple(shape), tuple((0, size) for size in shape))
 
-    def parts(self, start: int, stop: int) -> Iterator[tuple[int, int, tuple[int, ...], tuple[tuple[int, int], ...]]]:
+    def boxes(self, start: int, stop: int) -> Iterator[tuple[int, int, tuple[int, ...], tuple[tuple[int, int], ...]]]:
         """[start, stop) of the flattened shard as boxes of the whole: each with where it begins and ends in the shard.
 
         Where the shard is whole rows it is an interval of the flattened whole. Of a shard of columns it is up to three
@@ -38,4 +38,4 @@ class ParamSlice(NamedTuple):
             start = end
 
 
-Names = dict[int, ParamSlice]  # by id of the parameter
+ParamSlices = dict[int, ParamSlice]  # by id of the parameter

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from harness.util.native_build import extensions_folder, file_digest, require_compiler, run_build
+from harness.util.native_build import make_extension_folder, file_digest, require_compiler, run_build
 
 _DEEPSPEED_OP = "deepspeed_shm_comm"
 
@@ -29,7 +29,7 @@ def build_deepspeed_comm(cache: Path) -> dict[str, str]:
     """
     # ninja rebuilds when a command changes: another environment's paths or compiler need a folder of their own.
     commands = f"{sys.prefix} {os.environ.get('CXX', '')}"
-    folder = extensions_folder(cache, "torch_extensions", commands, "torch", "deepspeed")
+    folder = make_extension_folder(cache, "torch_extensions", commands, "torch", "deepspeed")
     environment = {
         "TORCH_EXTENSIONS_DIR": str(folder),
         "PATH": os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))),  # ninja

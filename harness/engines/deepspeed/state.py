@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engines.deepspeed.shards import Names
+from harness.engines.deepspeed.shards import ParamSlices
 from harness.layout.state_widths import StateKind
 from harness.tensors.shard import GATHERED, STAGING, Shard
 
@@ -31,20 +31,20 @@ class OwnedSlice(NamedTuple):
     start: int
     stop: int
     group: int
-    at: int
+    offset: int
 
-    def shards(self, names: Names, local: Tensor, slot: str = "") -> Iterator[Shard]:
+    def shards(self, names: ParamSlices, local: Tensor, slot: str = "") -> Iterator[Shard]:
         shard = names[id(self.parameter)]
-        for start, stop, shape, box in shard.parts(self.start, self.stop):
+        for start, stop, shape, box in shard.boxes(self.start, self.stop):
             part = local.view(-1)[start - self.start : stop - self.start]
             yield Shard(shard.name, part.view([b - a for a, b in box]), shape, box, slot)
 
-    def of(self, buffer: Tensor) -> Tensor:
+    def view_in(self, buffer: Tensor) -> Tensor:
         """The view of this cut in a buffer laid out as the masters are."""
-        return buffer.narrow(0, self.at, self.stop - self.start)
+        return buffer.narrow(0, self.offset, self.stop - self.start)
 
 
-def local_shards(kind: StateKind, optimizer: Any, names: Names) -> Iterator[Shard]:
+def local_shards(kind: StateKind, optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
     """See Engine.pieces."""
     if kind == "parameters":
         yield from parameter_shards(optimizer, names)
@@ -55,37 +55,37 @@ def local_shards(kind: StateKind, optimizer: Any, names: Names) -> Iterator[Shar
         yield from moment_shards(optimizer, names)
 
 
-def parameter_shards(optimizer: Any, names: Names) -> Iterator[Shard]:
+def parameter_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
     if not is_stage_3(optimizer):
-        yield from (is_whole(parameter, parameter.detach(), names) for parameter in all_parameters(optimizer))
+        yield from (full_shard(parameter, parameter.detach(), names) for parameter in all_parameters(optimizer))
         return
     for cut in owned_slices(optimizer):
         parameter: Any = cut.parameter
         yield from cut.shards(names, parameter.ds_tensor.narrow(0, 0, cut.stop - cut.start))
     for parameter in all_parameters(optimizer):
         if parameter.ds_status.name == "AVAILABLE":
-            yield is_whole(parameter, parameter.detach(), names, GATHERED)
+            yield full_shard(parameter, parameter.detach(), names, GATHERED)
 
 
-def gradient_shards(optimizer: Any, names: Names) -> Iterator[Shard]:
+def gradient_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
     if is_stage_3(optimizer):
         for cut in owned_slices(optimizer):
             # One flat buffer for the whole run, at rest too.
             buffer, _ = optimizer._get_fp32_grad_state_partition(cut.parameter, release_swap_buffers=False)
             yield from cut.shards(names, buffer.narrow(0, 0, cut.stop - cut.start))
-        yield from sums_of_stage_3(optimizer, names)
+        yield from stage_3_accumulation_shards(optimizer, names)
     elif host_state_kinds(optimizer):
-        yield from host_gradients(optimizer, names)
+        yield from offloaded_gradient_shards(optimizer, names)
     elif is_bf16_stage_1(optimizer):
         for parameter, total in zip(all_parameters(optimizer), optimizer.fp32_groups_gradients[0], strict=True):
-            yield is_whole(parameter, total.view(parameter.shape), names)
+            yield full_shard(parameter, total.view(parameter.shape), names)
             if parameter.grad is not None:
-                yield is_whole(parameter, parameter.grad, names, STAGING)
+                yield full_shard(parameter, parameter.grad, names, STAGING)
     else:
-        yield from flat_gradients(optimizer, names)
+        yield from flat_gradient_shards(optimizer, names)
 
 
-def sums_of_stage_3(optimizer: Any, names: Names) -> Iterator[Shard]:
+def stage_3_accumulation_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
     """Offloaded, what micro-batches add up in, before it is copied to what AdamW reads."""
     if host_state_kinds(optimizer):
         sums, at = optimizer.grad_partitions_flat_buffer, 0
@@ -96,26 +96,26 @@ def sums_of_stage_3(optimizer: Any, names: Names) -> Iterator[Shard]:
             at += parameter.partition_numel()
 
 
-def host_gradients(optimizer: Any, names: Names) -> Iterator[Shard]:
+def offloaded_gradient_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
     """Gradients of stages 1 and 2, offloaded: this rank's part as AdamW reads it, and what is on its way there."""
     mine = list(owned_slices(optimizer))
     flat: Any = master_buffers(optimizer)[0].grad
     for cut in mine:
-        yield from cut.shards(names, cut.of(flat))
+        yield from cut.shards(names, cut.view_in(flat))
     summed = optimizer.accumulated_grads_in_cpu
     on_device = getattr(optimizer.averaged_gradients.get(0), "flat_partition", None)
-    in_buckets = {bucket.untyped_storage().data_ptr() for bucket in buckets(optimizer)}
+    in_buckets = {bucket.untyped_storage().data_ptr() for bucket in reduction_buckets(optimizer)}
     for cut in mine:
         if on_device is not None:
-            yield from cut.shards(names, cut.of(on_device), STAGING)
+            yield from cut.shards(names, cut.view_in(on_device), STAGING)
     for parameter in all_parameters(optimizer):
         sums = summed.get(optimizer.get_param_id(parameter))
         for gradient in (parameter.grad, parameter.grad_accum, sums):
             if gradient is not None and gradient.untyped_storage().data_ptr() not in in_buckets:
-                yield is_whole(parameter, gradient.view(parameter.shape), names, STAGING)
+                yield full_shard(parameter, gradient.view(parameter.shape), names, STAGING)
 
 
-def flat_gradients(optimizer: Any, names: Names) -> Iterator[Shard]:
+def flat_gradient_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
     """Gradients of stages 1 and 2: whole while not reduced, then this rank's part, summed over micro-batches."""
     mine = list(owned_slices(optimizer))
     reduced = optimizer.averaged_gradients.get(0) or []
@@ -129,19 +129,19 @@ def flat_gradients(optimizer: Any, names: Names) -> Iterator[Shard]:
         for cut, tensor in zip(mine, sums, strict=True):
             yield from cut.shards(names, tensor.view(-1)[cut.start : cut.stop])
     slot = STAGING if reduced or sums else ""
-    in_buckets = {bucket.untyped_storage().data_ptr() for bucket in buckets(optimizer)}
+    in_buckets = {bucket.untyped_storage().data_ptr() for bucket in reduction_buckets(optimizer)}
     for parameter in all_parameters(optimizer):
         for gradient in (parameter.grad, parameter.grad_accum):
             # Once copied to a bucket a gradient is a view of it, overwritten by the next.
             if gradient is not None and gradient.untyped_storage().data_ptr() not in in_buckets:
-                yield is_whole(parameter, gradient, names, slot)
+                yield full_shard(parameter, gradient, names, slot)
     flat = master_buffers(optimizer)[0].grad  # while AdamW runs
     if flat is not None and not reduced:
         for cut in mine:
-            yield from cut.shards(names, cut.of(flat))
+            yield from cut.shards(names, cut.view_in(flat))
 
 
-def buckets(optimizer: Any) -> Iterator[Tensor]:
+def reduction_buckets(optimizer: Any) -> Iterator[Tensor]:
     """The buffers into which gradients are copied to be reduced; BF16_Optimizer has none."""
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
         if is_stage_3(optimizer):
@@ -167,23 +167,23 @@ def host_state_kinds(optimizer: Any) -> tuple[StateKind, ...]:
     return ("parameters", *state) if getattr(optimizer, "offload_param", False) else state
 
 
-def master_shards(optimizer: Any, names: Names) -> Iterator[Shard]:
+def master_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
     buffers = master_buffers(optimizer)
     for cut in owned_slices(optimizer):
-        yield from cut.shards(names, cut.of(buffers[cut.group].detach()), "master")
+        yield from cut.shards(names, cut.view_in(buffers[cut.group].detach()), "master")
 
 
-def moment_shards(optimizer: Any, names: Names) -> Iterator[Shard]:
+def moment_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
     """AdamW's moments; none before the first step."""
     buffers = master_buffers(optimizer)
     for cut in owned_slices(optimizer):
         state = optimizer.optimizer.state.get(buffers[cut.group], {})
         for slot in MOMENTS:
             if slot in state:
-                yield from cut.shards(names, cut.of(state[slot]), slot)
+                yield from cut.shards(names, cut.view_in(state[slot]), slot)
 
 
-def is_whole(parameter: Any, local: Tensor, names: Names, slot: str = "") -> Shard:
+def full_shard(parameter: Any, local: Tensor, names: ParamSlices, slot: str = "") -> Shard:
     """All that this rank's model has of a parameter."""
     shard = names[id(parameter)]
     return Shard(shard.name, local, shard.shape, shard.box, slot)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from harness.config.schema import RunConfig
-from harness.engines.deepspeed.shards import Names, ParamSlice
+from harness.engines.deepspeed.shards import ParamSlices, ParamSlice
 from harness.layout.layout import Layout
 from harness.layout.partition import SHARD_DIM, tp_style
 from harness.models.decoder import Decoder
@@ -18,7 +18,7 @@ from harness.models.init_weights import initial_value
 
 def apply_tensor_parallel(
     model: Decoder, config: RunConfig, layout: Layout, device: torch.device, dtype: torch.dtype
-) -> Names:
+) -> ParamSlices:
     """Puts DeepSpeed's layers in the place of a meta model's matrices, one after another, with this rank's part of
     their initial values.
 
@@ -33,7 +33,7 @@ def apply_tensor_parallel(
     group, place = groups.get_tensor_model_parallel_group(), groups.get_tensor_model_parallel_rank()
     layers = {"column": LinearLayer, "row": LinearAllreduce}
     meta = AutoTPMeta.from_model_config(config.model)
-    names: Names = {}
+    names: ParamSlices = {}
     for path, module in list(model.named_modules()):
         cut = tp_style(path, config.model)
         if cut not in layers:

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from harness.cost_model.activations import WIDTH_BYTES
-from harness.engines.deepspeed.compatibility import has_own_linear
+from harness.engines.deepspeed.compatibility import replaces_linear_function
 from harness.layout.state_widths import StateWidths
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     compute = WIDTH_BYTES[config.precision.compute]
     offloads = layout.offload != "none"
     gradients = device_gradient_width(config, layout) if offloads else gradient_width(config, layout)
-    own_linear = has_own_linear(config, layout)  # it saves its input only after it has run
+    own_linear = replaces_linear_function(config, layout)  # it saves its input only after it has run
     return StateWidths(
         compute,
         gradients,

@@ -1,4 +1,4 @@
-"""PyTorch's own parallelisms around the one model: copies, shards, cut matrices and stages."""
+"""The engine of PyTorch's own parallelisms: DDP, FSDP2, tensor, context and pipeline parallelism."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 from harness.cost_model.activations import WIDTH_BYTES
 from harness.engines.base import Engine
 from harness.engines.torch.compatibility import unsupported as unsupported
-from harness.engines.torch.engine import TorchEngine, build_adamw
-from harness.engines.torch.micro_batches import MicroBatchRunner
 from harness.layout.state_widths import StateWidths
 
 if TYPE_CHECKING:
@@ -16,16 +14,19 @@ if TYPE_CHECKING:
 
     from harness.config.schema import RunConfig
     from harness.engines.torch.data_parallel import DataParallel
+    from harness.engines.torch.micro_batches import MicroBatchRunner
     from harness.hardware.machine import Machine
     from harness.layout.layout import Layout
     from harness.probe import Probe
 
 
 def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
+    """Return no variables: PyTorch's own parallelisms need none."""
     return {}
 
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
+    """Return the bytes per element that parameters, gradients, masters and moments take."""
     if layout.offload != "none":
         width, gathered = (WIDTH_BYTES[dtype] for dtype in (config.precision.master, config.precision.compute))
         return StateWidths(width, 0, 2 * width, gathered=gathered, host_gradients=width)
@@ -38,18 +39,22 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
-    """The model under this layout.
+    """Build the model under this layout.
 
-    The order is fixed: tensor parallel, context parallel, the step's options, data parallel, pipeline.
+    The order is fixed: tensor parallelism, context parallelism, compile, checkpointing and offload, data parallelism,
+    pipeline.
     """
     import torch.distributed as dist
 
     from harness.engines.torch.context_parallel import apply_context_parallel
+    from harness.engines.torch.data_parallel import master_params
     from harness.engines.torch.ddp import ReplicatedParams, distributed_data_parallel
+    from harness.engines.torch.engine import TorchEngine
     from harness.engines.torch.fsdp import FSDPParams
     from harness.engines.torch.loss_scaler import LossScaler
     from harness.engines.torch.mesh import replica_group
     from harness.engines.torch.micro_batches import GradAccumulationLoop
+    from harness.engines.torch.optimizer import build_adamw
     from harness.engines.torch.pipeline_parallel import Pipeline
     from harness.engines.torch.tensor_parallel import apply_hf_tensor_plan, apply_tensor_parallel
     from harness.layout.partition import stages_of_rank
@@ -77,9 +82,10 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         parallel = ReplicatedParams(parts, config, device, wrap, layout.grad_accumulation_steps(config.train))
     else:
         parallel = ReplicatedParams(parts, config, device)
-    scale = LossScaler(config.precision, layout.dp * layout.cp)
-    passes: MicroBatchRunner = GradAccumulationLoop(parallel, probe, scale, config.train.loss_chunks)
+    scaler = LossScaler(config.precision, layout.dp * layout.cp)
+    runner: MicroBatchRunner = GradAccumulationLoop(parallel, probe, scaler, config.train.loss_chunks)
     if layout.pp > 1:
-        passes = Pipeline(stages, config, layout, mesh.get_group("pp"), device, parallel, probe, scale)
-    shares = mesh.get_group("dp_shard") if layout.partitions_by_parameter else None
-    return TorchEngine(parts, config, parallel, passes, mesh, probe, scale, build_adamw(parallel, config.train, shares))
+        runner = Pipeline(stages, config, layout, mesh.get_group("pp"), device, parallel, probe, scaler)
+    partition_group = mesh.get_group("dp_shard") if layout.partitions_by_parameter else None
+    optimizer = build_adamw(master_params(parallel), config.train, partition_group)
+    return TorchEngine(parts, config, parallel, runner, mesh, probe, scaler, optimizer)

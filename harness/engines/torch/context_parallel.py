@@ -13,24 +13,24 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 from harness.models.decoder import Decoder, SequenceChunks, causal_mask_lower_right
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def apply_context_parallel(model: Decoder, group: ProcessGroup, spans: SequenceChunks) -> None:
+def apply_context_parallel(model: Decoder, group: ProcessGroup, sequence_chunks: SequenceChunks) -> None:
     """Lets every attention of a part see the whole sequence, though this rank has but these spans of it."""
     for block in model.layers_by_index().values():
         attention = block.get_submodule("self_attn")
-        attention.core = AllGatherAttention(attention.core, group, spans)  # type: ignore[assignment,arg-type]
+        attention.core = AllGatherAttention(attention.core, group, sequence_chunks)  # type: ignore[assignment,arg-type]
 
 
 class AllGatherAttention:
     """Attention over what all ranks of a group have; query, key and value (batch, heads, positions, head_dim)."""
 
-    def __init__(self, attend: Attend, group: ProcessGroup, spans: SequenceChunks) -> None:
+    def __init__(self, attend: AttentionFn, group: ProcessGroup, sequence_chunks: SequenceChunks) -> None:
         self.attend = attend
         self.group = group
-        self.spans = spans
-        for start, stop in spans:
+        self.sequence_chunks = sequence_chunks
+        for start, stop in sequence_chunks:
             causal_mask_lower_right(stop - start, stop)  # made now: operators may be listened to later
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class AllGatherAttention:
         keys, values = torch.cat(list(unshuffle_chunks(gathered)), dim=3)
         mixed = [
             self.attend(part, keys[:, :, :stop], values[:, :, :stop])
-            for part, (_, stop) in zip(query.chunk(2, dim=2), self.spans, strict=True)
+            for part, (_, stop) in zip(query.chunk(2, dim=2), self.sequence_chunks, strict=True)
         ]
         return torch.cat(mixed, dim=2)
 

@@ -1,4 +1,4 @@
-"""What the torch engine asks of the means that keep copies or shards of a model together."""
+"""The interface through which the torch engine drives DDP, FSDP2 or a single copy of the model."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -10,28 +10,39 @@ from harness.layout.state_widths import StateKind
 
 
 class DataParallel(Protocol):
-    """How copies or shards of a model are kept together."""
+    """The copies or shards of a model, and how they stay in step.
 
-    modules: list[nn.Module]  # the rank's parts of the model as they are called, one for every stage it holds
-    names: dict[str, nn.Parameter]  # the model's parameters under their plain names
-    host_state: tuple[StateKind, ...]  # see Engine.on_host
+    A rank holds one part of the model for each of its pipeline stages; `part` is the index of one.
+    """
+
+    modules: list[nn.Module]  # this rank's parts of the model, in their wrappers
+    parameters: dict[str, nn.Parameter]  # the model's parameters under their plain names
+    host_state: tuple[StateKind, ...]  # see Engine.host_state
 
     def sync_context(self, last: bool, part: int = 0) -> AbstractContextManager[None]:
-        """Around the backward of one micro-batch through a part, and its forward unless others come between."""
+        """Return a context for one micro-batch's backward through a part; `last` says whether it is the step's last.
+
+        It covers the forward too, unless a schedule runs other passes in between.
+        """
         ...
 
     def collect_grads(self, part: int = 0) -> None:
-        """Takes in gradients that autograd left on a part's parameters without running their hooks."""
+        """Take gradients that autograd left on a part's parameters without running their hooks."""
         ...
 
     def master_param(self, name: str) -> nn.Parameter:
-        """What the optimizer updates for a parameter: itself, or its fp32 master; holds the gradient."""
+        """Return what the optimizer updates for a parameter, and what holds its gradient: itself or its fp32 master."""
         ...
 
-    def buffers(self) -> Iterator[tuple[str, str, Tensor]]:
-        """See Engine.buffers."""
+    def named_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (role, label, tensor) for every communication buffer; see Engine.named_buffers."""
         ...
 
     def sync_model_params(self) -> None:
-        """After the optimizer: brings the model up to what was trained, and lets go of gradients."""
+        """Copy the updated masters into the model and free the gradients, after the optimizer's step."""
         ...
+
+
+def master_params(parallel: DataParallel) -> list[nn.Parameter]:
+    """Return what the optimizer updates for each of the model's parameters, in their order."""
+    return [parallel.master_param(name) for name in parallel.parameters]

@@ -40,15 +40,15 @@ class ReplicatedParams:
         precision, seed = config.precision, config.train.seed
         for part in parts:
             materialize(part, config.model, seed, device, getattr(torch, precision.compute))
-        self.names = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+        self.parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
         self.masters: dict[str, nn.Parameter] = {}
         self.buckets: list[list[Tensor]] = []  # of every wrapper that has masters, as it last reduced them
         self.modules: list[nn.Module] = list(parts)
-        self.synchronising = True
+        self.is_synchronizing = True
         # Else the first micro-batch would make gradients beside the buckets that wait for their sum.
-        self.sums_in_buckets = wrap is not None and not precision.is_mixed and accumulation > 1 and bucket_views(config)
+        self.accumulates_in_buckets = wrap is not None and not precision.is_mixed and accumulation > 1 and bucket_views(config)
         if precision.is_mixed:
-            for name, parameter in self.names.items():
+            for name, parameter in self.parameters.items():
                 value = initial_value(name, parameter.shape, config.model, seed, device)
                 self.masters[name] = nn.Parameter(
                     local_part_like(parameter, value.to(getattr(torch, precision.master)))
@@ -59,10 +59,10 @@ class ReplicatedParams:
             self.accumulate_in_masters()
 
     def accumulate_in_masters(self) -> None:
-        master_of = {parameter: self.masters[name] for name, parameter in self.names.items()}
+        master_of = {parameter: self.masters[name] for name, parameter in self.parameters.items()}
 
         def accumulate(parameter: Tensor) -> None:
-            take_gradient(parameter, master_of[parameter])  # type: ignore[index]
+            move_grad_to_master(parameter, master_of[parameter])  # type: ignore[index]
 
         synchronised = [module for module in self.modules if isinstance(module, DistributedDataParallel)]
         for module in synchronised:
@@ -71,48 +71,48 @@ class ReplicatedParams:
         if synchronised:
 
             def accumulate_unless_synchronising(parameter: Tensor) -> None:
-                if not self.synchronising:  # else DDP takes the gradient to its bucket and our hook there
+                if not self.is_synchronizing:  # else DDP takes the gradient to its bucket and our hook there
                     accumulate(parameter)
 
             hook = accumulate_unless_synchronising
         else:
             hook = accumulate
-        for parameter in self.names.values():
+        for parameter in self.parameters.values():
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def sync_context(self, last: bool, part: int = 0) -> Iterator[None]:
         """Copies synchronise once a step, in the last micro-batch."""
-        self.synchronising = last
+        self.is_synchronizing = last
         module = self.modules[part]
         if isinstance(module, DistributedDataParallel) and not last:
-            with self.unsynchronised(module):
+            with self.no_sync(module):
                 yield
         else:
             yield
 
     def collect_grads(self, part: int = 0) -> None:
         for name, master in self.masters.items():
-            if self.names[name].grad is not None:
-                take_gradient(self.names[name], master)
+            if self.parameters[name].grad is not None:
+                move_grad_to_master(self.parameters[name], master)
 
-    def unsynchronised(self, module: DistributedDataParallel) -> AbstractContextManager[None]:
+    def no_sync(self, module: DistributedDataParallel) -> AbstractContextManager[None]:
         return module.no_sync()
 
     def master_param(self, name: str) -> nn.Parameter:
-        return self.masters.get(name, self.names[name])
+        return self.masters.get(name, self.parameters[name])
 
-    def buffers(self) -> Iterator[tuple[str, str, Tensor]]:
+    def named_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
         for bucket in chain.from_iterable(self.buckets):
             yield "communication", "buckets", bucket
 
     def sync_model_params(self) -> None:
         with torch.no_grad():
-            for name, parameter in self.names.items():
+            for name, parameter in self.parameters.items():
                 trained = self.master_param(name)
                 if trained is not parameter:
                     parameter.copy_(trained)
-                if self.sums_in_buckets and trained.grad is not None:
+                if self.accumulates_in_buckets and trained.grad is not None:
                     trained.grad.zero_()
                 else:
                     trained.grad = None
@@ -132,7 +132,7 @@ def distributed_data_parallel(
     )
 
 
-def take_gradient(parameter: Tensor, master: nn.Parameter) -> None:
+def move_grad_to_master(parameter: Tensor, master: nn.Parameter) -> None:
     """Adds a parameter's gradient to its master's, and lets go of it."""
     assert parameter.grad is not None
     if master.grad is None:
@@ -153,7 +153,7 @@ def reduce_into_masters(
     if bucket.index() == 0:  # DDP makes others after the first step
         buckets.clear()
     buckets.append(bucket.buffer())
-    name_of = {id(parameter): name for name, parameter in replica.names.items()}
+    name_of = {id(parameter): name for name, parameter in replica.parameters.items()}
     masters = [replica.masters[name_of[id(parameter)]] for parameter in bucket.parameters()]
     total = bucket.buffer().to(masters[0].dtype)
     views = [view.view_as(m) for m, view in zip(masters, torch.split(total, [m.numel() for m in masters]), strict=True)]

@@ -1,76 +1,76 @@
-"""TODO harness.engines.torch.engine."""
+"""One training step of plain PyTorch, whatever keeps its copies, shards and stages together."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from harness.config.schema import RunConfig
 from harness.engines.base import Batch, StepResult
+from harness.engines.torch.data_parallel import DataParallel, master_params
+from harness.engines.torch.grad_norm import clip_gradients, reduce_partial_grad, squared_grad_norm
+from harness.engines.torch.loss_scaler import LossScaler
 from harness.engines.torch.micro_batches import MicroBatchRunner
 from harness.layout.state_widths import StateKind
+from harness.models.init_weights import local_box
+from harness.probe import Probe
 from harness.tensors.shard import BUCKET, Shard
 
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from torch import Tensor, nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from harness.config.schema import RunConfig, TrainConfig
-    from harness.engines.torch.data_parallel import DataParallel
-    from harness.engines.torch.loss_scaler import LossScaler
-    from harness.probe import Probe
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state by torch's names
 
 
 class TorchEngine:
-    """One step of plain PyTorch: the passes of its micro-batches, the global norm, the optimizer."""
+    """An Engine of plain PyTorch: forward and backward of micro-batches, global norm, optimizer."""
 
     devices = 1
 
     def __init__(
         self,
-        parts: "Sequence[nn.Module]",
-        config: "RunConfig",
-        parallel: "DataParallel",
-        passes: MicroBatchRunner,
-        mesh: "DeviceMesh",
-        probe: "Probe",
-        scale: "LossScaler",
-        optimizer: "torch.optim.Optimizer",
+        parts: Sequence[nn.Module],
+        config: RunConfig,
+        parallel: DataParallel,
+        micro_batch_runner: MicroBatchRunner,
+        mesh: DeviceMesh,
+        probe: Probe,
+        loss_scaler: LossScaler,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
-        import torch
-
         self.model: nn.Module = torch.nn.ModuleList(parts)
         self.parallel = parallel
         self.host_state = parallel.host_state
-        self.passes = passes
+        self.micro_batch_runner = micro_batch_runner
         self.mesh = mesh
         self.is_tensor_parallel = mesh["tp"].size() > 1
-        self.stages = mesh.get_group("pp") if mesh["pp"].size() > 1 else None
+        self.pp_group = mesh.get_group("pp") if mesh["pp"].size() > 1 else None
         self.cp_group = mesh.get_group("cp") if mesh["cp"].size() > 1 else None
         self.probe = probe
-        self.scale = scale
-        self.clipping = config.train.gradient_clipping
+        self.loss_scaler = loss_scaler
+        self.max_grad_norm = config.train.gradient_clipping
         self.optimizer = optimizer
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
-        from harness.engines.torch.grad_norm import clip_gradients, reduce_partial_grad
-
+        """Run one step; see Engine.step."""
         with self.loss_parallel_context():
-            loss = self.passes(micro_batches)
+            loss = self.micro_batch_runner(micro_batches)
         with self.probe.phase("reduce"):
-            trained = [self.parallel.master_param(name) for name in self.parallel.names]
-            for parameter in trained:
-                assert parameter.grad is not None
-                parameter.grad = reduce_partial_grad(parameter.grad)
-            self.scale.unscale([parameter.grad for parameter in trained if parameter.grad is not None])
+            masters = master_params(self.parallel)
+            for master in masters:
+                assert master.grad is not None
+                master.grad = reduce_partial_grad(master.grad)
+            self.loss_scaler.unscale([master.grad for master in masters if master.grad is not None])
         self.probe.gradients_ready(self)
         with self.probe.phase("norm"):
-            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            gradients = [master.grad for master in masters if master.grad is not None]
             loss, grad_norm = self.reduce_loss_and_norm(loss, gradients)
         with self.probe.phase("optimizer"):
-            if self.scale.update_and_check(grad_norm):
-                if self.clipping:
-                    clip_gradients(gradients, grad_norm, self.clipping)
+            if self.loss_scaler.update_and_check(grad_norm):
+                if self.max_grad_norm:
+                    clip_gradients(gradients, grad_norm, self.max_grad_norm)
                 self.optimizer.step()
             del gradients
             self.parallel.sync_model_params()
@@ -78,90 +78,58 @@ class TorchEngine:
 
     @property
     def skipped_steps(self) -> int:
-        return self.scale.skipped_steps
+        """Return how many steps were skipped so far because a gradient overflowed."""
+        return self.loss_scaler.skipped_steps
 
     def loss_parallel_context(self) -> AbstractContextManager[None]:
-        """Where forward, loss and backward run: torch's loss over logits cut along the vocabulary must be told."""
-        from torch.distributed.tensor.parallel import loss_parallel
+        """Return the context for forward, loss and backward: under tensor parallelism the logits are sharded.
 
+        torch computes the cross-entropy of logits that are sharded along the vocabulary only inside loss_parallel.
+        """
         return loss_parallel() if self.is_tensor_parallel else nullcontext()
 
-    def reduce_loss_and_norm(self, loss: "Tensor | None", gradients: "Sequence[Tensor]") -> "tuple[Tensor, Tensor]":
-        """The loss, which only a last stage knows, of its own tokens; the norm, of which each stage has a part."""
-        import torch
-        import torch.distributed as dist
+    def reduce_loss_and_norm(self, loss: Tensor | None, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the loss and the global gradient norm, the same on all ranks of a pipeline.
 
-        from harness.engines.torch.grad_norm import squared_grad_norm
-
+        The loss is that of this rank's data; only a pipeline's last stage passes one. Each stage adds its part of the
+        norm. Context-parallel ranks average the losses of their chunks.
+        """
         square = squared_grad_norm(gradients, torch.device(self.mesh.device_type))
         sums = torch.stack((square.new_zeros(()) if loss is None else loss.float(), square))
-        if self.stages is not None:
-            dist.all_reduce(sums, group=self.stages)
+        if self.pp_group is not None:
+            dist.all_reduce(sums, group=self.pp_group)
         if self.cp_group is not None:
             dist.all_reduce(sums[0], group=self.cp_group)
             sums[0] /= self.cp_group.size()
         return sums[0], sums[1].sqrt()
 
     def local_shards(self, kind: StateKind) -> Iterable[Shard]:
-        for name, parameter in self.parallel.names.items():
-            trained = self.parallel.master_param(name)
+        """Yield what this rank holds of a kind; a gradient that is a view into DDP's bucket says so."""
+        for name, parameter in self.parallel.parameters.items():
+            master = self.parallel.master_param(name)
             if kind == "parameters":
                 yield to_shard(name, parameter.detach())
             elif kind == "gradients":
-                if trained.grad is not None:
-                    found = to_shard(name, trained.grad)
-                    in_bucket = found.local.untyped_storage().nbytes() > found.local.nbytes
-                    yield found._replace(state_name=BUCKET) if in_bucket else found
+                if master.grad is not None:
+                    shard = to_shard(name, master.grad)
+                    in_bucket = shard.local.untyped_storage().nbytes() > shard.local.nbytes
+                    yield shard._replace(state_name=BUCKET) if in_bucket else shard
             else:
-                if trained is not parameter:
-                    yield to_shard(name, trained.detach(), "master")
-                state = getattr(self.optimizer, "optim", self.optimizer).state.get(trained, {})
-                yield from (to_shard(name, state[slot], slot) for slot in MOMENTS if slot in state)
+                if master is not parameter:
+                    yield to_shard(name, master.detach(), "master")
+                state = getattr(self.optimizer, "optim", self.optimizer).state.get(master, {})
+                yield from (to_shard(name, state[moment], moment) for moment in MOMENTS if moment in state)
 
-    def named_buffers(self) -> "Iterable[tuple[str, str, Tensor]]":
-        return self.parallel.buffers()
+    def named_buffers(self) -> Iterable[tuple[str, str, Tensor]]:
+        """Yield (role, label, tensor) for every buffer that keeps copies or shards together."""
+        return self.parallel.named_buffers()
 
     def close(self) -> None:
-        pass
+        """Do nothing: all that this engine holds is this process's memory."""
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def build_adamw(
-    parallel: "DataParallel", train: "TrainConfig", shares: "dist.ProcessGroup | None" = None
-) -> "torch.optim.Optimizer":
-    """AdamW of what is trained; with a group its ranks step some parameters each, and broadcast them."""
-    import torch
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    settings: dict[str, Any] = {"lr": train.lr, "betas": train.betas, "eps": train.eps}
-    # fused: the one implementation without temporaries the size of the model
-    settings |= {
-        "weight_decay": train.weight_decay,
-        "fused": train.fused_optimizer,
-        "foreach": not train.fused_optimizer,
-    }
-    trained = [parallel.master_param(name) for name in parallel.names]
-    if shares is None:
-        return torch.optim.AdamW(group_by_mesh(trained), **settings)
-    return ZeroRedundancyOptimizer(trained, torch.optim.AdamW, shares, **settings)
-
-
-def group_by_mesh(parameters: "Sequence[nn.Parameter]") -> "list[dict[str, list[nn.Parameter]]]":
-    """Groups for an optimizer, whose kernels take plain tensors or those of one mesh, not both at once."""
-    groups: dict[object, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return [{"params": group} for group in groups.values()]
-
-
-def to_shard(name: str, tensor: "Tensor", slot: str = "") -> Shard:
-    """What this rank holds of a tensor, whole or sharded."""
-    from torch.distributed.tensor import DTensor
-
-    from harness.models.init_weights import local_box
-
+def to_shard(name: str, tensor: Tensor, state_name: str = "") -> Shard:
+    """Return the shard of a tensor that this rank holds; a plain tensor is whole."""
     if isinstance(tensor, DTensor):
-        return Shard(name, tensor.to_local(), tuple(tensor.shape), local_box(tensor), slot)
-    return Shard(name, tensor, tuple(tensor.shape), tuple((0, size) for size in tensor.shape), slot)
+        return Shard(name, tensor.to_local(), tuple(tensor.shape), local_box(tensor), state_name)
+    return Shard(name, tensor, tuple(tensor.shape), tuple((0, size) for size in tensor.shape), state_name)

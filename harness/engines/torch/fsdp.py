@@ -95,7 +95,7 @@ class FSDPParams:
             self.parts.append(part)
         self.modules: list[nn.Module] = [HiddenFSDPModule(part) for part in parts]
         self.zero_stage = zero_stage
-        self.names = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+        self.parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
         groups = [group for part in self.parts for group in fsdp_param_groups(part)]
         offloaded = all(parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params)
         self.host_state: tuple[StateKind, ...] = STATE_KINDS if offloaded else ()
@@ -115,9 +115,9 @@ class FSDPParams:
         yield
 
     def master_param(self, name: str) -> nn.Parameter:
-        return self.names[name]
+        return self.parameters[name]
 
-    def buffers(self) -> Iterator[tuple[str, str, Tensor]]:
+    def named_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
         """Gradients held elsewhere than with the parameters: summed until the last micro-batch reduces them, else
         whole, of a group that is about to be reduced.
         """
@@ -138,7 +138,7 @@ class FSDPParams:
         state._root_post_backward_final_callback()
 
     def sync_model_params(self) -> None:
-        for parameter in self.names.values():
+        for parameter in self.parameters.values():
             parameter.grad = None
 
 

@@ -51,10 +51,10 @@ def squared_grad_norm(gradients: Sequence[Tensor], device: torch.device) -> Tens
     return total
 
 
-def clip_gradients(gradients: Sequence[Tensor], norm: Tensor, most: float) -> None:
+def clip_gradients(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scales gradients in place so that their norm is at most so much."""
     local = [local_part(gradient) for gradient in gradients]
-    torch._foreach_mul_(local, (most / (norm + 1e-6)).clamp(max=1.0).to(local[0].device))
+    torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(local[0].device))
 
 
 def reduce_partial_grad(tensor: Tensor) -> Tensor:

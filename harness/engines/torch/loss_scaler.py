@@ -21,15 +21,15 @@ class LossScaler:
 
     def __init__(self, precision: PrecisionConfig, averaged_over: int) -> None:
         self.averaged_over = averaged_over if precision.initial_loss_scale is not None else 1
-        self.value = precision.initial_loss_scale or 1.0
-        self.window = precision.loss_scale_window
+        self.loss_scale = precision.initial_loss_scale or 1.0
+        self.growth_interval = precision.loss_scale_window
         self.is_dynamic = precision.initial_loss_scale is not None
         self.steps_since_change = 0
         self.skipped_steps = 0
 
     @property
     def factor(self) -> float:
-        return self.value / self.averaged_over
+        return self.loss_scale / self.averaged_over
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         if self.is_dynamic:
@@ -42,9 +42,9 @@ class LossScaler:
         finite = math.isfinite(grad_norm.item())
         self.steps_since_change = self.steps_since_change + 1 if finite else 0
         if not finite:
-            self.value /= 2
+            self.loss_scale /= 2
             self.skipped_steps += 1
-        elif self.steps_since_change == self.window:
-            self.value *= 2
+        elif self.steps_since_change == self.growth_interval:
+            self.loss_scale *= 2
             self.steps_since_change = 0
         return finite

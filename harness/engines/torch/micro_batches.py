@@ -1,4 +1,4 @@
-"""Forward and backward of a step's micro-batches where every rank holds the whole depth: one after another."""
+"""Forward and backward of a step's micro-batches, one after another where every rank holds all layers."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,23 +14,27 @@ from harness.probe import Probe
 
 
 class MicroBatchRunner(Protocol):
-    """Forward and backward of all micro-batches of a step; gradients are left with the parameters' trained forms."""
+    """A callable that runs forward and backward of all micro-batches of a step.
+
+    It leaves the gradients with what the optimizer updates (DataParallel.master_param).
+    """
 
     def __call__(self, micro_batches: Sequence[Batch]) -> "Tensor | None":
-        """The mean loss over this rank's tokens, detached; None where another stage computes it."""
+        """Return the mean loss over this rank's tokens, detached, or None where another stage computes it."""
         ...
 
 
 class GradAccumulationLoop:
-    """Each micro-batch's forward, then its backward."""
+    """A MicroBatchRunner that accumulates gradients: each micro-batch's forward, then its backward."""
 
-    def __init__(self, parallel: DataParallel, probe: Probe, scale: LossScaler, loss_chunks: int) -> None:
+    def __init__(self, parallel: DataParallel, probe: Probe, loss_scaler: LossScaler, loss_chunks: int) -> None:
         self.parallel = parallel
         self.loss_chunks = loss_chunks
         self.probe = probe
-        self.scale = scale
+        self.loss_scaler = loss_scaler
 
     def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """Return the mean loss over this rank's tokens, detached, once all gradients are accumulated."""
         count = len(micro_batches)
         losses = []
         for index, batch in enumerate(micro_batches):
@@ -39,9 +43,10 @@ class GradAccumulationLoop:
                     loss = loss_of(self.parallel.modules[0], batch.inputs, batch.targets, self.loss_chunks)
                 losses.append(loss.detach())
                 with self.probe.phase("backward"):
-                    self.backward(loss * (self.scale.factor / count))
-                    del loss  # and with it what is left of the graph
+                    self.backward(loss * (self.loss_scaler.factor / count))
+                    del loss  # frees what is left of the graph
         return torch.stack(losses).mean()
 
     def backward(self, loss: Tensor) -> None:
+        """Run the backward of a scaled loss."""
         loss.backward()  # type: ignore[no-untyped-call]

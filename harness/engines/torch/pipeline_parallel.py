@@ -41,10 +41,10 @@ class Pipeline:
         device: torch.device,
         parallel: DataParallel,
         probe: Probe,
-        scale: LossScaler,
+        loss_scaler: LossScaler,
     ) -> None:
-        self.scale = scale
-        self.count = layout.grad_accumulation_steps(config.train)
+        self.loss_scaler = loss_scaler
+        self.num_micro_batches = layout.grad_accumulation_steps(config.train)
         self.holds_embedding, self.holds_head = stages[0].holds_embedding, stages[-1].holds_head
         torch.distributed.barrier(group)  # NCCL's communicator is there before sends and receives meet in one batch
         shape = stage_io_shape(config, layout)
@@ -53,15 +53,15 @@ class Pipeline:
             for own, stage in enumerate(stages)
         ]
         # The last stage computes its loss itself, so that logits live no longer than in other layouts.
-        share = self.share_of_loss
+        share = self.scale_loss
         self.schedule: Any
         if layout.schedule in SINGLE_STAGE_SCHEDULES:
             self.schedule = SINGLE_STAGE_SCHEDULES[layout.schedule](
-                made[0], self.count, loss_fn=share, scale_grads=False
+                made[0], self.num_micro_batches, loss_fn=share, scale_grads=False
             )
         else:
             self.schedule = MULTI_STAGE_SCHEDULES[layout.schedule](
-                list(made), self.count, loss_fn=share, scale_grads=False
+                list(made), self.num_micro_batches, loss_fn=share, scale_grads=False
             )
 
     def __call__(self, micro_batches: Sequence[Batch]) -> Tensor | None:
@@ -71,11 +71,11 @@ class Pipeline:
         arguments = (inputs,) if self.holds_embedding else ()
         ends = {"target": targets, "targets": targets, "losses": losses} if self.holds_head else {}
         self.schedule.step(*arguments, **ends, return_outputs=False)
-        return torch.stack(losses).detach().sum() / self.scale.factor if losses else None
+        return torch.stack(losses).detach().sum() / self.loss_scaler.factor if losses else None
 
-    def share_of_loss(self, loss: Tensor, targets: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor, targets: Tensor) -> Tensor:
         """A micro-batch's part of the step's mean, scaled."""
-        return loss * (self.scale.factor / self.count)
+        return loss * (self.loss_scaler.factor / self.num_micro_batches)
 
 
 def stage_io_shape(config: RunConfig, layout: Layout) -> tuple[int, int, int]:
@@ -90,7 +90,7 @@ class ProbedPipelineStage(PipelineStage):
 
     def __init__(
         self,
-        own: int,
+        local_index: int,
         stage: Stage,
         config: RunConfig,
         shape: tuple[int, int, int],
@@ -104,7 +104,7 @@ class ProbedPipelineStage(PipelineStage):
         hidden = torch.empty(shape, dtype=width, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         super().__init__(
-            parallel.modules[own],
+            parallel.modules[local_index],
             stage.index,
             stage.count,
             device,
@@ -112,7 +112,7 @@ class ProbedPipelineStage(PipelineStage):
             output_args=loss if stage.holds_head else hidden,
             group=group,
         )
-        self.own = own  # its place among the stages of this rank
+        self.local_index = local_index  # its place among the stages of this rank
         self.parallel = parallel
         self.probe = probe
 
@@ -124,12 +124,12 @@ class ProbedPipelineStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         phase = self.probe.phase("backward" if full_backward else "backward_input")
-        with phase, self.parallel.sync_context(last_backward, self.own):
+        with phase, self.parallel.sync_context(last_backward, self.local_index):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         # One group: torch makes the gradients weight by weight, and would run a checkpointed forward again for each.
-        last = self.parallel.sync_context(last_backward, self.own)
+        last = self.parallel.sync_context(last_backward, self.local_index)
         with self.probe.phase("backward_weight"), last, GraphExecGroup():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            self.parallel.collect_grads(self.own)  # torch puts these gradients on the parameters past every hook
+            self.parallel.collect_grads(self.local_index)  # torch puts these gradients on the parameters past every hook
