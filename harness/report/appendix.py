@@ -3,26 +3,27 @@
 from collections.abc import Mapping, Sequence
 
 from harness.records.schema import Record
-from harness.report import frame
 from harness.report.charts import losses, memory
 from harness.report.document import BulletList, Paragraph, Section, Table, labelled, section
+from harness.report.frame import column_values, labels_by, labels_by_staleness
 from harness.report.overview import made_by_versions
+from harness.report.text import MILLISECONDS, byte_unit, format_deviations, format_numbers
 from harness.report.view import View
 
 
 def failures(view: View) -> list[Section]:
-    columns = (frame.values(view.table, name) for name in ("label", "status", "reason"))
+    columns = (column_values(view.table, name) for name in ("label", "status", "reason"))
     failed = [row for row in zip(*columns, strict=True) if row[1] != "ok"]
     told = [(label, f"{end}: {why or 'no reason recorded'}") for label, end, why in failed]
     return section("Failures", BulletList(told) if told else None)
 
 
 def disturbed(view: View) -> list[Section]:
-    return section("Disturbed runs", _by_cause(frame.labels_by(view.table, "disturbed")))
+    return section("Disturbed runs", _by_cause(labels_by(view.table, "disturbed")))
 
 
 def stale(view: View) -> list[Section]:
-    found = _by_cause(frame.stale_rows(view.table))
+    found = _by_cause(labels_by_staleness(view.table))
     words = "Made by other versions than are installed here; run them again before comparing."
     return section("Stale rows", Paragraph(words), found) if found else []
 
@@ -63,12 +64,12 @@ def predicted_section(view: View) -> list[Section]:
         "step": ("predicted_step_seconds", "step_seconds"),
     }
     for what, (name, measured_name) in pairs.items():
-        expected, measured = frame.values(table, name), frame.values(table, measured_name)
+        expected, measured = column_values(table, name), column_values(table, measured_name)
         if any(value is not None for value in expected):
-            unit = frame.byte_unit([*expected, *measured]) if what == "peak" else frame.MILLISECONDS
+            unit = byte_unit([*expected, *measured]) if what == "peak" else MILLISECONDS
             errors = [p / m - 1 if p is not None and m else None for p, m in zip(expected, measured, strict=True)]
-            columns[f"predicted {what} {unit.name}"] = frame.scaled(expected, unit)
-            columns[f"measured {what} {unit.name}"] = frame.scaled(measured, unit)
+            columns[f"predicted {what} {unit.name}"] = format_numbers(expected, unit)
+            columns[f"measured {what} {unit.name}"] = format_numbers(measured, unit)
             columns[f"error of the {what} %"] = ["" if error is None else f"{100 * error:+.1f}" for error in errors]
     if not columns:
         return []
@@ -81,12 +82,12 @@ def proof_section(view: View) -> list[Section]:
     proofs = [record.get("proof") or {} for record in view.records]
     columns = {
         "layout": [str(proof.get("layout") or "") for proof in proofs],
-        "loss deviation": frame.deviations(frame.values(table, "loss_deviation")),
-        "loss bound": frame.deviations([proof.get("loss_bound") for proof in proofs]),
-        "gradient deviation": frame.deviations(frame.values(table, "grad_deviation")),
-        "gradient bound": frame.deviations([proof.get("gradient_bound") for proof in proofs]),
+        "loss deviation": format_deviations(column_values(table, "loss_deviation")),
+        "loss bound": format_deviations([proof.get("loss_bound") for proof in proofs]),
+        "gradient deviation": format_deviations(column_values(table, "grad_deviation")),
+        "gradient bound": format_deviations([proof.get("gradient_bound") for proof in proofs]),
     }
-    skipped = frame.values(table, "skipped_steps")
+    skipped = column_values(table, "skipped_steps")
     if any(skipped):
         columns["skipped steps"] = ["" if count is None else str(count) for count in skipped]
     columns = {header: cells for header, cells in columns.items() if any(cells)}

@@ -1,86 +1,88 @@
-"""Which of several choices no other beats in both cost and gain."""
+"""The best of several choices: the Pareto front of cost and gain, and the clear winner of each column."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from harness.report import frame
+from harness.report.comparability import choice_key, group_by
+from harness.report.frame import column_values
 from harness.report.spread import is_unsettled, relative_range, spread
 from harness.report.view import View
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Of each (cost, gain) whether no other costs no more and gains no less, one of them strictly."""
+    """Return for each (cost, gain) whether no other point costs no more and gains no less, one of them strictly."""
     least_cost: dict[float, float] = {}  # by gain
     for cost, gain in points:
         least_cost[gain] = min(cost, least_cost.get(gain, cost))
-    kept: dict[float, float] = {}
-    below = float("inf")  # the least cost of a larger gain
+    front: dict[float, float] = {}  # cost by gain
+    lowest = float("inf")  # the least cost of a larger gain
     for gain in sorted(least_cost, reverse=True):
-        if least_cost[gain] < below:
-            kept[gain] = below = least_cost[gain]
-    return [kept.get(gain) == cost for cost, gain in points]
+        if least_cost[gain] < lowest:
+            front[gain] = lowest = least_cost[gain]
+    return [front.get(gain) == cost for cost, gain in points]
 
 
-# By column: whether more is better, and whether it is a time or a rate, of which one run's steps tell the spread.
-_JUDGED = {
-    "tokens_per_second": (True, True),
-    "tokens_per_second_per_device": (True, True),
-    "mfu": (True, True),
-    "step_seconds": (False, True),
-    "peak_allocated_bytes": (False, False),
-    "state_bytes": (False, False),
-    "activation_bytes": (False, False),
-    "communication_bytes": (False, False),
+class _Ranking(NamedTuple):
+    """How the values of a column are ranked."""
+
+    more_is_better: bool
+    is_timed: bool  # a time or a rate, whose spread a single run's steps tell
+
+
+_RANKED_COLUMNS = {
+    "tokens_per_second": _Ranking(True, True),
+    "tokens_per_second_per_device": _Ranking(True, True),
+    "mfu": _Ranking(True, True),
+    "step_seconds": _Ranking(False, True),
+    "peak_allocated_bytes": _Ranking(False, False),
+    "state_bytes": _Ranking(False, False),
+    "activation_bytes": _Ranking(False, False),
+    "communication_bytes": _Ranking(False, False),
 }
 
 
 def best(view: View) -> dict[str, set[int]]:
-    """By column the positions of the lines that are best among those of their setting and world size.
+    """Return by column the positions of the lines that are best among comparable lines of the same world size.
 
-    A line alone in its setting is best of nothing, and of two that the spread does not tell apart neither is.
+    A line with no other to compare it to is best of nothing. If the spread does not separate two lines, neither is.
     """
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for position, line in enumerate(view.lines):
-        row = line["row"]
-        if row["status"] == "ok":
-            groups.setdefault((*frame.comparability_key(row), row.get("world_size")), []).append(position)
-    found: dict[str, set[int]] = {}
-    for name in _JUDGED:
-        column = frame.values(view.line_medians, name)
-        leaders = [_clear_winner(view, name, column, members) for members in groups.values()]
-        known = {leader for leader in leaders if leader is not None}
-        if known:
-            found[name] = known
-    return found
+    ok = [position for position, line in enumerate(view.lines) if line["row"]["status"] == "ok"]
+    groups = group_by(ok, lambda position: choice_key(view.lines[position]["row"]))
+    winners: dict[str, set[int]] = {}
+    for name in _RANKED_COLUMNS:
+        column = column_values(view.line_medians, name)
+        positions = {_clear_winner(view, name, column, members) for members in groups.values()} - {None}
+        if positions:
+            winners[name] = {position for position in positions if position is not None}
+    return winners
 
 
 def _clear_winner(view: View, name: str, column: Sequence[Any], members: Sequence[int]) -> int | None:
-    """The one line that leads all others by more than its spread and theirs.
+    """Return the one line that leads all others by more than its spread and theirs.
 
-    A rate or time of unknown spread leads nothing; figures of memory and bytes without one are taken as they are.
+    A rate or time of unknown spread leads nothing. Figures of memory and bytes of unknown spread are taken as exact.
     """
-    more, timed = _JUDGED[name]
+    ranking = _RANKED_COLUMNS[name]
     known = [position for position in members if column[position] is not None]
     if len(known) < 2:
         return None
-    first = (max if more else min)(known, key=lambda position: column[position])
-    if any(not _leads(view, name, column, first, other, timed) for other in known if other != first):
-        return None
-    return first
+    first = (max if ranking.more_is_better else min)(known, key=lambda position: column[position])
+    others = (position for position in known if position != first)
+    return first if all(_leads(view, name, column, first, other) for other in others) else None
 
 
-def _leads(view: View, name: str, column: Sequence[Any], first: int, other: int, timed: bool) -> bool:
-    mine, its = column[first], column[other]
-    if mine == its:
+def _leads(view: View, name: str, column: Sequence[Any], first: int, other: int) -> bool:
+    if column[first] == column[other]:
         return False
-    own, theirs = (_spread(view, name, position, timed) for position in (first, other))
-    if timed and (own is None or theirs is None):
+    is_timed = _RANKED_COLUMNS[name].is_timed
+    own, others = (_spread(view, name, position, is_timed) for position in (first, other))
+    if is_timed and (own is None or others is None):
         return False
-    return not is_unsettled(mine / its if its else None, own, theirs)
+    return not is_unsettled(column[first] / column[other] if column[other] else None, own, others)
 
 
-def _spread(view: View, name: str, position: int, timed: bool) -> float | None:
+def _spread(view: View, name: str, position: int, is_timed: bool) -> float | None:
     line = view.lines[position]
-    if timed:
+    if is_timed:
         return spread(line["row"])
     return relative_range([run["row"].get(name) for run in line["runs"] if run["row"]["status"] == "ok"])

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from harness.records.schema import Record
-from harness.report import frame
 from harness.report.document import BulletList, Section, section
+from harness.report.frame import column_values, labels_by_kernel, labels_by_staleness
 from harness.report.spread import spread
+from harness.report.text import pluralize
 from harness.report.view import View
 
 _MOST_NAMES = 8  # of lines that are told one by one
@@ -30,7 +31,7 @@ def _device(view: View) -> Iterator[str]:
         most = max(record["row"]["world_size"] for record in crowded)
         cores = min(record["environment"]["cores"] for record in crowded)
         yield (
-            f"Up to {most} ranks shared {frame.counted(cores, 'core')}: their tokens/s hold for work divided among those,"
+            f"Up to {most} ranks shared {pluralize(cores, 'core')}: their tokens/s hold for work divided among those,"
             " and say nothing of how more devices would scale."
         )
     if any(record["row"].get("launch") == "virtual" for record in ok):
@@ -65,11 +66,11 @@ def _disturbed(view: View) -> Iterator[str]:
 
 
 def _alike(view: View) -> Iterator[str]:
-    kernels = frame.attention_kernels(view.line_medians)
+    kernels = labels_by_kernel(view.line_medians)
     if kernels:
         told = "; ".join(f"{kernel}: {_some(labels)}" for kernel, labels in kernels.items())
         yield f"Attention ran as more than one kernel, so that more differs than the strategies: {told}."
-    stale = [label for labels in frame.stale_rows(view.line_medians).values() for label in labels]
+    stale = [label for labels in labels_by_staleness(view.line_medians).values() for label in labels]
     if stale:
         yield f"Other versions than those installed now made {_some(stale)} (run again before comparing)."
     made = {str(record.get("versions")) for record in _ok(view)}
@@ -114,12 +115,12 @@ def _ok(view: View) -> list[Record]:
 
 
 def _pairs(view: View, name: str) -> list[tuple[str, object]]:
-    return list(zip(frame.values(view.line_medians, "label"), frame.values(view.line_medians, name), strict=True))
+    return list(zip(column_values(view.line_medians, "label"), column_values(view.line_medians, name), strict=True))
 
 
 def _labels(view: View, lines: Sequence[Record]) -> str:
     wanted = {id(line) for line in lines}
-    labels = frame.values(view.line_medians, "label")
+    labels = column_values(view.line_medians, "label")
     return _some([label for label, line in zip(labels, view.lines, strict=True) if id(line) in wanted])
 
 

@@ -5,16 +5,14 @@ from collections.abc import Iterator, Sequence
 from harness.config.schema import RECOMPUTING_MODES
 from harness.cost_model.activations import WIDTH_BYTES
 from harness.cost_model.flops import executed_flops_with, takes_fused_kernel
-from harness.records.schema import FUSED_KERNELS, Record
-from harness.report import frame
+from harness.records.rank_report import FUSED_KERNELS
+from harness.records.schema import Record
 from harness.report.claim_peers import (
     COUNTED,
-    DIVISION,
     EXACT,
     TIMED,
     Claim,
     ClaimRun,
-    by_setting,
     compare_claim,
     ddp_of,
     ok_runs,
@@ -22,7 +20,9 @@ from harness.report.claim_peers import (
     ratio,
 )
 from harness.report.claims_model_parallel import pipeline, tensor_parallel
+from harness.report.comparability import PARTITION_COLUMNS, group_by
 from harness.report.document import Paragraph, Section, Table, section
+from harness.report.frame import STATE_COLUMNS, column_values
 from harness.report.view import View
 
 _STATE = ("parameters", "gradients", "optimizer")
@@ -39,8 +39,8 @@ def claims(records: Sequence[Record], labels: Sequence[str] | None = None) -> li
     """Of every row that is ok, what applies to it and has its peer among the records, by the rows' labels."""
     kinds = (_state, _volume, _kept_activations, _recomputation, tensor_parallel, pipeline)
     runs = ok_runs(records, labels)
-    alike = by_setting(runs)
-    return [claim for run in runs for kind in kinds for claim in kind(run, alike[run.setting])]
+    by_setting = group_by(runs, lambda run: run.setting)
+    return [claim for run in runs for kind in kinds for claim in kind(run, by_setting[run.setting])]
 
 
 def _only_data_parallel(run: ClaimRun) -> bool:
@@ -71,7 +71,7 @@ def _state(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
 
 
 def _state_bytes(run: ClaimRun) -> float | None:
-    parts = [run.number(name) for name in frame.MODEL_STATE]
+    parts = [run.number(name) for name in STATE_COLUMNS]
     return None if None in parts else sum(part or 0 for part in parts)
 
 
@@ -79,7 +79,7 @@ def _widths(run: ClaimRun, accounting: dict[str, int], stage: int, shards: int) 
     """What a run holds otherwise than the accounting has it, a phrase each with the cause where it is known."""
     fsdp, deepspeed = run.degrees.get("data_parallel") == "fsdp", run.zero_by_deepspeed
     mixed, offloaded = run.row.get("precision") != "fp32", run.row.get("offload") not in (None, "none")
-    for kind, column in zip(_STATE, frame.MODEL_STATE, strict=True):
+    for kind, column in zip(_STATE, STATE_COLUMNS, strict=True):
         held, parameters = run.number(column), run.number("parameters")
         parts = shards if stage >= _FIRST_STAGE[kind] else 1
         size = held * parts / parameters if held and parameters else accounting[kind]
@@ -161,7 +161,7 @@ def _kept_activations(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim
 def _unchecked(run: ClaimRun, runs: Sequence[ClaimRun]) -> ClaimRun | None:
     """For a run with full checkpointing the same without."""
     full = run.row.get("checkpointing") == "full"
-    return peer(run, runs, DIVISION, checkpointing="none") if full else None
+    return peer(run, runs, PARTITION_COLUMNS, checkpointing="none") if full else None
 
 
 def _recomputation(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
@@ -193,7 +193,7 @@ def _recomputation(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
 
 def literature(view: View) -> list[Section]:
     """A row a claim."""
-    found = claims(view.lines, frame.values(view.line_medians, "label"))
+    found = claims(view.lines, column_values(view.line_medians, "label"))
     if not found:
         return []
     header = ["run", "claim", "source", "the paper's figure", "verdict", "at this layout", "measured"]

@@ -10,10 +10,11 @@ from rich.text import Text
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.records.schema import Record, Row
-from harness.report import frame
+from harness.report.frame import column_values, records_frame
 from harness.report.labels import flattened
 from harness.report.spread import is_unsettled, merge_repeats, spread
 from harness.report.tables import Column, fit_width, rich_table
+from harness.report.text import ONE, byte_unit, bytes_text, format_deviations, format_numbers, format_ratios
 from harness.util.text import sanitize
 
 _MARK = "~"
@@ -159,8 +160,8 @@ def _what_ran(line: Record, aside: set[str]) -> str:
 
 
 def _print_pairs(found: Sequence[Pair], out: Console) -> None:
-    labels = frame.values(
-        frame.records_frame([line for line in (first or second for first, second in found) if line]), "label"
+    labels = column_values(
+        records_frame([line for line in (first or second for first, second in found) if line]), "label"
     )
     together = [(label, one["row"], two["row"]) for label, (one, two) in zip(labels, found, strict=True) if one and two]
     if together:
@@ -185,16 +186,16 @@ def _columns(names: Sequence[str], rows: Rows) -> list[Column]:
     ends = [(_end(first), _end(second)) for first, second in rows]
     marks = [_MARK if _is_unsettled(first, second) else "" for first, second in rows]
     speed, peak, sent = "tokens_per_second", "peak_allocated_bytes", "communication_bytes"
-    speeds = frame.ratios([_ratio(speed, first, second) for first, second in rows])
+    speeds = format_ratios([_ratio(speed, first, second) for first, second in rows])
     columns = [
         Column(("run", ""), [sanitize(name) for name in names], number=False),
         Column(("status", ""), [one if one == other else f"{one} → {other}" for one, other in ends], number=False),
         *_both(speed, "tok/s", rows, drop=7),
         Column(("×", "tok/s"), [ratio + mark for ratio, mark in zip(speeds, marks, strict=True)]),
         *_both(peak, "peak", rows, drop=5),
-        Column(("×", "peak"), frame.ratios([_ratio(peak, first, second) for first, second in rows]), drop=10),
+        Column(("×", "peak"), format_ratios([_ratio(peak, first, second) for first, second in rows]), drop=10),
         *_both(sent, "comm.", rows, drop=1),
-        Column(("×", "comm."), frame.ratios([_ratio(sent, first, second) for first, second in rows]), drop=9),
+        Column(("×", "comm."), format_ratios([_ratio(sent, first, second) for first, second in rows]), drop=9),
         Column(("loss dev.", "A → B"), _deviations("loss_deviation", rows), drop=3),
         Column(("grad dev.", "A → B"), _deviations("grad_deviation", rows), drop=4),
     ]
@@ -204,8 +205,8 @@ def _columns(names: Sequence[str], rows: Rows) -> list[Column]:
 def _both(key: str, name: str, rows: Rows, drop: int) -> list[Column]:
     """A's and B's values in one unit; A's go first where width is short."""
     numbers = [row.get(key) for side in zip(*rows, strict=True) for row in side]
-    unit = frame.byte_unit(numbers) if key.endswith("_bytes") else frame.ONE
-    texts, header = frame.scaled(numbers, unit), f"{name} {unit.name}".strip()
+    unit = byte_unit(numbers) if key.endswith("_bytes") else ONE
+    texts, header = format_numbers(numbers, unit), f"{name} {unit.name}".strip()
     return [
         Column((header, "A"), texts[: len(rows)], drop=drop),
         Column((header, "B"), texts[len(rows) :], drop=drop + 1),
@@ -225,7 +226,7 @@ def _is_unsettled(first: Row, second: Row) -> bool:
 
 
 def _deviations(key: str, rows: Rows) -> list[str]:
-    texts = [frame.deviations([first.get(key), second.get(key)]) for first, second in rows]
+    texts = [format_deviations([first.get(key), second.get(key)]) for first, second in rows]
     return [one if one == other else f"{one or '-'} → {other or '-'}" for one, other in texts]
 
 
@@ -255,7 +256,7 @@ def other_changes(first: Row, second: Row) -> list[str]:
     for key in sorted((first.keys() & second.keys()) - _SHOWN):
         one, other = first[key], second[key]
         if key.endswith(_EXACT) and None not in (one, other) and abs(other - one) > EXACT * abs(one):
-            text = frame.bytes_text if key.endswith("_bytes") else "{:,.0f}".format
+            text = bytes_text if key.endswith("_bytes") else "{:,.0f}".format
             found.append(f"{key} {text(one)} → {text(other)}")
     return found
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.report import frame
+from harness.report.frame import column_values
 
 
 class Best(str):
@@ -71,5 +71,5 @@ def section(title: str, *parts: Part | None, inner: Sequence[Section] = ()) -> l
 
 def labelled(table: pd.DataFrame, columns: dict[str, list[str]], names: int = 1) -> Table:
     """A table with a row a run and the columns given; runs of which all of them are empty are left out."""
-    rows = [cells for cells in zip(frame.values(table, "label"), *columns.values(), strict=True) if any(cells[1:])]
+    rows = [cells for cells in zip(column_values(table, "label"), *columns.values(), strict=True) if any(cells[1:])]
     return Table(["run", *columns], rows, names)

@@ -1,14 +1,14 @@
-"""Records as one pandas frame: typed columns, what they are measured against, and numbers as text in one unit."""
+"""Records as one pandas frame: typed columns, a label for every row, and ratios to the row it is measured against."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from harness.config.byte_size import BINARY
+from harness.records.columns import COLUMN_TYPES
 from harness.records.provenance import version_differences, versions
-from harness.records.schema import COLUMN_TYPES, Record, Row
+from harness.records.schema import Record, Row
+from harness.report.comparability import comparability_key, group_by
 from harness.report.labels import (
     DEFAULTS,
     SAID_BY_STRATEGY,
@@ -20,102 +20,97 @@ from harness.report.labels import (
 )
 from harness.report.spread import is_unsettled, spread
 
-# Runs are comparable, and a ratio between them means something, where all of these are equal.
-_SETTING = ("model", "parameters", "precision", "global_batch", "seq_len", "measured_on", "launch")
+STATE_COLUMNS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
-MODEL_STATE = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+MEMORY_COLUMNS = (*STATE_COLUMNS, "activation_bytes", "peak_allocated_bytes")
 
-MEMORY = (*MODEL_STATE, "activation_bytes", "peak_allocated_bytes")
-
-RATIOS = ("peak_allocated_bytes", "tokens_per_second", "communication_bytes")
+RATIO_COLUMNS = ("peak_allocated_bytes", "tokens_per_second", "communication_bytes")
 
 _DTYPES: dict[type | None, Any] = {str: object, bool: "boolean", int: "Int64", float: "Float64", None: object}
 
 
-@dataclass(frozen=True)
-class Unit:
-    name: str
-    size: float  # in the column's own unit
-
-
 def records_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a record, in the given order: its columns, unknown values NA, and what follows from them.
+    """Return a frame with one row per record, in the given order; unknown values are NA.
 
-    Added are `state_bytes`, `stale` (what differs in versions), `otherwise` (what of the configuration differs in rows
-    that no column tells apart), `label` (what tells the row apart), `baseline` (the label of the row it is measured
-    against), `<column>_ratio` to that row, and `unsettled`: whether the ratio of speed is within the spread. Repeated
-    runs are a row each; frame(merged(records)) has a row for all repeats.
+    These columns are added to those of the records:
+
+    - `state_bytes`: parameters, gradients and optimizer state together;
+    - `stale`: what differs between the record's versions and the installed ones;
+    - `otherwise`: what the configuration says of rows that no column tells apart;
+    - `label`: the name of the row, which no other row has;
+    - `baseline`: the label of the row that it is measured against;
+    - `<column>_ratio`: its value over the baseline's;
+    - `unsettled`: whether the ratio of speed lies within the spread.
+
+    Repeated runs are a row each: `records_frame(merge_repeats(records))` has one row for all repeats.
     """
     rows: list[Row] = [record["row"] for record in records]
     names = dict.fromkeys((*COLUMN_TYPES, *(name for row in rows for name in row)))
     columns = {name: pd.array([row.get(name) for row in rows], dtype=_DTYPES[COLUMN_TYPES.get(name)]) for name in names}
     table = pd.DataFrame(columns)
-    now = versions()
-    table["stale"] = ["; ".join(version_differences(record, now)) or None for record in records]
-    table["state_bytes"] = table[list(MODEL_STATE)].astype("Float64").sum(axis=1, skipna=False).astype("Int64")
+    installed = versions()
+    table["stale"] = ["; ".join(version_differences(record, installed)) or None for record in records]
+    table["state_bytes"] = table[list(STATE_COLUMNS)].astype("Float64").sum(axis=1, skipna=False).astype("Int64")
     varying = varying_columns(table)
     table["otherwise"] = other_differences(records, varying)
     line_labels = labels(rows, varying, table["otherwise"].tolist())
     baselines = _baselines(rows)
     table["label"] = line_labels
     table["baseline"] = [None if baseline is None else line_labels[baseline] for baseline in baselines]
-    for name in dict.fromkeys((*MEMORY, *RATIOS)):
-        table[f"{name}_ratio"] = pd.array(_ratios(values(table, name), baselines), dtype="Float64")
-    table["unsettled"] = _unsettled(rows, values(table, "tokens_per_second_ratio"), baselines)
+    for name in dict.fromkeys((*MEMORY_COLUMNS, *RATIO_COLUMNS)):
+        table[f"{name}_ratio"] = pd.array(_ratios(column_values(table, name), baselines), dtype="Float64")
+    table["unsettled"] = _unsettled(rows, column_values(table, "tokens_per_second_ratio"), baselines)
     return table
 
 
-def values(table: pd.DataFrame, name: str) -> list[Any]:
-    """A column as plain values, None where unknown; a column that no record has is unknown everywhere."""
+def column_values(table: pd.DataFrame, name: str) -> list[Any]:
+    """Return a column as plain values, None where unknown. A column that no record has is unknown everywhere."""
     if name not in table:
         return [None] * len(table)
     return [None if value is None or pd.isna(value) else value for value in table[name].tolist()]
 
 
-def known(table: pd.DataFrame, name: str) -> list[Any]:
-    """The different values of a column, in order, without the unknown."""
-    return list(dict.fromkeys(value for value in values(table, name) if value is not None))
+def distinct_values(table: pd.DataFrame, name: str) -> list[Any]:
+    """Return the different known values of a column, in the order of their first rows."""
+    return list(dict.fromkeys(value for value in column_values(table, name) if value is not None))
 
 
 def varying_columns(table: pd.DataFrame) -> list[str]:
-    alike = table.groupby(["strategy", "world_size"])
+    """Return the columns that differ between rows, without those that strategy and world size already determine."""
+    by_strategy = table.groupby(["strategy", "world_size"])
     return [
         name
         for name in VARYING
-        if (alike[name].nunique().gt(1).any() if name in SAID_BY_STRATEGY else len(known(table, name)) > 1)
+        if (
+            by_strategy[name].nunique().gt(1).any()
+            if name in SAID_BY_STRATEGY
+            else len(distinct_values(table, name)) > 1
+        )
     ]
 
 
-def comparability_key(row: Row) -> tuple[Any, ...]:
-    """Equal for rows whose figures mean the same."""
-    return tuple(row.get(key) for key in _SETTING)
-
-
 def _baselines(rows: Sequence[Row]) -> list[int | None]:
-    """Of each row that is ok the position of the one it is measured against, None for the others."""
-    settings: dict[tuple[Any, ...], list[int]] = {}
-    for position, row in enumerate(rows):
-        if row["status"] == "ok":
-            settings.setdefault(comparability_key(row), []).append(position)
-    found: list[int | None] = [None] * len(rows)
-    for peers in settings.values():
+    """Return for each row that is ok the position of the row it is measured against, and None for the others."""
+    ok = [position for position, row in enumerate(rows) if row["status"] == "ok"]
+    baselines: list[int | None] = [None] * len(rows)
+    for peers in group_by(ok, lambda position: comparability_key(rows[position])).values():
         by_world = {world: _baseline(world, peers, rows) for world in {rows[peer].get("world_size") for peer in peers}}
         for peer in peers:
-            found[peer] = by_world[rows[peer].get("world_size")]
-    return found
+            baselines[peer] = by_world[rows[peer].get("world_size")]
+    return baselines
 
 
 def _baseline(world: int | None, peers: Sequence[int], rows: Sequence[Row]) -> int:
-    """Of the peers the one to measure a world against: ddp on as many ranks, else single, else the first.
+    """Return the peer to measure a world size against: `ddp` on as many ranks, else `single`, else the first.
 
-    A single process is held against the only ddp there is. Of several the first without checkpointing, and with what
-    is optional as it usually is.
+    A single process is measured against the only `ddp` there is. Among several candidates the one without
+    checkpointing and with the fewest options that are not their defaults wins.
     """
     ddp = [peer for peer in peers if rows[peer].get("strategy") == "ddp"]
     same_world = [peer for peer in peers if rows[peer].get("world_size") == world]
-    lone = world == 1 and len({rows[peer].get("world_size") for peer in ddp}) == 1
+    only_ddp = world == 1 and len({rows[peer].get("world_size") for peer in ddp}) == 1
     single = [peer for peer in peers if rows[peer].get("strategy") == "single"]
-    candidates = (ddp if lone else [peer for peer in ddp if rows[peer].get("world_size") == world]) or single
+    candidates = (ddp if only_ddp else [peer for peer in ddp if rows[peer].get("world_size") == world]) or single
 
     def variations(peer: int) -> tuple[bool, int]:
         return rows[peer].get("checkpointing") not in (None, "none"), len(non_default(rows[peer]))
@@ -124,7 +119,7 @@ def _baseline(world: int | None, peers: Sequence[int], rows: Sequence[Row]) -> i
 
 
 def _ratios(column: Sequence[Any], baselines: Sequence[int | None]) -> list[float | None]:
-    """Each row's value over its baseline's, None where either is unknown or there is nothing to divide by."""
+    """Return each row's value over its baseline's, None where either is unknown or the baseline's is 0."""
     ratios: list[float | None] = []
     for value, baseline in zip(column, baselines, strict=True):
         base = None if baseline is None else column[baseline]
@@ -133,7 +128,7 @@ def _ratios(column: Sequence[Any], baselines: Sequence[int | None]) -> list[floa
 
 
 def _unsettled(rows: Sequence[Row], ratios: Sequence[float | None], baselines: Sequence[int | None]) -> list[bool]:
-    """A baseline beside itself is settled."""
+    """Return for each row whether its ratio of speed is unsettled; a baseline against itself is settled."""
     return [
         baseline not in (None, position) and is_unsettled(ratio, spread(row), spread(rows[baseline]))
         for position, (row, ratio, baseline) in enumerate(zip(rows, ratios, baselines, strict=True))
@@ -141,123 +136,51 @@ def _unsettled(rows: Sequence[Row], ratios: Sequence[float | None], baselines: S
 
 
 def baseline_names(table: pd.DataFrame) -> str:
-    """What the ratios are to, for a title; empty where no row has another to be held against."""
-    baselines = values(table, "baseline")
-    pairs = zip(values(table, "label"), baselines, strict=True)
-    return ", ".join(known(table, "baseline")) if any(base not in (None, label) for label, base in pairs) else ""
+    """Return what the ratios are over, for a title; empty where no row is measured against another one."""
+    baselines = column_values(table, "baseline")
+    pairs = zip(column_values(table, "label"), baselines, strict=True)
+    has_other = any(base not in (None, label) for label, base in pairs)
+    return ", ".join(distinct_values(table, "baseline")) if has_other else ""
 
 
-def attention_kernels(table: pd.DataFrame) -> dict[str, list[str]]:
-    """The labels of rows by their attention kernel, where there are several: then more differs than the strategies."""
-    found = labels_by(table, "attention_kernel") if "attention_kernel" in table else {}
-    return found if len(found) > 1 else {}
+def labels_by_kernel(table: pd.DataFrame) -> dict[str, list[str]]:
+    """Return the labels of rows by their attention kernel; empty if all have one, as rows should."""
+    groups = labels_by(table, "attention_kernel") if "attention_kernel" in table else {}
+    return groups if len(groups) > 1 else {}
 
 
-def stale_rows(table: pd.DataFrame) -> dict[str, list[str]]:
-    """The labels of stale rows by what differs in their versions."""
+def labels_by_staleness(table: pd.DataFrame) -> dict[str, list[str]]:
+    """Return the labels of stale rows by what differs in their versions."""
     return labels_by(table, "stale")
 
 
 def labels_by(table: pd.DataFrame, name: str) -> dict[str, list[str]]:
-    """The labels of the rows by what a column of words says of them; rows of which it says nothing are left out."""
-    found: dict[str, list[str]] = {}
-    for label, what in zip(values(table, "label"), values(table, name), strict=True):
-        if what:
-            found.setdefault(what, []).append(label)
-    return found
+    """Return the labels of rows by the value of a text column, without the rows where it is empty or unknown."""
+    groups: dict[str, list[str]] = {}
+    for label, value in zip(column_values(table, "label"), column_values(table, name), strict=True):
+        if value:
+            groups.setdefault(value, []).append(label)
+    return groups
 
 
-def byte_unit(numbers: Sequence[float | None]) -> Unit:
-    """The unit for a whole table of bytes: the largest of them is 1 or more of it."""
-    largest = max((abs(number) for number in numbers if number is not None), default=0)
-    for name, size in BINARY.items():
-        if largest >= size:
-            return Unit(name, size)
-    return Unit("B", 1)
-
-
-def operation_unit(numbers: Sequence[float | None]) -> Unit:
-    """The unit for a whole column of operations: the largest of them is 1 or more of it."""
-    largest = max((number for number in numbers if number is not None), default=0)
-    sizes = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9))
-    return next((Unit(name, size) for name, size in sizes if largest >= size), Unit("MFLOP", 1e6))
-
-
-MILLISECONDS = Unit("ms", 1e-3)  # of seconds
-
-ONE = Unit("", 1)
-
-
-def bytes_text(size: float) -> str:
-    """One size with the unit that suits it."""
-    unit = byte_unit([size])
-    return f"{scaled([size], unit)[0]} {unit.name}"
-
-
-def scaled(numbers: Sequence[float | None], unit: Unit) -> list[str]:
-    """A column of numbers with as many decimals as its largest needs for three figures; unknown empty.
-
-    What is not zero never reads as zero.
-    """
-    largest = max((abs(number) for number in numbers if number is not None), default=0) / unit.size
-    decimals = 0 if largest >= 1000 or unit.name == "B" else 1 if largest >= 100 else 2
-    return [_number(number, unit.size, decimals) for number in numbers]
-
-
-def ratios(numbers: Sequence[float | None]) -> list[str]:
-    return [_number(number, 1, 2) for number in numbers]
-
-
-def fractions(numbers: Sequence[float | None]) -> list[str]:
-    """Such as a bubble of 1/64, with three decimals."""
-    return [_number(number, 1, 3) for number in numbers]
-
-
-def percents(numbers: Sequence[float | None]) -> list[str]:
-    return [_number(number, 0.01, 1) for number in numbers]
-
-
-def _number(number: float | None, size: float, decimals: int) -> str:
-    if number is None:
-        return ""
-    smallest = 10.0**-decimals
-    if 0 < number / size < smallest / 2:
-        return f"<{smallest:.{decimals}f}"
-    return f"{number / size:,.{decimals}f}"
-
-
-def counted(number: int, noun: str) -> str:
-    """1 line, 2 lines."""
-    return f"{number} {noun}{'s' if number != 1 else ''}"
-
-
-def deviations(numbers: Sequence[float | None]) -> list[str]:
-    """Relative differences as 1.2e-7."""
-    return ["" if number is None else _deviation(number) for number in numbers]
-
-
-def _deviation(number: float) -> str:
-    if number == 0:
-        return "0"
-    mantissa, exponent = f"{number:.1e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
-
-
-def summary(table: pd.DataFrame) -> list[str]:
-    """What all rows share, a phrase each; what varies is left to the columns."""
-    shared = {name: known(table, name) for name in (*VARYING, "parameters", "checkpointing")}
-    one = {name: found[0] for name, found in shared.items() if len(found) == 1}
+def shared_settings(table: pd.DataFrame) -> list[str]:
+    """Return a phrase for each setting that all rows share; settings that vary are left to the columns."""
+    distinct = {name: distinct_values(table, name) for name in (*VARYING, "parameters", "checkpointing")}
+    shared = {name: values[0] for name, values in distinct.items() if len(values) == 1}
     phrases: list[str] = []
-    if "model" in one:
-        phrases.append(one["model"] + (f" ({one['parameters']:,} parameters)" if "parameters" in one else ""))
-    phrases += [one["precision"]] if "precision" in one else []
-    phrases += [f"checkpointing {one['checkpointing']}"] if "checkpointing" in one else []
-    phrases += [f"world size {one['world_size']}"] if "world_size" in one else []
-    if "global_batch" in one and "seq_len" in one:
-        tokens = one["global_batch"] * one["seq_len"]
-        phrases.append(f"{one['global_batch']} × {one['seq_len']} = {tokens:,} tokens a step")
-    phrases += [f"micro-batch {one['micro_batch']}"] if "micro_batch" in one else []
-    phrases += [f"on {one['measured_on']}"] if "measured_on" in one else []
-    phrases += [f"{one['launch']} launch"] if "launch" in one else []
-    phrases += [value_text(name, one[name]) for name, usual in DEFAULTS.items() if one.get(name, usual) != usual]
+    if "model" in shared:
+        size = f" ({shared['parameters']:,} parameters)" if "parameters" in shared else ""
+        phrases.append(shared["model"] + size)
+    phrases += [shared["precision"]] if "precision" in shared else []
+    phrases += [f"checkpointing {shared['checkpointing']}"] if "checkpointing" in shared else []
+    phrases += [f"world size {shared['world_size']}"] if "world_size" in shared else []
+    if "global_batch" in shared and "seq_len" in shared:
+        tokens = shared["global_batch"] * shared["seq_len"]
+        phrases.append(f"{shared['global_batch']} × {shared['seq_len']} = {tokens:,} tokens a step")
+    phrases += [f"micro-batch {shared['micro_batch']}"] if "micro_batch" in shared else []
+    phrases += [f"on {shared['measured_on']}"] if "measured_on" in shared else []
+    phrases += [f"{shared['launch']} launch"] if "launch" in shared else []
+    phrases += [
+        value_text(name, shared[name]) for name, default in DEFAULTS.items() if shared.get(name, default) != default
+    ]
     return phrases

@@ -16,8 +16,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from harness.report import frame
 from harness.report.document import Best, BulletList, Chart, Paragraph, Section, Table
+from harness.report.frame import column_values, distinct_values
+from harness.report.text import MILLISECONDS, ONE, Unit, byte_unit, format_deviations, format_numbers
 from harness.report.view import View
 from harness.util.text import sanitize
 
@@ -71,16 +72,18 @@ def build_explorer(view: View) -> ExplorerData | None:
     columns: dict[str, list[float | None]] = {}
     shown: dict[str, list[str]] = {}
     for name, title, unit in _numbers(table) if len(table) else ():
-        found = frame.values(table, name)
+        found = column_values(table, name)
         if sum(value is not None for value in found) > 1:
             numbers[name] = f"{title}, {unit.name}" if unit.name else title
             columns[name] = [None if value is None else value / unit.size for value in found]
-            shown[name] = frame.deviations(found) if name.endswith("_deviation") else frame.scaled(found, unit)
+            shown[name] = format_deviations(found) if name.endswith("_deviation") else format_numbers(found, unit)
     if len(numbers) < 2:
         return None
-    words = {name: title for name, title in _WORDS.items() if name == "strategy" or len(frame.known(table, name)) > 1}
-    labels, strategies = frame.values(table, "label"), [value or "" for value in frame.values(table, "strategy")]
-    texts = {name: [sanitize(value or "") for value in frame.values(table, name)] for name in words}
+    words = {
+        name: title for name, title in _WORDS.items() if name == "strategy" or len(distinct_values(table, name)) > 1
+    }
+    labels, strategies = column_values(table, "label"), [value or "" for value in column_values(table, "strategy")]
+    texts = {name: [sanitize(value or "") for value in column_values(table, name)] for name in words}
     rows: list[dict[str, str | float | None]] = []
     for i, label in enumerate(labels):
         said = {name: values[i] for name, values in texts.items()}
@@ -92,21 +95,21 @@ def build_explorer(view: View) -> ExplorerData | None:
     return ExplorerData(rows, words, numbers, grid)
 
 
-def _numbers(table: Any) -> Iterator[tuple[str, str, frame.Unit]]:
+def _numbers(table: Any) -> Iterator[tuple[str, str, Unit]]:
     """Every number that can be an axis: its column, title and the unit of it that reads well."""
-    memory = frame.byte_unit([value for name in _MEMORY for value in frame.values(table, name)])
-    sent = frame.byte_unit(frame.values(table, "communication_bytes"))
-    yield "tokens_per_second", "tokens a second", frame.ONE
+    memory = byte_unit([value for name in _MEMORY for value in column_values(table, name)])
+    sent = byte_unit(column_values(table, "communication_bytes"))
+    yield "tokens_per_second", "tokens a second", ONE
     yield "peak_allocated_bytes", "peak memory", memory  # the second is what is drawn across at first
-    yield "tokens_per_second_per_device", "tokens a second and device", frame.ONE
-    yield "step_seconds", "step time", frame.MILLISECONDS
-    yield "mfu", "MFU", frame.Unit("%", 0.01)
-    yield "bubble", "bubble", frame.ONE
+    yield "tokens_per_second_per_device", "tokens a second and device", ONE
+    yield "step_seconds", "step time", MILLISECONDS
+    yield "mfu", "MFU", Unit("%", 0.01)
+    yield "bubble", "bubble", ONE
     yield from ((name, title, memory) for name, title in _MEMORY.items() if name != "peak_allocated_bytes")
     yield "communication_bytes", "sent by one rank in one step", sent
-    yield "loss_deviation", "largest difference of a loss", frame.ONE
-    yield "grad_deviation", "largest difference of a gradient", frame.ONE
-    yield from ((name, title, frame.ONE) for name, title in _COUNTS.items() if len(frame.known(table, name)) > 1)
+    yield "loss_deviation", "largest difference of a loss", ONE
+    yield "grad_deviation", "largest difference of a gradient", ONE
+    yield from ((name, title, ONE) for name, title in _COUNTS.items() if len(distinct_values(table, name)) > 1)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ from typing import Any
 import pandas as pd
 
 from harness.records.schema import Record
-from harness.report import frame
 from harness.report.best import best
 from harness.report.charts import speed, tradeoffs
 from harness.report.document import Best, Paragraph, Section, Table, section
+from harness.report.frame import baseline_names, column_values, distinct_values, shared_settings, varying_columns
 from harness.report.labels import VARYING, value_text
 from harness.report.spread import HOW_TO_READ
 from harness.report.tables import comparison_columns
+from harness.report.text import ONE, byte_unit, format_numbers, pluralize
 from harness.report.view import View
 
 # What a pivot shows of a line that is ok, and in which unit.
@@ -24,11 +25,11 @@ def introduction(view: View) -> Paragraph:
     """How many runs there are, how they ended, what they share, and what made them."""
     table, records = view.line_medians, view.records
     ends = Counter(record["row"]["status"] for record in records)
-    text = f"{frame.counted(len(records), 'run')} ({', '.join(f'{count} {end}' for end, count in ends.items())})"
-    text += f" of {frame.counted(len(view.lines), 'line')}" if len(view.lines) < len(records) else ""
-    shared = "; ".join(frame.summary(table))
+    text = f"{pluralize(len(records), 'run')} ({', '.join(f'{count} {end}' for end, count in ends.items())})"
+    text += f" of {pluralize(len(view.lines), 'line')}" if len(view.lines) < len(records) else ""
+    shared = "; ".join(shared_settings(table))
     text += f", all of them: {shared}." if shared else "."
-    varied = ", ".join(VARYING[name] for name in frame.varying_columns(table))
+    varied = ", ".join(VARYING[name] for name in varying_columns(table))
     text += f" What varies beside the strategy: {varied}." if varied else ""
     made_by = [f"{key} {', '.join(found)}" for key, found in made_by_versions(records).items()]
     text += f" Made by {', '.join(made_by)}." if made_by else ""
@@ -56,8 +57,8 @@ def comparison(view: View) -> list[Section]:
         [Best(cell) if position in marked.get(column.key, ()) else cell for position, cell in enumerate(column.cells)]
         for column in columns
     ]
-    baseline = frame.baseline_names(table)
-    caption = "; ".join(frame.summary(table))
+    baseline = baseline_names(table)
+    caption = "; ".join(shared_settings(table))
     words = (
         (f"× is the value over that of {baseline}. " if baseline else "")
         + "Memory is the maximum over ranks; state is parameters, gradients and optimizer, on the device and the host;"
@@ -69,21 +70,21 @@ def comparison(view: View) -> list[Section]:
         )
         + (
             " The bubble is the idle time of all stages over their working time."
-            if frame.known(table, "bubble")
+            if distinct_values(table, "bubble")
             else ""
         )
-        + (f" {HOW_TO_READ}" if baseline or frame.known(table, "between_runs") else "")
+        + (f" {HOW_TO_READ}" if baseline or distinct_values(table, "between_runs") else "")
         + (
             " Of a line with several runs the tables further down have the one whose speed is in the middle; of the"
             " proof, of failures and disturbances they have every run."
-            if any(count > 1 for count in frame.values(table, "runs"))
+            if any(count > 1 for count in column_values(table, "runs"))
             else ""
         )
-        + (" ‡ marks runs that something disturbed, listed below." if any(frame.values(table, "disturbed")) else "")
-        + (" † marks rows made by other versions, listed below." if frame.known(table, "stale") else "")
+        + (" ‡ marks runs that something disturbed, listed below." if any(column_values(table, "disturbed")) else "")
+        + (" † marks rows made by other versions, listed below." if distinct_values(table, "stale") else "")
     )
     names = sum(not column.number for column in columns)
-    strategies = [str(strategy or "") for strategy in frame.values(table, "strategy")]
+    strategies = [str(strategy or "") for strategy in column_values(table, "strategy")]
     rows = list(zip(*cells, strict=True))
     return section(
         "Comparison",
@@ -102,26 +103,26 @@ def pivots(view: View, column: str | None = None) -> list[Section]:
         found += _pivot(table, column)
     if (
         column != "checkpointing"
-        and len(frame.known(table, "strategy")) > 1
-        and len(frame.known(table, "checkpointing")) > 1
+        and len(distinct_values(table, "strategy")) > 1
+        and len(distinct_values(table, "checkpointing")) > 1
     ):
-        names = frame.values(table, "strategy")
-        pairs = list(zip(names, frame.values(table, "checkpointing"), strict=True))
+        names = column_values(table, "strategy")
+        pairs = list(zip(names, column_values(table, "checkpointing"), strict=True))
         if len(set(pairs)) == len(pairs):
-            found += section("Strategy × checkpointing", *_grids(table, names, frame.values(table, "checkpointing")))
+            found += section("Strategy × checkpointing", *_grids(table, names, column_values(table, "checkpointing")))
     return found
 
 
 def _pivot(table: pd.DataFrame, column: str) -> list[Section]:
     """A row for what tells lines apart beside the column, and a column for each of its values."""
-    other = [name for name in (*frame.varying_columns(table), "checkpointing") if name != column]
-    other = [name for name in other if len(frame.known(table, name)) > 1]
+    other = [name for name in (*varying_columns(table), "checkpointing") if name != column]
+    other = [name for name in other if len(distinct_values(table, name)) > 1]
     names = []
     for line in table.to_dict("records"):
         parts = [str(line["strategy"])] if column != "strategy" else []
         parts += [_said(name, line[name]) for name in other if line[name] is not None and not pd.isna(line[name])]
         names.append(" ".join(parts) or "all")
-    return section(f"By {VARYING.get(column, column)}", *_grids(table, names, frame.values(table, column)))
+    return section(f"By {VARYING.get(column, column)}", *_grids(table, names, column_values(table, column)))
 
 
 def _said(name: str, value: Any) -> str:
@@ -132,12 +133,12 @@ def _grids(table: pd.DataFrame, names: Sequence[str], values: Sequence[Any]) -> 
     """A grid a figure; a line that is not ok shows how it ended, several lines of one cell stand side by side."""
     heads = list(dict.fromkeys(values))
     heads.sort(key=lambda value: (value is None, value if isinstance(value, (int, float)) else 0))
-    places = list(zip(names, values, frame.values(table, "status"), strict=True))
+    places = list(zip(names, values, column_values(table, "status"), strict=True))
     for key, title in _SHOWN.items():
-        numbers = frame.values(table, key)
-        unit = frame.byte_unit(numbers) if key.endswith("_bytes") else frame.ONE
+        numbers = column_values(table, key)
+        unit = byte_unit(numbers) if key.endswith("_bytes") else ONE
         cells: dict[tuple[str, Any], list[str]] = {}
-        for (name, value, status), number in zip(places, frame.scaled(numbers, unit), strict=True):
+        for (name, value, status), number in zip(places, format_numbers(numbers, unit), strict=True):
             cells.setdefault((name, value), []).append(number if status == "ok" else status)
         if any(number is not None for number in numbers):
             rows = [

@@ -7,9 +7,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from harness.records.columns import column_type
 from harness.records.run_folder import ComparisonFolder
 from harness.records.runs_csv import columns_of
-from harness.records.schema import Row, column_type
+from harness.records.schema import Row
 from harness.util.files import atomic_write_bytes
 from harness.util.text import sanitize
 

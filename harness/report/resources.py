@@ -3,11 +3,22 @@
 from collections.abc import Sequence
 
 from harness.records.schema import Record
-from harness.report import frame
 from harness.report.charts import memory as memory_charts
 from harness.report.charts import speed as speed_charts
 from harness.report.document import BulletList, Paragraph, Section, Table, labelled, section
+from harness.report.frame import MEMORY_COLUMNS, baseline_names, column_values
 from harness.report.labels import PEAK_PARTS, STEP_PARTS
+from harness.report.text import (
+    MILLISECONDS,
+    ONE,
+    byte_unit,
+    bytes_text,
+    flop_unit,
+    format_fractions,
+    format_numbers,
+    format_percents,
+    format_ratios,
+)
 from harness.report.view import View
 
 _HOW_TO_READ = (
@@ -25,30 +36,32 @@ _HOW_TO_READ = (
 def pipeline_section(view: View) -> list[Section]:
     """A row a rank of every run that has a pipeline."""
     one, table = view.median_runs, view.median_runs.table
-    runs = zip(frame.values(table, "label"), frame.values(table, "bubble_formula"), one.records, strict=True)
+    runs = zip(column_values(table, "label"), column_values(table, "bubble_formula"), one.records, strict=True)
     found = [(label, formula, rank) for label, formula, record in runs for rank in record.get("pipeline") or []]
     if not found:
         return []
     labels, formulas, ranks = zip(*found, strict=True)
     held_bytes = [rank["activation_bytes"] for rank in ranks]
-    memory = frame.byte_unit(held_bytes)
+    memory = byte_unit(held_bytes)
     columns = {
         "run": list(labels),
         "rank": [str(rank["rank"]) for rank in ranks],
         "stages": [", ".join(map(str, rank["stages"])) for rank in ranks],
         "layers": [", ".join(map(str, rank["layers"])) for rank in ranks],
-        "working ms": frame.scaled([rank["working_seconds"] for rank in ranks], frame.MILLISECONDS),
-        "idle ms": frame.scaled([rank["idle_seconds"] for rank in ranks], frame.MILLISECONDS),
-        "bubble": frame.fractions([rank["bubble"] for rank in ranks]),
-        "formula": frame.fractions(formulas),
+        "working ms": format_numbers([rank["working_seconds"] for rank in ranks], MILLISECONDS),
+        "idle ms": format_numbers([rank["idle_seconds"] for rank in ranks], MILLISECONDS),
+        "bubble": format_fractions([rank["bubble"] for rank in ranks]),
+        "formula": format_fractions(formulas),
         "passes in flight": [str(rank["in_flight"]) for rank in ranks],
-        f"activations {memory.name}": frame.scaled(held_bytes, memory),
+        f"activations {memory.name}": format_numbers(held_bytes, memory),
     }
     rows = list(zip(*columns.values(), strict=True))
     return section("Pipelines", Table(list(columns), rows), *map(Paragraph, _HOW_TO_READ))
 
 
-_MEMORY_HEADERS = dict(zip(frame.MEMORY, ("parameters", "gradients", "optimizer", "activations", "peak"), strict=True))
+_MEMORY_HEADERS = dict(
+    zip(MEMORY_COLUMNS, ("parameters", "gradients", "optimizer", "activations", "peak"), strict=True)
+)
 
 _ON_HOST = {"offloaded_bytes": "state on the host", "offloaded_activation_bytes": "activations on the host"}
 
@@ -77,18 +90,18 @@ _LARGEST = 3  # of a run's blocks that are told by what made them
 
 def memory(view: View) -> list[Section]:
     runs, table = view.median_runs, view.median_runs.table
-    on_host = {name: header for name, header in _ON_HOST.items() if any(frame.values(table, name))}
-    names = (*frame.MEMORY, *on_host, *_BESIDE)
-    unit = frame.byte_unit([value for name in names for value in frame.values(table, name)])
-    compared = frame.baseline_names(table)
+    on_host = {name: header for name, header in _ON_HOST.items() if any(column_values(table, name))}
+    names = (*MEMORY_COLUMNS, *on_host, *_BESIDE)
+    unit = byte_unit([value for name in names for value in column_values(table, name)])
+    compared = baseline_names(table)
     columns: dict[str, list[str]] = {}
     for name, header in _MEMORY_HEADERS.items():
-        columns[header] = frame.scaled(frame.values(table, name), unit)
+        columns[header] = format_numbers(column_values(table, name), unit)
         if compared:
-            columns[f"× {header}"] = frame.ratios(frame.values(table, f"{name}_ratio"))
-    columns["peak of the least rank"] = frame.scaled(_least_peaks(runs.records), unit)
+            columns[f"× {header}"] = format_ratios(column_values(table, f"{name}_ratio"))
+    columns["peak of the least rank"] = format_numbers(_least_peaks(runs.records), unit)
     for name, header in (on_host | _BESIDE).items():
-        columns[header] = frame.scaled(frame.values(table, name), unit)
+        columns[header] = format_numbers(column_values(table, name), unit)
     columns = {header: cells for header, cells in columns.items() if any(cells)}
     if not columns:
         return []
@@ -115,15 +128,15 @@ def peak(view: View) -> list[Section]:
     """What fills the peak of the fullest rank: a part a column, and the largest of what is neither state nor kept."""
     runs, table = view.median_runs, view.median_runs.table
     names = {f"at_peak_{part}_bytes": header for part, header in PEAK_PARTS.items()}
-    names = {name: header for name, header in names.items() if any(frame.values(table, name))}
+    names = {name: header for name, header in names.items() if any(column_values(table, name))}
     if not names:
         return []
-    unit = frame.byte_unit([value for name in (*names, "peak_allocated_bytes") for value in frame.values(table, name)])
-    columns = {header: frame.scaled(frame.values(table, name), unit) for name, header in names.items()}
-    columns["peak"] = frame.scaled(frame.values(table, "peak_allocated_bytes"), unit)
-    columns = {"in": [phase or "" for phase in frame.values(table, "peak_phase")], **columns}
+    unit = byte_unit([value for name in (*names, "peak_allocated_bytes") for value in column_values(table, name)])
+    columns = {header: format_numbers(column_values(table, name), unit) for name, header in names.items()}
+    columns["peak"] = format_numbers(column_values(table, "peak_allocated_bytes"), unit)
+    columns = {"in": [phase or "" for phase in column_values(table, "peak_phase")], **columns}
     largest = [
-        (label, _largest(record)) for label, record in zip(frame.values(table, "label"), runs.records, strict=True)
+        (label, _largest(record)) for label, record in zip(column_values(table, "label"), runs.records, strict=True)
     ]
     blocks = [
         Paragraph("The largest buffers and temporaries, by what they are or the operator that made them:"),
@@ -149,25 +162,23 @@ def _largest(record: Record) -> str:
     found = ((rank.get("profiled") or {}).get("at_peak") or {} for rank in ranks)
     parts = [part for at_peak in found for part in at_peak.get("parts", ()) if part["role"] in _DETAILED]
     largest = sorted(parts, key=lambda part: -part["bytes"])[:_LARGEST]
-    return ", ".join(f"{part['what']} {frame.bytes_text(part['bytes'])}" for part in largest)
+    return ", ".join(f"{part['what']} {bytes_text(part['bytes'])}" for part in largest)
 
 
 def time(view: View) -> list[Section]:
     """The parts of the median step, a column each; they add up to it."""
     table = view.median_runs.table
-    columns = {
-        header: frame.scaled(frame.values(table, name), frame.MILLISECONDS) for name, header in STEP_PARTS.items()
-    }
+    columns = {header: format_numbers(column_values(table, name), MILLISECONDS) for name, header in STEP_PARTS.items()}
     columns = {header: cells for header, cells in columns.items() if any(cell not in ("", "0.00") for cell in cells)}
     if not columns:
         return []
-    columns["step"] = frame.scaled(frame.values(table, "step_seconds"), frame.MILLISECONDS)
-    columns["p95"] = frame.scaled(frame.values(table, "step_seconds_p95"), frame.MILLISECONDS)
-    columns["spread %"] = frame.percents(frame.values(table, "step_seconds_spread"))
-    hidden = frame.values(table, "overlapped_communication_seconds")
-    columns["overlapped communication"] = frame.scaled(hidden, frame.MILLISECONDS)
-    columns["processor seconds"] = frame.scaled(frame.values(table, "cpu_seconds"), frame.ONE)
-    columns["J/token"] = frame.scaled(frame.values(table, "joules_per_token"), frame.ONE)
+    columns["step"] = format_numbers(column_values(table, "step_seconds"), MILLISECONDS)
+    columns["p95"] = format_numbers(column_values(table, "step_seconds_p95"), MILLISECONDS)
+    columns["spread %"] = format_percents(column_values(table, "step_seconds_spread"))
+    hidden = column_values(table, "overlapped_communication_seconds")
+    columns["overlapped communication"] = format_numbers(hidden, MILLISECONDS)
+    columns["processor seconds"] = format_numbers(column_values(table, "cpu_seconds"), ONE)
+    columns["J/token"] = format_numbers(column_values(table, "joules_per_token"), ONE)
     return section(
         "Where the time of a step goes (ms)",
         speed_charts.step(view),
@@ -185,19 +196,19 @@ def time(view: View) -> list[Section]:
 def operations(view: View) -> list[Section]:
     """Operations a step, what of them is the model's, and what share of the device's peak that is."""
     table = view.median_runs.table
-    wanted, ran = frame.values(table, "model_flops"), frame.values(table, "hardware_flops")
+    wanted, ran = column_values(table, "model_flops"), column_values(table, "hardware_flops")
     if not any(wanted):
         return []
     again = [b / a if a and b else None for a, b in zip(wanted, ran, strict=True)]
-    rates = frame.values(table, "model_flops_per_second_per_device")
-    unit, rate = frame.operation_unit([*wanted, *ran]), frame.operation_unit(rates)
+    rates = column_values(table, "model_flops_per_second_per_device")
+    unit, rate = flop_unit([*wanted, *ran]), flop_unit(rates)
     columns = {
-        f"model {unit.name} a step": frame.scaled(wanted, unit),
-        f"ran {unit.name} a step": frame.scaled(ran, unit),
-        "ran / model": frame.ratios(again),
-        f"model {rate.name}/s a device": frame.scaled(rates, rate),
-        "MFU %": frame.percents(frame.values(table, "mfu")),
-        "HFU %": frame.percents(frame.values(table, "hfu")),
+        f"model {unit.name} a step": format_numbers(wanted, unit),
+        f"ran {unit.name} a step": format_numbers(ran, unit),
+        "ran / model": format_ratios(again),
+        f"model {rate.name}/s a device": format_numbers(rates, rate),
+        "MFU %": format_percents(column_values(table, "mfu")),
+        "HFU %": format_percents(column_values(table, "hfu")),
     }
     return section(
         "Operations",

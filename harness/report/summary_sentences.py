@@ -3,10 +3,10 @@
 import statistics
 from collections.abc import Iterator
 
-from harness.report import frame
-from harness.report.charts.lines import lines
+from harness.report.charts.lines import chart_lines
 from harness.report.charts.series import by_parameters, by_world
-from harness.report.text import listed, percent
+from harness.report.comparability import comparability_key
+from harness.report.text import bytes_text, join_words, percent_text, pluralize
 from harness.report.view import View
 
 _MOST_LINES = 6  # that are told one by one
@@ -14,7 +14,7 @@ _MOST_LINES = 6  # that are told one by one
 
 def memory_wall_sentences(view: View) -> Iterator[str]:
     """The largest model that each strategy trained in the memory there was, where some ran out of it."""
-    found = by_parameters(lines(view))
+    found = by_parameters(chart_lines(view))
     points = [line for series in found for line in series.points]
     limits, worlds = ({line.row.get(name) for line in points} for name in ("memory_limit_bytes", "world_size"))
     limit = limits.pop() if len(limits) == 1 else None
@@ -24,8 +24,8 @@ def memory_wall_sentences(view: View) -> Iterator[str]:
     for series in found:
         largest = max((line.row["parameters"] for line in series.points if line.ok), default=0)
         by_size.setdefault(largest, []).append(series.name)
-    told = [f"{_millions(size)} {listed(names)}" for size, names in sorted(by_size.items(), reverse=True)]
-    yield f"The largest model that ran in {frame.bytes_text(limit)} a rank: {'; '.join(told)}."
+    told = [f"{_millions(size)} {join_words(names)}" for size, names in sorted(by_size.items(), reverse=True)]
+    yield f"The largest model that ran in {bytes_text(limit)} a rank: {'; '.join(told)}."
 
 
 def _millions(parameters: int) -> str:
@@ -34,16 +34,16 @@ def _millions(parameters: int) -> str:
 
 def scaling_sentences(view: View) -> Iterator[str]:
     """How the speed of each strategy grows with the world, the batch and all else being the same."""
-    found = [series for series in by_world(lines(view)) if series.points[0].row.get("checkpointing") in (None, "none")]
-    if (
-        len({frame.comparability_key(series.points[0].row) for series in found}) != 1
-    ):  # several, which sentences would mix
+    found = [
+        series for series in by_world(chart_lines(view)) if series.points[0].row.get("checkpointing") in (None, "none")
+    ]
+    if len({comparability_key(series.points[0].row) for series in found}) != 1:  # several, which sentences would mix
         return
     for series in found[:_MOST_LINES]:
         (small, slow), *_, (large, fast) = [(line.row["world_size"], line.speed or 0.0) for line in series.points]
         yield (
             f"{series.name} from {small} to {large} rank{'s'[: large > 1]}: {fast / slow:.2f} × the tokens/s, which is"
-            f" {percent(fast / slow * small / large)} of what {large / small:g} × would be."
+            f" {percent_text(fast / slow * small / large)} of what {large / small:g} × would be."
         )
 
 
@@ -52,9 +52,9 @@ def prediction_sentences(view: View) -> Iterator[str]:
     pairs = [(row.get("predicted_peak_bytes"), row.get("peak_allocated_bytes")) for row in rows]
     errors = [abs(predicted / measured - 1) for predicted, measured in pairs if predicted is not None and measured]
     if errors:
-        count, middle, largest = frame.counted(len(errors), "line"), statistics.median(errors), max(errors)
+        count, middle, largest = pluralize(len(errors), "line"), statistics.median(errors), max(errors)
         yield (
-            f"The peaks predicted for {count} are off by {percent(middle)} in the median and by {percent(largest)} at"
+            f"The peaks predicted for {count} are off by {percent_text(middle)} in the median and by {percent_text(largest)} at"
             " most."
         )
 

@@ -12,8 +12,28 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.records.schema import Record, Row
-from harness.report import frame
+from harness.report.frame import (
+    MEMORY_COLUMNS,
+    baseline_names,
+    column_values,
+    distinct_values,
+    labels_by_kernel,
+    labels_by_staleness,
+    shared_settings,
+    varying_columns,
+)
 from harness.report.labels import VARYING, cell_text
+from harness.report.text import (
+    MILLISECONDS,
+    ONE,
+    Unit,
+    byte_unit,
+    format_deviations,
+    format_fractions,
+    format_numbers,
+    format_percents,
+    format_ratios,
+)
 from harness.report.view import MOST, View, truncate
 from harness.util.text import sanitize
 
@@ -55,59 +75,61 @@ def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
 
     short: checkpointing abbreviated, for the terminal.
     """
-    memory = frame.byte_unit([v for name in (*frame.MEMORY, "state_bytes") for v in frame.values(table, name)])
-    communication = frame.byte_unit(frame.values(table, "communication_bytes"))
-    compared = bool(frame.baseline_names(table))
+    memory = byte_unit([v for name in (*MEMORY_COLUMNS, "state_bytes") for v in column_values(table, name)])
+    communication = byte_unit(column_values(table, "communication_bytes"))
+    compared = bool(baseline_names(table))
 
-    def number(key: str, header: tuple[str, str], unit: frame.Unit, drop: int) -> Column:
-        return Column(header, frame.scaled(frame.values(table, key), unit), drop=drop, key=key)
+    def number(key: str, header: tuple[str, str], unit: Unit, drop: int) -> Column:
+        return Column(header, format_numbers(column_values(table, key), unit), drop=drop, key=key)
 
     def ratio(key: str, name: str, drop: int) -> Column:
         return Column(
-            ("×", name), frame.ratios(frame.values(table, f"{key}_ratio")) if compared else [""] * len(table), drop=drop
+            ("×", name),
+            format_ratios(column_values(table, f"{key}_ratio")) if compared else [""] * len(table),
+            drop=drop,
         )
 
     speed_ratio = ratio("tokens_per_second", "tok/s", 11)
-    marks = [_UNSETTLED_MARK if unsettled else "" for unsettled in frame.values(table, "unsettled")]
+    marks = [_UNSETTLED_MARK if unsettled else "" for unsettled in column_values(table, "unsettled")]
     numbers = [
-        number("tokens_per_second", ("", "tok/s"), frame.ONE, 0),
-        Column(("±", "%"), frame.percents(frame.values(table, "between_runs")), drop=10),
+        number("tokens_per_second", ("", "tok/s"), ONE, 0),
+        Column(("±", "%"), format_percents(column_values(table, "between_runs")), drop=10),
         Column(("", "runs"), _runs(table), drop=7),
-        number("tokens_per_second_per_device", ("tok/s", "/device"), frame.ONE, 2),
+        number("tokens_per_second_per_device", ("tok/s", "/device"), ONE, 2),
         replace(speed_ratio, cells=[cell and cell + mark for cell, mark in zip(speed_ratio.cells, marks, strict=True)]),
-        Column(("MFU", "%"), frame.percents(frame.values(table, "mfu")), drop=9, key="mfu"),
-        number("step_seconds", ("step", "ms"), frame.MILLISECONDS, 8),
-        Column(("", "bubble"), frame.fractions(frame.values(table, "bubble")), drop=15),
-        Column(("bubble", "formula"), frame.fractions(frame.values(table, "bubble_formula")), drop=1),
+        Column(("MFU", "%"), format_percents(column_values(table, "mfu")), drop=9, key="mfu"),
+        number("step_seconds", ("step", "ms"), MILLISECONDS, 8),
+        Column(("", "bubble"), format_fractions(column_values(table, "bubble")), drop=15),
+        Column(("bubble", "formula"), format_fractions(column_values(table, "bubble_formula")), drop=1),
         number("peak_allocated_bytes", ("peak", memory.name), memory, 0),
         ratio("peak_allocated_bytes", "peak", 13),
         number("state_bytes", ("state", memory.name), memory, 4),
         number("activation_bytes", ("activ.", memory.name), memory, 3),
         number("communication_bytes", ("comm.", communication.name), communication, 12),
         ratio("communication_bytes", "comm.", 14),
-        Column(("loss", "dev."), frame.deviations(frame.values(table, "loss_deviation")), drop=5),
-        Column(("grad", "dev."), frame.deviations(frame.values(table, "grad_deviation")), drop=6),
+        Column(("loss", "dev."), format_deviations(column_values(table, "loss_deviation")), drop=5),
+        Column(("grad", "dev."), format_deviations(column_values(table, "grad_deviation")), drop=6),
     ]
     return _names(table, short) + [column for column in numbers if any(column.cells)]
 
 
 def _names(table: pd.DataFrame, short: bool) -> list[Column]:
     """What tells the rows apart, and how each ended."""
-    columns = [Column(("strategy", ""), _texts(frame.values(table, "strategy")), number=False)]
-    if len(frame.known(table, "checkpointing")) > 1:
-        kinds = [str(value or "") for value in frame.values(table, "checkpointing")]
+    columns = [Column(("strategy", ""), _texts(column_values(table, "strategy")), number=False)]
+    if len(distinct_values(table, "checkpointing")) > 1:
+        kinds = [str(value or "") for value in column_values(table, "checkpointing")]
         cells = [sanitize(_SHORT.get(kind, kind) if short else kind) for kind in kinds]
         columns.append(Column(("ckpt" if short else "checkpointing", ""), cells, number=False))
     varying = [
-        Column((VARYING[name], ""), _texts(frame.values(table, name)), number=False, drop=_DROP_NAMES + position)
-        for position, name in enumerate(reversed(frame.varying_columns(table)))
+        Column((VARYING[name], ""), _texts(column_values(table, name)), number=False, drop=_DROP_NAMES + position)
+        for position, name in enumerate(reversed(varying_columns(table)))
     ]
     return [*columns, *reversed(varying), Column(("status", ""), _statuses(table), number=False)]
 
 
 def _statuses(table: pd.DataFrame) -> list[str]:
     """How each line ended, how many of its runs did so where not all, and marks for what a note below says of it."""
-    parts = (frame.values(table, name) for name in ("status", "runs", "runs_alike", "stale", "disturbed"))
+    parts = (column_values(table, name) for name in ("status", "runs", "runs_alike", "stale", "disturbed"))
     return [
         status
         + (f" {alike}/{runs}" if alike != runs else "")
@@ -119,7 +141,7 @@ def _statuses(table: pd.DataFrame) -> list[str]:
 
 def _runs(table: pd.DataFrame) -> list[str]:
     """How many runs each line stands for, where any stands for several."""
-    runs = frame.values(table, "runs")
+    runs = column_values(table, "runs")
     return [str(count) for count in runs] if any(count and count > 1 for count in runs) else [""] * len(runs)
 
 
@@ -142,7 +164,7 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
     if table.empty:
         console.print(Text("no runs recorded"))
         return
-    console.print(Text("; ".join(_texts(frame.summary(table)) + _caption(table))))
+    console.print(Text("; ".join(_texts(shared_settings(table)) + _caption(table))))
     columns, left_out = fit_width(comparison_columns(table, short=True), console.width)
     console.print(rich_table(columns), soft_wrap=False)
     width = console.width
@@ -156,7 +178,7 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
 
 
 def _caption(table: pd.DataFrame) -> list[str]:
-    names = frame.baseline_names(table)
+    names = baseline_names(table)
     return [f"× is of {sanitize(names)}"] if names else []
 
 
@@ -173,18 +195,20 @@ def _legend(columns: Sequence[Column]) -> list[str]:
 
 def _notes(table: pd.DataFrame, lines: Sequence[Record]) -> list[str]:
     """A line for each failure, saying why, and for each reason to call rows stale or disturbed."""
-    labelled = list(zip(frame.values(table, "label"), (line["runs"] for line in lines), strict=True))
+    labelled = list(zip(column_values(table, "label"), (line["runs"] for line in lines), strict=True))
     notes: list[str] = []
     for label, runs in labelled:
         failures = _said_of_runs(label, runs, lambda row: row["status"] != "ok" and (row["status"], row.get("reason")))
         notes += [f"{whose} {end}: {why or 'no reason recorded'}" for (end, why), whose in failures]
-    notes += [f"{_STALE_MARK} stale, {what}: {', '.join(labels)}" for what, labels in frame.stale_rows(table).items()]
+    notes += [
+        f"{_STALE_MARK} stale, {what}: {', '.join(labels)}" for what, labels in labels_by_staleness(table).items()
+    ]
     disturbed: dict[str, list[str]] = {}
     for label, runs in labelled:
         for why, whose in _said_of_runs(label, runs, lambda row: row.get("disturbed")):
             disturbed.setdefault(why, []).append(whose)
     notes += [f"{_DISTURBED_MARK} disturbed, {why}: {', '.join(labels)}" for why, labels in disturbed.items()]
-    for kernel, labels in frame.attention_kernels(table).items():
+    for kernel, labels in labels_by_kernel(table).items():
         notes.append(f"attention ran as {kernel}, not one kernel for all: {', '.join(labels)}")
     return [sanitize(note) for note in notes]
 

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from harness.records.schema import Record
-from harness.report import frame
 from harness.report.charts import traffic
 from harness.report.document import Paragraph, Section, Table, labelled, section
+from harness.report.frame import baseline_names, column_values
+from harness.report.text import byte_unit, bytes_text, format_numbers, format_ratios
 from harness.report.view import View
 
 
@@ -19,19 +20,19 @@ def _communication(view: View) -> list[Section]:
     table = view.median_runs.table
     entries = [_by_kind(record) for record in view.median_runs.records]
     kinds = sorted({kind for entry in entries for kind in entry})
-    unit = frame.byte_unit(
-        [*frame.values(table, "communication_bytes"), *(v for entry in entries for v, _ in entry.values())]
+    unit = byte_unit(
+        [*column_values(table, "communication_bytes"), *(v for entry in entries for v, _ in entry.values())]
     )
     columns: dict[str, list[str]] = {}
     for axis, operation in kinds:
         found = [entry.get((axis, operation), (None, 0)) for entry in entries]
-        numbers = frame.scaled([value for value, _ in found], unit)
+        numbers = format_numbers([value for value, _ in found], unit)
         cells = [f"{text} ({calls:,})" if text else "" for text, (_, calls) in zip(numbers, found, strict=True)]
         columns[f"{operation} on {axis}"] = cells
-    columns["in all"] = frame.scaled(frame.values(table, "communication_bytes"), unit)
-    compared = frame.baseline_names(table)
+    columns["in all"] = format_numbers(column_values(table, "communication_bytes"), unit)
+    compared = baseline_names(table)
     columns["× in all"] = (
-        frame.ratios(frame.values(table, "communication_bytes_ratio")) if compared else [""] * len(table)
+        format_ratios(column_values(table, "communication_bytes_ratio")) if compared else [""] * len(table)
     )
     columns = {header: cells for header, cells in columns.items() if any(cells)}
     if not columns:
@@ -49,7 +50,7 @@ def _communication(view: View) -> list[Section]:
 
 def _labelled(view: View) -> Iterator[tuple[str, Record]]:
     runs = view.median_runs
-    return zip(frame.values(runs.table, "label"), runs.records, strict=True)
+    return zip(column_values(runs.table, "label"), runs.records, strict=True)
 
 
 def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
@@ -67,7 +68,7 @@ def _formula(view: View) -> list[Section]:
     entries = [(label, entry) for label, record in _labelled(view) for entry in record.get("traffic") or []]
     if not entries:
         return []
-    unit = frame.byte_unit([entry[key] for _, entry in entries for key in ("bytes", "formula_bytes")])
+    unit = byte_unit([entry[key] for _, entry in entries for key in ("bytes", "formula_bytes")])
     ratios = [entry["bytes"] / entry["formula_bytes"] if entry["formula_bytes"] else None for _, entry in entries]
     columns = {
         "run": [label for label, _ in entries],
@@ -75,9 +76,9 @@ def _formula(view: View) -> list[Section]:
         "outside the formula": [
             ", ".join(f"{name} {size:,.0f} B" for name, size in entry["outside"].items()) for _, entry in entries
         ],
-        f"sent {unit.name}": frame.scaled([entry["bytes"] for _, entry in entries], unit),
-        f"formula {unit.name}": frame.scaled([entry["formula_bytes"] for _, entry in entries], unit),
-        "sent / formula": frame.ratios(ratios),
+        f"sent {unit.name}": format_numbers([entry["bytes"] for _, entry in entries], unit),
+        f"formula {unit.name}": format_numbers([entry["formula_bytes"] for _, entry in entries], unit),
+        "sent / formula": format_ratios(ratios),
     }
     return section(
         "Bytes against the formula",
@@ -98,7 +99,7 @@ def _sizes(view: View) -> Table | None:
         for entry in record.get("communication") or []:
             sizes = {int(size): count for size, count in (entry.get("sizes") or {}).items()}
             if sizes:
-                ends = [frame.bytes_text(size) for size in (min(sizes), _median(sizes), max(sizes))]
+                ends = [bytes_text(size) for size in (min(sizes), _median(sizes), max(sizes))]
                 names = [str(entry[key]) for key in ("axis", "operation", "dtype")]
                 rows.append([label, *names, f"{sum(sizes.values()):,}", *ends])
     header = ["run", "axis", "operation", "width", "calls", "smallest", "median", "largest"]

@@ -1,4 +1,4 @@
-"""What a report is made from: the runs of a folder, the lines that repeated runs make together, and their frames."""
+"""The data of a report: the runs of a folder, the lines that repeated runs make together, and their frames."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,62 +10,68 @@ import pandas as pd
 
 from harness.records.schema import Record
 from harness.records.store import LoadedRecords
-from harness.report import frame
+from harness.report.frame import records_frame
 from harness.report.spread import merge_repeats
 
-MOST = 200  # runs of which tables show rows; findings are of all
+MOST = 200  # runs that tables show; findings are made from all runs
 
 
 @dataclass(frozen=True)
 class View:
-    """The runs under one name; `records` and `table` have a row a run, `lines` and `middles` one for all its repeats.
+    """The runs of a report under one name.
 
-    `middles` has of every line the median speed and time, the maximum of memory and deviations (spread.merged).
+    `records` and `table` have one row per run, `lines` and `line_medians` one for all repeats of a run.
     """
 
     name: str
     records: Sequence[Record]
-    problems: Sequence[str] = ()  # a line each: records that could not be read
-    running: Sequence[str] = ()  # ids of runs that a command is at
+    problems: Sequence[str] = ()  # one line for each record that could not be read
+    running: Sequence[str] = ()  # ids of runs that a command is executing
     folders: Mapping[str, Path] = field(default_factory=dict)  # of each run, by its id
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        return frame.records_frame(self.records)
+        """A frame with one row per run."""
+        return records_frame(self.records)
 
     @cached_property
     def lines(self) -> list[Record]:
+        """The runs with repeats merged, see `merge_repeats`."""
         return merge_repeats(self.records)
 
     @cached_property
     def line_medians(self) -> pd.DataFrame:
-        return frame.records_frame(self.lines)
+        """A frame with one row per line: the median of speed and time, the maximum of memory and deviations."""
+        return records_frame(self.lines)
 
     @cached_property
     def median_runs(self) -> "View":
-        """One run of every line: what a run's parts add up to holds in one run alone."""
+        """A view of one run for each line: the parts of a step or of a peak add up within one run only."""
         return replace(self, records=[median_run(line) for line in self.lines])
 
     def part(self, run_ids: Collection[str], lines: Sequence[int]) -> "View":
-        """Of these runs and lines alone; what lines are measured against stays, though it may not be among them."""
+        """Return a view of these runs and these lines alone.
+
+        The baselines of the lines stay what they are in the whole view, though they may not be in this one.
+        """
         rows = [position for position, record in enumerate(self.records) if record["row"]["run_id"] in run_ids]
-        found = replace(self, records=[self.records[position] for position in rows])
-        known = {
+        view = replace(self, records=[self.records[position] for position in rows])
+        cached = {
             "lines": [self.lines[position] for position in lines],
-            "middles": self.line_medians.iloc[list(lines)].reset_index(drop=True),
+            "line_medians": self.line_medians.iloc[list(lines)].reset_index(drop=True),
         }
-        found.__dict__.update(known)  # where cached_property looks first
-        return found
+        view.__dict__.update(cached)  # where cached_property looks first
+        return view
 
 
 def median_run(line: Record) -> Record:
-    """Of a line's runs that ended as it did, the one whose speed is in the middle."""
+    """Return the run of a line with the median speed, among those that ended with the line's status."""
     runs: list[Record] = [run for run in line["runs"] if run["row"]["status"] == line["row"]["status"]]
     return sorted(runs, key=_speed)[(len(runs) - 1) // 2]
 
 
 def truncate(whole: View, most: int) -> View:
-    """The view of at most so many of its lines and their runs: the fastest of every strategy, then in their order."""
+    """Return a view of at most `most` runs: the lines that are fastest of every strategy, then lines in their order."""
     if len(whole.records) <= most:
         return whole
     fastest: dict[Any, int] = {}
@@ -74,47 +80,49 @@ def truncate(whole: View, most: int) -> View:
         if _speed(line) > _speed(whole.lines[best]):
             fastest[line["row"].get("strategy")] = position
     first = list(fastest.values())[:most]
-    chosen: list[int] = []
+    positions: list[int] = []
     runs = 0
     for position in dict.fromkeys((*first, *range(len(whole.lines)))):
         runs += len(whole.lines[position]["runs"])
-        if runs > most and chosen:
+        if runs > most and positions:
             break
-        chosen.append(position)
-    kept = {run["row"]["run_id"] for position in chosen for run in whole.lines[position]["runs"]}
-    return whole.part(kept, sorted(chosen))
+        positions.append(position)
+    run_ids = {run["row"]["run_id"] for position in positions for run in whole.lines[position]["runs"]}
+    return whole.part(run_ids, sorted(positions))
 
 
 def _speed(line: Record) -> float:
     return line["row"].get("tokens_per_second") or 0.0
 
 
-def view(folder: Path, found: LoadedRecords) -> View:
-    """What was found in one folder, results/NAME."""
-    running = [record["row"]["run_id"] for record in found.running]
-    folders = {run_id: folder / run_id for run_id in (record["row"]["run_id"] for record in found.records)}
-    return View(folder.resolve().name, found.records, found.problems, running, folders)
+def view(folder: Path, loaded: LoadedRecords) -> View:
+    """Return the view of one folder, results/NAME."""
+    running = [record["row"]["run_id"] for record in loaded.running]
+    folders = {run_id: folder / run_id for run_id in (record["row"]["run_id"] for record in loaded.records)}
+    return View(folder.resolve().name, loaded.records, loaded.problems, running, folders)
 
 
-def merge_folders(found: Sequence[tuple[Path, LoadedRecords]]) -> View:
-    """The view of all folders' runs; of several folders a run's id begins with its folder's name, NAME/RUN.
+def merge_folders(comparisons: Sequence[tuple[Path, LoadedRecords]]) -> View:
+    """Return the view of all folders' runs. With several folders a run's id is preceded by its folder's name, NAME/RUN.
 
-    A name that several folders share is their whole path.
+    A name that several folders share is replaced by their whole path.
     """
-    if len(found) == 1:
-        return view(*found[0])
-    names = [folder.resolve().name for folder, _ in found]
-    names = [str(folder) if names.count(name) > 1 else name for (folder, _), name in zip(found, names, strict=True)]
+    if len(comparisons) == 1:
+        return view(*comparisons[0])
+    names = [folder.resolve().name for folder, _ in comparisons]
+    names = [
+        str(folder) if names.count(name) > 1 else name for (folder, _), name in zip(comparisons, names, strict=True)
+    ]
     records, problems, running, folders = [], [], [], {}
-    for name, (folder, its) in zip(names, found, strict=True):
-        for record in its.records:
+    for name, (folder, loaded) in zip(names, comparisons, strict=True):
+        for record in loaded.records:
             run_id = f"{name}/{record['row']['run_id']}"
             folders[run_id] = folder / record["row"]["run_id"]
-            records.append(_renamed(record, run_id, name))
-        problems += its.problems
-        running += [f"{name}/{record['row']['run_id']}" for record in its.running]
+            records.append(_rename(record, run_id, name))
+        problems += loaded.problems
+        running += [f"{name}/{record['row']['run_id']}" for record in loaded.running]
     return View(" + ".join(names), records, problems, running, folders)
 
 
-def _renamed(record: Record, run_id: str, name: str) -> Record:
+def _rename(record: Record, run_id: str, name: str) -> Record:
     return record | {"row": record["row"] | {"run_id": run_id, "name": name}}

@@ -15,7 +15,7 @@ import pytest
 from harness.records.provenance import versions
 from harness.records.schema import Record
 from harness.report.charts import losses, memory, render, speed, style, tradeoffs, traffic
-from harness.report.charts.lines import MOST, lines, select
+from harness.report.charts.lines import MOST, chart_lines, select
 from harness.report.document import Chart
 from harness.report.view import View
 
@@ -525,9 +525,9 @@ def test_at_most_so_many_lines_are_drawn_the_fastest_of_each_strategy_first() ->
     assert picture
     assert len(picture.table.rows) == MOST
     assert f"Of {MOST + 10} lines {MOST} are drawn" in picture.alt_text
-    drawn = {line.label for line in select(lines(view))}
-    fastest = [line.label for line in lines(view)[-5:]]
-    assert drawn == {*fastest, *(line.label for line in lines(view)[: MOST - 5])}
+    drawn = {line.label for line in select(chart_lines(view))}
+    fastest = [line.label for line in chart_lines(view)[-5:]]
+    assert drawn == {*fastest, *(line.label for line in chart_lines(view)[: MOST - 5])}
 
 
 def test_data_without_anything_to_draw_have_no_picture() -> None:
@@ -568,15 +568,15 @@ def test_colours_are_told_apart_by_every_eye(deficiency: str) -> None:
     assert nearest(style.PALETTE[:7], seen) > 12
     assert nearest(style.PALETTE, seen) > 8
     assert nearest(("#3f90da", "#3f95da"), seen) < 5  # the measure knows what is near
-    ways = [(c, tuple(d)) for c, d in zip(style.colours(MOST), style.dashes(MOST), strict=True)]
+    ways = [(c, tuple(d)) for c, d in zip(style.colors(MOST), style.dashes(MOST), strict=True)]
     assert len(set(ways)) == MOST
-    assert len(set(zip(style.colours(MOST), style.shapes(MOST), strict=True))) == MOST
+    assert len(set(zip(style.colors(MOST), style.shapes(MOST), strict=True))) == MOST
 
 
 def test_altair_waits_for_the_first_picture() -> None:
     code = (
         "import sys\n"
-        "from harness.report.charts import drawing, memory, speed, tradeoffs, training\n"
+        "from harness.report.charts import losses, memory, speed, style, tradeoffs\n"
         "print(*(name for name in ('altair', 'vl_convert') if name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

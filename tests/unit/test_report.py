@@ -14,15 +14,17 @@ from rich.cells import cell_len
 
 from harness.cli.report import main
 from harness.layout.layout import resolve_layout
+from harness.records.columns import COLUMN_TYPES
 from harness.records.provenance import versions
-from harness.records.schema import COLUMN_TYPES, Record
+from harness.records.schema import Record
 from harness.records.store import write_record
 from harness.report import markdown
-from harness.report.frame import byte_unit, records_frame, scaled, values
+from harness.report.frame import column_values, records_frame
 from harness.report.labels import VARYING
 from harness.report.markdown import escape
 from harness.report.sections import sections
 from harness.report.tables import comparison_columns
+from harness.report.text import byte_unit, format_numbers
 from harness.report.view import View
 from harness.runner.record import config_columns
 from tests.support.commands import ROOT, compose_config
@@ -210,7 +212,7 @@ def test_degrees_are_shown_where_strategy_and_world_do_not_say_them() -> None:
     assert [terminal_cells(lines, name)[:4] for name in ("fsdp_tp", "tp")] == (
         [["fsdp_tp", "8", "4", "2"], ["tp", "2", "1", "2"]]
     )
-    assert values(records_frame(entries), "label") == [
+    assert column_values(records_frame(entries), "label") == [
         "fsdp_tp dp_shard 4 tp 2",
         "fsdp_tp dp_shard 2 tp 4",
         "tp",
@@ -273,7 +275,7 @@ def columns_of(entries: list[Record]) -> dict[str, list[str]]:
 
 
 def assert_told_apart(entries: list[Record], header: str, cells: list[str], labels: list[str]) -> None:
-    assert values(records_frame(entries), "label") == labels
+    assert column_values(records_frame(entries), "label") == labels
     assert columns_of(entries)[header] == cells
     lines = printed(entries, 120)
     assert max(map(cell_len, lines)) <= 120 and header in " ".join(lines)
@@ -290,7 +292,7 @@ def test_every_axis_is_a_column_and_tells_rows_apart_alone() -> None:
     for name in VARYING.keys() - {"otherwise"}:
         pair = [record_of(row(n, *TORCH) | {name: value}) for n, value in enumerate(other[COLUMN_TYPES[name]])]
         alike = [entry | {"ranks": []} for entry in pair]
-        assert len(set(values(records_frame(alike), "label"))) == 2 and VARYING[name] in columns_of(alike), name
+        assert len(set(column_values(records_frame(alike), "label"))) == 2 and VARYING[name] in columns_of(alike), name
     config = compose_config("strategy=tp_pp", "checkpointing=every_n", "checkpointing.every=2")
     made = config_columns(config, resolve_layout(config.strategy, 4)).keys()
     others = {"name", "strategy", "checkpointing", "grad_accumulation"}
@@ -310,7 +312,7 @@ def test_what_no_column_has_is_told_by_its_key() -> None:
         entry["config"] = {"strategy": {"options": options}, "tracking": {"name": entry["row"]["run_id"]}}
     told = [f"static_graph={value}" for value in ("-", "True", "False")]
     assert_told_apart(entries[:3], "otherwise", told, [f"ddp {text}" for text in told])
-    assert values(records_frame(entries), "label")[3] == "zero1"
+    assert column_values(records_frame(entries), "label")[3] == "zero1"
     assert "otherwise" not in columns_of([entries[1], entries[3]])
 
 
@@ -332,7 +334,7 @@ def test_baseline_is_ddp_then_single_then_the_first_and_only_of_the_same_setting
     by_strategy = {entry["row"]["strategy"]: entry for entry in entries}
 
     def ratio_of(*shown: Record) -> list[float | None]:
-        return values(records_frame(shown), "peak_allocated_bytes_ratio")
+        return column_values(records_frame(shown), "peak_allocated_bytes_ratio")
 
     zero1, zero3, ddp, single = (by_strategy[name] for name in ("zero1", "zero3", "ddp", "single"))
     assert ratio_of(zero3, ddp, single) == [0.5, 1.0, 1.0]
@@ -349,7 +351,7 @@ def test_baseline_is_ddp_then_single_then_the_first_and_only_of_the_same_setting
 def test_the_plainest_of_several_is_the_baseline() -> None:
     changes = ({"checkpointing": "full"}, {"compile": True}, {"compile": False}, {"dropout": 0.0})
     entries = [record_of(row(n, *TORCH, **change)) for n, change in enumerate(changes)]
-    assert values(records_frame(entries), "baseline")[0] == values(records_frame(entries), "label")[2]
+    assert column_values(records_frame(entries), "baseline")[0] == column_values(records_frame(entries), "label")[2]
 
 
 def test_units_and_small_numbers() -> None:
@@ -360,8 +362,8 @@ def test_units_and_small_numbers() -> None:
         "B",
         "B",
     ]
-    assert scaled([3 * 2**30 // 2, None, 1, 0], byte_unit([2**30])) == ["1.50", "", "<0.01", "0.00"]
-    assert scaled([1023 * MIB, MIB], byte_unit([1023 * MIB])) == ["1,023", "1"]
+    assert format_numbers([3 * 2**30 // 2, None, 1, 0], byte_unit([2**30])) == ["1.50", "", "<0.01", "0.00"]
+    assert format_numbers([1023 * MIB, MIB], byte_unit([1023 * MIB])) == ["1,023", "1"]
 
 
 def test_markdown_numbers_stand_under_their_headers() -> None:
@@ -529,8 +531,8 @@ def test_command_reads_only_files_and_is_quick(tmp_path: Path) -> None:
     (results / "broken").mkdir()
     (results / "broken" / "record.json").write_text("{")
     probe = (
-        "import runpy, sys; sys.argv = ['report', sys.argv[1]]\n"
-        "try: runpy.run_module('harness.report', run_name='__main__')\n"
+        "import runpy, sys; sys.argv = ['harness', 'report', sys.argv[1]]\n"
+        "try: runpy.run_module('harness', run_name='__main__')\n"
         "except SystemExit as end: assert not end.code, end.code\n"
         "assert not {'torch', 'hydra', 'omegaconf', 'deepspeed', 'wandb'} & sys.modules.keys()"
     )

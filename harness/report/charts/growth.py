@@ -1,11 +1,11 @@
 """The picture of a model that grows until strategies run out of memory."""
 
-from harness.report import frame
-from harness.report.charts import lines as chart_lines
 from harness.report.charts import marks
-from harness.report.charts.altair_lazy import alt
+from harness.report.charts.lines import ChartLine, chart_lines, omitted_text, range_text, select, value_table
 from harness.report.charts.series import by_parameters
+from harness.report.charts.style import alt
 from harness.report.document import Chart
+from harness.report.text import byte_unit, bytes_text, format_numbers, pluralize
 from harness.report.view import View
 
 _MILLION = 1e6
@@ -13,15 +13,15 @@ _MILLION = 1e6
 
 def memory_wall(view: View) -> Chart | None:
     """Peak memory over the model's parameters, the limit, and where on it each strategy ran out of memory."""
-    found = by_parameters(chart_lines.lines(view))
+    found = by_parameters(chart_lines(view))
     if not found:
         return None
-    drawn = chart_lines.select(found)
+    drawn = select(found)
     pairs = [(series, line) for series in drawn for line in series.points]
     limits = sorted({limit for _, line in pairs if (limit := line.number("memory_limit_bytes"))})
-    unit = frame.byte_unit([line.number("peak_allocated_bytes") for _, line in pairs if line.ok])
+    unit = byte_unit([line.number("peak_allocated_bytes") for _, line in pairs if line.ok])
 
-    def at(line: chart_lines.Line) -> float:
+    def at(line: ChartLine) -> float:
         return (line.number("parameters") or 0.0) / _MILLION
 
     measured = [
@@ -35,9 +35,9 @@ def memory_wall(view: View) -> Chart | None:
         if not line.ok and (limit := line.number("memory_limit_bytes"))
     ]
     said = (
-        f"Peak memory of {chart_lines.counted(drawn)} in {unit.name} over millions of parameters,"
-        f" {chart_lines.range_text([(point['label'], point['y']) for point in measured])};"
-        f" {len([line for _, line in pairs if not line.ok])} ran out of memory.{chart_lines.omitted_text(len(drawn), len(found))}"
+        f"Peak memory of {pluralize(len(drawn), 'line')} in {unit.name} over millions of parameters,"
+        f" {range_text([(point['label'], point['y']) for point in measured])};"
+        f" {len([line for _, line in pairs if not line.ok])} ran out of memory.{omitted_text(len(drawn), len(found))}"
     )
     across = sorted({datum["x"] for datum in (*measured, *failed)})
     room = 0.03 * (across[-1] - across[0])
@@ -51,9 +51,7 @@ def memory_wall(view: View) -> Chart | None:
     looks = marks.by_label([series.name for series in drawn])
     layers = marks.curves(measured, x, y, tooltip, looks)
     if limits:
-        values = [
-            {"strategy": "", "y": limit / unit.size, "shown": f"limit {frame.bytes_text(limit)}"} for limit in limits
-        ]
+        values = [{"strategy": "", "y": limit / unit.size, "shown": f"limit {bytes_text(limit)}"} for limit in limits]
         layers += [
             marks.static_layer(values).mark_rule(style="limit").encode(y=y),
             marks.static_layer(values)
@@ -64,11 +62,11 @@ def memory_wall(view: View) -> Chart | None:
         gone = marks.tooltips(("x:Q", "parameters, millions", ",.3f"), ("shown:N", "", ""))
         crosses = marks.filterable_layer(failed).mark_text(text="×", fontSize=18)
         layers.append(crosses.encode(x=x, y=y, tooltip=gone, color=looks["color"]))
-    peaks = frame.scaled([line.number("peak_allocated_bytes") if line.ok else None for _, line in pairs], unit)
+    peaks = format_numbers([line.number("peak_allocated_bytes") if line.ok else None for _, line in pairs], unit)
     rows = [
         (series.name, str(line.row["status"]), f"{at(line):,.3f}", peak)
         for (series, line), peak in zip(pairs, peaks, strict=True)
     ]
     header = ["run", "status", "parameters (millions)", f"peak ({unit.name})"]
-    table = chart_lines.table(header, rows, [series.strategy for series, _ in pairs], 2)
+    table = value_table(header, rows, [series.strategy for series, _ in pairs], 2)
     return Chart("wall", "Peak memory against the model's size", said, marks.spec(layers, said), table)

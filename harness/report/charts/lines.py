@@ -1,122 +1,140 @@
-"""What bars and points are drawn of: the lines of a view as plain values, and how many of them are drawn."""
+"""The lines of a view as plain values to draw, the choice of which are drawn, and the text and tables around them."""
 
 import math
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from harness.records.schema import Record, Row
-from harness.report import frame
 from harness.report.document import Table
+from harness.report.frame import column_values
+from harness.report.text import bytes_text
 from harness.report.view import View
 from harness.util.text import sanitize
 
 MOST = 24  # lines of one chart
 
-Datum = dict[str, Any]  # what one mark is drawn of; always has `strategy`
+Datum = dict[str, Any]  # the data of one mark; always has `strategy`
 
 
-class Drawn(Protocol):
-    """One of what a chart draws several of."""
+class Drawable(Protocol):
+    """One of the lines or series that a chart draws."""
 
     @property
-    def strategy(self) -> str: ...
+    def strategy(self) -> str:
+        """The strategy by which a page hides it."""
+
     @property
-    def place(self) -> int: ...
+    def position(self) -> int:
+        """Its position in the report."""
+
     @property
-    def speed(self) -> float | None: ...
+    def speed(self) -> float | None:
+        """Tokens per second, None where unknown."""
 
 
-D = TypeVar("D", bound=Drawn)
+D = TypeVar("D", bound=Drawable)
 
 
 @dataclass(frozen=True)
-class Line:
-    """All repeats of one run."""
+class ChartLine:
+    """All repeats of one run, as charts draw them."""
 
     label: str  # no two lines have the same
     strategy: str
-    place: int  # among the lines of the report
+    position: int  # among the lines of the report
     row: Row
     record: Record  # as merged: `runs` are the records it stands for
 
     @property
     def ok(self) -> bool:
+        """Whether the line has figures."""
         return bool(self.row["status"] == "ok")
 
     @property
-    def repeated(self) -> bool:
+    def is_repeated(self) -> bool:
+        """Whether the line stands for several runs."""
         return len(self.record.get("runs") or []) > 1
 
     @property
     def speed(self) -> float | None:
-        """Tokens a second of what ended ok."""
+        """Tokens per second of a line that is ok."""
         return self.number("tokens_per_second") if self.ok else None
 
     def number(self, name: str) -> float | None:
-        return number(self.row.get(name))
+        """Return a column's value if it can be drawn."""
+        return finite_number(self.row.get(name))
 
     def datum(self, **values: Any) -> Datum:
-        return {"strategy": self.strategy, "label": self.label, "place": self.place} | values
+        """Return the data of one of the line's marks."""
+        return {"strategy": self.strategy, "label": self.label, "place": self.position} | values
 
 
-def number(value: Any) -> float | None:
-    """None for all that cannot be drawn: a record may hold 1e999, which is read as infinite."""
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return value if known else None
+def finite_number(value: Any) -> float | None:
+    """Return a finite number, None for anything else: a record may hold 1e999, which is read as infinity."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else None
 
 
-def lines(view: View) -> list[Line]:
-    found: dict[str, Line] = {}
-    for place, (label, record) in enumerate(zip(frame.values(view.line_medians, "label"), view.lines, strict=True)):
+def chart_lines(view: View) -> list[ChartLine]:
+    """Return the lines of a view under names of which no two are the same."""
+    lines: dict[str, ChartLine] = {}
+    labels = column_values(view.line_medians, "label")
+    for position, (label, record) in enumerate(zip(labels, view.lines, strict=True)):
         row = record["row"]
         name = sanitize(label)
-        name = f"{name} ({row['run_id']})" if name in found else name
-        found[name] = Line(name, sanitize(row.get("strategy") or ""), place, row, record)
-    return list(found.values())
+        name = f"{name} ({row['run_id']})" if name in lines else name
+        lines[name] = ChartLine(name, sanitize(row.get("strategy") or ""), position, row, record)
+    return list(lines.values())
 
 
-def select(found: Sequence[D]) -> list[D]:
-    """At most MOST, in their order: the fastest of every strategy before the others."""
+def select(candidates: Sequence[D]) -> list[D]:
+    """Return at most MOST of the candidates, in their order: the fastest of every strategy before the others."""
     fastest: dict[str, D] = {}
-    for one in found:
-        best = fastest.get(one.strategy)
-        if one.speed is not None and (best is None or one.speed > (best.speed or 0.0)):
-            fastest[one.strategy] = one
-    first = sorted(fastest.values(), key=lambda one: -(one.speed or 0.0))
-    taken = {one.place for one in first}
-    places = {one.place for one in [*first, *(one for one in found if one.place not in taken)][:MOST]}
-    return [one for one in found if one.place in places]
+    for candidate in candidates:
+        best = fastest.get(candidate.strategy)
+        if candidate.speed is not None and (best is None or candidate.speed > (best.speed or 0.0)):
+            fastest[candidate.strategy] = candidate
+    first = sorted(fastest.values(), key=lambda candidate: -(candidate.speed or 0.0))
+    positions = {candidate.position for candidate in first}
+    others = [candidate for candidate in candidates if candidate.position not in positions]
+    drawn = {candidate.position for candidate in [*first, *others][:MOST]}
+    return [candidate for candidate in candidates if candidate.position in drawn]
 
 
-def omitted_text(drawn: int, of: int) -> str:
-    """A sentence on what is not drawn, with the space before it."""
+def omitted_text(drawn: int, total: int) -> str:
+    """Return a sentence on what is not drawn, with a space before it; empty if everything is drawn."""
     rule = "the fastest that is ok of every strategy, then in the report's order"
-    return f" Of {of} lines {drawn} are drawn: {rule}." if drawn < of else ""
+    return f" Of {total} lines {drawn} are drawn: {rule}." if drawn < total else ""
 
 
-def typical(line: Line) -> Record:
-    """The record of one repeat: of those that ended as the line did, the one whose speed is in the middle.
+def median_record(line: ChartLine) -> Record:
+    """Return the record of the repeat with the median speed among those that ended with the line's status.
 
-    Parts of a step add up in one run alone.
+    The parts of a step add up within one run only.
     """
-    runs = _alike(line)
-    return sorted(runs, key=lambda run: number(run["row"].get("tokens_per_second")) or 0.0)[(len(runs) - 1) // 2]
+    runs = _runs_with_same_status(line)
+    return sorted(runs, key=lambda run: finite_number(run["row"].get("tokens_per_second")) or 0.0)[(len(runs) - 1) // 2]
 
 
-def fullest(line: Line) -> Record:
-    """The record of the repeat with the line's peak."""
-    return max(_alike(line), key=lambda run: number(run["row"].get("peak_allocated_bytes")) or 0.0)
+def peak_record(line: ChartLine) -> Record:
+    """Return the record of the repeat with the largest peak."""
+    return max(
+        _runs_with_same_status(line), key=lambda run: finite_number(run["row"].get("peak_allocated_bytes")) or 0.0
+    )
 
 
-def _alike(line: Line) -> list[Record]:
+def _runs_with_same_status(line: ChartLine) -> list[Record]:
     runs: list[Record] = line.record.get("runs") or []
     return [run for run in runs if run["row"]["status"] == line.row["status"]] or [line.record]
 
 
-def parts(line: Line, row: Row, names: Mapping[str, str], size: float) -> list[Datum]:
-    """What of a bar each column of `names` is, in their order and in units of `size`; none for what is 0 or unknown."""
-    values = [(part, number(row.get(name))) for name, part in names.items()]
+def part_data(line: ChartLine, row: Row, names: Mapping[str, str], size: float) -> list[Datum]:
+    """Return the data of a bar's parts, one for each column of `names` in their order, in units of `size`.
+
+    A part that is 0 or unknown has none.
+    """
+    values = [(part, finite_number(row.get(name))) for name, part in names.items()]
     return [
         line.datum(part=part, value=value / size, exact=value, rank=rank)
         for rank, (part, value) in enumerate(values)
@@ -124,46 +142,46 @@ def parts(line: Line, row: Row, names: Mapping[str, str], size: float) -> list[D
     ]
 
 
-def failure_marks(lines: Sequence[Line]) -> list[Datum]:
-    """What stands in the place of the bars of lines that are not ok."""
+def failure_marks(lines: Sequence[ChartLine]) -> list[Datum]:
+    """Return the data of the marks that replace the bars of lines that are not ok."""
     return [
-        line.datum(zero=0, ended=_ended(line), reason=sanitize(line.row.get("reason") or ""))
+        line.datum(zero=0, ended=_end_text(line), reason=sanitize(line.row.get("reason") or ""))
         for line in lines
         if not line.ok
     ]
 
 
-def _ended(line: Line) -> str:
-    held = line.number("last_allocated_bytes")
-    return f"{line.row['status']}" + (f", last seen at {frame.bytes_text(held)}" if held else "")
+def _end_text(line: ChartLine) -> str:
+    allocated = line.number("last_allocated_bytes")
+    return f"{line.row['status']}" + (f", last seen at {bytes_text(allocated)}" if allocated else "")
 
 
-def failure_text(lines: Sequence[Line]) -> str:
-    """A sentence on the lines that are not ok, with the space before it."""
+def failure_text(lines: Sequence[ChartLine]) -> str:
+    """Return a sentence on the lines that are not ok, with a space before it; empty if there are none."""
     failed = [f"{line.label} ({line.row['status']})" for line in lines if not line.ok]
     return f" Without figures: {', '.join(failed)}." if failed else ""
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], strategies: Sequence[str], names: int = 1) -> Table:
-    """Without the columns that are empty throughout."""
-    kept = [place for place in range(len(header)) if place < names or any(row[place] for row in rows)]
-    cells = [[row[place] for place in kept] for row in rows]
-    return Table([header[place] for place in kept], cells, names, strategies=list(strategies))
+def value_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], strategies: Sequence[str], label_columns: int = 1
+) -> Table:
+    """Return the table of a chart's exact values, without the number columns that are empty throughout."""
+    positions = [
+        position for position in range(len(header)) if position < label_columns or any(row[position] for row in rows)
+    ]
+    cells = [[row[position] for position in positions] for row in rows]
+    return Table([header[position] for position in positions], cells, label_columns, strategies=list(strategies))
 
 
-def counted(lines: Sized) -> str:
-    return f"{len(lines)} line{'s'[: len(lines) != 1]}"
-
-
-def padded_domain(values: Sequence[float], around: float = 0.1) -> tuple[float, float]:
-    """An axis that shows all of the values with some room, and does not start at 0."""
+def padded_domain(values: Sequence[float], padding: float = 0.1) -> tuple[float, float]:
+    """Return the ends of an axis that shows all values with some margin and does not start at 0."""
     low, high = min(values), max(values)
-    room = (high - low) * around or abs(high) * around or 1.0
-    return low - room, high + room
+    margin = (high - low) * padding or abs(high) * padding or 1.0
+    return low - margin, high + margin
 
 
 def range_text(pairs: Sequence[tuple[str, float]], form: str = "") -> str:
-    """From which value, and whose, to which; or that there is one value."""
+    """Return the smallest and the largest value and whose they are, or the one value that all have."""
     low, high = min(pairs, key=lambda pair: pair[1]), max(pairs, key=lambda pair: pair[1])
     texts = [format(value, form or (",.0f" if abs(value) >= 1000 else ".4g")) for _, value in (low, high)]
     if texts[0] == texts[1]:

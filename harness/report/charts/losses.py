@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from harness.report.charts import lines as chart_lines
 from harness.report.charts import marks, style
-from harness.report.charts.altair_lazy import alt
-from harness.report.charts.lines import Line
-from harness.report.charts.series import downsample
-from harness.report.charts.series import losses as losses_of
+from harness.report.charts.lines import ChartLine, chart_lines, omitted_text, range_text, select, value_table
+from harness.report.charts.series import downsample, step_losses
+from harness.report.charts.style import alt
 from harness.report.document import Chart, Table
+from harness.report.text import pluralize
 from harness.report.view import View
 
 _DASH = 10  # pixels
@@ -18,9 +17,9 @@ _COINCIDE = 1e-3  # relative
 
 def losses(view: View) -> Chart | None:
     """The losses of every line, one repeat of each, over each other."""
-    ok = [line for line in chart_lines.lines(view) if line.ok]
-    drawn = chart_lines.select(ok)
-    curves = [(line, curve) for line in drawn if (curve := losses_of(view, line))]
+    ok = [line for line in chart_lines(view) if line.ok]
+    drawn = select(ok)
+    curves = [(line, curve) for line in drawn if (curve := step_losses(view, line))]
     if not curves:
         return None
     steps = {line.label: {step: loss for step, loss, _ in curve} for line, curve in curves}
@@ -32,8 +31,8 @@ def losses(view: View) -> Chart | None:
     together = together if len(curves) > 1 else ""
     last = [(line.label, curve[-1][1]) for line, curve in curves]
     said = (
-        f"Losses of {chart_lines.counted(curves)} over {max(len(curve) for _, curve in curves)} steps, the last"
-        f" {chart_lines.range_text(last, '.6g')}.{together}{chart_lines.omitted_text(len(drawn), len(ok))}"
+        f"Losses of {pluralize(len(curves), 'line')} over {max(len(curve) for _, curve in curves)} steps, the last"
+        f" {range_text(last, '.6g')}.{together}{omitted_text(len(drawn), len(ok))}"
     )
     dashes = _dashes(list(steps.values()))
     points = [
@@ -81,7 +80,7 @@ def _dashes(curves: Sequence[Losses]) -> list[tuple[list[int], int]]:
     ]
 
 
-def _loss_table(curves: Sequence[tuple[Line, Sequence[tuple[int, float, str]]]]) -> Table:
+def _loss_table(curves: Sequence[tuple[ChartLine, Sequence[tuple[int, float, str]]]]) -> Table:
     """The losses at a few steps, evenly over all."""
     steps = sorted({step for _, curve in curves for step, *_ in curve})
     few = (
@@ -92,9 +91,7 @@ def _loss_table(curves: Sequence[tuple[Line, Sequence[tuple[int, float, str]]]])
         (line.label, *("" if step not in losses else f"{losses[step]:.7f}" for step in few))
         for (line, _), losses in zip(curves, by_step, strict=True)
     ]
-    return chart_lines.table(
-        ["run", *(f"loss at step {step}" for step in few)], rows, [line.strategy for line, _ in curves]
-    )
+    return value_table(["run", *(f"loss at step {step}" for step in few)], rows, [line.strategy for line, _ in curves])
 
 
 _COLUMNS = 8  # steps of the table of losses

@@ -1,12 +1,13 @@
 """What charts share: bars by line, labelled points, curves; all data as values, all fields of fixed names."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
 from harness.report.charts import label_placement, style
-from harness.report.charts import lines as chart_lines
-from harness.report.charts.altair_lazy import alt
-from harness.report.charts.lines import Datum, Line
+from harness.report.charts.lines import ChartLine, Datum, failure_marks, padded_domain
+from harness.report.charts.style import alt
 
 _HIDDEN = "indexof(hidden, datum.strategy) < 0"
 
@@ -71,7 +72,7 @@ def stacked(
     between bars and legend.
     """
     present = {datum["part"] for datum in values}
-    shown = {name: colour for name, colour in zip(names, style.PALETTE, strict=False) if name in present}
+    shown = {name: color for name, color in zip(names, style.PALETTE, strict=False) if name in present}
     chart: alt.Chart = (
         filterable_layer(values)
         .mark_bar()
@@ -99,9 +100,9 @@ def numbers(values: Sequence[Datum], title: str) -> alt.Chart:
     return chart
 
 
-def ends(lines: Sequence[Line], title: str) -> list[alt.Chart]:
+def ends(lines: Sequence[ChartLine], title: str) -> list[alt.Chart]:
     """In the place of the bars of lines that are not ok, what became of them."""
-    values = chart_lines.failure_marks(lines)
+    values = failure_marks(lines)
     if not values:
         return []
     return [
@@ -121,7 +122,7 @@ def spanning(field: str, title: str, values: Sequence[float], around: float = 0.
     return (alt.X if field == "x" else alt.Y)(
         f"{field}:Q",
         title=title,
-        scale=alt.Scale(domain=list(chart_lines.padded_domain(values, around)), nice=False, zero=False),
+        scale=alt.Scale(domain=list(padded_domain(values, around)), nice=False, zero=False),
     )
 
 
@@ -160,16 +161,16 @@ def labels(
 
 
 def by_label(names: Sequence[str], dashes: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-    """What tells curves apart, as one legend in their order: colour with the shape of their points, or with dashes.
+    """What tells curves apart, as one legend in their order: color with the shape of their points, or with dashes.
 
-    `stroke` is the same colour of what stands in no legend.
+    `stroke` is the same color of what stands in no legend.
     """
     points = {"symbolDash": [1, 0], "symbolOpacity": 1}
     kind: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 3} if dashes else points
     legend = alt.Legend(orient="right", title=None, symbolSize=90, symbolLimit=0, **kind)
     channels: dict[str, tuple[Any, Any, Any]] = {
-        "color": (alt.Color, style.colours(len(names)), legend),
-        "stroke": (alt.Stroke, style.colours(len(names)), None),
+        "color": (alt.Color, style.colors(len(names)), legend),
+        "stroke": (alt.Stroke, style.colors(len(names)), None),
         "shape": (alt.Shape, style.shapes(len(names)), legend),
         "strokeDash": (alt.StrokeDash, list(dashes), legend),
     }

@@ -1,15 +1,28 @@
 """Pictures of memory: what fills the peak, the planner's peak beside it, and activations over the micro-batch."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
-from harness.report import frame
-from harness.report.charts import lines as chart_lines
 from harness.report.charts import marks, style
-from harness.report.charts.altair_lazy import alt
-from harness.report.charts.lines import Datum, Line
+from harness.report.charts.lines import (
+    ChartLine,
+    Datum,
+    chart_lines,
+    failure_text,
+    omitted_text,
+    padded_domain,
+    part_data,
+    peak_record,
+    range_text,
+    select,
+    value_table,
+)
 from harness.report.charts.series import Series, by_micro_batch
+from harness.report.charts.style import alt
 from harness.report.document import Chart, Table
 from harness.report.labels import PEAK_PARTS
+from harness.report.text import Unit, byte_unit, bytes_text, format_numbers, pluralize
 from harness.report.view import View
 
 _UNDIVIDED = "not divided"
@@ -21,24 +34,24 @@ _FARTHEST = 4.0  # times the highest peak: a limit beyond is said, not drawn, fo
 
 def peak(view: View) -> Chart | None:
     """What fills the peak of every line, and the device's limit."""
-    found = chart_lines.lines(view)
-    drawn = chart_lines.select(found)
+    found = chart_lines(view)
+    drawn = select(found)
     peaks = {line.label: line.number("peak_allocated_bytes") for line in drawn if line.ok}
     held = [value for value in peaks.values() if value]
     if not held:
         return None
-    unit = frame.byte_unit(held)
+    unit = byte_unit(held)
     segments = [datum for line in drawn if line.ok for datum in _segments(line, unit.size)]
     names = [name for name in (*_AT_PEAK.values(), _UNDIVIDED) if any(d["part"] == name for d in segments)]
     limits = sorted({limit for line in drawn if (limit := line.number("memory_limit_bytes"))})
     near = [limit for limit in limits if limit <= _FARTHEST * max(held)]
     said = (
-        f"Memory at the peak of {chart_lines.counted(held)} in {unit.name}, stacked by what fills it: "
-        + chart_lines.range_text([(label, value / unit.size) for label, value in peaks.items() if value])
-        + f".{_limit_said(limits, near)}{chart_lines.failure_text(drawn)}{chart_lines.omitted_text(len(drawn), len(found))}"
+        f"Memory at the peak of {pluralize(len(held), 'line')} in {unit.name}, stacked by what fills it: "
+        + range_text([(label, value / unit.size) for label, value in peaks.items() if value])
+        + f".{_limit_said(limits, near)}{failure_text(drawn)}{omitted_text(len(drawn), len(found))}"
     )
     title = f"memory at the peak ({unit.name})"
-    shown = dict(zip(peaks, frame.scaled(list(peaks.values()), unit), strict=True))
+    shown = dict(zip(peaks, format_numbers(list(peaks.values()), unit), strict=True))
     totals = [
         line.datum(total=_beside(value, near, 0.1 * max(held)) / unit.size, shown=shown[line.label])
         for line in drawn
@@ -60,21 +73,19 @@ def _beside(value: float, limits: Sequence[float], room: float) -> float:
     return next((limit for limit in limits if value <= limit < value + room), value)
 
 
-def _segments(line: Line, size: float) -> list[Datum]:
+def _segments(line: ChartLine, size: float) -> list[Datum]:
     """The parts of a peak, or the peak as one where they are not known."""
-    row = chart_lines.fullest(line)["row"]
-    parts = chart_lines.parts(line, row, _AT_PEAK, size)
-    whole = chart_lines.parts(line, row, {"peak_allocated_bytes": _UNDIVIDED}, size)
+    row = peak_record(line)["row"]
+    parts = part_data(line, row, _AT_PEAK, size)
+    whole = part_data(line, row, {"peak_allocated_bytes": _UNDIVIDED}, size)
     return parts or whole
 
 
-def _rules(limits: Sequence[float], unit: frame.Unit, title: str) -> list[alt.Chart]:
+def _rules(limits: Sequence[float], unit: Unit, title: str) -> list[alt.Chart]:
     """The device's limit, which is no line's and is not hidden with any."""
     if not limits:
         return []
-    values = [
-        {"strategy": "", "limit": limit / unit.size, "shown": f"limit {frame.bytes_text(limit)}"} for limit in limits
-    ]
+    values = [{"strategy": "", "limit": limit / unit.size, "shown": f"limit {bytes_text(limit)}"} for limit in limits]
     x = marks.from_zero("limit", title)
     tooltip = [alt.Tooltip("shown:N", title="of the device")]
     return [
@@ -89,44 +100,44 @@ def _limit_said(limits: Sequence[float], near: Sequence[float]) -> str:
     if not limits:
         return ""
     beyond = "" if near else ", beyond what is drawn"
-    return f" The device's limit is {' or '.join(frame.bytes_text(limit) for limit in limits)}{beyond}."
+    return f" The device's limit is {' or '.join(bytes_text(limit) for limit in limits)}{beyond}."
 
 
-def _peak_table(drawn: Sequence[Line], names: Sequence[str], unit: frame.Unit) -> Table:
+def _peak_table(drawn: Sequence[ChartLine], names: Sequence[str], unit: Unit) -> Table:
     rows = []
     for line in drawn:
         parts = {d["part"]: d["exact"] for d in _segments(line, unit.size)} if line.ok else {}
         sizes = [parts.get(name) for name in names]
         sizes += [line.number("peak_allocated_bytes") if line.ok else None, line.number("memory_limit_bytes")]
-        rows.append((line.label, str(line.row["status"]), *frame.scaled(sizes, unit)))
+        rows.append((line.label, str(line.row["status"]), *format_numbers(sizes, unit)))
     header = ["run", "status", *(f"{name} ({unit.name})" for name in (*names, "peak", "limit"))]
-    return chart_lines.table(header, rows, [line.strategy for line in drawn], 2)
+    return value_table(header, rows, [line.strategy for line in drawn], 2)
 
 
 def predicted(view: View) -> Chart | None:
     """The planner's peak against the measured: on the diagonal both are the same."""
     pairs = [
         (line, planned, measured)
-        for line in chart_lines.lines(view)
+        for line in chart_lines(view)
         if line.ok
         and (planned := line.number("predicted_peak_bytes"))
         and (measured := line.number("peak_allocated_bytes"))
     ]
-    drawn = {line.place for line in chart_lines.select([line for line, _, _ in pairs])}
-    shown = [pair for pair in pairs if pair[0].place in drawn]
+    drawn = {line.position for line in select([line for line, _, _ in pairs])}
+    shown = [pair for pair in pairs if pair[0].position in drawn]
     if not shown:
         return None
-    unit = frame.byte_unit([size for _, *sizes in shown for size in sizes])
+    unit = byte_unit([size for _, *sizes in shown for size in sizes])
     errors = [(line.label, 100 * (planned / measured - 1)) for line, planned, measured in shown]
     said = (
-        f"Predicted against measured peak memory of {chart_lines.counted(shown)} in {unit.name}; prediction over measurement"
-        f" less 1, in %: {chart_lines.range_text(errors, '+.2f')}.{chart_lines.omitted_text(len(shown), len(pairs))}"
+        f"Predicted against measured peak memory of {pluralize(len(shown), 'line')} in {unit.name}; prediction over measurement"
+        f" less 1, in %: {range_text(errors, '+.2f')}.{omitted_text(len(shown), len(pairs))}"
     )
     points = [
         line.datum(x=planned / unit.size, y=measured / unit.size, planned=planned, measured=measured, error=error)
         for (line, planned, measured), (_, error) in zip(shown, errors, strict=True)
     ]
-    domain = chart_lines.padded_domain([point[axis] for point in points for axis in ("x", "y")])
+    domain = padded_domain([point[axis] for point in points for axis in ("x", "y")])
     scale = alt.Scale(domain=list(domain), nice=False, zero=False)
     x = alt.X("x:Q", title=f"predicted peak ({unit.name})", scale=scale)
     y = alt.Y("y:Q", title=f"measured peak ({unit.name})", scale=scale)
@@ -143,25 +154,25 @@ def predicted(view: View) -> Chart | None:
         .encode(x=x, y=y, tooltip=tooltip),
         *marks.labels(points, x, y, [ends]),
     ]
-    columns = [frame.scaled([pair[1] for pair in shown], unit), frame.scaled([pair[2] for pair in shown], unit)]
+    columns = [format_numbers([pair[1] for pair in shown], unit), format_numbers([pair[2] for pair in shown], unit)]
     rows = [
         (line.label, *sizes, f"{error:+.2f}")
         for (line, *_), sizes, (_, error) in zip(shown, zip(*columns, strict=True), errors, strict=True)
     ]
     header = ["run", f"predicted peak ({unit.name})", f"measured peak ({unit.name})", "error (%)"]
-    table = chart_lines.table(header, rows, [line.strategy for line, *_ in shown])
+    table = value_table(header, rows, [line.strategy for line, *_ in shown])
     return Chart("predicted", "Predicted and measured peak", said, marks.spec(layers, said), table)
 
 
 def batches(view: View) -> Chart | None:
     """What is held for backward over the micro-batch, measured and predicted."""
-    found = by_micro_batch(chart_lines.lines(view))
+    found = by_micro_batch(chart_lines(view))
     if not found:
         return None
-    drawn = chart_lines.select(found)
+    drawn = select(found)
     pairs = [(series, line) for series in drawn for line in series.points]
     sizes = [_activations(line) for _, line in pairs]
-    unit = frame.byte_unit([size for pair in sizes for size in pair])
+    unit = byte_unit([size for pair in sizes for size in pair])
     measured = [
         series.datum(x=line.number("micro_batch"), y=held / unit.size, exact=held)
         for (series, line), (held, _) in zip(pairs, sizes, strict=True)
@@ -171,8 +182,8 @@ def batches(view: View) -> Chart | None:
         (_at(series, line), (held or 0) / unit.size) for (series, line), (held, _) in zip(pairs, sizes, strict=True)
     ]
     said = (
-        f"Activation memory of {chart_lines.counted(drawn)} in {unit.name} over the micro-batch, {chart_lines.range_text(ends)}."
-        f"{chart_lines.omitted_text(len(drawn), len(found))}"
+        f"Activation memory of {pluralize(len(drawn), 'line')} in {unit.name} over the micro-batch, {range_text(ends)}."
+        f"{omitted_text(len(drawn), len(found))}"
     )
     crosses = [
         series.datum(x=line.number("micro_batch"), y=planned / unit.size, exact=planned)
@@ -190,19 +201,19 @@ def batches(view: View) -> Chart | None:
         layers.append(
             marks.filterable_layer(crosses).mark_text(text="×", style="predicted").encode(x=x, y=y, tooltip=tooltip)
         )
-    columns = [frame.scaled([pair[0] for pair in sizes], unit), frame.scaled([pair[1] for pair in sizes], unit)]
+    columns = [format_numbers([pair[0] for pair in sizes], unit), format_numbers([pair[1] for pair in sizes], unit)]
     rows = [
         (series.name, str(line.row["micro_batch"]), *texts)
         for (series, line), texts in zip(pairs, zip(*columns, strict=True), strict=True)
     ]
     header = ["run", "micro-batch (sequences)", f"measured ({unit.name})", f"predicted ({unit.name})"]
-    table = chart_lines.table(header, rows, [series.strategy for series, _ in pairs])
+    table = value_table(header, rows, [series.strategy for series, _ in pairs])
     return Chart("batches", "Activation memory against micro-batch", said, marks.spec(layers, said), table)
 
 
-def _activations(line: Line) -> tuple[float | None, float | None]:
+def _activations(line: ChartLine) -> tuple[float | None, float | None]:
     return line.number("activation_bytes"), line.number("predicted_activation_bytes")
 
 
-def _at(series: Series, line: Line) -> str:
+def _at(series: Series, line: ChartLine) -> str:
     return f"{series.name} at micro-batch {line.row['micro_batch']}"

@@ -1,4 +1,4 @@
-"""What curves are drawn of: lines of a report that differ in one quantity alone, and losses by step."""
+"""The curves that charts draw: lines of a report that differ in one quantity alone, and losses by step."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.records.run_folder import RunFolder
-from harness.report.charts.lines import Datum, ChartLine, finite_number, median_record
-from harness.report.labels import VARYING, flattened, value_text
+from harness.report.charts.lines import ChartLine, Datum, finite_number, median_record
+from harness.report.comparability import curve_columns, curve_key
+from harness.report.labels import VARYING, value_text
 from harness.report.view import View
 from harness.util.text import sanitize
 
-# What follows from the finite_number of ranks, and what the batch is made of.
+# The columns that follow from the number of ranks, and those that make up the batch.
 _DEGREES = ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "layers_per_stage")
 
-_BATCH = ("micro_batch", "global_batch")
+BATCH_COLUMNS = ("micro_batch", "global_batch")
 
 _SIZES = (
     *("parameters", "model", "layers_per_stage", "name", "source", "hidden_size", "intermediate_size"),
@@ -27,85 +27,87 @@ _POINTS = 240  # of one curve
 
 @dataclass(frozen=True)
 class Series:
-    """Lines that are the points of one curve, in the order of what they differ in."""
+    """The lines that are the points of one curve, in the order of the quantity in which they differ."""
 
     name: str  # no two series of a chart have the same
     strategy: str
-    place: int
+    position: int
     points: Sequence[ChartLine]
 
     @property
     def speed(self) -> float | None:
+        """The speed of the fastest point."""
         return max((line.speed for line in self.points if line.speed is not None), default=None)
 
     def datum(self, **values: Any) -> Datum:
-        return {"strategy": self.strategy, "label": self.name, "place": self.place} | values
+        """Return the data of one of the series' marks."""
+        return {"strategy": self.strategy, "label": self.name, "place": self.position} | values
 
 
 def by_world(lines: Sequence[ChartLine]) -> list[Series]:
-    """Speed over ranks: of equal batches where there are such lines, else whatever else the batch is."""
+    """Return speed over ranks, of equal batches where there are such lines, else of whatever batches there are."""
     ok = [line for line in lines if line.speed and line.number("world_size")]
-    for apart in ((), _BATCH[:1], _BATCH[1:], _BATCH):
-        found = _grouped(ok, "world_size", (*_DEGREES, *apart))
-        if found:
-            return found
+    for free in ((), BATCH_COLUMNS[:1], BATCH_COLUMNS[1:], BATCH_COLUMNS):
+        series = _group(ok, "world_size", (*_DEGREES, *free))
+        if series:
+            return series
     return []
 
 
 def by_micro_batch(lines: Sequence[ChartLine]) -> list[Series]:
+    """Return activation memory over the micro-batch."""
     ok = [line for line in lines if line.ok and line.number("activation_bytes") and line.number("micro_batch")]
-    return _grouped(ok, "micro_batch", _BATCH)
+    return _group(ok, "micro_batch", BATCH_COLUMNS)
 
 
 def by_parameters(lines: Sequence[ChartLine]) -> list[Series]:
-    """Peaks over the model's size; lines that ran out of memory are points too."""
+    """Return peak memory over the model's size; lines that ran out of memory are points too."""
     known = [line for line in lines if line.row["status"] in ("ok", "oom") and line.number("parameters")]
-    return _grouped(known, "parameters", _SIZES)
+    return _group(known, "parameters", _SIZES)
 
 
-def _grouped(lines: Sequence[ChartLine], name: str, apart: Sequence[str]) -> list[Series]:
-    """Series over a column: equal in all that tells lines apart but for what is `apart`; of equal points the first."""
-    compared = [column for column in ("strategy", "checkpointing", "parameters", *VARYING) if column not in apart]
+def _group(lines: Sequence[ChartLine], name: str, free: Sequence[str]) -> list[Series]:
+    """Return the series over a column with more than one point; of lines at the same point the first is taken."""
     groups: dict[tuple[Any, ...], dict[float, ChartLine]] = {}
     for line in lines:
-        key = (*(line.row.get(column) for column in compared), _options(line, apart))
+        key = curve_key(line.row, line.record.get("config") or {}, free)
         groups.setdefault(key, {}).setdefault(line.number(name) or 0.0, line)
-    several = {key: points for key, points in groups.items() if len(points) > 1}
-    names = _names(list(several), compared)
+    curves = {key: [points[value] for value in sorted(points)] for key, points in groups.items() if len(points) > 1}
+    names = _names(list(curves), curve_columns(free))
     return [
-        Series(label, lines_[0].strategy, place, lines_)
-        for place, (label, points) in enumerate(zip(names, several.values(), strict=True))
-        for lines_ in [[points[at] for at in sorted(points)]]
+        Series(label, points[0].strategy, position, points)
+        for position, (label, points) in enumerate(zip(names, curves.values(), strict=True))
     ]
 
 
-def _options(line: ChartLine, apart: Sequence[str]) -> str:
-    """The configuration's groups that no column says in full."""
-    config = line.record.get("config") or {}
-    groups = {name: config.get(name) for name in ("model", "strategy")}
-    return repr({key: value for key, value in flattened(groups).items() if key.rsplit(".", 1)[-1] not in apart})
-
-
 def _names(keys: Sequence[tuple[Any, ...]], columns: Sequence[str]) -> list[str]:
-    """Strategy and checkpointing, what tells a series from others of that name, a finite_number where that is not enough."""
-    found: list[str] = []
+    """Return a name for each curve, of which no two are the same.
+
+    It consists of strategy and checkpointing, what distinguishes the curve from others of these two, and a number
+    where that is not enough.
+    """
+    names: list[str] = []
     for key in keys:
-        alike = [other for other in keys if other[:2] == key[:2]]
-        varying = [at for at, name in enumerate(columns) if name in VARYING and len({o[at] for o in alike}) > 1]
-        said = [str(key[0]), *([str(key[1])] if key[1] not in (None, "none") else [])]
-        said += [value_text(columns[at], key[at]) for at in varying if key[at] is not None]
-        name = sanitize(" ".join(said))
-        found.append(f"{name} ({len(found) + 1})" if name in found else name)
-    return found
+        namesakes = [other for other in keys if other[:2] == key[:2]]
+        varying = [
+            position
+            for position, name in enumerate(columns)
+            if name in VARYING and len({other[position] for other in namesakes}) > 1
+        ]
+        words = [str(key[0]), *([str(key[1])] if key[1] not in (None, "none") else [])]
+        words += [value_text(columns[position], key[position]) for position in varying if key[position] is not None]
+        name = sanitize(" ".join(words))
+        names.append(f"{name} ({len(names) + 1})" if name in names else name)
+    return names
 
 
-def losses(view: View, line: ChartLine) -> list[tuple[int, float, str]]:
-    """Step, loss and phase of a line's median_record run from its steps.jsonl; none where there is no such file."""
+def step_losses(view: View, line: ChartLine) -> list[tuple[int, float, str]]:
+    """Return step, loss and phase of a line's median run from its steps.jsonl; empty if there is no such file."""
     folder = view.folders.get(median_record(line)["row"]["run_id"])
-    return list(_read(RunFolder(folder).steps)) if folder else []
+    return list(_read_losses(folder / "steps.jsonl")) if folder else []
 
 
-def _read(path: Path) -> Iterator[tuple[int, float, str]]:
+def _read_losses(path: Path) -> Iterator[tuple[int, float, str]]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -122,7 +124,7 @@ def _read(path: Path) -> Iterator[tuple[int, float, str]]:
 
 
 def downsample(count: int) -> list[int]:
-    """The positions of at most _POINTS of so many points: evenly, the first and the last among them."""
+    """Return the positions of at most _POINTS of `count` points: evenly, the first and the last among them."""
     if count <= _POINTS:
         return list(range(count))
-    return [round(place * (count - 1) / (_POINTS - 1)) for place in range(_POINTS)]
+    return [round(point * (count - 1) / (_POINTS - 1)) for point in range(_POINTS)]

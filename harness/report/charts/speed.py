@@ -2,15 +2,26 @@
 
 from collections.abc import Sequence
 
-from harness.report import frame
-from harness.report.charts import lines as chart_lines
 from harness.report.charts import marks, style
-from harness.report.charts.altair_lazy import alt
-from harness.report.charts.lines import Line
+from harness.report.charts.lines import (
+    ChartLine,
+    Datum,
+    chart_lines,
+    failure_text,
+    finite_number,
+    median_record,
+    omitted_text,
+    part_data,
+    range_text,
+    select,
+    value_table,
+)
 from harness.report.charts.series import Series, by_world
+from harness.report.charts.style import alt
 from harness.report.document import Chart, Table
 from harness.report.labels import STEP_PARTS
 from harness.report.spread import spread
+from harness.report.text import MILLISECONDS, ONE, format_numbers, format_percents, pluralize
 from harness.report.view import View
 
 _WIDE = 8  # the most ranks over the fewest, from which on both axes are logarithmic
@@ -18,18 +29,18 @@ _WIDE = 8  # the most ranks over the fewest, from which on both axes are logarit
 
 def throughput(view: View) -> Chart | None:
     """Tokens per second of every line, and how far its runs or steps lie apart."""
-    found = chart_lines.lines(view)
+    found = chart_lines(view)
     if not any(line.speed for line in found):
         return None
-    drawn = chart_lines.select(found)
-    ok = [(line, line.speed, chart_lines.number(spread(line.row))) for line in drawn if line.speed]
+    drawn = select(found)
+    ok = [(line, line.speed, finite_number(spread(line.row))) for line in drawn if line.speed]
     said = (
-        f"Tokens per second of {chart_lines.counted(ok)}, {chart_lines.range_text([(line.label, speed) for line, speed, _ in ok])}."
+        f"Tokens per second of {pluralize(len(ok), 'line')}, {range_text([(line.label, speed) for line, speed, _ in ok])}."
         f"{_spread_said([line for line, *_ in ok])}"
-        f"{chart_lines.failure_text(drawn)}{chart_lines.omitted_text(len(drawn), len(found))}"
+        f"{failure_text(drawn)}{omitted_text(len(drawn), len(found))}"
     )
     title = "tokens per second"
-    shown = frame.scaled([speed for _, speed, _ in ok], frame.ONE)
+    shown = format_numbers([speed for _, speed, _ in ok], ONE)
     values = [
         line.datum(
             value=speed,
@@ -59,16 +70,16 @@ def throughput(view: View) -> Chart | None:
         (
             line.label,
             str(line.row["status"]),
-            *frame.scaled([line.speed], frame.ONE),
-            *frame.percents([chart_lines.number(spread(line.row))]),
+            *format_numbers([line.speed], ONE),
+            *format_percents([finite_number(spread(line.row))]),
         )
         for line in drawn
     ]
-    table = chart_lines.table(["run", "status", title, "spread (± %)"], rows, [line.strategy for line in drawn], 2)
+    table = value_table(["run", "status", title, "spread (± %)"], rows, [line.strategy for line in drawn], 2)
     return Chart("throughput", "Tokens per second", said, marks.bars(layers, said, len(drawn)), table)
 
 
-def _spread_said(lines: Sequence[Line]) -> str:
+def _spread_said(lines: Sequence[ChartLine]) -> str:
     kinds = {line.row.get("between_runs") is not None for line in lines if spread(line.row) is not None}
     words = {True: "half the range of a line's runs", False: "half the interquartile range of a run's steps"}
     said = " or ".join(words[kind] for kind in sorted(kinds, reverse=True))
@@ -77,8 +88,8 @@ def _spread_said(lines: Sequence[Line]) -> str:
 
 def step(view: View) -> Chart | None:
     """The step time of every line in its parts, of the repeat in the middle."""
-    found = chart_lines.lines(view)
-    drawn = chart_lines.select(found)
+    found = chart_lines(view)
+    drawn = select(found)
     segments = [datum for line in drawn for datum in _step_parts(line)]
     if not segments:
         return None
@@ -87,14 +98,14 @@ def step(view: View) -> Chart | None:
         totals[datum["label"]] = totals.get(datum["label"], 0.0) + datum["exact"]
     names = [name for name in STEP_PARTS.values() if any(datum["part"] == name for datum in segments)]
     said = (
-        f"Step time of {chart_lines.counted(totals)} in ms, stacked by its parts, {', '.join(names)}:"
-        f" {chart_lines.range_text([(label, total / 1e-3) for label, total in totals.items()])}."
-        + (" Of repeated runs the one in the middle by speed." if any(line.repeated for line in drawn) else "")
-        + chart_lines.failure_text(drawn)
-        + chart_lines.omitted_text(len(drawn), len(found))
+        f"Step time of {pluralize(len(totals), 'line')} in ms, stacked by its parts, {', '.join(names)}:"
+        f" {range_text([(label, total / 1e-3) for label, total in totals.items()])}."
+        + (" Of repeated runs the one in the middle by speed." if any(line.is_repeated for line in drawn) else "")
+        + failure_text(drawn)
+        + omitted_text(len(drawn), len(found))
     )
     title = "step time (ms)"
-    shown = dict(zip(totals, frame.scaled(list(totals.values()), frame.MILLISECONDS), strict=True))
+    shown = dict(zip(totals, format_numbers(list(totals.values()), MILLISECONDS), strict=True))
     ends = [
         line.datum(total=totals[line.label] / 1e-3, shown=shown[line.label]) for line in drawn if line.label in totals
     ]
@@ -107,36 +118,32 @@ def step(view: View) -> Chart | None:
     for line in drawn:
         parts = {datum["part"]: datum["exact"] for datum in _step_parts(line)}
         sizes = [*(parts.get(name) for name in names), totals.get(line.label)]
-        rows.append((line.label, str(line.row["status"]), *frame.scaled(sizes, frame.MILLISECONDS)))
+        rows.append((line.label, str(line.row["status"]), *format_numbers(sizes, MILLISECONDS)))
     header = ["run", "status", *(f"{name} (ms)" for name in names), "step (ms)"]
-    table = chart_lines.table(header, rows, [line.strategy for line in drawn], 2)
+    table = value_table(header, rows, [line.strategy for line in drawn], 2)
     return Chart("step", "Where the time of a step goes", said, marks.bars(layers, said, len(drawn)), table)
 
 
-def _step_parts(line: Line) -> list[chart_lines.Datum]:
-    return (
-        chart_lines.parts(line, chart_lines.typical(line)["row"], STEP_PARTS, frame.MILLISECONDS.size)
-        if line.ok
-        else []
-    )
+def _step_parts(line: ChartLine) -> list[Datum]:
+    return part_data(line, median_record(line)["row"], STEP_PARTS, MILLISECONDS.size) if line.ok else []
 
 
 def scaling(view: View) -> Chart | None:
     """Tokens per second over ranks, beside as many times the speed on the fewest."""
-    found = by_world(chart_lines.lines(view))
+    found = by_world(chart_lines(view))
     if not found:
         return None
-    drawn = chart_lines.select(found)
+    drawn = select(found)
     points = [
         series.datum(x=_world(line), y=line.speed, ideal=ideal, efficiency=100 * (line.speed or 0) / ideal)
         for series in drawn
         for line, ideal in zip(series.points, _ideal(series), strict=True)
     ]
     said = (
-        f"Tokens per second over {_count(points)} ranks of {chart_lines.counted(drawn)}, beside the ideal from each one's"
+        f"Tokens per second over {_count(points)} ranks of {pluralize(len(drawn), 'line')}, beside the ideal from each one's"
         " fewest ranks; efficiency on the most ranks in %:"
-        f" {chart_lines.range_text([(series.name, _efficiency(series)) for series in drawn])}."
-        f"{chart_lines.omitted_text(len(drawn), len(found))}"
+        f" {range_text([(series.name, _efficiency(series)) for series in drawn])}."
+        f"{omitted_text(len(drawn), len(found))}"
     )
     worlds = sorted({point["x"] for point in points})
     wide = worlds[-1] / worlds[0] > _WIDE
@@ -162,7 +169,7 @@ def scaling(view: View) -> Chart | None:
     return Chart("scaling", "Speed over ranks", said, marks.spec(layers, said), _scaling_table(drawn))
 
 
-def _world(line: Line) -> float:
+def _world(line: ChartLine) -> float:
     return line.number("world_size") or 0.0
 
 
@@ -175,7 +182,7 @@ def _efficiency(series: Series) -> float:
     return 100 * (series.points[-1].speed or 0.0) / _ideal(series)[-1]
 
 
-def _count(points: Sequence[chart_lines.Datum]) -> str:
+def _count(points: Sequence[Datum]) -> str:
     worlds = sorted({int(point["x"]) for point in points})
     return ", ".join(map(str, worlds))
 
@@ -185,13 +192,13 @@ def _scaling_table(drawn: Sequence[Series]) -> Table:
         (series, line, ideal) for series in drawn for line, ideal in zip(series.points, _ideal(series), strict=True)
     ]
     speeds, ideals = (
-        frame.scaled([line.speed for _, line, _ in pairs], frame.ONE),
-        frame.scaled([i for *_, i in pairs], frame.ONE),
+        format_numbers([line.speed for _, line, _ in pairs], ONE),
+        format_numbers([i for *_, i in pairs], ONE),
     )
-    efficiencies = frame.percents([(line.speed or 0.0) / ideal for _, line, ideal in pairs])
+    efficiencies = format_percents([(line.speed or 0.0) / ideal for _, line, ideal in pairs])
     rows = [
         (series.name, str(line.row["world_size"]), *texts)
         for (series, line, _), texts in zip(pairs, zip(speeds, ideals, efficiencies, strict=True), strict=True)
     ]
     header = ["run", "ranks", "tokens per second", "ideal", "efficiency (%)"]
-    return chart_lines.table(header, rows, [series.strategy for series, *_ in pairs])
+    return value_table(header, rows, [series.strategy for series, *_ in pairs])

@@ -1,6 +1,25 @@
-"""Colours, sizes and Vega-Lite's config, for light and for dark; specs name a style and hold no config."""
+"""Colors, sizes and Vega-Lite's configs for light and dark pages; and altair, imported when it is first used.
 
-from typing import Any
+A spec names styles and contains no config.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import altair as alt
+else:
+
+    class _LazyAltair:
+        """A stand-in for altair, whose import takes a third of a second that commands without charts need not wait."""
+
+        def __getattr__(self, name: str) -> Any:
+            import altair
+
+            return getattr(altair, name)
+
+    alt = _LazyAltair()
+
+__all__ = ["alt"]
 
 WIDTH, HEIGHT = 620, 340  # pixels, of a whole picture with its axes, and of the plot where its lines are no bars
 
@@ -14,7 +33,7 @@ FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # all of one metric: tex
 
 FONT_SIZE = 12
 
-# Petroff's ten, found by search to be apart under colour-vision deficiency, arXiv 2107.02270, figure 6.
+# Petroff's ten, found by search to be apart under color-vision deficiency, arXiv 2107.02270, figure 6.
 PALETTE = (
     *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6"),
     *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
@@ -27,7 +46,7 @@ SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down"
 DASHES = ((1, 0), (6, 3), (2, 2))  # lines of the first ten, the second and the third
 
 
-def colours(count: int) -> list[str]:
+def colors(count: int) -> list[str]:
     return [PALETTE[place % len(PALETTE)] for place in range(count)]
 
 

@@ -4,14 +4,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.records.schema import Row
-from harness.report import frame
 from harness.report.best import pareto_front
-from harness.report.charts import lines as chart_lines
 from harness.report.charts import marks, style
-from harness.report.charts.altair_lazy import alt
-from harness.report.charts.lines import Line
-from harness.report.claim_peers import DIVISION, ok_runs, peer
+from harness.report.charts.lines import (
+    ChartLine,
+    chart_lines,
+    finite_number,
+    omitted_text,
+    range_text,
+    select,
+    value_table,
+)
+from harness.report.charts.style import alt
+from harness.report.claim_peers import ok_runs, peer
+from harness.report.comparability import PARTITION_COLUMNS, comparability_key
 from harness.report.document import Chart
+from harness.report.text import ONE, byte_unit, format_numbers, format_percents, pluralize
 from harness.report.view import View
 from harness.util.text import sanitize
 
@@ -21,21 +29,21 @@ def trade(view: View) -> Chart | None:
 
     Of several settings the one with most lines: between others there is nothing to choose.
     """
-    settings: dict[tuple[Any, ...], list[Line]] = {}
-    for line in chart_lines.lines(view):
+    settings: dict[tuple[Any, ...], list[ChartLine]] = {}
+    for line in chart_lines(view):
         if line.speed and line.number("peak_allocated_bytes"):
-            settings.setdefault(frame.comparability_key(line.row), []).append(line)
-    alike: list[Line] = max(settings.values(), key=len, default=[])
+            settings.setdefault(comparability_key(line.row), []).append(line)
+    alike: list[ChartLine] = max(settings.values(), key=len, default=[])
     column, rate = "tokens_per_second", "tokens per second"
     if len({line.row.get("world_size") for line in alike}) > 1:
         column, rate = "tokens_per_second_per_device", "tokens per second and device"
     found = ((line, line.number("peak_allocated_bytes"), line.number(column)) for line in alike)
     pairs = [(line, peak, speed) for line, peak, speed in found if peak and speed]
-    places = {line.place for line in chart_lines.select([line for line, *_ in pairs])}
-    drawn = [pair for pair in pairs if pair[0].place in places]
+    places = {line.position for line in select([line for line, *_ in pairs])}
+    drawn = [pair for pair in pairs if pair[0].position in places]
     if len(drawn) < 2:
         return None
-    unit = frame.byte_unit([peak for _, peak, _ in drawn])
+    unit = byte_unit([peak for _, peak, _ in drawn])
     first = pareto_front([(peak, speed) for _, peak, speed in drawn])
     points = [
         line.datum(x=speed, y=peak / unit.size, exact=peak, first=best, on="front" if best else "beaten in both")
@@ -44,10 +52,10 @@ def trade(view: View) -> Chart | None:
     best_ones = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
     of_one = f", the largest of {len(settings)} groups that trained the same" if len(settings) > 1 else ""
     said = (
-        f"Peak memory in {unit.name} against {rate} of {chart_lines.counted(drawn)}{of_one}. No other is both as fast and"
+        f"Peak memory in {unit.name} against {rate} of {pluralize(len(drawn), 'line')}{of_one}. No other is both as fast and"
         f" as small as {', '.join(point['label'] for point in best_ones)}; peaks"
-        f" {chart_lines.range_text([(point['label'], point['y']) for point in points])}, {rate}"
-        f" {chart_lines.range_text([(point['label'], point['x']) for point in points])}.{chart_lines.omitted_text(len(drawn), len(pairs))}"
+        f" {range_text([(point['label'], point['y']) for point in points])}, {rate}"
+        f" {range_text([(point['label'], point['x']) for point in points])}.{omitted_text(len(drawn), len(pairs))}"
     )
     x = marks.spanning("x", f"{rate} (more is better)", [point["x"] for point in points])
     y = marks.spanning("y", f"peak memory ({unit.name}, less is better)", [point["y"] for point in points])
@@ -63,15 +71,15 @@ def trade(view: View) -> Chart | None:
         *marks.labels(points, x, y, [best_ones]),
     ]
     columns = [
-        frame.scaled([peak for _, peak, _ in drawn], unit),
-        frame.scaled([speed for *_, speed in drawn], frame.ONE),
+        format_numbers([peak for _, peak, _ in drawn], unit),
+        format_numbers([speed for *_, speed in drawn], ONE),
     ]
     rows = [
         (line.label, *texts, "yes" if best else "")
         for (line, *_), texts, best in zip(drawn, zip(*columns, strict=True), first, strict=True)
     ]
     header = ["run", f"peak ({unit.name})", rate, "on the front"]
-    table = chart_lines.table(header, rows, [line.strategy for line, *_ in drawn])
+    table = value_table(header, rows, [line.strategy for line, *_ in drawn])
     return Chart("trade", "Peak memory against speed", said, marks.spec(layers, said), table)
 
 
@@ -79,7 +87,7 @@ def trade(view: View) -> Chart | None:
 class Saving:
     """What a kind of checkpointing does to a run, over the same run without it."""
 
-    line: Line
+    line: ChartLine
     kind: str
     peak: float  # less of the peak, relative
     activations: float | None  # less of activations, relative
@@ -88,15 +96,13 @@ class Saving:
 
 def savings(view: View) -> list[Saving]:
     """Of the lines that checkpoint and have a peer that does not."""
-    lines = [
-        line for line in chart_lines.lines(view) if line.ok and line.row.get("checkpointing") not in (None, "none")
-    ]
+    lines = [line for line in chart_lines(view) if line.ok and line.row.get("checkpointing") not in (None, "none")]
     runs = ok_runs(view.lines) if lines else []
     by_id = {run.row["run_id"]: run for run in runs}
     found = []
     for line in lines:
         run = by_id[line.row["run_id"]]
-        plain = peer(run, runs, DIVISION, checkpointing="none")
+        plain = peer(run, runs, PARTITION_COLUMNS, checkpointing="none")
         names = ("peak_allocated_bytes", "activation_bytes", "step_seconds")
         peak, held, cost = (_change(plain.row, run.row, name) if plain else None for name in names)
         if peak is not None and cost is not None:
@@ -106,15 +112,15 @@ def savings(view: View) -> list[Saving]:
 
 
 def _change(before: Row, after: Row, name: str) -> float | None:
-    old, new = chart_lines.number(before.get(name)), chart_lines.number(after.get(name))
+    old, new = finite_number(before.get(name)), finite_number(after.get(name))
     return new / old - 1 if old and new is not None else None
 
 
 def checkpointing(view: View) -> Chart | None:
     """Memory saved against time lost, each kind over the same run without it."""
     found = savings(view)
-    places = {line.place for line in chart_lines.select([saving.line for saving in found])}
-    drawn = [saving for saving in found if saving.line.place in places]
+    places = {line.position for line in select([saving.line for saving in found])}
+    drawn = [saving for saving in found if saving.line.position in places]
     if not drawn:
         return None
     kinds = list(dict.fromkeys(saving.kind for saving in drawn))
@@ -128,9 +134,9 @@ def checkpointing(view: View) -> Chart | None:
         for saving in drawn
     ]
     said = (
-        f"What checkpointing saves and costs in {chart_lines.counted(drawn)}, each over the same run without: peak memory"
-        f" saved, in %, {chart_lines.range_text([(p['label'], p['y']) for p in points])}; step longer, in %,"
-        f" {chart_lines.range_text([(p['label'], p['x']) for p in points])}.{chart_lines.omitted_text(len(drawn), len(found))}"
+        f"What checkpointing saves and costs in {pluralize(len(drawn), 'line')}, each over the same run without: peak memory"
+        f" saved, in %, {range_text([(p['label'], p['y']) for p in points])}; step longer, in %,"
+        f" {range_text([(p['label'], p['x']) for p in points])}.{omitted_text(len(drawn), len(found))}"
     )
     saved = [value for point in points for value in (point["y"], point["held"]) if value is not None]
     x = marks.spanning(
@@ -144,7 +150,7 @@ def checkpointing(view: View) -> Chart | None:
         ("held:Q", "activations saved, %", ".2f"),
         ("x:Q", "step longer, %", "+.2f"),
     )
-    color = alt.Color("kind:N", title="checkpointing", scale=alt.Scale(domain=kinds, range=style.colours(len(kinds))))
+    color = alt.Color("kind:N", title="checkpointing", scale=alt.Scale(domain=kinds, range=style.colors(len(kinds))))
     shape = alt.Shape("kind:N", title="checkpointing", scale=alt.Scale(domain=kinds, range=style.shapes(len(kinds))))
     known = marks.filterable_layer([point for point in points if point["held"] is not None])
     bars = [[p, p | {"y": p["held"]}] for p in points if p["held"] is not None]
@@ -161,9 +167,9 @@ def checkpointing(view: View) -> Chart | None:
         *marks.labels(points, x, y, bars, 90),
     ]
     rows = [
-        (saving.line.label, saving.kind, *frame.percents([saving.peak, saving.activations, saving.cost]))
+        (saving.line.label, saving.kind, *format_percents([saving.peak, saving.activations, saving.cost]))
         for saving in drawn
     ]
     header = ["run", "checkpointing", "peak saved (%)", "activations saved (%)", "step longer (%)"]
-    table = chart_lines.table(header, rows, [saving.line.strategy for saving in drawn], 2)
+    table = value_table(header, rows, [saving.line.strategy for saving in drawn], 2)
     return Chart("checkpointing", "What checkpointing saves and costs", said, marks.spec(layers, said), table)

@@ -1,31 +1,39 @@
 """TODO harness.report.charts.traffic."""
 
-from harness.report import frame
-from harness.report.charts import lines as chart_lines
 from harness.report.charts import marks, style
-from harness.report.charts.altair_lazy import alt
-from harness.report.charts.lines import Line
+from harness.report.charts.lines import (
+    ChartLine,
+    chart_lines,
+    finite_number,
+    median_record,
+    omitted_text,
+    range_text,
+    select,
+    value_table,
+)
+from harness.report.charts.style import alt
 from harness.report.document import Chart
+from harness.report.text import byte_unit, format_numbers, pluralize
 from harness.report.view import View
 from harness.util.text import sanitize
 
 
 def traffic(view: View) -> Chart | None:
     """Bytes that the busiest rank sends along each mesh axis, and the formula's."""
-    found = [line for line in chart_lines.lines(view) if line.ok and _entries(line)]
+    found = [line for line in chart_lines(view) if line.ok and _entries(line)]
     if not found:
         return None
-    drawn = chart_lines.select(found)
+    drawn = select(found)
     entries = [(line, axis, sent, formula) for line in drawn for axis, sent, formula in _entries(line)]
     axes = list(dict.fromkeys(axis for _, axis, *_ in entries))
-    unit = frame.byte_unit([size for *_, sent, formula in entries for size in (sent, formula)])
+    unit = byte_unit([size for *_, sent, formula in entries for size in (sent, formula)])
     ends = [(f"{line.label} on {axis}", sent / unit.size) for line, axis, sent, _ in entries]
     said = (
-        f"Bytes a rank sends in a step of {chart_lines.counted(drawn)} by mesh axis ({', '.join(axes)}) in {unit.name}, beside"
-        f" the layout's formula: {chart_lines.range_text(ends)}."
-        f"{chart_lines.omitted_text(len(drawn), len(found))}"
+        f"Bytes a rank sends in a step of {pluralize(len(drawn), 'line')} by mesh axis ({', '.join(axes)}) in {unit.name}, beside"
+        f" the layout's formula: {range_text(ends)}."
+        f"{omitted_text(len(drawn), len(found))}"
     )
-    shown = frame.scaled([sent for _, _, sent, _ in entries], unit)
+    shown = format_numbers([sent for _, _, sent, _ in entries], unit)
     bars = [
         line.datum(
             bar=f"{line.label} · {axis}" if len(axes) > 1 else line.label,
@@ -45,7 +53,7 @@ def traffic(view: View) -> Chart | None:
     tooltip = marks.tooltips(
         ("axis:N", "mesh axis", ""), ("sent:Q", "sent, bytes", ",d"), ("exact:Q", "formula, bytes", ",d")
     )
-    scale = alt.Scale(domain=axes, range=style.colours(len(axes)))
+    scale = alt.Scale(domain=axes, range=style.colors(len(axes)))
     legend = alt.Legend(orient="top", title="mesh axis") if len(axes) > 1 else None
     layers = [
         marks.filterable_layer(bars)
@@ -63,20 +71,20 @@ def traffic(view: View) -> Chart | None:
         .mark_text(align="left", dx=6, style="value")
         .encode(x=marks.from_zero("total", title), y=y, text="shown:N", tooltip=tooltip),
     ]
-    formulas = frame.scaled([formula for *_, formula in entries], unit)
+    formulas = format_numbers([formula for *_, formula in entries], unit)
     rows = [
         (line.label, axis, *texts)
         for (line, axis, *_), texts in zip(entries, zip(shown, formulas, strict=True), strict=True)
     ]
     header = ["run", "mesh axis", f"sent ({unit.name})", f"formula ({unit.name})"]
-    table = chart_lines.table(header, rows, [line.strategy for line, *_ in entries], 2)
+    table = value_table(header, rows, [line.strategy for line, *_ in entries], 2)
     return Chart("traffic", "Bytes sent by mesh axis", said, marks.bars(layers, said, len(bars)), table)
 
 
-def _entries(line: Line) -> list[tuple[str, float, float | None]]:
+def _entries(line: ChartLine) -> list[tuple[str, float, float | None]]:
     """Axis, bytes, and the formula's."""
     return [
-        (sanitize(entry.get("axis") or ""), sent, chart_lines.number(entry.get("formula_bytes")))
-        for entry in chart_lines.typical(line).get("traffic") or []
-        if (sent := chart_lines.number(entry.get("bytes"))) is not None
+        (sanitize(entry.get("axis") or ""), sent, finite_number(entry.get("formula_bytes")))
+        for entry in median_record(line).get("traffic") or []
+        if (sent := finite_number(entry.get("bytes"))) is not None
     ]

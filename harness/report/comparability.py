@@ -1,0 +1,84 @@
+"""What two runs must have in common to be compared: for a ratio, for a claim, as repeats, as points of one curve."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from harness.config.fingerprint import result_affecting_keys
+from harness.records.provenance import version_differences
+from harness.records.schema import Record, Row
+from harness.report.labels import VARYING, flattened
+
+T = TypeVar("T")
+
+# Runs are comparable, and a ratio between them means something, where all of these are equal.
+_SETTING = ("model", "parameters", "precision", "global_batch", "seq_len", "measured_on", "launch")
+
+# A claim is about one difference alone, so these have to be equal too.
+_CLAIM_SETTING = (*_SETTING, "micro_batch", "offload_activations")
+
+# How a run divides the model and the batch. Runs that are equal in these run the same strategy.
+PARTITION_COLUMNS = (
+    *("strategy", "engine", "zero_stage", "world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp"),
+    *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "offload"),
+    *("data_parallel", "vocabulary_parallel"),
+)
+
+# What is known of a run before it starts. Rows without a configuration are told apart by these columns alone.
+_CONFIGURED_COLUMNS = ("strategy", "checkpointing", "parameters", *(name for name in VARYING if name != "repeat"))
+
+# The first two name a curve.
+CURVE_COLUMNS = ("strategy", "checkpointing", "parameters", *VARYING)
+
+
+def comparability_key(row: Row) -> tuple[Any, ...]:
+    """Return a key that is equal for rows whose figures can be compared, whatever their world sizes."""
+    return tuple(row.get(name) for name in _SETTING)
+
+
+def choice_key(row: Row) -> tuple[Any, ...]:
+    """Return a key that is equal for rows a reader may choose between: comparable and of one world size."""
+    return (*comparability_key(row), row.get("world_size"))
+
+
+def claim_key(record: Record) -> str:
+    """Return a key that is equal for records that a claim may compare: the same model, training, versions and data."""
+    row, config = record["row"], record.get("config") or {}
+    columns = [row.get(name) for name in _CLAIM_SETTING]
+    setting = [columns, config.get("model"), config.get("train"), record.get("versions"), record.get("corpus")]
+    return json.dumps(setting, sort_keys=True, default=str)
+
+
+def repeat_key(record: Record, installed_versions: dict[str, str | None]) -> str:
+    """Return a key that is equal for records that differ in nothing but `repeat`, the code that made them included."""
+    config = {key: value for key, value in result_affecting_keys(record.get("config") or {}).items() if key != "repeat"}
+    configured = [record["row"].get(name) for name in _CONFIGURED_COLUMNS]
+    environment = record.get("environment") or {}
+    host = [environment.get(key) for key in ("device_name", "cores")]
+    differences = version_differences(record, installed_versions)
+    return json.dumps([config, configured, host, differences], sort_keys=True, default=str)
+
+
+def curve_key(row: Row, config: dict[str, Any], free: Sequence[str]) -> tuple[Any, ...]:
+    """Return a key that is equal for the points of one curve.
+
+    They are equal in all that tells rows apart but for the columns `free`, which change along the curve, and in the
+    groups `model` and `strategy` of their configurations, of which no column says everything. The values of
+    CURVE_COLUMNS without `free` come first, in that order.
+    """
+    groups = flattened({name: config.get(name) for name in ("model", "strategy")})
+    options = {key: value for key, value in groups.items() if key.rsplit(".", 1)[-1] not in free}
+    return (*(row.get(name) for name in curve_columns(free)), repr(options))
+
+
+def curve_columns(free: Sequence[str]) -> list[str]:
+    """Return the columns in which the points of one curve are equal."""
+    return [name for name in CURVE_COLUMNS if name not in free]
+
+
+def group_by(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Return the items by their keys, groups and members in the order in which they came."""
+    groups: dict[Any, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
