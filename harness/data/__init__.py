@@ -1,0 +1,1 @@
+"""The text that runs train on."""

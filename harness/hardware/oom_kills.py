@@ -1,4 +1,4 @@
-"""The host as the kernel tells of it."""
+"""The Linux kernel's count of processes that it killed because memory ran out."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,22 +7,23 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def oom_kill_count(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """How many processes the kernel killed for want of memory: of this process's control group, else of the machine.
+    """Return how many processes of this control group, else of this machine, the kernel killed because memory ran out.
 
-    0 where it does not tell (not Linux). A count that grew while a rank died of SIGKILL says what killed it.
+    It is 0 where the kernel does not report it (not Linux). If the count grew while a rank died of SIGKILL, the kernel
+    killed that rank.
     """
     return next(_counts(proc, cgroups), 0)
 
 
 def _counts(proc: Path, cgroups: Path) -> Iterator[int]:
-    """In the order of trust: version 2, version 1, all of the machine."""
+    """Yield the known counts, the most specific first: control groups version 2, version 1, the whole machine."""
     groups = dict(line.split(":", 2)[1:] for line in _lines(proc / "self" / "cgroup"))
-    places = []
+    paths = []
     if "" in groups:
-        places.append(cgroups / groups[""].lstrip("/") / "memory.events")
+        paths.append(cgroups / groups[""].lstrip("/") / "memory.events")
     if "memory" in groups:
-        places.append(cgroups / "memory" / groups["memory"].lstrip("/") / "memory.oom_control")
-    for path in (*places, proc / "vmstat"):
+        paths.append(cgroups / "memory" / groups["memory"].lstrip("/") / "memory.oom_control")
+    for path in (*paths, proc / "vmstat"):
         for line in _lines(path):
             name, _, value = line.partition(" ")
             if name == "oom_kill":

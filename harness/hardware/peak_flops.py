@@ -1,10 +1,11 @@
-"""What devices can do at most, by the exact name that CUDA reports. Imports no torch."""
+"""Peak FLOP/s of devices, by the exact name that CUDA reports."""
 
-# FLOP/s of dense matrices by torch's dtype; never the figure with sparsity, which is twice that of 16 bit. float32 is
-# without TF32, as torch multiplies unless told otherwise, and only where the datasheet says it beyond doubt.
-# NVIDIA: the datasheets of A100, H100, H200, L4, L40 and L40S, A10 and A40; HGX B200's; for GeForce the whitepapers of
-# GA102, AD102 and Blackwell, 16-bit products summed in fp32. Datasheets from Hopper on print 16 bit with sparsity:
-# here half of it. AMD: the datasheets of MI300X and MI325X, float32 by matrix cores.
+# FLOP/s of dense matrix products by torch's dtype, never the figure with sparsity, which is twice as high at 16 bit.
+# float32 is without TF32, which is torch's default, and stands only where the datasheet is beyond doubt.
+# NVIDIA's figures are from the datasheets of A100, H100, H200, L4, L40 and L40S, A10, A40 and HGX B200, and for GeForce
+# the whitepapers of GA102, AD102 and Blackwell, with 16-bit products accumulated in fp32. Datasheets from Hopper on
+# print 16 bit with sparsity; here is half of that. AMD's are from the datasheets of MI300X and MI325X, with
+# float32 by matrix cores.
 _A100 = {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}
 
 _H100_SXM = {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}
@@ -38,5 +39,5 @@ PEAKS = {
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s of one device in a compute dtype by torch's name; None if unknown, never another device's."""
+    """Return the peak FLOP/s of one device in a dtype by torch's name, or None if this exact device is unknown."""
     return PEAKS.get(device_name, {}).get(dtype)

@@ -1,4 +1,4 @@
-"""What a figure was measured in: enough to say why two tables differ, and nothing secret."""
+"""A run's software and hardware environment: enough to explain why two tables differ, and nothing secret."""
 
 import functools
 import os
@@ -15,9 +15,10 @@ import psutil
 import torch
 
 from harness.hardware.machine import Machine
-from harness.hardware.nvml import nvml_handle, nvml_or_none, visible_devices
+from harness.hardware.nvml import NvmlError, driver_version, visible_devices
+from harness.util.redact import may_hold_secret
 
-# Settings of the libraries and of the launcher that change speed or numerics.
+# Prefixes of variables of libraries and of the launcher that change speed or numerics.
 PREFIXES = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
     *("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "CUDNN_", "CUBLAS_", "TRITON_", "DS_"),
@@ -25,20 +26,20 @@ PREFIXES = (
 
 VARIABLES = (
     *("CXX", "CXXFLAGS", "LD_PRELOAD", "LD_LIBRARY_PATH", "GLIBC_TUNABLES", "NVIDIA_TF32_OVERRIDE"),
-    # Of Slurm, what it gives and where it binds; its job numbers differ always, and it knows users and tokens.
+    # Of Slurm's variables, only resources and binding: its job ids always differ, and others name users and tokens.
     *("SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE"),
     *("SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_MEM_PER_NODE", "SLURM_JOB_PARTITION"),
 )
 
-# Whatever has one of these in its name or its value is left out; better a setting less than a secret more.
-_SECRET = re.compile("KEY|TOKEN|SECRET|PASS|PWD|AUTH|CREDENTIAL|COOKIE|JWT|BEARER", re.IGNORECASE)
-
-_URL_WITH_MORE = re.compile(r"//[^/\s]*@|://\S*\?")  # user:password@host, or a query
-
-# Beside versions.py, by their names in a package index.
-PACKAGES = {"numpy": "numpy", "hydra": "hydra-core", "wandb": "wandb", "transformers": "transformers"}
-
-PACKAGES |= {"triton": "triton"}
+# Packages whose versions are recorded here, beside those in records/provenance.py: field of the record to its name in a
+# package index.
+PACKAGES = {
+    "numpy": "numpy",
+    "hydra": "hydra-core",
+    "wandb": "wandb",
+    "transformers": "transformers",
+    "triton": "triton",
+}
 
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -46,12 +47,12 @@ _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
 
 def collect_environment(
-    machine: Machine, threads: int | None = None, given: Mapping[str, str] | None = None
+    machine: Machine, threads: int | None = None, rank_variables: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Plain values, None where unknown. What cannot change within a process is looked up once.
+    """Return the environment in plain values, None where unknown. What cannot change in a process is looked up once.
 
-    threads: of each rank, where known; given: the variables that ranks find beside this process's. Nothing here touches
-    a device: torch says what it was built for, NVML the rest.
+    `threads` is the number of each rank, where known. `rank_variables` are the environment variables that ranks have
+    beside this process's. No device is touched: torch reports what it was built for, NVML the rest.
     """
     return {
         "device": machine.device,
@@ -63,22 +64,18 @@ def collect_environment(
         **_software(),
         **_devices(machine.devices),
         "compiler": _compiler(os.environ.get("CXX", "")),
-        "variables": variables(os.environ | (given or {}), _homes()),
+        "variables": relevant_variables(os.environ | (rank_variables or {}), _homes()),
     }
 
 
-def variables(names: Mapping[str, str], homes: tuple[str, ...]) -> dict[str, str]:
-    """Those of an environment that change a measurement, without secrets; the given folders become ~."""
+def relevant_variables(names: Mapping[str, str], homes: tuple[str, ...]) -> dict[str, str]:
+    """Return the environment variables that change a measurement, without secrets; the home folders become ~."""
     chosen = {name: names[name] for name in sorted(names) if name.startswith(PREFIXES) or name in VARIABLES}
-    return {
-        name: _without_home(value, homes)
-        for name, value in chosen.items()
-        if not (_SECRET.search(name) or _SECRET.search(value) or _URL_WITH_MORE.search(value))
-    }
+    return {name: _without_home(value, homes) for name, value in chosen.items() if not may_hold_secret(name, value)}
 
 
 def _without_home(value: str, homes: tuple[str, ...]) -> str:
-    """A home is one only as a whole name, at the beginning of a path: /home/me is not in /home/mel or /mnt/home/me."""
+    """Replace home folders only where they are whole names that start a path: /home/me is not in /home/mel."""
     for home in homes:
         value = re.sub(rf"(?:(?<![\w./~-])|(?<=-[IL])){re.escape(home)}(?![\w.-])", "~", value)
     return value
@@ -86,8 +83,8 @@ def _without_home(value: str, homes: tuple[str, ...]) -> str:
 
 @functools.cache
 def _homes() -> tuple[str, ...]:
-    """As the environment says, and where its links lead; longest first. Empty for a user without a home."""
-    home = Path(os.path.expanduser("~"))  # noqa: PTH111  (the other raises for a user without one)
+    """Return the home folder as the environment names it and with links resolved, longest first; empty without one."""
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111  (Path.home() raises for a user without a home)
     homes = {str(home), str(home.resolve())} - {"/", "~"}
     return tuple(sorted(homes, key=len, reverse=True))
 
@@ -106,7 +103,7 @@ def _host() -> dict[str, Any]:
 
 
 def _processor() -> str | None:
-    """The model's name. Some architectures have none in Linux's list."""
+    """Return the processor model's name. On some architectures /proc/cpuinfo has none."""
     if platform.system() == "Darwin":
         return _first_line(["sysctl", "-n", "machdep.cpu.brand_string"])
     if _CPUINFO.exists():
@@ -119,12 +116,12 @@ def _processor() -> str | None:
 
 @functools.cache
 def _software() -> dict[str, str | None]:
-    """Versions that no package of versions.py tells; CUDA's are those torch was built for or brings along."""
+    """Return versions that records/provenance.py does not record; CUDA's are those of torch's build."""
     try:
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    except RuntimeError:  # torch refuses the library it finds
+    except RuntimeError:  # torch rejects the library that is installed
         cudnn = None
-    # A build without NCCL has not the function that says its version.
+    # A build without NCCL lacks the function that returns its version.
     nccl = torch.cuda.nccl.version() if hasattr(torch._C, "_nccl_version") else None  # type: ignore[no-untyped-call]
     return {
         "cuda": torch.version.cuda,
@@ -142,64 +139,40 @@ def _version(package: str) -> str | None:
 
 
 @functools.cache
-def _compiler(named: str) -> str | None:
-    """What CXX, or c++, says it is."""
+def _compiler(cxx: str) -> str | None:
+    """Return the first line of the version that the compiler in `cxx`, or else c++, prints."""
     try:
-        command = shlex.split(named) or ["c++"]
-    except ValueError:  # an open quotation
+        command = shlex.split(cxx) or ["c++"]
+    except ValueError:  # an unclosed quotation
         return None
     return _first_line([*command, "--version"])
 
 
 def _first_line(command: list[str]) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return next(iter(done.stdout.splitlines()), None)
+    return next(iter(result.stdout.splitlines()), None)
 
 
 @functools.cache
 def _devices(count: int) -> dict[str, Any]:
-    """The driver, and of every visible device its name and the watts it may draw; how they are connected."""
+    """Return the driver's version and, of every visible device, its name, power limit and connections to the others."""
     unknown = dict.fromkeys(("driver", "device_names", "power_limits_watts", "topology"))
     if not count:
         return unknown
-    import pynvml
-
     try:
-        pynvml.nvmlInit()
-        handles = [nvml_handle(pynvml, entry) for entry in visible_devices(count)]
-        known = {
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-            "device_names": [pynvml.nvmlDeviceGetName(handle) for handle in handles],
-        }
-    except pynvml.NVMLError:
+        devices = visible_devices(count)
+    except NvmlError:
         return unknown
-    milliwatts = [nvml_or_none(pynvml.nvmlDeviceGetPowerManagementLimit, handle) for handle in handles]
-    return known | {
-        "power_limits_watts": [None if limit is None else limit / 1000 for limit in milliwatts],
-        "topology": _topology(pynvml, handles) if count > 1 else None,
+    driver, names = driver_version(), [device.name() for device in devices]
+    if driver is None or None in names:
+        return unknown
+    connections = [[device.connection_to(other) for other in devices] for device in devices]
+    return {
+        "driver": driver,
+        "device_names": names,
+        "power_limits_watts": [device.power_limit_watts() for device in devices],
+        "topology": connections if count > 1 else None,  # from each device (row) to each other (column)
     }
-
-
-def _topology(pynvml: Any, handles: list[Any]) -> list[list[str | None]]:
-    """The way from each device (row) to each other (column), in words; `-` to itself."""
-    nearest = {
-        pynvml.NVML_TOPOLOGY_INTERNAL: "board",
-        pynvml.NVML_TOPOLOGY_SINGLE: "PCIe switch",
-        pynvml.NVML_TOPOLOGY_MULTIPLE: "PCIe switches",
-        pynvml.NVML_TOPOLOGY_HOSTBRIDGE: "PCIe host bridge",
-        pynvml.NVML_TOPOLOGY_NODE: "NUMA node",
-        pynvml.NVML_TOPOLOGY_SYSTEM: "between NUMA nodes",
-    }
-
-    def way(one: Any, other: Any) -> str | None:
-        if one is other:
-            return "-"
-        linked = nvml_or_none(pynvml.nvmlDeviceGetP2PStatus, one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        if linked == pynvml.NVML_P2P_STATUS_OK:
-            return "NVLink"
-        return nearest.get(nvml_or_none(pynvml.nvmlDeviceGetTopologyCommonAncestor, one, other))
-
-    return [[way(one, other) for other in handles] for one in handles]

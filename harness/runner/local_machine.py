@@ -1,4 +1,4 @@
-"""TODO harness.runner.local_machine."""
+"""This machine: the device, memory and cores that runs may use, found without touching a device."""
 
 import dataclasses
 
@@ -6,20 +6,27 @@ import psutil
 
 from harness.config.schema import ClusterConfig
 from harness.hardware.machine import CPU_RANKS, Machine, usable_cores
-from harness.hardware.nvml import nvml_handle, visible_devices
+from harness.hardware.nvml import NvmlError, visible_devices
 from harness.util.errors import UserError
 
 
 def refresh_machine(machine: Machine, cluster: ClusterConfig) -> Machine:
-    """The same with the memory and devices that this process may use at this moment."""
-    now = detect_machine(cluster)
-    shared = machine.sharing if machine.device == "cpu" else 1
-    free_bytes = tuple(size // shared for size in now.free_bytes)
-    return dataclasses.replace(machine, free_bytes=free_bytes, devices=now.devices, host_free_bytes=now.host_free_bytes)
+    """Return the machine with the free memory and the devices that this process may use at this moment."""
+    current = detect_machine(cluster)
+    sharing = machine.sharing if machine.device == "cpu" else 1
+    return dataclasses.replace(
+        machine,
+        free_bytes=tuple(size // sharing for size in current.free_bytes),
+        devices=current.devices,
+        host_free_bytes=current.host_free_bytes,
+    )
 
 
 def detect_machine(cluster: ClusterConfig) -> Machine:
-    """This machine, as one of the cluster's equal nodes. Raises UserError if the cluster asks for what it is not."""
+    """Return this machine as one of the cluster's equal nodes.
+
+    Raises UserError if the cluster wants a device that the machine does not have.
+    """
     free_bytes, total_bytes, name = _cuda_devices()
     devices = len(free_bytes)
     device = ("cuda" if devices else "cpu") if cluster.device == "auto" else cluster.device
@@ -40,21 +47,20 @@ def detect_machine(cluster: ClusterConfig) -> Machine:
 
 
 def _cuda_devices() -> tuple[list[int], list[int], str]:
-    """Free and all bytes of every visible device, and their name, from NVML: torch would have to touch them."""
+    """Return the free and the total bytes of every visible device, and the name of the first.
+
+    They come from NVML, as torch would have to initialize the devices to know them.
+    """
     import torch
 
-    count = torch.cuda.device_count()  # asks NVML, initialises nothing
+    count = torch.cuda.device_count()  # asks NVML, initializes nothing
     if not count:
         return [], [], ""
-    import pynvml
-
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
+        nvml_devices = visible_devices(count)
+        memories = [device.memory_bytes() for device in nvml_devices]
+    except NvmlError as error:
         raise UserError(
-            f"torch sees {count} devices, of which NVML says: {error}; cluster.device=cpu leaves them"
+            f"torch sees {count} CUDA devices, but NVML reports: {error}; cluster.device=cpu runs without them"
         ) from None
-    handles = [nvml_handle(pynvml, entry) for entry in visible_devices(count)]
-    name = pynvml.nvmlDeviceGetName(handles[0])
-    found = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
-    return [int(memory.free) for memory in found], [int(memory.total) for memory in found], str(name)
+    return [free for free, _ in memories], [total for _, total in memories], str(nvml_devices[0].name())

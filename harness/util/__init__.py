@@ -1,0 +1,1 @@
+"""Helpers without knowledge of training: errors, text, files, locks, native builds."""

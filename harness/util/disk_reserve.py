@@ -1,4 +1,4 @@
-"""Room on the disk kept back, so that a run that fills it can still become a row."""
+"""Disk space held back, so that a run that fills the disk can still become a row."""
 
 import errno
 import os
@@ -8,21 +8,22 @@ from pathlib import Path
 
 RESERVE_BYTES = 2**20  # rows of failed runs take tens of KiB
 
-LEAST_BYTES = 2**22  # free, to begin a run: its rank files and logs take as much
+MIN_FREE_BYTES = 2**22  # needed free to start a run: its rank reports and logs take as much
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_disk_full(error: OSError) -> bool:
-    return error.errno in FULL
+    """Return whether an error means that the disk, or the user's quota of it, is full."""
+    return error.errno in _DISK_FULL_ERRNOS
 
 
 def reserve(path: Path) -> None:
-    """Takes the room, filled as far as the file system lets it be. Raises OSError."""
+    """Write the reserve file of RESERVE_BYTES. Raise OSError, and leave no file, where there is too little space."""
     if path.exists() and path.stat().st_size == RESERVE_BYTES:
         return
     try:
-        path.write_bytes(os.urandom(RESERVE_BYTES))  # nothing that a file system could leave out as empty or repeated
+        path.write_bytes(os.urandom(RESERVE_BYTES))  # random: a file system could compress repeated bytes
     except OSError:
         with suppress(OSError):
             path.unlink()
@@ -30,7 +31,7 @@ def reserve(path: Path) -> None:
 
 
 def release(path: Path) -> bool:
-    """Gives the room back; whether there was any."""
+    """Delete the reserve file. Return False if there was none."""
     try:
         path.unlink()
     except OSError:
@@ -39,5 +40,5 @@ def release(path: Path) -> bool:
 
 
 def has_free_space(folder: Path) -> bool:
-    """Whether there is enough to begin a run."""
-    return shutil.disk_usage(folder).free >= LEAST_BYTES
+    """Return whether the disk has enough free space to start a run."""
+    return shutil.disk_usage(folder).free >= MIN_FREE_BYTES

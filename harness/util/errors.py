@@ -1,4 +1,4 @@
-"""The one kind of error that is the user's to mend: shown as a single line, never as a traceback."""
+"""Errors that the user can fix, which are shown as a single line and never as a traceback."""
 
 import sys
 from collections.abc import Callable
@@ -11,12 +11,12 @@ class UserError(Exception):
 
 
 def os_error_text(error: OSError) -> str:
-    """What the operating system says of a file, in one line."""
+    """Return one line that names the file and the operating system's reason."""
     return f"{error.filename or 'a file'} cannot be written: {error.strerror or error}"
 
 
 def run_command(command: Callable[[], None]) -> int:
-    """0, or 2 for a user's mistake or a file that cannot be written, said in one line."""
+    """Run a command and return its exit code: 0, or 2 after printing a UserError or an OSError as one line."""
     try:
         command()
     except UserError as error:

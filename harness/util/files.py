@@ -1,4 +1,4 @@
-"""TODO harness.util.files."""
+"""Files that are written whole or not at all."""
 
 import json
 import math
@@ -9,11 +9,12 @@ from typing import Any
 
 
 def atomic_write_text(path: Path, text: str) -> None:
+    """Write text in UTF-8 with atomic_write_bytes; lone surrogates are escaped."""
     atomic_write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file, or make it, in one step: whoever reads it, even after a crash, sees the old or the new whole."""
+    """Create or replace a file in one step, so that even after a crash readers see it whole, old or new."""
     path = Path(path)
     temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
@@ -33,13 +34,14 @@ def atomic_write_bytes(path: Path, content: bytes) -> None:
 
 
 def atomic_write_json(path: Path, value: Any) -> None:
-    """As atomic_write_text; a number that is not finite becomes null, for JSON has none."""
-    atomic_write_text(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
+    """Write a value as JSON with atomic_write_text; numbers that are not finite become null, as JSON has none."""
+    atomic_write_text(path, json.dumps(replace_non_finite(value), indent=2, allow_nan=False) + "\n")
 
 
-def finite(value: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
+    """Return a copy of nested plain values in which NaN and infinities are None and tuples are lists."""
     if isinstance(value, dict):
-        return {key: finite(entry) for key, entry in value.items()}
+        return {key: replace_non_finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(entry) for entry in value]
+        return [replace_non_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

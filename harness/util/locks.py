@@ -1,4 +1,4 @@
-"""Who is at what: locks on files, which the operating system takes from a holder that dies."""
+"""File locks that show which runs a command works on; the operating system releases those of a dead process."""
 
 import errno
 import fcntl
@@ -15,9 +15,9 @@ from harness.util.text import one_line
 
 @contextmanager
 def run_lock(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Keeps other commands from this run; whether that worked, where it does not wait.
+    """Hold the lock of a run inside the block. Yield whether it was acquired, which can fail only if `wait` is False.
 
-    The operating system lets go when the holder dies. Raises UserError where files cannot be locked.
+    The operating system releases the lock when its holder dies. Raise UserError where files cannot be locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
@@ -28,7 +28,7 @@ def run_lock(path: Path, wait: bool = True) -> Iterator[bool]:
         return
     except (OSError, NotImplementedError) as error:
         raise UserError(
-            f"results_dir: {path.parent.parent} cannot lock files ({one_line(error)}): choose another"
+            f"results_dir: {path.parent.parent} cannot lock files ({one_line(error)}): choose another folder"
         ) from None
     try:
         yield True
@@ -37,7 +37,7 @@ def run_lock(path: Path, wait: bool = True) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a command is at this run, on this machine or another that shares the folder."""
+    """Return whether a command works on this run, on this machine or another that shares the folder."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:

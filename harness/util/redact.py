@@ -1,43 +1,60 @@
-"""What must not be written down or sent: passwords within URLs, and secrets that the environment holds."""
+"""Secrets that must not be written to a file or sent: passwords within URLs, and values of the environment."""
 
 import os
 import re
 from typing import Any
 
-# Of the environment's variables, those whose values are secrets by their names. Neither a path nor a short word is one.
-_SECRET_NAME = re.compile("API_?KEY|ACCESS_?KEY|SECRET|TOKEN|PASSW|CREDENTIAL|JWT|BEARER", re.IGNORECASE)
+_SECRET_WORDS = "SECRET|TOKEN|CREDENTIAL|JWT|BEARER"
 
-_SHORTEST = 12  # characters
+# Names of environment variables whose values are secrets for certain: these are replaced wherever they occur in a text.
+_SECRET_NAME = re.compile(f"{_SECRET_WORDS}|API_?KEY|ACCESS_?KEY|PASSW", re.IGNORECASE)
 
-_IN_URL = re.compile(r"(?<=://)[^/\s@'\"]*:[^/\s@'\"]+(?=@)")  # user:password
+# What may be a secret: such a variable is left out of a record, as a lost setting is better than a leaked secret.
+_POSSIBLE_SECRET = re.compile(f"{_SECRET_WORDS}|KEY|PASS|PWD|AUTH|COOKIE", re.IGNORECASE)
 
-_INSTEAD = "[secret]"
+_MIN_SECRET_LENGTH = 12  # characters: a shorter value may be a common word
+
+_PASSWORD_IN_URL = re.compile(r"(?<=://)[^/\s@'\"]*:[^/\s@'\"]+(?=@)")  # user:password
+
+_URL_WITH_USER_OR_QUERY = re.compile(r"//[^/\s]*@|://\S*\?")
+
+_REPLACEMENT = "[secret]"
 
 
 def redacted(value: Any) -> Any:
-    """Plain values, or text, with every secret replaced. Keys of groups are left as they are."""
-    return _redacted(value, _secrets())
+    """Return a copy of nested plain values in which every secret is replaced. Keys of dicts stay as they are."""
+    return _redacted(value, _environment_secrets())
 
 
 def keys_holding_secrets(value: Any, key: str = "") -> list[str]:
-    """The dotted keys of plain values under which a secret stands."""
+    """Return the dotted keys of nested plain values whose value holds a secret."""
     if isinstance(value, dict):
         return [
-            found
+            secret_key
             for name, entry in value.items()
-            for found in keys_holding_secrets(entry, f"{key}.{name}" if key else str(name))
+            for secret_key in keys_holding_secrets(entry, f"{key}.{name}" if key else str(name))
         ]
     return [key] if redacted(value) != (list(value) if isinstance(value, tuple) else value) else []
 
 
-def _secrets() -> list[str]:
-    """Longest first, so that none is left of which another is a part."""
-    found = {
+def may_hold_secret(name: str, value: str) -> bool:
+    """Return whether an environment variable may hold a secret, by its name or its value."""
+    return bool(
+        _POSSIBLE_SECRET.search(name) or _POSSIBLE_SECRET.search(value) or _URL_WITH_USER_OR_QUERY.search(value)
+    )
+
+
+def _environment_secrets() -> list[str]:
+    """Return the secrets in the environment, longest first, so that one that contains another is replaced whole.
+
+    A path is never a secret: variables often name the file that holds one.
+    """
+    secrets = {
         value
         for name, value in os.environ.items()
-        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST and not value.startswith(("/", "~"))
+        if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH and not value.startswith(("/", "~"))
     }
-    return sorted(found, key=len, reverse=True)
+    return sorted(secrets, key=len, reverse=True)
 
 
 def _redacted(value: Any, secrets: list[str]) -> Any:
@@ -48,5 +65,5 @@ def _redacted(value: Any, secrets: list[str]) -> Any:
     if not isinstance(value, str):
         return value
     for secret in secrets:
-        value = value.replace(secret, _INSTEAD)
-    return _IN_URL.sub(_INSTEAD, value)
+        value = value.replace(secret, _REPLACEMENT)
+    return _PASSWORD_IN_URL.sub(_REPLACEMENT, value)

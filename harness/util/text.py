@@ -1,13 +1,16 @@
-"""TODO harness.util.text."""
+"""Text reduced to one printable line."""
 
 
 def one_line(message: object) -> str:
-    """Any message as a single line, white space folded, for a table cell or a terminal."""
+    """Return any message as a single line with white space folded, for a table cell or a terminal."""
     return " ".join(str(message).split())
 
 
 def sanitize(text: object) -> str:
-    """Any text as one line without characters that steer a terminal or a parser."""
+    """Return any text as one line in which every unprintable character is replaced.
+
+    Such characters could steer a terminal or a parser.
+    """
     line = one_line(text)
     if line.isprintable():
         return line

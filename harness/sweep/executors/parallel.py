@@ -1,4 +1,4 @@
-"""Runs side by side on one machine, each in a process of its own, on devices or cores that no other has meanwhile."""
+"""The executor that makes runs side by side on one machine, each in a worker process with devices or cores of its own."""
 
 import multiprocessing
 import os
@@ -13,10 +13,9 @@ from typing import Any
 
 from harness.config.schema import ClusterConfig, ModelConfig
 from harness.hardware.machine import Machine, usable_cores
-from harness.hardware.nvml import visible_devices
+from harness.hardware.nvml import visible_device_ids
 from harness.launcher.launch import FORKSERVER, start_forkserver
 from harness.launcher.monitor import HANDLED
-from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.runner.context import RunContext
 from harness.runner.launch_run import write_row
@@ -24,11 +23,11 @@ from harness.runner.plan import Plan
 from harness.runner.run import execute
 from harness.sweep.display import ProgressDisplay
 from harness.sweep.executors.base import local_machine, stored_record
-from harness.sweep.queued_run import QueuedRun, plan_item
+from harness.sweep.queued_run import QueuedRun, plan_run
 from harness.util.errors import UserError
 from harness.util.locks import run_lock
 
-WAIT_SECONDS = 0.2
+WAIT_SECONDS = 0.2  # for messages of workers, and between attempts to start one
 
 START_ATTEMPTS = 5
 
@@ -37,17 +36,17 @@ END_SECONDS = 15.0  # for interrupted runs to write their records
 
 @dataclass
 class WorkerSlot:
-    """A process that makes one run at a time."""
+    """A worker process that makes one run at a time, and what its run may use."""
 
     process: Any
     pipe: Connection
-    item: QueuedRun | None = None
+    run: QueuedRun | None = None  # None: the worker is idle
     devices: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
 
 
-def start(process: Any) -> None:
-    """Starts it, however the server that forks it is killed meanwhile: another takes its place when it is dead."""
+def start_process(process: Any) -> None:
+    """Start a process. If the server that forks it was killed, try again: multiprocessing then starts another."""
     for attempt in range(START_ATTEMPTS):
         try:
             process.start()
@@ -59,7 +58,7 @@ def start(process: Any) -> None:
 
 
 class ParallelExecutor:
-    """Gives a run as many devices as it has ranks, with their share of the cores; on a CPU one of equal core sets."""
+    """Gives every run as many devices as it has ranks, with their share of the cores; on a CPU, an equal core set."""
 
     def __init__(self, parallel: int | str, models: Sequence[ModelConfig], display: ProgressDisplay) -> None:
         self.models, self.display = models, display
@@ -68,74 +67,82 @@ class ParallelExecutor:
         self.slots: list[WorkerSlot] = []
         self.machines: dict[ClusterConfig, Machine] = {}
         self.devices: list[str] = []
-        self.before = {number: signal.getsignal(number) for number in HANDLED}
-        set_signal_handlers(interrupted)
+        self.previous_handlers = {number: signal.getsignal(number) for number in HANDLED}
+        set_signal_handlers(raise_interrupt)
 
     @property
     def max_parallel(self) -> int:
+        """How many runs can run at once."""
         return len(self.core_sets()) if self.parallel == "auto" else int(self.parallel)
 
     def core_sets(self) -> list[tuple[int, ...]]:
-        """The cores, divided equally among devices, or on a CPU among runs."""
+        """Return the cores divided equally among devices, or on a CPU among runs."""
         parts = len(self.devices) or (1 if self.parallel == "auto" else int(self.parallel))
-        each = len(self.cores) // parts
-        return [tuple(self.cores[index * each : (index + 1) * each]) for index in range(parts)]
+        size = len(self.cores) // parts
+        return [tuple(self.cores[index * size : (index + 1) * size]) for index in range(parts)]
 
-    def plan_item(self, values: dict[str, Any], turn: int) -> QueuedRun:
-        return plan_item(values, turn, self.machine)
+    def plan_run(self, values: dict[str, Any], repeat_index: int) -> QueuedRun:
+        """Return the planned run of composed values."""
+        return plan_run(values, repeat_index, self.machine)
 
     def machine(self, cluster: ClusterConfig) -> Machine:
-        """A run's part of it on a CPU; on GPUs all devices, of which a run is given as many as it has ranks."""
+        """Return a run's share of the machine on a CPU; on GPUs the whole machine, of which a run uses some devices.
+
+        Raises UserError if there are fewer cores than runs side by side.
+        """
         if cluster not in self.machines:
-            found = local_machine(cluster)
-            if found.device == "cuda":
-                self.devices = visible_devices(found.devices)
+            machine = local_machine(cluster)
+            if machine.device == "cuda":
+                self.devices = visible_device_ids(machine.devices)
             elif self.parallel != "auto" and int(self.parallel) > len(self.cores):
                 rule = f"is more than the {len(self.cores)} cores: choose fewer"
                 raise UserError(f"sweep.parallel={self.parallel} {rule}")
             else:
                 sets = self.core_sets()
-                found = replace(found, cores=len(sets[0]), sharing=len(sets))
-            self.machines[cluster] = found
+                machine = replace(machine, cores=len(sets[0]), sharing=len(sets))
+            self.machines[cluster] = machine
         return self.machines[cluster]
 
-    def stored_record(self, item: QueuedRun) -> Record | None:
-        return stored_record(item, self.display.print_line)
+    def stored_record(self, run: QueuedRun) -> Record | None:
+        """Return the run's stored record if it can be reused."""
+        return stored_record(run, self.display.print_line)
 
-    def can_start(self, item: QueuedRun) -> bool:
-        return self.free_devices_and_cores(item) is not None
+    def can_start(self, run: QueuedRun) -> bool:
+        """Return whether enough devices and cores are free for the run."""
+        return self.free_devices_and_cores(run) is not None
 
-    def free_devices_and_cores(self, item: QueuedRun) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
-        """Devices and cores that are free and enough; None while there are not."""
-        busy = [slot for slot in self.slots if slot.item is not None]
+    def free_devices_and_cores(self, run: QueuedRun) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+        """Return free devices and cores for the run, None while there are not enough."""
+        busy = [slot for slot in self.slots if slot.run is not None]
         if self.parallel != "auto" and len(busy) >= int(self.parallel):
             return None
         sets = self.core_sets()
         if not self.devices:
-            taken = {slot.cores for slot in busy}
-            free = [cores for cores in sets if cores not in taken]
+            busy_cores = {slot.cores for slot in busy}
+            free = [cores for cores in sets if cores not in busy_cores]
             return ((), free[0]) if free else None
-        assert item.plan is not None
+        assert run.plan is not None
         used = {device for slot in busy for device in slot.devices}
         indices = [index for index, device in enumerate(self.devices) if device not in used]
-        wanted = min(item.plan.layout.world_size, len(self.devices))  # of more the run itself says what is wrong
+        wanted = min(run.plan.layout.world_size, len(self.devices))  # the run itself refuses to want more
         if len(indices) < wanted:
             return None
         chosen = indices[:wanted]
         return tuple(self.devices[i] for i in chosen), tuple(core for i in chosen for core in sets[i])
 
-    def start(self, item: QueuedRun) -> None:
-        found = self.free_devices_and_cores(item)
-        assert found is not None and item.plan is not None
-        work = (item.plan, *found)
-        slot = next((slot for slot in list(self.slots) if slot.item is None and self.send_work(slot, work)), None)
+    def start(self, run: QueuedRun) -> None:
+        """Send the run to an idle worker process, or to a new one."""
+        resources = self.free_devices_and_cores(run)
+        assert resources is not None and run.plan is not None
+        work = (run.plan, *resources)
+        slot = next((slot for slot in list(self.slots) if slot.run is None and self.send_work(slot, work)), None)
         if slot is None:
-            slot = self.new()
+            slot = self.start_worker()
             slot.pipe.send(work)
-        slot.item, (slot.devices, slot.cores) = item, found
+        slot.run, (slot.devices, slot.cores) = run, resources
 
     def send_work(self, slot: WorkerSlot, work: tuple[object, ...]) -> bool:
-        """Whether an idle one could be told; one that has died since its last run is let go."""
+        """Send work to an idle worker process. Return False, and forget the worker, if it has died."""
         try:
             slot.pipe.send(work)
         except OSError:
@@ -144,92 +151,101 @@ class ParallelExecutor:
             return False
         return True
 
-    def new(self) -> WorkerSlot:
-        start_forkserver("cuda", FORKSERVER)  # as clean as a command of its own, and dies with this one
+    def start_worker(self) -> WorkerSlot:
+        """Start a worker process from a fork server: as clean as a new command, and it dies with this one."""
+        start_forkserver("cuda", FORKSERVER)
         context = multiprocessing.get_context("forkserver")
-        mine, theirs = context.Pipe()
-        process = context.Process(target=worker_loop, args=(theirs, list(self.models)))
-        start(process)
-        theirs.close()
-        self.slots.append(WorkerSlot(process, mine))
+        executor_end, worker_end = context.Pipe()
+        process = context.Process(target=worker_loop, args=(worker_end, list(self.models)))
+        start_process(process)
+        worker_end.close()
+        self.slots.append(WorkerSlot(process, executor_end))
         return self.slots[-1]
 
     def poll(self) -> list[tuple[QueuedRun, Record | None]]:
+        """Return the runs that ended, after a short wait for messages of the workers."""
         self.display.show()
-        busy = {slot.pipe: slot for slot in self.slots if slot.item is not None}
-        found = [self.receive(busy[pipe]) for pipe in wait(list(busy), WAIT_SECONDS) if isinstance(pipe, Connection)]
-        return [entry for entry in found if entry is not None]
+        busy = {slot.pipe: slot for slot in self.slots if slot.run is not None}
+        ready = [pipe for pipe in wait(list(busy), WAIT_SECONDS) if isinstance(pipe, Connection)]
+        ended = [self.receive(busy[pipe]) for pipe in ready]
+        return [entry for entry in ended if entry is not None]
 
     def receive(self, slot: WorkerSlot) -> tuple[QueuedRun, Record | None] | None:
-        """What one has to say; the end of its run."""
-        item = slot.item
-        assert item is not None and item.plan is not None
+        """Handle a message of a worker; return its run and record if that is the message, or if the worker died."""
+        run = slot.run
+        assert run is not None and run.plan is not None
         try:
             kind, value = slot.pipe.recv()
         except (EOFError, OSError):
             slot.process.join()
             self.slots.remove(slot)
-            return item, record_of_killed_worker(item, slot.process.exitcode)
-        if kind == "at":
-            self.display.tick(item, value)
-        elif kind == "say":
+            return run, record_of_killed_worker(run, slot.process.exitcode)
+        if kind == "folder":
+            self.display.update(run, value)
+        elif kind == "log":
             self.display.print_line(value)
         elif kind == "raised":
             raise value
         else:
-            slot.item = None
-            return item, value
+            slot.run = None
+            return run, value
         return None
 
     def interrupt(self) -> list[tuple[QueuedRun, Record]]:
-        """Ends what runs, and waits for its records."""
+        """End the runs in progress, and return the records that they write within END_SECONDS."""
         for number in HANDLED:
             signal.signal(number, signal.SIG_IGN)
         for slot in self.slots:
-            if slot.item is not None and slot.process.pid:
+            if slot.run is not None and slot.process.pid:
                 slot.process.terminate()
-        patience, found = time.monotonic() + END_SECONDS, []
-        while any(slot.item for slot in self.slots) and time.monotonic() < patience:
-            found += [(item, record) for item, record in self.poll() if record is not None]
-        return found
+        deadline = time.monotonic() + END_SECONDS
+        ended: list[tuple[QueuedRun, Record]] = []
+        while any(slot.run for slot in self.slots) and time.monotonic() < deadline:
+            ended += [(run, record) for run, record in self.poll() if record is not None]
+        return ended
 
     def close(self) -> None:
+        """End the worker processes and restore the signal handlers."""
         for slot in self.slots:
             slot.process.kill()
             slot.process.join()
             slot.pipe.close()
-        for number, handler in self.before.items():
+        for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
 
 
-def interrupted(*_: object) -> None:
+def raise_interrupt(*_: object) -> None:
+    """Raise KeyboardInterrupt; a signal handler."""
     raise KeyboardInterrupt
 
 
 def set_signal_handlers(handler: Callable[..., None]) -> None:
-    """What signals from outside do now; those that are to be ignored, nohup's wish, are."""
+    """Set the handler of the signals that end a command; one that is ignored, as nohup does, stays ignored."""
     for number in HANDLED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 
-def record_of_killed_worker(item: QueuedRun, code: int) -> Record | None:
-    """The record of a run whose process was killed. None: another command has taken it up."""
-    assert item.plan is not None
-    how = signal.Signals(-code).name if code < 0 else f"code {code}"
-    ending = {"status": "error", "reason": f"the process that ran it ended with {how}"}
-    with run_lock(RunFolder(item.plan.directory).lock, wait=False) as is_mine:
+def record_of_killed_worker(run: QueuedRun, exit_code: int) -> Record | None:
+    """Return the record of a run whose worker process was killed; None if another command works on it by now."""
+    assert run.plan is not None
+    end = signal.Signals(-exit_code).name if exit_code < 0 else f"code {exit_code}"
+    ending = {"status": "error", "reason": f"the process that ran it ended with {end}"}
+    with run_lock(run.plan.folder.lock, wait=False) as is_mine:
         if not is_mine:
             return None
-        return stored_record(item, lambda _: None) or write_row(item.plan, ending)
+        return stored_record(run, lambda _: None) or write_row(run.plan, ending)
 
 
 def worker_loop(pipe: Connection, models: list[ModelConfig]) -> None:
-    """In the slot's process: the runs that it is given, until the command has no more or dies."""
+    """Make the runs that come through the pipe, until the command closes it or dies; runs in the worker process.
+
+    A signal while ranks run ends them, and the run gets its record.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=die_with, args=(parent.sentinel,), daemon=True).start()
-    set_signal_handlers(interrupted)  # while ranks run a signal ends them, and the run has its row
+    set_signal_handlers(raise_interrupt)
     while True:
         try:
             plan, devices, cores = pipe.recv()
@@ -241,25 +257,27 @@ def worker_loop(pipe: Connection, models: list[ModelConfig]) -> None:
             os.sched_setaffinity(0, cores)
         try:
             pipe.send(("done", execute_plan(plan, pipe, models)))
-        except KeyboardInterrupt:  # before or after that
+        except KeyboardInterrupt:  # before ranks were started, or after they ended
             pipe.send(("done", None))
         except (OSError, UserError) as error:
             pipe.send(("raised", error))
 
 
 def execute_plan(plan: Plan, pipe: Connection, models: list[ModelConfig]) -> Record | None:
-    """One run, with what it says on the way."""
-    said: list[Path] = []
+    """Make one run and return its record; the folder that its ranks write to and log lines go into the pipe."""
+    sent_folder: Path | None = None
 
-    def tick(at: Path) -> None:
-        if said != [at]:
-            said[:] = [at]
-            pipe.send(("at", at))
+    def send_folder(folder: Path) -> None:
+        nonlocal sent_folder
+        if folder != sent_folder:
+            sent_folder = folder
+            pipe.send(("folder", folder))
 
-    means = RunContext(models=models, on_progress=tick, log=lambda line: pipe.send(("say", line)))
-    return execute(plan, means)
+    context = RunContext(models=models, on_progress=send_folder, log=lambda line: pipe.send(("log", line)))
+    return execute(plan, context)
 
 
 def die_with(sentinel: int) -> None:
+    """Kill this process when the process of the sentinel ends."""
     wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
