@@ -1,4 +1,4 @@
-"""The configuration of a recorded run to take home: for other launchers and libraries, and as a short script.
+"""Export of a recorded run: its layout for other launchers and libraries, and as a short training script.
 
-A file is written only where it trains as the run did; where a format cannot say that, the reason is said instead.
+A file is written only if it trains as the run did. Where a format cannot express that, the reason is printed instead.
 """

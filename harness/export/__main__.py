@@ -1,4 +1,4 @@
-"""Say what `python -m harness.export` is called now."""
+"""Print the command that replaces `python -m harness.export`."""
 
 import sys
 

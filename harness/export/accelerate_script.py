@@ -1,55 +1,59 @@
-"""train_accelerate.py: the run's layout through Accelerator.prepare, for accelerate launch with accelerate.yaml."""
+"""train_accelerate.py: the run's layout through Accelerator.prepare, started by accelerate launch."""
 
-from harness.cost_model.buffers import ddp_options
 from harness.export import snippets
+from harness.export.assemble import assemble, step_loop
 from harness.export.recorded_run import RecordedRun
-from harness.export.script import BATCHES, BUILD, FILL, IMPORTS, LAYERS, MASTERS, MASTERS_IMPORTS, assemble, loop
 from harness.export.snippets import Snippet, dedented
+from harness.export.templates import BATCHES, BUILD, FILL, IMPORTS, LAYERS, MASTERS, MASTERS_IMPORTS
+
+# What differs between the ways of data parallelism: imports and creation of the accelerator; lines after prepare();
+# the lines of one step.
+AccelerateParts = tuple[Snippet, list[str], str]
 
 
 def train_accelerate_py(run: RecordedRun) -> str:
+    """Return the script for `accelerate launch --config_file accelerate.yaml train_accelerate.py`."""
     if run.layout.uses_deepspeed_zero:
-        start, after, step = deepspeed_snippets(run)
+        creation, after_prepare, step = deepspeed_parts(run)
     elif run.layout.data_parallel == "fsdp":
-        start, after, step = fsdp_snippets(run)
+        creation, after_prepare, step = fsdp_parts(run)
     else:
-        start, after, step = ddp_snippets(run)
-    again = list(snippets.checkpointing(run))
+        creation, after_prepare, step = ddp_parts(run)
+    checkpointing = list(snippets.checkpointing(run))
     optimizer = snippets.optimizer(run)
     main = [
-        start.apply,
+        creation.apply,
         "device = accelerator.device",
         "model = build()",
-        *(p.apply for p in again),
+        *(snippet.apply for snippet in checkpointing),
         "fill(model, device)",
         optimizer.apply,
         "model, optimizer = accelerator.prepare(model, optimizer)",
-        *after,
+        *after_prepare,
         "micro_batches = batches(device)",
-        *loop([step, PRINT]),
+        step_loop([step, PRINT]),
     ]
     fill = FILL
-    if run.layout.data_parallel == "fsdp":  # Accelerate shards what has values, and only then is a part enough
-        fill = FILL.replace("DTYPE)", 'DTYPE, kept=torch.device("cpu"))')
-    own = [BUILD, *([LAYERS] if again else []), fill, BATCHES]
-    stated = Snippet(
-        imports=("from accelerate import Accelerator", *start.imports),
+    if run.layout.data_parallel == "fsdp":  # Accelerate shards parameters that have values, so they start on the host
+        fill = FILL.replace("DTYPE)", 'DTYPE, storage_device=torch.device("cpu"))')
+    user_part = [BUILD, *([LAYERS] if checkpointing else []), fill, BATCHES]
+    header = Snippet(
+        imports=("from accelerate import Accelerator", *creation.imports),
         settings=f"CLIPPING = {run.config.train.gradient_clipping}" if clips(run) else "",
     )
     imports = [line for line in IMPORTS if line != "import os"]
-    return assemble(run, "Accelerate", imports, [stated, *again, optimizer], own, main)
-
-
-Snippets = tuple[Snippet, list[str], str]
+    return assemble(run, "Accelerate", imports, [header, *checkpointing, optimizer], user_part, main)
 
 
 def clips(run: RecordedRun) -> bool:
-    return run.config.train.gradient_clipping > 0 and not run.layout.uses_deepspeed_zero  # whose configuration says it
+    """Return whether the script clips gradients. DeepSpeed does it by itself, as deepspeed.json says."""
+    return run.config.train.gradient_clipping > 0 and not run.layout.uses_deepspeed_zero
 
 
-def ddp_snippets(run: RecordedRun) -> Snippets:
-    options = ", ".join(f"{key}={value!r}" for key, value in sorted(ddp_options(run.config).items()))
-    start = Snippet(
+def ddp_parts(run: RecordedRun) -> AccelerateParts:
+    """Return the parts of DistributedDataParallel."""
+    options = ", ".join(f"{key}={value!r}" for key, value in sorted(run.config.strategy.ddp_options.items()))
+    creation = Snippet(
         imports=("from accelerate.utils import DistributedDataParallelKwargs",),
         apply=dedented(f"""
             accelerator = Accelerator(
@@ -59,59 +63,63 @@ def ddp_snippets(run: RecordedRun) -> Snippets:
             )
             """),
     )
-    return start, [], accumulate_loop(clips(run))
+    return creation, [], accumulate_loop(clips(run))
 
 
-def deepspeed_snippets(run: RecordedRun) -> Snippets:
-    start = Snippet(
+def deepspeed_parts(run: RecordedRun) -> AccelerateParts:
+    """Return the parts of DeepSpeed's ZeRO."""
+    creation = Snippet(
         imports=("from accelerate.utils import InitProcessGroupKwargs",),
         apply=dedented("""
-            backend = "nccl" if torch.cuda.is_available() else "gloo"  # not told, every CPU process trains alone
+            backend = "nccl" if torch.cuda.is_available() else "gloo"  # without it every CPU process trains alone
             accelerator = Accelerator(
                 gradient_accumulation_steps=MICRO_BATCHES, kwargs_handlers=[InitProcessGroupKwargs(backend=backend)]
             )
             """),
     )
     if not run.config.precision.is_mixed:
-        return start, [], accumulate_loop(clips=False)
+        return creation, [], accumulate_loop(clips=False)
     return (
-        Snippet(imports=(*start.imports, *MASTERS_IMPORTS), apply=start.apply),
+        Snippet(imports=(*creation.imports, *MASTERS_IMPORTS), apply=creation.apply),
         [MASTERS.replace("engine.", "model.")],
         accumulate_loop(clips=False),
     )
 
 
-def fsdp_snippets(run: RecordedRun) -> Snippets:
-    precision, full = run.config.precision, run.layout.zero_stage == 3
+def fsdp_parts(run: RecordedRun) -> AccelerateParts:
+    """Return the parts of FSDP2, which Accelerate uses on GPUs only."""
+    precision, reshards = run.config.precision, run.layout.zero_stage == 3
     plugin, imports = "", ["from torch.distributed.fsdp import FSDPModule"]
-    alone = 'accelerator.print("no GPU: Accelerate does not shard here, and trains plain DistributedDataParallel")'
+    without_gpu = (
+        'accelerator.print("no GPU: Accelerate does not shard here, and trains plain DistributedDataParallel")'
+    )
     if precision.is_mixed:
         widths = f"param_dtype=torch.{precision.compute}, reduce_dtype=torch.{precision.reduce}"
         policy = f"mixed_precision_policy=MixedPrecisionPolicy({widths})"
         plugin = f", fsdp_plugin=FullyShardedDataParallelPlugin({policy})"
         imports.append("from torch.distributed.fsdp import MixedPrecisionPolicy")
         imports.append("from accelerate.utils import FullyShardedDataParallelPlugin")
-        alone = 'raise SystemExit("no GPU: Accelerate would train plain DistributedDataParallel in fp32")'
-    start = Snippet(
+        without_gpu = 'raise SystemExit("no GPU: Accelerate would train plain DistributedDataParallel in fp32")'
+    creation = Snippet(
         imports=tuple(imports), apply=f"accelerator = Accelerator(cpu=not torch.cuda.is_available(){plugin})"
     )
-    after = dedented(f"""
+    after_prepare = dedented(f"""
         sharded = isinstance(model, FSDPModule)
         if sharded:
-            model.set_reshard_after_forward({full})  # of all groups: Accelerate leaves norm and root gathered
+            model.set_reshard_after_forward({reshards})  # for all groups: Accelerate leaves norm and root unsharded
         else:
-            {alone}
+            {without_gpu}
         """)
-    (piece,) = snippets.fsdp(run)
+    (fsdp,) = snippets.fsdp(run)
     switches = [
         "last = index == MICRO_BATCHES - 1",
         "if sharded:",
-        *("    " + line for line in piece.before.split("\n")),
+        *("    " + line for line in fsdp.before_forward.split("\n")),
     ]
     lines = [
         "total = torch.zeros((), device=device)",
         "for index, (inputs, targets) in enumerate(micro_batches(step)):",
-        *("    " + line for line in (switches if piece.before else [])),
+        *("    " + line for line in (switches if fsdp.before_forward else [])),
         "    loss = loss_function(model(inputs), targets) / MICRO_BATCHES",
         "    accelerator.backward(loss)",
         "    total += loss.detach()",
@@ -119,15 +127,15 @@ def fsdp_snippets(run: RecordedRun) -> Snippets:
         "optimizer.step()",
         "optimizer.zero_grad()",
     ]
-    return start, [after], "\n".join(lines)
+    return creation, [after_prepare], "\n".join(lines)
 
 
 def accumulate_loop(clips: bool) -> str:
-    """Accelerate's own way of several micro-batches a step."""
+    """Return the lines of one step by Accelerate's own gradient accumulation."""
     lines = [
         "total = torch.zeros((), device=device)",
         "for inputs, targets in micro_batches(step):",
-        "    with accelerator.accumulate(model):  # synchronises and steps in the last of them",
+        "    with accelerator.accumulate(model):  # synchronizes and steps only in the last micro-batch",
         "        loss = loss_function(model(inputs), targets)",
         "        accelerator.backward(loss)",
     ]

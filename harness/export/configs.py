@@ -1,4 +1,4 @@
-"""Files that other programs read: Accelerate's YAML, DeepSpeed's JSON, and the torchrun command."""
+"""Files that other programs read: Accelerate's YAML, DeepSpeed's JSON and the torchrun command."""
 
 import json
 
@@ -9,30 +9,32 @@ from harness.export.recorded_run import RecordedRun
 
 
 def deepspeed_json(run: RecordedRun) -> str:
-    """What the run gave to deepspeed.initialize, with the global batch that follows from it."""
-    chosen = deepspeed_config(run.config, run.layout, torch.device(run.device))
-    return json.dumps({"train_batch_size": run.config.train.global_batch} | chosen, indent=2) + "\n"
+    """Return what the run passed to deepspeed.initialize, with the global batch that follows from it."""
+    values = deepspeed_config(run.config, run.layout, torch.device(run.device))
+    return json.dumps({"train_batch_size": run.config.train.global_batch} | values, indent=2) + "\n"
 
 
 def torchrun_sh(run: RecordedRun) -> str:
+    """Return a shell script that starts train.py on as many ranks as the run had."""
     nodes = run.config.cluster.nodes
     if nodes == 1:
-        meet = "--standalone"
+        rendezvous = "--standalone"
     else:
-        meet = '--rdzv-backend=c10d --rdzv-endpoint="${HEAD:?name the first machine, host:port}"'
+        rendezvous = '--rdzv-backend=c10d --rdzv-endpoint="${HEAD:?set HEAD to host:port of the first machine}"'
     lines = [
         "#!/bin/sh",
-        f"# The run's {run.layout.world_size} ranks: {nodes} x {run.ranks_per_node}. On every machine of several.",
+        f"# The run's {run.layout.world_size} ranks: {nodes} x {run.ranks_per_node}. Start it on every machine.",
         'cd "$(dirname "$0")" || exit',
-        f"export OMP_NUM_THREADS={run.threads}  # the cores, divided among the ranks, as in the run",
+        f"export OMP_NUM_THREADS={run.threads}  # the cores divided among the ranks, as in the run",
     ]
     if run.device == "cpu" and run.layout.uses_deepspeed_zero:
-        lines.append("export DS_ACCELERATOR=cpu  # else DeepSpeed chooses; it compiles its CPU collective once")
-    lines.append(f'exec torchrun --nnodes={nodes} --nproc-per-node={run.ranks_per_node} {meet} train.py "$@"')
+        lines.append("export DS_ACCELERATOR=cpu  # otherwise DeepSpeed decides; it compiles its CPU collective once")
+    lines.append(f'exec torchrun --nnodes={nodes} --nproc-per-node={run.ranks_per_node} {rendezvous} train.py "$@"')
     return "\n".join(lines) + "\n"
 
 
 def accelerate_yaml(run: RecordedRun) -> str:
+    """Return the configuration file of `accelerate launch`."""
     kind = (
         "DEEPSPEED"
         if run.layout.uses_deepspeed_zero
@@ -48,17 +50,19 @@ def accelerate_yaml(run: RecordedRun) -> str:
         f"num_processes: {run.layout.world_size}",
         "machine_rank: 0",
         "rdzv_backend: static" if run.config.cluster.nodes == 1 else "rdzv_backend: c10d",
-        "main_process_port: 0  # any that is free",
+        "main_process_port: 0  # any free port",
         *PARTS[kind](run),
     ]
     return "\n".join(lines) + "\n"
 
 
 def ddp_part(run: RecordedRun) -> list[str]:
+    """Return the lines of distributed_type MULTI_GPU."""
     return [NO_AUTOCAST]
 
 
 def fsdp_part(run: RecordedRun) -> list[str]:
+    """Return the lines of distributed_type FSDP, version 2."""
     layout = run.layout
     lines = [
         NO_AUTOCAST,
@@ -66,11 +70,11 @@ def fsdp_part(run: RecordedRun) -> list[str]:
         "  fsdp_version: 2",
         f"  fsdp_reshard_after_forward: {str(layout.zero_stage == 3).lower()}  # FULL_SHARD; false is SHARD_GRAD_OP",
         "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-        f"  fsdp_transformer_layer_cls_to_wrap: {GROUPS}  # yours: every class that is gathered by itself",
+        f"  fsdp_transformer_layer_cls_to_wrap: {WRAPPED_CLASSES}  # yours: every class that is a group of its own",
         "  fsdp_offload_params: false",
         "  fsdp_cpu_ram_efficient_loading: false",
         "  fsdp_sync_module_states: false",
-        "  fsdp_activation_checkpointing: false  # the script's own",
+        "  fsdp_activation_checkpointing: false  # the script applies it",
         "  fsdp_state_dict_type: SHARDED_STATE_DICT",
     ]
     if layout.dp_replicate > 1:
@@ -83,16 +87,17 @@ def fsdp_part(run: RecordedRun) -> list[str]:
 
 
 def deepspeed_part(run: RecordedRun) -> list[str]:
+    """Return the lines of distributed_type DEEPSPEED."""
     return [
-        "# No mixed_precision beside a file of DeepSpeed's, which says it: Accelerate refuses both.",
+        "# There is no mixed_precision here: deepspeed.json has it, and Accelerate refuses both at once.",
         "deepspeed_config:",
         "  deepspeed_config_file: deepspeed.json",
-        "  zero3_init_flag: false  # true builds models of transformers sharded",
+        "  zero3_init_flag: false  # true makes transformers build its models sharded",
     ]
 
 
-NO_AUTOCAST = 'mixed_precision: "no"  # Accelerate\'s is autocast, which keeps 16-bit copies of weights for backward'
+NO_AUTOCAST = 'mixed_precision: "no"  # Accelerate uses autocast, which keeps 16-bit copies of weights for backward'
 
-GROUPS = "Block,Embedding,Head"
+WRAPPED_CLASSES = "Block,Embedding,Head"
 
 PARTS = {"MULTI_GPU": ddp_part, "FSDP": fsdp_part, "DEEPSPEED": deepspeed_part}

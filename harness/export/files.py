@@ -1,4 +1,4 @@
-"""TODO harness.export.files."""
+"""The files of an export, and the command that writes them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from harness.util.text import sanitize
 
 
 class ExportFile(NamedTuple):
-    """One file: why it cannot be written, and what is in it."""
+    """One file: its name, the reasons why it cannot be written for a run, and its text."""
 
     name: str
     reasons: Callable[[RecordedRun], Iterator[str]]
@@ -19,7 +19,8 @@ class ExportFile(NamedTuple):
 
 
 def export_files() -> list[ExportFile]:
-    from harness.export import accelerate_script, configs, script  # torch among them
+    """Return every file that an export can have."""
+    from harness.export import accelerate_script, configs, script  # they import torch
 
     return [
         ExportFile("accelerate.yaml", unsupported.why_not_accelerate, configs.accelerate_yaml),
@@ -31,13 +32,13 @@ def export_files() -> list[ExportFile]:
 
 
 def export_run(run: RecordedRun) -> Iterator[str]:
-    """Writes what can be written; a line for every file."""
+    """Write every file that the run allows, and yield one line about each file."""
     run.target.mkdir(parents=True, exist_ok=True)
     for file in export_files():
         path = run.target / file.name
         reason = next(file.reasons(run), None)
         if reason is not None:
-            path.unlink(missing_ok=True)  # of an export before
+            path.unlink(missing_ok=True)  # an earlier export may have written it
             yield f"{file.name}: not written, {reason}"
             continue
         atomic_write_text(path, file.text(run))
@@ -46,6 +47,10 @@ def export_run(run: RecordedRun) -> Iterator[str]:
         yield f"{file.name}: {path}"
 
 
-def write_files(run: Path, target: Path | None) -> None:
-    for line in export_run(read_recorded_run(run, target)):
+def write_files(run_dir: Path, target: Path | None) -> None:
+    """Export a run's folder to `target`, by default its folder `export`, and print one line about each file.
+
+    Raises UserError if there is no run with status=ok in the folder.
+    """
+    for line in export_run(read_recorded_run(run_dir, target)):
         print(sanitize(line))

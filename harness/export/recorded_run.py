@@ -1,4 +1,4 @@
-"""A recorded run as what is exported from it."""
+"""A recorded run, as everything that is exported needs it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from harness.util.errors import UserError
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """An `ok` run, where it lies, and where its export goes."""
+    """A run with status=ok, the folder it lies in, and the folder its export goes to."""
 
     directory: Path
     target: Path
@@ -24,21 +24,24 @@ class RecordedRun:
 
     @property
     def micro_batches(self) -> int:
+        """The number of micro-batches a rank and step."""
         return self.layout.grad_accumulation_steps(self.config.train)
 
     @property
     def ranks_per_node(self) -> int:
+        """The number of ranks on each machine."""
         return self.layout.world_size // self.config.cluster.nodes
 
 
 def read_recorded_run(directory: Path, target: Path | None) -> RecordedRun:
-    """Raises UserError where there is no run, or none that is `ok`."""
+    """Return the run in `directory`. Raises UserError if there is none, or if its status is not ok."""
     row = read_record(directory)["row"]
     if row["status"] != "ok":
         raise UserError(f"{directory} has status={row['status']}, and only what ran is exported: choose an ok run")
     try:
-        found = read_run_spec(directory)
+        spec = read_run_spec(directory)
     except (OSError, ValueError) as error:
-        raise UserError(f"{RunFolder(directory).spec} cannot be read ({error}): run it again with force=true") from None
-    chosen = (target or RunFolder(directory).export).resolve()
-    return RecordedRun(directory.resolve(), chosen, found.config, found.layout, found.device, found.threads)
+        path = RunFolder(directory).spec
+        raise UserError(f"{path} cannot be read ({error}): run it again with force=true") from None
+    resolved = (target or RunFolder(directory).export).resolve()
+    return RecordedRun(directory.resolve(), resolved, spec.config, spec.layout, spec.device, spec.threads)

@@ -1,69 +1,77 @@
-"""Text of a training script, piece by piece: each parallelism brings its imports and the lines it needs in each place.
+"""Snippets of training scripts: the imports and lines that each parallelism needs in each part of a script.
 
-Pieces are joined in the order in which the torch engine applies them: cut, checkpoint, shard, fill, wrap.
+They are joined in the order in which the torch engine applies them: tensor parallel, checkpointing, sharding, initial
+values, wrapping.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import dedent
 
-from harness.cost_model.buffers import ddp_options
 from harness.export.recorded_run import RecordedRun
 from harness.layout.layout import Layout
 
 
 @dataclass(frozen=True)
 class Snippet:
-    """Lines for the places of a script; the lines of main() without their indentation."""
+    """Lines for the parts of a script; the lines of main() are not indented."""
 
     imports: tuple[str, ...] = ()
     settings: str = ""  # constants at the top
     functions: str = ""  # above main()
     apply: str = ""  # in main(), between the model and its optimizer
-    around: str = ""  # a context of a micro-batch's forward and backward
-    before: str = ""  # before a micro-batch's forward
-    gradients: str = ""  # after the last backward
+    context: str = ""  # a context manager for the forward and backward of a micro-batch
+    before_forward: str = ""  # before the forward of a micro-batch
+    after_backward: str = ""  # after the last backward of a step
 
 
 def dedented(lines: str) -> str:
+    """Return lines without their common indentation and without empty lines around them."""
     return dedent(lines).strip("\n")
 
 
 def checkpointing(run: RecordedRun) -> Iterator[Snippet]:
+    """Yield the lines that recompute decoder layers in backward (arXiv 1604.06174)."""
     every = run.config.checkpointing.every
     if run.config.checkpointing.name == "none":
         return
-    which = "layers(model)" if every == 1 else f"layers(model)[{every - 1}::{every}]"
+    layers = "layers(model)" if every == 1 else f"layers(model)[{every - 1}::{every}]"
     yield Snippet(
         imports=("import functools", "from torch.utils.checkpoint import checkpoint"),
         apply=dedented(f"""
-            for layer in {which}:  # keeps its input alone, and runs again in backward
+            for layer in {layers}:  # keeps only its input, and runs again in backward
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
             """),
     )
 
 
 def tensor_parallel(run: RecordedRun) -> Iterator[Snippet]:
-    """Megatron-LM's cuts (arXiv 1909.08053), and with sequence parallelism (arXiv 2205.05198) what lies between."""
-    if run.layout.tp == 1:
+    """Yield Megatron-LM's tensor parallelism (arXiv 1909.08053), and sequence parallelism (arXiv 2205.05198)."""
+    if not run.layout.tp_enabled:
         return
-    sequence = run.layout.sequence_parallel
+    sequence_parallel = run.layout.sequence_parallel
     gate = "" if run.config.model.architecture.learned_positions else '"mlp.gate_proj": ColwiseParallel(), '
     rotary = "," if run.config.model.architecture.learned_positions else ", None, None"
-    outside = "Shard(1)  # between cut matrices each rank has a part of the sequence" if sequence else "Replicate()"
+    outside = (
+        "Shard(1)  # between sharded matrices each rank has a part of the sequence"
+        if sequence_parallel
+        else "Replicate()"
+    )
     norms = dedented("""
         PLAN |= {"input_layernorm": SequenceParallel(), "post_attention_layernorm": SequenceParallel()}
         ENDS |= {"norm": SequenceParallel()}
         """)
-    styles = "ColwiseParallel, PrepareModuleInput, RowwiseParallel" + (", SequenceParallel" if sequence else "")
+    styles = "ColwiseParallel, PrepareModuleInput, RowwiseParallel" + (
+        ", SequenceParallel" if sequence_parallel else ""
+    )
     yield Snippet(
         imports=(
-            f"from torch.distributed.tensor import DTensor, Replicate{', Shard' if sequence else ''}",
+            f"from torch.distributed.tensor import DTensor, Replicate{', Shard' if sequence_parallel else ''}",
             f"from torch.distributed.tensor.parallel import {styles}, loss_parallel, parallelize_module",
         ),
         settings=dedented(f"""
             OUTSIDE = {outside}
-            # Of every layer; each pair of column and row is one sum over the ranks forward, and one backward.
+            # For every layer. Each pair of a column and a row style costs one all-reduce forward and one backward.
             PLAN = {{
                 "self_attn": PrepareModuleInput(
                     input_layouts=(OUTSIDE{rotary}), desired_input_layouts=(Replicate(){rotary})
@@ -76,69 +84,71 @@ def tensor_parallel(run: RecordedRun) -> Iterator[Snippet]:
             }}
             ENDS = {{
                 "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=OUTSIDE),
-                "lm_head": ColwiseParallel(input_layouts=OUTSIDE, use_local_output=False),  # logits stay cut
+                "lm_head": ColwiseParallel(input_layouts=OUTSIDE, use_local_output=False),  # the logits stay sharded
             }}
             """)
-        + ("\n" + norms if sequence else ""),
+        + ("\n" + norms if sequence_parallel else ""),
         apply=dedented("""
             for layer in layers(model):
                 parallelize_module(layer, mesh["tp"], PLAN)
             parallelize_module(model, mesh["tp"], ENDS)
             """),
-        gradients=dedented("""
-            for parameter in model.parameters():  # a norm saw its part of the sequence: the ranks' gradients add up
+        after_backward=dedented("""
+            for parameter in model.parameters():  # norms saw a part of the sequence: sum their gradients over ranks
                 if any(part.is_partial() for part in getattr(parameter.grad, "placements", ())):
                     parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
             """)
-        if sequence
+        if sequence_parallel
         else "",
     )
 
 
 def fsdp(run: RecordedRun) -> Iterator[Snippet]:
+    """Yield fully_shard (FSDP2) over the data-parallel ranks, as full, hybrid, gradient-only or no sharding."""
     layout, precision = run.layout, run.config.precision
     if layout.data_parallel != "fsdp":
         return
-    two = len(data_axes(layout)) > 1
-    mesh = 'mesh["dp_replicate", "dp_shard"]  # copies of shards' if two else 'mesh["dp_shard"]'
+    has_replicas = len(data_axes(layout)) > 1
+    mesh = 'mesh["dp_replicate", "dp_shard"]  # replicas of the shards' if has_replicas else 'mesh["dp_shard"]'
     policy = ""
     if precision.is_mixed:
         policy = f"param_dtype=torch.{precision.compute}, reduce_dtype=torch.{precision.reduce}"
-    between = ["model.set_requires_all_reduce(last)  # copies synchronise once a step"] if two else []
+    switches = ["model.set_requires_all_reduce(last)  # replicas synchronize once a step"] if has_replicas else []
     if layout.zero_stage < 3:
-        between.append("model.set_reshard_after_backward(last)  # parameters stay gathered for the whole step")
-    between.append("model.set_is_last_backward(last)")
+        switches.append("model.set_reshard_after_backward(last)  # parameters stay unsharded for the whole step")
+    switches.append("model.set_is_last_backward(last)")
     yield Snippet(
         imports=("from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",),
         apply=dedented(f"""
             data = {mesh}
             policy = MixedPrecisionPolicy({policy})
-            for group in [*layers(model), *ends(model), model]:  # the root too: by itself it would stay gathered
+            for group in [*layers(model), *ends(model), model]:  # the root too: alone it would stay unsharded
                 fully_shard(group, mesh=data, mp_policy=policy, reshard_after_forward={layout.zero_stage == 3})
             """),
-        before="\n".join(between) if run.micro_batches > 1 else "",
+        before_forward="\n".join(switches) if run.micro_batches > 1 else "",
     )
 
 
 def data_axes(layout: Layout) -> tuple[str, ...]:
-    """Of the mesh that fully_shard is given: with copies of shards it has two."""
-    two = layout.dp_replicate > 1 or layout.zero_stage == 0
-    return ("dp_replicate", "dp_shard") if two else ("dp_shard",)
+    """Return the axes of the mesh for fully_shard: two if shards are replicated."""
+    has_replicas = layout.dp_replicate > 1 or layout.zero_stage == 0
+    return ("dp_replicate", "dp_shard") if has_replicas else ("dp_shard",)
 
 
 def ddp(run: RecordedRun) -> Iterator[Snippet]:
-    """DistributedDataParallel, which wraps what is filled."""
+    """Yield DistributedDataParallel, which wraps a model that has its initial values."""
     if run.layout.data_parallel != "ddp":
         return
-    options = "".join(f", {key}={value!r}" for key, value in sorted(ddp_options(run.config).items()))
+    options = "".join(f", {key}={value!r}" for key, value in sorted(run.config.strategy.ddp_options.items()))
     yield Snippet(
         imports=("from contextlib import nullcontext", "from torch.nn.parallel import DistributedDataParallel"),
         apply=f"model = DistributedDataParallel(model, device_ids=[device.index] if on_gpu else None{options})",
-        around="nullcontext() if last else model.no_sync()" if run.micro_batches > 1 else "",
+        context="nullcontext() if last else model.no_sync()" if run.micro_batches > 1 else "",
     )
 
 
 def optimizer(run: RecordedRun) -> Snippet:
+    """Return the optimizer: torch's AdamW, sharded by ZeroRedundancyOptimizer if the layout is."""
     train = run.config.train
     settings = (
         f"lr={train.lr!r}, betas={train.betas!r}, eps={train.eps!r}, weight_decay={train.weight_decay!r},"
@@ -151,41 +161,43 @@ def optimizer(run: RecordedRun) -> Snippet:
             apply="optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)",
         )
     lines = "optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)"
-    if run.layout.tp > 1:
+    if run.layout.tp_enabled:
         lines = dedented("""
-            groups = {}  # one kernel takes plain tensors, or those of one mesh
+            groups = {}  # one fused kernel takes plain tensors, or DTensors of one mesh
             for parameter in model.parameters():
                 groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
             optimizer = torch.optim.AdamW([{"params": group} for group in groups.values()], **ADAMW)
             """)
-    elif run.layout.pp > 1:
+    elif run.layout.pp_enabled:
         lines = "optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], **ADAMW)"
     return Snippet(settings=f"ADAMW = dict({settings})", apply=lines)
 
 
 def clipping(run: RecordedRun) -> Iterator[Snippet]:
-    layout, most = run.layout, run.config.train.gradient_clipping
-    if not most:
+    """Yield gradient clipping by the global norm."""
+    layout, max_norm = run.layout, run.config.train.gradient_clipping
+    if not max_norm:
         return
-    if layout.tp == layout.pp == 1:
+    if not layout.tp_enabled and not layout.pp_enabled:
         yield Snippet(
-            settings=f"CLIPPING = {most}", gradients="torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)"
+            settings=f"CLIPPING = {max_norm}",
+            after_backward="torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)",
         )
         return
-    whole = "norm.full_tensor() if isinstance(norm, DTensor) else norm" if layout.tp > 1 else "norm"
-    every = "    dist.all_reduce(square)  # every stage has its part\n" if layout.pp > 1 else ""
-    parameters = "model.parameters()" if layout.pp == 1 else "[p for part in parts for p in part.parameters()]"
+    full_norm = "norm.full_tensor() if isinstance(norm, DTensor) else norm" if layout.tp_enabled else "norm"
+    sum_stages = "    dist.all_reduce(square)  # over the pipeline stages\n" if layout.pp_enabled else ""
+    parameters = "model.parameters()" if not layout.pp_enabled else "[p for part in parts for p in part.parameters()]"
     yield Snippet(
-        settings=f"CLIPPING = {most}",
+        settings=f"CLIPPING = {max_norm}",
         functions=(
             "def clip(parameters):\n"
-            '    """By the norm over all ranks; torch\'s own takes the tensors of one mesh, and of one stage."""\n'
+            '    """Clip by the norm over all ranks; torch\'s own takes tensors of one mesh and stage."""\n'
             "    gradients = [parameter.grad for parameter in parameters]\n"
             "    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]\n"
-            f"    square = torch.stack([{whole} for norm in norms]).square().sum()\n"
-            f"{every}"
+            f"    square = torch.stack([{full_norm} for norm in norms]).square().sum()\n"
+            f"{sum_stages}"
             "    for gradient in gradients:\n"
             "        gradient.mul_((CLIPPING / (square.sqrt() + 1e-6)).clamp(max=1.0).item())"
         ),
-        gradients=f"clip({parameters})",
+        after_backward=f"clip({parameters})",
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from harness.config.schema import TrackingConfig
+    from harness.config.command import TrackingConfig
 
 
 Scalar = str | int | float | bool

@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
+from harness.config.command import TrackingConfig
 from harness.config.from_dict import from_dict
-from harness.config.schema import TrackingConfig
 from harness.util.errors import UserError
 
 CLOSE_SECONDS = 10.0  # the longest that close() waits for everything handed over to be tracked

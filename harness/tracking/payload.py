@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.config.schema import TrackingConfig
+from harness.config.command import TrackingConfig
 from harness.records import heartbeat
+from harness.records.columns import COLUMNS
 from harness.records.run_folder import RunFolder
-from harness.records.schema import COLUMNS, Record
+from harness.records.schema import Record
 from harness.tracking.base import Scalar, TrackedRun, Values
 from harness.util.redact import redacted
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from harness.config.command import TrackingConfig
 from harness.config.from_dict import from_dict
-from harness.config.schema import TrackingConfig
 from harness.records.store import read_all, read_record
 from harness.tracking import payload, sync_state
 from harness.tracking.base import TrackedRun, Tracker, TrackerUnavailableError, connect, tracked_id

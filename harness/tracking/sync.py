@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.config.schema import TrackingConfig
+from harness.config.command import TrackingConfig
 from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.tracking import sync_state

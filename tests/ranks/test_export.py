@@ -227,10 +227,10 @@ def written(results: Path, overrides: str) -> Path:
         ("strategy=cp", "strategy.cp=2 gathers keys and values"),
         ("strategy=ddp precision=bf16_mixed", "precision=bf16_mixed keeps fp32 masters beside 16-bit copies"),
         ("strategy=zero1 precision=bf16_mixed", "DeepSpeed left to itself runs BF16_Optimizer"),
-        ("strategy=ddp checkpointing=selective", "checkpointing=selective is this project's own"),
-        ("strategy=ddp train.loss_chunks=2", "train.loss_chunks=2 is done by this project's head"),
+        ("strategy=ddp checkpointing=selective", "checkpointing=selective is implemented by this project"),
+        ("strategy=ddp train.loss_chunks=2", "train.loss_chunks=2 is implemented by this project's output head"),
         ("strategy=tp model.tie_word_embeddings=true", "model.tie_word_embeddings=true is tied again"),
-        ("strategy=ddp precision=fp16_mixed", "precision=fp16_mixed is not part of it"),
+        ("strategy=ddp precision=fp16_mixed", "precision=fp16_mixed is not exported"),
     ],
 )
 def test_what_would_train_otherwise_is_not_written(
@@ -259,4 +259,4 @@ def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_elsewhere_the_script_names_the_run(results: Path, tmp_path: Path) -> None:
     directory = recorded(results, "strategy=pp_1f1b")
     assert command.main([str(directory), "--to", str(tmp_path / "mine")]) == 0
-    assert f"job.read(Path('{directory.resolve()}'))" in (tmp_path / "mine" / "train.py").read_text()
+    assert f"read_run_spec(Path('{directory.resolve()}'))" in (tmp_path / "mine" / "train.py").read_text()

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harness.config.schema import TrackingConfig
+from harness.config.command import TrackingConfig
 from harness.tracking.base import Scalar, TrackedRun, TrackerUnavailableError, Values
 from harness.util.text import one_line
 
