@@ -1,4 +1,4 @@
-"""How the ranks are arranged, and how model state and batch are divided among them."""
+"""The arrangement of ranks, and how they divide model state and batch."""
 
 import dataclasses
 import math
@@ -6,20 +6,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.config.schema import StrategyConfig, TrainConfig
+from harness.config.schema import DataParallel, Offload, Schedule, StrategyConfig, TrainConfig
 from harness.util.errors import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first, in the order of ranks
 
-DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
-
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy resolved against a world: every degree known, their product the number of ranks."""
+    """A strategy resolved against a world: every degree is known, and their product is the number of ranks."""
 
     engine: str
-    data_parallel: str
+    data_parallel: DataParallel
     zero_stage: int
     dp_replicate: int
     dp_shard: int
@@ -27,54 +25,92 @@ class Layout:
     sequence_parallel: bool
     cp: int
     pp: int
-    schedule: str
+    schedule: Schedule
     virtual_stages: int
     layers_per_stage: tuple[int, ...] | None
-    offload: str
+    offload: Offload
     vocabulary_parallel: bool = True
 
     @property
     def dp(self) -> int:
-        """The data degree: how many parts the global batch is cut into."""
+        """The data-parallel degree: the number of parts that the global batch is split into."""
         return self.dp_replicate * self.dp_shard
 
     @property
+    def dp_enabled(self) -> bool:
+        """Whether several ranks, or groups of ranks, train on different data."""
+        return self.dp > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether tensor-parallel ranks divide the matrices."""
+        return self.tp > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether context-parallel ranks divide every sequence."""
+        return self.cp > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether pipeline-parallel ranks divide the depth."""
+        return self.pp > 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward runs in two halves, for inputs and for weights (zero bubble, arXiv 2401.10241)."""
+        return self.pp_enabled and self.schedule == "zero_bubble"
+
+    @property
     def vocabulary_tp(self) -> int:
-        """Into how many parts tensor parallelism cuts embedding and head."""
+        """The number of parts into which tensor parallelism cuts embedding and head."""
         return self.tp if self.vocabulary_parallel else 1
 
     @property
     def num_stages(self) -> int:
-        """Parts that the model's depth is cut into."""
+        """The number of stages that the model's depth is cut into."""
         return self.pp * self.virtual_stages
 
     @property
-    def world_size(self) -> int:
-        return math.prod(self.mesh_shape)
+    def axis_sizes(self) -> dict[str, int]:
+        """The number of ranks along every mesh axis, outermost first."""
+        return {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.cp,
+            "tp": self.tp,
+        }
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        return tuple(getattr(self, axis) for axis in AXES)
+        """The sizes of the mesh axes, in the order of AXES."""
+        return tuple(self.axis_sizes.values())
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.mesh_shape)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's place on every axis."""
-        place: dict[str, int] = {}
-        for axis in reversed(AXES):
-            rank, place[axis] = divmod(rank, getattr(self, axis))
-        return place
+        """Return the rank's coordinate on every mesh axis."""
+        coordinates: dict[str, int] = {}
+        for axis, size in reversed(self.axis_sizes.items()):
+            rank, coordinates[axis] = divmod(rank, size)
+        return coordinates
 
     def data_rank(self, rank: int) -> int:
-        """Which part of the global batch the rank trains on, 0 to dp - 1."""
-        place = self.coordinates(rank)
-        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+        """Return which part of the global batch the rank trains on, from 0 to dp - 1."""
+        coordinates = self.coordinates(rank)
+        return coordinates["dp_replicate"] * self.dp_shard + coordinates["dp_shard"]
 
     def group_name(self, *axes: str) -> str:
-        """The name of a group that lies along these axes, those of one rank left out: dp_shard+cp."""
-        return "+".join(axis for axis in AXES if axis in axes and getattr(self, axis) > 1)
+        """Return the name of the group along these axes, without axes of a single rank: `dp_shard+cp`."""
+        return "+".join(axis for axis, size in self.axis_sizes.items() if axis in axes and size > 1)
 
     @property
     def sharding_axes(self) -> tuple[str, ...]:
-        """The axes over which data-parallel ranks divide what they divide: with fully_shard also the sequence's."""
+        """The axes whose data-parallel ranks shard model state; fully_shard also shards over the sequence's."""
         return ("dp_shard", "cp") if self.data_parallel == "fsdp" and self.zero_stage > 0 else ("dp_shard",)
 
     @property
@@ -83,29 +119,31 @@ class Layout:
         return tuple(axis for axis in ("dp_replicate", "dp_shard", "cp") if axis not in self.sharding_axes)
 
     def axes_size(self, axes: Iterable[str]) -> int:
-        """Ranks along these axes."""
-        return math.prod(getattr(self, axis) for axis in axes)
+        """Return the number of ranks along these axes."""
+        return math.prod(self.axis_sizes[axis] for axis in axes)
 
     def sequence_chunks(self, rank: int, seq_len: int) -> tuple[tuple[int, int], ...]:
-        """The (start, stop) of those parts of every sequence that the rank has, in order.
+        """Return the (start, stop) of the rank's chunks of every sequence, in order.
 
-        Of 2 cp equal chunks one from the front and one from the back, so that causal attention is as much work on
-        every rank (Llama 3, arXiv 2407.21783, section 3.3.2).
+        Context parallelism cuts a sequence into 2 cp equal chunks and gives each rank one from the front and one from
+        the back, so that causal attention is as much work on every rank (Llama 3, arXiv 2407.21783, section 3.3.2).
         """
-        place = self.coordinates(rank)["cp"]
-        chunk = seq_len // (2 * self.cp)
-        chunks = (place, 2 * self.cp - 1 - place)
-        return ((0, seq_len),) if self.cp == 1 else tuple((i * chunk, (i + 1) * chunk) for i in chunks)
+        if not self.cp_enabled:
+            return ((0, seq_len),)
+        cp_rank = self.coordinates(rank)["cp"]
+        size = seq_len // (2 * self.cp)
+        return tuple((i * size, (i + 1) * size) for i in (cp_rank, 2 * self.cp - 1 - cp_rank))
 
     @property
     def partitions_by_parameter(self) -> bool:
-        """Whether optimizer state is divided by parameter: ZeroRedundancyOptimizer's shares are only about equal."""
+        """Whether whole parameters' optimizer state goes to ranks: ZeroRedundancyOptimizer's shares are about equal."""
         return self.data_parallel == "ddp" and self.zero_stage == 1
 
     def shard_count(self, kind: str) -> int:
-        """In how many parts data-parallel ranks hold parameters or optimizer at rest, or reduced gradients.
+        """Return the number of data-parallel shards of a kind of model state.
 
-        ZeRO, arXiv 1910.02054; fully_shard divides parameters at rest in every mode.
+        `kind` is parameters or optimizer (at rest) or gradients (after reduction). The stages are ZeRO's (arXiv
+        1910.02054); fully_shard shards parameters at rest in every mode.
         """
         degree = self.axes_size(self.sharding_axes)
         if kind == "parameters" and self.data_parallel == "fsdp":
@@ -115,13 +153,14 @@ class Layout:
 
     @property
     def uses_deepspeed_zero(self) -> bool:
-        """Whether ZeRO is DeepSpeed's, whichever engine calls DeepSpeed."""
+        """Whether DeepSpeed implements ZeRO, whichever engine calls DeepSpeed."""
         return self.data_parallel == "none" and self.zero_stage > 0
 
     @property
     def offloaded_state(self) -> tuple[str, ...]:
-        """Kinds of model state that lie in the host's memory. With the optimizer go the gradients that it reads
-        (ZeRO-Offload, arXiv 2101.06840).
+        """The kinds of model state in the host's memory.
+
+        The optimizer takes along the gradients that it reads (ZeRO-Offload, arXiv 2101.06840).
         """
         state = ("gradients", "optimizer")
         return {"none": (), "optimizer": state, "parameters": ("parameters", *state)}[self.offload]
@@ -131,7 +170,10 @@ class Layout:
         return micro_batches // max(1, micro_batches // self.pp)
 
     def grad_accumulation_steps(self, train: TrainConfig) -> int:
-        """Micro-batches a rank and step. Raises UserError on a remainder."""
+        """Return the number of micro-batches that a rank takes in a step.
+
+        Raises UserError if the global batch leaves a remainder.
+        """
         per_pass = train.micro_batch * self.dp
         if train.global_batch % per_pass:
             raise UserError(
@@ -141,15 +183,23 @@ class Layout:
         return train.global_batch // per_pass
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, as a run's record has them."""
         return dataclasses.asdict(self)
 
 
 def resolve_layout(strategy: StrategyConfig, world_size: int) -> Layout:
-    """The strategy's layout on that many ranks; a strategy of all ones is one process whatever the world.
+    """Return the strategy's layout of a world, with the open degree (-1) filled in.
 
-    Raises UserError if the degrees do not make up the world.
+    A strategy whose degrees are all 1 trains on one rank, whatever the world. Raises UserError if the degrees do not
+    make up the world.
     """
-    degrees = {axis: getattr(strategy, axis) for axis in DEGREES}
+    degrees = {
+        "dp_replicate": strategy.dp_replicate,
+        "dp_shard": strategy.dp_shard,
+        "tp": strategy.tp,
+        "cp": strategy.cp,
+        "pp": strategy.pp,
+    }
     open_axes = [axis for axis, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
         raise UserError(f"strategy.{open_axes[1]}=-1 beside strategy.{open_axes[0]}=-1: only one degree may be -1")
@@ -167,22 +217,35 @@ def resolve_layout(strategy: StrategyConfig, world_size: int) -> Layout:
             f"world_size={world_size} is not the product of the strategy's degrees ({stated}): choose"
             f" world_size={fixed}, or -1 for one of strategy.dp_replicate, dp_shard, tp, cp, pp"
         )
-    names = {f.name for f in dataclasses.fields(Layout)} - degrees.keys()
-    return Layout(**degrees, **{name: getattr(strategy, name) for name in names})
+    return Layout(
+        engine=strategy.engine,
+        data_parallel=strategy.data_parallel,
+        zero_stage=strategy.zero_stage,
+        sequence_parallel=strategy.sequence_parallel,
+        schedule=strategy.schedule,
+        virtual_stages=strategy.virtual_stages,
+        layers_per_stage=strategy.layers_per_stage,
+        offload=strategy.offload,
+        vocabulary_parallel=strategy.vocabulary_parallel,
+        **degrees,
+    )
 
 
 def is_data_parallel_axis(axis: str) -> bool:
-    """Whether a group lies along ranks that have other tokens: what c10d gathers there are parameters."""
+    """Return whether a group's ranks have different tokens, so that what c10d gathers among them is parameters.
+
+    `axis` is the name of one mesh axis, or of several joined by '+'.
+    """
     return set(axis.split("+")) <= {"dp_replicate", "dp_shard", "cp"}
 
 
 def group_axes(group_ranks: Sequence[int], layout: Layout) -> str:
-    """The mesh axes along which a group lies, outermost first and joined by '+'.
+    """Return the mesh axes along which a group lies, outermost first and joined by '+'.
 
     'world' is a group of every rank that lies along more than the data axes, 'self' one of a single rank.
     """
-    places = [layout.coordinates(rank) for rank in group_ranks]
-    axes = "+".join(axis for axis in AXES if len({place[axis] for place in places}) > 1)
+    members = [layout.coordinates(rank) for rank in group_ranks]
+    axes = "+".join(axis for axis in AXES if len({coordinates[axis] for coordinates in members}) > 1)
     if "+" in axes and len(group_ranks) == layout.world_size and not is_data_parallel_axis(axes):
         return "world"
     return axes or "self"

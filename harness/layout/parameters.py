@@ -1,4 +1,4 @@
-"""How many parameters a model has, and where: from its configuration alone."""
+"""The names, shapes and counts of a model's parameters, from its configuration alone."""
 
 import math
 from collections.abc import Mapping
@@ -9,35 +9,39 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def numel(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of elements of all these parameters together."""
     return sum(map(math.prod, shapes.values()))
 
 
 def layer_shapes(model: ModelConfig) -> Shapes:
-    """Every parameter of one decoder layer by its name there; of a model that was asked its first layer's."""
+    """Return the shapes of one decoder layer's parameters by their names in the layer.
+
+    A Hugging Face model's first layer stands for all of them.
+    """
     if model.asked is not None:
         first = f"{model.asked.layers[0]}."
         named = model.asked.shapes.items()
         return {name.removeprefix(first): shape for name, shape in named if name.startswith(first)}
-    kind, hidden, inner = model.architecture, model.hidden_size, model.intermediate_size
-    groups = model.num_key_value_heads * model.head_dim
+    architecture, hidden, inner = model.architecture, model.hidden_size, model.intermediate_size
+    key_value_size = model.num_key_value_heads * model.head_dim
     matrices = {
         "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (groups, hidden),
-        "self_attn.v_proj": (groups, hidden),
+        "self_attn.k_proj": (key_value_size, hidden),
+        "self_attn.v_proj": (key_value_size, hidden),
         "self_attn.o_proj": (hidden, hidden),
-        **{f"mlp.{name}": (inner, hidden) for name in kind.widening},
+        **{f"mlp.{name}": (inner, hidden) for name in architecture.widening},
         "mlp.down_proj": (hidden, inner),
     }
-    found = norm_shapes("input_layernorm", model) | norm_shapes("post_attention_layernorm", model)
+    shapes = norm_shapes("input_layernorm", model) | norm_shapes("post_attention_layernorm", model)
     for name, shape in matrices.items():
-        found[f"{name}.weight"] = shape
-        if kind.biases:
-            found[f"{name}.bias"] = shape[:1]
-    return found
+        shapes[f"{name}.weight"] = shape
+        if architecture.biases:
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes
 
 
 def unrecomputed_shapes(model: ModelConfig) -> Shapes:
-    """The parameters of what a layer's second forward does not run to its end: its last matrix."""
+    """Return the shapes of the parameters that a layer's second forward does not use to the end: its last matrix's."""
     if model.asked is not None:
         first = f"{model.asked.layers[0]}."
         ends = {path.removeprefix(first) for path in model.asked.unfinished if path.startswith(first)}
@@ -46,12 +50,16 @@ def unrecomputed_shapes(model: ModelConfig) -> Shapes:
 
 
 def norm_shapes(name: str, model: ModelConfig) -> Shapes:
+    """Return the shapes of the parameters of a norm with this name."""
     weight: Shapes = {f"{name}.weight": (model.hidden_size,)}
     return weight | ({f"{name}.bias": (model.hidden_size,)} if model.architecture.has_norm_biases else {})
 
 
 def embedding_shapes(model: ModelConfig) -> Shapes:
-    """What turns tokens into hidden states; of a model that was asked all but layers and head."""
+    """Return the shapes of the parameters that turn tokens into hidden states.
+
+    A Hugging Face model has there all that is neither in its decoder layers nor its head.
+    """
     if model.asked is not None:
         named, head = model.asked.shapes.items(), head_shapes(model)
         return {name: shape for name, shape in named if name not in head and not model.asked.is_in_decoder_layer(name)}
@@ -61,7 +69,7 @@ def embedding_shapes(model: ModelConfig) -> Shapes:
 
 
 def head_shapes(model: ModelConfig) -> Shapes:
-    """What turns hidden states into logits; a tied matrix is the embedding's."""
+    """Return the shapes of the parameters that turn hidden states into logits; a tied matrix is the embedding's."""
     if model.asked is not None:
         return {name: shape for name, shape in model.asked.shapes.items() if name.startswith(f"{model.asked.head}.")}
     head: Shapes = {} if model.tie_word_embeddings else {"lm_head.weight": (model.vocab_size, model.hidden_size)}
@@ -69,12 +77,12 @@ def head_shapes(model: ModelConfig) -> Shapes:
 
 
 def layer_parameter_count(model: ModelConfig) -> int:
-    """Parameters of one decoder layer."""
+    """Return the number of parameters of one decoder layer."""
     return numel(layer_shapes(model))
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the whole model; a tied embedding counts once."""
+    """Return the number of parameters of the whole model; a tied embedding counts once."""
     if model.asked is not None:
         return numel(model.asked.shapes)
     ends = numel(embedding_shapes(model)) + numel(head_shapes(model))
@@ -82,7 +90,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
-    """Every parameter by its plain name, as Hugging Face's Llama names them; a tied head is the embedding."""
+    """Return the shape of every parameter by its name in Hugging Face's Llama; a tied head is the embedding."""
     if model.asked is not None:
         return model.asked.shapes
     layer = layer_shapes(model)

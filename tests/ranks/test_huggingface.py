@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from harness.config.fingerprint import fingerprint
-from harness.config.from_dict import from_dict
+from harness.config.command import read_run_config
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import executed_flops, model_flops, takes_fused_kernel
 from harness.cost_model.memory import lower_bound_estimate
@@ -99,7 +99,7 @@ def test_what_is_asked_is_what_our_formula_says(tmp_path: Path, attention: str, 
     alone = resolve_layout(asked.strategy, 1)
     assert model_flops(asked) == model_flops(ours)
     assert executed_flops(asked, alone) == executed_flops(ours, alone)
-    assert executed_flops(asked, alone, whole_second_forward=True) == executed_flops(ours, alone, "cpu", True)
+    assert executed_flops(asked, alone, recomputes_last_projection=True) == executed_flops(ours, alone, "cpu", True)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_run_is_proven(tmp_path: Path, kind: str, overrides: str) -> None:
     else:
         assert row["loss_deviation"] < (1e-3 if "bf16" in overrides else 1e-4)
     assert row["predicted_peak_bytes"] is None and row["predicted_activation_bytes"] is None  # not known, so empty
-    stored: RunConfig = from_dict(RunConfig, record["config"])  # a report needs neither the library nor the path
+    stored = read_run_config(record["config"])  # a report needs neither the library nor the path
     assert model_flops(stored) == row["model_flops"]
     layout = resolve_layout(stored.strategy, 2)
     if layout.tp > 1:
@@ -216,9 +216,9 @@ def test_a_fault_is_an_error(tmp_path: Path, fault: Any, overrides: str, found: 
 @pytest.mark.parametrize(
     ("kind", "overrides", "found"),
     [
-        ("llama", "strategy=pp_1f1b", "strategy.pp=2 needs a model cut by stages"),
+        ("llama", "strategy=pp_1f1b", "strategy.pp=2 needs a model cut into stages"),
         ("llama", "strategy=tp_sp", "strategy.sequence_parallel=true is not part of the plan of model=small-llama"),
-        ("gpt2", "strategy=tp", "strategy.tp=2 needs a plan, and model=small-gpt2 (gpt2) brings none"),
+        ("gpt2", "strategy=tp", "strategy.tp=2 needs a tensor-parallel plan, and model=small-gpt2 (gpt2) brings none"),
         ("gemma", "strategy=tp", "model.tie_word_embeddings=true of model=small-gemma ties what strategy.tp=2 cuts"),
         ("llama", "strategy=tp world_size=4", "strategy.tp=4 does not divide num_key_value_heads=2"),
         ("llama", "train.seq_len=129", "train.seq_len=129 is more than the 128 tokens"),
@@ -250,7 +250,7 @@ def test_what_is_no_model_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "model.rope_theta=7.0 is no key" in complaint({"path": str(folder(tmp_path, "llama")), "rope_theta": 7.0})
     assert "choose model.attention=eager" in complaint({"path": str(folder(tmp_path, "gptj"))})
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install 'harness[hf]'" in complaint({"path": str(folder(tmp_path, "llama"))})
+    assert "pip install 'training-harness[hf]'" in complaint({"path": str(folder(tmp_path, "llama"))})
 
 
 def test_a_mistake_on_the_command_line_leaves_nothing_behind(tmp_path: Path, harness: Harness) -> None:
