@@ -1,0 +1,1 @@
+"""The models that every engine trains, and their transforms: checkpointing, offload, compile, loss chunks."""

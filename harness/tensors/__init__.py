@@ -1,0 +1,1 @@
+"""Helpers for torch tensors: storages, shards and FLOPs of single operators."""

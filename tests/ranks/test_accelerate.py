@@ -96,10 +96,10 @@ def proven(record: Record) -> None:
             *(accelerate_entries.one_group, "fsdp_full_shard", "groups of 4 layers and ends"), marks=pytest.mark.long
         ),
         pytest.param(
-            *(accelerate_entries.root_left_gathered, "fsdp_full_shard", "Accelerate reshards otherwise"),
+            *(accelerate_entries.root_left_gathered, "fsdp_full_shard", "Accelerate does not reshard as"),
             marks=pytest.mark.long,
         ),
-        (accelerate_entries.other_stage, "zero2", "Accelerate made DeepSpeed's (stage, ranks,"),
+        (accelerate_entries.other_stage, "zero2", "Accelerate built DeepSpeed with (stage, ranks,"),
     ],
 )
 @pytest.mark.usefixtures("allowed")

@@ -102,8 +102,8 @@ def test_what_is_offloaded_goes_through_buffers_of_a_ranks_part(precision: str, 
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        ("strategy=zero1_tp strategy.vocabulary_parallel=true", "leaves embedding and head whole: choose false"),
-        ("strategy=zero1_tp strategy.sequence_parallel=true", "strategy.sequence_parallel=true is not part of"),
+        ("strategy=zero1_tp strategy.vocabulary_parallel=true", "does not shard embedding and head; choose false"),
+        ("strategy=zero1_tp strategy.sequence_parallel=true", "strategy.sequence_parallel=true is not supported by"),
         (f"strategy=zero3 {TWO}", "strategy.tp=2 with strategy.zero_stage=3: DeepSpeed's tensor-parallel layers"),
         ("strategy=ddp strategy.vocabulary_parallel=false", "is not supported by strategy.engine=torch: choose true"),
         ("strategy=zero1_tp strategy.tp=4", "strategy.tp=4 does not divide model.num_key_value_heads=2"),

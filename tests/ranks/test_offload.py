@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from harness.config.from_dict import from_dict
+from harness.config.command import read_run_config
 from harness.config.schema import RunConfig
 from harness.cost_model import capacity
 from harness.cost_model.activations import MicroBatchShape
-from harness.cost_model.memory import activation_bytes, estimate, moved_activation_bytes
-from harness.cost_model.stage_activations import layers_bytes
+from harness.cost_model.memory import activation_bytes, estimate_memory, offloaded_activation_bytes
+from harness.cost_model.stage_activations import saved_by_layers_bytes
 from harness.engines.base import load_engine
 from harness.engines.torch.grad_norm import squared_grad_norm
 from harness.hardware.machine import Machine
@@ -101,7 +101,7 @@ def check(results: Path, case: str, world: int) -> None:
     assert (row["status"], row["reason"]) == ("ok", ""), case
     if row["precision"] == "fp32":
         assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
-    config: RunConfig = from_dict(RunConfig, record["config"])
+    config = read_run_config(record["config"])
     found = resolve_layout(config.strategy, world)
     widths = load_engine(found.engine).state_widths(config, found)
     share = row["parameters"] / found.dp_shard
@@ -111,7 +111,7 @@ def check(results: Path, case: str, world: int) -> None:
         assert 0.98 * least <= row["gradient_bytes"] <= allowed
         assert row["optimizer_bytes"] == pytest.approx(widths.optimizer * share, rel=0.02)
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
-    moved = max(moved_activation_bytes(config, found, "cpu", place) for place in range(found.pp))
+    moved = max(offloaded_activation_bytes(config, found, "cpu", place) for place in range(found.pp))
     assert (row["offloaded_activation_bytes"] or 0) == moved
     assert row["offloaded_bytes"] is None  # the device is the host
     folder = results / "offload" / row["run_id"]
@@ -167,8 +167,8 @@ def refusals_of(*overrides: str, on: Machine | None = None) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        ("strategy=ddp strategy.offload=parameters", "is not part of strategy.data_parallel=ddp: choose none, or"),
-        ("strategy=tp strategy.offload=optimizer", "is not part of strategy.data_parallel=none: choose none, or"),
+        ("strategy=ddp strategy.offload=parameters", "is not supported by strategy.data_parallel=ddp: choose none, or"),
+        ("strategy=tp strategy.offload=optimizer", "is not supported by strategy.data_parallel=none: choose none, or"),
         ("strategy=fsdp_full_shard strategy.offload=optimizer", "is not a policy of fully_shard"),
         ("strategy=zero2 strategy.offload=parameters", "needs strategy.zero_stage=3, not 2"),
         ("strategy=ddp strategy.engine=accelerate strategy.offload=optimizer", "by strategy.engine=accelerate"),
@@ -193,12 +193,12 @@ def test_a_gpu_is_planned_without_what_lies_on_the_host(strategy: str) -> None:
     found = resolve_layout(config.strategy, 8)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=8, micro_batch=1))
     widths = load_engine(found.engine).state_widths(config, found)
-    there, all_in_one = (estimate(config, found, widths, device) for device in ("cuda", "cpu"))
+    there, all_in_one = (estimate_memory(config, found, widths, device) for device in ("cuda", "cpu"))
     share = config.model.parameters / 8
     state = (
         widths.optimizer + widths.host_gradients + widths.parameters * ("parameters" in found.offloaded_state)
     ) * share
-    moved = moved_activation_bytes(config, found, "cuda", 0)
+    moved = offloaded_activation_bytes(config, found, "cuda", 0)
     assert there.host_bytes == pytest.approx(state + widths.host_buffer_bytes + moved, rel=1e-3)
     assert there.at_peak.keys().isdisjoint({"optimizer", *found.offloaded_state} - {"gradients"})
     assert all_in_one.host_bytes == 0 and all_in_one.peak_bytes > there.peak_bytes + 0.9 * state
@@ -253,11 +253,11 @@ def test_each_storage_is_copied_once_and_gradients_are_the_same_bits(checkpointi
             loss = loss_function(model(tokens), tokens)
             loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
-        device_bytes.append(meter.most_bytes)
+        device_bytes.append(meter.peak_bytes)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))  # type: ignore[arg-type]
     one = MicroBatchShape(config.model, 2, 32, "float32")
-    expected = layers_bytes(one, whole_model(config.model), config.checkpointing) - 64 * 8  # token ids stay
-    assert meter.most_offloaded_bytes == expected and device_bytes == [0, 0]
+    expected = saved_by_layers_bytes(one, whole_model(config.model), config.checkpointing) - 64 * 8  # token ids stay
+    assert meter.peak_offloaded_bytes == expected and device_bytes == [0, 0]
     layers = config.model.num_hidden_layers
     assert counted.copies == (layers + 2 if checkpointing == "full" else counted.copies)
     assert meter._offloaded_bytes == meter.held_bytes == 0 and not meter._offloaded

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from harness.config.from_dict import from_dict
+from harness.config.command import read_run_config
 from harness.config.schema import RunConfig
 from harness.cost_model.memory import activation_bytes
 from harness.engines import torch as torch_engine
-from harness.launcher.launch import start_forkserver
+from harness.launcher.forkserver import start_forkserver
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
@@ -113,7 +113,7 @@ def check(results: Path, record: Record, parts: bool = True) -> None:
 
 
 def config_of(record: dict[str, Any]) -> tuple[RunConfig, Layout]:
-    config: RunConfig = from_dict(RunConfig, record["config"])
+    config = read_run_config(record["config"])
     return config, resolve_layout(config.strategy, record["row"]["world_size"])
 
 
@@ -176,9 +176,9 @@ def test_a_fault_is_an_error(
 
 WRONG = (
     ("ddp_pp strategy.schedule=zero_bubble", "before the second half"),
-    ("fsdp_pp strategy.zero_stage=3 strategy.schedule=zero_bubble", "lets go of parameters"),
+    ("fsdp_pp strategy.zero_stage=3 strategy.schedule=zero_bubble", "frees parameters"),
     ("cp strategy.data_parallel=none", "to average gradients"),
-    ("tp_pp strategy.data_parallel=ddp", "cannot wrap what strategy.tp=2 cuts"),
+    ("tp_pp strategy.data_parallel=ddp", "cannot wrap a model that strategy.tp=2 shards"),
     ("cp train.seq_len=33", "choose train.seq_len a multiple of 8"),
     ("fsdp_full_shard strategy.dp_replicate=4", "shards nothing"),
     ("zero1_torch strategy.dp_replicate=4", "shards nothing"),

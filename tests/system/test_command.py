@@ -63,7 +63,7 @@ SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
         ("strategy=pp_1f1b model.tie_word_embeddings=true", "model.tie_word_embeddings=true ties the first stage"),
         ("strategy=pp_1f1b strategy.schedule=zbv", "strategy.schedule=zbv is not known: choose gpipe, 1f1b,"),
         ("strategy=cp strategy.data_parallel=none", "strategy.cp=2 needs strategy.data_parallel"),
-        ("strategy=ddp strategy.tp=2", "strategy.data_parallel=ddp cannot wrap what strategy.tp=2 cuts"),
+        ("strategy=ddp strategy.tp=2", "strategy.data_parallel=ddp cannot wrap a model that strategy.tp=2 shards"),
         ("strategy=ddp_pp strategy.schedule=zero_bubble world_size=4", "strategy.data_parallel=ddp averages gradients"),
         ("strategy=pp_1f1b strategy.layers_per_stage=2", "strategy.layers_per_stage=2 is not a list: give it a list"),
         ("strategy=zero3 strategy.tp=2 world_size=4", "strategy.vocabulary_parallel=true: strategy.tp=2"),

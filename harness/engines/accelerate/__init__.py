@@ -1,9 +1,9 @@
-"""Hugging Face Accelerate around the same model: what its wrapper costs. Only where it does what it is asked.
+"""The engine of Hugging Face Accelerate around the same model; it shows what Accelerate's wrapper costs.
 
-The layout chooses what Accelerator.prepare makes: data_parallel=ddp DistributedDataParallel, fsdp fully_shard (its
-FSDP2), none with a zero_stage a DeepSpeed engine. Precision and micro-batches stay the loop's, as in every engine: no
-autocast, no accumulation of its own. What Accelerate made is looked at before the first step, and raises if it is not
-what was asked for.
+The layout chooses what Accelerator.prepare builds: DistributedDataParallel for data_parallel=ddp, fully_shard (its
+FSDP2) for fsdp, a DeepSpeed engine for none with a zero_stage. Precision and micro-batches stay the loop's, as in every
+engine: no autocast, no accumulation of its own. What Accelerate has built is verified before the first step; a
+RuntimeError says where it is not the layout that was configured.
 """
 
 import importlib.util
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
-    """Why Accelerate cannot honour this run, one line each."""
-    chosen = f"strategy.engine=accelerate with strategy={config.strategy.name}"
+    """Yield every reason why Accelerate cannot train this run."""
+    subject = f"strategy.engine=accelerate with strategy={config.strategy.name}"
     for axis in ("tp", "cp", "pp"):
         if getattr(layout, axis) > 1:
             yield f"strategy.{axis}={getattr(layout, axis)} is not supported by strategy.engine=accelerate: choose 1"
@@ -41,13 +41,13 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
     elif layout.zero_stage > 0:
         yield from deepspeed_unsupported(config, layout, machine)
     else:
-        yield f"{chosen}: Accelerate wraps data parallelism; choose strategy=ddp, a fsdp_* or a zero*"
+        yield f"{subject}: Accelerate wraps data parallelism only; choose strategy=ddp, a fsdp_* or a zero*"
 
 
 def ddp_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
-    """Reasons against DistributedDataParallel through Accelerate."""
+    """Yield every reason against DistributedDataParallel through Accelerate."""
     if layout.zero_stage > 0:
-        yield f"strategy.zero_stage={layout.zero_stage} is not Accelerate's of ddp: choose 0, or strategy=zero1"
+        yield f"strategy.zero_stage={layout.zero_stage} is not a mode of Accelerate's ddp: choose 0, or strategy=zero1"
     if layout.dp_shard > 1:
         yield f"strategy.dp_shard={layout.dp_shard} shards nothing under strategy.data_parallel=ddp: choose 1"
     for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)):
@@ -55,59 +55,62 @@ def ddp_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
 
 
 def fsdp_unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
-    """Reasons against fully_shard through Accelerate's plugin."""
-    chosen = f"strategy.engine=accelerate with strategy={config.strategy.name}"
+    """Yield every reason against fully_shard through Accelerate's plugin."""
+    subject = f"strategy.engine=accelerate with strategy={config.strategy.name}"
     if machine.device == "cpu":
-        yield f"{chosen}: Accelerate silently drops sharding on CPU and would train plain DDP; choose strategy=ddp"
+        yield f"{subject}: Accelerate silently drops sharding on CPU and would train plain DDP; choose strategy=ddp"
     if layout.zero_stage < 2:
-        yield f"{chosen}: strategy.zero_stage={layout.zero_stage} is not a mode of its FSDP2; choose 2 or 3"
+        yield f"{subject}: strategy.zero_stage={layout.zero_stage} is not a mode of Accelerate's FSDP2; choose 2 or 3"
     if layout.dp_shard == 1:
-        yield f"{chosen}: strategy.dp_shard=1 shards nothing, which Accelerate refuses; choose 2 or more"
+        yield f"{subject}: strategy.dp_shard=1 shards nothing, which Accelerate rejects; choose 2 or more"
     if config.strategy.options:
-        yield f"strategy.options={config.strategy.options} are for strategy.data_parallel=ddp: choose {{}}"
+        yield f"strategy.options={config.strategy.options} apply to strategy.data_parallel=ddp only: choose {{}}"
     if config.model.tie_word_embeddings:
-        yield f"{chosen}: model.tie_word_embeddings=true shares a weight between two of its groups; choose false"
+        yield f"{subject}: model.tie_word_embeddings=true shares a weight between two groups of FSDP2; choose false"
     if config.model.asked is not None:
-        yield f"{chosen}: its groups are proven for this project's models, not model={config.model.name}; choose tiny"
+        yield f"{subject}: FSDP2 is tested for built-in models only, not model={config.model.name}; choose tiny"
 
 
 def deepspeed_unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
-    """Reasons against DeepSpeed through Accelerate's plugin: DeepSpeed's own, and what the way to it leaves out."""
-    from harness.engines.deepspeed.compatibility import unsupported as deepspeed_refusals
+    """Yield every reason against DeepSpeed through Accelerate's plugin: the engine's own, and the plugin's."""
+    from harness.engines.deepspeed.compatibility import unsupported as unsupported_by_deepspeed
     from harness.engines.deepspeed.widths import reduces_to_owner_rank
 
-    yield from deepspeed_refusals(config, layout, machine)
+    yield from unsupported_by_deepspeed(config, layout, machine)
     if importlib.util.find_spec("transformers") is None:
-        yield "strategy.engine=accelerate runs DeepSpeed by way of transformers: pip install 'training-harness[hf]'"
+        yield "strategy.engine=accelerate runs DeepSpeed through transformers: pip install 'training-harness[hf]'"
     if layout.zero_stage == 1 and config.precision.is_mixed and reduces_to_owner_rank(config):
         yield (
             f"precision={config.precision.name} with strategy.zero_stage=1: Accelerate leaves DeepSpeed its"
-            " BF16_Optimizer, which all-reduces whatever strategy.options say: choose strategy=zero1_defaults or zero2"
+            " BF16_Optimizer, which all-reduces whatever strategy.options says: choose strategy=zero1_defaults or zero2"
         )
     if machine.device == "cpu" and machine.devices:
         yield (
-            "strategy.engine=accelerate takes a GPU for DeepSpeed wherever it sees one: choose cluster.device=cuda, or"
+            "strategy.engine=accelerate uses a GPU for DeepSpeed wherever it sees one: choose cluster.device=cuda, or"
             " CUDA_VISIBLE_DEVICES= in the environment"
         )
 
 
 def backing_engine(layout: "Layout") -> "EngineModule":
-    """The engine whose library does the work."""
+    """Return the engine of the library that Accelerate wraps for this layout."""
     from harness.engines.base import load_engine
 
     return load_engine("deepspeed" if layout.data_parallel == "none" else "torch")
 
 
 def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
+    """Return what the wrapped engine's ranks need."""
     return backing_engine(layout).rank_environment(layout, machine, cache)
 
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
+    """Return the wrapped engine's widths."""
     return backing_engine(layout).state_widths(config, layout)
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
+    """Build what Accelerator.prepare makes of the model for this layout."""
     from harness.engines.accelerate import ddp, deepspeed, fsdp
 
-    kinds = {"ddp": ddp.build, "fsdp": fsdp.build, "none": deepspeed.build}
-    return kinds[layout.data_parallel](config, layout, mesh, device, probe)
+    builders = {"ddp": ddp.build, "fsdp": fsdp.build, "none": deepspeed.build}
+    return builders[layout.data_parallel](config, layout, mesh, device, probe)

@@ -1,8 +1,8 @@
-"""A DeepSpeed engine through Accelerator.prepare with its plugin, given DeepSpeed's own configuration whole.
+"""A DeepSpeed engine by Accelerator.prepare with its plugin, which gets DeepSpeed's own configuration unchanged.
 
-Read in Accelerate 1.15. Told the backend, it makes a real DeepSpeed engine on a CPU too; left to itself it takes each
-rank for a world of its own. Its backward steps the optimizer as well, so that gradients could not be looked at in
-between: backward and step are the DeepSpeed engine's, as Accelerate's only pass on to them.
+This follows the source of Accelerate 1.15. With an explicit backend it builds a real DeepSpeed engine on a CPU too; by
+default it makes each rank a world of its own. Its backward also steps the optimizer, so that gradients could not be
+measured in between: backward and step are the DeepSpeed engine's, to which Accelerate's only forward.
 """
 
 from typing import Any
@@ -23,13 +23,14 @@ from harness.probe import Probe
 
 
 def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device, probe: Probe) -> Engine:
+    """Build the DeepSpeed engine of this run through Accelerate."""
     accumulation = layout.grad_accumulation_steps(config.train)
 
-    def initialise(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: dict[str, Any]) -> Any:
-        # zero3_init_flag: transformers would build models of its own sharded; this one is.
-        plugin = DeepSpeedPlugin(hf_ds_config=chosen, zero3_init_flag=False)
+    def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: dict[str, Any]) -> Any:
+        # zero3_init_flag would make transformers shard the models it builds; this model is sharded already.
+        plugin = DeepSpeedPlugin(hf_ds_config=ds_config, zero3_init_flag=False)
         accelerator = Accelerator(
-            mixed_precision="no",  # DeepSpeed's configuration says it
+            mixed_precision="no",  # DeepSpeed's own configuration sets the precision
             gradient_accumulation_steps=accumulation,
             deepspeed_plugin=plugin,
             kwargs_handlers=[InitProcessGroupKwargs(backend=dist.get_backend())],
@@ -38,24 +39,24 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
         verify_prepared(engine, accelerator, layout, accumulation)
         return engine
 
-    engine, names = build_engine(config, layout, device, probe, initialise)
-    return DeepSpeedTrainEngine(engine, names, layout, probe, config.train.loss_chunks)
+    engine, param_slices = build_engine(config, layout, device, probe, initialize)
+    return DeepSpeedTrainEngine(engine, param_slices, layout, probe, config.train.loss_chunks)
 
 
 def verify_prepared(engine: Any, accelerator: Accelerator, layout: Layout, accumulation: int) -> None:
-    """Raises RuntimeError if what Accelerate made is not this layout."""
+    """Raise RuntimeError if the engine that Accelerate built is not of this layout."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     if not isinstance(engine, DeepSpeedEngine):
         raise RuntimeError(f"Accelerate made a {type(engine).__name__} of the model, not a DeepSpeed engine")
-    found = (
+    actual = (
         engine.zero_optimization_stage(),
         dist.get_world_size(engine.data_parallel_group),
         accelerator.num_processes,
         engine.gradient_accumulation_steps(),
     )
     expected = (layout.zero_stage, layout.dp_shard, layout.dp_shard, accumulation)
-    if found != expected:
+    if actual != expected:
         raise RuntimeError(
-            f"Accelerate made DeepSpeed's (stage, ranks, processes, accumulation) {found} of what is {expected}"
+            f"Accelerate built DeepSpeed with (stage, ranks, processes, accumulation) = {actual}, not {expected}"
         )

@@ -1,12 +1,12 @@
-"""ZeRO stages 1, 2 and 3 by the DeepSpeed library (arXiv 1910.02054), in the way `strategy.options` asks for.
+"""The engine of the DeepSpeed library: ZeRO stages 1, 2 and 3 (arXiv 1910.02054), tuned by `strategy.options`.
 
-What goes over the wire, read in DeepSpeed 0.19.8 and measured in the tests: gradients are reduced and summed in fp32 in
-every stage and precision (communication_data_type, data_types.grad_accum_dtype), parameters gathered in the compute
-width. Where bf16_mixed differs:
-    stage 1 left to DeepSpeed runs its BF16_Optimizer, which all-reduces whole gradients whatever the options say. So
-        where they ask for a reduction to the part's owner (use_multi_rank_bucket_allreduce: false), the optimizer of
-        stages 1 and 2 is used, which does it;
-    stage 2 divides a bf16 gradient by the number of ranks before it widens it: exact for powers of two only.
+In the source of DeepSpeed 0.19.8, and in what the tests measure, gradients are reduced and summed in fp32 in every
+stage and precision (communication_data_type, data_types.grad_accum_dtype), and parameters are gathered in the compute
+width. bf16_mixed differs in two points:
+    In stage 1 DeepSpeed chooses its BF16_Optimizer, which all-reduces whole gradients whatever the options say. So
+        where they ask for a reduction to the owner of each partition (use_multi_rank_bucket_allreduce: false), the
+        optimizer of stages 1 and 2 is used, which does it.
+    Stage 2 divides a bf16 gradient by the number of ranks before it widens it, which is exact for powers of two only.
 """
 
 from pathlib import Path
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
-    """On a CPU DeepSpeed compiles its shared-memory collective, once for all ranks: here, before they start."""
+    """Return where the ranks find DeepSpeed's shared-memory collective; compile it first if need be.
+
+    Only a CPU needs it. It is built here, before the ranks start, because each rank would build it by itself.
+    """
     if machine.device != "cpu":
         return {}
     from harness.engines.deepspeed.shm_collective import build_deepspeed_comm
@@ -36,9 +39,9 @@ def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
-    """The model under DeepSpeed on this rank; every rank of the process group is one of the data-parallel axis."""
+    """Build the model under DeepSpeed on this rank."""
     from harness.engines.deepspeed.build import build_engine
     from harness.engines.deepspeed.engine import DeepSpeedTrainEngine
 
-    engine, names = build_engine(config, layout, device, probe)
-    return DeepSpeedTrainEngine(engine, names, layout, probe, config.train.loss_chunks)
+    engine, param_slices = build_engine(config, layout, device, probe)
+    return DeepSpeedTrainEngine(engine, param_slices, layout, probe, config.train.loss_chunks)

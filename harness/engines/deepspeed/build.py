@@ -1,4 +1,4 @@
-"""From initial values to a DeepSpeed engine; in stage 3 no rank holds more than its share and one parameter."""
+"""Construction of a DeepSpeed engine from initial values; in stage 3 a rank holds its shards and one parameter."""
 
 import importlib
 import io
@@ -15,15 +15,16 @@ from torch import nn
 from harness.config.schema import RunConfig
 from harness.engines.deepspeed import state
 from harness.engines.deepspeed.config import deepspeed_config
-from harness.engines.deepspeed.shards import ParamSlices, ParamSlice
+from harness.engines.deepspeed.shards import ParamSlice, ParamSlices
 from harness.engines.deepspeed.tensor_parallel import apply_tensor_parallel
 from harness.engines.deepspeed.widths import reduces_to_owner_rank
+from harness.engines.torch.optimizer import build_adamw
 from harness.layout.layout import Layout
 from harness.models.build import build_meta_model
 from harness.models.init_weights import initial_value, materialize
 from harness.probe import Probe
 
-# (model, optimizer, DeepSpeed's configuration) to a DeepSpeed engine
+# Takes (model, optimizer, DeepSpeed's configuration) and returns a DeepSpeed engine.
 Initialize = Callable[[nn.Module, torch.optim.Optimizer, dict[str, Any]], Any]
 
 
@@ -34,9 +35,9 @@ def build_engine(
     probe: Probe,
     initialize: Initialize | None = None,
 ) -> tuple[Any, ParamSlices]:
-    """A DeepSpeed engine and the plain names of its parameters, from the run's initial values.
+    """Return a DeepSpeed engine with the run's initial values, and which slices of the plain model it holds.
 
-    `initialise` stands in for deepspeed.initialize where another library calls it.
+    `initialize` replaces deepspeed.initialize where another library calls it.
     """
     deepspeed = import_deepspeed(device)
     with suppress_stdout():
@@ -44,23 +45,17 @@ def build_engine(
     model = build_meta_model(config, probe)
     dtype = getattr(torch, config.precision.compute)
     ds_config = deepspeed_config(config, layout, device)
-    cut = apply_tensor_parallel(model, config, layout, device, dtype) if layout.tp > 1 else {}
+    tp_slices = apply_tensor_parallel(model, config, layout, device, dtype) if layout.tp_enabled else {}
     if layout.zero_stage == 3:
         materialize_partitioned(model, config, ds_config, device, dtype)
     else:
         materialize(model, config.model, config.train.seed, device, dtype)
-    names = {id(p): ParamSlice.whole(name, getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
-    names |= cut
-    train = config.train
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=train.lr,
-        betas=train.betas,
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        fused=train.fused_optimizer,
-        foreach=not train.fused_optimizer,
-    )
+    param_slices = {
+        id(parameter): ParamSlice.whole(name, getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in model.named_parameters()
+    }
+    param_slices |= tp_slices
+    optimizer = build_adamw(list(model.parameters()), config.train)
     with suppress_stdout():
         if initialize is not None:
             engine = initialize(model, optimizer, ds_config)
@@ -69,17 +64,17 @@ def build_engine(
         else:
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     if config.precision.is_mixed:
-        init_master_weights(engine.optimizer, names, config, device)
-    return engine, names
+        init_master_weights(engine.optimizer, param_slices, config, device)
+    return engine, param_slices
 
 
 def suppress_stdout() -> AbstractContextManager[Any]:
-    """DeepSpeed prints what it built and the memory it sees, past its own logger; errors are raised all the same."""
+    """Return a context that drops what DeepSpeed prints past its own logger; errors are raised all the same."""
     return redirect_stdout(io.StringIO())
 
 
 def build_stage_1_engine(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: dict[str, Any]) -> Any:
-    """What deepspeed.initialize makes, kept from taking BF16_Optimizer: see the package."""
+    """Return what deepspeed.initialize would, without BF16_Optimizer; the package's docstring says why."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
@@ -94,15 +89,15 @@ def build_stage_1_engine(model: nn.Module, optimizer: torch.optim.Optimizer, ds_
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, told through its own environment variables which device this rank has.
+    """Import DeepSpeed after setting its environment variables for this rank's device.
 
-    Left alone it takes a GPU wherever it sees one, and it will not start without LOCAL_RANK.
+    By default it uses a GPU wherever it sees one, and it does not start without LOCAL_RANK.
     """
     os.environ["DS_ACCELERATOR"] = device.type
     if device.index is not None:
         os.environ["LOCAL_RANK"] = str(device.index)
     os.environ.setdefault("LOCAL_RANK", "0")
-    # torch 2.13 renames collectives that DeepSpeed calls: a warning a call, for its authors.
+    # torch 2.13 renames collectives that DeepSpeed calls, and warns at every call; that concerns DeepSpeed's authors.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return importlib.import_module("deepspeed")
 
@@ -110,9 +105,9 @@ def import_deepspeed(device: torch.device) -> Any:
 def materialize_partitioned(
     model: nn.Module, config: RunConfig, ds_config: dict[str, Any], device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Fills a meta model one parameter at a time, each cut to this rank's part before the next is made.
+    """Fill a meta model one parameter at a time, each partitioned before the next is computed.
 
-    What deepspeed.zero.Init does to a parameter but for its broadcast: every rank computes the same value.
+    This does to a parameter what deepspeed.zero.Init does, except its broadcast: every rank computes the same value.
     """
     from deepspeed.runtime.zero import Init
 
@@ -127,10 +122,10 @@ def materialize_partitioned(
 
 
 @torch.no_grad()
-def init_master_weights(optimizer: Any, names: ParamSlices, config: RunConfig, device: torch.device) -> None:
-    """Masters from the fp32 initial values; DeepSpeed made them of the compute weights, which are rounded."""
-    shapes = {shard.name: torch.Size(shard.shape) for shard in names.values()}
-    for piece in state.master_shards(optimizer, names):
-        whole = initial_value(piece.name, shapes[piece.name], config.model, config.train.seed, device)
-        part = whole.view(piece.shape)[tuple(slice(*edges) for edges in piece.box)]
-        piece.local.copy_(part.reshape(piece.local.shape))
+def init_master_weights(optimizer: Any, param_slices: ParamSlices, config: RunConfig, device: torch.device) -> None:
+    """Set the masters to the fp32 initial values; DeepSpeed copied them from the compute weights, which are rounded."""
+    shapes = {param_slice.name: torch.Size(param_slice.shape) for param_slice in param_slices.values()}
+    for shard in state.master_shards(optimizer, param_slices):
+        whole = initial_value(shard.name, shapes[shard.name], config.model, config.train.seed, device)
+        part = whole.view(shard.shape)[tuple(slice(*edges) for edges in shard.box)]
+        shard.local.copy_(part.reshape(shard.local.shape))

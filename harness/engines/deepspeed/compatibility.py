@@ -1,4 +1,4 @@
-"""TODO harness.engines.deepspeed.compatibility."""
+"""Runs that the DeepSpeed engine cannot train, and what to choose in their place."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from harness.layout.layout import Layout
 
 
-# Keys of DeepSpeed's `zero_optimization` section that change how a stage is run, and not what it is: offload,
-# quantisation, hierarchical partitions and the stage itself are other strategies or other numerics.
+# Keys of DeepSpeed's `zero_optimization` section that change how a stage is run, and not what it computes. Offload,
+# quantization, hierarchical partitions and the stage itself are other strategies or other numerics.
 SUPPORTED_OPTIONS = (
     "allgather_bucket_size",
     "allgather_partitions",
@@ -36,7 +36,7 @@ SUPPORTED_OPTIONS = (
 
 
 def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
-    """Why DeepSpeed cannot honour this run, one line each."""
+    """Yield every reason why DeepSpeed cannot train this run."""
     from harness.util.native_build import compiler_problem
 
     if machine.device == "cpu" and compiler_problem():
@@ -44,7 +44,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
     unsupported = "is not supported by strategy.engine=deepspeed"
     if config.precision.name == "fp16_mixed":
         yield (
-            f"precision=fp16_mixed {unsupported}, which scales the loss by a rule of its own (and on a CPU not at all):"
+            f"precision=fp16_mixed {unsupported}, which scales the loss by its own rule (and on a CPU not at all):"
             " choose bf16_mixed"
         )
     if config.precision.name == "bf16" and layout.offload != "none":
@@ -56,19 +56,19 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
     for axis in ("cp", "pp"):
         if getattr(layout, axis) > 1:
             yield f"strategy.{axis}={getattr(layout, axis)} {unsupported}: choose 1"
-    if layout.tp > 1:
+    if layout.tp_enabled:
         yield from tensor_parallel_unsupported(config, layout)
     biases = config.model.asked is None and config.model.architecture.biases
     if config.checkpointing.name == "selective" and biases and replaces_linear_function(config, layout):
         yield (
-            f"checkpointing=selective keeps products to which DeepSpeed's linear function of stage 3 adds the biases of"
-            f" model={config.model.name} in place, again in the second forward: choose none or full, or"
+            f"checkpointing=selective saves products to which DeepSpeed's linear function of stage 3 adds the biases of"
+            f" model={config.model.name} in place, a second time in the recomputation: choose none or full, or"
             " +strategy.options.memory_efficient_linear=false"
         )
     if layout.offload == "parameters" and layout.zero_stage < 3:
         yield (
-            f"strategy.offload=parameters needs strategy.zero_stage=3, not {layout.zero_stage}: DeepSpeed moves what it"
-            " shards; choose optimizer, or zero_stage 3"
+            f"strategy.offload=parameters needs strategy.zero_stage=3, not {layout.zero_stage}: DeepSpeed offloads only"
+            " what it shards; choose optimizer, or zero_stage 3"
         )
     for key, value in config.strategy.options.items():
         if isinstance(value, (int, float)) and value < 0:
@@ -79,23 +79,23 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
 
 
 def tensor_parallel_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
-    """Why AutoTP's layers cannot train this layout as it is asked for."""
+    """Yield every reason why AutoTP's layers cannot train this layout."""
     tp = f"strategy.tp={layout.tp}"
     if config.model.asked is not None or config.model.architecture.biases:
-        yield f"{tp} of DeepSpeed is proven for matrices without biases, not model={config.model.name}: choose 1"
+        yield f"{tp} of DeepSpeed is tested for matrices without biases, not model={config.model.name}: choose 1"
     if config.checkpointing.name == "selective":
-        yield f"checkpointing=selective keeps products that {tp} of DeepSpeed then sums in place: choose none or full"
+        yield f"checkpointing=selective saves products that {tp} of DeepSpeed then sums in place: choose none or full"
     if layout.vocabulary_parallel:
-        yield f"strategy.vocabulary_parallel=true: {tp} of DeepSpeed leaves embedding and head whole: choose false"
+        yield f"strategy.vocabulary_parallel=true: {tp} of DeepSpeed does not shard embedding and head; choose false"
     if layout.sequence_parallel:
-        yield f"strategy.sequence_parallel=true is not part of {tp} of DeepSpeed: choose false"
+        yield f"strategy.sequence_parallel=true is not supported by {tp} of DeepSpeed: choose false"
     if layout.zero_stage == 3:
         yield (
             f"{tp} with strategy.zero_stage=3: DeepSpeed's tensor-parallel layers multiply by a view of the gathered"
-            " weight, which autograd keeps whole until backward: choose zero_stage 1 or 2, or strategy.tp=1"
+            " weight, which autograd then holds unsharded until backward; choose zero_stage 1 or 2, or strategy.tp=1"
         )
 
 
 def replaces_linear_function(config: "RunConfig", layout: "Layout") -> bool:
-    """Whether torch's linear function is replaced, for the whole process."""
+    """Return whether DeepSpeed replaces torch's linear function, for the whole process."""
     return layout.zero_stage == 3 and bool(config.strategy.options.get("memory_efficient_linear", True))

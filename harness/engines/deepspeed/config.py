@@ -1,4 +1,4 @@
-"""TODO harness.engines.deepspeed.config."""
+"""The translation of a run's configuration into DeepSpeed's."""
 
 from typing import Any
 
@@ -7,27 +7,27 @@ import torch
 from harness.config.schema import RunConfig
 from harness.layout.layout import Layout
 
-DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's, by torch's
+DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's names of torch's dtypes
 
 
 def deepspeed_config(config: RunConfig, layout: Layout, device: torch.device) -> dict[str, Any]:
-    """DeepSpeed's own configuration of this run."""
+    """Return DeepSpeed's configuration of this run, as its JSON file would hold it."""
     host = {"device": "cpu", "pin_memory": device.type == "cuda"}
-    moved = {"none": (), "optimizer": ("offload_optimizer",), "parameters": ("offload_optimizer", "offload_param")}
-    offload = dict.fromkeys(moved[layout.offload], host)
+    sections = {"none": (), "optimizer": ("offload_optimizer",), "parameters": ("offload_optimizer", "offload_param")}
+    offload = dict.fromkeys(sections[layout.offload], host)
     precision = config.precision
-    throughout = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
-    narrow = dict.fromkeys(throughout, True) if precision.master == "bfloat16" else {}
-    tensor = {"tensor_parallel": {"autotp_size": layout.tp}} if layout.tp > 1 else {}
-    return tensor | {
+    bf16_state_keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+    bf16_state = dict.fromkeys(bf16_state_keys, True) if precision.master == "bfloat16" else {}
+    tensor_parallel = {"tensor_parallel": {"autotp_size": layout.tp}} if layout.tp_enabled else {}
+    return tensor_parallel | {
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": layout.grad_accumulation_steps(config.train),
         "zero_optimization": {"stage": layout.zero_stage, **offload, **config.strategy.options},
-        # torch's AdamW on the host too, the same as in every engine; its kernel is as fast as DeepSpeedCPUAdam's.
+        # The optimizer on the host is torch's AdamW as in every engine; its kernel is as fast as DeepSpeedCPUAdam's.
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": precision.compute == "bfloat16"} | narrow,
-        "communication_data_type": DTYPE_NAMES[precision.reduce],  # its default is the compute width
-        "data_types": {"grad_accum_dtype": DTYPE_NAMES[precision.accumulate]},  # its default is the compute width
+        "bf16": {"enabled": precision.compute == "bfloat16"} | bf16_state,
+        "communication_data_type": DTYPE_NAMES[precision.reduce],  # DeepSpeed's default is the compute width
+        "data_types": {"grad_accum_dtype": DTYPE_NAMES[precision.accumulate]},  # and so it is here
         "gradient_clipping": config.train.gradient_clipping,
         "steps_per_print": None,
     }

@@ -1,4 +1,4 @@
-"""DeepSpeed as the loop sees it: steps, what a rank holds, and an orderly end."""
+"""The Engine over a DeepSpeed engine: its steps, the shards a rank holds, and its shutdown."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,67 +20,71 @@ class DeepSpeedTrainEngine:
 
     devices = 1
 
-    def __init__(self, engine: Any, names: ParamSlices, layout: Layout, probe: Probe, loss_chunks: int) -> None:
+    def __init__(self, engine: Any, param_slices: ParamSlices, layout: Layout, probe: Probe, loss_chunks: int) -> None:
         self.model: torch.nn.Module = engine.module
         self.host_state = state.host_state_kinds(engine.optimizer)
         self._engine = engine
-        self._names = names
+        self._param_slices = param_slices
         self._probe = probe
         self._loss_chunks = loss_chunks
-        self._ready = False  # whether gradients are reduced, and only they are asked for
-        # Stage 1 may hold whole gradients until it reduces them once a step. Called apart, the reduction begins where
-        # a phase of backward has ended, so that whole gradients can be seen.
-        self._reduces_apart = layout.zero_stage == 1 and not engine.zero_overlap_comm()
-        engine.enable_backward_allreduce = not self._reduces_apart
+        self._gradients_are_ready = False  # True only while probe.gradients_ready runs
+        # Stage 1 may hold whole gradients until it reduces them once a step. As a call of its own, the reduction starts
+        # after the phase of backward has ended, so that whole gradients can be measured.
+        self._reduces_after_backward = layout.zero_stage == 1 and not engine.zero_overlap_comm()
+        engine.enable_backward_allreduce = not self._reduces_after_backward
 
     @property
     def skipped_steps(self) -> int:
+        """Return how many steps DeepSpeed has skipped so far."""
         return int(self._engine.skipped_steps)
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
-        """See Engine.step. Raises FloatingPointError where DeepSpeed leaves a step out for gradients that overflow."""
+        """Run one step; see Engine.step.
+
+        Raise FloatingPointError where DeepSpeed skips the step because gradients overflow.
+        """
         accumulation = self._engine.gradient_accumulation_steps()
         if len(micro_batches) != accumulation:
-            raise ValueError(f"{len(micro_batches)} micro-batches, built for {accumulation}: DeepSpeed counts them")
+            raise ValueError(f"DeepSpeed was built for {accumulation} micro-batches a step, not {len(micro_batches)}")
         losses = []
         for index, batch in enumerate(micro_batches):
             if index:
-                self._engine.step()  # counts the micro-batch before this one and updates nothing
+                self._engine.step()  # counts the previous micro-batch and updates nothing
             with self._probe.phase("forward"):
                 loss = loss_of(self._engine, batch.inputs, batch.targets, self._loss_chunks)
                 losses.append(loss.detach())
             with self._probe.phase("backward"):
                 self._engine.backward(loss)
-                del loss  # and with it what is left of the graph
-        if self._reduces_apart:
+                del loss  # frees what is left of the graph
+        if self._reduces_after_backward:
             with self._probe.phase("reduce"):
                 self._engine.allreduce_gradients()
-        self._ready = True
+        self._gradients_are_ready = True
         self._probe.gradients_ready(self)
-        self._ready = False
+        self._gradients_are_ready = False
         with self._probe.phase("optimizer"):
             self._engine.step()
             if not self._engine.was_step_applied():
-                raise FloatingPointError("DeepSpeed left out a step: the gradients are not finite")
+                raise FloatingPointError("DeepSpeed skipped a step: the gradients are not finite")
             return StepResult(torch.stack(losses).mean(), self._engine.get_global_grad_norm())
 
     def local_shards(self, kind: StateKind) -> Iterable[Shard]:
-        """What this rank holds now; at gradients_ready the gradients alone.
+        """Yield what this rank holds now of a kind, and copies that it holds beside it.
 
-        Beside the pieces that are the parameters or gradients there may be copies held on top: slot "gathered", a
-        parameter whole on a stage-3 rank; slot "staging", a gradient already reduced or added up, but not yet freed.
+        The copies' state_name is "gathered" for a parameter that is unsharded on a stage-3 rank, and "staging" for a
+        gradient that is already reduced or accumulated but not yet freed; at gradients_ready the latter are left out.
         """
-        found = state.local_shards(kind, self._engine.optimizer, self._names)
-        return (piece for piece in found if not (self._ready and piece.state_name == STAGING))
+        shards = state.local_shards(kind, self._engine.optimizer, self._param_slices)
+        return (shard for shard in shards if not (self._gradients_are_ready and shard.state_name == STAGING))
 
     def named_buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
-        """The reduction buckets, of which the second may wait for its turn, and what passes to and from the host."""
-        yield from (("communication", "reduction buckets", bucket) for bucket in state.reduction_buckets(self._engine.optimizer))
-        yield from (
-            ("communication", "offload buffers", buffer) for buffer in state.offload_buffers(self._engine.optimizer)
-        )
+        """Yield the reduction buckets, also one that is not in use, and the buffers between device and host."""
+        optimizer = self._engine.optimizer
+        yield from (("communication", "reduction buckets", bucket) for bucket in state.reduction_buckets(optimizer))
+        yield from (("communication", "offload buffers", buffer) for buffer in state.offload_buffers(optimizer))
 
     def close(self) -> None:
+        """Destroy the DeepSpeed engine and give torch its linear function back."""
         from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
 
         self._engine.destroy()

@@ -1,4 +1,4 @@
-"""What a parameter of this rank's model is of the plain model, and where a part of it lies there."""
+"""The slices of the plain model's parameters that the parameters of this rank's model are."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,21 +6,26 @@ from typing import NamedTuple
 
 
 class ParamSlice(NamedTuple):
-    """Of a parameter of the plain model the box that tensor parallelism leaves this rank; without it the whole."""
+    """The slice of a plain model's parameter that tensor parallelism leaves this rank; without it all of it.
+
+    `box` holds (start, stop) along each dimension of the plain parameter.
+    """
 
     name: str
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the plain model's parameter
     box: tuple[tuple[int, int], ...]
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> "ParamSlice":
+        """Return the slice that is all of a parameter."""
         return cls(name, tuple(shape), tuple((0, size) for size in shape))
 
     def boxes(self, start: int, stop: int) -> Iterator[tuple[int, int, tuple[int, ...], tuple[tuple[int, int], ...]]]:
-        """[start, stop) of the flattened shard as boxes of the whole: each with where it begins and ends in the shard.
+        """Yield [start, stop) of the flattened slice as boxes of the plain parameter.
 
-        Where the shard is whole rows it is an interval of the flattened whole. Of a shard of columns it is up to three
-        boxes: the end of a row, whole rows, the beginning of a row.
+        Each is (start, stop, shape, box): where it starts and stops in the flattened slice, and its shape and box as in
+        harness.tensors.shard.Shard. A slice of whole rows gives one interval of the flattened parameter; a slice of
+        columns gives up to three boxes: the end of a row, whole rows, the beginning of a row.
         """
         numel, width = math.prod(self.shape), math.prod(self.shape[1:])
         (row, _), *columns = self.box
@@ -38,4 +43,4 @@ class ParamSlice(NamedTuple):
             start = end
 
 
-ParamSlices = dict[int, ParamSlice]  # by id of the parameter
+ParamSlices = dict[int, ParamSlice]  # by the id() of the parameter in this rank's model

@@ -1,4 +1,4 @@
-"""TODO harness.engines.deepspeed.shm_collective."""
+"""The build of DeepSpeed's shared-memory collective, which it needs on a CPU."""
 
 import os
 import shutil
@@ -9,25 +9,25 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from harness.util.native_build import make_extension_folder, file_digest, require_compiler, run_build
+from harness.util.native_build import file_digest, make_extension_folder, require_compiler, run_build
 
 _DEEPSPEED_OP = "deepspeed_shm_comm"
 
-# With the operator built, a rank holds torch's lock for the second in which ninja finds nothing to do.
+# Once the operator is built, a rank holds torch's lock for the second in which ninja finds nothing to do.
 _LOCK_STALE_SECONDS = 30.0
 
 
 def build_deepspeed_comm(cache: Path) -> dict[str, str]:
-    """What a rank's environment must hold for DeepSpeed on a CPU, its shared-memory collective built (about 30 s).
+    """Build DeepSpeed's shared-memory collective (about 30 s), and return the variables with which ranks find it.
 
-    DeepSpeed builds that operator in every rank when its communication starts and has no way round it: without a
+    DeepSpeed builds that operator in every rank when its communication starts, and cannot be kept from it: without a
     compiler the rank dies of ninja's error. torch guards such a build with a bare file `lock`, on which ranks wait
-    for ever if its owner was killed; here the build happens once, under our own lock, and stale ones are removed.
-    The build runs in a process of its own, which holds our lock itself and so may outlive the caller.
+    forever if its owner was killed; here the build happens once, under our own lock, and stale ones are removed. The
+    build runs in a process of its own, which holds our lock itself and so may outlive the caller.
 
-    Raises UserError without a compiler, and RuntimeError with the build's last words if it fails.
+    Raise UserError without a compiler, and RuntimeError with the end of the build's output if it fails.
     """
-    # ninja rebuilds when a command changes: another environment's paths or compiler need a folder of their own.
+    # ninja rebuilds when a command changes, so another environment's paths or compiler need a folder of their own.
     commands = f"{sys.prefix} {os.environ.get('CXX', '')}"
     folder = make_extension_folder(cache, "torch_extensions", commands, "torch", "deepspeed")
     environment = {
@@ -46,7 +46,7 @@ def build_deepspeed_comm(cache: Path) -> dict[str, str]:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether the library that was built is there, and whole."""
+    """Return whether the library is there and is the one that was built."""
     try:
         return (folder / "complete").read_text() == file_digest(folder / _DEEPSPEED_OP / f"{_DEEPSPEED_OP}.so")
     except (OSError, ValueError):
@@ -54,7 +54,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _build_deepspeed_comm_here(folder: Path) -> None:
-    """Build in this process. Until the build is complete no rank starts, so whoever holds our lock builds alone."""
+    """Build the operator in this process; until that is complete no rank starts, so our lock excludes every builder."""
     with FileLock(folder / "build.lock"):
         if _is_complete(folder):
             return
@@ -66,13 +66,13 @@ def _build_deepspeed_comm_here(folder: Path) -> None:
 
 
 def _clear_stale_lock(lock: Path) -> None:
-    """Remove the lock a killed rank left; wait while it may belong to a live rank of another run."""
+    """Remove the lock that a killed rank left; wait while it may belong to a live rank of another run."""
     while True:
         try:
             age_seconds = time.time() - lock.stat().st_mtime
         except FileNotFoundError:
             return
-        if not 0 <= age_seconds <= _LOCK_STALE_SECONDS:  # below 0: the clock was put back since
+        if not 0 <= age_seconds <= _LOCK_STALE_SECONDS:  # negative where the clock was set back since
             lock.unlink(missing_ok=True)
             return
         time.sleep(0.2)

@@ -1,12 +1,12 @@
-"""What a rank really holds under DeepSpeed's three ZeRO optimizers, as views into the buffers that it keeps.
+"""The shards that a rank really holds under DeepSpeed's three ZeRO optimizers, as views into their buffers.
 
-Three layouts, of DeepSpeed 0.19.8:
-    stage 3 cuts every parameter into equal parts, the last one padded;
-    stages 1 and 2 lay all parameters end to end and cut the whole, so that a part may begin inside a parameter;
+DeepSpeed 0.19.8 has three layouts:
+    stage 3 partitions every parameter into equal parts, the last one padded;
+    stages 1 and 2 concatenate all parameters and partition the result, so that a part may start inside a parameter;
     stage 1 in bf16_mixed (BF16_Optimizer) does so for masters and moments alone.
 
 With strategy.offload masters and moments lie on the host in the same layout, and so do the gradients that AdamW reads:
-buffers of their own, there for the whole run, to which each is copied when it is reduced and summed.
+these are separate buffers for the whole run, into which each gradient is copied when it is reduced and summed.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OwnedSlice(NamedTuple):
-    """This rank's part of one parameter: [start, stop) of it flattened, from `at` in the buffer numbered `group`."""
+    """This rank's part of one parameter: [start, stop) of it flattened, at `offset` in buffer number `group`."""
 
     parameter: Tensor
     numel: int
@@ -33,116 +33,122 @@ class OwnedSlice(NamedTuple):
     group: int
     offset: int
 
-    def shards(self, names: ParamSlices, local: Tensor, slot: str = "") -> Iterator[Shard]:
-        shard = names[id(self.parameter)]
-        for start, stop, shape, box in shard.boxes(self.start, self.stop):
+    def shards(self, param_slices: ParamSlices, local: Tensor, state_name: str = "") -> Iterator[Shard]:
+        """Yield `local`, which holds this part's values, as shards of the plain model's parameter."""
+        param_slice = param_slices[id(self.parameter)]
+        for start, stop, shape, box in param_slice.boxes(self.start, self.stop):
             part = local.view(-1)[start - self.start : stop - self.start]
-            yield Shard(shard.name, part.view([b - a for a, b in box]), shape, box, slot)
+            yield Shard(param_slice.name, part.view([b - a for a, b in box]), shape, box, state_name)
 
     def view_in(self, buffer: Tensor) -> Tensor:
-        """The view of this cut in a buffer laid out as the masters are."""
+        """Return the view of this part in a buffer that has the layout of the masters'."""
         return buffer.narrow(0, self.offset, self.stop - self.start)
 
 
-def local_shards(kind: StateKind, optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
-    """See Engine.pieces."""
+def local_shards(kind: StateKind, optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
+    """Yield the shards of a kind of state that this rank holds now; see Engine.local_shards."""
     if kind == "parameters":
-        yield from parameter_shards(optimizer, names)
+        yield from parameter_shards(optimizer, param_slices)
     elif kind == "gradients":
-        yield from gradient_shards(optimizer, names)
+        yield from gradient_shards(optimizer, param_slices)
     else:
-        yield from master_shards(optimizer, names)
-        yield from moment_shards(optimizer, names)
+        yield from master_shards(optimizer, param_slices)
+        yield from moment_shards(optimizer, param_slices)
 
 
-def parameter_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
+def parameter_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
+    """Yield this rank's parameters; in stage 3 those it has gathered come beside its partitions."""
     if not is_stage_3(optimizer):
-        yield from (full_shard(parameter, parameter.detach(), names) for parameter in all_parameters(optimizer))
+        yield from (full_shard(parameter, parameter.detach(), param_slices) for parameter in all_parameters(optimizer))
         return
-    for cut in owned_slices(optimizer):
-        parameter: Any = cut.parameter
-        yield from cut.shards(names, parameter.ds_tensor.narrow(0, 0, cut.stop - cut.start))
+    for owned in owned_slices(optimizer):
+        parameter: Any = owned.parameter
+        yield from owned.shards(param_slices, parameter.ds_tensor.narrow(0, 0, owned.stop - owned.start))
     for parameter in all_parameters(optimizer):
         if parameter.ds_status.name == "AVAILABLE":
-            yield full_shard(parameter, parameter.detach(), names, GATHERED)
+            yield full_shard(parameter, parameter.detach(), param_slices, GATHERED)
 
 
-def gradient_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
+def gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
+    """Yield this rank's gradients, and copies of them that are not freed yet."""
     if is_stage_3(optimizer):
-        for cut in owned_slices(optimizer):
-            # One flat buffer for the whole run, at rest too.
-            buffer, _ = optimizer._get_fp32_grad_state_partition(cut.parameter, release_swap_buffers=False)
-            yield from cut.shards(names, buffer.narrow(0, 0, cut.stop - cut.start))
-        yield from stage_3_accumulation_shards(optimizer, names)
+        for owned in owned_slices(optimizer):
+            # Stage 3 keeps one flat buffer for the whole run, also between steps.
+            buffer, _ = optimizer._get_fp32_grad_state_partition(owned.parameter, release_swap_buffers=False)
+            yield from owned.shards(param_slices, buffer.narrow(0, 0, owned.stop - owned.start))
+        yield from stage_3_accumulation_shards(optimizer, param_slices)
     elif host_state_kinds(optimizer):
-        yield from offloaded_gradient_shards(optimizer, names)
+        yield from offloaded_gradient_shards(optimizer, param_slices)
     elif is_bf16_stage_1(optimizer):
         for parameter, total in zip(all_parameters(optimizer), optimizer.fp32_groups_gradients[0], strict=True):
-            yield full_shard(parameter, total.view(parameter.shape), names)
+            yield full_shard(parameter, total.view(parameter.shape), param_slices)
             if parameter.grad is not None:
-                yield full_shard(parameter, parameter.grad, names, STAGING)
+                yield full_shard(parameter, parameter.grad, param_slices, STAGING)
     else:
-        yield from flat_gradient_shards(optimizer, names)
+        yield from flat_gradient_shards(optimizer, param_slices)
 
 
-def stage_3_accumulation_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
-    """Offloaded, what micro-batches add up in, before it is copied to what AdamW reads."""
+def stage_3_accumulation_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
+    """Yield the sums over micro-batches that stage 3 copies, under offload, to the gradients that AdamW reads."""
     if host_state_kinds(optimizer):
-        sums, at = optimizer.grad_partitions_flat_buffer, 0
-        mine = {id(cut.parameter): cut for cut in owned_slices(optimizer)}
+        sums, offset = optimizer.grad_partitions_flat_buffer, 0
+        owned_by_id = {id(owned.parameter): owned for owned in owned_slices(optimizer)}
         for parameter in all_parameters(optimizer):
-            if cut := mine.get(id(parameter)):
-                yield from cut.shards(names, sums.narrow(0, at, cut.stop - cut.start), STAGING)
-            at += parameter.partition_numel()
+            if owned := owned_by_id.get(id(parameter)):
+                yield from owned.shards(param_slices, sums.narrow(0, offset, owned.stop - owned.start), STAGING)
+            offset += parameter.partition_numel()
 
 
-def offloaded_gradient_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
-    """Gradients of stages 1 and 2, offloaded: this rank's part as AdamW reads it, and what is on its way there."""
-    mine = list(owned_slices(optimizer))
+def offloaded_gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
+    """Yield gradients of stages 1 and 2 under offload: this rank's part as AdamW reads it, and those not yet there."""
+    partition = list(owned_slices(optimizer))
     flat: Any = master_buffers(optimizer)[0].grad
-    for cut in mine:
-        yield from cut.shards(names, cut.view_in(flat))
-    summed = optimizer.accumulated_grads_in_cpu
+    for owned in partition:
+        yield from owned.shards(param_slices, owned.view_in(flat))
+    host_sums = optimizer.accumulated_grads_in_cpu
     on_device = getattr(optimizer.averaged_gradients.get(0), "flat_partition", None)
     in_buckets = {bucket.untyped_storage().data_ptr() for bucket in reduction_buckets(optimizer)}
-    for cut in mine:
+    for owned in partition:
         if on_device is not None:
-            yield from cut.shards(names, cut.view_in(on_device), STAGING)
+            yield from owned.shards(param_slices, owned.view_in(on_device), STAGING)
     for parameter in all_parameters(optimizer):
-        sums = summed.get(optimizer.get_param_id(parameter))
-        for gradient in (parameter.grad, parameter.grad_accum, sums):
+        host_sum = host_sums.get(optimizer.get_param_id(parameter))
+        for gradient in (parameter.grad, parameter.grad_accum, host_sum):
             if gradient is not None and gradient.untyped_storage().data_ptr() not in in_buckets:
-                yield full_shard(parameter, gradient.view(parameter.shape), names, STAGING)
+                yield full_shard(parameter, gradient.view(parameter.shape), param_slices, STAGING)
 
 
-def flat_gradient_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
-    """Gradients of stages 1 and 2: whole while not reduced, then this rank's part, summed over micro-batches."""
-    mine = list(owned_slices(optimizer))
+def flat_gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
+    """Yield gradients of stages 1 and 2: whole until they are reduced, then this rank's part.
+
+    That part is summed over micro-batches.
+    """
+    partition = list(owned_slices(optimizer))
     reduced = optimizer.averaged_gradients.get(0) or []
-    # Between micro-batches stage 2 keeps its fp32 sums as long as the parameters that its part touches.
+    # Between micro-batches stage 2 keeps fp32 sums, each as long as the parameter that this rank's part overlaps.
     sums = optimizer.all_grad_tensors.get(0) or []
-    if mine and reduced:
-        real = [tensor for tensor in reduced if not getattr(tensor, "_zero_padding", False)]
-        for cut, tensor in zip(mine, real, strict=True):
-            yield from cut.shards(names, tensor)
-    elif mine and sums:
-        for cut, tensor in zip(mine, sums, strict=True):
-            yield from cut.shards(names, tensor.view(-1)[cut.start : cut.stop])
-    slot = STAGING if reduced or sums else ""
+    if partition and reduced:
+        without_padding = [tensor for tensor in reduced if not getattr(tensor, "_zero_padding", False)]
+        for owned, tensor in zip(partition, without_padding, strict=True):
+            yield from owned.shards(param_slices, tensor)
+    elif partition and sums:
+        for owned, tensor in zip(partition, sums, strict=True):
+            yield from owned.shards(param_slices, tensor.view(-1)[owned.start : owned.stop])
+    state_name = STAGING if reduced or sums else ""
     in_buckets = {bucket.untyped_storage().data_ptr() for bucket in reduction_buckets(optimizer)}
     for parameter in all_parameters(optimizer):
         for gradient in (parameter.grad, parameter.grad_accum):
-            # Once copied to a bucket a gradient is a view of it, overwritten by the next.
+            # Once copied to a bucket a gradient is a view of it, which the next one overwrites.
             if gradient is not None and gradient.untyped_storage().data_ptr() not in in_buckets:
-                yield full_shard(parameter, gradient, names, slot)
-    flat = master_buffers(optimizer)[0].grad  # while AdamW runs
+                yield full_shard(parameter, gradient, param_slices, state_name)
+    flat = master_buffers(optimizer)[0].grad  # set only while AdamW runs
     if flat is not None and not reduced:
-        for cut in mine:
-            yield from cut.shards(names, cut.view_in(flat))
+        for owned in partition:
+            yield from owned.shards(param_slices, owned.view_in(flat))
 
 
 def reduction_buckets(optimizer: Any) -> Iterator[Tensor]:
-    """The buffers into which gradients are copied to be reduced; BF16_Optimizer has none."""
+    """Yield the buffers into which gradients are copied to be reduced; BF16_Optimizer has none."""
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
         if is_stage_3(optimizer):
             if bucket.buffer is not None:
@@ -152,7 +158,7 @@ def reduction_buckets(optimizer: Any) -> Iterator[Tensor]:
 
 
 def offload_buffers(optimizer: Any) -> Iterator[Tensor]:
-    """Buffers of stages 1 and 2 through which gradients and parameters go to the host and back."""
+    """Yield the buffers through which stages 1 and 2 copy gradients and parameters between device and host."""
     if host_state_kinds(optimizer) and not is_stage_3(optimizer):
         yield optimizer.temp_grad_buffer_for_gpu_offload
         yield optimizer.temp_grad_buffer_for_cpu_offload
@@ -160,47 +166,48 @@ def offload_buffers(optimizer: Any) -> Iterator[Tensor]:
 
 
 def host_state_kinds(optimizer: Any) -> tuple[StateKind, ...]:
-    """What this optimizer was built to keep on the host."""
+    """Return the kinds of state that this optimizer was built to keep on the host."""
     if not (getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)):
         return ()
-    state: tuple[StateKind, ...] = ("gradients", "optimizer")
-    return ("parameters", *state) if getattr(optimizer, "offload_param", False) else state
+    kinds: tuple[StateKind, ...] = ("gradients", "optimizer")
+    return ("parameters", *kinds) if getattr(optimizer, "offload_param", False) else kinds
 
 
-def master_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
+def master_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
+    """Yield this rank's fp32 masters."""
     buffers = master_buffers(optimizer)
-    for cut in owned_slices(optimizer):
-        yield from cut.shards(names, cut.view_in(buffers[cut.group].detach()), "master")
+    for owned in owned_slices(optimizer):
+        yield from owned.shards(param_slices, owned.view_in(buffers[owned.group].detach()), "master")
 
 
-def moment_shards(optimizer: Any, names: ParamSlices) -> Iterator[Shard]:
-    """AdamW's moments; none before the first step."""
+def moment_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
+    """Yield this rank's moments of AdamW; there are none before the first step."""
     buffers = master_buffers(optimizer)
-    for cut in owned_slices(optimizer):
-        state = optimizer.optimizer.state.get(buffers[cut.group], {})
-        for slot in MOMENTS:
-            if slot in state:
-                yield from cut.shards(names, cut.view_in(state[slot]), slot)
+    for owned in owned_slices(optimizer):
+        state = optimizer.optimizer.state.get(buffers[owned.group], {})
+        for moment in MOMENTS:
+            if moment in state:
+                yield from owned.shards(param_slices, owned.view_in(state[moment]), moment)
 
 
-def full_shard(parameter: Any, local: Tensor, names: ParamSlices, slot: str = "") -> Shard:
-    """All that this rank's model has of a parameter."""
-    shard = names[id(parameter)]
-    return Shard(shard.name, local, shard.shape, shard.box, slot)
+def full_shard(parameter: Any, local: Tensor, param_slices: ParamSlices, state_name: str = "") -> Shard:
+    """Return the shard that is all this rank's model has of a parameter."""
+    param_slice = param_slices[id(parameter)]
+    return Shard(param_slice.name, local, param_slice.shape, param_slice.box, state_name)
 
 
 def owned_slices(optimizer: Any) -> Iterator[OwnedSlice]:
-    """This rank's parts, in the order in which they lie in its buffers; a part that is all padding is left out."""
+    """Yield this rank's parts in the order of its buffers, without those that are all padding."""
     if is_stage_3(optimizer):
         rank = dist.get_rank(optimizer.dp_process_group)
         for parameter in all_parameters(optimizer):
-            group, at, part = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            start, stop = (min(edge * part, parameter.ds_numel) for edge in (rank, rank + 1))
+            group, buffer_offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start, stop = (min(edge * size, parameter.ds_numel) for edge in (rank, rank + 1))
             if start < stop:
-                yield OwnedSlice(parameter, parameter.ds_numel, start, stop, group, at)
+                yield OwnedSlice(parameter, parameter.ds_numel, start, stop, group, buffer_offset)
         return
     rank = dist.get_rank(optimizer.real_dp_process_group[0])
-    part = master_buffers(optimizer)[0].numel()
+    size = master_buffers(optimizer)[0].numel()
     if is_bf16_stage_1(optimizer):
         ordered = optimizer.bf16_groups[0]
         offsets = list(accumulate((parameter.numel() for parameter in ordered), initial=0))[:-1]
@@ -208,13 +215,13 @@ def owned_slices(optimizer: Any) -> Iterator[OwnedSlice]:
         ordered, offsets = optimizer.round_robin_bit16_groups[0], optimizer.round_robin_bit16_offsets[0]
     for parameter, offset in zip(ordered, offsets, strict=True):
         numel = parameter.numel()
-        start, stop = (min(max(edge * part - offset, 0), numel) for edge in (rank, rank + 1))
+        start, stop = (min(max(edge * size - offset, 0), numel) for edge in (rank, rank + 1))
         if start < stop:
-            yield OwnedSlice(parameter, numel, start, stop, 0, offset + start - rank * part)
+            yield OwnedSlice(parameter, numel, start, stop, 0, offset + start - rank * size)
 
 
 def all_parameters(optimizer: Any) -> list[Any]:
-    """Every parameter, whole or not."""
+    """Return every parameter of the model, partitioned or not."""
     if is_stage_3(optimizer):
         return [parameter for group in optimizer.fp16_groups for parameter in group]
     groups = optimizer.bf16_groups if is_bf16_stage_1(optimizer) else optimizer.bit16_groups
@@ -222,7 +229,7 @@ def all_parameters(optimizer: Any) -> list[Any]:
 
 
 def master_buffers(optimizer: Any) -> list[Tensor]:
-    """The flat fp32 buffers that AdamW updates; stage 3 has one for each sub-group."""
+    """Return the flat buffers of masters that AdamW updates; stage 3 has one for each sub-group."""
     if is_stage_3(optimizer):
         return list(optimizer.fp32_partitioned_groups_flat)
     if is_bf16_stage_1(optimizer):
@@ -231,8 +238,10 @@ def master_buffers(optimizer: Any) -> list[Tensor]:
 
 
 def is_stage_3(optimizer: Any) -> bool:
+    """Return whether this is DeepSpeed's optimizer of stage 3."""
     return hasattr(optimizer, "fp16_partitioned_groups_flat")
 
 
 def is_bf16_stage_1(optimizer: Any) -> bool:
+    """Return whether this is DeepSpeed's BF16_Optimizer."""
     return hasattr(optimizer, "bf16_groups")

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.cost_model.activations import WIDTH_BYTES
 from harness.engines.base import Engine
 from harness.engines.torch.compatibility import unsupported as unsupported
 from harness.layout.state_widths import StateWidths
@@ -28,10 +27,10 @@ def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     """Return the bytes per element that parameters, gradients, masters and moments take."""
     if layout.offload != "none":
-        width, gathered = (WIDTH_BYTES[dtype] for dtype in (config.precision.master, config.precision.compute))
+        width, gathered = config.precision.master_bytes, config.precision.compute_bytes
         return StateWidths(width, 0, 2 * width, gathered=gathered, host_gradients=width)
     if not config.precision.is_mixed:
-        width = WIDTH_BYTES[config.precision.compute]
+        width = config.precision.compute_bytes
         return StateWidths(parameters=width, gradients=width, optimizer=2 * width, gathered=width)
     if layout.data_parallel == "fsdp":  # the sharded fp32 parameters are their own masters
         return StateWidths(parameters=4, gradients=4, optimizer=8, gathered=2)
@@ -65,12 +64,12 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     parts = [build_model(config.model, stage) for stage in stages]
     for part in parts:
         part.sequence_chunks = layout.sequence_chunks(rank, config.train.seq_len)
-        if layout.tp > 1:
+        if layout.tp_enabled:
             if config.model.asked is not None:
                 apply_hf_tensor_plan(part, config.model, mesh["tp"])
             else:
                 apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
-        if layout.cp > 1:
+        if layout.cp_enabled:
             apply_context_parallel(part, mesh.get_group("cp"), part.sequence_chunks)
         apply_model_transforms(part, config, probe)
     parallel: DataParallel
@@ -84,7 +83,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         parallel = ReplicatedParams(parts, config, device)
     scaler = LossScaler(config.precision, layout.dp * layout.cp)
     runner: MicroBatchRunner = GradAccumulationLoop(parallel, probe, scaler, config.train.loss_chunks)
-    if layout.pp > 1:
+    if layout.pp_enabled:
         runner = Pipeline(stages, config, layout, mesh.get_group("pp"), device, parallel, probe, scaler)
     partition_group = mesh.get_group("dp_shard") if layout.partitions_by_parameter else None
     optimizer = build_adamw(master_params(parallel), config.train, partition_group)

@@ -1,4 +1,4 @@
-"""What the torch engine cannot honour, one line each."""
+"""Runs that the torch engine cannot train, and what to choose in their place."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -9,46 +9,47 @@ if TYPE_CHECKING:
     from harness.layout.layout import Layout
 
 
-# DistributedDataParallel's arguments that change how it works and not what it trains.
+# Arguments of DistributedDataParallel that change how it works and not what it trains.
 DDP_OPTIONS = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
 def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
-    stage, means = layout.zero_stage, layout.data_parallel
-    if means == "none" and layout.cp > 1:
+    """Yield every reason why the torch engine cannot train this run."""
+    stage, wrapper = layout.zero_stage, layout.data_parallel
+    if wrapper == "none" and layout.cp_enabled:
         yield f"strategy.cp={layout.cp} needs strategy.data_parallel to average gradients: choose ddp or fsdp"
-    if means == "ddp" and layout.pp > 1 and layout.schedule == "zero_bubble":
+    if wrapper == "ddp" and layout.splits_backward:
         yield (
-            "strategy.data_parallel=ddp averages gradients before the second half of strategy.schedule=zero_bubble's"
-            " backwards has made them: choose fsdp with zero_stage 0 or 2, or another schedule"
+            "strategy.data_parallel=ddp all-reduces gradients before the second half of the backwards of"
+            " strategy.schedule=zero_bubble has computed them: choose fsdp with zero_stage 0 or 2, or another schedule"
         )
-    if means == "fsdp" and stage == 3 and layout.pp > 1 and layout.schedule == "zero_bubble":
+    if wrapper == "fsdp" and stage == 3 and layout.splits_backward:
         yield (
-            "strategy.zero_stage=3 lets go of parameters that the second half of strategy.schedule=zero_bubble's"
-            " backwards needs: choose 0 or 2, or another schedule"
+            "strategy.zero_stage=3 frees parameters that the second half of the backwards of"
+            " strategy.schedule=zero_bubble needs: choose 0 or 2, or another schedule"
         )
-    if means == "none" and layout.dp > 1:
+    if wrapper == "none" and layout.dp_enabled:
         yield f"strategy.data_parallel=none trains on one rank, not {layout.dp}: choose ddp or fsdp"
-    if means == "none" and stage > 0:
-        yield f"strategy.zero_stage={stage} needs strategy.data_parallel=fsdp: choose it, or zero_stage 0"
-    if means == "ddp" and stage > 1:
-        yield f"strategy.zero_stage={stage} is not DistributedDataParallel's: choose strategy.data_parallel=fsdp"
+    if wrapper == "none" and stage > 0:
+        yield f"strategy.zero_stage={stage} needs strategy.data_parallel=fsdp: choose fsdp, or zero_stage 0"
+    if wrapper == "ddp" and stage > 1:
+        yield f"strategy.zero_stage={stage} is not a mode of strategy.data_parallel=ddp: choose data_parallel=fsdp"
     if layout.partitions_by_parameter and config.precision.is_mixed:
         yield (
-            f"precision={config.precision.name} has masters, of which ZeroRedundancyOptimizer keeps all on every rank:"
-            " choose strategy=zero1, or precision=fp32"
+            f"precision={config.precision.name} has master weights, all of which ZeroRedundancyOptimizer keeps on every"
+            " rank: choose strategy=zero1, or precision=fp32"
         )
-    if means == "ddp" and stage == 0 and layout.dp_shard > 1:
+    if wrapper == "ddp" and stage == 0 and layout.dp_shard > 1:
         yield f"strategy.dp_shard={layout.dp_shard} shards nothing under strategy.data_parallel=ddp: choose 1"
-    if means == "fsdp" and stage == 1:
+    if wrapper == "fsdp" and stage == 1:
         yield "strategy.zero_stage=1 is not a mode of fully_shard: choose 0, 2 or 3, or strategy=zero1 or zero1_torch"
-    if means == "fsdp" and stage == 0 and layout.dp_shard > 1:
-        yield f"strategy.dp_shard={layout.dp_shard} shards parameters, not what strategy.zero_stage=0 says: choose 1"
-    if layout.tp > 1 and means == "ddp":
-        yield f"strategy.data_parallel=ddp cannot wrap what strategy.tp={layout.tp} cuts: choose none or fsdp"
-    if layout.offload != "none" and means != "fsdp":
+    if wrapper == "fsdp" and stage == 0 and layout.dp_shard > 1:
+        yield f"strategy.dp_shard={layout.dp_shard} shards parameters, against strategy.zero_stage=0: choose 1"
+    if layout.tp_enabled and wrapper == "ddp":
+        yield f"strategy.data_parallel=ddp cannot wrap a model that strategy.tp={layout.tp} shards: choose none or fsdp"
+    if layout.offload != "none" and wrapper != "fsdp":
         yield (
-            f"strategy.offload={layout.offload} is not part of strategy.data_parallel={means}: choose none, or"
+            f"strategy.offload={layout.offload} is not supported by strategy.data_parallel={wrapper}: choose none, or"
             " strategy=fsdp_full_shard or zero_offload"
         )
     elif layout.offload == "optimizer":
@@ -58,7 +59,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
         )
     if not layout.vocabulary_parallel:
         yield "strategy.vocabulary_parallel=false is not supported by strategy.engine=torch: choose true"
-    for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)) if means == "ddp" else ():
+    for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)) if wrapper == "ddp" else ():
         yield f"strategy.options.{key} is not a setting of DistributedDataParallel: choose {', '.join(DDP_OPTIONS)}"
-    if means != "ddp" and config.strategy.options:
-        yield f"strategy.options={config.strategy.options} are for strategy.data_parallel=ddp: choose {{}}"
+    if wrapper != "ddp" and config.strategy.options:
+        yield f"strategy.options={config.strategy.options} apply to strategy.data_parallel=ddp only: choose {{}}"

@@ -1,7 +1,7 @@
-"""Copies of what a rank holds of the model: one alone, or kept together by DistributedDataParallel.
+"""Unsharded parameters: a single copy of the model, or copies that DistributedDataParallel keeps in step.
 
-In mixed precision the copies are 16-bit and the optimizer trains fp32 masters; gradients are summed over
-micro-batches and over ranks in fp32 (mixed precision training, arXiv 1710.03740, with fp32 accumulation).
+In mixed precision the model is 16-bit and the optimizer trains fp32 masters; gradients are summed over micro-batches
+and over ranks in fp32 (mixed precision training, arXiv 1710.03740, with fp32 accumulation).
 """
 
 import functools
@@ -18,14 +18,13 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.config.schema import RunConfig
-from harness.cost_model.buffers import bucket_views, ddp_options
 from harness.layout.state_widths import StateKind
 from harness.models.decoder import Decoder
 from harness.models.init_weights import initial_value, local_part_like, materialize
 
 
 class ReplicatedParams:
-    """Parts of a model as they are, with fp32 masters beside 16-bit parameters where the precision is mixed."""
+    """Unsharded parts of a model, with fp32 masters beside 16-bit parameters where the precision is mixed."""
 
     host_state: tuple[StateKind, ...] = ()
 
@@ -42,11 +41,13 @@ class ReplicatedParams:
             materialize(part, config.model, seed, device, getattr(torch, precision.compute))
         self.parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
         self.masters: dict[str, nn.Parameter] = {}
-        self.buckets: list[list[Tensor]] = []  # of every wrapper that has masters, as it last reduced them
+        self.buckets: list[list[Tensor]] = []  # for each DDP wrapper with masters, the buckets it reduced last
         self.modules: list[nn.Module] = list(parts)
         self.is_synchronizing = True
-        # Else the first micro-batch would make gradients beside the buckets that wait for their sum.
-        self.accumulates_in_buckets = wrap is not None and not precision.is_mixed and accumulation > 1 and bucket_views(config)
+        # Gradients are zeroed and not freed then: they are views into DDP's buckets, and after a free the first
+        # micro-batch would allocate gradients beside the buckets.
+        has_bucket_views = wrap is not None and not precision.is_mixed and config.strategy.gradient_as_bucket_view
+        self.accumulates_in_buckets = has_bucket_views and accumulation > 1
         if precision.is_mixed:
             for name, parameter in self.parameters.items():
                 value = initial_value(name, parameter.shape, config.model, seed, device)
@@ -59,22 +60,23 @@ class ReplicatedParams:
             self.accumulate_in_masters()
 
     def accumulate_in_masters(self) -> None:
+        """Register hooks that add every gradient to its master's, in DDP's buckets where it synchronizes."""
         master_of = {parameter: self.masters[name] for name, parameter in self.parameters.items()}
 
         def accumulate(parameter: Tensor) -> None:
             move_grad_to_master(parameter, master_of[parameter])  # type: ignore[index]
 
-        synchronised = [module for module in self.modules if isinstance(module, DistributedDataParallel)]
-        for module in synchronised:
+        wrappers = [module for module in self.modules if isinstance(module, DistributedDataParallel)]
+        for module in wrappers:
             self.buckets.append([])
             module.register_comm_hook((self, module.process_group, self.buckets[-1]), reduce_into_masters)
-        if synchronised:
+        if wrappers:
 
-            def accumulate_unless_synchronising(parameter: Tensor) -> None:
-                if not self.is_synchronizing:  # else DDP takes the gradient to its bucket and our hook there
+            def accumulate_unless_synchronizing(parameter: Tensor) -> None:
+                if not self.is_synchronizing:  # else DDP copies the gradient to its bucket, for our hook there
                     accumulate(parameter)
 
-            hook = accumulate_unless_synchronising
+            hook = accumulate_unless_synchronizing
         else:
             hook = accumulate
         for parameter in self.parameters.values():
@@ -82,7 +84,7 @@ class ReplicatedParams:
 
     @contextmanager
     def sync_context(self, last: bool, part: int = 0) -> Iterator[None]:
-        """Copies synchronise once a step, in the last micro-batch."""
+        """Return a context that synchronizes the copies in the step's last micro-batch alone."""
         self.is_synchronizing = last
         module = self.modules[part]
         if isinstance(module, DistributedDataParallel) and not last:
@@ -92,48 +94,53 @@ class ReplicatedParams:
             yield
 
     def collect_grads(self, part: int = 0) -> None:
+        """Move gradients that no hook has taken to the masters."""
         for name, master in self.masters.items():
             if self.parameters[name].grad is not None:
                 move_grad_to_master(self.parameters[name], master)
 
     def no_sync(self, module: DistributedDataParallel) -> AbstractContextManager[None]:
+        """Return DDP's context without synchronization."""
         return module.no_sync()
 
     def master_param(self, name: str) -> nn.Parameter:
+        """Return a parameter's fp32 master, or the parameter itself where there are no masters."""
         return self.masters.get(name, self.parameters[name])
 
     def named_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the buckets that were reduced into masters."""
         for bucket in chain.from_iterable(self.buckets):
             yield "communication", "buckets", bucket
 
     def sync_model_params(self) -> None:
+        """Copy the updated masters into the model, and free the gradients or zero those that are bucket views."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                trained = self.master_param(name)
-                if trained is not parameter:
-                    parameter.copy_(trained)
-                if self.accumulates_in_buckets and trained.grad is not None:
-                    trained.grad.zero_()
+                master = self.master_param(name)
+                if master is not parameter:
+                    parameter.copy_(master)
+                if self.accumulates_in_buckets and master.grad is not None:
+                    master.grad.zero_()
                 else:
-                    trained.grad = None
+                    master.grad = None
                     parameter.grad = None
 
 
 def distributed_data_parallel(
     group: ProcessGroup, device: torch.device, config: RunConfig
 ) -> Callable[[nn.Module], DistributedDataParallel]:
-    """Wraps a model that every rank of the group holds; strategy.options are the wrapper's own."""
+    """Return a function that wraps a model in DDP over `group`, with strategy.options as DDP's own arguments."""
     return functools.partial(
         DistributedDataParallel,
         device_ids=[device.index] if device.type == "cuda" else None,
         process_group=group,
-        init_sync=False,  # weights are the same already; a broadcast's copies go when its backend comes to it
-        **ddp_options(config),
+        init_sync=False,  # the weights are equal already, and a broadcast's copies would be freed late
+        **config.strategy.ddp_options,
     )
 
 
 def move_grad_to_master(parameter: Tensor, master: nn.Parameter) -> None:
-    """Adds a parameter's gradient to its master's, and lets go of it."""
+    """Add a parameter's gradient to its master's, and free it."""
     assert parameter.grad is not None
     if master.grad is None:
         master.grad = parameter.grad.to(master.dtype)
@@ -145,18 +152,19 @@ def move_grad_to_master(parameter: Tensor, master: nn.Parameter) -> None:
 def reduce_into_masters(
     state: tuple[ReplicatedParams, ProcessGroup, list[Tensor]], bucket: GradBucket
 ) -> Future[Tensor]:
-    """DDP's communication hook: averages a bucket with what was accumulated before, in the masters' width.
+    """Average a bucket, together with what was accumulated before, in the masters' width: a DDP communication hook.
 
-    DDP gets its 16-bit bucket back as it was; the averaged gradient lies with the masters.
+    DDP gets its 16-bit bucket back unchanged; the averaged gradients are the masters'.
     """
     replica, group, buckets = state
-    if bucket.index() == 0:  # DDP makes others after the first step
+    if bucket.index() == 0:  # DDP builds new buckets after the first step
         buckets.clear()
     buckets.append(bucket.buffer())
     name_of = {id(parameter): name for name, parameter in replica.parameters.items()}
     masters = [replica.masters[name_of[id(parameter)]] for parameter in bucket.parameters()]
     total = bucket.buffer().to(masters[0].dtype)
-    views = [view.view_as(m) for m, view in zip(masters, torch.split(total, [m.numel() for m in masters]), strict=True)]
+    flat_views = torch.split(total, [master.numel() for master in masters])
+    views = [view.view_as(master) for master, view in zip(masters, flat_views, strict=True)]
     for master, view in zip(masters, views, strict=True):
         if master.grad is not None:
             view.add_(master.grad)

@@ -1,4 +1,4 @@
-"""fully_shard (FSDP2) in its modes: NO_SHARD, SHARD_GRAD_OP and FULL_SHARD are zero_stage 0, 2 and 3."""
+"""Sharded parameters by fully_shard (FSDP2): NO_SHARD, SHARD_GRAD_OP and FULL_SHARD are zero_stage 0, 2 and 3."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +20,10 @@ from harness.models.init_weights import materialize
 def apply_fully_shard(
     model: Decoder, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool, offload: OffloadPolicy
 ) -> None:
-    """Shards embedding, every block and head as groups of their own, over the last axis of the mesh.
+    """Shard embedding, every block and head as groups of their own over the last axis of the mesh, in place.
 
-    reshard_after_forward is set on all of them: left to itself FSDP2 keeps the root gathered until backward, which
-    is neither ZeRO-3's memory nor its volume.
+    reshard_after_forward is set on all of them: by default FSDP2 keeps the root gathered until backward, which is
+    neither ZeRO-3's memory nor its volume.
     """
 
     def shard(part: nn.Module | Sequence[nn.Module]) -> None:
@@ -44,7 +44,7 @@ def apply_fully_shard(
 
 
 def mixed_precision_policy(precision: PrecisionConfig) -> MixedPrecisionPolicy:
-    """16-bit copies for compute of fp32 shards, and the width of gradients on the wire."""
+    """Return FSDP2's policy: 16-bit copies of fp32 shards for compute, and the width in which gradients are reduced."""
     return MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.compute) if precision.is_mixed else None,
         reduce_dtype=getattr(torch, precision.reduce) if precision.is_mixed else None,
@@ -52,9 +52,9 @@ def mixed_precision_policy(precision: PrecisionConfig) -> MixedPrecisionPolicy:
 
 
 class HiddenFSDPModule(nn.Module):
-    """A sharded part that torch's pipeline takes for any other.
+    """A wrapper that hides from torch's pipeline that a part is sharded.
 
-    Seeing a FSDPModule it would gather once a step and reduce once a step, whatever the zero stage.
+    The pipeline would gather an FSDPModule once a step and reduce it once a step, whatever the zero stage.
     """
 
     def __init__(self, part: nn.Module) -> None:
@@ -62,13 +62,14 @@ class HiddenFSDPModule(nn.Module):
         self.part = part
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the sharded part."""
         return self.part(*arguments, **keywords)
 
 
 class FSDPParams:
-    """Parts of a model whose sharded fp32 parameters are those trained; 16-bit copies exist only while gathered.
+    """Sharded parts of a model: the optimizer updates the fp32 shards, and 16-bit copies exist only while gathered.
 
-    Offloaded, shards and their gradients lie on the host, pinned, and so does what the optimizer makes of them.
+    With offload the shards, their gradients and the optimizer's state lie in the host's pinned memory.
     """
 
     def __init__(
@@ -79,16 +80,17 @@ class FSDPParams:
         axes = hsdp_mesh(mesh, layout)
         if axes.size(0) == 1 and layout.zero_stage > 0:
             axes = axes[axes.mesh_dim_names[1]]  # type: ignore[index]
-        kept, offload = device, OffloadPolicy()
+        storage_device, offload = device, OffloadPolicy()
         if layout.offload == "parameters":
-            kept, offload = torch.device("cpu"), CPUOffloadPolicy(pin_memory=device.type == "cuda")
+            storage_device, offload = torch.device("cpu"), CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        master = getattr(torch, precision.master)
         for part in parts:
             apply_fully_shard(part, axes, policy, layout.zero_stage == 3, offload)
-            materialize(part, config.model, config.train.seed, device, getattr(torch, precision.master), kept)
+            materialize(part, config.model, config.train.seed, device, master, storage_device)
         self.attach(parts, layout.zero_stage)
 
     def attach(self, parts: Sequence[nn.Module], zero_stage: int) -> None:
-        """Takes on parts that are sharded and filled, by whatever means."""
+        """Take over parts that are already sharded and materialized."""
         self.parts: list[FSDPModule] = []
         for part in parts:
             assert isinstance(part, FSDPModule)
@@ -102,10 +104,11 @@ class FSDPParams:
 
     @contextmanager
     def sync_context(self, last: bool, part: int = 0) -> Iterator[None]:
-        """Stage 0 and copies of shards synchronise once; stages 2 and 3 reduce-scatter every micro-batch, so that
-        gradients stay sharded.
+        """Return a context that reduces gradients as the zero stage says.
 
-        Stages 0 and 2 keep parameters gathered from the first forward to the last backward of the step.
+        Stage 0 and replicas of shards all-reduce once a step; stages 2 and 3 reduce-scatter every micro-batch, so that
+        gradients stay sharded. Stages 0 and 2 keep parameters gathered from the first forward to the last backward of
+        the step.
         """
         module = self.parts[part]
         module.set_requires_all_reduce(last)
@@ -115,35 +118,39 @@ class FSDPParams:
         yield
 
     def master_param(self, name: str) -> nn.Parameter:
+        """Return the fp32 shard itself."""
         return self.parameters[name]
 
     def named_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Gradients held elsewhere than with the parameters: summed until the last micro-batch reduces them, else
-        whole, of a group that is about to be reduced.
+        """Yield the gradients that lie elsewhere than with the parameters.
+
+        They are partial sums that the last micro-batch all-reduces, or unsharded gradients of a group that is about to
+        be reduced.
         """
         for group in (group for part in self.parts for group in fsdp_param_groups(part)):
             if group._partial_reduce_output is not None:
                 yield "gradient", "summed over micro-batches", group._partial_reduce_output
             for parameter in group.fsdp_params:
-                whole = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
-                for gradient in (parameter.unsharded_accumulated_grad, whole):
+                unsharded_grad = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+                for gradient in (parameter.unsharded_accumulated_grad, unsharded_grad):
                     if gradient is not None:
                         yield "communication", "gradients not yet reduced", gradient
 
     def collect_grads(self, part: int = 0) -> None:
-        """Reduces what a backward for weights alone left: fully_shard hooks on the gradients of inputs."""
+        """Reduce the gradients of a backward for weights alone, in which fully_shard's hooks on inputs do not run."""
         for group in fsdp_param_groups(self.parts[part]):
             group.post_backward()
         state = fully_shard.state(self.parts[part])  # type: ignore[attr-defined]
         state._root_post_backward_final_callback()
 
     def sync_model_params(self) -> None:
+        """Free the gradients; the shards are what the optimizer has updated."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
 
 def fsdp_param_groups(module: FSDPModule) -> Iterator[Any]:
-    """The groups of parameters that are gathered together."""
+    """Yield FSDP2's groups of parameters that are gathered together."""
     assert isinstance(module, nn.Module)
     for part in module.modules():
         group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None

@@ -13,10 +13,10 @@ from harness.engines.torch.grad_norm import local_part
 class LossScaler:
     """The factor on every loss; 1 where the precision has none.
 
-    torch.amp.GradScaler has the same rule, but looks for an overflow in what this rank holds alone. Here the global
-    norm tells, which every rank knows. Averaging over ranks that have other tokens is part of the factor, as it is part
-    of the mean over micro-batches: gradients in fp16 are then equally large in every layout, and overflow in the same
-    steps.
+    torch.amp.GradScaler has the same rule, but looks for an overflow only in what this rank holds. Here the global
+    norm shows it, which every rank knows. The factor includes the average over the ranks with different tokens, as it
+    includes the mean over micro-batches: gradients in fp16 are then equally large in every layout, and overflow in the
+    same steps.
     """
 
     def __init__(self, precision: PrecisionConfig, averaged_over: int) -> None:
@@ -29,14 +29,19 @@ class LossScaler:
 
     @property
     def factor(self) -> float:
+        """Return the factor on this rank's mean loss."""
         return self.loss_scale / self.averaged_over
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
+        """Divide the gradients by the factor, in place."""
         if self.is_dynamic:
             torch._foreach_mul_([local_part(gradient) for gradient in gradients], 1 / self.factor)
 
     def update_and_check(self, grad_norm: Tensor) -> bool:
-        """Whether the step may be taken; adapts the scale. Waits for the device where the scale is dynamic."""
+        """Adapt the scale, and return whether the optimizer may step: whether the norm is finite.
+
+        It waits for the device where the scale is dynamic.
+        """
         if not self.is_dynamic:
             return True
         finite = math.isfinite(grad_norm.item())

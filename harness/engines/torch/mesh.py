@@ -1,4 +1,4 @@
-"""Groups of ranks that lie along several axes of the run's mesh: those that hold copies, those that hold shards."""
+"""Groups of ranks along several axes of the run's mesh: those that hold replicas and those that hold shards."""
 
 from collections.abc import Iterable
 
@@ -9,18 +9,18 @@ from harness.layout.layout import Layout
 
 
 def flattened_submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
-    """One dimension over all ranks along these axes, which are in the mesh's order."""
+    """Return a mesh of one dimension over all ranks along `axes`, which are named in the mesh's order."""
     first, *others = axes
-    wide = tuple(axis for axis in (first, *others) if mesh[axis].size() > 1) or (first,)
-    return mesh[wide[0]] if len(wide) == 1 else mesh[wide]._flatten()
+    nontrivial = tuple(axis for axis in (first, *others) if mesh[axis].size() > 1) or (first,)
+    return mesh[nontrivial[0]] if len(nontrivial) == 1 else mesh[nontrivial]._flatten()
 
 
 def replica_group(mesh: DeviceMesh) -> ProcessGroup:
-    """The ranks that have other tokens."""
+    """Return the group of ranks that hold the same parameters and process different tokens."""
     return flattened_submesh(mesh, ("dp_replicate", "dp_shard", "cp")).get_group()
 
 
 def hsdp_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
-    """Two dimensions: the ranks that hold copies, and those that hold shards."""
-    copies, shards = (flattened_submesh(mesh, axes) for axes in (layout.replica_axes, layout.sharding_axes))
-    return DeviceMesh._concatenate([copies, shards])
+    """Return a mesh of two dimensions: the ranks that hold replicas, and those that hold shards."""
+    replicas, shards = (flattened_submesh(mesh, axes) for axes in (layout.replica_axes, layout.sharding_axes))
+    return DeviceMesh._concatenate([replicas, shards])

@@ -1,4 +1,4 @@
-"""Pipeline parallelism by torch.distributed.pipelining: each rank holds its stages and passes activations on."""
+"""Pipeline parallelism by torch.distributed.pipelining: each rank holds stages and sends activations to the next."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ MULTI_STAGE_SCHEDULES = {"interleaved_1f1b": ScheduleInterleaved1F1B, "zero_bubb
 
 
 class Pipeline:
-    """Forward and backward of a step's micro-batches in the order of a schedule."""
+    """A MicroBatchRunner that runs forward and backward in the order of a pipeline schedule."""
 
     def __init__(
         self,
@@ -46,47 +46,47 @@ class Pipeline:
         self.loss_scaler = loss_scaler
         self.num_micro_batches = layout.grad_accumulation_steps(config.train)
         self.holds_embedding, self.holds_head = stages[0].holds_embedding, stages[-1].holds_head
-        torch.distributed.barrier(group)  # NCCL's communicator is there before sends and receives meet in one batch
+        torch.distributed.barrier(group)  # creates NCCL's communicator before sends and receives share a batch
         shape = stage_io_shape(config, layout)
-        made = [
-            ProbedPipelineStage(own, stage, config, shape, device, group, parallel, probe)
-            for own, stage in enumerate(stages)
+        pipeline_stages = [
+            ProbedPipelineStage(index, stage, config, shape, device, group, parallel, probe)
+            for index, stage in enumerate(stages)
         ]
         # The last stage computes its loss itself, so that logits live no longer than in other layouts.
-        share = self.scale_loss
+        loss_fn = self.scale_loss
         self.schedule: Any
         if layout.schedule in SINGLE_STAGE_SCHEDULES:
             self.schedule = SINGLE_STAGE_SCHEDULES[layout.schedule](
-                made[0], self.num_micro_batches, loss_fn=share, scale_grads=False
+                pipeline_stages[0], self.num_micro_batches, loss_fn=loss_fn, scale_grads=False
             )
         else:
             self.schedule = MULTI_STAGE_SCHEDULES[layout.schedule](
-                list(made), self.num_micro_batches, loss_fn=share, scale_grads=False
+                list(pipeline_stages), self.num_micro_batches, loss_fn=loss_fn, scale_grads=False
             )
 
     def __call__(self, micro_batches: Sequence[Batch]) -> Tensor | None:
-        """The mean loss, detached, where the last stage is; None elsewhere."""
+        """Return the mean loss, detached, on the last stage's rank and None elsewhere."""
         inputs, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
         losses: list[Tensor] = []
         arguments = (inputs,) if self.holds_embedding else ()
-        ends = {"target": targets, "targets": targets, "losses": losses} if self.holds_head else {}
-        self.schedule.step(*arguments, **ends, return_outputs=False)
+        keywords = {"target": targets, "targets": targets, "losses": losses} if self.holds_head else {}
+        self.schedule.step(*arguments, **keywords, return_outputs=False)
         return torch.stack(losses).detach().sum() / self.loss_scaler.factor if losses else None
 
     def scale_loss(self, loss: Tensor, targets: Tensor) -> Tensor:
-        """A micro-batch's part of the step's mean, scaled."""
+        """Return a micro-batch's share of the step's mean loss, scaled; `targets` are the schedule's, unused."""
         return loss * (self.loss_scaler.factor / self.num_micro_batches)
 
 
 def stage_io_shape(config: RunConfig, layout: Layout) -> tuple[int, int, int]:
-    """Of the hidden states that one stage hands to the next: (batch, seq, hidden), of the sequence this rank's part."""
+    """Return the shape (batch, seq, hidden) of the hidden states between stages, with this rank's part of seq."""
     train = config.train
-    own = train.seq_len // layout.cp // (layout.tp if layout.sequence_parallel else 1)
-    return train.micro_batch, own, config.model.hidden_size
+    local_seq_len = train.seq_len // layout.cp // (layout.tp if layout.sequence_parallel else 1)
+    return train.micro_batch, local_seq_len, config.model.hidden_size
 
 
 class ProbedPipelineStage(PipelineStage):
-    """A stage whose passes the probe hears, and whose weight gradients reach those that train them."""
+    """A stage that announces its passes to the probe, and collects weight gradients that no hook has seen."""
 
     def __init__(
         self,
@@ -108,28 +108,33 @@ class ProbedPipelineStage(PipelineStage):
             stage.index,
             stage.count,
             device,
-            input_args=tokens if stage.holds_embedding else hidden,  # given, so that none are sent to find them out
+            # Without shapes the first step would send tensors to infer them.
+            input_args=tokens if stage.holds_embedding else hidden,
             output_args=loss if stage.holds_head else hidden,
             group=group,
         )
-        self.local_index = local_index  # its place among the stages of this rank
+        self.local_index = local_index  # among the stages of this rank
         self.parallel = parallel
         self.probe = probe
 
     def forward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
+        """Run torch's forward of one micro-batch as a phase."""
         with self.probe.phase("forward"):
             return super().forward_one_chunk(*arguments, **keywords)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        """Run torch's backward of one micro-batch, or its first half, as a phase."""
         phase = self.probe.phase("backward" if full_backward else "backward_input")
         with phase, self.parallel.sync_context(last_backward, self.local_index):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        # One group: torch makes the gradients weight by weight, and would run a checkpointed forward again for each.
-        last = self.parallel.sync_context(last_backward, self.local_index)
-        with self.probe.phase("backward_weight"), last, GraphExecGroup():
+        """Run the second half of torch's backward, the gradients of weights, as a phase."""
+        # torch computes these gradients weight by weight; outside of one group it would recompute a checkpointed
+        # forward for each.
+        sync = self.parallel.sync_context(last_backward, self.local_index)
+        with self.probe.phase("backward_weight"), sync, GraphExecGroup():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            self.parallel.collect_grads(self.local_index)  # torch puts these gradients on the parameters past every hook
+            self.parallel.collect_grads(self.local_index)  # torch assigns these gradients without running hooks

@@ -1,7 +1,7 @@
-"""Tensor parallelism by DTensor, along the plan that stands beside the model (Megatron-LM, arXiv 1909.08053).
+"""Tensor parallelism by DTensor, along the plan in harness.layout.partition (Megatron-LM, arXiv 1909.08053).
 
 Between the matrices the model works on plain tensors: whole hidden states, or with sequence parallelism
-(arXiv 2205.05198) this rank's part of the sequence, where dropout, norms and residual stream lie.
+(arXiv 2205.05198) this rank's part of the sequence, on which dropout, norms and the residual stream work.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ SEQUENCE = 1  # the dimension of hidden states (batch, seq, hidden)
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Cuts the matrices of a model on the meta device over a mesh of one dimension, in place; names stay.
+    """Shard the matrices of a model on the meta device over a mesh of one dimension, in place; names stay.
 
-    Attention and MLP make their input whole once for all their columns, so that each costs one all-reduce in forward
-    and one in backward, or an all-gather and a reduce-scatter.
+    Attention and MLP gather their input once for all their column-parallel matrices, so that each costs one all-reduce
+    in forward and one in backward, or an all-gather and a reduce-scatter.
     """
     outside: Placement = Shard(SEQUENCE) if sequence_parallel else Replicate()
     styles: dict[tuple[type[nn.Module], str], ParallelStyle] = {
@@ -43,9 +43,9 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
         (nn.Embedding, "vocabulary"): VocabularyParallelEmbedding(outside),
     }
     for path, module in list(model.named_modules()):
-        cut = tp_style(path, model.config)
-        if cut is not None:
-            parallelize_module(module, mesh, styles[type(module), cut])
+        style = tp_style(path, model.config)
+        if style is not None:
+            parallelize_module(module, mesh, styles[type(module), style])
         elif sequence_parallel and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
             parallelize_module(module, mesh, SequenceParallel(sequence_dim=SEQUENCE))
         elif sequence_parallel and path == "embed_positions":
@@ -61,7 +61,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
 
 
 def apply_hf_tensor_plan(module: nn.Module, model: ModelConfig, mesh: DeviceMesh) -> None:
-    """Cuts a model of a library along its own plan, in place, each matrix by itself."""
+    """Shard a Hugging Face model along its own tensor-parallel plan, in place, each matrix by itself."""
     styles: dict[str, ParallelStyle] = {
         "column": ColwiseParallel(),
         "gathered": ColwiseParallel(output_layouts=Replicate()),
@@ -69,13 +69,13 @@ def apply_hf_tensor_plan(module: nn.Module, model: ModelConfig, mesh: DeviceMesh
         "vocabulary": VocabularyParallelEmbedding(Replicate()),
     }
     for path, part in list(module.named_modules()):
-        cut = tp_style(path, model)
-        if cut is not None and part._parameters:
-            parallelize_module(part, mesh, styles[cut])
+        style = tp_style(path, model)
+        if style is not None and part._parameters:
+            parallelize_module(part, mesh, styles[style])
 
 
 class VocabularyParallelHead(ColwiseParallel):
-    """A head of which each rank has the logits of some words; a loss made of them inside the module stays as it is."""
+    """A head that is sharded along the vocabulary; a loss computed inside the module passes through unchanged."""
 
     @staticmethod
     def _prepare_output_fn(
@@ -87,9 +87,9 @@ class VocabularyParallelHead(ColwiseParallel):
 
 
 class VocabularyParallelEmbedding(RowwiseParallel):
-    """An embedding of which each rank has some rows: it looks up the tokens it knows, and the ranks sum.
+    """An embedding that is sharded by rows: each rank looks up the tokens it holds, and the ranks sum.
 
-    torch's own RowwiseParallel does this too, but makes the gradient of the whole embedding on every rank.
+    torch's own RowwiseParallel does this too, but allocates the gradient of the whole embedding on every rank.
     """
 
     def __init__(self, output: Placement) -> None:
@@ -102,18 +102,23 @@ class VocabularyParallelEmbedding(RowwiseParallel):
 
 
 def vocab_parallel_lookup(module: nn.Module, mesh: DeviceMesh, output: Sequence[Placement], tokens: Tensor) -> Tensor:
-    """Token ids (batch, seq), the same on every rank, to this rank's part of (batch, seq, hidden)."""
+    """Return this rank's part of the hidden states (batch, seq, hidden) of token ids (batch, seq).
+
+    The token ids are the same on every rank.
+    """
     weight = module.weight
     assert isinstance(weight, DTensor)
     (first, end), _ = local_box(weight)
-    foreign = (tokens < first) | (tokens >= end)
-    rows = F.embedding((tokens - first).masked_fill(foreign, 0), weight.to_local())
-    summand = DTensor.from_local(rows.masked_fill(foreign.unsqueeze(-1), 0.0), mesh, [Partial()], run_check=False)
-    return summand.redistribute(placements=output).to_local()
+    is_foreign = (tokens < first) | (tokens >= end)
+    rows = F.embedding((tokens - first).masked_fill(is_foreign, 0), weight.to_local())
+    partial_sum = DTensor.from_local(
+        rows.masked_fill(is_foreign.unsqueeze(-1), 0.0), mesh, [Partial()], run_check=False
+    )
+    return partial_sum.redistribute(placements=output).to_local()
 
 
 class SequenceParallelPositions(ParallelStyle):
-    """A table of positions, whole on every rank, of which each looks up its part of the sequence."""
+    """A table of learned positions, replicated; each rank looks up its part of the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Replicate()]))  # type: ignore[arg-type]
@@ -122,7 +127,7 @@ class SequenceParallelPositions(ParallelStyle):
 
 
 def lookup_partial(module: nn.Module, mesh: DeviceMesh, positions: Tensor) -> Tensor:
-    """Positions of the whole sequence (seq,) to this rank's part of (seq, hidden); its gradient is a summand."""
+    """Return this rank's part of the embeddings (seq, hidden) of positions (seq,); the gradient is a partial sum."""
     weight = module.weight
     assert isinstance(weight, DTensor)
     own = positions.chunk(mesh.size())[mesh.get_local_rank()]
