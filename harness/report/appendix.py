@@ -43,7 +43,7 @@ def _environment(records: Sequence[Record]) -> dict[str, list[str]]:
     """Every value of each plain entry of the environments."""
     found: dict[str, dict[str, None]] = {}
     for record in records:
-        for key, value in (record.get("environment") or {}).items():
+        for key, value in record.environment.items():
             if isinstance(value, (str, int, float)):
                 found.setdefault(key, {})[str(value)] = None
     return {key: list(values) for key, values in found.items()}
@@ -79,7 +79,7 @@ def predicted_section(view: View) -> list[Section]:
 
 def proof_section(view: View) -> list[Section]:
     table = view.table
-    proofs = [record.get("proof") or {} for record in view.records]
+    proofs = [record.proof for record in view.records]
     columns = {
         "layout": [str(proof.get("layout") or "") for proof in proofs],
         "loss deviation": format_deviations(column_values(table, "loss_deviation")),

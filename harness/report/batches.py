@@ -54,10 +54,10 @@ def _curves(records: Sequence[Record]) -> dict[Key, Points]:
     """Return the points of every curve by its key; of runs with the same micro-batch the first is taken."""
     curves: dict[Key, Points] = {}
     for record in records:
-        row = record["row"]
+        row = record.row
         if row["status"] != "ok" or not row.get("activation_bytes") or not row.get("micro_batch"):
             continue
-        key = curve_key(row, record.get("config") or {}, BATCH_COLUMNS)
+        key = curve_key(row, record.config, BATCH_COLUMNS)
         point = (row["activation_bytes"], row.get("predicted_activation_bytes"))
         curves.setdefault(key, {}).setdefault(row["micro_batch"], point)
     return curves

@@ -46,8 +46,8 @@ def best(view: View) -> dict[str, set[int]]:
 
     A line with no other to compare it to is best of nothing. If the spread does not separate two lines, neither is.
     """
-    ok = [position for position, line in enumerate(view.lines) if line["row"]["status"] == "ok"]
-    groups = group_by(ok, lambda position: choice_key(view.lines[position]["row"]))
+    ok = [position for position, line in enumerate(view.lines) if line.status == "ok"]
+    groups = group_by(ok, lambda position: choice_key(view.lines[position].row))
     winners: dict[str, set[int]] = {}
     for name in _RANKED_COLUMNS:
         column = column_values(view.line_medians, name)
@@ -84,5 +84,5 @@ def _leads(view: View, name: str, column: Sequence[Any], first: int, other: int)
 def _spread(view: View, name: str, position: int, is_timed: bool) -> float | None:
     line = view.lines[position]
     if is_timed:
-        return spread(line["row"])
-    return relative_range([run["row"].get(name) for run in line["runs"] if run["row"]["status"] == "ok"])
+        return spread(line.row)
+    return relative_range([run.row.get(name) for run in line.runs if run.status == "ok"])

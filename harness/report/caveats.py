@@ -20,7 +20,7 @@ def caveats(view: View) -> list[Section]:
 
 def _device(view: View) -> Iterator[str]:
     ok = _ok(view)
-    if any(record["row"].get("measured_on") == "cpu" for record in ok):
+    if any(record.row.get("measured_on") == "cpu" for record in ok):
         yield (
             "Speeds of CPU processes say little of GPUs: ranks share one memory and its bandwidth, and messages never"
             " leave the machine. Bytes held and sent, operations and losses are what the same layout has anywhere, but"
@@ -28,31 +28,31 @@ def _device(view: View) -> Iterator[str]:
         )
     crowded = [record for record in ok if _is_crowded(record)]
     if crowded:
-        most = max(record["row"]["world_size"] for record in crowded)
-        cores = min(record["environment"]["cores"] for record in crowded)
+        most = max(record.row["world_size"] for record in crowded)
+        cores = min(record.environment["cores"] for record in crowded)
         yield (
             f"Up to {most} ranks shared {pluralize(cores, 'core')}: their tokens/s hold for work divided among those,"
             " and say nothing of how more devices would scale."
         )
-    if any(record["row"].get("launch") == "virtual" for record in ok):
+    if any(record.row.get("launch") == "virtual" for record in ok):
         yield "Runs of the virtual launch play one rank of a larger world: nothing was sent, and no speed is claimed."
 
 
 def _is_crowded(record: Record) -> bool:
     """Whether ranks that compute on the processor had less than a core each."""
-    cores, world = (record.get("environment") or {}).get("cores"), record["row"].get("world_size")
-    return record["row"].get("measured_on") == "cpu" and bool(cores) and bool(world) and cores < world
+    cores, world = record.environment.get("cores"), record.row.get("world_size")
+    return record.row.get("measured_on") == "cpu" and bool(cores) and bool(world) and cores < world
 
 
 def _repeats(view: View) -> Iterator[str]:
-    ok = [line for line in view.lines if line["row"]["status"] == "ok"]
-    alone = [line for line in ok if line["row"].get("between_runs") is None]
+    ok = [line for line in view.lines if line.status == "ok"]
+    alone = [line for line in ok if line.row.get("between_runs") is None]
     if alone and len(alone) == len(ok):
         yield "Every line is one run: how runs differ is unknown, the spread is of its steps (repeats=3)."
     elif alone:
         labels = _labels(view, alone)
         yield f"One run alone stands for {labels}: its spread is of its steps (repeats=3)."
-    if any(spread(line["row"]) is None for line in ok):
+    if any(spread(line.row) is None for line in ok):
         yield "Of some lines too few steps were timed to tell how sure their speed is: sentences leave it out."
     unsettled = [label for label, open_ in _pairs(view, "unsettled") if open_]
     if unsettled:
@@ -73,18 +73,18 @@ def _alike(view: View) -> Iterator[str]:
     stale = [label for labels in labels_by_staleness(view.line_medians).values() for label in labels]
     if stale:
         yield f"Other versions than those installed now made {_some(stale)} (run again before comparing)."
-    made = {str(record.get("versions")) for record in _ok(view)}
-    hosts = {str((record.get("environment") or {}).get("processor")) for record in _ok(view)}
+    made = {str(record.versions) for record in _ok(view)}
+    hosts = {str(record.environment.get("processor")) for record in _ok(view)}
     if len(made) > 1 or len(hosts) > 1:
         yield "Not all rows were made by the same versions on the same kind of machine: see Versions and environment."
 
 
 def _proven(view: View) -> Iterator[str]:
-    ok = [line for line in view.lines if line["row"]["status"] == "ok"]
-    unproven = [line for line in ok if line["row"].get("loss_deviation") is None]
+    ok = [line for line in view.lines if line.status == "ok"]
+    unproven = [line for line in ok if line.row.get("loss_deviation") is None]
     if unproven:
         yield f"Not compared with a single-process reference: {_labels(view, unproven)}."
-    steps = sorted({((line.get("config") or {}).get("train") or {}).get("steps") or 0 for line in ok} - {0})
+    steps = sorted({(line.config.get("train") or {}).get("steps") or 0 for line in ok} - {0})
     if steps:
         count = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
         yield (
@@ -94,24 +94,24 @@ def _proven(view: View) -> Iterator[str]:
 
 
 def _missing(view: View) -> Iterator[str]:
-    failed = [line for line in view.lines if line["row"]["status"] != "ok"]
+    failed = [line for line in view.lines if line.status != "ok"]
     if failed:
         yield f"Nothing is known of the speed and memory of what did not end well: {_labels(view, failed)}."
     blind = [
-        line for line in view.lines if line["row"]["status"] == "ok" and line["row"].get("peak_allocated_bytes") is None
+        line for line in view.lines if line.status == "ok" and line.row.get("peak_allocated_bytes") is None
     ]
     if blind:
         yield f"Memory was not counted for {_labels(view, blind)}."
-    nodes = {(record.get("environment") or {}).get("nodes") or 1 for record in _ok(view)}
-    worlds = {record["row"].get("world_size") or 1 for record in _ok(view)}
+    nodes = {record.environment.get("nodes") or 1 for record in _ok(view)}
+    worlds = {record.row.get("world_size") or 1 for record in _ok(view)}
     if nodes == {1} and max(worlds, default=1) > 1:
         yield "All ranks were on one machine: what the network between nodes costs was not measured."
-    if len({line["row"].get("model") for line in view.lines}) == 1 and view.lines:
+    if len({line.row.get("model") for line in view.lines}) == 1 and view.lines:
         yield "One model was trained: which strategy wins changes with its size, the batch and the length of sequences."
 
 
 def _ok(view: View) -> list[Record]:
-    return [record for record in view.records if record["row"]["status"] == "ok"]
+    return [record for record in view.records if record.status == "ok"]
 
 
 def _pairs(view: View, name: str) -> list[tuple[str, object]]:

@@ -96,14 +96,14 @@ def ok_runs(records: Sequence[Record], labels: Sequence[str] | None = None) -> l
     return [
         ClaimRun(
             label,
-            record["row"],
-            record.get("config") or {},
-            record.get("layout") or {},
-            record.get("environment") or {},
+            record.row,
+            record.config,
+            record.layout or {},
+            record.environment,
             claim_key(record),
         )
         for label, record in zip(labels, records, strict=True)
-        if record["row"]["status"] == "ok"
+        if record.status == "ok"
     ]
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 
 from harness.config.schema import RECOMPUTING_MODES
-from harness.cost_model.activations import WIDTH_BYTES
 from harness.cost_model.flops import executed_flops_with, takes_fused_kernel
 from harness.records.rank_report import FUSED_KERNELS
 from harness.records.schema import Record
@@ -117,7 +116,7 @@ def _volume(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     if not _only_data_parallel(run) or hybrid or stage is None or not k or config is None:
         return
     # Gathering is in the width of compute, reducing in its own; an all-reduce is one of each in the latter.
-    g = WIDTH_BYTES[config.precision.compute] / WIDTH_BYTES[config.precision.reduce]
+    g = config.precision.compute_bytes / config.precision.reduce_bytes
     papers = {
         0: (1.0, "1×"),
         1: ((1 + g) / 2, "1×"),
@@ -175,7 +174,7 @@ def _recomputation(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     deepspeed = layout.uses_deepspeed_zero and layout.zero_stage == 3
     projection = deepspeed and run.options().get("memory_efficient_linear") is not False
     remark = "4/3 leaves out that the head runs once and that torch stops before a layer's last projection"
-    if layout.schedule == "zero_bubble" and layout.pp > 1:
+    if layout.splits_backward:
         remark += "; a backward in halves has a second forward for each"
     if projection:
         remark += "; DeepSpeed's own projection runs that too"

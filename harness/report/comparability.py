@@ -43,17 +43,17 @@ def choice_key(row: Row) -> tuple[Any, ...]:
 
 def claim_key(record: Record) -> str:
     """Return a key that is equal for records that a claim may compare: the same model, training, versions and data."""
-    row, config = record["row"], record.get("config") or {}
+    row, config = record.row, record.config
     columns = [row.get(name) for name in _CLAIM_SETTING]
-    setting = [columns, config.get("model"), config.get("train"), record.get("versions"), record.get("corpus")]
+    setting = [columns, config.get("model"), config.get("train"), record.versions, record.corpus]
     return json.dumps(setting, sort_keys=True, default=str)
 
 
 def repeat_key(record: Record, installed_versions: dict[str, str | None]) -> str:
     """Return a key that is equal for records that differ in nothing but `repeat`, the code that made them included."""
-    config = {key: value for key, value in result_affecting_keys(record.get("config") or {}).items() if key != "repeat"}
-    configured = [record["row"].get(name) for name in _CONFIGURED_COLUMNS]
-    environment = record.get("environment") or {}
+    config = {key: value for key, value in result_affecting_keys(record.config).items() if key != "repeat"}
+    configured = [record.row.get(name) for name in _CONFIGURED_COLUMNS]
+    environment = record.environment
     host = [environment.get(key) for key in ("device_name", "cores")]
     differences = version_differences(record, installed_versions)
     return json.dumps([config, configured, host, differences], sort_keys=True, default=str)

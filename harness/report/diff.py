@@ -65,19 +65,19 @@ def print_comparison(names: tuple[str, str], first: Sequence[Record], second: Se
 
 
 def _made_by(record: Record) -> Flat:
-    commit = record.get("commit") or {}
+    commit = record.commit or {}
     name = commit.get("commit") and f"{str(commit['commit'])[:12]}{' and changes' if commit.get('dirty') else ''}"
-    return flattened(record.get("versions") or {}) | {"commit": name}
+    return flattened(record.versions) | {"commit": name}
 
 
 def _environment(record: Record) -> Flat:
-    return flattened(record.get("environment") or {})
+    return flattened(record.environment)
 
 
 def _configuration(record: Record) -> Flat:
     """Without what tells repeats apart. Null is a choice here, and not the same as no such key."""
-    flat = flattened(result_affecting_keys(record.get("config") or {}))
-    flat |= {"data.fingerprint": record["corpus"]} if record.get("corpus") else {}
+    flat = flattened(result_affecting_keys(record.config))
+    flat |= {"data.fingerprint": record.corpus} if record.corpus else {}
     return {key: _NULL if value is None else value for key, value in flat.items() if key != "repeat"}
 
 
@@ -154,7 +154,7 @@ def pairs(first: Sequence[Record], second: Sequence[Record], configuration: Chan
 
 def _what_ran(line: Record, aside: set[str]) -> str:
     """Equal for lines that ran the same. A key that one of the harness's versions did not have yet is as null."""
-    flat = _configuration(line) or {key: line["row"].get(key) for key in _SETTLED}
+    flat = _configuration(line) or {key: line.row.get(key) for key in _SETTLED}
     told = {key: value for key, value in flat.items() if key not in aside and value not in (None, _NULL)}
     return json.dumps(told, sort_keys=True)
 
@@ -163,7 +163,7 @@ def _print_pairs(found: Sequence[Pair], out: Console) -> None:
     labels = column_values(
         records_frame([line for line in (first or second for first, second in found) if line]), "label"
     )
-    together = [(label, one["row"], two["row"]) for label, (one, two) in zip(labels, found, strict=True) if one and two]
+    together = [(label, one.row, two.row) for label, (one, two) in zip(labels, found, strict=True) if one and two]
     if together:
         names, rows = [label for label, *_ in together], [(first, second) for _, first, second in together]
         columns, left_out = fit_width(_columns(names, rows), out.width)
@@ -175,7 +175,7 @@ def _print_pairs(found: Sequence[Pair], out: Console) -> None:
         notes = ["no run of A ran the same as one of B"]
     for side, position in (("A", 0), ("B", 1)):
         alone = [(label, pair[position]) for label, pair in zip(labels, found, strict=True) if None in pair]
-        told = [f"{label} {_end(line['row'])}" for label, line in alone if line]
+        told = [f"{label} {_end(line.row)}" for label, line in alone if line]
         notes += [f"only in {side}: {', '.join(told)}"] if told else []
     for note in notes:
         out.print(Text(sanitize(note)))

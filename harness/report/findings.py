@@ -48,14 +48,14 @@ def _bullets(sentences: Iterable[str]) -> list[BulletList]:
 
 def _groups(view: View) -> dict[Any, list[Record]]:
     """Return the lines that a reader may choose between: comparable ones on as many ranks."""
-    ok = [line for line in view.lines if line["row"]["status"] == "ok" and line["row"].get("tokens_per_second")]
-    groups = group_by(ok, lambda line: choice_key(line["row"]))
+    ok = [line for line in view.lines if line.status == "ok" and line.row.get("tokens_per_second")]
+    groups = group_by(ok, lambda line: choice_key(line.row))
     return {key: lines for key, lines in groups.items() if len(lines) > 1}
 
 
 def _weight(lines: Sequence[Record]) -> tuple[int, int]:
     """Return a key to sort groups by: the one with most lines first, of equals the one on most ranks."""
-    return len(lines), lines[0]["row"].get("world_size") or 0
+    return len(lines), lines[0].row.get("world_size") or 0
 
 
 def _lines(records: Sequence[Record]) -> list[ReportedLine]:
@@ -76,7 +76,7 @@ def _heading(lines: Sequence[Record], groups: dict[Any, list[Record]]) -> str:
         "measured_on": "on {}",
         "world_size": "world size {}",
     }
-    differing = [name for name in formats if len({group[0]["row"].get(name) for group in groups.values()}) > 1]
-    row = lines[0]["row"]
+    differing = [name for name in formats if len({group[0].row.get(name) for group in groups.values()}) > 1]
+    row = lines[0].row
     known = [formats[name].format(row[name]) for name in differing if row.get(name) is not None]
     return f"Of {', '.join(known) or 'a further setting'}:"

@@ -44,7 +44,7 @@ def records_frame(records: Sequence[Record]) -> pd.DataFrame:
 
     Repeated runs are a row each: `records_frame(merge_repeats(records))` has one row for all repeats.
     """
-    rows: list[Row] = [record["row"] for record in records]
+    rows: list[Row] = [record.row for record in records]
     names = dict.fromkeys((*COLUMN_TYPES, *(name for row in rows for name in row)))
     columns = {name: pd.array([row.get(name) for row in rows], dtype=_DTYPES[COLUMN_TYPES.get(name)]) for name in names}
     table = pd.DataFrame(columns)

@@ -29,7 +29,7 @@ class ReportedLine:
     @property
     def row(self) -> Row:
         """The merged row."""
-        row: Row = self.record["row"]
+        row: Row = self.record.row
         return row
 
     @property

@@ -122,11 +122,11 @@ def other_differences(records: Sequence[Record], varying: Sequence[str]) -> list
     """Return for rows that no column distinguishes what their configurations do, as static_graph=true; else None."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for position, record in enumerate(records):
-        row = record["row"]
+        row = record.row
         groups.setdefault((_name(row), *(row.get(name) for name in varying)), []).append(position)
     differences: list[str | None] = [None] * len(records)
     for positions in (group for group in groups.values() if len(group) > 1):
-        configs = [flattened(result_affecting_keys(records[position].get("config") or {})) for position in positions]
+        configs = [flattened(result_affecting_keys(records[position].config)) for position in positions]
         keys = [key for key in dict.fromkeys(key for config in configs for key in config) if key != "repeat"]
         differing = [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
         for position, config in zip(positions, configs, strict=True):

@@ -24,7 +24,7 @@ _SHOWN = {"peak_allocated_bytes": "Peak memory", "tokens_per_second": "Tokens pe
 def introduction(view: View) -> Paragraph:
     """How many runs there are, how they ended, what they share, and what made them."""
     table, records = view.line_medians, view.records
-    ends = Counter(record["row"]["status"] for record in records)
+    ends = Counter(record.status for record in records)
     text = f"{pluralize(len(records), 'run')} ({', '.join(f'{count} {end}' for end, count in ends.items())})"
     text += f" of {pluralize(len(view.lines), 'line')}" if len(view.lines) < len(records) else ""
     shared = "; ".join(shared_settings(table))
@@ -42,7 +42,7 @@ def made_by_versions(records: Sequence[Record]) -> dict[str, list[str]]:
     """Every version of each package that made a row."""
     found: dict[str, dict[str, None]] = {}
     for record in records:
-        for key, version in (record.get("versions") or {}).items():
+        for key, version in record.versions.items():
             if version is not None:
                 found.setdefault(key, {})[str(version)] = None
     return {key: list(versions) for key, versions in found.items()}

@@ -37,7 +37,7 @@ def pipeline_section(view: View) -> list[Section]:
     """A row a rank of every run that has a pipeline."""
     one, table = view.median_runs, view.median_runs.table
     runs = zip(column_values(table, "label"), column_values(table, "bubble_formula"), one.records, strict=True)
-    found = [(label, formula, rank) for label, formula, record in runs for rank in record.get("pipeline") or []]
+    found = [(label, formula, rank) for label, formula, record in runs for rank in record.pipeline]
     if not found:
         return []
     labels, formulas, ranks = zip(*found, strict=True)
@@ -120,7 +120,7 @@ def memory(view: View) -> list[Section]:
 
 def _least_peaks(records: Sequence[Record]) -> list[float | None]:
     """The peak of the rank that needed least, where every rank's is recorded."""
-    peaks = [[rank.get("peak_allocated_bytes") for rank in record.get("ranks") or []] for record in records]
+    peaks = [[rank.peak_allocated_bytes for rank in record.ranks] for record in records]
     return [min(found) if found and None not in found else None for found in peaks]
 
 
@@ -157,12 +157,11 @@ def peak(view: View) -> list[Section]:
 
 
 def _largest(record: Record) -> str:
-    fullest = record["row"].get("peak_rank")
-    ranks = [rank for rank in record.get("ranks") or [] if rank.get("rank") == fullest]
-    found = ((rank.get("profiled") or {}).get("at_peak") or {} for rank in ranks)
-    parts = [part for at_peak in found for part in at_peak.get("parts", ()) if part["role"] in _DETAILED]
-    largest = sorted(parts, key=lambda part: -part["bytes"])[:_LARGEST]
-    return ", ".join(f"{part['what']} {bytes_text(part['bytes'])}" for part in largest)
+    peak_rank = record.row.get("peak_rank")
+    peaks = [rank.profiled.at_peak for rank in record.ranks if rank.rank == peak_rank]
+    parts = [part for at_peak in peaks if at_peak for part in at_peak.parts if part.role in _DETAILED]
+    largest = sorted(parts, key=lambda part: -part.bytes)[:_LARGEST]
+    return ", ".join(f"{part.what} {bytes_text(part.bytes)}" for part in largest)
 
 
 def time(view: View) -> list[Section]:

@@ -1,5 +1,6 @@
 """How certain a figure is: repeated runs merged into one line, their spread, and the ratios that it leaves unsettled."""
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -43,21 +44,21 @@ def merge_repeats(records: Sequence[Record]) -> list[Record]:
 
 def _repeat(record: Record) -> Any:
     """Return the repeat index; for a row that was refused for its very values only the configuration has it."""
-    repeat = record["row"].get("repeat")
-    return (record.get("config") or {}).get("repeat") if repeat is None else repeat
+    repeat = record.row.get("repeat")
+    return record.config.get("repeat") if repeat is None else repeat
 
 
 def _merge(runs: Sequence[Record]) -> Record:
     """Return the line of repeated runs: `ok` if any run is, else the most frequent status; figures are of its runs."""
-    statuses = [run["row"]["status"] for run in runs]
+    statuses = [run.status for run in runs]
     status = "ok" if "ok" in statuses else max(statuses, key=statuses.count)
-    rows: list[Row] = [run["row"] for run in runs if run["row"]["status"] == status]
+    rows: list[Row] = [run.row for run in runs if run.status == status]
     merged = dict(rows[0]) if len(rows) == 1 else _merge_rows(rows)
     merged |= {"run_id": rows[0]["run_id"], "runs": len(runs), "runs_alike": len(rows)}
     merged["between_runs"] = relative_range([row.get("tokens_per_second") for row in rows])
-    disturbed = dict.fromkeys(str(run["row"]["disturbed"]) for run in runs if run["row"].get("disturbed"))
+    disturbed = dict.fromkeys(str(run.row["disturbed"]) for run in runs if run.row.get("disturbed"))
     merged["disturbed"] = "; ".join(disturbed) or None
-    return runs[0] | {"row": merged, "runs": list(runs)}
+    return dataclasses.replace(runs[0], row=merged, runs=list(runs))
 
 
 def _merge_rows(rows: Sequence[Row]) -> Row:

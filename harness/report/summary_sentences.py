@@ -48,7 +48,7 @@ def scaling_sentences(view: View) -> Iterator[str]:
 
 
 def prediction_sentences(view: View) -> Iterator[str]:
-    rows = [line["row"] for line in view.lines if line["row"]["status"] == "ok"]
+    rows = [line.row for line in view.lines if line.status == "ok"]
     pairs = [(row.get("predicted_peak_bytes"), row.get("peak_allocated_bytes")) for row in rows]
     errors = [abs(predicted / measured - 1) for predicted, measured in pairs if predicted is not None and measured]
     if errors:
@@ -60,7 +60,7 @@ def prediction_sentences(view: View) -> Iterator[str]:
 
 
 def failure_sentences(view: View) -> Iterator[str]:
-    ends = [line["row"]["status"] for line in view.lines]
+    ends = [line.status for line in view.lines]
     failed = {end: ends.count(end) for end in dict.fromkeys(ends) if end != "ok"}
     if failed:
         counts = ", ".join(f"{count} {end}" for end, count in failed.items())

@@ -158,7 +158,7 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
     whole, view = view, view if only is not None else truncate(view, MOST)
     lines, table = view.lines, view.line_medians
     if only is not None:
-        wanted = [any(run["row"]["run_id"] in only for run in line["runs"]) for line in lines]
+        wanted = [any(run.run_id in only for run in line.runs) for line in lines]
         table = table[wanted].reset_index(drop=True)  # ratios stay to the rows they were measured against
         lines = [line for line, is_wanted in zip(lines, wanted, strict=True) if is_wanted]
     if table.empty:
@@ -195,7 +195,7 @@ def _legend(columns: Sequence[Column]) -> list[str]:
 
 def _notes(table: pd.DataFrame, lines: Sequence[Record]) -> list[str]:
     """A line for each failure, saying why, and for each reason to call rows stale or disturbed."""
-    labelled = list(zip(column_values(table, "label"), (line["runs"] for line in lines), strict=True))
+    labelled = list(zip(column_values(table, "label"), (line.runs for line in lines), strict=True))
     notes: list[str] = []
     for label, runs in labelled:
         failures = _said_of_runs(label, runs, lambda row: row["status"] != "ok" and (row["status"], row.get("reason")))
@@ -217,8 +217,8 @@ def _said_of_runs(label: str, runs: Sequence[Record], said: Callable[[Row], Any]
     """What is said of a line's runs, and of which: the label alone where of all of them, else with their repeats."""
     repeats: dict[Any, list[str]] = {}
     for run in runs:
-        if what := said(run["row"]):
-            repeats.setdefault(what, []).append(str(run["row"].get("repeat")))
+        if what := said(run.row):
+            repeats.setdefault(what, []).append(str(run.row.get("repeat")))
     return [
         (what, label if len(found) == len(runs) else f"{label} repeat {', '.join(found)}")
         for what, found in repeats.items()

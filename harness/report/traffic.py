@@ -56,7 +56,7 @@ def _labelled(view: View) -> Iterator[tuple[str, Record]]:
 def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
     """Bytes and calls by (axis, operation); entries of the same kind add up."""
     sums: dict[tuple[str, str], tuple[float, int]] = {}
-    for entry in record.get("communication") or []:
+    for entry in record.communication:
         kind = (str(entry["axis"]), str(entry["operation"]))
         size, calls = sums.get(kind, (0, 0))
         sums[kind] = (size + entry["bytes"], calls + entry["count"])
@@ -65,7 +65,7 @@ def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
 
 def _formula(view: View) -> list[Section]:
     """A row a run and axis."""
-    entries = [(label, entry) for label, record in _labelled(view) for entry in record.get("traffic") or []]
+    entries = [(label, entry) for label, record in _labelled(view) for entry in record.traffic]
     if not entries:
         return []
     unit = byte_unit([entry[key] for _, entry in entries for key in ("bytes", "formula_bytes")])
@@ -96,7 +96,7 @@ def _sizes(view: View) -> Table | None:
     """How many calls of which size, a row a run, axis and operation."""
     rows = []
     for label, record in _labelled(view):
-        for entry in record.get("communication") or []:
+        for entry in record.communication:
             sizes = {int(size): count for size, count in (entry.get("sizes") or {}).items()}
             if sizes:
                 ends = [bytes_text(size) for size in (min(sizes), _median(sizes), max(sizes))]

@@ -54,7 +54,7 @@ class View:
 
         The baselines of the lines stay what they are in the whole view, though they may not be in this one.
         """
-        rows = [position for position, record in enumerate(self.records) if record["row"]["run_id"] in run_ids]
+        rows = [position for position, record in enumerate(self.records) if record.run_id in run_ids]
         view = replace(self, records=[self.records[position] for position in rows])
         cached = {
             "lines": [self.lines[position] for position in lines],
@@ -66,7 +66,7 @@ class View:
 
 def median_run(line: Record) -> Record:
     """Return the run of a line with the median speed, among those that ended with the line's status."""
-    runs: list[Record] = [run for run in line["runs"] if run["row"]["status"] == line["row"]["status"]]
+    runs = [run for run in line.runs if run.status == line.status]
     return sorted(runs, key=_speed)[(len(runs) - 1) // 2]
 
 
@@ -76,29 +76,29 @@ def truncate(whole: View, most: int) -> View:
         return whole
     fastest: dict[Any, int] = {}
     for position, line in enumerate(whole.lines):
-        best = fastest.setdefault(line["row"].get("strategy"), position)
+        best = fastest.setdefault(line.row.get("strategy"), position)
         if _speed(line) > _speed(whole.lines[best]):
-            fastest[line["row"].get("strategy")] = position
+            fastest[line.row.get("strategy")] = position
     first = list(fastest.values())[:most]
     positions: list[int] = []
     runs = 0
     for position in dict.fromkeys((*first, *range(len(whole.lines)))):
-        runs += len(whole.lines[position]["runs"])
+        runs += len(whole.lines[position].runs)
         if runs > most and positions:
             break
         positions.append(position)
-    run_ids = {run["row"]["run_id"] for position in positions for run in whole.lines[position]["runs"]}
+    run_ids = {run.run_id for position in positions for run in whole.lines[position].runs}
     return whole.part(run_ids, sorted(positions))
 
 
 def _speed(line: Record) -> float:
-    return line["row"].get("tokens_per_second") or 0.0
+    return line.row.get("tokens_per_second") or 0.0
 
 
 def view(folder: Path, loaded: LoadedRecords) -> View:
     """Return the view of one folder, results/NAME."""
-    running = [record["row"]["run_id"] for record in loaded.running]
-    folders = {run_id: folder / run_id for run_id in (record["row"]["run_id"] for record in loaded.records)}
+    running = [record.run_id for record in loaded.running]
+    folders = {run_id: folder / run_id for run_id in (record.run_id for record in loaded.records)}
     return View(folder.resolve().name, loaded.records, loaded.problems, running, folders)
 
 
@@ -116,13 +116,13 @@ def merge_folders(comparisons: Sequence[tuple[Path, LoadedRecords]]) -> View:
     records, problems, running, folders = [], [], [], {}
     for name, (folder, loaded) in zip(names, comparisons, strict=True):
         for record in loaded.records:
-            run_id = f"{name}/{record['row']['run_id']}"
-            folders[run_id] = folder / record["row"]["run_id"]
+            run_id = f"{name}/{record.run_id}"
+            folders[run_id] = folder / record.run_id
             records.append(_rename(record, run_id, name))
         problems += loaded.problems
-        running += [f"{name}/{record['row']['run_id']}" for record in loaded.running]
+        running += [f"{name}/{record.run_id}" for record in loaded.running]
     return View(" + ".join(names), records, problems, running, folders)
 
 
 def _rename(record: Record, run_id: str, name: str) -> Record:
-    return record | {"row": record["row"] | {"run_id": run_id, "name": name}}
+    return record.with_row(run_id=run_id, name=name)

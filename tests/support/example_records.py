@@ -77,17 +77,20 @@ def record_of(row: dict[str, Any]) -> Record:
         {"rank": rank, "peak_allocated_bytes": peak and peak - rank * MIB // 2} for rank in range(row["world_size"])
     ]
     ok = row["status"] == "ok"
-    return {
-        "schema_version": 1,
-        "row": row,
-        "config": {},
-        "layout": {},
-        "ranks": ranks,
-        "environment": {"cpu": "Some CPU | 8 cores"},
-        "versions": versions(),
-        "proof": {"layout": "proven", "loss_bound": 1e-5, "gradient_bound": 1e-4} if ok else {},
-        "communication": communication if sent else [],
-    }
+    return Record.from_json(
+        {
+            "schema_version": 1,
+            "row": row,
+            "config": {},
+            "layout": {},
+            "ranks": ranks,
+            "environment": {"cpu": "Some CPU | 8 cores"},
+            "versions": dict(versions()),
+            "proof": {"layout": "proven", "loss_bound": 1e-5, "gradient_bound": 1e-4} if ok else {},
+            "communication": communication if sent else [],
+            "pipeline": [],
+        }
+    )
 
 
 def records() -> list[Record]:
@@ -119,16 +122,15 @@ def mixed() -> list[Record]:
     for number, (strategy, world) in enumerate(product(axes, (2, 4)), start=1):
         degrees = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "cp", "pp"), 1) | {axes[strategy]: world}
         entry = record_of(row(number, strategy, "torch", 0, world_size=world, **degrees))
-        entry["communication"][0]["axis"] = axes[strategy]
-        entry["pipeline"] = []
+        entry.communication[0]["axis"] = axes[strategy]
         if axes[strategy] == "pp":
-            entry["row"] |= {"bubble": 0.3294, "bubble_formula": (world - 1) / 8}
-            entry["communication"].insert(0, {"operation": "send", "axis": "pp", "bytes": MIB // 2, "count": 16})
-            entry["pipeline"] = [
+            entry.row.update({"bubble": 0.3294, "bubble_formula": (world - 1) / 8})
+            entry.communication.insert(0, {"operation": "send", "axis": "pp", "bytes": MIB // 2, "count": 16})
+            entry.pipeline.extend(
                 {"rank": rank, "stages": [rank, rank + world], "layers": [1, 2], "working_seconds": 0.04 + rank / 1000}
                 | {"idle_seconds": 0.02, "idle_share": 1 / 3, "bubble": 0.5 + rank, "in_flight": world - rank}
                 | {"activation_bytes": (4 - rank) * MIB}
                 for rank in range(world)
-            ]
+            )
         entries.append(entry)
     return entries

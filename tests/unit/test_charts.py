@@ -95,7 +95,8 @@ def record(number: int, strategy: str, gibs: float, tokens_per_second: float, **
         row |= dict.fromkeys((*measured, "tokens_per_second")) | {"last_allocated_bytes": 7 * GIB}
     sent = {"dp_shard": (number * 100.0 * MIB, 250.0 * MIB), "tp": (50.0 * MIB * number, None)}
     traffic = [{"axis": axis, "bytes": size, "formula_bytes": due, "outside": {}} for axis, (size, due) in sent.items()]
-    return {"row": row, "config": {}, "layout": {}, "versions": versions(), "traffic": traffic[: 1 + number % 2]}
+    parts = {"config": {}, "layout": {}, "versions": dict(versions()), "traffic": traffic[: 1 + number % 2]}
+    return Record.from_json({"row": row, **parts})
 
 
 def several() -> list[Record]:
@@ -144,16 +145,14 @@ def hostile() -> list[Record]:
     found = [record(n, f"{n}{HOSTILE}", n + 1.0, 1000.0 * n, checkpointing=HOSTILE) for n in (1, 2, 3)]
     found.append(record(4, f"4{HOSTILE}", 1.0, 1.0, status="error", reason=HOSTILE))
     for entry in found:
-        for part in entry["traffic"]:
+        for part in entry.traffic:
             part["axis"] = HOSTILE + "\ud800"
     return found
 
 
 def with_losses(folder: Path, records: list[Record]) -> View:
     """The view of runs of which all but the second have their steps on file, and the third a broken line too."""
-    found = View(
-        "demo", records, folders={entry["row"]["run_id"]: folder / entry["row"]["run_id"] for entry in records}
-    )
+    found = View("demo", records, folders={entry.row["run_id"]: folder / entry.row["run_id"] for entry in records})
     for at, path in enumerate(found.folders.values()):
         path.mkdir(parents=True)
         steps = [{"step": step, "phase": "timed", "loss": _loss(at, step)} for step in range(5)]
@@ -250,7 +249,7 @@ def title(tree: ElementTree.Element, letter: str) -> str:
 def rows(records: list[Record]) -> dict[str, dict[str, Any]]:
     """Of the lines that are ok, by their label."""
     kinds = {"none": "", "full": " full"}
-    named = {f"{r['row']['strategy']}{kinds[r['row']['checkpointing']]}": r["row"] for r in records}
+    named = {f"{r.row['strategy']}{kinds[r.row['checkpointing']]}": r.row for r in records}
     return {label: row for label, row in named.items() if row["status"] == "ok"}
 
 
@@ -360,7 +359,7 @@ def test_bytes_sent_and_the_formula(trees: dict[str, ElementTree.Element]) -> No
     expected = {
         (f"{label} · {entry['axis']}", entry["axis"]): entry
         for label, row in rows(several()).items()
-        for entry in next(r for r in several() if r["row"]["run_id"] == row["run_id"])["traffic"]
+        for entry in next(r for r in several() if r.row["run_id"] == row["run_id"]).traffic
     }
     bars, ticks = marks(tree, "bar"), marks(tree, "tick")
     sizes = {(bar.said["bar"], bar.said["axis"]): sent(sum(bar.box)) for bar in bars}
@@ -374,7 +373,7 @@ def test_speed_over_ranks_beside_the_ideal(drawn: dict[str, Chart], trees: dict[
     tree = trees["scaling"]
     ranks, speed_of = axis(tree, "X"), axis(tree, "Y")
     found = {(p.run, round(ranks(p.x))): speed_of(p.y) for p in marks(tree, "point")}
-    expected = {(r["row"]["strategy"], r["row"]["world_size"]): r["row"]["tokens_per_second"] for r in growing()}
+    expected = {(r.row["strategy"], r.row["world_size"]): r.row["tokens_per_second"] for r in growing()}
     assert found == pytest.approx(expected, rel=1e-2)
     ideals = [line for line in marks(tree, "line mark") if line.element.attrib.get("stroke-dasharray") == "4,3"]
     assert sorted(speed_of(line.corners[-1][1]) for line in ideals) == pytest.approx([3600, 4000], rel=1e-2)
@@ -591,7 +590,7 @@ def test_of_repeats_the_fullest_and_the_one_in_the_middle_are_drawn() -> None:
         for n, (gib, tokens_per_second) in enumerate(zip(gibs, speeds, strict=True))
     ]
     for entry in records:
-        entry["config"] = {"repeat": entry["row"]["repeat"]}
+        entry.config.update({"repeat": entry.row["repeat"]})
     view = View("demo", records)
     assert len(view.lines) == 1
     peak, step = memory.peak(view), speed.step(view)
@@ -604,8 +603,8 @@ def test_of_repeats_the_fullest_and_the_one_in_the_middle_are_drawn() -> None:
 
 def test_figures_that_are_not_finite_are_unknown() -> None:
     records = [record(1, "ddp", 1.0, 1000.0), record(2, "tp", 2.0, float("inf")), record(3, "cp", 3.0, 10.0)]
-    records[2]["row"]["step_seconds_spread"] = float("inf")
-    records[0]["traffic"][0]["bytes"] = float("nan")
+    records[2].row["step_seconds_spread"] = float("inf")
+    records[0].traffic[0]["bytes"] = float("nan")
     for picture in PICTURES.values():
         found = picture(View("demo", records))
         assert found is None or json.dumps([found.spec, found.table.rows], allow_nan=False)

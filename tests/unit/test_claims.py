@@ -73,7 +73,7 @@ def record_of(strategy: str, /, *overrides: str, **columns: Any) -> Record:
         formula = bubble_ratio(layout, layout.grad_accumulation_steps(config.train))
         row |= {"bubble": 1.1 * formula, "bubble_formula": formula}
     row |= {"predicted_activation_bytes": row["activation_bytes"]}
-    return {"row": row | columns, "config": config.to_dict(), "layout": layout.to_dict()}
+    return Record.from_json({"row": row | columns, "config": config.to_dict(), "layout": layout.to_dict()})
 
 
 def sweep() -> list[Record]:
@@ -124,7 +124,7 @@ def test_claims_hold_and_do_not_when_their_ratio_is_swapped(
     claim = of(claims(records), label, words)
     assert claim.agrees and claim.expected == pytest.approx(expected, rel=2e-3)
     assert limit in claim.limit and claim.source
-    rows = dict(zip(records_frame(records)["label"], (record["row"] for record in records), strict=True))
+    rows = dict(zip(records_frame(records)["label"], (record.row for record in records), strict=True))
     rows[label][column], rows[peer][column] = rows[peer][column], rows[label][column]
     if column == "optimizer_bytes":
         for name in ("parameter_bytes", "gradient_bytes"):
@@ -159,10 +159,10 @@ def test_passes_in_flight_are_the_schedules(strategy: str, passes: int, formula:
 def test_bubbles_are_held_to_a_fifth_and_shared_cores_are_the_reason(strategy: str, formula: float) -> None:
     near = of(claims([record_of(strategy, bubble=1.19 * formula)]), strategy, "bubble")
     assert near.agrees and near.expected == pytest.approx(formula) and not near.reason
-    record = record_of(strategy, bubble=1.21 * formula) | {"environment": {"cores": 2, "threads": 1}}
+    record = dataclasses.replace(record_of(strategy, bubble=1.21 * formula), environment={"cores": 2, "threads": 1})
     far = of(claims([record]), strategy, "bubble")
     assert not far.agrees and far.reason == "sending takes time, and stages are not equal"
-    far = of(claims([record | {"environment": {"cores": 1, "threads": 1}}]), strategy, "bubble")
+    far = of(claims([dataclasses.replace(record, environment={"cores": 1, "threads": 1})]), strategy, "bubble")
     assert "share the processor" in far.reason
     fast = of(claims([record_of(strategy, bubble=0.5 * formula)]), strategy, "bubble")
     assert not fast.agrees and not fast.reason  # no cause known
@@ -230,7 +230,7 @@ def test_the_papers_own_accounting_in_mixed_precision() -> None:
 def test_what_deepspeed_does_otherwise_is_said(engine: str) -> None:
     """Whoever calls it."""
     sent, by = 3 * N * 2, f"strategy.engine={engine}"
-    again_flops = 13 * record_of("zero3", by)["row"]["hardware_flops"] // 10
+    again_flops = 13 * record_of("zero3", by).row["hardware_flops"] // 10
     records = [
         *(record_of("ddp"), record_of("ddp", "checkpointing=full")),
         record_of("zero1", by, optimizer_bytes=6 * N),
@@ -268,29 +268,29 @@ def test_only_a_peer_of_the_same_setting_is_held_against(change: dict[str, Any])
     ddp, zero3 = record_of("ddp"), record_of("zero3")
     assert len(claims([ddp, zero3])) == 2
     other = copy.deepcopy(ddp)
-    other["row"] |= change
+    other.row.update(change)
     assert claims([other, zero3]) == []
     other = copy.deepcopy(ddp)
-    other["config"]["model"]["attention"] = "eager"
+    other.config["model"]["attention"] = "eager"
     assert claims([other, zero3]) == []
 
 
 def test_a_column_that_is_missing_takes_its_claims_alone() -> None:
     every = claims(sweep())
-    for column in {name for record in sweep() for name in record["row"]} - {"run_id", "status"}:
+    for column in {name for record in sweep() for name in record.row} - {"run_id", "status"}:
         records = sweep()
         for record in records:
-            record["row"].pop(column, None)
+            record.row.pop(column, None)
         found = claims(records)
         assert all(claim.agrees for claim in found), column
         assert len(found) <= len(every)
     for part in ("config", "layout"):
-        records = [{key: value for key, value in record.items() if key != part} for record in sweep()]
+        records = [dataclasses.replace(record, **{part: {}}) for record in sweep()]
         found = claims(records)
         assert 0 < len(found) < len(every) and all(claim.agrees for claim in found)
     records = sweep()
     for record in records:
-        record["config"]["model"]["a_key_of_another_version"] = 1
+        record.config["model"]["a_key_of_another_version"] = 1
     assert claims(records) and claims([]) == []
 
 
@@ -315,7 +315,7 @@ def written(part: Callable[[View], list[Section]], records: list[Record]) -> str
 
 def test_the_section_shows_every_claim_and_hostile_names_stay_text() -> None:
     records = [record_of("ddp"), record_of("zero1", optimizer_bytes=6 * N), record_of("fsdp_full_shard")]
-    records[2]["row"]["strategy"] = HOSTILE
+    records[2].row["strategy"] = HOSTILE
     text = written(literature, records)
     assert text.startswith("## The literature beside the measurement\n") and "1 of the 2 that may differ agree" in text
     header, *rows = cells(text)
@@ -365,13 +365,13 @@ def test_lines_are_of_runs_that_are_otherwise_alike() -> None:
     assert written(batches, few[:1]) == written(batches, [record_of("ddp")]) == ""
     for change in ({"status": "oom"}, {"activation_bytes": None}, {"precision": "bf16_mixed"}, {"seq_len": 7}):
         other = copy.deepcopy(few[:2])
-        other[1]["row"] |= change
+        other[1].row.update(change)
         assert written(batches, other) == ""
     other = copy.deepcopy(few[:2])
-    other[1]["config"]["model"]["attention"] = "eager"
+    other[1].config["model"]["attention"] = "eager"
     assert written(batches, other) == ""
     both = [*few, *by_micro_batch("none", 100, 20, precision="bf16_mixed", strategy=HOSTILE)]
-    del both[-1]["row"]["predicted_activation_bytes"]
+    del both[-1].row["predicted_activation_bytes"]
     text = written(batches, both)
     assert "<script" not in text and len(list(cells(text))) == 7
     assert "single none precision fp32: a sequence more in the micro-batch adds 10 B." in text

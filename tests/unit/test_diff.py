@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from harness.cli.report import main
+from harness.cli.diff import main
 from harness.records.schema import Record
 from harness.records.store import write_record
 from tests.support.commands import ROOT
@@ -23,46 +23,48 @@ HOSTILE = "[red]r[/red] \x1b[31mred\x1b[0m\n:smile: | \u202edrow"
 
 def record(number: int, strategy: str, **row: Any) -> Record:
     """An ok run on two ranks, with the configuration of one."""
-    return {
-        "row": {
-            "run_id": f"{number:010x}",
-            "name": "demo",
-            "status": "ok",
-            "reason": "",
-            "model": "tiny",
-            "strategy": strategy,
-            "checkpointing": "none",
-            "precision": "fp32",
-            "world_size": 2,
-            "global_batch": 8,
-            "seq_len": 128,
-            "tokens_per_second": 1000.0,
-            "step_seconds": 1.024,
-            "peak_allocated_bytes": 20 * MIB,
-            "communication_bytes": 4 * MIB,
-            "loss_deviation": 1e-7,
-            "grad_deviation": 2e-6,
-            "repeat": 0,
-            "started_at": f"2026-01-02T03:{number:02d}:00Z",
+    return Record.from_json(
+        {
+            "row": {
+                "run_id": f"{number:010x}",
+                "name": "demo",
+                "status": "ok",
+                "reason": "",
+                "model": "tiny",
+                "strategy": strategy,
+                "checkpointing": "none",
+                "precision": "fp32",
+                "world_size": 2,
+                "global_batch": 8,
+                "seq_len": 128,
+                "tokens_per_second": 1000.0,
+                "step_seconds": 1.024,
+                "peak_allocated_bytes": 20 * MIB,
+                "communication_bytes": 4 * MIB,
+                "loss_deviation": 1e-7,
+                "grad_deviation": 2e-6,
+                "repeat": 0,
+                "started_at": f"2026-01-02T03:{number:02d}:00Z",
+            }
+            | row,
+            "config": {
+                "name": "demo",
+                "results_dir": "results",
+                "model": {"name": "tiny", "hidden_size": 96},
+                "strategy": {"name": strategy, "layers_per_stage": None},
+                "train": {"steps": 10, "lr": 0.001},
+                "data": {"path": None, "cache": "~/.cache"},
+                "tracking": {"mode": "none"},
+                "world_size": None,
+                "timeout_seconds": 1800.0,
+                "hang_seconds": 600.0,
+                "repeat": row.get("repeat", 0),
+            },
+            "environment": {"device_name": "cpu", "cores": 2, "driver": None, "variables": {"OMP_NUM_THREADS": "1"}},
+            "versions": {"torch": "2.13.0", "deepspeed": None, "code": "0123456789ab"},
+            "commit": {"commit": "a" * 40, "dirty": False},
         }
-        | row,
-        "config": {
-            "name": "demo",
-            "results_dir": "results",
-            "model": {"name": "tiny", "hidden_size": 96},
-            "strategy": {"name": strategy, "layers_per_stage": None},
-            "train": {"steps": 10, "lr": 0.001},
-            "data": {"path": None, "cache": "~/.cache"},
-            "tracking": {"mode": "none"},
-            "world_size": None,
-            "timeout_seconds": 1800.0,
-            "hang_seconds": 600.0,
-            "repeat": row.get("repeat", 0),
-        },
-        "environment": {"device_name": "cpu", "cores": 2, "driver": None, "variables": {"OMP_NUM_THREADS": "1"}},
-        "versions": {"torch": "2.13.0", "deepspeed": None, "code": "0123456789ab"},
-        "commit": {"commit": "a" * 40, "dirty": False},
-    }
+    )
 
 
 def compared(tmp_path: Path, first: list[Record], second: list[Record], in_process: bool = True) -> list[str]:
@@ -70,15 +72,15 @@ def compared(tmp_path: Path, first: list[Record], second: list[Record], in_proce
     folders = tmp_path / "one", tmp_path / "two"
     for folder, records in zip(folders, (first, second), strict=True):
         for entry in records:
-            write_record(folder / entry["row"]["run_id"], entry)
+            write_record(folder / entry.row["run_id"], entry)
     before = sorted(tmp_path.rglob("*"))
-    arguments = ["--compare", *map(str, folders)]
+    arguments = [*map(str, folders)]
     if in_process:
         with redirect_stdout(io.StringIO()) as text:
             assert main(arguments) == 0
         printed = text.getvalue()
     else:
-        command = [sys.executable, "-m", "harness.report", *arguments]
+        command = [sys.executable, "-m", "harness", "diff", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0 and not done.stderr, done.stderr
         printed = done.stdout
@@ -102,14 +104,14 @@ def test_every_difference_is_told_and_nothing_else(tmp_path: Path) -> None:
     first = [record(1, "ddp"), record(2, "zero3")]
     second = copy.deepcopy(first)
     for entry in second:
-        entry["row"]["tokens_per_second"] = 1500.0
-        entry["versions"] |= {"torch": "2.14.0", "deepspeed": "0.19.8"}
-        entry["commit"] = {"commit": "b" * 40, "dirty": True}
-        entry["environment"] |= {"cores": 4, "processor": "EPYC", "variables": {"NCCL_DEBUG": "INFO"}}
-        entry["config"] |= {"name": "other", "results_dir": "/elsewhere", "tracking": {"mode": "online"}}
-        entry["config"]["train"] = {"steps": 20, "lr": 0.001}
-        entry["config"]["data"] = {"path": "corpus.txt", "cache": "/tmp/cache"}
-        entry["config"]["strategy"]["offload"] = "none"  # a key of later versions
+        entry.row["tokens_per_second"] = 1500.0
+        entry.versions.update({"torch": "2.14.0", "deepspeed": "0.19.8"})
+        entry.commit.update({"commit": "b" * 40, "dirty": True})
+        entry.environment.update({"cores": 4, "processor": "EPYC", "variables": {"NCCL_DEBUG": "INFO"}})
+        entry.config.update({"name": "other", "results_dir": "/elsewhere", "tracking": {"mode": "online"}})
+        entry.config["train"] = {"steps": 20, "lr": 0.001}
+        entry.config["data"] = {"path": "corpus.txt", "cache": "/tmp/cache"}
+        entry.config["strategy"]["offload"] = "none"  # a key of later versions
     lines = compared(tmp_path, first, second, in_process=False)
     assert [line.rsplit("/", 1)[1] for line in lines[:2]] == ["one, 2 runs", "two, 2 runs"]
     assert section(lines, "Versions") == [
@@ -210,7 +212,7 @@ def test_models_and_strategies_are_never_set_aside(tmp_path: Path) -> None:
     """One row each, so every key is shared: and still they ran another thing."""
     for name, change in (("strategy", {"name": "zero3", "layers_per_stage": None}), ("model", {"name": "7b"})):
         other = record(1, "ddp")
-        other["config"][name] = change
+        other.config[name] = change
         lines = compared(tmp_path / name, [record(1, "ddp")], [other])
         assert "no run of A ran the same as one of B" in lines
         assert any(line.startswith("only in A: ddp") for line in lines)
@@ -219,10 +221,10 @@ def test_models_and_strategies_are_never_set_aside(tmp_path: Path) -> None:
 def test_what_varies_within_a_folder_tells_its_rows_apart(tmp_path: Path) -> None:
     first = [record(n, "ddp", seq_len=length, tokens_per_second=1000.0 * n) for n, length in ((1, 128), (2, 256))]
     for entry in first:
-        entry["config"]["train"] |= {"seq_len": entry["row"]["seq_len"]}
+        entry.config["train"] |= {"seq_len": entry.row["seq_len"]}
     second = copy.deepcopy(first[::-1])
     for entry in second:
-        entry["row"]["tokens_per_second"] *= 3
+        entry.row["tokens_per_second"] *= 3
     lines = compared(tmp_path, first, second)
     found = [line.split() for line in lines if line.startswith("ddp ")]
     assert [line[line.index("ok") :][:4] for line in found] == (
@@ -236,9 +238,9 @@ def test_what_varies_within_a_folder_tells_its_rows_apart(tmp_path: Path) -> Non
 
 def test_hostile_text_is_printed_as_text(tmp_path: Path) -> None:
     hostile = record(1, HOSTILE, status="error", reason=HOSTILE, disturbed=HOSTILE)
-    hostile["environment"] |= {HOSTILE: HOSTILE, "variables": {"CXX": HOSTILE, "LONG": "x" * 300}}
-    hostile["versions"] |= {"torch": HOSTILE}
-    hostile["config"] |= {HOSTILE: HOSTILE}
+    hostile.environment.update({HOSTILE: HOSTILE, "variables": {"CXX": HOSTILE, "LONG": "x" * 300}})
+    hostile.versions.update({"torch": HOSTILE})
+    hostile.config.update({HOSTILE: HOSTILE})
     lines = compared(tmp_path, [record(1, HOSTILE)], [hostile])
     text = "".join(lines)
     assert text.isprintable() and text.count("[red]r[/red]") >= 6 and ":smile:" in text
@@ -249,10 +251,10 @@ def test_folders_without_records_are_one_line_and_exit_2(tmp_path: Path, capsys:
     write_record(tmp_path / "good" / "x", record(1, "ddp"))
     (tmp_path / "empty").mkdir()
     for folders in (("good", "missing"), ("missing", "good"), ("good", "empty"), ("empty", "good")):
-        assert main(["--compare", *(str(tmp_path / name) for name in folders)]) == 2
+        assert main([str(tmp_path / name) for name in folders]) == 2
         out, err = capsys.readouterr()
         assert not out and err.count("\n") == 1 and "results/NAME" in err
-    for wrong in ([], ["--compare", str(tmp_path)], [str(tmp_path), "--compare", str(tmp_path), str(tmp_path)]):
+    for wrong in ([], [str(tmp_path)], [str(tmp_path)] * 3):
         with pytest.raises(SystemExit) as end:
             main(wrong)
         assert end.value.code == 2
@@ -262,9 +264,9 @@ def test_lines_of_one_strategy_are_told_apart(tmp_path: Path) -> None:
     """By columns where they differ in one, else by the keys of their configurations."""
     first = [record(1, "ddp", engine="torch", compile=False), record(2, "ddp", engine="torch", compile=True)]
     first += [record(3, "ddp", engine="accelerate"), record(4, "ddp", engine="accelerate")]
-    first[1]["config"]["train"]["compile"] = True
+    first[1].config["train"]["compile"] = True
     for entry, graph in zip(first[2:], (False, True), strict=True):
-        entry["config"]["strategy"] |= {"engine": "accelerate", "options": {"static_graph": graph}}
+        entry.config["strategy"] |= {"engine": "accelerate", "options": {"static_graph": graph}}
     lines = compared(tmp_path, first, copy.deepcopy(first))
     shown = [line.split("  ")[0] for line in lines if line.startswith("ddp ")]
     assert shown == [

@@ -113,7 +113,7 @@ def test_a_wrong_unit_changes_what_is_said(column: str, factor: float) -> None:
     """The golden sentences stand on every one of these columns."""
     spoiled = example()
     for record in spoiled[3:6] if column == "activation_bytes" else spoiled[9:10]:
-        record["row"][column] = type(record["row"][column])(record["row"][column] * factor)
+        record.row[column] = type(record.row[column])(record.row[column] * factor)
     assert texts(findings(View("example", spoiled))) != SAID
 
 
@@ -143,7 +143,7 @@ def test_settings_are_not_mixed() -> None:
 def test_speeds_of_unknown_spread_are_not_told() -> None:
     entries = example()
     for record in entries:
-        record["row"] |= {"step_seconds_spread": None, "repeat": 0}
+        record.row.update({"step_seconds_spread": None, "repeat": 0})
     entries = [entries[0], entries[3], entries[6], entries[9]]
     said = " ".join(texts(findings(View("unsure", entries))))
     assert "tokens/s" not in said and "speed" not in said and "60 % of ddp's peak" in said
@@ -156,7 +156,7 @@ def test_nothing_to_say_is_no_section_and_one_run_says_nothing_of_others() -> No
         "The peaks predicted for 1 line are off by 10 % in the median and by 10 % at most."
     ]
     assert "Every line is one run" in " ".join(texts(caveats(View("one", example()[:1]))))
-    failed = [record for record in example() if record["row"]["status"] != "ok"]
+    failed = [record for record in example() if record.row["status"] != "ok"]
     assert texts(findings(View("failed", failed))) == [SAID[-1].replace("2 of 6", "2 of 2")]
 
 
@@ -172,7 +172,7 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
     for chosen in itertools.combinations(made, 4):
         view = View("front", chosen)
         text = " ".join(texts(findings(view)))
-        rows = [record["row"] for record in chosen]
+        rows = [record.row for record in chosen]
         kept = [one for one in rows if not any(_beats(other, one) for other in rows)]
         ladder = text.partition("memory allows: ")[2].partition(". In less")[0]
         named = re.findall(r"MiB (s\d)", ladder)
@@ -202,21 +202,21 @@ def test_the_best_is_marked_where_its_lead_exceeds_the_spread() -> None:
     assert "tokens_per_second" not in best(View("close", close))
     peaks = [*line(1, "ddp", "torch", 0, [16000.0] * 2), *line(11, "tp", "torch", 0, [15000.0] * 2)]
     for record, size in zip(peaks, (20, 22, 19, 23), strict=True):  # MiB: the largest of a line stands for it
-        record["row"]["peak_allocated_bytes"] = size * MIB
+        record.row["peak_allocated_bytes"] = size * MIB
     assert "peak_allocated_bytes" not in best(View("peaks", peaks))
 
 
 def test_the_best_is_of_one_setting_and_world_and_never_alone() -> None:
     found = best(View("mixed", mixed()))
     assert all(len(positions) <= 2 for positions in found.values())
-    single = [record for record in records() if record["row"]["strategy"] == "single"]
+    single = [record for record in records() if record.row["strategy"] == "single"]
     assert best(View("alone", single)) == {}
     entries = records()
     assert "tokens_per_second" not in best(View("ten", entries))  # how sure the speeds are is not known
     for record in entries:
-        record["row"]["step_seconds_spread"] = 0.01
+        record.row["step_seconds_spread"] = 0.01
     positions = best(View("ten", entries))["tokens_per_second"]  # 16,000 against 12,345.6
-    assert [entries[position]["row"]["strategy"] for position in positions] == ["ddp"]
+    assert [entries[position].row["strategy"] for position in positions] == ["ddp"]
 
 
 def test_any_column_is_a_pivot() -> None:
@@ -245,7 +245,7 @@ def growing() -> list[Record]:
         if strategy == "ddp" and size == 2:
             changes |= FAILED | {"status": "oom", "reason": "rank 0 in backward: out of memory"}
         made.append(record_of(row(number, strategy, "torch", 0, **changes)))
-        made[-1]["config"] = {"model": {"num_hidden_layers": size}}
+        made[-1].config.update({"model": {"num_hidden_layers": size}})
     return made
 
 
@@ -255,7 +255,7 @@ def test_the_memory_wall_is_the_largest_model_that_ran() -> None:
         "The largest model that ran in 18.00 MiB a rank: 2.0 million parameters with zero3; 1.0 million parameters with"
         " ddp."
     )
-    calm = [record for record in growing() if record["row"]["status"] == "ok"]
+    calm = [record for record in growing() if record.row["status"] == "ok"]
     assert "The largest" not in " ".join(texts(findings(View("calm", calm))))
     picture = memory_wall(View("wall", growing()))
     assert picture is not None and [list(cells) for cells in picture.table.rows] == [
@@ -288,18 +288,18 @@ def test_limits_name_what_would_mislead() -> None:
     assert "Nothing is known of the speed and memory of what did not end well: tp, tp_sp." in told
     entries = example()
     for record in entries:
-        record["environment"] = {"cores": 1}
+        record.environment.update({"cores": 1})
     assert "Up to 2 ranks shared 1 core" in " ".join(texts(caveats(View("crowded", entries))))
-    gpu = [record | {"row": record["row"] | {"measured_on": "NVIDIA H200"}} for record in entries]
+    gpu = [record.with_row(measured_on="NVIDIA H200") for record in entries]
     assert not re.search(r"CPU|shared", " ".join(texts(caveats(View("gpu", gpu)))))
-    entries[0]["row"] |= {"disturbed": "other load", "loss_deviation": None}
+    entries[0].row.update({"disturbed": "other load", "loss_deviation": None})
     told = " ".join(texts(caveats(View("disturbed", entries))))
     assert "Something disturbed the times of ddp" in told
 
 
 def stored(folder: Path, entries: list[Record]) -> Path:
     for entry in entries:
-        write_record(folder / entry["row"]["run_id"], entry)
+        write_record(folder / entry.row["run_id"], entry)
     return folder
 
 
@@ -312,12 +312,12 @@ def test_several_folders_are_one_comparison(tmp_path: Path) -> None:
     for run_id, folder in view.folders.items():
         assert folder == tmp_path / run_id and (folder / "record.json").exists()
     alone = merge_folders([(folders[0], read_all(folders[0]))])
-    assert alone.name == "a" and not any("/" in record["row"]["run_id"] for record in alone.records)
+    assert alone.name == "a" and not any("/" in record.row["run_id"] for record in alone.records)
 
 
 def test_parquet_has_the_rows_of_csv_with_their_types(tmp_path: Path) -> None:
     entries = [*example(), record_of(row(90, HOSTILE, "torch", 0, extra="x", own_bytes=3, mixed=1, compile=True))]
-    entries[0]["row"]["mixed"] = 0.5
+    entries[0].row["mixed"] = 0.5
     rows = rows_of(entries)
     csv = pd.read_csv(write_runs_csv(tmp_path, rows), keep_default_na=False, na_values=[""])
     parquet = pd.read_parquet(write_runs_parquet(tmp_path, rows), dtype_backend="numpy_nullable")

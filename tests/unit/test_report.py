@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from tests.support.tables import printed, terminal_cells
 
 def stored(results_dir: Path, entries: list[Record]) -> Path:
     for record in entries:
-        write_record(results_dir / record["row"]["run_id"], record)
+        write_record(results_dir / record.row["run_id"], record)
     return results_dir
 
 
@@ -170,7 +171,7 @@ def test_no_line_is_wider_than_the_terminal(entries: list[Record], width: int) -
     lines = printed(entries, width)
     assert max(map(cell_len, lines)) <= width
     rows = [line for line in lines if line.split()[0] in ("zero3", "ddp", "single") or line.startswith("fsdp_")]
-    assert len(rows) >= len([entry for entry in entries if entry["row"]["status"] == "ok"])
+    assert len(rows) >= len([entry for entry in entries if entry.row["status"] == "ok"])
 
 
 def test_80_columns_leave_columns_out_and_cut_no_number() -> None:
@@ -279,7 +280,7 @@ def assert_told_apart(entries: list[Record], header: str, cells: list[str], labe
     assert columns_of(entries)[header] == cells
     lines = printed(entries, 120)
     assert max(map(cell_len, lines)) <= 120 and header in " ".join(lines)
-    shown = [line for line in lines if line.startswith(entries[0]["row"]["strategy"] + " ")]
+    shown = [line for line in lines if line.startswith(entries[0].row["strategy"] + " ")]
     assert len(set(shown)) == len(entries) and all(cell in line for cell, line in zip(cells, shown, strict=True))
     found = grids(page("demo", entries, []))
     assert [line[header] for line in found["Comparison"]] == cells
@@ -291,7 +292,7 @@ def test_every_axis_is_a_column_and_tells_rows_apart_alone() -> None:
     other = {str: ("a", "b"), int: (1, 2), float: (0.0, 0.5), bool: (False, True)}
     for name in VARYING.keys() - {"otherwise"}:
         pair = [record_of(row(n, *TORCH) | {name: value}) for n, value in enumerate(other[COLUMN_TYPES[name]])]
-        alike = [entry | {"ranks": []} for entry in pair]
+        alike = [replace(entry, rank_entries=[]) for entry in pair]
         assert len(set(column_values(records_frame(alike), "label"))) == 2 and VARYING[name] in columns_of(alike), name
     config = compose_config("strategy=tp_pp", "checkpointing=every_n", "checkpointing.every=2")
     made = config_columns(config, resolve_layout(config.strategy, 4)).keys()
@@ -309,7 +310,7 @@ def test_what_no_column_has_is_told_by_its_key() -> None:
     """Of rows alike in every column, their configurations; -: has no such key."""
     entries = [record_of(row(n, *TORCH)) for n in range(3)] + [record_of(row(3, "zero1", "deepspeed", 1))]
     for entry, options in zip(entries, ({}, {"static_graph": True}, {"static_graph": False}, {}), strict=True):
-        entry["config"] = {"strategy": {"options": options}, "tracking": {"name": entry["row"]["run_id"]}}
+        entry.config.update({"strategy": {"options": options}, "tracking": {"name": entry.row["run_id"]}})
     told = [f"static_graph={value}" for value in ("-", "True", "False")]
     assert_told_apart(entries[:3], "otherwise", told, [f"ddp {text}" for text in told])
     assert column_values(records_frame(entries), "label")[3] == "zero1"
@@ -331,7 +332,7 @@ def test_one_row_is_still_measured_against_the_baseline_of_all() -> None:
 
 def test_baseline_is_ddp_then_single_then_the_first_and_only_of_the_same_setting() -> None:
     entries = records()
-    by_strategy = {entry["row"]["strategy"]: entry for entry in entries}
+    by_strategy = {entry.row["strategy"]: entry for entry in entries}
 
     def ratio_of(*shown: Record) -> list[float | None]:
         return column_values(records_frame(shown), "peak_allocated_bytes_ratio")
@@ -340,11 +341,11 @@ def test_baseline_is_ddp_then_single_then_the_first_and_only_of_the_same_setting
     assert ratio_of(zero3, ddp, single) == [0.5, 1.0, 1.0]
     assert ratio_of(zero3, single) == [0.5, 1.0]
     assert ratio_of(zero1, zero3) == [1.0, 10 / 18]
-    other_model = record_of(zero3["row"] | {"model": "small", "run_id": "other"})
+    other_model = record_of(zero3.row | {"model": "small", "run_id": "other"})
     assert ratio_of(ddp, other_model) == [1.0, 1.0]
-    dead = record_of(ddp["row"] | {"status": "error"})
+    dead = record_of(ddp.row | {"status": "error"})
     assert ratio_of(zero1, dead, zero3) == [1.0, None, 10 / 18]
-    checkpointed = record_of(ddp["row"] | {"checkpointing": "full", "peak_allocated_bytes": 10 * MIB, "run_id": "full"})
+    checkpointed = record_of(ddp.row | {"checkpointing": "full", "peak_allocated_bytes": 10 * MIB, "run_id": "full"})
     assert ratio_of(checkpointed, ddp) == [0.5, 1.0]
 
 
@@ -456,8 +457,8 @@ def test_what_lies_on_the_host_is_said_beside_the_state_that_it_is_part_of() -> 
     entries = [record_of(row(1, "ddp", "torch", 0)), record_of(row(2, "zero_offload", "deepspeed", 2))]
     without = page("demo", entries, [])
     assert "on the host" not in "".join(grids(without)["Memory"][0]) and "on the host are" not in without
-    entries[0]["row"] |= {"offloaded_bytes": 0, "offloaded_activation_bytes": 3 * MIB}
-    entries[1]["row"] |= {"offloaded_bytes": 8 * MIB}
+    entries[0].row.update({"offloaded_bytes": 0, "offloaded_activation_bytes": 3 * MIB})
+    entries[1].row.update({"offloaded_bytes": 8 * MIB})
     text = page("demo", entries, [])
     memory = grids(text)["Memory"]
     assert [line["state on the host"] for line in memory] == ["0.00", "8.00"]
@@ -477,7 +478,7 @@ def test_skipped_steps_stand_beside_the_proof_where_there_are_any() -> None:
 def test_rows_stale_for_one_reason_share_a_line() -> None:
     old = records()
     for entry in old:
-        entry["versions"] = entry["versions"] | {"code": "0123456789ab"}
+        entry.versions.update({"code": "0123456789ab"})
     assert sum(line.startswith("† stale, code 0123456789ab → ") for line in printed(old, 120)) == 1
     assert page("demo", old, []).split("## Stale rows")[1].split("## ")[0].count("- **") == 1
 
@@ -499,7 +500,7 @@ def test_pivot_of_strategy_and_checkpointing() -> None:
 
 def test_stale_rows_are_flagged() -> None:
     old = records()
-    old[1]["versions"] = old[1]["versions"] | {"torch": "2.10.0"}
+    old[1].versions.update({"torch": "2.10.0"})
     lines, text = printed(old, 120), page("demo", old, [])
     now = versions()["torch"]
     assert terminal_cells(lines, "ddp")[2:4] == ["ok", "†"] and terminal_cells(lines, "zero1")[3] != "†"
@@ -512,8 +513,8 @@ def test_hostile_text_stays_text() -> None:
     hostile = record_of(
         row(1, HOSTILE, "torch", 0, model=HOSTILE, status="error", reason=HOSTILE, checkpointing=HOSTILE)
     )
-    hostile["environment"] = {HOSTILE: HOSTILE}
-    hostile["proof"] = {"layout": HOSTILE}
+    hostile.environment.update({HOSTILE: HOSTILE})
+    hostile.proof.update({"layout": HOSTILE})
     text = page(HOSTILE, [hostile, *records()], [HOSTILE])
     tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text)
     inline = {child.type for token in tokens for child in token.children or []}

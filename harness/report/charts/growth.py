@@ -64,7 +64,7 @@ def memory_wall(view: View) -> Chart | None:
         layers.append(crosses.encode(x=x, y=y, tooltip=gone, color=looks["color"]))
     peaks = format_numbers([line.number("peak_allocated_bytes") if line.ok else None for _, line in pairs], unit)
     rows = [
-        (series.name, str(line.row["status"]), f"{at(line):,.3f}", peak)
+        (series.name, line.status, f"{at(line):,.3f}", peak)
         for (series, line), peak in zip(pairs, peaks, strict=True)
     ]
     header = ["run", "status", "parameters (millions)", f"peak ({unit.name})"]

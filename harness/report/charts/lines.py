@@ -47,14 +47,19 @@ class ChartLine:
     record: Record  # as merged: `runs` are the records it stands for
 
     @property
+    def status(self) -> str:
+        """How the line's runs ended."""
+        return self.record.status
+
+    @property
     def ok(self) -> bool:
         """Whether the line has figures."""
-        return bool(self.row["status"] == "ok")
+        return self.status == "ok"
 
     @property
     def is_repeated(self) -> bool:
         """Whether the line stands for several runs."""
-        return len(self.record.get("runs") or []) > 1
+        return len(self.record.runs) > 1
 
     @property
     def speed(self) -> float | None:
@@ -81,7 +86,7 @@ def chart_lines(view: View) -> list[ChartLine]:
     lines: dict[str, ChartLine] = {}
     labels = column_values(view.line_medians, "label")
     for position, (label, record) in enumerate(zip(labels, view.lines, strict=True)):
-        row = record["row"]
+        row = record.row
         name = sanitize(label)
         name = f"{name} ({row['run_id']})" if name in lines else name
         lines[name] = ChartLine(name, sanitize(row.get("strategy") or ""), position, row, record)
@@ -114,19 +119,18 @@ def median_record(line: ChartLine) -> Record:
     The parts of a step add up within one run only.
     """
     runs = _runs_with_same_status(line)
-    return sorted(runs, key=lambda run: finite_number(run["row"].get("tokens_per_second")) or 0.0)[(len(runs) - 1) // 2]
+    return sorted(runs, key=lambda run: finite_number(run.row.get("tokens_per_second")) or 0.0)[(len(runs) - 1) // 2]
 
 
 def peak_record(line: ChartLine) -> Record:
     """Return the record of the repeat with the largest peak."""
     return max(
-        _runs_with_same_status(line), key=lambda run: finite_number(run["row"].get("peak_allocated_bytes")) or 0.0
+        _runs_with_same_status(line), key=lambda run: finite_number(run.row.get("peak_allocated_bytes")) or 0.0
     )
 
 
 def _runs_with_same_status(line: ChartLine) -> list[Record]:
-    runs: list[Record] = line.record.get("runs") or []
-    return [run for run in runs if run["row"]["status"] == line.row["status"]] or [line.record]
+    return [run for run in line.record.runs if run.status == line.status] or [line.record]
 
 
 def part_data(line: ChartLine, row: Row, names: Mapping[str, str], size: float) -> list[Datum]:
@@ -153,12 +157,12 @@ def failure_marks(lines: Sequence[ChartLine]) -> list[Datum]:
 
 def _end_text(line: ChartLine) -> str:
     allocated = line.number("last_allocated_bytes")
-    return f"{line.row['status']}" + (f", last seen at {bytes_text(allocated)}" if allocated else "")
+    return f"{line.status}" + (f", last seen at {bytes_text(allocated)}" if allocated else "")
 
 
 def failure_text(lines: Sequence[ChartLine]) -> str:
     """Return a sentence on the lines that are not ok, with a space before it; empty if there are none."""
-    failed = [f"{line.label} ({line.row['status']})" for line in lines if not line.ok]
+    failed = [f"{line.label} ({line.status})" for line in lines if not line.ok]
     return f" Without figures: {', '.join(failed)}." if failed else ""
 
 

@@ -75,7 +75,7 @@ def _beside(value: float, limits: Sequence[float], room: float) -> float:
 
 def _segments(line: ChartLine, size: float) -> list[Datum]:
     """The parts of a peak, or the peak as one where they are not known."""
-    row = peak_record(line)["row"]
+    row = peak_record(line).row
     parts = part_data(line, row, _AT_PEAK, size)
     whole = part_data(line, row, {"peak_allocated_bytes": _UNDIVIDED}, size)
     return parts or whole
@@ -109,7 +109,7 @@ def _peak_table(drawn: Sequence[ChartLine], names: Sequence[str], unit: Unit) ->
         parts = {d["part"]: d["exact"] for d in _segments(line, unit.size)} if line.ok else {}
         sizes = [parts.get(name) for name in names]
         sizes += [line.number("peak_allocated_bytes") if line.ok else None, line.number("memory_limit_bytes")]
-        rows.append((line.label, str(line.row["status"]), *format_numbers(sizes, unit)))
+        rows.append((line.label, line.status, *format_numbers(sizes, unit)))
     header = ["run", "status", *(f"{name} ({unit.name})" for name in (*names, "peak", "limit"))]
     return value_table(header, rows, [line.strategy for line in drawn], 2)
 

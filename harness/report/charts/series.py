@@ -62,7 +62,7 @@ def by_micro_batch(lines: Sequence[ChartLine]) -> list[Series]:
 
 def by_parameters(lines: Sequence[ChartLine]) -> list[Series]:
     """Return peak memory over the model's size; lines that ran out of memory are points too."""
-    known = [line for line in lines if line.row["status"] in ("ok", "oom") and line.number("parameters")]
+    known = [line for line in lines if line.status in ("ok", "oom") and line.number("parameters")]
     return _group(known, "parameters", _SIZES)
 
 
@@ -70,7 +70,7 @@ def _group(lines: Sequence[ChartLine], name: str, free: Sequence[str]) -> list[S
     """Return the series over a column with more than one point; of lines at the same point the first is taken."""
     groups: dict[tuple[Any, ...], dict[float, ChartLine]] = {}
     for line in lines:
-        key = curve_key(line.row, line.record.get("config") or {}, free)
+        key = curve_key(line.row, line.record.config, free)
         groups.setdefault(key, {}).setdefault(line.number(name) or 0.0, line)
     curves = {key: [points[value] for value in sorted(points)] for key, points in groups.items() if len(points) > 1}
     names = _names(list(curves), curve_columns(free))
@@ -103,7 +103,7 @@ def _names(keys: Sequence[tuple[Any, ...]], columns: Sequence[str]) -> list[str]
 
 def step_losses(view: View, line: ChartLine) -> list[tuple[int, float, str]]:
     """Return step, loss and phase of a line's median run from its steps.jsonl; empty if there is no such file."""
-    folder = view.folders.get(median_record(line)["row"]["run_id"])
+    folder = view.folders.get(median_record(line).row["run_id"])
     return list(_read_losses(folder / "steps.jsonl")) if folder else []
 
 

@@ -69,7 +69,7 @@ def throughput(view: View) -> Chart | None:
     rows = [
         (
             line.label,
-            str(line.row["status"]),
+            line.status,
             *format_numbers([line.speed], ONE),
             *format_percents([finite_number(spread(line.row))]),
         )
@@ -118,14 +118,14 @@ def step(view: View) -> Chart | None:
     for line in drawn:
         parts = {datum["part"]: datum["exact"] for datum in _step_parts(line)}
         sizes = [*(parts.get(name) for name in names), totals.get(line.label)]
-        rows.append((line.label, str(line.row["status"]), *format_numbers(sizes, MILLISECONDS)))
+        rows.append((line.label, line.status, *format_numbers(sizes, MILLISECONDS)))
     header = ["run", "status", *(f"{name} (ms)" for name in names), "step (ms)"]
     table = value_table(header, rows, [line.strategy for line in drawn], 2)
     return Chart("step", "Where the time of a step goes", said, marks.bars(layers, said, len(drawn)), table)
 
 
 def _step_parts(line: ChartLine) -> list[Datum]:
-    return part_data(line, median_record(line)["row"], STEP_PARTS, MILLISECONDS.size) if line.ok else []
+    return part_data(line, median_record(line).row, STEP_PARTS, MILLISECONDS.size) if line.ok else []
 
 
 def scaling(view: View) -> Chart | None:

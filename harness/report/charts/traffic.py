@@ -85,6 +85,6 @@ def _entries(line: ChartLine) -> list[tuple[str, float, float | None]]:
     """Axis, bytes, and the formula's."""
     return [
         (sanitize(entry.get("axis") or ""), sent, finite_number(entry.get("formula_bytes")))
-        for entry in median_record(line).get("traffic") or []
+        for entry in median_record(line).traffic
         if (sent := finite_number(entry.get("bytes"))) is not None
     ]
