@@ -1,4 +1,4 @@
-"""The command words."""
+"""The command words of `harness COMMAND`."""
 
 # Every command word, with the module whose main(arguments) runs it and one line of help.
 COMMANDS = {

@@ -1,4 +1,4 @@
-"""What the commands about recorded runs share: reading one comparison, and preparing the terminal."""
+"""The parts that commands about recorded runs share: reading a comparison, and preparing the terminal."""
 
 import gc
 import sys
@@ -10,17 +10,18 @@ from harness.util.text import sanitize
 
 
 def read_comparison(results_dir: Path) -> LoadedRecords:
-    found = read_all(results_dir)
-    if not found.records:
-        why = f"; {found.problems[0]}" if found.problems else ": name the folder of one comparison, results/NAME"
-        raise UserError(f"{results_dir} holds no readable record of a run{why}")
-    for problem in found.problems:
+    """Return the records of a comparison, and print which could not be read. Raises UserError if there is none."""
+    loaded = read_all(results_dir)
+    if not loaded.records:
+        hint = f"; {loaded.problems[0]}" if loaded.problems else ": name the folder of one comparison, results/NAME"
+        raise UserError(f"{results_dir} holds no readable record of a run{hint}")
+    for problem in loaded.problems:
         print(f"skipped: {sanitize(problem)}", file=sys.stderr)
-    return found
+    return loaded
 
 
 def prepare_output() -> None:
-    """Prepare this process for a report: any terminal gets its table, and no collector walks thousands of records."""
+    """Let any terminal show the table, and keep the garbage collector from walking thousands of records."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    gc.disable()  # nothing of what is read is garbage before the command ends
+    gc.disable()  # nothing that is read becomes garbage before the command ends

@@ -1,4 +1,4 @@
-"""harness diff results/A results/B: what changed between two comparisons, in the terminal alone."""
+"""harness diff results/A results/B: what changed between two comparisons, shown in the terminal."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,7 +11,10 @@ from harness.util.errors import run_command
 
 
 def diff(first: Path, second: Path) -> None:
-    """Print what changed from the first directory's runs to the second's. Raises UserError as report() does."""
+    """Print what changed from the first folder's runs to the second's.
+
+    Raises UserError for a folder without a single readable run.
+    """
     before, after = read_comparison(first).records, read_comparison(second).records
     print_comparison((str(first), str(second)), before, after, terminal())
 
@@ -20,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `harness diff` and return its exit status."""
     about = "Show what changed from one comparison to another: runs, figures, versions and machine."
     parser = argparse.ArgumentParser(prog="harness diff", description=about)
-    for which in ("A", "B"):
-        parser.add_argument(which, type=Path, metavar=f"results/{which}", help="the folder of one comparison")
-    chosen = parser.parse_args(arguments)
+    for name in ("A", "B"):
+        parser.add_argument(name, type=Path, metavar=f"results/{name}", help="the folder of one comparison")
+    options = parser.parse_args(arguments)
     prepare_output()
-    return run_command(lambda: diff(chosen.A, chosen.B))
+    return run_command(lambda: diff(options.A, options.B))

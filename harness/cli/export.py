@@ -1,4 +1,4 @@
-"""harness export results/NAME/RUN: the run's layout for other launchers and libraries, to take home."""
+"""harness export results/NAME/RUN: a run's layout as scripts and configuration for other launchers and libraries."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,9 +9,12 @@ from harness.util.errors import run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    about = "A recorded run as configuration of Accelerate, DeepSpeed and torchrun, with a script that trains alike."
+    """Run `harness export` and return its exit status."""
+    about = (
+        "Write a recorded run as configuration of Accelerate, DeepSpeed and torchrun, with a script that trains alike."
+    )
     parser = argparse.ArgumentParser(prog="harness export", description=about)
     parser.add_argument("run", type=Path, metavar="results/NAME/RUN", help="the folder of one run")
     parser.add_argument("--to", type=Path, metavar="DIR", help="where to write instead of RUN/export")
-    chosen = parser.parse_args(arguments)
-    return run_command(lambda: write_files(chosen.run, chosen.to))
+    options = parser.parse_args(arguments)
+    return run_command(lambda: write_files(options.run, options.to))

@@ -1,4 +1,4 @@
-"""harness ls strategies|models|clusters|sweeps: list what there is, with one line about each."""
+"""harness ls strategies|models|clusters|sweeps: the names that a group has, with one line about each."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +15,14 @@ Describe = Callable[[dict[str, Any], str], str]
 
 
 def about_model(values: dict[str, Any], comment: str) -> str:
-    """Return family, size and source of a model file."""
+    """Return the family, size and source of a model."""
     if values.get("family") == "hf":
         return comment
     return f"{values['family']}, {values['parameters'] / 1e6:,.1f} million parameters; {values['source']}"
 
 
 def about_strategy(values: dict[str, Any], comment: str) -> str:
-    """Return the comment of a strategy file, or its keys where it has none."""
+    """Return the comment of a strategy's file, or its keys if it has none."""
     keys = ", ".join(f"{key}={value}" for key, value in values.items() if key != "name")
     return comment or keys or "one process"
 
@@ -57,9 +57,9 @@ def listing(kind: str) -> Iterator[str]:
     Raises UserError for a file that cannot be read.
     """
     files, describe = LISTS[kind]
-    found = files()
-    width = max((len(name) for name in found), default=0)
-    for name, path in found.items():
+    paths = files()
+    width = max((len(name) for name in paths), default=0)
+    for name, path in paths.items():
         try:
             text = path.read_text()
             about = describe(yaml.safe_load(text) or {}, first_sentence(text))
@@ -72,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `harness ls` and return its exit status."""
     parser = argparse.ArgumentParser(prog="harness ls", description="List what can be chosen on the command line.")
     parser.add_argument("kind", choices=list(LISTS))
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
 
     def show() -> None:
-        for line in listing(chosen.kind):
+        for line in listing(options.kind):
             print(sanitize(line))
 
     return run_command(show)

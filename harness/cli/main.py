@@ -1,4 +1,4 @@
-"""Decide by the first argument which command to run; nothing heavy is imported before that."""
+"""The entry of the command line: the first argument decides which command runs, and what is imported for it."""
 
 import importlib
 import signal
@@ -14,23 +14,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The first argument is a command word, `--help` or `--version`; anything else is an override of the configuration,
     and runs. Without arguments the help is shown and nothing is trained.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends them without a traceback
         interruptible = True
     else:
         interruptible = False
-    if not given or given[0] in ("-h", "--help", "help"):
+    if not words or words[0] in ("-h", "--help", "help"):
         from harness.cli.help import help_text
 
         print(help_text())
         return 0
-    if given[0] == "--version":
+    if words[0] == "--version":
         from harness import __version__
 
         print(f"harness {__version__}")
         return 0
-    name, rest = (COMMANDS[given[0]][0], given[1:]) if given[0] in COMMANDS else ("harness.cli.run", given)
+    name, rest = (COMMANDS[words[0]][0], words[1:]) if words[0] in COMMANDS else ("harness.cli.run", words)
     module = importlib.import_module(name)
     if interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""harness report results/NAME [more]: the table in the terminal, runs.csv, runs.parquet, report.md and .html."""
+"""harness report results/NAME ...: the table in the terminal, and runs.csv, runs.parquet, report.md and report.html."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,21 +15,22 @@ from harness.util.errors import UserError, run_command
 
 
 def report(folders: Sequence[Path], to: Path | None, pivot: str | None, fits_in: str | None) -> None:
-    """Print the table of all folders' runs and write the report: beside one folder's records, of several to `to`.
+    """Print the table of all folders' runs and write their report.
 
-    Raises UserError for a folder without a single readable run, and for a pivot that is no column.
+    It goes to the folder `to`, or else into the only folder, or for several into a folder beside the first that has
+    all their names. Raises UserError for a folder without a single readable run, and for a pivot that is no column.
     """
     limit = None if fits_in is None else parse_bytes(fits_in, "--fits-in")
     view = merge_folders([(folder, read_comparison(folder)) for folder in folders])
     if pivot is not None and pivot not in view.table:
-        raise UserError(f"--pivot={pivot} is no column of these runs: choose one that runs.csv has, such as world_size")
+        raise UserError(f"--pivot={pivot} is not a column of these runs: choose one of runs.csv, such as world_size")
     console = terminal()
     print_table(view, console)
-    where = to or (
+    target = to or (
         folders[0] if len(folders) == 1 else folders[0].parent / "+".join(folder.resolve().name for folder in folders)
     )
-    where.mkdir(parents=True, exist_ok=True)
-    for path in write_files(where, view, pivot, limit):
+    target.mkdir(parents=True, exist_ok=True)
+    for path in write_files(target, view, pivot, limit):
         console.print(Text(str(path)), soft_wrap=True)
 
 
@@ -41,6 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, metavar="results/NAME", help="where to write; otherwise beside the records")
     parser.add_argument("--pivot", metavar="COLUMN", help="a table of strategies against this column of runs.csv")
     parser.add_argument("--fits-in", metavar="SIZE", help="recommend what is fastest in so much memory, such as 24GiB")
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     prepare_output()
-    return run_command(lambda: report(chosen.folders, chosen.to, chosen.pivot, chosen.fits_in))
+    return run_command(lambda: report(options.folders, options.to, options.pivot, options.fits_in))

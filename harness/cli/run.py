@@ -1,4 +1,4 @@
-"""One command: its combinations collected, then run as one sweep, each shown while it works, their table at the end."""
+"""The command that runs: its combinations are composed, run as one sweep, shown, and compared in a table."""
 
 import os
 import sys
@@ -15,10 +15,12 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from harness.config.command import merge_values
 from harness.config.hydra import register_resolvers, to_container
 from harness.config.locations import PACKAGED_CONF
 from harness.config.overrides import composition_error, expand_repeats, normalize_overrides
-from harness.records.run_folder import comparison_folder
+from harness.config.validation import require_one_of
+from harness.records.run_folder import ComparisonFolder, comparison_folder
 from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
 from harness.records.store import read_all
@@ -27,163 +29,171 @@ from harness.report.view import View, view
 from harness.runner.rejected import write_rejected
 from harness.runner.resolve import load_model_presets
 from harness.runner.reuse import ensure_writable
-from harness.sweep import command_file, stop_after
+from harness.sweep.command_file import PlannedRun, register_command
 from harness.sweep.display import ProgressDisplay
 from harness.sweep.executors.base import Executor
 from harness.sweep.executors.parallel import ParallelExecutor
 from harness.sweep.executors.sequential import SequentialExecutor
 from harness.sweep.queued_run import QueuedRun, deduplicate_and_sort
 from harness.sweep.scheduler import Scheduler
-from harness.sweep.slurm import executor, plugin
+from harness.sweep.slurm import plugin
+from harness.sweep.slurm.executor import SlurmExecutor, write_scripts
+from harness.sweep.stop_after import parse_stop_after
+from harness.tracking.base import tracker_names
 from harness.tracking.client import TrackingClient
 from harness.util.errors import UserError, os_error_text
 from harness.util.text import one_line
 
+SWEEP_STATUSES = {"ok", "oom", "refused"}  # results of a sweep; any other status is a failure
+
 
 class RunCommand:
-    """What the jobs of one command share. Hydra calls job() for each of them, in this process; then comes go()."""
+    """One command that runs. Hydra calls on_composed() for each combination; then follow execute() and finish()."""
 
     def __init__(self) -> None:
         self.requested: list[dict[str, Any]] = []  # the values of every combination
-        self.queue: dict[str, Any] = {}  # the keys of hydra/launcher
+        self.launcher: dict[str, Any] = {}  # the keys of hydra.launcher
         self.scripts: list[Path] = []  # to submit by hand
         self.records: list[Record] = []
-        self.folder: Path | None = None
+        self.comparison: ComparisonFolder | None = None
         self.is_sweep = False
-        self.user_error: str | None = None  # kept, not raised: Hydra would add lines of its own to it
+        self.user_error: str | None = None  # kept instead of raised: Hydra would add lines of its own to it
         self.display = ProgressDisplay(self.on_ranks_starting)
         self.tracking_client = TrackingClient(self.display.print_line)
-        self.started_folders: set[Path] = set()  # runs of which tracking knows, by their folders
+        self.started_folders: set[Path] = set()  # of runs that the tracker knows
 
     def on_composed(self, composed: Any) -> None:
-        """One combination, kept for later: which comes first depends on all of them."""
+        """Keep one combination for later: all of them must be known before the first is chosen."""
         hydra_config = HydraConfig.get()
         self.is_sweep = hydra_config.mode == RunMode.MULTIRUN
         if self.user_error is not None:
             return
         try:
             values = to_container(composed)
-            if not self.is_sweep:  # who asks for one run wants it tried
+            if not self.is_sweep:  # whoever runs a single configuration wants it tried
                 values["sweep"] |= {"skip_dominated": False}
-            self.queue = to_container(hydra_config.launcher)
-            self.folder = comparison_folder(values)
+            self.launcher = to_container(hydra_config.launcher)
+            self.comparison = ComparisonFolder(comparison_folder(values))
             self.requested.append(values)
             self.display.show_composed(len(self.requested))
         except UserError as error:
             self.user_error = str(error)
 
     def execute(self) -> None:
-        """Runs them. Raises UserError for a mistake that is no row."""
+        """Make all runs, or write their batch scripts. Raises UserError for a mistake that is not a row."""
         if self.user_error is not None:
             raise UserError(self.user_error)
         if not self.requested:  # Hydra was asked for something else, such as --cfg job
             return
-        limits = stop_after.parse_stop_after(self.requested[0]["stop_after"])
-        chosen = self.select_executor()
-        runs_in_order = deduplicate_and_sort(self.plan_runs(chosen))
-        if isinstance(chosen, executor.SlurmExecutor) and self.requested[0]["launch"] == "script":
-            self.scripts = executor.write_scripts(chosen, runs_in_order)
+        self.check_trackers()
+        limits = parse_stop_after(self.requested[0]["stop_after"])
+        executor = self.select_executor()
+        runs = deduplicate_and_sort(self.plan_runs(executor))
+        if isinstance(executor, SlurmExecutor) and not executor.resources.submit:
+            self.scripts = write_scripts(executor, runs)
             return
-        self.display.set_queue(runs_in_order, chosen.max_parallel)
-        with ExitStack() as shown:
-            shown.callback(self.display.close)
-            for folder in dict.fromkeys(item.folder for item in runs_in_order):
-                ensure_writable(folder)
-                runs = [
-                    command_file.PlannedRun(item.name, item.cost) for item in runs_in_order if item.folder == folder
-                ]
-                shown.enter_context(command_file.register_command(folder, runs, chosen.max_parallel))
-            Scheduler(chosen, self, limits, runs_in_order).run()
+        self.display.set_queue(runs, executor.max_parallel)
+        with ExitStack() as stack:
+            stack.callback(self.display.close)
+            for comparison in dict.fromkeys(run.comparison for run in runs):
+                ensure_writable(comparison)
+                planned = [PlannedRun(run.name, run.cost) for run in runs if run.comparison == comparison]
+                stack.enter_context(register_command(comparison, planned, executor.max_parallel))
+            Scheduler(executor, self, limits, runs).run()
+
+    def check_trackers(self) -> None:
+        """Raise UserError unless every combination's tracker is known."""
+        for name in {values["tracking"]["name"]: None for values in self.requested}:
+            require_one_of("tracking", name, ("none", *tracker_names()))
 
     def select_executor(self) -> Executor:
-        """Where the runs are made."""
-        if plugin.is_selected(self.queue) or self.requested[0]["launch"] == "script":
-            return executor.SlurmExecutor(self.queue, self.display)
+        """Return the executor that makes the runs."""
+        if plugin.is_selected(self.launcher):
+            return SlurmExecutor(self.launcher, self.display)
         parallel = self.requested[0]["sweep"]["parallel"]
         if parallel == 1:
             return SequentialExecutor(load_model_presets(), self.display)
         return ParallelExecutor(parallel, load_model_presets(), self.display)
 
-    def plan_runs(self, place: Executor) -> list[QueuedRun]:
-        """Every run of every combination. What is impossible is a row of a sweep at once, alone a mistake."""
-        items = []
+    def plan_runs(self, executor: Executor) -> list[QueuedRun]:
+        """Return the runs of all combinations; in a sweep, an impossible one becomes a row here.
+
+        Raises UserError for an impossible single run.
+        """
+        runs = []
         self.display.total = sum(len(expand_repeats(values)) for values in self.requested)
-        for values in self.requested:
-            for turn, one in enumerate(expand_repeats(values)):
+        for combination in self.requested:
+            for repeat_index, values in enumerate(expand_repeats(combination)):
                 try:
-                    items.append(place.plan_item(one, turn))
+                    runs.append(executor.plan_run(values, repeat_index))
                 except UserError as error:
                     if not self.is_sweep:
                         raise
-                    record = write_rejected(one, str(error))
-                    self.records.append(record)
-                    self.display.run_rejected(record)
-                    self.tracking_client.finish_run(one["tracking"], comparison_folder(one) / record["row"]["run_id"])
-        return items
+                    self.record_rejected(values, str(error))
+        return runs
 
-    def on_started(self, item: QueuedRun) -> None:
-        self.display.run_started(item)
-
-    def on_record(self, item: QueuedRun, record: Record, is_new: bool) -> None:
-        """A run has its record: made now, or on file."""
+    def record_rejected(self, values: dict[str, Any], reason: str) -> None:
+        """Write the row of an impossible combination, and show and track it."""
+        record = write_rejected(values, reason)
         self.records.append(record)
-        self.display.run_ended(item, record, is_new)
-        run_dir = item.folder / record["row"]["run_id"]
-        if is_new or run_dir in self.started_folders:  # else an earlier command has handed it over
-            self.tracking_client.finish_run(record["config"]["tracking"], run_dir)
+        self.display.run_rejected(record)
+        self.tracking_client.finish_run(values["tracking"], comparison_folder(values) / record.run_id)
 
-    def on_ranks_starting(self, item: QueuedRun, run_dir: Path) -> None:
-        """The ranks of a run are being started; its folder is there, and nothing of an earlier one."""
+    def on_started(self, run: QueuedRun) -> None:
+        """Show that a run is started."""
+        self.display.run_started(run)
+
+    def on_record(self, run: QueuedRun, record: Record, is_new: bool) -> None:
+        """Show and track a run's record. One that an earlier command made is tracked already."""
+        self.records.append(record)
+        self.display.run_ended(run, record, is_new)
+        run_dir = run.comparison.run(record.run_id).path
+        if is_new or run_dir in self.started_folders:
+            self.tracking_client.finish_run(record.config["tracking"], run_dir)
+
+    def on_ranks_starting(self, run: QueuedRun, run_dir: Path) -> None:
+        """Track a run whose ranks are being started; its folder exists, and has nothing of an earlier attempt."""
         self.started_folders.add(run_dir)
-        config = item.config.to_dict()
+        config = merge_values(run.config, run.command)
         self.tracking_client.start_run(config["tracking"], run_dir, config)
 
     def log(self, line: str) -> None:
+        """Print a line about the sweep."""
         self.display.print_line(line)
 
     def finish(self) -> int:
-        """Prints the table of this command's runs and writes the report of the whole folder; the exit status."""
-        if self.records and self.folder is not None:
-            seen = view(self.folder, read_all(self.folder))
-            print_table(seen, terminal(), [record["row"]["run_id"] for record in self.records])
-            for path in self.files(seen):
+        """Print the table of this command's runs, write the comparison's files, and return the exit status."""
+        if self.records and self.comparison is not None:
+            shown = view(self.comparison.path, read_all(self.comparison.path))
+            print_table(shown, terminal(), [record.run_id for record in self.records])
+            for path in self.write_files(self.comparison, shown):
                 print(path)
             if self.is_sweep or len(self.records) > 1:
-                self.tracking_client.log_table(self.records[-1]["config"]["tracking"], self.folder)
+                self.tracking_client.log_table(self.records[-1].config["tracking"], self.comparison.path)
         self.tracking_client.close()
         for path in self.scripts:
             print(f"sbatch {path}")
-        statuses = {record["row"]["status"] for record in self.records}
-        acceptable = {"ok", "oom", "refused"} if self.is_sweep else {"ok"}
-        return 0 if statuses <= acceptable else 1
+        statuses = {record.status for record in self.records}
+        return 0 if statuses <= (SWEEP_STATUSES if self.is_sweep else {"ok"}) else 1
 
-    def files(self, seen: View) -> list[Path]:
-        """A sweep ends with the whole report, a single run with its row: drawing takes seconds."""
-        assert self.folder is not None
+    def write_files(self, comparison: ComparisonFolder, shown: View) -> list[Path]:
+        """Write the report of a sweep, whose figures take seconds to draw, or after a single run only runs.csv."""
         if not self.is_sweep:
-            return [write_runs_csv(self.folder, rows_of(seen.records))]
+            return [write_runs_csv(comparison.path, rows_of(shown.records))]
         from harness.report.files import write_files
 
-        return write_files(self.folder, seen)
-
-    def reject(self, mistake: str) -> int:
-        print(one_line(mistake), file=sys.stderr)
-        return 2
-
-    def interrupted(self) -> int:
-        self.finish()
-        return 130
+        return write_files(comparison.path, shown)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run what the overrides describe.
 
-    Return 0 if all runs are ok or refused as measured, 1 for a failure among the rows, 2 for a mistake in the command,
-    130 if interrupted.
+    Return 0 if every run is ok, or in a sweep also out of memory or refused; 1 if there is any other row; 2 for a
+    mistake in the command; 130 if it was interrupted.
     """
     command = RunCommand()
-    before, sys.argv = sys.argv, ["harness", *normalize_overrides(arguments)]  # Hydra reads the process's arguments
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors to us instead of printing them its own way
+    previous, sys.argv = sys.argv, ["harness", *normalize_overrides(arguments)]  # Hydra reads the process's arguments
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them its own way
     register_resolvers()
     plugin.register_launcher()
     try:
@@ -193,12 +203,19 @@ def main(arguments: Sequence[str]) -> int:
         command.execute()
         return command.finish()
     except (HydraException, OmegaConfBaseException) as error:
-        return command.reject(composition_error(error))
+        return report_mistake(composition_error(error))
     except UserError as error:
-        return command.reject(str(error))
+        return report_mistake(str(error))
     except OSError as error:  # a disk that is full, or was made read-only meanwhile
-        return command.reject(os_error_text(error))
+        return report_mistake(os_error_text(error))
     except KeyboardInterrupt:
-        return command.interrupted()
+        command.finish()
+        return 130
     finally:
-        sys.argv = before
+        sys.argv = previous
+
+
+def report_mistake(message: str) -> int:
+    """Print a mistake in the command as one line and return its exit status."""
+    print(one_line(message), file=sys.stderr)
+    return 2

@@ -1,48 +1,65 @@
-"""What makes two runs the same: which parts of a configuration affect a run's result, and their hash."""
+"""The identity of a run: which parts of a configuration affect its result, and their hash."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 from harness.config.byte_size import parse_bytes
+from harness.config.command import COMMAND_KEYS
 from harness.config.schema import RunConfig
 from harness.util.errors import UserError
 
-# What names, places and watches a run without changing its result: not part of its identity.
-_NOT_IDENTITY = (
-    *("name", "results_dir", "tracking", "timeout_seconds", "hang_seconds", "preflight", "force", "proof"),
-    *("repeats", "measure", "sweep", "retry", "stop_after", "launch"),
-)
 
-_NOT_IDENTITY_OF = {"data": ("cache",), "cluster": ("name", "partition", "account", "time"), "model": ("path",)}
+def _keys_without_identity() -> dict[str, tuple[str, ...]]:
+    """Return the keys of each group whose fields say that they are no part of a run's identity."""
+    groups = {name: cls for name, cls in get_type_hints(RunConfig).items() if dataclasses.is_dataclass(cls)}
+    return {
+        group: tuple(entry.name for entry in dataclasses.fields(cls) if not entry.metadata.get("identity", True))
+        for group, cls in groups.items()
+    }
+
+
+_NO_IDENTITY = _keys_without_identity()
 
 
 def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a configuration in plain values, groups missing or not, what affects a run's result."""
-    kept = {key: value for key, value in values.items() if key not in _NOT_IDENTITY}
-    for group, names in _NOT_IDENTITY_OF.items():
-        if isinstance(kept.get(group), Mapping):
-            kept[group] = {key: value for key, value in kept[group].items() if key not in names}
-    if isinstance(kept.get("cluster"), Mapping):
-        kept["cluster"] = normalize_memory_budget(kept["cluster"])
-    return kept
+    """Return the keys of a plain config dict that affect a run's result. Groups may be missing.
+
+    A `launch` of real processes is left out, so that runs have the identity they had before there was the key.
+    """
+    affecting = {key: value for key, value in values.items() if key not in COMMAND_KEYS}
+    if affecting.get("launch") in ("processes", "script"):  # old records may say that a script was written
+        del affecting["launch"]
+    for group, names in _NO_IDENTITY.items():
+        if isinstance(affecting.get(group), Mapping):
+            affecting[group] = {key: value for key, value in affecting[group].items() if key not in names}
+    if isinstance(affecting.get("cluster"), Mapping):
+        affecting["cluster"] = normalize_memory_budget(affecting["cluster"])
+    return affecting
 
 
 def normalize_memory_budget(cluster: Mapping[str, Any]) -> dict[str, Any]:
-    """The memory budget however it is written; none at all leaves runs what they were before there was the key."""
+    """Return the values of a cluster with its memory budget in bytes, however it is written.
+
+    A budget of null is left out, so that runs have the identity they had before there was the key.
+    """
     budget = cluster.get("memory_budget")
     rest = {key: value for key, value in cluster.items() if key != "memory_budget"}
     if budget is None:
         return rest
     try:
         return rest | {"memory_budget": parse_bytes(budget)}
-    except UserError:  # of values that were refused
+    except UserError:  # the values are those of a rejected combination
         return rest | {"memory_budget": budget}
 
 
 def fingerprint(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
-    """Hash of everything that affects a run's result, the corpus by its fingerprint: 10 hexadecimal digits."""
+    """Return the hash of everything that affects a run's result: 10 hexadecimal digits.
+
+    `corpus` is the fingerprint of the corpus.
+    """
     values = result_affecting_keys(config.to_dict()) | {
         "world_size": world_size,
         "device_name": device_name,
@@ -52,11 +69,11 @@ def fingerprint(config: RunConfig, device_name: str, world_size: int, corpus: st
 
 
 def short_hash(values: Mapping[str, Any]) -> str:
-    """Of plain values in any order: 10 hexadecimal digits. What is no JSON counts as its text."""
+    """Return the hash of plain values, in any order: 10 hexadecimal digits. What is no JSON counts as its text."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:10]
 
 
 def make_run_id(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
-    """What is run, readable, and the hash of all that affects its result."""
+    """Return a run's id: the names of what is run, to read, and the hash of all that affects its result."""
     key = fingerprint(config, device_name, world_size, corpus)
     return "-".join((config.strategy.name, config.checkpointing.name, config.model.name, f"w{world_size}", key))

@@ -1,39 +1,47 @@
-"""Dataclasses from plain values: every key known, every type checked, every complaint named by its dotted key."""
+"""Frozen dataclasses from plain values: every key known, every type checked, every complaint with its dotted key."""
 
 import dataclasses
 import types
 import typing
 from typing import Any
 
+from harness.config.validation import require_one_of
 from harness.util.errors import UserError
 
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
-def from_dict(kind: type, values: Any, key: str = "") -> Any:
-    """A dataclass from plain values, recursively, every type checked.
 
-    Raises UserError naming the dotted key of a missing, unknown or wrongly typed value.
+def from_dict(cls: type, values: Any, key: str = "") -> Any:
+    """Return an instance of a dataclass from plain values, recursively.
+
+    Raises UserError that names the dotted key of a missing, unknown or wrongly typed value.
     """
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(values, dict):
-            raise UserError(f"{key}={values} is not a group of keys: choose one of the files in conf/{key}")
-        hints = typing.get_type_hints(kind)
-        fields = {f.name: f for f in dataclasses.fields(kind)}
-        for unknown in sorted(values.keys() - fields.keys()):
-            raise UserError(f"{_dotted_key(key, unknown)} is not a key: choose one of {', '.join(fields)}")
-        for name, entry in fields.items():
-            required = entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
-            if required and name not in values:
-                raise UserError(f"{_dotted_key(key, name)} is missing: give it a value")
-        return kind(**{name: from_dict(hints[name], values[name], _dotted_key(key, name)) for name in values})
-    return _checked_value(kind, values, key)
+    if not dataclasses.is_dataclass(cls):
+        return _checked_value(cls, values, key)
+    if not isinstance(values, dict):
+        raise UserError(f"{key}={values} is not a group of keys: choose one of the files in conf/{key}")
+    hints = typing.get_type_hints(cls)
+    fields = {entry.name: entry for entry in dataclasses.fields(cls)}
+    for unknown in sorted(values.keys() - fields.keys()):
+        raise UserError(f"{_dotted_key(key, unknown)} is not a key: choose one of {', '.join(fields)}")
+    for name, entry in fields.items():
+        required = entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            raise UserError(f"{_dotted_key(key, name)} is missing: give it a value")
+    return cls(**{name: from_dict(hints[name], values[name], _dotted_key(key, name)) for name in values})
 
 
 def _dotted_key(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
 
 
-def _checked_value(kind: Any, value: Any, key: str) -> Any:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+def _checked_value(hint: Any, value: Any, key: str) -> Any:
+    """Return a value as its type hint wants it: lists as tuples, whole numbers as floats. Raises UserError."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        _checked_value(type(arguments[0]), value, key)
+        require_one_of(key.removesuffix(".name"), value, arguments)  # a group's name is what the group is set to
+        return value
     if origin is types.UnionType:
         if value is None and type(None) in arguments:
             return None
@@ -49,11 +57,11 @@ def _checked_value(kind: Any, value: Any, key: str) -> Any:
             str(k): v if arguments[1] is Any else _checked_value(arguments[1], v, f"{key}.{k}")
             for k, v in value.items()
         }
-    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+    if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     if origin in (tuple, list):
         raise UserError(f"{key}={value} is not a list: give it a list")
-    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
+    wanted = TYPE_NAMES.get(hint, str(hint))
     raise UserError(f"{key}={value} is not {wanted}: give it {wanted}")

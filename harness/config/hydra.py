@@ -1,4 +1,4 @@
-"""Between Hydra and the harness: what composition starts from, and plain values of what was composed."""
+"""The border to Hydra: the defaults that composition starts from, where files lie, and plain values of the result."""
 
 import dataclasses
 import functools
@@ -6,28 +6,29 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from harness.config.command import CommandConfig
 from harness.config.locations import PRESETS, user_conf, user_sweeps
 from harness.config.schema import RunConfig
 from harness.util.errors import UserError
 from harness.util.text import one_line
 
 
-def dataclass_defaults(kind: type) -> dict[str, Any]:
-    """A group's keys that have a default, so that the command line may set those that no YAML file mentions."""
-    found: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        entry = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+def dataclass_defaults(cls: type) -> dict[str, Any]:
+    """Return a group's keys that have a default, so that the command line may set those that no YAML file mentions."""
+    defaults: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        entry = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            found[name] = dataclass_defaults(hint)
+            defaults[name] = dataclass_defaults(hint)
         elif entry.default is not dataclasses.MISSING:
-            found[name] = entry.default
+            defaults[name] = entry.default
         elif entry.default_factory is not dataclasses.MISSING:
-            found[name] = entry.default_factory()
-    return found
+            defaults[name] = entry.default_factory()
+    return defaults
 
 
 def register_resolvers() -> None:
-    """Make Hydra know the defaults of the dataclasses, our resolvers, and where configuration files lie.
+    """Register with Hydra the defaults of the dataclasses, our resolvers, and where configuration files lie.
 
     conf/config.yaml starts from the defaults under the name `defaults_of_groups`; ${harness.most:2,${cluster.nodes}} is
     the larger of both.
@@ -37,7 +38,9 @@ def register_resolvers() -> None:
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("harness.most", max, replace=True)
-    ConfigStore.instance().store(name="defaults_of_groups", node=dataclass_defaults(RunConfig))
+    ConfigStore.instance().store(
+        name="defaults_of_groups", node=dataclass_defaults(CommandConfig) | dataclass_defaults(RunConfig)
+    )
     Plugins.instance().register(_search_path_plugin())
 
 
@@ -45,7 +48,7 @@ def register_resolvers() -> None:
 def _search_path_plugin() -> Any:
     """Return a Hydra plugin that searches the current folder's conf/ and sweeps/ before the packaged ones.
 
-    A conf/config.yaml that is not of this project belongs to somebody else's: then the packaged files come first.
+    A conf/config.yaml that does not start from our defaults is another project's: then the packaged files come first.
     """
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -56,8 +59,8 @@ def _search_path_plugin() -> Any:
             if user is not None:
                 main = user / "config.yaml"
                 is_ours = not main.exists() or "defaults_of_groups" in main.read_text(errors="replace")
-                place = search_path.prepend if is_ours else search_path.append
-                place("harness-user", f"file://{user}")
+                add = search_path.prepend if is_ours else search_path.append
+                add("harness-user", f"file://{user}")
             if user_sweeps() is not None:
                 search_path.append("harness-user-sweeps", f"file://{Path.cwd()}")
             search_path.append("harness-sweeps", f"file://{PRESETS}")
@@ -66,7 +69,10 @@ def _search_path_plugin() -> Any:
 
 
 def to_container(composed: Any) -> dict[str, Any]:
-    """What Hydra composed as plain values, every interpolation resolved. Raises UserError where one cannot be."""
+    """Return what Hydra composed as plain values, every interpolation resolved.
+
+    Raises UserError where one cannot be resolved.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.config.command import split_values
 from harness.config.from_dict import from_dict
 from harness.config.schema import RunConfig
 from harness.data.corpus import Corpus
@@ -25,6 +26,7 @@ class RunSpec:
     threads: int  # of each rank
     allocator: str | None = None  # the counting allocator's library; None where it could not be built
     environment: dict[str, str] = field(default_factory=dict)  # set in every rank before its engine is built
+    memory_snapshot: bool = False  # whether every rank writes one of its profiled step
 
     def write(self, run_dir: Path) -> None:
         RunFolder(run_dir).spec.write_text(json.dumps(dataclasses.asdict(self), indent=1))
@@ -32,5 +34,6 @@ class RunSpec:
 
 def read_run_spec(run_dir: Path) -> RunSpec:
     values: dict[str, Any] = json.loads(RunFolder(run_dir).spec.read_text())
+    values["config"] = split_values(values["config"])[0]  # older run files also have how the command went about it
     job: RunSpec = from_dict(RunSpec, values)
     return job

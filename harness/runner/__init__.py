@@ -1,0 +1,1 @@
+"""One run from its configuration to its record: planned, refused or launched, proven, written down."""

@@ -1,4 +1,4 @@
-"""TODO harness.runner.context."""
+"""What a run needs besides its plan: the ranks' entry, somebody to report to, and the reference to compare with."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,27 +8,28 @@ from typing import Any
 from harness.config.schema import ModelConfig
 from harness.launcher.multinode import NodeGroup
 from harness.launcher.rank_entry import worker_entry
-from harness.records.schema import Rank
-from harness.runner.reuse import LogFn
+from harness.records.rank_report import RankReport
+
+LogFn = Callable[[str], None]  # called with one line for the user
 
 ProgressFn = Callable[[Path], None]  # called with the run's folder several times a second while ranks run
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a run is made with."""
+    """The surroundings of a run, which do not change what it measures."""
 
     entry: Callable[[str], None] = worker_entry  # what every rank runs; the tests have others
-    models: Sequence[ModelConfig] = ()  # named when a smaller one would fit
+    models: Sequence[ModelConfig] = ()  # suggested where a smaller one would fit
     on_progress: ProgressFn = lambda _: None
     log: LogFn = lambda _: None
-    nodes: NodeGroup | None = None  # other nodes, where the machine is more than this one
+    nodes: NodeGroup | None = None  # the other nodes, where the machine is more than this one
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The single process to compare with: its rank file, or a word on why there is none; `ending` if it failed."""
+    """The single-process run to compare with, or the reason why there is none."""
 
-    rank: Rank | None
-    note: str
-    failure: dict[str, Any] | None = None
+    rank: RankReport | None  # the report of its only rank
+    note: str  # what was compared with, or why nothing was
+    failure: dict[str, Any] | None = None  # status and reason of a row that cannot be proven because this run failed

@@ -1,4 +1,4 @@
-"""TODO harness.runner.launch_run."""
+"""The launch of a planned run: its folder prepared, its ranks run and proven, its record written."""
 
 import json
 from collections.abc import Sequence
@@ -9,12 +9,14 @@ from typing import Any
 
 from harness.cost_model import memory
 from harness.engines.base import load_engine
-from harness.launcher.launch import launch, threads_per_rank
+from harness.launcher.launch import launch
+from harness.launcher.outcome import LaunchOutcome
+from harness.launcher.rank_environment import threads_per_rank
 from harness.measure.native_allocator import build_allocator
 from harness.proof.verify import verify_run
-from harness.records.run_folder import ComparisonFolder, RunFolder
+from harness.records.rank_report import RankReport
 from harness.records.run_spec import RunSpec
-from harness.records.schema import Rank, Record
+from harness.records.schema import Record
 from harness.records.store import read_record, write_record
 from harness.runner.context import Reference, RunContext
 from harness.runner.plan import Plan
@@ -26,89 +28,128 @@ from harness.util.files import atomic_write_text
 from harness.util.text import one_line
 
 
-def build_run_spec(this: Plan) -> tuple[RunSpec, list[str]]:
-    """The run file, with what must be built before ranks start; and words on what could not be."""
+def launch_run(plan: Plan, context: RunContext, reference: Reference) -> Record:
+    """Run the ranks, prove what they did, and write and return the record, however they end.
+
+    A record with status `interrupted` stands while they run, so that one remains if this command dies.
+    """
+    started = {"started_at": datetime.now(UTC).isoformat()}
+    try:
+        write_row(plan, {"status": "interrupted", "reason": STARTED} | started)
+        notes = prepare_run_folder(plan)
+    except (RuntimeError, OSError, UserError) as error:
+        reason = f"before any rank was started: {one_line(error)}"
+        return write_row(plan, {"status": "error", "reason": reason} | started)
+    for note in notes:
+        context.log(note)
+    outcome = run_ranks(plan, context)
+    ending, ranks, extra = judge_run(plan, outcome, reference)
+    ending |= started | {"seconds": outcome.seconds}
+    return write_row(plan, ending, ranks, extra | {"notes": notes})
+
+
+def prepare_run_folder(plan: Plan) -> list[str]:
+    """Clear the run's folder and write its run file; return notes on what could not be built.
+
+    Raises RuntimeError, OSError or UserError.
+    """
+    clear_run_folder(plan.folder)
+    plan.folder.ranks.mkdir()
+    spec, notes = build_run_spec(plan)
+    spec.write(plan.folder.path)
+    return notes
+
+
+def build_run_spec(plan: Plan) -> tuple[RunSpec, list[str]]:
+    """Return the run file's content and notes on what could not be built; the counting allocator is built here."""
     notes, allocator = [], None
-    cache = Path(this.config.data.cache).expanduser()
-    if this.machine.device == "cpu":
+    cache = Path(plan.config.data.cache).expanduser()
+    if plan.machine.device == "cpu":
         try:
             allocator = str(build_allocator(cache))
         except (RuntimeError, UserError) as error:
-            if this.config.cluster.memory_budget is not None:  # nothing would refuse what is beyond it
+            if plan.config.cluster.memory_budget is not None:  # without it nothing would enforce the budget
                 raise
             notes.append(f"memory is not counted: {one_line(error)}")
-    variables = load_engine(this.layout.engine).rank_environment(this.layout, this.machine, cache)
-    threads = threads_per_rank(this.layout.world_size // this.nodes)
     return RunSpec(
-        this.run_id, this.config, this.layout, this.corpus, this.machine.device, threads, allocator, variables
+        run_id=plan.run_id,
+        config=plan.config,
+        layout=plan.layout,
+        corpus=plan.corpus,
+        device=plan.machine.device,
+        threads=threads_per_rank(plan.layout.world_size // plan.nodes),
+        allocator=allocator,
+        environment=load_engine(plan.layout.engine).rank_environment(plan.layout, plan.machine, cache),
+        memory_snapshot=plan.command.measure.memory_snapshot,
     ), notes
 
 
-def start_run(this: Plan, means: RunContext, reference: Reference) -> Record:
-    """Runs the ranks and writes the record, whatever their end; until then one that tells of a command that died."""
-    began = {"started_at": datetime.now(UTC).isoformat()}
-    try:
-        write_row(this, {"status": "interrupted", "reason": STARTED} | began)
-        clear_run_folder(this.directory)
-        RunFolder(this.directory).ranks.mkdir()
-        made, notes = build_run_spec(this)
-        made.write(this.directory)
-    except (RuntimeError, OSError, UserError) as error:
-        return write_row(this, {"status": "error", "reason": f"before any rank was started: {one_line(error)}"} | began)
-    for note in notes:
-        means.log(note)
-    world_size = this.layout.world_size
-    ranks_of = partial(means.nodes.launch, this.nodes) if means.nodes else launch
-    outcome = ranks_of(
-        means.entry,
-        this.directory,
-        world_size,
-        device=this.machine.device,
-        timeout_seconds=this.config.timeout_seconds,
-        hang_seconds=this.config.hang_seconds,
-        on_tick=lambda: means.on_progress(this.directory),
+def run_ranks(plan: Plan, context: RunContext) -> LaunchOutcome:
+    """Run all ranks to their end, on this node or on every node of the context's group."""
+    launch_ranks = partial(context.nodes.launch, plan.nodes) if context.nodes else launch
+    return launch_ranks(
+        context.entry,
+        plan.folder.path,
+        plan.layout.world_size,
+        device=plan.machine.device,
+        timeout_seconds=plan.command.timeout_seconds,
+        hang_seconds=plan.command.hang_seconds,
+        on_tick=lambda: context.on_progress(plan.folder.path),
     )
+
+
+def judge_run(
+    plan: Plan, outcome: LaunchOutcome, reference: Reference
+) -> tuple[dict[str, Any], Sequence[RankReport], dict[str, Any]]:
+    """Return the columns that say how the run ended, the rank reports, and what else belongs in the record."""
     ending: dict[str, Any] = {"status": outcome.status, "reason": outcome.reason}
     extra: dict[str, Any] = {}
     try:
-        ranks = RunFolder(this.directory).read_rank_reports(world_size)
+        ranks = plan.folder.read_rank_reports(plan.layout.world_size)
     except ValueError as error:
-        ranks, ending = [], {"status": "error", "reason": f"what its ranks wrote is damaged: {one_line(error)}"}
+        ranks, ending = [], {"status": "error", "reason": f"a rank's report is damaged: {one_line(error)}"}
     if ending["status"] == "ok":
-        ending, extra = verify_run(this.config, this.layout, this.widths, ranks, reference.rank, reference.note)
+        ending, extra = verify_run(
+            plan.config, plan.command.proof, plan.layout, plan.widths, ranks, reference.rank, reference.note
+        )
     if ending["status"] != "ok":
-        at = {"phase": ending["phase"]} if "phase" in ending else {}
-        ending |= failure_columns(this.config, this.directory, world_size, outcome, ranks) | at
-    ending |= began | {"seconds": outcome.seconds}
-    return write_row(this, ending, ranks, extra | {"notes": notes})
+        failed_in = {"phase": ending["phase"]} if "phase" in ending else {}
+        world_size = plan.layout.world_size
+        ending |= failure_columns(plan.config, plan.folder, world_size, outcome, ranks) | failed_in
+    return ending, ranks, extra
 
 
 def write_row(
-    this: Plan, ending: dict[str, Any], ranks: Sequence[Rank] = (), extra: dict[str, Any] | None = None
+    plan: Plan, ending: dict[str, Any], ranks: Sequence[RankReport] = (), extra: dict[str, Any] | None = None
 ) -> Record:
-    """Writes record.json and, where there are steps, steps.jsonl beside it. On a full disk the row alone."""
-    if not this.config.train.compile:  # what a compiled layer keeps and makes is the compiler's choice
-        ending |= memory.predicted(this.config, this.layout, this.widths, this.machine.device)
-    extra = (extra or {}) | {"corpus": this.corpus.fingerprint}
+    """Write the run's record, and its steps if it has any, and return it. On a full disk, write the row alone.
+
+    `ending` has the columns that say how the run ended. Raises OSError if even the row cannot be written.
+    """
+    if not plan.config.train.compile:  # what a compiled layer keeps and makes is the compiler's choice
+        ending |= memory.prediction_columns(plan.config, plan.layout, plan.widths, plan.machine.device)
+    extra = (extra or {}) | {"corpus": plan.corpus.fingerprint}
     try:
-        return write_record_files(this, ending, ranks, extra)
+        return write_record_files(plan, ending, ranks, extra)
     except OSError as error:
         if not is_disk_full(error):
             raise
-        release(ComparisonFolder(this.folder).reserve)
+        release(plan.comparison.reserve)
         known = {key: ending[key] for key in ("started_at", "seconds", "phase") if key in ending}
         status = "error" if ending["status"] == "ok" else ending["status"]
-        reason = f"{ending['reason'] or 'the ranks came to their end'}; {one_line(error)}: make room and run it again"
-        return write_record_files(this, known | {"status": status, "reason": reason}, (), {})
+        end = ending["reason"] or "the ranks finished"
+        reason = f"{end}; {one_line(error)}: free some disk space and run it again"
+        return write_record_files(plan, known | {"status": status, "reason": reason}, (), {})
 
 
-def write_record_files(this: Plan, ending: dict[str, Any], ranks: Sequence[Rank], extra: dict[str, Any]) -> Record:
-    """As write(). Raises OSError."""
-    record = build_record(this.config, this.machine, this.layout, this.run_id, ending, ranks, extra)
-    steps = record.pop("steps", [])
-    this.directory.mkdir(parents=True, exist_ok=True)
+def write_record_files(
+    plan: Plan, ending: dict[str, Any], ranks: Sequence[RankReport], extra: dict[str, Any]
+) -> Record:
+    """Write record.json and steps.jsonl, and return the record as it is read back. Raises OSError."""
+    steps = extra.pop("steps", [])
+    record = build_record(plan.config, plan.command, plan.machine, plan.layout, plan.run_id, ending, ranks, extra)
+    plan.folder.path.mkdir(parents=True, exist_ok=True)
     if steps:
-        lines = "".join(json.dumps(step) + "\n" for step in steps)
-        atomic_write_text(RunFolder(this.directory).steps, lines)
-    write_record(this.directory, record)
-    return read_record(this.directory)
+        atomic_write_text(plan.folder.steps, "".join(json.dumps(step) + "\n" for step in steps))
+    write_record(plan.folder.path, record)
+    return read_record(plan.folder.path)

@@ -1,92 +1,91 @@
-"""What need not be tried: the same layout ran out of memory at a smaller batch or depth, and this needs no less.
+"""Pruning of runs that cannot fit: the same layout ran out of memory at a smaller batch or depth, and needs no less.
 
-Under the same memory budget, which like all else that affects a run is the same where two runs are alike.
+Both runs have the same memory budget, as they are the same in everything but their sizes.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from harness.config.fingerprint import result_affecting_keys
-from harness.config.schema import RunConfig
-from harness.cost_model.memory import estimate
-from harness.hardware.machine import Machine
-from harness.layout.layout import Layout
-from harness.layout.state_widths import StateWidths
+from harness.cost_model.memory import estimate_memory
 from harness.records.provenance import version_differences, versions
-from harness.records.run_folder import ComparisonFolder
-from harness.records.schema import Record
+from harness.records.schema import Record, Row
 from harness.records.store import read_record
+from harness.runner.plan import Plan
 from harness.util.errors import UserError
 
-# What may differ between two runs that are alike, by group: what follows from the sizes, and the sizes that grow.
-_OF_SIZE = {"train": ("micro_batch", "global_batch"), "model": ("num_hidden_layers", "parameters")}
+# What may differ between two comparable runs, by group: the sizes that grow, and what follows from them.
+_SIZES = {"train": ("micro_batch", "global_batch"), "model": ("num_hidden_layers", "parameters")}
 
 _GROWING = (("model", "num_hidden_layers"), ("train", "micro_batch"))
 
 
-def pruning_reason(
-    config: RunConfig, layout: Layout, widths: StateWidths, machine: Machine, run_dir: Path
-) -> str | None:
-    """Which measured run says that this one cannot fit, in one line; None if there is none."""
-    if not config.sweep.skip_dominated or config.force:
+def pruning_reason(plan: Plan) -> str | None:
+    """Return which measured run shows that this one cannot fit, in one line, or None if there is none."""
+    if not plan.command.sweep.skip_dominated or plan.command.force:
         return None
-    for record in comparable_oom_records(config, run_dir):
-        row = record["row"]
-        if row["measured_on"] != machine.device_name:
+    values = plan.config.to_dict()
+    for record in comparable_oom_records(plan):
+        row = record.row
+        if row["measured_on"] != plan.machine.device_name:
             continue
-        grown = grown_sizes(record["config"], config.to_dict())
-        if grown and needs_at_least(config, layout, widths, machine.device, row):
-            smaller = (f"{group}.{key}={record['config'][group][key]}" for group, key in grown)
-            this = (f"{group}.{key}={getattr(getattr(config, group), key)}" for group, key in grown)
+        grown = grown_sizes(record.config, values)
+        if grown and needs_at_least(plan, row):
+            smaller = " and ".join(f"{group}.{key}={record.config[group][key]}" for group, key in grown)
+            larger = " and ".join(f"{group}.{key}={values[group][key]}" for group, key in grown)
             return (
-                f"not tried: {row['run_id']} ran out of memory at {' and '.join(smaller)} with the same layout, and"
-                f" {' and '.join(this)} needs no less; sweep.skip_dominated=false tries it"
+                f"not tried: {row['run_id']} ran out of memory at {smaller} with the same layout, and {larger} needs no"
+                " less; sweep.skip_dominated=false tries it"
             )
     return None
 
 
-def comparable_oom_records(config: RunConfig, run_dir: Path) -> Iterator[Record]:
-    """The records of the comparison that this code made out of memory, and that differ from this run in size alone."""
-    names = run_dir.name.rpartition("-")[0]
-    for folder in ComparisonFolder(run_dir.parent).recorded_runs(f"{names}-*"):
+def comparable_oom_records(plan: Plan) -> Iterator[Record]:
+    """Yield the comparison's records of runs out of memory, by these versions, that differ in their sizes alone."""
+    names = plan.run_id.rpartition("-")[0]
+    wanted = without_sizes(plan.config.to_dict())
+    for folder in plan.folder.comparison.recorded_runs(f"{names}-*"):
         try:
             record = read_record(folder.path)
         except UserError:
             continue
-        if record["row"]["status"] != "oom" or version_differences(record, versions()):
+        if record.status != "oom" or version_differences(record, versions()):
             continue
-        if without_sizes(record["config"]) == without_sizes(config.to_dict()):
+        if without_sizes(record.config) == wanted:
             yield record
 
 
 def without_sizes(values: dict[str, Any]) -> dict[str, Any]:
-    kept = result_affecting_keys(values)
-    for group, names in _OF_SIZE.items():
-        kept[group] = {key: value for key, value in kept[group].items() if key not in names}
-    # As a record has it, lists for tuples; whichever repeat ran out of memory, the others would.
-    plain: dict[str, Any] = _as_read(kept | {"repeat": 0})
+    """Return what affects a run's result without its sizes, in the types that JSON has, for any repeat."""
+    affecting = result_affecting_keys(values)
+    for group, names in _SIZES.items():
+        affecting[group] = {key: value for key, value in affecting[group].items() if key not in names}
+    plain: dict[str, Any] = _as_json(affecting | {"repeat": 0})  # if one repeat ran out of memory, all would
     return plain
 
 
-def grown_sizes(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, str]]:
-    """In which sizes the other is larger; none if it is smaller in any."""
-    pairs = {(group, key): (one[group][key], other[group][key]) for group, key in _GROWING}
-    if any(after < before for before, after in pairs.values()):
+def grown_sizes(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the group and key of every size that is larger than before; none if any is smaller."""
+    pairs = {(group, key): (before[group][key], after[group][key]) for group, key in _GROWING}
+    if any(new < old for old, new in pairs.values()):
         return []
-    return [key for key, (before, after) in pairs.items() if after > before]
+    return [key for key, (old, new) in pairs.items() if new > old]
 
 
-def _as_read(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
+    """Return a value with lists for its tuples, as it is after a record was written and read."""
     if isinstance(value, dict):
-        return {key: _as_read(entry) for key, entry in value.items()}
-    return [_as_read(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+        return {key: _as_json(entry) for key, entry in value.items()}
+    return [_as_json(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def needs_at_least(config: RunConfig, layout: Layout, widths: StateWidths, device: str, row: dict[str, Any]) -> bool:
-    """By the plan as much memory as the run of that row: a pipeline's larger micro-batches can be fewer."""
+def needs_at_least(plan: Plan, row: Row) -> bool:
+    """Return whether the cost model predicts as much memory as for the run of this row.
+
+    It may predict less: a pipeline's larger micro-batches can be fewer.
+    """
     predicted = row.get("predicted_peak_bytes")
-    if predicted is None:  # of compiled layers nothing is predicted
-        return layout.pp == 1
-    needed: int = estimate(config, layout, widths, device).peak_bytes
-    return needed >= int(predicted)
+    if predicted is None:  # nothing is predicted for compiled layers
+        return not plan.layout.pp_enabled
+    needed_bytes: int = estimate_memory(plan.config, plan.layout, plan.widths, plan.machine.device).peak_bytes
+    return needed_bytes >= int(predicted)

@@ -1,14 +1,14 @@
-"""From what the ranks wrote down to one row: maxima over ranks, the whole world's speed, the whole step's time."""
+"""The record of a run: its row, its configuration, what its ranks reported, and where and by what it was made."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
+from harness.config.command import CommandConfig, merge_values
 from harness.config.schema import RunConfig
 from harness.hardware.machine import Machine
-from harness.launcher.launch import rank_environment, threads_per_rank
 from harness.launcher.outcome import LaunchOutcome
+from harness.launcher.rank_environment import rank_environment, threads_per_rank
 from harness.layout.layout import Layout
 from harness.layout.parameters import parameter_count
 from harness.layout.partition import split_into_stages
@@ -16,27 +16,28 @@ from harness.measure.environment import collect_environment
 from harness.metrics.memory import max_known
 from harness.records import heartbeat
 from harness.records.provenance import git_commit, versions
-from harness.records.schema import Rank, Record, Row
+from harness.records.rank_report import RankReport, to_record_entry
+from harness.records.run_folder import RunFolder
+from harness.records.schema import Record, Row
 from harness.runner import preflight
-
-# What stays in the rank files alone: long lists that only the proof reads.
-_LONG = (
-    *("parameters", "optimizer", "first_gradients", "first_moments", "last_gradients"),
-    *("last_parameters", "last_masters", "phase_seconds", "traceback"),
-)
 
 
 def build_record(
     config: RunConfig,
+    command: CommandConfig,
     machine: Machine,
     layout: Layout | None,
     run_id: str,
     ending: Row,
-    ranks: Sequence[Rank] = (),
+    ranks: Sequence[RankReport] = (),
     extra: dict[str, Any] | None = None,
 ) -> Record:
-    """Everything known of one run; `ending` holds its status, reason and figures. layout is None if there is none."""
-    whole = config_columns(config, layout) | {
+    """Return everything known of one run.
+
+    `ending` has its status, reason and figures; `layout` is None where none could be resolved.
+    """
+    row = config_columns(config, layout) | {
+        "name": command.name,
         "run_id": run_id,
         "measured_on": machine.device_name,
         "memory_limit_bytes": preflight.rank_memory_limit(config, machine),
@@ -44,23 +45,24 @@ def build_record(
     }
     local_ranks = layout.world_size // machine.nodes_needed(layout.world_size) if layout else None
     threads = local_ranks and threads_per_rank(local_ranks)
-    given = rank_environment(machine.device, local_ranks) if local_ranks else {}
-    return {
-        "row": whole | ending,
-        "config": config.to_dict(),
-        "layout": layout.to_dict() if layout else None,
-        "ranks": [{key: value for key, value in rank.items() if key not in _LONG} for rank in ranks],
-        "environment": collect_environment(machine, threads, given),
-        "versions": versions(),
-        "commit": git_commit(),
-        **(extra or {}),
-    }
+    variables = rank_environment(machine.device, local_ranks) if local_ranks else {}
+    return Record.from_json(
+        {
+            "row": row | ending,
+            "config": merge_values(config, command),
+            "layout": layout.to_dict() if layout else None,
+            "ranks": [to_record_entry(rank) for rank in ranks],
+            "environment": collect_environment(machine, threads, variables),
+            "versions": versions(),
+            "commit": git_commit(),
+            **(extra or {}),
+        }
+    )
 
 
 def config_columns(config: RunConfig, layout: Layout | None) -> Row:
-    """The columns known before anything runs; degrees are empty where the layout could not be resolved."""
+    """Return the columns that are known before anything runs; without a layout there are no degrees."""
     row: Row = {
-        "name": config.name,
         "model": config.model.name,
         "parameters": parameter_count(config.model),
         "attention": config.model.attention,
@@ -81,32 +83,33 @@ def config_columns(config: RunConfig, layout: Layout | None) -> Row:
         "fused_optimizer": config.train.fused_optimizer,
         "checkpointing_every": config.checkpointing.every if config.checkpointing.every > 1 else None,
         "repeat": config.repeat,
-        "launch": "processes",
+        "launch": config.launch,
     }
     if layout is not None:
         degrees = ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp")
         row |= {degree: getattr(layout, degree) for degree in degrees}
         row["grad_accumulation"] = layout.grad_accumulation_steps(config.train)
-        if layout.pp > 1:
-            split = [str(stage.layers) for stage in split_into_stages(config.model, layout)]
+        if layout.pp_enabled:
+            layers = [str(stage.layers) for stage in split_into_stages(config.model, layout)]
             row |= {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
-            row["layers_per_stage"] = "-".join(split)
-        if layout.tp > 1:
+            row["layers_per_stage"] = "-".join(layers)
+        if layout.tp_enabled:
             row["sequence_parallel"] = layout.sequence_parallel
             row["vocabulary_parallel"] = layout.vocabulary_parallel
     return row
 
 
 def failure_columns(
-    config: RunConfig, run_dir: Path, world_size: int, outcome: LaunchOutcome, ranks: Sequence[Rank]
+    config: RunConfig, folder: RunFolder, world_size: int, outcome: LaunchOutcome, ranks: Sequence[RankReport]
 ) -> Row:
-    """The columns of a run that did not come to its end: where it stood and what its ranks held, as each said last.
+    """Return the columns of a run that failed: its phase, and the most memory that a rank last reported.
 
-    The phase is that of the rank to blame, else of the one furthest behind.
+    The phase is that of the rank to blame, else of the rank that is furthest behind. A rank that ran out of memory
+    makes an error an `oom`.
     """
-    exhausted = next((rank for rank in ranks if rank["status"] == "oom"), None)
-    beats = {rank: beat for rank in range(world_size) if (beat := heartbeat.read_heartbeat(run_dir, rank))}
-    blamed = exhausted["rank"] if exhausted else next((failure.rank for failure in outcome.failures), None)
+    exhausted = next((rank for rank in ranks if rank.status == "oom"), None)
+    beats = {rank: beat for rank in range(world_size) if (beat := heartbeat.read_heartbeat(folder.path, rank))}
+    blamed = exhausted.rank if exhausted else next((failure.rank for failure in outcome.failures), None)
     if blamed not in beats:
         blamed = min(beats, key=lambda rank: beats[rank].step, default=None)
     row: Row = {"phase": beats[blamed].phase if blamed in beats else None}
@@ -116,5 +119,5 @@ def failure_columns(
         row["status"] = "oom"
         budget = config.cluster.memory_budget
         under = "" if budget is None else f" under cluster.memory_budget={budget}"
-        row["reason"] = f"rank {exhausted['rank']} in {exhausted['phase']}{under}: {exhausted['reason']}"
+        row["reason"] = f"rank {exhausted.rank} in {exhausted.phase}{under}: {exhausted.reason}"
     return row

@@ -1,105 +1,107 @@
-"""Whether what a comparison's folder has of a run stands, or it must be made again."""
+"""Reuse of stored records: whether the record in a run's folder stands, or the run must be made again."""
 
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
+from harness.config.command import CommandConfig
 from harness.config.schema import RunConfig
 from harness.records.provenance import version_differences, versions
 from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.schema import Record
 from harness.records.store import read_record
+from harness.runner.context import LogFn
 from harness.util.disk_reserve import reserve
 from harness.util.errors import UserError
 from harness.util.native_build import compiler_problem
 
-NO_REFERENCE = "not asked for: proof.reference=false"
+NO_REFERENCE = "not asked for: proof.reference=false"  # stored in records, which are compared with it
 
-STARTED = "its command is gone, or still running"  # the reason of a record that its command has not yet replaced
+# The reason of a record that its command has not replaced yet.
+STARTED = "interrupted: the command that started it has exited or is still running"
 
-LogFn = Callable[[str], None]
 
-
-def clear_run_folder(run_dir: Path) -> None:
-    """Removes what an earlier attempt at a run left, but for the record: at no moment is there a run without one."""
-    for path in run_dir.iterdir():
+def clear_run_folder(folder: RunFolder) -> None:
+    """Remove what an earlier attempt left in a run's folder, except the record: a run is never without one."""
+    for path in folder.path.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-        elif path != RunFolder(run_dir).record:
+        elif path != folder.record:
             path.unlink(missing_ok=True)
 
 
-def ensure_writable(folder: Path) -> None:
-    """Makes a comparison's folder. Raises UserError if nothing can be written there."""
+def ensure_writable(comparison: ComparisonFolder) -> None:
+    """Make a comparison's folder and its disk reserve. Raises UserError if nothing can be written there."""
+    folder = comparison.path
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable.{os.getpid()}"
         probe.touch()
         probe.unlink()
-        reserve(ComparisonFolder(folder).reserve)
+        reserve(comparison.reserve)
     except OSError as error:
         raise UserError(f"results_dir: {folder} cannot be written ({error.strerror}): choose another folder") from None
 
 
-def reusable_record(config: RunConfig, run_dir: Path, say: LogFn) -> Record | None:
-    """The record of a run that need not be made again; one that must is said, with the reason.
+def reusable_record(config: RunConfig, command: CommandConfig, folder: RunFolder, log: LogFn) -> Record | None:
+    """Return the stored record of a run that need not be made again; log why it is reused or is not.
 
-    A refusal is not looked for: whether it still holds is quickly found out.
+    A refusal is never reused here: to find out whether it still holds takes a moment.
     """
-    if config.force or not RunFolder(run_dir).record.exists():
+    if command.force or not folder.record.exists():
         return None
+    run_id = folder.path.name
     try:
-        record = read_record(run_dir)
+        record = read_record(folder.path)
     except UserError as error:
-        say(f"{run_dir.name} is run again: {error}")
+        log(f"{run_id} is run again: {error}")
         return None
-    status = record["row"]["status"]
+    status = record.status
     if status == "refused":
         return None
-    why = reason_to_repeat(config, run_dir, record)
-    if why:
-        say(f"{run_dir.name} is run again, {why}")
+    reason = reason_to_repeat(config, command, folder, record)
+    if reason:
+        log(f"{run_id} is run again, {reason}")
         return None
     ended = "" if status == "ok" else f" as {status}"
-    say(f"{run_dir.name} is recorded{ended}; {'force=true' if status == 'ok' else f'retry={status}'} runs it again")
+    log(f"{run_id} is recorded{ended}; {'force=true' if status == 'ok' else f'retry={status}'} runs it again")
     return record
 
 
-def stored_rejection(run_dir: Path, force: bool) -> Record | None:
-    """The refusal on file, if this code made it."""
+def stored_rejection(folder: RunFolder, force: bool) -> Record | None:
+    """Return the stored record of a refused run if the same versions of the code wrote it, unless `force`."""
     try:
-        record = read_record(run_dir)
+        record = read_record(folder.path)
     except UserError:
         return None
-    is_same = record["row"]["status"] == "refused" and not version_differences(record, versions())
+    is_same = record.status == "refused" and not version_differences(record, versions())
     return record if is_same and not force else None
 
 
-def reason_to_repeat(config: RunConfig, run_dir: Path, record: Record) -> str:
-    status = record["row"]["status"]
+def reason_to_repeat(config: RunConfig, command: CommandConfig, folder: RunFolder, record: Record) -> str:
+    """Return why a recorded run must be made again, '' if it need not be."""
+    status = record.status
     if status == "interrupted":
         return "it was interrupted"
-    if status in config.retry:
+    if status in command.retry:
         return f"it ended as {status}"
     lacking = version_differences(record, versions())
     if status == "ok":
-        lacking = lacking or missing_evidence(config, run_dir, record)
+        lacking = lacking or missing_evidence(config, command, folder, record)
     return f"its record is stale: {'; '.join(lacking)}" if lacking else ""
 
 
-def missing_evidence(config: RunConfig, run_dir: Path, record: Record) -> list[str]:
-    """What an `ok` record lacks of what is asked now: a comparison, a tighter bound, memory that can be counted."""
-    row, asked = record["row"], config.proof
+def missing_evidence(config: RunConfig, command: CommandConfig, folder: RunFolder, record: Record) -> list[str]:
+    """Return what an `ok` record lacks that this command wants: a comparison, a tighter bound, counted memory."""
+    row, proof = record.row, command.proof
     lacking = []
-    if asked.reference and record["proof"]["reference"] == NO_REFERENCE:
+    if proof.reference and record.proof.get("reference") == NO_REFERENCE:
         lacking.append("it was not compared with a reference")
-    for column, bounds in (("loss_deviation", asked.loss_bound), ("grad_deviation", asked.grad_bound)):
+    for column, bounds in (("loss_deviation", proof.loss_bound), ("grad_deviation", proof.grad_bound)):
         value = row.get(column)
-        if asked.reference and value is not None and not value <= bounds[config.precision.name]:
-            lacking.append(f"{column} {value:.2e} is above the bound asked for now")
+        if proof.reference and value is not None and not value <= bounds[config.precision.name]:
+            lacking.append(f"its {column} of {value:.2e} is above the bound of this command")
     if row["peak_allocated_bytes"] is None and compiler_problem() is None:
         lacking.append("its memory was not counted")
-    if config.measure.memory_snapshot and not RunFolder(run_dir).memory_snapshot(0).exists():
-        lacking.append("no snapshot of its memory was kept")
+    if command.measure.memory_snapshot and not folder.memory_snapshot(0).exists():
+        lacking.append("it has no memory snapshot")
     return lacking

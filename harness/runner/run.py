@@ -1,11 +1,10 @@
-"""One run from its configuration to its record: planned, refused or launched, proven, written down."""
+"""One run from its plan to its record: reused, refused, or launched and proven."""
 
 import dataclasses
 
-from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.runner.context import RunContext
-from harness.runner.launch_run import start_run, write_row
+from harness.runner.launch_run import launch_run, write_row
 from harness.runner.local_machine import refresh_machine
 from harness.runner.plan import Plan, capacity_problem
 from harness.runner.pruning import pruning_reason
@@ -14,34 +13,32 @@ from harness.runner.reuse import reusable_record, stored_rejection
 from harness.util.locks import run_lock
 
 
-def execute(this: Plan, means: RunContext) -> Record | None:
-    """The run's record: the one on file if that stands, else a new one. None: another command is at it.
+def execute(plan: Plan, context: RunContext) -> Record | None:
+    """Return the run's record: the stored one if it can be reused, else a new one.
 
-    Raises OSError if not even the row of a full disk can be written.
+    Return None if another command is working on the run. Raises OSError if the disk is too full for even the row that
+    says so.
     """
-    with run_lock(RunFolder(this.directory).lock, wait=False) as is_mine:
-        return run_locked(this, means) if is_mine else None
+    with run_lock(plan.folder.lock, wait=False) as is_mine:
+        return run_locked(plan, context) if is_mine else None
 
 
-def run_locked(this: Plan, means: RunContext) -> Record:
-    """As execute(), with nobody else at this run."""
-    record = reusable_record(this.config, this.directory, means.log)
+def run_locked(plan: Plan, context: RunContext) -> Record:
+    """Return the run's record as execute() does. The caller holds the run's lock."""
+    record = reusable_record(plan.config, plan.command, plan.folder, context.log)
     if record is not None:
         return record
-    this = dataclasses.replace(this, machine=refresh_machine(this.machine, this.config.cluster))
-    why_not = capacity_problem(this, means.models) or pruning_reason(
-        this.config, this.layout, this.widths, this.machine, this.directory
-    )
-    if why_not:
-        return reject(this, why_not)
-    reference = get_reference(this, means)
+    plan = dataclasses.replace(plan, machine=refresh_machine(plan.machine, plan.config.cluster))
+    reason = capacity_problem(plan, context.models) or pruning_reason(plan)
+    if reason:
+        return reject(plan, reason)
+    reference = get_reference(plan, context)
     if reference.failure is not None:
-        return write_row(this, reference.failure)
-    return start_run(this, means, reference)
+        return write_row(plan, reference.failure)
+    return launch_run(plan, context, reference)
 
 
-def reject(this: Plan, reason: str) -> Record:
-    """The row that says so; the one on file if that is still a refusal, whatever the figures of the moment."""
-    return stored_rejection(this.directory, this.config.force) or write_row(
-        this, {"status": "refused", "reason": reason}
-    )
+def reject(plan: Plan, reason: str) -> Record:
+    """Return the record of a refused run: the stored refusal, whatever figures it names, or else a new one."""
+    stored = stored_rejection(plan.folder, plan.command.force)
+    return stored or write_row(plan, {"status": "refused", "reason": reason})

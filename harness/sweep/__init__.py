@@ -1,0 +1,1 @@
+"""The runs of one command: queued, made by an executor, shown while they run."""

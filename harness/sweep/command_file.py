@@ -1,4 +1,4 @@
-"""What a command is to run, listed where every shell finds it, and how long that will take."""
+"""The file that lists a command's runs where every shell finds it, and an estimate of the time that they take."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -22,13 +21,15 @@ from harness.util.locks import is_locked, run_lock
 
 @dataclass(frozen=True)
 class PlannedRun:
+    """A run of a command's queue."""
+
     run_id: str
     cost: float  # comparable within the command
 
 
 @dataclass(frozen=True)
 class CommandFile:
-    """A command at work, or one that died."""
+    """The queue of a command that is running, or that died."""
 
     host: str
     pid: int
@@ -38,50 +39,50 @@ class CommandFile:
 
 
 @contextmanager
-def register_command(folder: Path, runs: Sequence[PlannedRun], side_by_side: int) -> Iterator[None]:
-    """Shows the command's runs while it works; what a killed one leaves is told by its lock, and removed here."""
-    remove_dead_commands(folder)
+def register_command(comparison: ComparisonFolder, runs: Sequence[PlannedRun], max_parallel: int) -> Iterator[None]:
+    """List the command's runs while the block runs; lists of dead commands, which nobody locks, are removed."""
+    remove_dead_commands(comparison)
     name = f"{COMMAND_PREFIX}{secrets.token_hex(4)}"
-    command = CommandFile(socket.gethostname(), os.getpid(), time.time(), side_by_side, tuple(runs))
-    with run_lock(ComparisonFolder(folder).lock(name)):
-        with suppress(OSError):  # of no use but to be looked at
-            atomic_write_json(ComparisonFolder(folder).command(name), asdict(command))
+    command = CommandFile(socket.gethostname(), os.getpid(), time.time(), max_parallel, tuple(runs))
+    with run_lock(comparison.lock(name)):
+        with suppress(OSError):  # the list only informs: the command works without it
+            atomic_write_json(comparison.command(name), asdict(command))
         try:
             yield
         finally:
-            remove_command(folder, name)
-            if not read_commands(folder):
-                release(ComparisonFolder(folder).reserve)
+            remove_command(comparison, name)
+            if not read_commands(comparison):
+                release(comparison.reserve)
 
 
-def read_commands(folder: Path) -> list[tuple[CommandFile, bool]]:
-    """Those that were begun and did not end, with whether each is alive; the newest last."""
-    found = []
-    files = ComparisonFolder(folder)
-    for name in files.commands():
+def read_commands(comparison: ComparisonFolder) -> list[tuple[CommandFile, bool]]:
+    """Return the commands that have not ended properly, newest last, each with whether it is alive."""
+    commands = []
+    for name in comparison.commands():
         with suppress(OSError, ValueError, TypeError, UserError):
-            command: CommandFile = from_dict(CommandFile, json.loads(files.command(name).read_text()))
-            found.append((command, is_locked(files.lock(name))))
-    return sorted(found, key=lambda entry: entry[0].started_at)
+            command: CommandFile = from_dict(CommandFile, json.loads(comparison.command(name).read_text()))
+            commands.append((command, is_locked(comparison.lock(name))))
+    return sorted(commands, key=lambda entry: entry[0].started_at)
 
 
-def remove_dead_commands(folder: Path) -> None:
-    """Removes what dead commands left, which this one takes over."""
-    for name in ComparisonFolder(folder).commands():
-        if not is_locked(ComparisonFolder(folder).lock(name)):
-            remove_command(folder, name)
+def remove_dead_commands(comparison: ComparisonFolder) -> None:
+    """Remove the lists of dead commands, whose runs this command takes over."""
+    for name in comparison.commands():
+        if not is_locked(comparison.lock(name)):
+            remove_command(comparison, name)
 
 
-def remove_command(folder: Path, name: str) -> None:
-    """Remove a command's queue and its lock."""
-    ComparisonFolder(folder).command(name).unlink(missing_ok=True)
-    ComparisonFolder(folder).lock(name).unlink(missing_ok=True)
+def remove_command(comparison: ComparisonFolder, name: str) -> None:
+    """Remove a command's list and its lock."""
+    comparison.command(name).unlink(missing_ok=True)
+    comparison.lock(name).unlink(missing_ok=True)
 
 
-def seconds_left(done: Sequence[tuple[float, float]], left: Sequence[float], side_by_side: int = 1) -> float | None:
-    """An estimate from the (cost, seconds) of finished runs and the costs of those to come; None without any.
+def seconds_left(done: Sequence[tuple[float, float]], left: Sequence[float], max_parallel: int = 1) -> float | None:
+    """Estimate the seconds that the remaining runs take; None before the first run is done.
 
-    A line through what was seen, a start and a share of the cost, where costs differ; its slope is never below zero.
+    `done` has the (cost, seconds) of finished runs, `left` the costs of the remaining ones. Seconds are fitted by a
+    line, a start plus a share of the cost, where costs differ; its slope is never below zero.
     """
     if not done or not left:
         return None if left else 0.0
@@ -89,4 +90,4 @@ def seconds_left(done: Sequence[tuple[float, float]], left: Sequence[float], sid
     slope = float(np.polyfit(costs / costs.max(), seconds, 1)[0] / costs.max()) if np.ptp(costs) else 0.0
     slope = max(0.0, slope)
     start = max(0.0, float(seconds.mean() - slope * costs.mean()))
-    return (start * len(left) + slope * sum(left)) / min(side_by_side, len(left))
+    return (start * len(left) + slope * sum(left)) / min(max_parallel, len(left))

@@ -1,14 +1,15 @@
-"""The runs that a command asks for, each planned as far as the machine it is for is known."""
+"""The runs that a command is to make, each planned as far as its machine is known."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.config.command import CommandConfig, read_command_config
 from harness.config.schema import ClusterConfig, RunConfig
 from harness.cost_model.flops import model_flops
 from harness.hardware.machine import Machine
-from harness.records.run_folder import comparison_folder
+from harness.records.run_folder import ComparisonFolder, comparison_folder
 from harness.runner.plan import Plan, fits, make_plan
 from harness.runner.resolve import resolve_run_config
 from harness.sweep.micro_batch_search import MicroBatchSearch, feasible_plans, wants_max_micro_batch
@@ -16,43 +17,47 @@ from harness.sweep.micro_batch_search import MicroBatchSearch, feasible_plans, w
 
 @dataclass(eq=False)
 class QueuedRun:
-    """A run to be made. plan is None where only the place that makes it knows the machine."""
+    """A run to be made."""
 
     config: RunConfig
-    plan: Plan | None
-    name: str  # what it is called while it has no record
-    repeat_index: int = 0  # repeats come in turns, so that they are not of one moment
-    search: MicroBatchSearch | None = None  # what follows from its record
+    command: CommandConfig
+    plan: Plan | None  # None where only a node of a cluster knows the machine
+    name: str  # the run id, or without a plan what stands for it
+    repeat_index: int = 0  # the first repeats of all configurations come before the second ones
+    search: MicroBatchSearch | None = None  # decides from this run's record what is tried next
     not_before: float = 0.0  # time.monotonic()
-    locked_elsewhere: bool = False  # another command was at it
+    locked_elsewhere: bool = False  # whether another command was found working on it
 
     @property
-    def folder(self) -> Path:
-        return comparison_folder(self.config.to_dict())
+    def comparison(self) -> ComparisonFolder:
+        """The folder of the comparison that the run belongs to."""
+        return ComparisonFolder(comparison_folder(self.command.to_dict()))
 
     @property
     def cost(self) -> float:
-        """Operations of the whole run, the same however they are divided: only good to compare."""
+        """The FLOPs of the whole run however it is distributed: only good to compare runs of one command."""
         return float(model_flops(self.config) * self.config.train.total_steps)
 
 
-def deduplicate_and_sort(items: Iterable[QueuedRun]) -> list[QueuedRun]:
-    """Each run once; the cheap first, whose end tells most of the others, and of equals as asked for."""
+def deduplicate_and_sort(runs: Iterable[QueuedRun]) -> list[QueuedRun]:
+    """Return each run once, the cheap ones first, as their results decide about others; ties keep their order."""
     unique: dict[tuple[Path, str], QueuedRun] = {}
-    for item in items:
-        unique.setdefault((item.folder, item.name), item)
-    return sorted(unique.values(), key=lambda item: (item.repeat_index, item.cost))
+    for run in runs:
+        unique.setdefault((run.comparison.path, run.name), run)
+    return sorted(unique.values(), key=lambda run: (run.repeat_index, run.cost))
 
 
-def plan_item(values: dict[str, Any], turn: int, machine_of: Callable[[ClusterConfig], Machine]) -> QueuedRun:
-    """The run of these values, or the first of those that a search makes of them. Raises UserError."""
-
-    def plan(one: dict[str, Any]) -> Plan:
-        config = resolve_run_config(one)
-        return make_plan(config, machine_of(config.cluster))
-
+def plan_run(values: dict[str, Any], repeat_index: int, machine_of: Callable[[ClusterConfig], Machine]) -> QueuedRun:
+    """Return the run of composed values, or the first run of the search that they want. Raises UserError."""
+    search = None
     if wants_max_micro_batch(values):
-        search = MicroBatchSearch(feasible_plans(values, plan), fits)
-        return QueuedRun(search.first.config, search.first, search.first.run_id, turn, search)
-    found = plan(values)
-    return QueuedRun(found.config, found, found.run_id, turn)
+        search = MicroBatchSearch(feasible_plans(values, lambda candidate: _plan(candidate, machine_of)), fits)
+        plan = search.first
+    else:
+        plan = _plan(values, machine_of)
+    return QueuedRun(plan.config, plan.command, plan, plan.run_id, repeat_index, search)
+
+
+def _plan(values: dict[str, Any], machine_of: Callable[[ClusterConfig], Machine]) -> Plan:
+    config, command = resolve_run_config(values), read_command_config(values)
+    return make_plan(config, machine_of(config.cluster), command)

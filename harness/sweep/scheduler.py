@@ -1,4 +1,4 @@
-"""The runs of one command: in which order, made where, until every one has its row."""
+"""The loop of one command: its runs started in order by an executor until every one has its record."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,11 +9,13 @@ from harness.sweep.queued_run import QueuedRun
 from harness.sweep.stop_after import StopAfter
 from harness.util.disk_reserve import has_free_space
 
-RETRY_SECONDS = 0.5  # before a run that another command is at is looked for again
+RETRY_SECONDS = 0.5  # before a run that another command works on is tried again
 
 
 @dataclass
 class Scheduler:
+    """The runs of one command, and the executor that makes them."""
+
     executor: Executor
     observer: SweepObserver
     stop_after: StopAfter
@@ -21,74 +23,80 @@ class Scheduler:
     running: list[QueuedRun] = field(default_factory=list)
 
     def run(self) -> None:
-        """Until every run has its row, the budget is spent, or the disk is full. Raises KeyboardInterrupt."""
-        self.waiting = [item for item in self.waiting if not self.is_done(item)]
+        """Work until every run has its record, a limit is reached, or the disk is full. Raises KeyboardInterrupt."""
+        self.waiting = [run for run in self.waiting if not self.is_done(run)]
         try:
             while self.waiting or self.running:
                 self.start_ready()
                 if not self.running:
                     if not self.waiting:
                         return
-                    time.sleep(max(0.0, min(item.not_before for item in self.waiting) - time.monotonic()))
+                    time.sleep(max(0.0, min(run.not_before for run in self.waiting) - time.monotonic()))
                     continue
-                for item, record in self.executor.poll():
-                    self.finish(item, record)
+                for run, record in self.executor.poll():
+                    self.finish(run, record)
         except KeyboardInterrupt:
-            for item, record in self.executor.interrupt():
-                self.observer.on_record(item, record, True)
+            for run, record in self.executor.interrupt():
+                self.observer.on_record(run, record, True)
             raise
         finally:
             self.executor.close()
 
-    def is_done(self, item: QueuedRun) -> bool:
-        record = self.executor.stored_record(item)
+    def is_done(self, run: QueuedRun) -> bool:
+        """Return whether the run has a record that stands; then hand that on."""
+        record = self.executor.stored_record(run)
         if record is not None:
-            self.observer.on_record(item, record, False)
-            self.enqueue_next(item, record)
+            self.observer.on_record(run, record, False)
+            self.enqueue_next(run, record)
         return record is not None
 
     def start_ready(self) -> None:
-        """Everything that can be begun now, in order."""
+        """Start every waiting run that can be started now, in order; drop all of them at a limit."""
         now = time.monotonic()
-        for item in list(self.waiting):
-            if item.not_before > now or not self.executor.can_start(item):
+        for run in list(self.waiting):
+            if run.not_before > now or not self.executor.can_start(run):
                 continue
-            why_not = self.stop_after.exceeded_limit() or self.disk_full_reason(item)
-            if why_not:
-                self.observer.log(f"{why_not}: {len(self.waiting)} runs are not begun; the same command goes on")
+            reason = self.stop_after.exceeded_limit() or self.disk_full_reason(run)
+            if reason:
+                self.observer.log(
+                    f"{reason}: {len(self.waiting)} runs are not started; the same command continues with them"
+                )
                 self.waiting.clear()
                 return
-            self.waiting.remove(item)
-            self.running.append(item)
+            self.waiting.remove(run)
+            self.running.append(run)
             self.stop_after.started += 1
-            if not item.locked_elsewhere:
-                self.observer.on_started(item)
-            self.executor.start(item)
+            if not run.locked_elsewhere:
+                self.observer.on_started(run)
+            self.executor.start(run)
 
-    def disk_full_reason(self, item: QueuedRun) -> str:
-        return "" if has_free_space(item.folder) else f"no room is left in {item.folder}"
+    def disk_full_reason(self, run: QueuedRun) -> str:
+        """Return why the disk has no room for another run, '' if it has."""
+        folder = run.comparison.path
+        return "" if has_free_space(folder) else f"no disk space is left in {folder}"
 
-    def finish(self, item: QueuedRun, record: Record | None) -> None:
-        self.running.remove(item)
+    def finish(self, run: QueuedRun, record: Record | None) -> None:
+        """Hand a run's record on; without one, queue the run again, as another command is working on it."""
+        self.running.remove(run)
         if record is None:
-            if not item.locked_elsewhere:
-                self.observer.log(f"{item.name} is being run by another command: coming back to it")
-            item.locked_elsewhere, item.not_before = True, time.monotonic() + RETRY_SECONDS
+            if not run.locked_elsewhere:
+                self.observer.log(f"{run.name} is being run by another command: it is tried again later")
+            run.locked_elsewhere, run.not_before = True, time.monotonic() + RETRY_SECONDS
             self.stop_after.started -= 1
-            self.waiting.append(item)
+            self.waiting.append(run)
             return
-        self.stop_after.count_failure(record["row"]["status"])
-        self.observer.on_record(item, record, True)
-        self.enqueue_next(item, record)
+        self.stop_after.count_failure(record.status)
+        self.observer.on_record(run, record, True)
+        self.enqueue_next(run, record)
 
-    def enqueue_next(self, item: QueuedRun, record: Record) -> None:
-        """What a search tries next, before everything else."""
-        if item.search is None:
+    def enqueue_next(self, run: QueuedRun, record: Record) -> None:
+        """Put the next run of a search before all others, or log the search's result."""
+        if run.search is None:
             return
-        found = item.search.next(record)
-        if found is None:
-            self.observer.log(item.search.result())
+        plan = run.search.next(record)
+        if plan is None:
+            self.observer.log(run.search.result())
             return
-        following = QueuedRun(found.config, found, found.run_id, item.repeat_index, item.search)
+        following = QueuedRun(plan.config, plan.command, plan, plan.run_id, run.repeat_index, run.search)
         if not self.is_done(following):
             self.waiting.insert(0, following)

@@ -1,4 +1,4 @@
-"""What a command may take, after which it begins no further run: stop_after=8h,20runs,3failures."""
+"""The limits of a command, after which it starts no further run: stop_after=8h,20runs,3failures."""
 
 import re
 import time
@@ -16,18 +16,18 @@ FAILURES = ("error", "timeout")
 
 @dataclass
 class StopAfter:
-    """Limits, None where there is none, and what was taken of them."""
+    """The limits of a command, None where there is none, and how much of them is used up."""
 
     seconds: float | None = None
     runs: int | None = None
     failures: int | None = None
-    began: float = 0.0  # time.monotonic()
-    started: int = 0
-    failed: int = 0
+    started_at: float = 0.0  # time.monotonic()
+    started: int = 0  # runs
+    failed: int = 0  # runs
 
     def exceeded_limit(self) -> str:
-        """Which limit is reached, as a word on it; '' while none is."""
-        if self.seconds is not None and time.monotonic() - self.began >= self.seconds:
+        """Return the limit that is reached, such as "20 runs"; '' while none is."""
+        if self.seconds is not None and time.monotonic() - self.started_at >= self.seconds:
             return f"{self.seconds:g} s"
         if self.runs is not None and self.started >= self.runs:
             return f"{self.runs} runs"
@@ -36,20 +36,23 @@ class StopAfter:
         return ""
 
     def count_failure(self, status: str) -> None:
-        """A run that was begun came to its end."""
+        """Count the run that ended with this status if that is a failure."""
         self.failed += status in FAILURES
 
 
-def parse_stop_after(stated: Sequence[str | int | float]) -> StopAfter:
-    """The limits of stop_after's entries: seconds, or a number with s, m, h, d, runs or failures. Raises UserError."""
-    budget = StopAfter(began=time.monotonic())
-    for entry in stated:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(entry))
-        unit = found.group(2) if found else "?"
-        if found and unit in SECONDS:
-            budget.seconds = float(found.group(1)) * SECONDS[unit]
-        elif found and unit in COUNTS and found.group(1).isdecimal():
-            setattr(budget, unit, int(found.group(1)))
+def parse_stop_after(entries: Sequence[str | int | float]) -> StopAfter:
+    """Return the limits of stop_after's entries: seconds, or a number with s, m, h, d, runs or failures.
+
+    Raises UserError for any other entry.
+    """
+    limits = StopAfter(started_at=time.monotonic())
+    for entry in entries:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(entry))
+        number, unit = match.groups() if match else ("", "?")
+        if unit in SECONDS:
+            limits.seconds = float(number) * SECONDS[unit]
+        elif unit in COUNTS and number.isdecimal():
+            setattr(limits, unit, int(number))
         else:
-            raise UserError(f"stop_after={entry} is not a budget: choose a time as 90m or 8h, 20runs, or 3failures")
-    return budget
+            raise UserError(f"stop_after={entry} is not a limit: choose a time such as 90m or 8h, 20runs, or 3failures")
+    return limits

@@ -1,68 +1,81 @@
-"""TODO harness.sweep.executors.base."""
+"""The interface of executors and of those who watch a sweep, and what executors on one machine share."""
 
 from typing import Any, Protocol
 
 from harness.config.schema import ClusterConfig
 from harness.hardware.machine import Machine
 from harness.records.schema import Record
+from harness.runner.context import LogFn
 from harness.runner.local_machine import detect_machine
-from harness.runner.reuse import LogFn, reusable_record
+from harness.runner.reuse import reusable_record
 from harness.sweep.queued_run import QueuedRun
 from harness.util.errors import UserError
 
 
 def local_machine(cluster: ClusterConfig) -> Machine:
+    """Return this machine. Raises UserError if the cluster is more than one machine."""
     if cluster.nodes > 1:
-        raise UserError(
-            f"cluster.nodes={cluster.nodes} is more than this machine: choose 1, or hydra/launcher=submitit_slurm"
-        )
+        raise UserError(f"cluster.nodes={cluster.nodes} is more than this machine: choose 1, or hydra/launcher=slurm")
     return detect_machine(cluster)
 
 
-def stored_record(item: QueuedRun, say: LogFn) -> Record | None:
-    """The record on file of a planned run."""
-    assert item.plan is not None
-    return reusable_record(item.config, item.plan.directory, say)
+def stored_record(run: QueuedRun, log: LogFn) -> Record | None:
+    """Return the stored record of a planned run if it can be reused."""
+    assert run.plan is not None
+    return reusable_record(run.config, run.command, run.plan.folder, log)
 
 
 class Executor(Protocol):
-    """Where runs are made: in this process, side by side in others, as jobs of a cluster."""
+    """Makes runs: in this process, side by side in others, or as jobs of a cluster."""
 
     @property
     def max_parallel(self) -> int:
-        """How many runs there can be at once."""
+        """How many runs it makes at once."""
         ...
 
-    def plan_item(self, values: dict[str, Any], turn: int) -> QueuedRun:
-        """The run of these values, planned if its machine is known. Raises UserError if it is impossible."""
+    def plan_run(self, values: dict[str, Any], repeat_index: int) -> QueuedRun:
+        """Return the run of composed values, planned if its machine is known. Raises UserError if it is impossible."""
         ...
 
-    def stored_record(self, item: QueuedRun) -> Record | None:
-        """Its record, if that stands."""
+    def stored_record(self, run: QueuedRun) -> Record | None:
+        """Return the run's stored record if it can be reused."""
         ...
 
-    def can_start(self, item: QueuedRun) -> bool:
-        """Whether it can be begun now, beside what runs."""
+    def can_start(self, run: QueuedRun) -> bool:
+        """Return whether the run can be started now, beside those that run."""
         ...
 
-    def start(self, item: QueuedRun) -> None: ...
+    def start(self, run: QueuedRun) -> None:
+        """Start the run."""
+        ...
 
     def poll(self) -> list[tuple[QueuedRun, Record | None]]:
-        """What ended, after waiting a moment if nothing did; None: another command is at it."""
+        """Return the runs that ended, after a short wait if none has, with their records.
+
+        A run without a record is being made by another command.
+        """
         ...
 
     def interrupt(self) -> list[tuple[QueuedRun, Record]]:
-        """Ends what it runs; the records of that."""
+        """End the runs in progress and return their records."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what the executor has."""
+        ...
 
 
 class SweepObserver(Protocol):
-    """Who is told how far the sweep is."""
+    """Follows the progress of a sweep."""
 
-    def on_started(self, item: QueuedRun) -> None: ...
+    def on_started(self, run: QueuedRun) -> None:
+        """Handle the start of a run."""
+        ...
 
-    def on_record(self, item: QueuedRun, record: Record, is_new: bool) -> None: ...
+    def on_record(self, run: QueuedRun, record: Record, is_new: bool) -> None:
+        """Handle the record of a run, new or stored before."""
+        ...
 
-    def log(self, line: str) -> None: ...
+    def log(self, line: str) -> None:
+        """Handle a line for the user."""
+        ...

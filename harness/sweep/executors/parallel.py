@@ -1,4 +1,4 @@
-"""The executor that makes runs side by side on one machine, each in a worker process with devices or cores of its own."""
+"""The executor that makes runs side by side on one machine, each in a process with devices or cores of its own."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from typing import Any
 from harness.config.schema import ClusterConfig, ModelConfig
 from harness.hardware.machine import Machine, usable_cores
 from harness.hardware.nvml import visible_device_ids
-from harness.launcher.launch import FORKSERVER, start_forkserver
+from harness.launcher.forkserver import FORKSERVER, start_forkserver
 from harness.launcher.monitor import HANDLED
 from harness.records.schema import Record
 from harness.runner.context import RunContext

@@ -1,11 +1,11 @@
-"""Runs one after another in this process; and what that has in common with other ways on this machine."""
+"""The executor that makes one run after another in this process."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from harness.config.schema import ClusterConfig, ModelConfig
 from harness.hardware.machine import Machine
-from harness.launcher.launch import start_forkserver
+from harness.launcher.forkserver import start_forkserver
 from harness.launcher.multinode import NodeGroup
 from harness.records.schema import Record
 from harness.runner.context import RunContext
@@ -13,51 +13,58 @@ from harness.runner.local_machine import detect_machine
 from harness.runner.run import execute
 from harness.sweep.display import ProgressDisplay
 from harness.sweep.executors.base import local_machine, stored_record
-from harness.sweep.queued_run import QueuedRun, plan_item
+from harness.sweep.queued_run import QueuedRun, plan_run
 
 
 class SequentialExecutor:
-    """One run after another, in this process; in a cluster's job, over the nodes that it leads."""
+    """Makes one run after another in this process; in a cluster's job, over the nodes that it leads."""
 
     max_parallel = 1
 
     def __init__(self, models: Sequence[ModelConfig], display: ProgressDisplay, nodes: NodeGroup | None = None) -> None:
-        self.models, self.display, self.team = models, display, nodes
+        self.models, self.display, self.nodes = models, display, nodes
         self.done: list[tuple[QueuedRun, Record | None]] = []
 
-    def plan_item(self, values: dict[str, Any], turn: int) -> QueuedRun:
-        return plan_item(values, turn, self.machine)
+    def plan_run(self, values: dict[str, Any], repeat_index: int) -> QueuedRun:
+        """Return the planned run of composed values."""
+        return plan_run(values, repeat_index, self.machine)
 
     def machine(self, cluster: ClusterConfig) -> Machine:
-        found = detect_machine(cluster) if self.team else local_machine(cluster)
-        start_forkserver(found.device)  # its imports go on while the runs are planned
-        return found
+        """Return the machine to run on; ranks import torch in the background while runs are planned."""
+        machine = detect_machine(cluster) if self.nodes else local_machine(cluster)
+        start_forkserver(machine.device)
+        return machine
 
-    def stored_record(self, item: QueuedRun) -> Record | None:
-        return stored_record(item, self.display.print_line)
+    def stored_record(self, run: QueuedRun) -> Record | None:
+        """Return the run's stored record if it can be reused."""
+        return stored_record(run, self.display.print_line)
 
-    def can_start(self, item: QueuedRun) -> bool:
+    def can_start(self, run: QueuedRun) -> bool:
+        """Return whether the last run's record was collected."""
         return not self.done
 
-    def start(self, item: QueuedRun) -> None:
-        assert item.plan is not None
-        means = RunContext(
+    def start(self, run: QueuedRun) -> None:
+        """Make the run, to its end."""
+        assert run.plan is not None
+        context = RunContext(
             models=self.models,
-            on_progress=lambda at: self.display.tick(item, at),
+            on_progress=lambda folder: self.display.update(run, folder),
             log=self.display.print_line,
-            nodes=self.team,
+            nodes=self.nodes,
         )
-        self.done.append((item, execute(item.plan, means)))
+        self.done.append((run, execute(run.plan, context)))
 
     def poll(self) -> list[tuple[QueuedRun, Record | None]]:
-        ((item, record),) = self.done
-        if record is not None and record["row"]["status"] == "interrupted":  # by a signal to this process
+        """Return the run that was made. Raises KeyboardInterrupt if a signal to this process interrupted it."""
+        ((run, record),) = self.done
+        if record is not None and record.status == "interrupted":
             raise KeyboardInterrupt
         self.done = []
-        return [(item, record)]
+        return [(run, record)]
 
     def interrupt(self) -> list[tuple[QueuedRun, Record]]:
-        return [(item, record) for item, record in self.done if record is not None]
+        """Return the run that was interrupted, if one was."""
+        return [(run, record) for run, record in self.done if record is not None]
 
     def close(self) -> None:
-        pass
+        """Do nothing: this executor has nothing to release."""

@@ -1,4 +1,4 @@
-"""Slurm itself: the batch script of a group of runs, and what its commands say of jobs. No accounting is needed."""
+"""Slurm's commands and batch scripts: sbatch, squeue and scontrol. Slurm's accounting is not needed."""
 
 import math
 import shlex
@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.config.command import CommandConfig
 from harness.config.schema import RunConfig
 from harness.hardware.machine import CPU_RANKS
 from harness.util.errors import UserError
 from harness.util.text import one_line
 
-COMMAND_SECONDS = 60.0  # for a command of Slurm's to answer
+COMMAND_SECONDS = 60.0  # for one of Slurm's commands to answer
 
 MOST_IN_ARRAY = 1000  # Slurm's own limit unless a site sets another: MaxArraySize=1001
 
@@ -23,8 +24,9 @@ SPARE_SECONDS = 300.0  # of a job, beside what a run and its reference may take
 
 @dataclass(frozen=True)
 class SlurmResources:
-    """What a job asks for; the keys of Hydra's submitit launcher."""
+    """The keys of hydra.launcher: what a job requests. They are those of Hydra's submitit launcher, and `submit`."""
 
+    submit: bool = True  # whether jobs are submitted, or batch scripts written to submit by hand
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -42,90 +44,91 @@ class SlurmResources:
     additional_parameters: dict[str, Any] = field(default_factory=dict)
 
 
-def sbatch_directives(asked: SlurmResources, config: RunConfig) -> str:
-    """The #SBATCH lines of what one run needs: a task a node, which starts that node's ranks."""
+def sbatch_directives(resources: SlurmResources, config: RunConfig, command: CommandConfig) -> str:
+    """Return the #SBATCH lines of one run's job: one task on each node, which starts that node's ranks."""
     cluster = config.cluster
-    gpus = asked.gpus_per_node or (cluster.gpus_per_node if cluster.device != "cpu" else None)
-    cpus = asked.cpus_per_task
+    gpus = resources.gpus_per_node or (cluster.gpus_per_node if cluster.device != "cpu" else None)
+    cpus = resources.cpus_per_task
     if cpus is None and gpus is None:
         cpus = cluster.gpus_per_node or CPU_RANKS
-    minutes = math.ceil((2 * config.timeout_seconds + SPARE_SECONDS) / 60)
-    given: dict[str, Any] = {
-        "job-name": f"harness-{config.name}",
-        "nodes": asked.nodes or cluster.nodes,
+    minutes = math.ceil((2 * command.timeout_seconds + SPARE_SECONDS) / 60)
+    options: dict[str, Any] = {
+        "job-name": f"harness-{command.name}",
+        "nodes": resources.nodes or cluster.nodes,
         "ntasks-per-node": 1,
-        "partition": asked.partition or cluster.partition,
-        "account": asked.account or cluster.account,
-        "qos": asked.qos,
+        "partition": resources.partition or cluster.partition,
+        "account": resources.account or cluster.account,
+        "qos": resources.qos,
         "gpus-per-node": gpus,
         "cpus-per-task": cpus,
-        "mem": f"{asked.mem_gb:g}G" if asked.mem_gb else None,
-        "time": asked.timeout_min or cluster.time or minutes,
-        "constraint": asked.constraint,
-        "exclude": asked.exclude,
-        "gres": asked.gres,
+        "mem": f"{resources.mem_gb:g}G" if resources.mem_gb else None,
+        "time": resources.timeout_min or cluster.time or minutes,
+        "constraint": resources.constraint,
+        "exclude": resources.exclude,
+        "gres": resources.gres,
         "requeue": True,
         "open-mode": "append",
     }
-    given |= {key.replace("_", "-"): value for key, value in asked.additional_parameters.items()}
-    lines = [f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in given.items() if value]
+    options |= {key.replace("_", "-"): value for key, value in resources.additional_parameters.items()}
+    lines = [f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in options.items() if value]
     return "\n".join(lines)
 
 
-def script(header: str, asked: SlurmResources, works: Sequence[Path], logs: Path) -> str:
-    """A batch script that runs every work file as a job of one array."""
-    listed = "\n".join(f"    {shlex.quote(str(work))}" for work in works)
-    srun = shlex.join(["srun", *asked.srun_args, sys.executable, "-m", "harness.sweep.slurm.node"])
+def batch_script(directives: str, resources: SlurmResources, files: Sequence[Path], logs: Path) -> str:
+    """Return a batch script that runs every file of values as a job of one array."""
+    quoted = "\n".join(f"    {shlex.quote(str(path))}" for path in files)
+    srun = shlex.join(["srun", *resources.srun_args, sys.executable, "-m", "harness.sweep.slurm.node"])
     return "\n".join(
         [
             "#!/bin/bash",
-            header,
-            f"#SBATCH --array=0-{len(works) - 1}%{asked.array_parallelism}",
+            directives,
+            f"#SBATCH --array=0-{len(files) - 1}%{resources.array_parallelism}",
             f"#SBATCH --output={logs}/%A_%a.log",
             f"#SBATCH --chdir={Path.cwd()}",
-            "works=(",
-            listed,
+            "files=(",
+            quoted,
             ")",
-            *asked.setup,
-            f'{srun} "${{works[$SLURM_ARRAY_TASK_ID]}}"',
+            *resources.setup,
+            f'{srun} "${{files[$SLURM_ARRAY_TASK_ID]}}"',
             "",
         ]
     )
 
 
-def submit(text: str, folder: Path) -> str:
-    """The number of the array that the script became; raises UserError with Slurm's own word if it refuses."""
-    done = run_slurm_command("sbatch", "--parsable", given=text, cwd=folder)
+def submit(script: str, folder: Path) -> str:
+    """Submit a batch script and return the number of its job array. Raises UserError with sbatch's own message."""
+    done = run_slurm_command("sbatch", "--parsable", standard_input=script, cwd=folder)
     if done is None or done.returncode:
-        why = "sbatch is not there, or does not answer" if done is None else one_line(done.stderr)
-        raise UserError(f"hydra/launcher=submitit_slurm: {why}")
+        reason = "sbatch is not installed, or does not answer" if done is None else one_line(done.stderr)
+        raise UserError(f"hydra/launcher=slurm: {reason}")
     return done.stdout.strip().partition(";")[0]
 
 
 def squeue_states(jobs: set[str]) -> dict[str, str] | None:
-    """The state of those of the jobs (12_3) that Slurm has not done with; None if it does not answer."""
+    """Return the states of those jobs (such as 12_3) that are still in the queue; None if Slurm does not answer."""
     if not jobs:
         return {}
     done = run_slurm_command("squeue", "--me", "--noheader", "--array", "--format=%i %T")
     if done is None or done.returncode:
         return None
-    found = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line.strip())
-    return {job: state for job, state in found.items() if job in jobs}
+    states = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line.strip())
+    return {job: state for job, state in states.items() if job in jobs}
 
 
 def final_state(job: str) -> str:
-    """How Slurm says that a job ended, such as NODE_FAIL; '' if it has forgotten."""
+    """Return the state in which a job ended, such as NODE_FAIL; '' if Slurm no longer knows the job."""
     done = run_slurm_command("scontrol", "show", "job", "--oneliner", job)
     fields = done.stdout.split() if done is not None and not done.returncode else []
     return next((entry.partition("=")[2] for entry in fields if entry.startswith("JobState=")), "")
 
 
 def run_slurm_command(
-    *words: str, given: str | None = None, cwd: Path | None = None
+    *words: str, standard_input: str | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str] | None:
+    """Run one of Slurm's commands; return None if it is not installed or does not answer in time."""
     try:
         return subprocess.run(
-            words, input=given, cwd=cwd, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+            words, input=standard_input, cwd=cwd, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

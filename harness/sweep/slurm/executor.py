@@ -1,4 +1,7 @@
-"""Runs as jobs of Slurm. The truth is in files (harness.letters) and the runs' records, not in what Slurm says."""
+"""The executor that makes runs as jobs of Slurm.
+
+What counts are files (harness.sweep.slurm.mailbox) and the runs' records, not what Slurm says of its jobs.
+"""
 
 import shutil
 import time
@@ -8,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.config.command import read_command_config
 from harness.config.from_dict import from_dict
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
@@ -21,204 +25,221 @@ from harness.sweep.queued_run import QueuedRun
 from harness.sweep.slurm import commands
 from harness.sweep.slurm.commands import SlurmResources
 from harness.sweep.slurm.mailbox import job_key, message_file, read_run_ids, submitted_job
-from harness.sweep.slurm.plugin import is_selected
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json, atomic_write_text
 from harness.util.locks import is_locked, run_lock
 
 POLL_SECONDS = 1.0
 
-GONE_SECONDS = 10.0  # from a job's leaving the queue to its being given up: files of a shared folder may come late
+GONE_SECONDS = 10.0  # a job that left the queue is given up then: files of a shared folder may come late
 
 
 @dataclass
 class SubmittedRun:
-    """A combination on its way."""
+    """A combination that is submitted, or to be submitted, as a job."""
 
-    item: QueuedRun
+    run: QueuedRun
     values: dict[str, Any]
     job: str | None = None  # 12, or 12_3 of an array; None: not submitted yet
     missing_since: float | None = None  # time.monotonic() at which the job was not in the queue any more
-    begun: list[str] = field(default_factory=list)
+    started_runs: list[str] = field(default_factory=list)  # run ids
+
+    def message(self, kind: str = "") -> Path:
+        """Return the file of the combination's values, or of its node's message of this kind."""
+        return message_file(self.run.comparison, self.run.name, kind)
 
 
 class SlurmExecutor:
-    """Submits all it is given, in arrays, and waits for the answers. Jobs outlive this command; the next finds them."""
+    """Submits all its runs, in arrays, and waits for the answers. Jobs outlive this command; the next finds them."""
 
     def __init__(self, launcher: dict[str, Any], display: ProgressDisplay) -> None:
         keys = {key: value for key, value in launcher.items() if key != "_target_"}
-        self.queue: SlurmResources = (
-            from_dict(SlurmResources, keys, "hydra.launcher") if is_selected(launcher) else SlurmResources()
-        )
+        self.resources: SlurmResources = from_dict(SlurmResources, keys, "hydra.launcher")
         self.display = display
         self.values: dict[QueuedRun, dict[str, Any]] = {}
-        self.at_work: dict[QueuedRun, SubmittedRun] = {}
+        self.submitted: dict[QueuedRun, SubmittedRun] = {}
         self.polled_at = 0.0
 
     @property
     def max_parallel(self) -> int:
-        return self.queue.array_parallelism
+        """How many jobs run at once."""
+        return self.resources.array_parallelism
 
-    def plan_item(self, values: dict[str, Any], turn: int) -> QueuedRun:
-        """Its plan is its node's affair. Raises UserError if there can be no configuration."""
+    def plan_run(self, values: dict[str, Any], repeat_index: int) -> QueuedRun:
+        """Return the run of composed values, which its node plans. Raises UserError if it is no configuration."""
         config = resolve_run_config(candidates(values)[0] if wants_max_micro_batch(values) else values)
-        named = (config.strategy.name, config.checkpointing.name, config.model.name, job_key(values))
-        item = QueuedRun(config, None, "-".join(named), turn)
-        self.values[item] = values
-        return item
+        command = read_command_config(values)
+        names = (config.strategy.name, config.checkpointing.name, config.model.name, job_key(values))
+        run = QueuedRun(config, command, None, "-".join(names), repeat_index)
+        self.values[run] = values
+        return run
 
-    def stored_record(self, item: QueuedRun) -> Record | None:
-        """The record of the node's answer; of several runs the last that is ok."""
-        runs = read_run_ids(message_file(item, "answer"))
-        found = [reusable_record(item.config, item.folder / run, self.display.print_line) for run in runs]
-        if not found or None in found:
+    def stored_record(self, run: QueuedRun) -> Record | None:
+        """Return the record that an earlier job answered with, if it can be reused."""
+        records = [
+            reusable_record(run.config, run.command, run.comparison.run(run_id), self.display.print_line)
+            for run_id in read_run_ids(message_file(run.comparison, run.name, "answer"))
+        ]
+        if not records or None in records:
             return None
-        return best_of_search([record for record in found if record is not None])
+        return best_of_search([record for record in records if record is not None])
 
-    def can_start(self, item: QueuedRun) -> bool:
+    def can_start(self, run: QueuedRun) -> bool:
+        """Return True: Slurm queues what cannot run yet."""
         return True
 
-    def start(self, item: QueuedRun) -> None:
-        self.at_work[item] = SubmittedRun(item, self.values[item])
+    def start(self, run: QueuedRun) -> None:
+        """Take the run to be submitted with the next poll."""
+        self.submitted[run] = SubmittedRun(run, self.values[run])
 
     def poll(self) -> list[tuple[QueuedRun, Record | None]]:
-        new = [one for one in self.at_work.values() if one.job is None]
+        """Submit what is new, and return the runs whose nodes answered or whose jobs vanished."""
+        new = [submitted for submitted in self.submitted.values() if submitted.job is None]
         if new:
             self.submit(new)
         time.sleep(max(0.0, self.polled_at + POLL_SECONDS - time.monotonic()))
         self.polled_at = time.monotonic()
-        states = commands.squeue_states({one.job for one in self.at_work.values() if one.job})
-        found: list[tuple[QueuedRun, Record | None]] = []
-        for item, one in list(self.at_work.items()):
-            record = self.poll_run(one, states)
+        states = commands.squeue_states({submitted.job for submitted in self.submitted.values() if submitted.job})
+        ended: list[tuple[QueuedRun, Record | None]] = []
+        for run, submitted in list(self.submitted.items()):
+            record = self.poll_run(submitted, states)
             if record is not None:
-                found.append((item, record))
-                del self.at_work[item]
+                ended.append((run, record))
+                del self.submitted[run]
         self.display.show()
-        return found
+        return ended
 
     def submit(self, new: Sequence[SubmittedRun]) -> None:
-        """Every one that no other command has submitted, those of equal needs as one array."""
-        folders = {one.item.folder for one in new}
-        for folder in folders:
-            jobs = ComparisonFolder(folder).jobs
-            jobs.mkdir(parents=True, exist_ok=True)
-            with run_lock(ComparisonFolder(jobs).lock("submission")):
-                mine = [one for one in new if one.item.folder == folder]
-                alive = commands.squeue_states({job for one in mine if (job := submitted_job(one.item))})
-                if alive is None:
-                    raise UserError("hydra/launcher=submitit_slurm: squeue does not say which jobs there are")
-                for one in mine:
-                    job = submitted_job(one.item)
-                    one.job = job if job in alive else None
-                fresh = [one for one in mine if one.job is None]
-                for header, group in group_by_resources(self.queue, fresh):
-                    self.submit_array(jobs, header, group)
+        """Submit every run that no other command has submitted, those of equal needs as one array."""
+        comparisons = {submitted.run.comparison for submitted in new}
+        for comparison in comparisons:
+            comparison.jobs.mkdir(parents=True, exist_ok=True)
+            with run_lock(ComparisonFolder(comparison.jobs).lock("submission")):
+                mine = [submitted for submitted in new if submitted.run.comparison == comparison]
+                jobs = {submitted.run: submitted_job(submitted.message()) for submitted in mine}
+                queued = commands.squeue_states({job for job in jobs.values() if job})
+                if queued is None:
+                    raise UserError("hydra/launcher=slurm: squeue does not answer which jobs are in the queue")
+                for submitted in mine:
+                    job = jobs[submitted.run]
+                    submitted.job = job if job in queued else None
+                fresh = [submitted for submitted in mine if submitted.job is None]
+                for directives, group in group_by_resources(self.resources, fresh):
+                    self.submit_array(comparison.jobs, directives, group)
 
-    def submit_array(self, jobs: Path, header: str, group: Sequence[SubmittedRun]) -> None:
-        for one in group:
-            message_file(one.item, "answer").unlink(missing_ok=True)
-            message_file(one.item, "begun").unlink(missing_ok=True)
-            bare = one.item.folder / fallback_run_id(one.values)  # which lost() may have left
-            shutil.rmtree(bare, ignore_errors=True)
-            atomic_write_json(message_file(one.item), {"values": one.values, "job": None})
-        works = [message_file(one.item).resolve() for one in group]
-        number = commands.submit(commands.script(header, self.queue, works, jobs.resolve()), jobs)
-        for index, one in enumerate(group):
-            one.job = f"{number}_{index}"
-            atomic_write_json(message_file(one.item), {"values": one.values, "job": one.job})
+    def submit_array(self, jobs: Path, directives: str, group: Sequence[SubmittedRun]) -> None:
+        """Submit runs of equal needs as one array."""
+        for submitted in group:
+            submitted.message("answer").unlink(missing_ok=True)
+            submitted.message("begun").unlink(missing_ok=True)
+            fallback = submitted.run.comparison.run(fallback_run_id(submitted.values))  # of a job that vanished
+            shutil.rmtree(fallback.path, ignore_errors=True)
+            atomic_write_json(submitted.message(), {"values": submitted.values, "job": None})
+        files = [submitted.message().resolve() for submitted in group]
+        number = commands.submit(commands.batch_script(directives, self.resources, files, jobs.resolve()), jobs)
+        for index, submitted in enumerate(group):
+            submitted.job = f"{number}_{index}"
+            atomic_write_json(submitted.message(), {"values": submitted.values, "job": submitted.job})
         self.display.print_line(f"Slurm job {number}: {len(group)} runs")
 
-    def poll_run(self, one: SubmittedRun, states: dict[str, str] | None) -> Record | None:
-        """Its record, if its node answered or its job is gone without."""
-        item = one.item
-        one.begun = read_run_ids(message_file(item, "begun")) or one.begun
-        if one.begun:
-            self.display.set_folder(item, item.folder / one.begun[-1])
-        runs = read_run_ids(message_file(item, "answer"))
+    def poll_run(self, submitted: SubmittedRun, states: dict[str, str] | None) -> Record | None:
+        """Return the record of a run whose node answered, or whose job vanished without an answer."""
+        run = submitted.run
+        submitted.started_runs = read_run_ids(submitted.message("begun")) or submitted.started_runs
+        if submitted.started_runs:
+            self.display.set_folder(run, run.comparison.run(submitted.started_runs[-1]).path)
+        answered = read_run_ids(submitted.message("answer"))
         with suppress(UserError):
-            if runs:
-                return best_of_search([read_record(item.folder / run) for run in runs])
-        if states is None or one.job in states:  # Slurm does not answer, or has it still
-            self.display.note(item, "" if states is None else states[str(one.job)].lower())
-            one.missing_since = None
+            if answered:
+                return best_of_search([read_record(run.comparison.run(run_id).path) for run_id in answered])
+        if states is None or submitted.job in states:  # Slurm does not answer, or has not done with the job
+            self.display.set_note(run, "" if states is None else states[str(submitted.job)].lower())
+            submitted.missing_since = None
             return None
-        if any(is_locked(ComparisonFolder(item.folder).lock(run)) for run in one.begun):  # its node is at it, whatever Slurm thinks
+        if any(is_locked(run.comparison.lock(run_id)) for run_id in submitted.started_runs):
+            return None  # its node is working on it, whatever Slurm says
+        submitted.missing_since = submitted.missing_since or time.monotonic()
+        if time.monotonic() - submitted.missing_since < GONE_SECONDS:
             return None
-        one.missing_since = one.missing_since or time.monotonic()
-        if time.monotonic() - one.missing_since < GONE_SECONDS:
-            return None
-        return record_of_vanished_job(one)
+        return record_of_vanished_job(submitted)
 
     def interrupt(self) -> list[tuple[QueuedRun, Record]]:
-        """Nothing ends: jobs go on."""
-        numbers = sorted({str(one.job).partition("_")[0] for one in self.at_work.values() if one.job})
+        """End nothing: the jobs continue, and the user is told how to come back to them or to end them."""
+        numbers = sorted({str(entry.job).partition("_")[0] for entry in self.submitted.values() if entry.job})
         if numbers:
-            goes = f"Slurm's jobs {', '.join(numbers)} go on; the same command waits for them, scancel ends them"
-            self.display.print_line(goes)
+            self.display.print_line(
+                f"Slurm's jobs {', '.join(numbers)} continue: the same command waits for them, scancel ends them"
+            )
         return []
 
     def close(self) -> None:
-        pass
+        """Do nothing: the jobs are Slurm's."""
 
 
-def write_scripts(place: SlurmExecutor, items: Sequence[QueuedRun]) -> list[Path]:
-    """For launch=script: batch scripts to submit by hand, with the files that they name."""
-    written = []
-    for folder in dict.fromkeys(item.folder for item in items):
-        jobs = ComparisonFolder(folder).jobs
-        jobs.mkdir(parents=True, exist_ok=True)
-        mine = [SubmittedRun(item, place.values[item]) for item in items if item.folder == folder]
-        for number, (header, group) in enumerate(group_by_resources(place.queue, mine)):
-            for one in group:
-                atomic_write_json(message_file(one.item), {"values": one.values, "job": None})
-            works = [message_file(one.item).resolve() for one in group]
-            path = folder / ("sweep.sbatch" if number == 0 else f"sweep_{number}.sbatch")
-            atomic_write_text(path, commands.script(header, place.queue, works, jobs.resolve()))
-            written.append(path)
-    return written
+def write_scripts(executor: SlurmExecutor, runs: Sequence[QueuedRun]) -> list[Path]:
+    """Write batch scripts to submit by hand, with the files of values that they name, and return the scripts."""
+    scripts = []
+    for comparison in dict.fromkeys(run.comparison for run in runs):
+        comparison.jobs.mkdir(parents=True, exist_ok=True)
+        mine = [SubmittedRun(run, executor.values[run]) for run in runs if run.comparison == comparison]
+        for number, (directives, group) in enumerate(group_by_resources(executor.resources, mine)):
+            for entry in group:
+                atomic_write_json(entry.message(), {"values": entry.values, "job": None})
+            files = [entry.message().resolve() for entry in group]
+            path = comparison.path / ("sweep.sbatch" if number == 0 else f"sweep_{number}.sbatch")
+            script = commands.batch_script(directives, executor.resources, files, comparison.jobs.resolve())
+            atomic_write_text(path, script)
+            scripts.append(path)
+    return scripts
 
 
 def group_by_resources(
-    asked: SlurmResources, group: Sequence[SubmittedRun]
+    resources: SlurmResources, runs: Sequence[SubmittedRun]
 ) -> Iterator[tuple[str, list[SubmittedRun]]]:
-    """Those of equal needs, as many as Slurm takes at once, with the lines that say the needs."""
-    by_needs: dict[str, list[SubmittedRun]] = {}
-    for one in group:
-        by_needs.setdefault(commands.sbatch_directives(asked, one.item.config), []).append(one)
-    for header, alike in by_needs.items():
-        for first in range(0, len(alike), commands.MOST_IN_ARRAY):
-            yield header, alike[first : first + commands.MOST_IN_ARRAY]
+    """Yield groups of runs with equal needs, as many as one array may have, each with its #SBATCH lines."""
+    groups: dict[str, list[SubmittedRun]] = {}
+    for entry in runs:
+        directives = commands.sbatch_directives(resources, entry.run.config, entry.run.command)
+        groups.setdefault(directives, []).append(entry)
+    for directives, group in groups.items():
+        for first in range(0, len(group), commands.MOST_IN_ARRAY):
+            yield directives, group[first : first + commands.MOST_IN_ARRAY]
 
 
-def best_of_search(found: Sequence[Record]) -> Record:
-    """Of a search's runs the last that is ok, else the last."""
-    ok = [record for record in found if record["row"]["status"] == "ok"]
-    return (ok or list(found))[-1]
+def best_of_search(records: Sequence[Record]) -> Record:
+    """Return the last record of a search that is ok, else the last of all."""
+    ok = [record for record in records if record.status == "ok"]
+    return (ok or list(records))[-1]
 
 
-ENDS = {"CANCELLED": "interrupted", "PREEMPTED": "interrupted", "TIMEOUT": "timeout", "OUT_OF_MEMORY": "oom"}
+STATUS_BY_STATE = {
+    "CANCELLED": "interrupted",
+    "PREEMPTED": "interrupted",
+    "TIMEOUT": "timeout",
+    "OUT_OF_MEMORY": "oom",
+}
 
 
-def record_of_vanished_job(one: SubmittedRun) -> Record:
-    """The row of a run whose job ended without its word: what Slurm says of the job."""
-    state = commands.final_state(str(one.job))
+def record_of_vanished_job(submitted: SubmittedRun) -> Record:
+    """Write and return the record of a run whose job ended without an answer: what Slurm says of the job."""
+    state = commands.final_state(str(submitted.job))
     ending = {
-        "status": ENDS.get(state, "error"),
-        "reason": f"Slurm's job {one.job} ended as {state or 'unknown'} before its node had recorded the run",
+        "status": STATUS_BY_STATE.get(state, "error"),
+        "reason": f"Slurm's job {submitted.job} ended as {state or 'unknown'} before its node had recorded the run",
     }
-    record = finalize_record(one, ending)
-    if ending["status"] != "interrupted":  # which the next command makes again; the rest stands as other ends do
-        atomic_write_json(message_file(one.item, "answer"), {"runs": [record["row"]["run_id"]]})
+    record = finalize_record(submitted, ending)
+    if ending["status"] != "interrupted":  # an interrupted run is made again; any other end stands like others
+        atomic_write_json(submitted.message("answer"), {"runs": [record.run_id]})
     return record
 
 
-def finalize_record(one: SubmittedRun, ending: dict[str, str]) -> Record:
-    """The row that its node had begun, with that end; a bare one if it had not come so far."""
-    for run in reversed(one.begun):
+def finalize_record(submitted: SubmittedRun, ending: dict[str, str]) -> Record:
+    """Give the record that the node had started this ending; without one, write a bare record."""
+    for run_id in reversed(submitted.started_runs):
+        path = submitted.run.comparison.run(run_id).path
         with suppress(UserError):
-            record = read_record(one.item.folder / run)
-            if record["row"]["status"] == "interrupted":
-                write_record(one.item.folder / run, record | {"row": record["row"] | ending})
-            return read_record(one.item.folder / run)
-    return rejected_values(one.values, ending["reason"], ending["status"])
+            record = read_record(path)
+            if record.status == "interrupted":
+                write_record(path, record.with_row(**ending))
+            return read_record(path)
+    return rejected_values(submitted.values, ending["reason"], ending["status"])

@@ -1,4 +1,7 @@
-"""python -m harness.node WORK.json: what a cluster job runs on each of its nodes, one combination from end to end."""
+"""The program of a Slurm job on each of its nodes: `python -m harness.sweep.slurm.node FILE`.
+
+FILE has the values of one combination; the job makes its run, or the runs of its search, from start to end.
+"""
 
 import json
 import os
@@ -18,72 +21,78 @@ from harness.sweep.stop_after import StopAfter
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json
 
-FIRST_PORT, PORTS = 20_000, 20_000  # where the nodes of a job meet, by its number
+FIRST_PORT, PORTS = 20_000, 20_000  # a job's nodes meet at a port that follows from the job's number
 
-SPARE_SECONDS = 60.0  # before the job's end, to end and record a run
+SPARE_SECONDS = 60.0  # before the job's time is up, to end and record a run
 
 
 class NodeObserver:
-    """Tells the command that waits, in files beside the work's."""
+    """Answers the waiting command, in files beside that of the values."""
 
-    def __init__(self, work: Path, display: ProgressDisplay) -> None:
-        self.work, self.display = work, display
-        self.runs: list[str] = []
+    def __init__(self, path: Path, display: ProgressDisplay) -> None:
+        self.path, self.display = path, display
+        self.run_ids: list[str] = []
 
-    def on_started(self, item: QueuedRun) -> None:
-        self.runs.append(item.name)
+    def on_started(self, run: QueuedRun) -> None:
+        """Announce a run that is started."""
+        self.run_ids.append(run.name)
         self.write("begun")
-        self.display.run_started(item)
+        self.display.run_started(run)
 
-    def on_record(self, item: QueuedRun, record: Record, is_new: bool) -> None:
-        self.display.run_ended(item, record, is_new)
-        if item.name not in self.runs:
-            self.runs.append(item.name)
+    def on_record(self, run: QueuedRun, record: Record, is_new: bool) -> None:
+        """Note a run that has its record."""
+        self.display.run_ended(run, record, is_new)
+        if run.name not in self.run_ids:
+            self.run_ids.append(run.name)
 
     def log(self, line: str) -> None:
+        """Print a line into the job's log."""
         self.display.print_line(line)
 
-    def write(self, what: str) -> None:
-        atomic_write_json(self.work.with_suffix(f".{what}.json"), {"runs": self.runs})
+    def write(self, kind: str) -> None:
+        """Write the message of kind `begun` or `answer`."""
+        atomic_write_json(self.path.with_suffix(f".{kind}.json"), {"runs": self.run_ids})
 
 
 def main() -> int:
-    work = Path(sys.argv[1])
+    """Run this node's part of the job and return its exit status."""
+    path = Path(sys.argv[1])
     count, rank = int(os.environ.get("SLURM_NNODES", 1)), int(os.environ.get("SLURM_NODEID", 0))
-    team = join(count, rank)
+    nodes = join_nodes(count, rank)
     if rank:
-        team.serve_leader()
+        nodes.serve_leader()
         return 0
     try:
-        lead(work, json.loads(work.read_text())["values"], team)
+        lead(path, json.loads(path.read_text())["values"], nodes)
     except KeyboardInterrupt:  # cancelled or preempted: the run's record says so, and there is no answer yet
         return 130
     finally:
-        team.release_nodes()
+        nodes.release_nodes()
     return 0
 
 
-def join(count: int, rank: int) -> NodeGroup:
+def join_nodes(count: int, rank: int) -> NodeGroup:
+    """Return the group of the job's nodes, once all of them are there."""
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
-    port = FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", 0)) % PORTS if count > 1 else 0  # 0: any, nobody comes
+    port = FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", 0)) % PORTS if count > 1 else 0  # 0: any, as nobody comes
     end = os.environ.get("SLURM_JOB_END_TIME")
     return rendezvous(count, rank, address, port, float(end) - SPARE_SECONDS if end else None)
 
 
-def lead(work: Path, values: dict[str, Any], team: NodeGroup) -> None:
-    """The first node's part: the runs of the combination, and the answer."""
+def lead(path: Path, values: dict[str, Any], nodes: NodeGroup) -> None:
+    """Make the runs of the combination as the job's first node, and write the answer."""
     display = ProgressDisplay()
-    answers = NodeObserver(work, display)
-    place = SequentialExecutor(load_model_presets(), display, team)
+    observer = NodeObserver(path, display)
+    executor = SequentialExecutor(load_model_presets(), display, nodes)
     try:
-        item = place.plan_item(values, 0)
+        run = executor.plan_run(values, 0)
     except UserError as error:
         record = write_rejected(values, str(error))
-        answers.runs.append(record["row"]["run_id"])
+        observer.run_ids.append(record.run_id)
     else:
-        display.set_queue([item], 1)
-        Scheduler(place, answers, StopAfter(), [item]).run()
-    answers.write("answer")
+        display.set_queue([run], 1)
+        Scheduler(executor, observer, StopAfter(), [run]).run()
+    observer.write("answer")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,9 @@
-"""TODO harness.sweep.slurm.plugin."""
+"""The Hydra launcher behind `hydra/launcher=slurm`: Hydra composes the jobs, and SlurmExecutor submits them.
+
+Submitit, whose keys it has, is not used: it pickles a function for every job into a folder of its own and polls there
+for the pickled result, while here a job is one command that reads a file of plain values, survives a requeue, and is
+found again by any later command.
+"""
 
 import importlib
 import sys
@@ -8,21 +13,23 @@ from typing import Any
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
 
+PACKAGE = "hydra_plugins.harness"  # Hydra accepts launchers of the package hydra_plugins alone
+
 
 class SlurmLauncher(BasicLauncher):
-    """What conf/hydra/launcher/submitit_slurm.yaml names: composes jobs as ever; Slurm below takes the keys."""
+    """The launcher that conf/hydra/launcher/slurm.yaml names; it composes every job in this process as by default."""
 
-    __module__ = "hydra_plugins.harness"
+    __module__ = PACKAGE
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
 
 
 def register_launcher() -> None:
-    """Hydra takes launchers of the package hydra_plugins alone: there this one is found too."""
+    """Register the launcher with Hydra, in the package that Hydra accepts launchers of."""
     try:
         package = importlib.import_module("hydra_plugins")
-    except ImportError:  # no plugin is installed
+    except ImportError:  # no other plugin is installed
         package = sys.modules["hydra_plugins"] = ModuleType("hydra_plugins")
         package.__path__ = []
     package.harness = sys.modules[__name__]  # type: ignore[attr-defined]
@@ -30,4 +37,5 @@ def register_launcher() -> None:
 
 
 def is_selected(launcher: dict[str, Any]) -> bool:
-    return str(launcher.get("_target_")).endswith(SlurmLauncher.__name__)
+    """Return whether these keys of hydra.launcher are those of our launcher."""
+    return launcher.get("_target_") == f"{PACKAGE}.{SlurmLauncher.__name__}"
