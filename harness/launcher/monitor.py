@@ -1,4 +1,4 @@
-"""The parent's eyes and hands on running ranks: what each reported, the time limit, signals, and their certain end."""
+"""The parent's monitor of running ranks: their messages, the time limit, signals, and their certain end."""
 
 import multiprocessing
 import signal
@@ -17,195 +17,205 @@ from harness.launcher.rank_entry import Done, Raised, Started
 
 TICK_SECONDS = 0.2
 
-SHORTEST_SECONDS = 0.01  # of a look at the ranks, while there is no tick to wait for
+MIN_LISTEN_SECONDS = 0.01  # to wait for ranks' messages when the next tick is due
 
-GRACE_SECONDS = 2.0  # from a rank's failure to the end of its peers, should the elastic agent not manage by then
+GRACE_SECONDS = 2.0  # from a rank's failure until its peers are killed, unless the elastic agent did so
 
-LOOK_SECONDS = 0.5  # between two looks at how far ranks are
+PROGRESS_SECONDS = 0.5  # between two readings of the ranks' progress
 
-DEATH_SECONDS = 5.0  # for killed ranks to be gone
+DEATH_SECONDS = 5.0  # time for killed ranks to exit
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-TOUCHED = (*HANDLED, signal.SIGQUIT)  # SIGQUIT stays with the elastic agent
+RESTORED = (*HANDLED, signal.SIGQUIT)  # the elastic agent handles SIGQUIT
 
 
 class HangDetector:
-    """With ranks that get no further. `standing` tells where they are: any change of it is progress."""
+    """A detector of runs in which no rank has made progress for `seconds`.
 
-    def __init__(self, standing: Callable[[], Hashable], seconds: float) -> None:
-        self.standing, self.seconds = standing, seconds
-        self.seen: Hashable = None
-        self.checked_at = self.moved_at = time.monotonic()
+    `read_progress` returns a snapshot of all ranks; any change of it is progress.
+    """
 
-    def is_over(self, now: float) -> bool:
-        if now - self.checked_at >= LOOK_SECONDS:
+    def __init__(self, read_progress: Callable[[], Hashable], seconds: float) -> None:
+        self.read_progress, self.seconds = read_progress, seconds
+        self.last_progress: Hashable = None
+        self.checked_at = self.progressed_at = time.monotonic()
+
+    def is_hanging(self, now: float) -> bool:
+        """Return whether no rank has made progress for too long."""
+        if now - self.checked_at >= PROGRESS_SECONDS:
             self.checked_at = now
-            seen = self.standing()
-            if seen != self.seen:
-                self.seen, self.moved_at = seen, now
-        return now - self.moved_at >= self.seconds
+            progress = self.read_progress()
+            if progress != self.last_progress:
+                self.last_progress, self.progressed_at = progress, now
+        return now - self.progressed_at >= self.seconds
 
 
 @dataclass
 class RankMonitor:
-    """One run's ranks, by local rank. The watching thread writes it, and the signal handlers in the main thread."""
+    """The state of one run's ranks, by local rank.
 
-    lifeline_read: Connection  # for the ranks: they die when its other end, `hold`, closes or the parent dies
+    The monitoring thread writes it, and so do the signal handlers in the main thread.
+    """
+
+    lifeline_read: Connection  # for the ranks, which die when the other end closes or the parent dies
     lifeline_write: Connection
-    reports: list[Connection]  # for the ranks, one each
-    parent_ends: dict[Connection, int]  # the other ends of those still open
-    ends_at: float  # time.monotonic()
-    patience: HangDetector
-    stopped: str = ""  # timeout | hang | interrupted
-    armed: bool = False  # whether a signal may break into what the main thread does: while the agent runs
+    reports: list[Connection]  # for the ranks, one for each
+    parent_ends: dict[Connection, int]  # the other ends, of ranks that are still connected
+    deadline: float  # by time.monotonic()
+    hang_detector: HangDetector
+    stop_reason: str | None = None  # timeout | hang | interrupted
+    interruptible: bool = False  # whether a signal may interrupt the main thread: true while the agent runs
     signals: int = 0  # received from outside
-    poked_at: float = 0.0
-    poked: bool = False
-    is_ending: bool = False  # the agent has returned
+    interrupted_at: float = 0.0
+    interrupted_by_us: bool = False
+    is_ending: bool = False  # whether the agent has returned
     pids: dict[int, int] = field(default_factory=dict)  # of ranks that have started
     done: set[int] = field(default_factory=set)
     raised: dict[int, Raised] = field(default_factory=dict)
-    gone: dict[int, float] = field(default_factory=dict)  # when a rank that had started was seen to be dead
-    left: tuple[int, ...] = ()  # ranks that went without a word and without the agent's notice: they exited with 0
+    exited_at: dict[int, float] = field(default_factory=dict)  # when a rank's connection was seen to be closed
+    silently_exited: tuple[int, ...] = ()  # ranks that exited with 0 without a message, which the agent ignores
     tick_error: Exception | None = None
 
     def arm(self) -> None:
-        """From here on a signal breaks in; one that came before does so now."""
-        self.armed = True
-        if self.stopped:
+        """Let signals interrupt the main thread from now on; raise at once if one was received before."""
+        self.interruptible = True
+        if self.stop_reason:
             raise SignalException("before the start", signal.SIGKILL)
 
     def failed_at(self) -> float | None:
-        """When the first rank failed, as far as seen."""
+        """Return when the first rank failed, or None if none is known to have failed."""
         moments = [r.moment for r in self.raised.values()]
-        moments += [moment for rank, moment in self.gone.items() if rank not in self.done]
+        moments += [moment for rank, moment in self.exited_at.items() if rank not in self.done]
         return min(moments, default=None)
 
 
 @contextmanager
 def monitor_ranks(
-    local_ranks: int, ends_at: float, patience: HangDetector, on_tick: Callable[[], None] | None
+    local_ranks: int, deadline: float, hang_detector: HangDetector, on_tick: Callable[[], None] | None
 ) -> Iterator[RankMonitor]:
-    """Watches until the block ends; then every rank is dead, and signal handlers are what they were."""
-    lifeline, hold = multiprocessing.Pipe(duplex=False)
+    """Monitor ranks until the block ends; then every rank is dead and the signal handlers are restored."""
+    lifeline_read, lifeline_write = multiprocessing.Pipe(duplex=False)
     pairs = [multiprocessing.Pipe(duplex=False) for _ in range(local_ranks)]
-    ears = {ear: rank for rank, (ear, _) in enumerate(pairs)}
-    watch = RankMonitor(lifeline, hold, [mouth for _, mouth in pairs], ears, ends_at, patience)
-    already = set(multiprocessing.active_children())
-    over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(watch, on_tick, over), daemon=True)
-    handlers = {number: signal.getsignal(number) for number in TOUCHED}
+    parent_ends = {parent_end: rank for rank, (parent_end, _) in enumerate(pairs)}
+    rank_ends = [rank_end for _, rank_end in pairs]
+    monitor = RankMonitor(lifeline_read, lifeline_write, rank_ends, parent_ends, deadline, hang_detector)
+    other_children = set(multiprocessing.active_children())
+    finished = threading.Event()
+    thread = threading.Thread(target=_monitor_loop, args=(monitor, on_tick, finished), daemon=True)
+    handlers = {number: signal.getsignal(number) for number in RESTORED}
     for number in HANDLED:
-        if handlers[number] is not signal.SIG_IGN:  # nohup's and a background job's wish
-            signal.signal(number, lambda number, frame: _on_signal(watch, number, frame))
+        if handlers[number] is not signal.SIG_IGN:  # nohup and background jobs ignore signals on purpose
+            signal.signal(number, lambda number, frame: _on_signal(monitor, number, frame))
     try:
         thread.start()
-        yield watch
+        yield monitor
     finally:
         try:
-            _end(watch, already)
+            _end(monitor, other_children)
         finally:
-            over.set()
+            finished.set()
             thread.join()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            for connection in (lifeline, *(end for pair in pairs for end in pair)):
+            for connection in (lifeline_read, *(end for pair in pairs for end in pair)):
                 connection.close()
-    if watch.tick_error is not None:
-        raise watch.tick_error
+    if monitor.tick_error is not None:
+        raise monitor.tick_error
 
 
-def _on_signal(watch: RankMonitor, number: int, _: FrameType | None) -> None:
-    """The first breaks off the run, the second whatever is being done."""
-    if watch.poked:
-        watch.poked = False
+def _on_signal(monitor: RankMonitor, number: int, _: FrameType | None) -> None:
+    """Stop the run on the first signal from outside, and raise KeyboardInterrupt on the second."""
+    if monitor.interrupted_by_us:
+        monitor.interrupted_by_us = False
     else:
-        watch.signals += 1
-        watch.stopped = watch.stopped or "interrupted"
-    if watch.signals > 1:
+        monitor.signals += 1
+        monitor.stop_reason = monitor.stop_reason or "interrupted"
+    if monitor.signals > 1:
         raise KeyboardInterrupt
-    if watch.armed:
-        raise SignalException(f"{signal.Signals(number).name}", signal.SIGKILL)  # what the agent sends on to the ranks
+    if monitor.interruptible:
+        raise SignalException(f"{signal.Signals(number).name}", signal.SIGKILL)  # the agent sends SIGKILL to the ranks
 
 
-def _watch(watch: RankMonitor, on_tick: Callable[[], None] | None, over: threading.Event) -> None:
+def _monitor_loop(monitor: RankMonitor, on_tick: Callable[[], None] | None, finished: threading.Event) -> None:
     next_tick = time.monotonic()
-    while not over.is_set():
-        _listen(watch, over, max(SHORTEST_SECONDS, next_tick - time.monotonic()))
+    while not finished.is_set():
+        _listen(monitor, finished, max(MIN_LISTEN_SECONDS, next_tick - time.monotonic()))
         now = time.monotonic()
-        _enforce(watch, now)
-        if now < next_tick or not watch.armed:  # the first tick is not lost, however short the run
+        _enforce(monitor, now)
+        if now < next_tick or not monitor.interruptible:  # so that even a short run has its first tick
             continue
         next_tick = now + TICK_SECONDS
-        if on_tick is not None and watch.tick_error is None:
+        if on_tick is not None and monitor.tick_error is None:
             try:
                 on_tick()
             except Exception as error:
-                watch.tick_error = error
+                monitor.tick_error = error
 
 
-def _listen(watch: RankMonitor, over: threading.Event, seconds: float) -> None:
-    """What the ranks say within that time; the end of a rank's pipe is the end of the rank."""
-    if watch.is_ending or len(watch.pids) == len(watch.reports):
-        for mouth in watch.reports:  # every rank that will ever have one has it: now a pipe ends with its rank
-            mouth.close()
-    if not watch.parent_ends:
-        over.wait(seconds)
+def _listen(monitor: RankMonitor, finished: threading.Event, seconds: float) -> None:
+    """Receive the ranks' messages for so many seconds. A rank whose pipe is closed has exited."""
+    if monitor.is_ending or len(monitor.pids) == len(monitor.reports):
+        for rank_end in monitor.reports:  # every rank has inherited its own: from now on a pipe closes with its rank
+            rank_end.close()
+    if not monitor.parent_ends:
+        finished.wait(seconds)
         return
-    for ear in wait(list(watch.parent_ends), seconds):
-        assert isinstance(ear, Connection)
-        rank = watch.parent_ends[ear]
+    for connection in wait(list(monitor.parent_ends), seconds):
+        assert isinstance(connection, Connection)
+        rank = monitor.parent_ends[connection]
         try:
-            message = ear.recv()
+            message = connection.recv()
         except (EOFError, OSError):
-            watch.gone[rank] = time.monotonic()
-            del watch.parent_ends[ear]
+            monitor.exited_at[rank] = time.monotonic()
+            del monitor.parent_ends[connection]
             continue
         if isinstance(message, Started):
-            watch.pids[rank] = message.pid
+            monitor.pids[rank] = message.pid
         elif isinstance(message, Done):
-            watch.done.add(rank)
+            monitor.done.add(rank)
         elif isinstance(message, Raised):
-            watch.raised[rank] = message
+            monitor.raised[rank] = message
 
 
-def _enforce(watch: RankMonitor, now: float) -> None:
-    """Ends the run at its time limit, or when the agent overlooks that a rank is gone."""
-    if not watch.armed or now - watch.poked_at < GRACE_SECONDS:
+def _enforce(monitor: RankMonitor, now: float) -> None:
+    """End the run at its time limit, when it hangs, or when the agent overlooks that a rank has exited."""
+    if not monitor.interruptible or now - monitor.interrupted_at < GRACE_SECONDS:
         return
-    failed_at = watch.failed_at()
-    late = "timeout" if now >= watch.ends_at else "hang" if watch.patience.is_over(now) else ""
-    if late:
-        if not watch.stopped:
-            stack_dump.request_dumps(pid for rank, pid in watch.pids.items() if rank not in watch.gone)
-        watch.stopped = watch.stopped or late
-        _poke(watch, now)
+    failed_at = monitor.failed_at()
+    reason = "timeout" if now >= monitor.deadline else "hang" if monitor.hang_detector.is_hanging(now) else None
+    if reason:
+        if not monitor.stop_reason:
+            stack_dump.request_dumps(pid for rank, pid in monitor.pids.items() if rank not in monitor.exited_at)
+        monitor.stop_reason = monitor.stop_reason or reason
+        _interrupt_main_thread(monitor, now)
     elif failed_at is not None and now - failed_at > GRACE_SECONDS:
-        if not watch.lifeline_write.closed:  # first the peers, which may have a way to survive the agent's SIGTERM
-            watch.left = tuple(r for r in watch.gone if r not in watch.done and r not in watch.raised)
-            watch.lifeline_write.close()
+        if not monitor.lifeline_write.closed:  # first kill the peers, which may survive the agent's SIGTERM
+            monitor.silently_exited = tuple(
+                r for r in monitor.exited_at if r not in monitor.done and r not in monitor.raised
+            )
+            monitor.lifeline_write.close()
         elif now - failed_at > 2 * GRACE_SECONDS:
-            _poke(watch, now)
+            _interrupt_main_thread(monitor, now)
 
 
-def _poke(watch: RankMonitor, now: float) -> None:
-    """Makes the main thread leave whatever it waits for."""
-    watch.poked_at, watch.poked = now, True
+def _interrupt_main_thread(monitor: RankMonitor, now: float) -> None:
+    """Interrupt whatever the main thread waits for."""
+    monitor.interrupted_at, monitor.interrupted_by_us = now, True
     identity = threading.main_thread().ident
     assert identity is not None
     signal.pthread_kill(identity, signal.SIGTERM)
 
 
-def _end(watch: RankMonitor, already: set[multiprocessing.process.BaseProcess]) -> None:
-    """Kills what the agent left: by SIGKILL if it is known, by the lifeline if it was only just being started."""
-    watch.armed = False
+def _end(monitor: RankMonitor, other_children: set[multiprocessing.process.BaseProcess]) -> None:
+    """Kill what the agent left: by SIGKILL if the process is known, by the lifeline if it was just being started."""
+    monitor.interruptible = False
     for process in multiprocessing.active_children():
-        if process not in already:
+        if process not in other_children:
             process.kill()
             process.join(DEATH_SECONDS)
-    watch.lifeline_write.close()
-    watch.is_ending = True
-    patience = time.monotonic() + DEATH_SECONDS
-    while watch.parent_ends and time.monotonic() < patience:
+    monitor.lifeline_write.close()
+    monitor.is_ending = True
+    deadline = time.monotonic() + DEATH_SECONDS
+    while monitor.parent_ends and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""How a launch ended, from what the parent saw, what the elastic agent says and what the ranks logged."""
+"""How a launch ended, judged by what the parent observed, what the elastic agent reports and what the ranks logged."""
 
 import signal
 import time
@@ -14,126 +14,130 @@ from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
 
-TAIL_BYTES = 16_384
+TAIL_BYTES = 16_384  # of a log, in which its last lines are looked for
 
 TAIL_LINES = 8
 
 TAIL_CHARACTERS = 600
 
-# Signals that no failure of a peer explains. An abort can be one: collectives abort when a connection breaks.
+# Signals that a peer's failure cannot cause, unlike SIGABRT: collectives abort when a connection breaks.
 PRIMARY_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTERM")
 
 
 @dataclass(frozen=True)
 class RankFailure:
+    """One rank that failed by itself."""
+
     rank: int
-    exit_code: int  # negative: killed by that signal
-    signal: str  # its name, '' if none
-    error: str  # the exception in one line, '' where none was raised
+    exit_code: int  # negative if killed by that signal
+    signal: str  # its name, '' if no signal killed it
+    error: str  # the exception in one line, '' if none was raised
     log_tail: str
-    at: float  # time.time(), about
+    at: float  # by time.time(), approximately
 
 
 @dataclass(frozen=True)
 class LaunchOutcome:
+    """How all ranks of a launch ended."""
+
     status: str  # ok | oom | error | timeout | interrupted
     reason: str  # one line, '' when ok
-    failures: tuple[RankFailure, ...]  # the one that came first is first; ranks killed in consequence are not here
+    failures: tuple[RankFailure, ...]  # the first one first; ranks that were killed in consequence are not included
     seconds: float
 
 
 def classify_outcome(
-    watch: RankMonitor,
-    died: Mapping[int, ProcessFailure],
-    trouble: str,
+    monitor: RankMonitor,
+    exits: Mapping[int, ProcessFailure],
+    launch_error: str | None,
     run_dir: Path,
     first_rank: int,
     seconds: float,
-    killed_by_kernel: bool = False,
+    oom_killed: bool = False,
 ) -> LaunchOutcome:
-    """The outcome of a run whose ranks are all dead.
+    """Return the outcome of a run whose ranks are all dead.
 
-    `died` is what the agent reports, by global rank; `trouble` what kept it from running them; `first_rank` this
-    node's first; `killed_by_kernel` whether the kernel killed for want of memory meanwhile.
+    `exits` is what the agent reports, by global rank; `launch_error` is why it could not run the ranks; `first_rank` is
+    this node's first global rank; `oom_killed` is whether the kernel killed a process meanwhile because memory ran out.
     """
-    failures = () if trouble or watch.stopped else _failures(watch, died, first_rank, run_dir)
-    if watch.stopped in ("timeout", "hang"):
-        late = [first_rank + rank for rank in range(len(watch.reports)) if rank not in watch.done]
-        how = f"killed after {seconds:.1f} s, its time limit"
-        if watch.stopped == "hang":
-            how = f"killed after {watch.patience.seconds:g} s in which no rank got any further"
-        return LaunchOutcome(
-            "timeout", f"{how}; not done: rank {', '.join(map(str, late))}{_standing(run_dir, late)}", (), seconds
-        )
-    if watch.stopped:
-        return LaunchOutcome(watch.stopped, f"stopped by a signal after {seconds:.1f} s", (), seconds)
-    if trouble:
-        return LaunchOutcome("error", trouble, (), seconds)
+    failures = () if launch_error or monitor.stop_reason else _failures(monitor, exits, first_rank, run_dir)
+    if monitor.stop_reason in ("timeout", "hang"):
+        unfinished = [first_rank + rank for rank in range(len(monitor.reports)) if rank not in monitor.done]
+        cause = f"killed at its time limit, after {seconds:.1f} s"
+        if monitor.stop_reason == "hang":
+            cause = f"killed after {monitor.hang_detector.seconds:g} s without progress of any rank"
+        reason = f"{cause}; unfinished: rank {', '.join(map(str, unfinished))}{_where_ranks_hang(run_dir, unfinished)}"
+        return LaunchOutcome("timeout", reason, (), seconds)
+    if monitor.stop_reason:
+        return LaunchOutcome(monitor.stop_reason, f"stopped by a signal after {seconds:.1f} s", (), seconds)
+    if launch_error:
+        return LaunchOutcome("error", launch_error, (), seconds)
     if failures:
-        starved = killed_by_kernel and failures[0].signal == "SIGKILL"
-        return LaunchOutcome("oom" if starved else "error", _blame(failures, starved), failures, seconds)
+        out_of_memory = oom_killed and failures[0].signal == "SIGKILL"
+        reason = _first_failure_text(failures, out_of_memory)
+        return LaunchOutcome("oom" if out_of_memory else "error", reason, failures, seconds)
     return LaunchOutcome("ok", "", (), seconds)
 
 
 def _failures(
-    watch: RankMonitor, died: Mapping[int, ProcessFailure], first_rank: int, run_dir: Path
+    monitor: RankMonitor, exits: Mapping[int, ProcessFailure], first_rank: int, run_dir: Path
 ) -> tuple[RankFailure, ...]:
-    """Every rank that failed by itself, the one to blame first: a crash, else the earliest."""
-    codes = {rank - first_rank: failure.exitcode for rank, failure in died.items()}
-    if watch.left:  # the agent overlooks an exit with 0, and has then seen only what was killed for it
-        codes = {rank: codes.get(rank, 0) for rank in watch.left}
-    found: list[tuple[bool, float, RankFailure]] = []
-    for local in codes.keys() | watch.raised.keys():
-        rank, raised = first_rank + local, watch.raised.get(local)
+    """Return every rank that failed by itself. The first is to blame: one that crashed, or else the earliest."""
+    codes = {rank - first_rank: failure.exitcode for rank, failure in exits.items()}
+    if monitor.silently_exited:  # the agent ignores an exit with 0: what it reports are the ranks killed in consequence
+        codes = {rank: codes.get(rank, 0) for rank in monitor.silently_exited}
+    failures: list[tuple[bool, float, RankFailure]] = []
+    for local in codes.keys() | monitor.raised.keys():
+        rank, raised = first_rank + local, monitor.raised.get(local)
         code = raised.exit_code if raised else codes[local]
-        name = signal.Signals(-code).name if code < 0 else ""
-        moment = raised.moment if raised else watch.gone.get(local, time.monotonic())
+        signal_name = signal.Signals(-code).name if code < 0 else ""
+        moment = raised.moment if raised else monitor.exited_at.get(local, time.monotonic())
         at = time.time() - (time.monotonic() - moment)
-        failure = RankFailure(rank, code, name, raised.error if raised else "", log_tail(RunFolder(run_dir).log(rank)), at)
-        found.append((name not in PRIMARY_SIGNALS, moment, failure))
-    return tuple(failure for *_, failure in sorted(found, key=lambda entry: entry[:2]))
+        error, tail = raised.error if raised else "", log_tail(RunFolder(run_dir).log(rank))
+        failure = RankFailure(rank, code, signal_name, error, tail, at)
+        failures.append((signal_name not in PRIMARY_SIGNALS, moment, failure))
+    return tuple(failure for *_, failure in sorted(failures, key=lambda entry: entry[:2]))
 
 
-def _standing(run_dir: Path, late: Sequence[int]) -> str:
-    """Where the rank is that is furthest behind, and what it last wrote."""
-    if not late:
+def _where_ranks_hang(run_dir: Path, unfinished: Sequence[int]) -> str:
+    """Return where the unfinished rank that is furthest behind was, and what it logged last."""
+    if not unfinished:
         return ""
-    silent = heartbeat.Heartbeat("before its first word", -1, None, None)
-    beats = {rank: heartbeat.read_heartbeat(run_dir, rank) or silent for rank in late}
-    rank = min(late, key=lambda rank: beats[rank].step)
-    doing = beats[rank].phase if beats[rank] is silent else f"{beats[rank].phase}, step {beats[rank].step}"
-    place = stack_dump.main_thread_location(run_dir, rank)
-    return (
-        f"; rank {rank} in {doing}{place and ', stands in '}{place}; its log {_ends(log_tail(RunFolder(run_dir).log(rank)))}"
-    )
+    beats = {rank: heartbeat.read_heartbeat(run_dir, rank) for rank in unfinished}
+    steps = {rank: -1 if beat is None else beat.step for rank, beat in beats.items()}
+    rank = min(unfinished, key=lambda rank: steps[rank])
+    beat, location = beats[rank], stack_dump.main_thread_location(run_dir, rank)
+    phase = "had sent no heartbeat" if beat is None else f"was in {beat.phase}, step {beat.step}"
+    function = "" if location is None else f", in {location}"
+    return f"; rank {rank} {phase}{function}; its log {_log_end(log_tail(RunFolder(run_dir).log(rank)))}"
 
 
-def _blame(failures: tuple[RankFailure, ...], starved: bool) -> str:
-    """One line on the rank that failed first."""
+def _first_failure_text(failures: tuple[RankFailure, ...], out_of_memory: bool) -> str:
+    """Return one line on the rank that failed first."""
     first = failures[0]
     if first.signal:
-        how = f"was killed by {first.signal}"
-        if starved:
-            how = "was killed by the kernel, which had no memory left"
+        cause = f"was killed by {first.signal}"
+        if out_of_memory:
+            cause = "was killed by the kernel because memory ran out"
     elif first.error:
-        how = f"raised {first.error}"
+        cause = f"raised {first.error}"
     else:
-        how = f"exited with code {first.exit_code} before it was done"
+        cause = f"exited with code {first.exit_code} before it had finished"
     others = ", ".join(str(failure.rank) for failure in failures[1:])
     also = f" (then failed: rank {others})" if others else ""
-    return f"rank {first.rank} {how}{also}; its log {_ends(first.log_tail)}"
+    return f"rank {first.rank} {cause}{also}; its log {_log_end(first.log_tail)}"
 
 
-def _ends(tail: str) -> str:
+def _log_end(tail: str) -> str:
     return f"ends: {tail}" if tail else "is empty"
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a log in one line, '' if there is none; without the stacks that a crash leaves behind them."""
+    """Return the last lines of a log as one line, '' if there are none, without the stack traces of a crash."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = file.read().decode(errors="replace").partition("Fatal Python error: ")[0].splitlines()
-    kept = [one_line(line) for line in lines if line.strip()][-TAIL_LINES:]
-    return " | ".join(kept)[-TAIL_CHARACTERS:]
+    last_lines = [one_line(line) for line in lines if line.strip()][-TAIL_LINES:]
+    return " | ".join(last_lines)[-TAIL_CHARACTERS:]

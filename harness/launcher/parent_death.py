@@ -1,7 +1,7 @@
-"""Imported first by the forkserver, the bare process that forks the ranks: importing it ties both to the parent.
+"""The forkserver's first import, which makes the forkserver and the ranks that it forks die with the parent.
 
-A thread would do for the ranks, and each has one (harness.rank), but it starts only when the rank runs our code: a
-parent killed while its ranks are being started would leave them, and the forkserver's imports, running for seconds.
+Each rank also has a thread for this (harness.launcher.rank_entry), but that starts only when the rank runs our code. If
+the parent were killed while its ranks are being started, these and the forkserver's imports would run on for seconds.
 """
 
 import ctypes
@@ -9,13 +9,15 @@ import os
 import signal
 import sys
 
-CHECK_SECONDS = 0.25  # between two looks at the parent; a timer, because forks of a process with threads are unsafe
+CHECK_SECONDS = 0.25  # between two checks of the parent, by a timer: forks of a process with threads are unsafe
 
 PR_SET_PDEATHSIG = 1  # prctl(2), linux/prctl.h: the signal this process gets when its parent dies
 
-_PARENT, _SELF = os.getppid(), os.getpid()  # as the forkserver imports this
+_PARENT, _SELF = os.getppid(), os.getpid()  # of the forkserver, which imports this
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before the fork, so that a child only calls
+_LIBC = (
+    ctypes.CDLL(None) if sys.platform == "linux" else None
+)  # loaded before the fork, so that a child only has to call
 
 _tied = False  # whether this process is a rank
 
@@ -26,30 +28,36 @@ def _check(*_: object) -> None:
 
 
 def _die_with_parent() -> None:
-    """At once, whatever is being done, an import in C too (Linux; elsewhere the timer and the ranks' thread alone)."""
+    """Make the kernel kill this process when its parent dies, even during an import in C.
+
+    This exists on Linux; elsewhere there are only the timer and the ranks' thread.
+    """
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _tie_rank() -> None:
-    """In a rank, right after its fork: it dies when the forkserver does. What a rank forks is the rank's own affair."""
+    """Make a rank die when the forkserver does; called right after its fork. Processes that a rank forks are exempt."""
     global _tied
     if _tied:
         return
     _tied = True
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # timers are not inherited, handlers are
-    sys.excepthook = _in_one_line
+    sys.excepthook = _print_one_line
     _die_with_parent()
     if os.getppid() != _SELF:
         os._exit(1)
 
 
-def _in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
-    """Of a rank that does not come to its own code: a parent that ends meanwhile takes away what it was given."""
-    print(f"a process was not started: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+def _print_one_line(error_type: type[BaseException], error: BaseException, _: object) -> None:
+    """Print one line instead of a traceback: a hook for processes that die before our code runs.
+
+    Typically the parent has exited and closed their pipes.
+    """
+    print(f"a rank's process did not start: {error_type.__name__}: {error}", file=sys.stderr, flush=True)
 
 
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides what it means
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent handles it
 
 _die_with_parent()
 

@@ -1,6 +1,6 @@
-"""Imported by the forkserver before it forks CPU ranks: what they need anyway, so that none imports it again.
+"""The forkserver's imports before it forks CPU ranks: what every rank needs, so that none has to import it again.
 
-Imported and nothing more: a fork carries no threads over, and no tensor may exist before a rank has its allocator.
+Nothing is called, only imported: a fork does not copy threads, and no tensor may exist before a rank has its allocator.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ MODULES = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
-    "torch.utils.cpp_extension",  # with which DeepSpeed loads its collective
+    "torch.utils.cpp_extension",  # DeepSpeed loads its collective with it
     "deepspeed",
 )
 
-# DeepSpeed's stages import an optimizer that none of our runs uses. Its functions are compiled by torch.compile as they
-# are defined, for which torch imports its whole compiler, 0.7 s in every rank.
+# DeepSpeed's stages import an optimizer that none of our runs uses. torch.compile compiles its functions as they are
+# defined, for which torch imports its whole compiler: 0.7 s in every rank.
 UNCOMPILED = "deepspeed.runtime.zero.muon.muon_optimizer"
 
-COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # torch's own: '1' leaves functions that are being defined as they are
+COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # torch's variable: with '1' it leaves functions as they are defined
 
 
 def load() -> None:
-    """Imports all of it, with every engine's own modules. What cannot be fails in the rank that needs it."""
+    """Import MODULES and all modules of the engines. One that cannot be imported fails in the rank that needs it."""
     for name in MODULES:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -48,8 +48,8 @@ def load() -> None:
             importlib.import_module(module.name)
 
 
-# What is imported is never garbage. Without the collector the imports take a fifth less; frozen, their half a million
-# objects stay out of its sight in the ranks, where one full collection over them takes 0.25 s, perhaps in a timed step.
+# Imported objects are never garbage. Without the garbage collector the imports take a fifth less time. It skips frozen
+# objects in the ranks: a full collection of these half a million would take 0.25 s, perhaps in a timed step.
 gc.disable()
 
 load()

@@ -1,4 +1,4 @@
-"""The first lines of every rank, before any of the worker's: its end, its log and what it tells the parent."""
+"""The code that every rank runs before the worker's: its lifeline, its log, and its messages to the parent."""
 
 import contextlib
 import importlib
@@ -17,24 +17,26 @@ from harness.launcher import stack_dump
 from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
 
-# A rank that raised stays this long before it exits. Its peers' connections break only then, and the agent, which
-# looks every 0.05 s and names the first exit it finds, sees a killed peer before those that raised in consequence.
+# A rank that raised waits this long before it exits, because its peers' connections break only then. The agent checks
+# every 0.05 s and reports the first exit it sees: a killed peer comes before the ranks that raised in consequence.
 LINGER_SECONDS = 0.4
 
 
 @dataclass(frozen=True)
 class Started:
+    """The message that a rank's process has started."""
+
     pid: int
 
 
 @dataclass(frozen=True)
 class Done:
-    pass
+    """The message that a rank has finished without an error."""
 
 
 @dataclass(frozen=True)
 class Raised:
-    """What ended a rank from inside."""
+    """The message that a rank's code raised an exception, SystemExit included."""
 
     moment: float  # time.monotonic(): one clock for all processes of a machine
     error: str
@@ -49,23 +51,24 @@ def run_rank(
     lifeline: Connection,
     reports: Sequence[Connection],
 ) -> None:
-    """Runs `module.function(str(run_dir))` as this rank, on these cores.
+    """Run `module.function(str(run_dir))` as this rank, on these cores.
 
-    `lifeline` ends when the parent dies or lets go; `reports` are every local rank's way to the parent.
+    `lifeline` closes when the parent dies or ends the run; `reports` are the connections of all local ranks to the
+    parent.
     """
     threading.Thread(target=_die_with, args=(lifeline,), daemon=True).start()
-    if hasattr(os, "sched_setaffinity"):  # the process that forked it may have others
+    if hasattr(os, "sched_setaffinity"):  # the process that forked this one may use others
         os.sched_setaffinity(0, cores)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: no failure of this rank
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group, and the parent handles it
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # die at once, whatever was inherited
+        signal.signal(number, signal.SIG_DFL)  # die at once, whatever handler was inherited
     report = reports[int(os.environ["LOCAL_RANK"])]
     for other in reports:
         if other is not report:
             other.close()
     _redirect(RunFolder(run_dir).log(int(os.environ["RANK"])))
     stack_dump.enable_dump(run_dir, int(os.environ["RANK"]))
-    _tell(report, Started(os.getpid()))
+    _report(report, Started(os.getpid()))
     try:
         getattr(importlib.import_module(module), function)(str(run_dir))
     except BaseException as error:
@@ -75,14 +78,14 @@ def run_rank(
             traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
-            _tell(report, Raised(moment, one_line(traceback.format_exception_only(error)[-1]), code))
+            _report(report, Raised(moment, one_line(traceback.format_exception_only(error)[-1]), code))
             time.sleep(LINGER_SECONDS)
-            os._exit(code)  # not through the interpreter's end: a process group left open can abort or hang there
-    _tell(report, Done())
+            os._exit(code)  # skip the interpreter's shutdown, in which an open process group can abort or hang
+    _report(report, Done())
 
 
 def worker_entry(run_dir: str) -> None:
-    """What every rank runs, imported by it: the parent names it, and needs nothing of it."""
+    """Run the worker. It is imported only here, in a rank: the parent names this function and needs none of it."""
     importlib.import_module("harness.worker.main").main(run_dir)
 
 
@@ -92,7 +95,7 @@ def _die_with(lifeline: Connection) -> None:
 
 
 def _redirect(target: Path) -> None:
-    """Standard output and error to a file, for C++ too. torch's own redirection does not exist on macOS."""
+    """Redirect standard output and error to a file, for C++ too. torch's own redirection does not exist on macOS."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
@@ -102,8 +105,8 @@ def _redirect(target: Path) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _tell(report: Connection, message: Started | Done | Raised) -> None:
-    with contextlib.suppress(OSError):  # the parent is gone, and so is this rank in a moment
+def _report(report: Connection, message: Started | Done | Raised) -> None:
+    with contextlib.suppress(OSError):  # the parent is dead, and this rank will be killed in a moment
         report.send(message)
 
 

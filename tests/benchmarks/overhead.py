@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def this_machine() -> dict[str, Any]:
     from harness.config.schema import ClusterConfig
-    from harness.launcher.launch import rank_environment
+    from harness.launcher.rank_environment import rank_environment
     from harness.measure.environment import collect_environment
     from harness.records.provenance import git_commit, versions
     from harness.runner import local_machine
@@ -112,13 +112,13 @@ class Pair:
         from harness.runner import local_machine
         from harness.runner.launch_run import build_run_spec
         from harness.runner.plan import make_plan
-        from tests.support.commands import compose_config
+        from tests.support.commands import compose
 
         self.steps = steps
         values = ("strategy=ddp", "model=tiny", "cluster.device=cpu", f"world_size={RANKS}", "force=true")
-        self.config = compose_config(*values, f"train.steps={steps}", "name=overhead", f"results_dir={scratch}")
-        planned = make_plan(self.config, local_machine.detect_machine(self.config.cluster))
-        self.directory = planned.directory
+        self.config, self.command = compose(*values, f"train.steps={steps}", "name=overhead", f"results_dir={scratch}")
+        planned = make_plan(self.config, local_machine.detect_machine(self.config.cluster), self.command)
+        self.directory = planned.folder.path
         job, _ = build_run_spec(planned)
         self.folder = scratch / "bare"
         self.folder.mkdir(parents=True)
@@ -149,12 +149,12 @@ class Pair:
         from harness.runner.run import execute
 
         began = time.perf_counter()
-        planned = make_plan(self.config, local_machine.detect_machine(self.config.cluster))
+        planned = make_plan(self.config, local_machine.detect_machine(self.config.cluster), self.command)
         record = execute(planned, RunContext())
         wall_seconds = time.perf_counter() - began
         if record["row"]["status"] != "ok":
             raise SystemExit(f"the harness's row is no row: {record['row']['reason']}")
-        lines = (planned.directory / "steps.jsonl").read_text().splitlines()
+        lines = (planned.folder.path / "steps.jsonl").read_text().splitlines()
         entries = [json.loads(line) for line in lines[: self.config.train.warmup_steps + self.steps]]  # then profiled
         return {
             "step_seconds": record["row"]["step_seconds"],
@@ -165,7 +165,7 @@ class Pair:
 
     def script(self) -> "Script":
         """Starts it as its user does."""
-        from harness.launcher.launch import rank_environment
+        from harness.launcher.rank_environment import rank_environment
 
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
         command += ["--master-port", str(free_port()), "-m", "tests.benchmarks.bare_ddp", str(self.folder)]

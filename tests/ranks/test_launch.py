@@ -19,8 +19,10 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from harness.launcher.launch import START_METHODS, NodeInfo, _store, launch, threads_per_rank
+from harness.launcher.forkserver import START_METHODS
+from harness.launcher.launch import NodeInfo, _store, launch
 from harness.launcher.monitor import HangDetector, monitor_ranks
+from harness.launcher.rank_environment import threads_per_rank
 from tests.support import launch_entries
 
 ROOT = Path(__file__).parents[2]
@@ -34,13 +36,17 @@ MARK = "LAUNCH_TEST_MARK"
 PARENT = """
 import sys
 from pathlib import Path
-from tests import launch_entries
-from harness.launch import STARTS, Nodes, Start, launch
+from tests.support import launch_entries
+from harness.launcher.forkserver import START_METHODS, StartMethod
+from harness.launcher.launch import NodeInfo, launch
 entry, run_dir, kind, node = sys.argv[1:]
 rank, port = map(int, node.split(":"))
-nodes = Nodes(2, rank, master_port=port) if port else Nodes()
-lean = Start("forkserver", ("harness.leash", "harness.rank", "torch.distributed.elastic.multiprocessing.api"))
-start = {"product": STARTS["cpu"], "spawn": Start("spawn", ()), "lean": lean, "warm": lean}[kind]
+nodes = NodeInfo(2, rank, master_port=port) if port else NodeInfo()
+lean = StartMethod(
+    "forkserver",
+    ("harness.launcher.parent_death", "harness.launcher.rank_entry", "torch.distributed.elastic.multiprocessing.api"),
+)
+start = {"product": START_METHODS["cpu"], "spawn": StartMethod("spawn", ()), "lean": lean, "warm": lean}[kind]
 def go(name):
     function = getattr(launch_entries, name)
     return launch(
@@ -57,7 +63,7 @@ print(outcome.status, outcome.reason, flush=True)
 PRELOADED = """
 import os
 os.environ["DS_ACCELERATOR"] = "cpu"
-import harness.preload
+import harness.launcher.preload
 import gc, json, sys, threading
 import torch
 frozen = gc.get_freeze_count()
@@ -84,9 +90,8 @@ def cold_seconds(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 def parent(run_dir: Path, entry: str, kind: str, mark: str = "", node: str = "0:0") -> subprocess.Popen[str]:
     """A parent process, whose every descendant bears the mark in its environment."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     command = [sys.executable, "-c", PARENT, entry, str(run_dir), kind, node]
-    environment = os.environ | {"PYTHONPATH": path, MARK: mark}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), MARK: mark}
     return subprocess.Popen(
         command, cwd=run_dir, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -162,7 +167,7 @@ def test_preload_imports_and_does_nothing_else() -> None:
     assert seen["switch"] is None  # a rank would inherit it
     assert seen["frozen"] > 100_000  # torch alone makes more
     modules = set(seen["modules"])
-    engines = {"harness.engines.torch.pipeline", "harness.engines.deepspeed.start", "harness.engines.accelerate"}
+    engines = {"harness.engines.torch.pipeline_parallel", "harness.engines.deepspeed.build", "harness.engines.accelerate"}
     assert modules >= {"deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension", *engines}
     assert "torch._inductor.compile_fx" not in modules  # the compiler: slow to import, and it may start processes
 
@@ -192,7 +197,7 @@ def test_killed_rank_comes_before_its_consequences(tmp_path: Path, cold_seconds:
 def test_silent_exit_is_an_error(tmp_path: Path, cold_seconds: float) -> None:
     outcome = launch(launch_entries.one_leaves, tmp_path, 2, device="cpu", timeout_seconds=60)
     assert outcome.status == "error"
-    assert outcome.reason.startswith("rank 1 exited with code 0 before it was done")
+    assert outcome.reason.startswith("rank 1 exited with code 0 before it had finished")
 
 
 def test_time_limit_kills_all_and_ticks(tmp_path: Path, cold_seconds: float) -> None:
@@ -206,7 +211,7 @@ def test_time_limit_kills_all_and_ticks(tmp_path: Path, cold_seconds: float) -> 
         timeout_seconds=2,
         on_tick=lambda: ticks.append(time.monotonic()),
     )
-    assert outcome.status == "timeout" and "not done: rank 0, 1" in outcome.reason
+    assert outcome.status == "timeout" and "unfinished: rank 0, 1" in outcome.reason
     assert 2 <= outcome.seconds < 5
     assert 5 <= len(ticks) <= 15
     for rank in range(2):
@@ -253,7 +258,7 @@ def test_signal_before_the_start_is_not_lost() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(SignalException):
             watch.arm()
-    assert watch.stopped == "interrupted"
+    assert watch.stop_reason == "interrupted"
 
 
 def test_two_nodes(tmp_path: Path, cold_seconds: float) -> None:

@@ -17,7 +17,7 @@ from harness.records.schema import Record
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
 from tests.support import faults, row_invariants
-from tests.support.commands import SMALL_BATCH, assert_not_proven, compose_config, execute_run
+from tests.support.commands import SMALL_BATCH, assert_not_proven, compose, compose_config, execute_run
 
 FSDP = "strategy.data_parallel=fsdp"
 
@@ -88,12 +88,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def record_of(results: Path, world: int, overrides: str, entry: Callable[[str], None] = worker_main.main) -> Record:
-    config = compose_config(
+    config, command = compose(
         *(f"results_dir={results}", "name=products", f"world_size={world}", "force=true"),
         *(*SMALL_BATCH, *SIZES, *f"strategy={overrides}".split()),
     )
     start_forkserver("cpu")
-    return execute_run(config, entry)
+    return execute_run(config, command, entry)
 
 
 def check(results: Path, record: Record, parts: bool = True) -> None:

@@ -56,18 +56,19 @@ def test_a_killed_rank_is_named(results: Path) -> None:
 
 def test_a_time_limit_is_a_timeout_and_says_who_was_late(results: Path) -> None:
     row = run_with(results, faults.stuck, "strategy=ddp", "timeout_seconds=8")["row"]
-    assert row["status"] == "timeout" and "its time limit; not done: rank 0, 1; rank 1 in before" in row["reason"]
+    assert row["status"] == "timeout" and "killed at its time limit, after " in row["reason"]
+    assert "; unfinished: rank 0, 1; rank 1 had sent no heartbeat" in row["reason"]
 
 
 def test_a_hang_ends_early_and_leaves_every_ranks_stacks(results: Path) -> None:
     record = run_with(results, faults.stuck_in_a_step, "strategy=ddp", "hang_seconds=3")
     row = record["row"]
     assert (row["status"], row["phase"]) == ("timeout", "warm-up")
-    assert row["reason"].startswith("killed after 3 s in which no rank got any further; not done: rank 0, 1; rank ")
-    assert "in warm-up, step 1, stands in " in row["reason"] and row["seconds"] < 15
+    assert row["reason"].startswith("killed after 3 s without progress of any rank; unfinished: rank 0, 1; rank ")
+    assert "was in warm-up, step 1, in " in row["reason"] and row["seconds"] < 15
     check_last(row)
     folder = folder_of(results, record)
-    assert stack_dump.main_thread_location(folder, 1).startswith("waiting (faults.py:")
+    assert (stack_dump.main_thread_location(folder, 1) or "").startswith("waiting (faults.py:")
     assert "harness/worker/train_loop.py" in RunFolder(folder).stacks(0).read_text()
 
 
@@ -114,7 +115,7 @@ def test_the_kernels_kill_for_want_of_memory_is_an_oom(tmp_path: Path, small_gro
     """In a group of its own, so that the kernel really does it."""
     command = [sys.executable, "-c", IN_GROUP, str(small_group), str(tmp_path)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
-    assert done.stdout.startswith("oom warm-up rank 1 was killed by the kernel, which had no memory left"), done
+    assert done.stdout.startswith("oom warm-up rank 1 was killed by the kernel because memory ran out"), done
 
 
 @pytest.mark.parametrize(

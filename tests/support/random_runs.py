@@ -1,6 +1,6 @@
 """Runs of random layouts, shapes, checkpointing and precision: each is proven, or refused before a process starts.
 
-python -m tests.random_runs --draws 200 --first 0 --world 8
+python -m tests.support.random_runs --draws 200 --first 0 --world 8
 """
 
 import argparse
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.launcher.launch import start_forkserver
+from harness.launcher.forkserver import start_forkserver
 from harness.runner import local_machine
 from harness.runner.context import RunContext
 from harness.runner.plan import make_plan
 from harness.runner.run import execute
 from harness.util.errors import UserError
-from tests.support.commands import compose_config
+from tests.support.commands import compose
 
 
 class Ending(NamedTuple):
@@ -114,10 +114,10 @@ def offload(r: random.Random, engine: str, means: str, stage: int) -> str:
 def ending(overrides: Sequence[str], results: Path) -> Ending:
     """How the run of these overrides ends; refused means before any of its processes started."""
     try:
-        config = compose_config(*overrides, f"results_dir={results}", "name=random")
+        config, command = compose(*overrides, f"results_dir={results}", "name=random")
         found = local_machine.detect_machine(config.cluster)
         start_forkserver(found.device)
-        planned = make_plan(config, found)
+        planned = make_plan(config, found, command)
     except UserError as error:
         return Ending("refused", str(error), {})
     row = execute(planned, RunContext())["row"]

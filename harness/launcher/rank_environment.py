@@ -1,0 +1,42 @@
+"""The environment variables of ranks."""
+
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from harness.hardware.machine import usable_cores
+
+
+def threads_per_rank(local_world_size: int) -> int:
+    """Return the number of cores that this process may use, divided among the ranks of this machine; at least 1."""
+    return max(1, len(usable_cores()) // local_world_size)
+
+
+def rank_environment(device: str, local_ranks: int) -> dict[str, str]:
+    """Return the variables that every rank of this machine has beside torchrun's."""
+    scripts = sysconfig.get_path("scripts")  # DeepSpeed looks for ninja on PATH
+    environment = {
+        "OMP_NUM_THREADS": str(threads_per_rank(local_ranks)),
+        "PATH": os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]),
+    }
+    if "CUDA_VISIBLE_DEVICES" in os.environ:  # the present value, not that of when the forkserver was started
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
+    if device == "cpu":
+        environment["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would choose mps on macOS
+        # libgomp's threads spin 300000 times before they sleep, and so take cores that other processes wait for.
+        environment["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "5000")
+    return environment
+
+
+@contextmanager
+def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Add these values to os.environ, and restore all of os.environ afterwards."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
