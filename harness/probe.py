@@ -1,4 +1,4 @@
-"""What the loop listens with. Off, it costs nothing; on, it hears an engine's phases, gradients and recomputation."""
+"""The probe through which an engine announces phases, gradients and recomputation; it is free without a listener."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,30 +12,30 @@ if TYPE_CHECKING:
 
 
 # A split backward computes the gradient of its input first and those of its weights later (zero bubble schedules).
-# data: making the batch. reduce: gradients synchronised after the last backward, where that is not part of it. norm:
-# of the gradients over all ranks, where that is not part of the optimizer.
 COMPUTE_PHASES = ("forward", "backward", "backward_input", "backward_weight")
 
+# data is the making of the batch; reduce is the reduction of gradients after the last backward, where that is not part
+# of it; norm is that of the gradients over all ranks, where it is not part of the optimizer.
 PHASES = ("data", *COMPUTE_PHASES, "reduce", "norm", "optimizer")
 
 
 class ShardSource(Protocol):
-    """What a listener may ask an engine for."""
+    """The part of an engine that a listener may use."""
 
     def local_shards(self, kind: "StateKind") -> "Iterable[Shard]":
-        """Return what this rank holds of a kind of model state at this moment."""
+        """Return the shards of a kind of model state that this rank holds now."""
         ...
 
 
 class Probe:
-    """Handed to an engine when it is built; `listener` is set by the loop for the steps it wants to hear."""
+    """What an engine announces its step to; the training loop sets its listener for the steps that it measures."""
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
 
     @contextmanager
     def listen(self, listener: "Listener") -> Iterator[None]:
-        """Sets the listener for the steps inside."""
+        """Set the listener for the steps inside this context."""
         self.listener = listener
         try:
             yield
@@ -43,31 +43,31 @@ class Probe:
             self.listener = None
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Around a part of the step: one of PHASES."""
+        """Return a context for one of PHASES."""
         return self.listener.phase(name) if self.listener else nullcontext()
 
     def recompute(self) -> "Recompute":
-        """Around the second forward of a checkpointed part; a backward in two halves enters it twice."""
+        """Return a context for the recomputation of a checkpointed part; a backward in two halves enters it twice."""
         return Recompute(self)
 
     def saved_for_recompute(self, tensor: "Tensor") -> None:
-        """A result is kept for a second forward, past autograd, as long as its memory is."""
+        """Announce a result that is saved for recomputation, which autograd does not see."""
         if self.listener:
             self.listener.saved_for_recompute(tensor)
 
     def offloaded(self, tensor: "Tensor") -> None:
-        """Of every tensor on the host that holds what was saved for backward, when it is made."""
+        """Announce a new tensor on the host that holds what was saved for backward."""
         if self.listener:
             self.listener.offloaded(tensor)
 
     def gradients_ready(self, engine: "ShardSource") -> None:
-        """Once a step: gradients are reduced and averaged over the global batch, and not yet clipped."""
+        """Announce, once a step, that gradients are reduced and averaged over the global batch, and not yet clipped."""
         if self.listener:
             self.listener.gradients_ready(engine)
 
 
 class Recompute:
-    """Tells whoever listens when it is entered; torch makes one for every checkpointed part and keeps it."""
+    """A context that asks for the listener when it is entered; torch stores one for every checkpointed part."""
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
@@ -82,21 +82,23 @@ class Recompute:
 
 
 class Listener:
-    """Hears nothing; the base of those that do."""
+    """A listener that ignores everything; the base class of those that measure."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Surround one of PHASES."""
         yield
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
+        """Surround the recomputation of a checkpointed part."""
         yield
 
     def saved_for_recompute(self, tensor: "Tensor") -> None:
-        pass
+        """Notice a result that is saved for recomputation."""
 
     def offloaded(self, tensor: "Tensor") -> None:
-        pass
+        """Notice a new tensor on the host that holds what was saved for backward."""
 
     def gradients_ready(self, engine: "ShardSource") -> None:
-        pass
+        """Look at the step's gradients, which are reduced and not yet clipped."""

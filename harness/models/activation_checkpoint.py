@@ -1,4 +1,4 @@
-"""Activation checkpointing, the same for every engine: which parts are run a second time in backward."""
+"""Activation checkpointing, the same for every engine: which parts of the model backward recomputes."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -17,8 +17,8 @@ from harness.probe import Probe
 
 _aten = torch.ops.aten
 
-# What a selective second forward takes from the first. Everything else it runs again: norms, rotary, activation
-# function, products, and the collectives of tensor parallelism, whose results are whole on every rank.
+# The operators whose results selective checkpointing saves. It recomputes everything else: norms, rotary, activation
+# function, elementwise products, and the collectives of tensor parallelism, whose results are whole on every rank.
 SAVED_OPS = frozenset(
     (
         *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
@@ -34,13 +34,13 @@ ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManag
 
 
 def apply_checkpointing(model: Decoder, checkpointing: CheckpointingConfig, probe: Probe) -> None:
-    """Wraps the blocks of `model.layers` in place, or the core of their attention; names of parameters stay.
+    """Wrap the decoder layers in place, or the core of their attention; names of parameters stay.
 
-    A layer run again whole keeps its input and nothing else (arXiv 1604.06174); selective keeps the results of matrix
-    products and of attention too; attention runs again what lies between its projections (arXiv 2205.05198).
+    `full` and `every_n` save nothing but a layer's input (arXiv 1604.06174); `selective` also saves the results of
+    matrix products and of attention; `attention` recomputes what lies between its projections (arXiv 2205.05198).
     """
 
-    def whole() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def full() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), probe.recompute()
 
     def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -49,28 +49,29 @@ def apply_checkpointing(model: Decoder, checkpointing: CheckpointingConfig, prob
 
     for index, block in model.layers_by_index().items():
         if checkpointing.recomputes_layer(index):
-            checkpoint_block(block, selective if checkpointing.name == "selective" else whole)
+            checkpoint_block(block, selective if checkpointing.name == "selective" else full)
         elif checkpointing.name == "attention":
             attention: Any = block.get_submodule("self_attn")
-            attention.core = checkpointed(attention.core, whole)
+            attention.core = checkpointed(attention.core, full)
 
 
 def checkpoint_block(block: nn.Module, contexts: ContextFn) -> None:
-    """Wraps a layer's forward in place."""
+    """Checkpoint a layer's forward in place."""
     block.forward = checkpointed(block.forward, contexts)  # type: ignore[method-assign]
 
 
 def checkpointed(forward: Callable[..., Tensor], contexts: ContextFn) -> Any:
-    """A function whose results' inputs are made again in backward; torch asks for contexts of the first and second."""
+    """Return a forward that backward runs a second time; `contexts` gives the contexts of the first and the second."""
     return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
 
 def save_policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    """Return torch's policy for an operator under selective checkpointing."""
     return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class SavedOutputsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells whoever listens what a selectively checkpointed forward keeps, past autograd."""
+    """A dispatch mode that announces what a selectively checkpointed forward saves, which autograd does not see."""
 
     def __init__(self, probe: Probe) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,12 +86,13 @@ class SavedOutputsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def nested(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Return two contexts as one."""
     with outer, inner:
         yield
 
 
 def apply_loss_chunks(model: Decoder, chunks: int, probe: Probe) -> None:
-    """Has head and loss run in so many parts of the tokens, each checkpointed: one part's logits live at a time."""
+    """Run head and loss in `chunks` parts of the tokens, each checkpointed: one part's logits live at a time."""
     head: Any = model.lm_head if chunks > 1 else None
     if head is None:
         return

@@ -1,7 +1,8 @@
-"""Activation offload: what decoder layers keep for backward lies in the host's memory until backward asks for it.
+"""Activation offload: what decoder layers save for backward lies in the host's memory until backward uses it.
 
 ZeRO-R's P_a+cpu and ZeRO-Infinity (arXiv 1910.02054, section 6.1; arXiv 2104.07857) do so with checkpoints; here it is
-whatever a layer keeps, under full checkpointing its input. On a CPU the copies lie in the same memory and save nothing.
+whatever a layer saves, which is its input under full checkpointing. On a CPU the copies lie in the same memory and
+reduce nothing.
 """
 
 import functools
@@ -20,18 +21,18 @@ from harness.models.decoder import Decoder
 from harness.probe import Probe
 from harness.tensors.storage import storages
 
-RebuildFn = Callable[[Tensor], Tensor]  # from a plain tensor to the subclass it came out of
+RebuildFn = Callable[[Tensor], Tensor]  # wraps a plain tensor in the subclass that it came from
 
 
 def offload_activations(model: Decoder, probe: Probe) -> None:
-    """Wraps the blocks of `model.layers` in place, outside of what checkpoints them; names of parameters stay."""
-    copies = OffloadHooks(probe)
+    """Wrap the decoder layers in place, outside of their checkpointing; names of parameters stay."""
+    hooks = OffloadHooks(probe)
     for block in model.layers_by_index().values():
-        block.forward = functools.partial(copies.wrap_forward, block, block.forward)  # type: ignore[method-assign,assignment]
+        block.forward = functools.partial(hooks.wrap_forward, block, block.forward)  # type: ignore[method-assign,assignment]
 
 
 class HostCopy:
-    """The bytes of a tensor's storage on the host, pinned; the graph keeps it alive."""
+    """A copy of a tensor's storage in the host's pinned memory; the autograd graph keeps it alive."""
 
     __slots__ = ("__weakref__", "device", "fetched", "host", "source", "version")
 
@@ -41,26 +42,27 @@ class HostCopy:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self.host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=whole.is_cuda)
         self.host.copy_(whole, non_blocking=True)
-        # While it is held no other storage is taken for it.
+        # The weak reference keeps the storage's identity from being used again.
         self.source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.version = tensor._version
         self.fetched: StorageWeakRef | None = None
 
     def matches(self, tensor: Tensor) -> bool:
+        """Return whether this copy still holds the tensor's current values."""
         return not self.source.expired() and self.version == tensor._version  # type: ignore[no-untyped-call]
 
     def restore(self, host: Tensor) -> torch.UntypedStorage:
-        """Copied back once for all that use it at the same time."""
-        there = self.fetched and torch.UntypedStorage._new_with_weak_ptr(self.fetched.cdata)  # type: ignore[attr-defined]
-        if not there:
-            there = host.to(self.device, non_blocking=True).untyped_storage()
-            self.fetched = StorageWeakRef(there)  # type: ignore[no-untyped-call]
-        storage: torch.UntypedStorage = there
+        """Return the storage on the device, copied back once for all tensors that use it at the same time."""
+        fetched = self.fetched and torch.UntypedStorage._new_with_weak_ptr(self.fetched.cdata)  # type: ignore[attr-defined]
+        if not fetched:
+            fetched = host.to(self.device, non_blocking=True).untyped_storage()
+            self.fetched = StorageWeakRef(fetched)  # type: ignore[no-untyped-call]
+        storage: torch.UntypedStorage = fetched
         return storage
 
 
 class SavedTensor(NamedTuple):
-    """A tensor kept for backward: its place in a copied storage, which `kept` holds in the form of outer hooks."""
+    """A tensor saved for backward, as a view into a copied storage; `packed` is what the outer hooks made of that."""
 
     copy: HostCopy
     packed: Any
@@ -72,9 +74,9 @@ class SavedTensor(NamedTuple):
 
 
 class OffloadHooks:
-    """Hooks for saved tensors, composed with those of whoever looks on; a storage that is saved twice is copied once.
+    """Saved-tensor hooks that compose with outer hooks, such as those that measure; each storage is copied once.
 
-    Weights are left where they are. Whole storages are copied, as it is them that a saved view keeps alive.
+    Weights stay on the device. Whole storages are copied, because a saved view keeps its whole storage alive.
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -82,14 +84,16 @@ class OffloadHooks:
         self.copies: weakref.WeakValueDictionary[int, HostCopy] = weakref.WeakValueDictionary()
 
     def wrap_forward(self, block: nn.Module, forward: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """The block's forward; what it saves goes to the host."""
+        """Run a layer's forward so that what it saves goes to the host."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_identity, _identity)
         with saved_tensors_hooks(functools.partial(self.pack, block, outer[0]), functools.partial(unpack, outer[1])):
             return forward(*arguments)
 
     def pack(self, block: nn.Module, outer_pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        weights = (*block.parameters(), *block.buffers())  # at this moment: sharded engines gather and swap them
-        if {found.identity for found in storages(tensor)} <= {found.identity for w in weights for found in storages(w)}:
+        """Copy a tensor that is saved for backward to the host, unless it is a weight of the layer."""
+        weights = (*block.parameters(), *block.buffers())  # looked up each time: sharded engines gather and swap them
+        weight_storages = {storage.identity for weight in weights for storage in storages(weight)}
+        if {storage.identity for storage in storages(tensor)} <= weight_storages:
             return outer_pack(tensor)
         local, rebuild = to_plain_tensor(tensor)
         copy = self.copy_once(local)
@@ -97,6 +101,7 @@ class OffloadHooks:
         return SavedTensor(copy, outer_pack(copy.host), local.dtype, offset, local.shape, local.stride(), rebuild)
 
     def copy_once(self, tensor: Tensor) -> HostCopy:
+        """Return the host copy of a tensor's storage, made now unless there is a current one."""
         key = tensor.untyped_storage()._cdata
         copy = self.copies.get(key)
         if copy is None or not copy.matches(tensor):
@@ -106,6 +111,7 @@ class OffloadHooks:
 
 
 def unpack(outer_unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
+    """Return a saved tensor on the device again."""
     if not isinstance(saved, SavedTensor):
         return outer_unpack(saved)
     storage = saved.copy.restore(outer_unpack(saved.packed))
@@ -115,9 +121,12 @@ def unpack(outer_unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
 
 
 def to_plain_tensor(tensor: Tensor) -> tuple[Tensor, RebuildFn]:
-    """The plain tensor that holds the data of one on this rank, and the way back. Keeps nothing of the tensor."""
+    """Return the plain tensor with this rank's data of a tensor, and a function that rebuilds the tensor's subclass.
+
+    The function keeps no reference to the tensor.
+    """
     if isinstance(tensor, AsyncCollectiveTensor):
-        return to_plain_tensor(tensor.wait())  # type: ignore[no-untyped-call]  # its data may be on the way
+        return to_plain_tensor(tensor.wait())  # type: ignore[no-untyped-call]  # its collective may still run
     if not is_traceable_wrapper_subclass(tensor):
         return tensor, _identity
     names, context = tensor.__tensor_flatten__()
@@ -127,8 +136,8 @@ def to_plain_tensor(tensor: Tensor) -> tuple[Tensor, RebuildFn]:
     kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
 
     def rebuild(data: Tensor) -> Tensor:
-        found: Tensor = kind.__tensor_unflatten__(parts | {inner: rebuild_inner(data)}, context, shape, stride)
-        return found
+        rebuilt: Tensor = kind.__tensor_unflatten__(parts | {inner: rebuild_inner(data)}, context, shape, stride)
+        return rebuilt
 
     return local, rebuild
 

@@ -1,4 +1,4 @@
-"""TODO harness.models.build."""
+"""The construction of a run's model on the meta device, and the transforms that are applied to it."""
 
 import torch
 
@@ -12,7 +12,7 @@ from harness.probe import Probe
 
 
 def build_model(model: ModelConfig, stage: Stage | None = None) -> Decoder:
-    """The model, or a stage of it, without memory: its weights come from harness.models.init_weights."""
+    """Return the model, or a stage of it, on the meta device; harness.models.init_weights gives it its weights."""
     if model.asked is not None:
         from harness.models import hf_library
 
@@ -22,14 +22,14 @@ def build_model(model: ModelConfig, stage: Stage | None = None) -> Decoder:
 
 
 def build_meta_model(config: RunConfig, probe: Probe) -> Decoder:
-    """What every engine starts from: the run's model without memory; checkpointing, loss and compiler applied."""
+    """Return the run's whole model on the meta device, with all transforms applied."""
     model = build_model(config.model)
     apply_model_transforms(model, config, probe)
     return model
 
 
 def apply_model_transforms(model: Decoder, config: RunConfig, probe: Probe) -> None:
-    """Compiler, checkpointing, offload of what is kept then, and the loss in parts: each around those before it."""
+    """Apply compile, checkpointing, activation offload and loss chunks in place, each around those before it."""
     apply_compile(model, config.train.compile)
     apply_checkpointing(model, config.checkpointing, probe)
     if config.checkpointing.offload_activations:

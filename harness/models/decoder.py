@@ -1,4 +1,4 @@
-"""The one model every strategy trains, of the family asked for."""
+"""The decoder-only transformer that every strategy trains, in the family `llama` or `gpt`."""
 
 import functools
 
@@ -18,14 +18,14 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, each (posi
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped-query heads, rotary where given; (batch, seq, hidden) to the same."""
+    """Causal self-attention with grouped-query heads over hidden states (batch, seq, hidden)."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.head_dim = model.head_dim
         self.eager = model.attention == "eager"
         self.dropout = model.dropout
-        self.dropout_rng_rank: int | None = None  # set where ranks share what comes in and differ in their heads
+        self.dropout_rng_rank: int | None = None  # set where ranks share the input and hold different heads
         query_size = model.num_attention_heads * model.head_dim
         group_size = model.num_key_value_heads * model.head_dim
         biases = model.architecture.biases
@@ -35,18 +35,19 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_size, model.hidden_size, bias=biases)
 
     def forward(self, hidden: Tensor, *rotary: Tensor) -> Tensor:
-        # Heads are counted from the projection's width, so that a shard of them works as the whole does.
+        """Return hidden states of the same shape; `rotary` is () or the two tables of rotary_tables."""
+        # Heads are counted from the projection's width, so that a shard of the heads works as all of them do.
         query, key, value = (
             proj(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if rotary:
             query, key = apply_rotary_emb(query, *rotary), apply_rotary_emb(key, *rotary)
-        mixed = self.core(query, key, value)
-        return self.o_proj(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+        output = self.core(query, key, value)
+        return self.o_proj(output.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """What lies between the projections: two products and a softmax; (batch, heads, seq, head_dim)."""
+        """Compute what lies between the projections, two products and a softmax; (batch, heads, seq, head_dim)."""
         attend = eager_attention if self.eager else flash_attention
         dropout = self.dropout if self.training else 0.0
         with rank_local_rng(self.dropout_rng_rank if dropout else None):
@@ -54,7 +55,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """A gate and a value, widened (arXiv 2002.05202), and back."""
+    """An MLP with two widening matrices, one gated by SiLU of the other (arXiv 2002.05202), and one back."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -63,11 +64,12 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return hidden states of the same shape."""
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
 
 
 class GELU(nn.Module):
-    """A widening matrix, GELU (arXiv 1606.08415, by tanh as GPT-2 has it), and back."""
+    """An MLP with a widening matrix, GELU (arXiv 1606.08415, approximated by tanh as in GPT-2), and one back."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -75,6 +77,7 @@ class GELU(nn.Module):
         self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return hidden states of the same shape."""
         return self.down_proj(F.gelu(self.up_proj(hidden), approximate="tanh"))  # type: ignore[no-any-return]
 
 
@@ -82,6 +85,7 @@ MLP_CLASSES: dict[str, type[nn.Module]] = {"llama": SwiGLU, "gpt": GELU}
 
 
 def build_norm(model: ModelConfig) -> nn.Module:
+    """Return the norm of the model's family over hidden states."""
     if model.architecture.norm == "layer":
         return nn.LayerNorm(model.hidden_size, eps=model.layer_norm_epsilon)
     return nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
@@ -99,49 +103,51 @@ class Block(nn.Module):
         self.mlp = MLP_CLASSES[model.family](model)
 
     def forward(self, hidden: Tensor, *rotary: Tensor) -> Tensor:
+        """Return hidden states of the same shape, after attention and MLP."""
         hidden = hidden + self.dropout_residual(self.self_attn(self.input_layernorm(hidden), *rotary))
         return hidden + self.dropout_residual(self.mlp(self.post_attention_layernorm(hidden)))
 
-    def dropout_residual(self, joining: Tensor) -> Tensor:
-        return F.dropout(joining, self.dropout, self.training)
+    def dropout_residual(self, branch: Tensor) -> Tensor:
+        """Apply dropout to a branch before it is added to the residual stream."""
+        return F.dropout(branch, self.dropout, self.training)
 
 
 class Head(nn.Linear):
-    """Hidden states (batch, seq, hidden) to logits, or part by part of the tokens to the mean loss.
+    """The projection of hidden states (batch, seq, hidden) to logits, or chunk by chunk of the tokens to the mean loss.
 
-    The loop over parts is inside the module, so that what wraps it (gathering of its weight, of the sequence) is done
-    once for all of them, and no part is cut from tokens of which this rank has only some.
+    The loop over chunks is inside the module, so that its wrappers (which gather its weight or the sequence) run once
+    for all of them, and chunks are taken from the whole sequence even where this rank receives a part of it.
     """
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, chunks: int = 1) -> Tensor:
+        """Return logits (batch, seq, vocab), or the mean loss where targets (batch, seq) are given."""
         if targets is None:
             return super().forward(hidden)
-        parts = zip(hidden.flatten(0, 1).chunk(chunks), targets.flatten().chunk(chunks), strict=True)
-        return torch.stack([self.chunk_loss(*chunk) for chunk in parts]).mean()
+        pairs = zip(hidden.flatten(0, 1).chunk(chunks), targets.flatten().chunk(chunks), strict=True)
+        return torch.stack([self.chunk_loss(*pair) for pair in pairs]).mean()
 
     def chunk_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of some tokens: hidden (tokens, hidden), targets (tokens)."""
+        """Return the mean loss of some tokens: hidden (tokens, hidden), targets (tokens)."""
         return loss_function(super().forward(hidden).unsqueeze(0), targets)
 
 
 class Decoder(nn.Module):
-    """Token ids (batch, seq) to logits (batch, seq, vocab), or to the mean loss where targets are given.
+    """The model, or one stage of it: token ids (batch, seq) to logits (batch, seq, vocab) or to the mean loss.
 
-    Parameters are named as in Hugging Face's Llama, whatever the family. A stage of a pipeline has its own layers only,
-    under the names they have in the whole, and takes and returns hidden states (batch, seq, hidden) where it is not an
-    end.
+    Parameters are named as in Hugging Face's Llama, whatever the family. A pipeline stage has its own layers only, by
+    their names in the whole model. It takes hidden states (batch, seq, hidden) unless it holds the embedding,
+    and returns them unless it holds the head.
     """
 
     def __init__(self, model: ModelConfig, stage: Stage) -> None:
         super().__init__()
         self.config = model
-        self.sequence_chunks: SequenceChunks | None = (
-            None  # of every sequence, those that this rank has; None: from its beginning
-        )
-        first, last, kind = stage.holds_embedding, stage.holds_head, model.architecture
+        # The chunks of every sequence that this rank has; None where it has whole sequences.
+        self.sequence_chunks: SequenceChunks | None = None
+        first, last = stage.holds_embedding, stage.holds_head
         self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size) if first else None
-        learned = first and kind.learned_positions
-        self.embed_positions = nn.Embedding(model.context_length, model.hidden_size) if learned else None
+        has_positions = first and model.architecture.learned_positions
+        self.embed_positions = nn.Embedding(model.context_length, model.hidden_size) if has_positions else None
         self.layers = nn.ModuleDict({str(index): Block(model) for index in stage.layer_indices})
         self.norm = build_norm(model) if last else None
         self.lm_head = Head(model.hidden_size, model.vocab_size, bias=False) if last else None
@@ -149,21 +155,22 @@ class Decoder(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Makes the head's weight the embedding's where the model says so."""
+        """Make the head's weight the embedding's where model.tie_word_embeddings says so."""
         if self.config.tie_word_embeddings and self.embed_tokens is not None and self.lm_head is not None:
             self.lm_head.weight = self.embed_tokens.weight
 
     def layers_by_index(self) -> dict[int, nn.Module]:
-        """The decoder layers, by their index in the whole model."""
+        """Return this stage's decoder layers by their index in the whole model."""
         return {int(index): block for index, block in self.layers.items()}
 
     def embedding_and_head_groups(self) -> list[list[nn.Module]]:
-        """What turns tokens into hidden states, and hidden states into logits: one list, of both, where tied."""
+        """Return the modules before the layers and those behind them, as two lists or as one where weights are tied."""
         first, last = (self.embed_tokens, self.embed_positions), (self.norm, self.lm_head)
         groups = [first + last] if self.config.tie_word_embeddings else [first, last]
         return [[module for module in group if module is not None] for group in groups]
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return hidden states, logits, or the mean loss where targets are given; `hidden` may be token ids."""
         chunks = self.sequence_chunks or ((0, hidden.shape[1]),)
         if self.embed_tokens is not None:
             hidden = self.embed(hidden, chunks)
@@ -179,6 +186,7 @@ class Decoder(nn.Module):
         return logits if targets is None else loss_function(logits, targets)
 
     def embed(self, tokens: Tensor, chunks: SequenceChunks) -> Tensor:
+        """Return the hidden states (batch, seq, hidden) of token ids (batch, seq)."""
         assert self.embed_tokens is not None
         hidden: Tensor = self.embed_tokens(tokens)
         if self.embed_positions is not None:
@@ -187,7 +195,7 @@ class Decoder(nn.Module):
 
 
 def rotary_tables(chunks: SequenceChunks, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Rotary:
-    """Cosines and sines of shape (positions, head_dim), computed in fp32 (rotary embedding, arXiv 2104.09864)."""
+    """Return cosines and sines (positions, head_dim), computed in fp32 (rotary embedding, arXiv 2104.09864)."""
     exponents = torch.arange(0, model.head_dim, 2, device=device, dtype=torch.float32) / model.head_dim
     angles = torch.outer(positions(chunks, device).float(), model.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)
@@ -195,38 +203,39 @@ def rotary_tables(chunks: SequenceChunks, model: ModelConfig, device: torch.devi
 
 
 def positions(chunks: SequenceChunks, device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(*span, device=device) for span in chunks])
+    """Return the positions that the chunks hold, one after another."""
+    return torch.cat([torch.arange(*chunk, device=device) for chunk in chunks])
 
 
 def apply_rotary_emb(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads (batch, heads, seq, head_dim) turned by their positions, halves paired as Hugging Face pairs them."""
+    """Return heads (batch, heads, seq, head_dim) rotated by their positions, halves paired as Hugging Face does."""
     left, right = heads.chunk(2, dim=-1)
-    turned: Tensor = heads * cos + torch.cat((-right, left), dim=-1) * sin
-    return turned
+    rotated: Tensor = heads * cos + torch.cat((-right, left), dim=-1) * sin
+    return rotated
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
-    """Causal attention by torch's fused kernel; the queries are those of the last positions that the keys have."""
-    grouped = query.shape[1] != key.shape[1]
-    whole = query.shape[2] == key.shape[2]
-    mask = None if whole else causal_mask_lower_right(query.shape[2], key.shape[2])
-    return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=whole, enable_gqa=grouped)
+    """Compute causal attention by torch's fused kernel; the queries belong to the last of the keys' positions."""
+    is_grouped = query.shape[1] != key.shape[1]
+    is_square = query.shape[2] == key.shape[2]
+    mask = None if is_square else causal_mask_lower_right(query.shape[2], key.shape[2])
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=is_square, enable_gqa=is_grouped)
 
 
 @functools.cache
 def causal_mask_lower_right(queries: int, keys: int) -> CausalBias:
-    """Kept, because torch cannot make one while operators are listened to."""
+    """Return torch's causal mask; cached, because torch cannot create one under a dispatch mode."""
     return causal_lower_right(queries, keys)  # type: ignore[no-any-return]
 
 
 def eager_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
-    """The same with its scores materialised."""
+    """Compute the same as flash_attention with the scores materialized."""
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
-    hidden_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-    hidden_future = hidden_future.triu(1 + key.shape[2] - query.shape[2])
-    weights = scores.masked_fill(hidden_future, float("-inf")).softmax(-1, dtype=torch.float32)
-    mixed: Tensor = F.dropout(weights.to(value.dtype), dropout) @ value
-    return mixed
+    is_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    is_future = is_future.triu(1 + key.shape[2] - query.shape[2])
+    weights = scores.masked_fill(is_future, float("-inf")).softmax(-1, dtype=torch.float32)
+    output: Tensor = F.dropout(weights.to(value.dtype), dropout) @ value
+    return output

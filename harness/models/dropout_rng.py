@@ -1,7 +1,7 @@
-"""Random numbers of dropout: masks that follow from the seed and from what a rank has of the data and the model.
+"""Random numbers of dropout, whose masks follow from the seed and from a rank's part of the data and the model.
 
-Ranks that hold the same (the residual stream of tensor-parallel ranks) must drop the same of it; ranks that hold
-different data, heads, parts of the sequence or layers each drop their own.
+Ranks that hold the same activations (the residual stream of tensor-parallel ranks) must draw the same masks; ranks that
+hold different data, heads, parts of the sequence or layers draw different ones.
 """
 
 import hashlib
@@ -16,17 +16,17 @@ from harness.layout.layout import Layout
 
 
 def dropout_seed(seed: int, layout: Layout, rank: int) -> int:
-    """What a rank's default generators start from: the same on tensor-parallel ranks that share whole sequences."""
-    place = layout.coordinates(rank)
-    sequence = place["tp"] if layout.sequence_parallel else 0
-    purpose = f"{seed}/masks/{layout.data_rank(rank)}/{place['pp']}/{place['cp']}/{sequence}"
+    """Return the seed of a rank's default generators: the same on tensor-parallel ranks that share whole sequences."""
+    coordinates = layout.coordinates(rank)
+    sequence = coordinates["tp"] if layout.sequence_parallel else 0
+    purpose = f"{seed}/masks/{layout.data_rank(rank)}/{coordinates['pp']}/{coordinates['cp']}/{sequence}"
     return int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "big") >> 1
 
 
 def dropout_rng_ranks(model: nn.Module) -> list[int | None]:
-    """By which rank a model's heads tell their masks from those of its peers; None: by its generators alone.
+    """Return the ranks by which a model's attentions make their masks differ from their peers'.
 
-    Those of a model from outside have nothing else.
+    None stands for masks that follow from the default generators alone, as in every Hugging Face model.
     """
     modules: Iterable[Any] = model.modules()
     ranks: set[int | None] = {module.dropout_rng_rank for module in modules if hasattr(module, "dropout_rng_rank")}
@@ -35,16 +35,16 @@ def dropout_rng_ranks(model: nn.Module) -> list[int | None]:
 
 @contextmanager
 def rank_local_rng(rank: int | None) -> Iterator[None]:
-    """Inside, masks are this rank's own, though outside they are those of its peers; None changes nothing.
+    """Return a context in which masks differ from rank to rank although the generators are equal outside.
 
-    The seed is drawn from the CPU's default generator, which checkpointing puts back for a second forward, and on which
-    nothing has to be waited for.
+    A rank of None changes nothing. The seed is drawn from the CPU's default generator, which checkpointing restores for
+    the recomputation, and which needs no synchronization with a device.
     """
     if rank is None:
         yield
         return
-    drawn = int(torch.randint(1 << 62, ()))
+    shared_seed = int(torch.randint(1 << 62, ()))
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
-        torch.manual_seed(drawn + rank)
+        torch.manual_seed(shared_seed + rank)
         yield

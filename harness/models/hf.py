@@ -1,7 +1,8 @@
-"""Models of Hugging Face's transformers library, from a local configuration and with random weights: never a network.
+"""Models of Hugging Face's transformers library, from a local configuration and with random weights, without a network.
 
-The parent asks a model once, built of fake tensors, for its shapes, plan and operations; ranks build it from the same
-configuration, parameters without memory and buffers (rotary frequencies, masks) with their values.
+The parent traces a model once, built of fake tensors, for its shapes, tensor-parallel plan and operations. Ranks build
+it from the same configuration, with parameters on the meta device and with the values of its buffers (rotary
+frequencies, masks).
 """
 
 import dataclasses
@@ -18,14 +19,14 @@ from harness.models.hf_tracing import trace_model
 from harness.util.errors import UserError
 from harness.util.text import one_line
 
-# Keys of our own families, which a configuration of the library's says in its own words.
+# Keys of the built-in families, for which a configuration of the library has its own keys.
 MODEL_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "initializer_range")
 
 
 def fill_model_config(model: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
-    """The values of conf/model/hf.yaml with all that the model at `path` says of itself.
+    """Return the values of conf/model/hf.yaml, filled with those of the model at `path`.
 
-    Raises UserError if there is none, or if it is no causal language model.
+    Raise UserError if there is no such model, or if it is not a causal language model.
     """
     path = model.get("path")
     if not path:
@@ -41,15 +42,15 @@ def fill_model_config(model: dict[str, Any], seq_len: int | None) -> dict[str, A
     for key in MODEL_KEYS:
         if model.get(key, defaults[key]) != defaults[key]:
             raise UserError(
-                f"model.{key}={model[key]} is no key of model=hf: choose it in the file at model.path={path}"
+                f"model.{key}={model[key]} cannot be set for model=hf: set it in the file at model.path={path}"
             )
     sizes = {key: getattr(config, key, None) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
     for key, value in sizes.items():
         if not isinstance(value, int):
-            raise UserError(f"model.path={path}: its configuration says no {key}, choose a decoder that has it")
+            raise UserError(f"model.path={path}: its configuration has no {key}; choose a decoder that has it")
     context = model.get("context_length") or getattr(config, "max_position_embeddings", None) or seq_len
     if not isinstance(context, int):
-        raise UserError(f"model.path={path} says no max_position_embeddings: give model.context_length a value")
+        raise UserError(f"model.path={path} has no max_position_embeddings: set model.context_length")
     attention = model.get("attention") or "flash"
     asked = trace_model(config, ATTENTION_IMPLEMENTATIONS.get(attention, attention), seq_len or context, path)
     count = sum(torch.Size(shape).numel() for shape in asked.shapes.values())
@@ -73,43 +74,44 @@ def fill_model_config(model: dict[str, Any], seq_len: int | None) -> dict[str, A
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """A config.json, by itself or in a folder."""
+    """Return the values of the config.json at `path` or in that folder; raise UserError if it cannot be read."""
     if not path.exists():
         raise UserError(f"model.path={path} does not exist: name a folder with a config.json, or such a file")
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path={path} holds no readable config.json ({one_line(error)}): name one") from None
+        raise UserError(f"model.path={path} has no readable config.json ({one_line(error)}): name one") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise UserError(f"model.path={path} says no model_type: name the config.json of a Hugging Face model")
+        raise UserError(f"model.path={path} has no model_type: name the config.json of a Hugging Face model")
     return values
 
 
 def dropout_fields(config: Any) -> dict[str, float]:
-    """Every share of something that the model drops, above 0."""
-    named = ((key, value) for key, value in config.to_dict().items() if re.search(r"dropout|pdrop|layerdrop", key))
-    ends = ("classifier", "summary")  # of heads for other purposes
-    shares = {key: value for key, value in named if not key.startswith(ends) and isinstance(value, (int, float))}
-    return {key: float(value) for key, value in shares.items() if value > 0}
+    """Return every dropout probability above 0 in the library's configuration, by its key."""
+    items = ((key, value) for key, value in config.to_dict().items() if re.search(r"dropout|pdrop|layerdrop", key))
+    other_heads = ("classifier", "summary")  # a causal language model has none of these heads
+    numbers = {
+        key: value for key, value in items if not key.startswith(other_heads) and isinstance(value, (int, float))
+    }
+    return {key: float(value) for key, value in numbers.items() if value > 0}
 
 
-def set_dropout(config: Any, share: float, path: object) -> None:
-    found = dropout_fields(config)
-    if share and not found:
-        raise UserError(
-            f"model.dropout={share}: model.path={path} says of nothing that it is dropped, choose null or 0"
-        )
-    for key in found:
-        setattr(config, key, share)
+def set_dropout(config: Any, probability: float, path: object) -> None:
+    """Set every dropout probability of the library's configuration; raise UserError if it has none to set."""
+    fields = dropout_fields(config)
+    if probability and not fields:
+        raise UserError(f"model.dropout={probability}: model.path={path} has no dropout of its own; choose null or 0")
+    for key in fields:
+        setattr(config, key, probability)
 
 
 def default_model_name(path: Path, values: dict[str, Any], parameters: int) -> str:
-    """The folder's name, or what the configuration calls itself, or its type and size."""
-    given = path.name if path.is_dir() else str(values.get("_name_or_path") or "").rstrip("/").rsplit("/")[-1]
+    """Return the folder's name, or the configuration's own name, or its type and size."""
+    name = path.name if path.is_dir() else str(values.get("_name_or_path") or "").rstrip("/").rsplit("/")[-1]
     size = next(
-        f"{parameters / unit:.3g}{mark}"
-        for unit, mark in ((1e9, "b"), (1e6, "m"), (1e3, "k"), (1, ""))
+        f"{parameters / unit:.3g}{suffix}"
+        for unit, suffix in ((1e9, "b"), (1e6, "m"), (1e3, "k"), (1, ""))
         if parameters >= unit
     )
-    return re.sub(r"[^A-Za-z0-9._-]", "_", given) or f"{values['model_type']}_{size}"
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name) or f"{values['model_type']}_{size}"

@@ -1,4 +1,4 @@
-"""TODO harness.models.hf_library."""
+"""The one module that builds models with the transformers library."""
 
 import functools
 from typing import Any
@@ -10,11 +10,11 @@ from harness.config.schema import ModelConfig
 from harness.util.errors import UserError
 from harness.util.text import one_line
 
-ATTENTION_IMPLEMENTATIONS = {"flash": "sdpa", "eager": "eager"}
+ATTENTION_IMPLEMENTATIONS = {"flash": "sdpa", "eager": "eager"}  # model.attention to transformers' attn_implementation
 
 
 def import_transformers() -> Any:
-    """Raises UserError if it is not there."""
+    """Return the transformers library; raise UserError if it is not installed."""
     try:
         import transformers
     except ImportError:
@@ -24,9 +24,9 @@ def import_transformers() -> Any:
 
 
 def instantiate(config: Any, attention: str, path: object) -> nn.Module:
-    """A model of the library whose call takes token ids and gives logits.
+    """Return a model of the library whose call takes token ids and returns logits.
 
-    Raises UserError if it has no such attention.
+    Raise UserError if it has no such attention.
     """
     from transformers.initialization import no_init_weights
 
@@ -48,30 +48,35 @@ def instantiate(config: Any, attention: str, path: object) -> nn.Module:
 
 
 def build_hf_model(model: ModelConfig) -> nn.Module:
-    """The model a run trains: parameters on the meta device, buffers as the library makes them, on the host."""
+    """Return the model that a run trains: parameters on the meta device, buffers on the host with their values."""
     from accelerate import init_empty_weights
 
     assert model.asked is not None
     config = load_hf_config(model.asked.config, model.path)
     with init_empty_weights(include_buffers=False):
         built = instantiate(config, ATTENTION_IMPLEMENTATIONS[model.attention], model.path)
-    built.tie_weights()  # type: ignore[operator]  # inside, every assignment made another parameter
+    built.tie_weights()  # type: ignore[operator]  # init_empty_weights replaced each parameter and undid the tying
     return built
 
 
 @functools.cache
 def causal_lm_adapter(base: type) -> type:
-    """The library's class with what the harness asks of a model (harness.model.Decoder)."""
+    """Return a subclass of the library's class with the interface of harness.models.decoder.Decoder."""
 
     class CausalLM(base):  # type: ignore[misc]
+        """A causal language model that engines handle as a Decoder."""
+
         def forward(self, tokens: Tensor) -> Tensor:
+            """Return logits (batch, seq, vocab) of token ids (batch, seq)."""
             logits: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
             return logits
 
         def layers_by_index(self) -> dict[int, nn.Module]:
+            """Return the decoder layers by their index."""
             return dict(enumerate(decoder_layers(self)[1]))
 
         def embedding_and_head_groups(self) -> list[list[nn.Module]]:
+            """Return embedding and head as two lists; tied weights are left to the model's root."""
             if self.config.tie_word_embeddings:
                 return [[]]
             return [[self.get_input_embeddings()], [self.get_output_embeddings()]]
@@ -81,23 +86,23 @@ def causal_lm_adapter(base: type) -> type:
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of layers that hold most of the model, and its path."""
+    """Return the path of the list of decoder layers, the ModuleList with most parameters, and the list."""
     lists = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    return max(lists, key=lambda found: sum(parameter.numel() for parameter in found[1].parameters()))
+    return max(lists, key=lambda entry: sum(parameter.numel() for parameter in entry[1].parameters()))
 
 
 def load_hf_config(values: dict[str, Any], path: object) -> Any:
-    """The library's own configuration object."""
+    """Return the library's own configuration object; raise UserError if it is not a causal language model's."""
     transformers = import_transformers()
     try:
         config = transformers.AutoConfig.for_model(**values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        known = f"transformers {transformers.__version__}"
-        raise UserError(f"model.path={path} is no configuration that {known} takes: {one_line(error)}") from None
+        version = f"transformers {transformers.__version__}"
+        raise UserError(f"model.path={path} is not a configuration that {version} accepts: {one_line(error)}") from None
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping or getattr(
         config, "is_encoder_decoder", False
     ):
         raise UserError(
-            f"model.path={path} with model_type={config.model_type} is no causal language model: choose one"
+            f"model.path={path} with model_type={config.model_type} is not a causal language model: choose one"
         )
     return config

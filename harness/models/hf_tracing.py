@@ -1,4 +1,4 @@
-"""What a model of a library is asked, once, in the parent: of fake tensors, which take neither memory nor work."""
+"""A trace of a Hugging Face model with fake tensors, which need neither memory nor compute: its shapes and FLOPs."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from harness.tensors.flops import operator_flops
 from harness.util.errors import UserError
 from harness.util.text import one_line
 
-# The library's names for ways of cutting (transformers/distributed/tensor_parallel.py) that DTensor does here.
+# The styles of harness.layout.partition by the library's names (transformers/distributed/tensor_parallel.py).
 STYLES = {
     "colwise": "column",
     "rowwise": "row",
@@ -30,29 +30,33 @@ STYLES = {
 
 
 def trace_model(config: Any, attention: str, seq_len: int, path: object) -> HFModelInfo:
-    """One sequence forth and back through a model of fake tensors, which take neither memory nor work."""
+    """Run one sequence forward and backward through a model of fake tensors, and return what that shows.
+
+    Raise UserError if the model cannot run so.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
         with FakeTensorMode():
             model = instantiate(config, attention, path)
             layers_path, layers = decoder_layers(model)
-            once, _, undropped = count_flops(model.eval(), layers, seq_len)  # no kernel of a CPU drops
+            # No fused attention of a CPU supports dropout, so its recomputation shows in evaluation mode only.
+            eval_forward, _, eval_step = count_flops(model.eval(), layers, seq_len)
             forward, in_layers, step = count_flops(model.train(), layers, seq_len)
-            finished = checkpoint_layers(layers)
-            _, _, again = count_flops(model, layers, seq_len)
+            recomputed = checkpoint_layers(layers)
+            _, _, checkpointed_step = count_flops(model, layers, seq_len)
     except UserError:
         raise
-    except Exception as error:  # whatever a library's model can raise
+    except Exception as error:  # a library's model can raise anything
         raise UserError(
-            f"model.path={path}: this model cannot be asked for its operations with model.attention={attention}"
-            f" ({one_line(error)}): choose another model or attention"
+            f"model.path={path}: this model cannot be traced with model.attention={attention} ({one_line(error)}):"
+            " choose another model or attention"
         ) from None
     paths = [f"{layers_path}.{index}" for index in range(len(layers))]
-    unfinished = {
+    not_recomputed = {
         f"{layers_path}.{name}": module
         for name, module in layers.named_modules()
-        if module._parameters and module not in finished
+        if module._parameters and module not in recomputed
     }
     return HFModelInfo(
         config=json.loads(config.to_json_string()) | {"tie_word_embeddings": bool(config.tie_word_embeddings)},
@@ -60,18 +64,21 @@ def trace_model(config: Any, attention: str, seq_len: int, path: object) -> HFMo
         layers=tuple(paths),
         head=next(name for name, module in model.named_modules() if module is model.get_output_embeddings()),  # type: ignore[operator]
         tensor_plan=expand_tensor_plan(model),
-        unfinished=tuple(unfinished),
-        unfinished_are_linear=all(isinstance(module, nn.Linear) for module in unfinished.values()),
+        unfinished=tuple(not_recomputed),
+        unfinished_are_linear=all(isinstance(module, nn.Linear) for module in not_recomputed.values()),
         forward_flops=forward,
         layers_flops=in_layers,
         step_flops=step,
-        remade_flops=undropped - (1 + BACKWARD) * once,
-        again_flops=again - step,
+        remade_flops=eval_step - (1 + BACKWARD) * eval_forward,
+        again_flops=checkpointed_step - step,
     )
 
 
 def expand_tensor_plan(model: nn.Module) -> dict[str, str]:
-    """The model's own plan for tensor parallelism, its patterns spelt out; styles not known here as they are called."""
+    """Return the tensor-parallel style of every module in the model's own plan, by path.
+
+    A style that STYLES lacks keeps the library's name.
+    """
     plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
     return {
         path: STYLES.get(style, style)
@@ -82,7 +89,10 @@ def expand_tensor_plan(model: nn.Module) -> dict[str, str]:
 
 
 class FlopCounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up operators as the profiled step of a run does."""
+    """A dispatch mode that adds up FLOPs by the same formulas as the profiled step of a run.
+
+    torch.utils.flop_counter.FlopCounterMode lacks the formula of attention on a CPU (see harness.tensors.flops).
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,48 +105,48 @@ class FlopCounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def count_flops(model: nn.Module, layers: nn.ModuleList, seq_len: int) -> tuple[int, int, int]:
-    """Of one sequence: forward, forward of the layers, forward and backward."""
+    """Return the FLOPs of one sequence: of forward, of forward in the layers, of forward and backward."""
     tokens = torch.zeros((1, seq_len), dtype=torch.int64)
-    with FlopCounterMode() as counted, count_layer_flops(layers, counted) as in_layers:
+    with FlopCounterMode() as counter, count_layer_flops(layers, counter) as per_call:
         loss = loss_function(model(tokens), tokens)
-        forward, of_layers = counted.flops, sum(in_layers)
+        forward, in_layers = counter.flops, sum(per_call)
         loss.backward()  # type: ignore[no-untyped-call]
-    return forward, of_layers, counted.flops
+    return forward, in_layers, counter.flops
 
 
 @contextmanager
-def count_layer_flops(layers: nn.ModuleList, counted: FlopCounterMode) -> Iterator[list[int]]:
-    """The operations of each call of a layer."""
-    found: list[int] = []
-    began: list[int] = []
+def count_layer_flops(layers: nn.ModuleList, counter: FlopCounterMode) -> Iterator[list[int]]:
+    """Return a context whose value is a list that gets the FLOPs of each call of a layer."""
+    per_call: list[int] = []
+    at_start: list[int] = []
     handles = []
     for layer in layers:
-        handles.append(layer.register_forward_pre_hook(lambda *_: began.append(counted.flops)))
-        handles.append(layer.register_forward_hook(lambda *_: found.append(counted.flops - began[-1])))
-    yield found
+        handles.append(layer.register_forward_pre_hook(lambda *_: at_start.append(counter.flops)))
+        handles.append(layer.register_forward_hook(lambda *_: per_call.append(counter.flops - at_start[-1])))
+    yield per_call
     for handle in handles:
         handle.remove()
 
 
 def checkpoint_layers(layers: nn.ModuleList) -> set[nn.Module]:
-    """Checkpoints every layer; the set returned fills with modules whose second forward runs to its end."""
-    finished: set[nn.Module] = set()
-    again: list[bool] = []
+    """Checkpoint every layer, and return a set that backward fills with the modules it recomputes to their end."""
+    recomputed: set[nn.Module] = set()
+    depth: list[bool] = []  # not empty during a recomputation
 
     @contextmanager
-    def second() -> Iterator[None]:
-        again.append(True)
+    def recomputing() -> Iterator[None]:
+        depth.append(True)
         try:
             yield
         finally:
-            again.pop()
+            depth.pop()
 
-    def note(module: nn.Module, *_: Any) -> None:
-        if again:
-            finished.add(module)
+    def record_module(module: nn.Module, *_: Any) -> None:
+        if depth:
+            recomputed.add(module)
 
     for layer in layers:
-        checkpoint_block(layer, lambda: (nullcontext(), second()))
+        checkpoint_block(layer, lambda: (nullcontext(), recomputing()))
     for module in layers.modules():
-        module.register_forward_hook(note)
-    return finished
+        module.register_forward_hook(record_module)
+    return recomputed

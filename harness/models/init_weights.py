@@ -1,4 +1,4 @@
-"""Initial weights that no layout can change, and the part of them that a rank holds."""
+"""Initial weights that are the same in every layout, and the part of them that a rank holds."""
 
 import hashlib
 
@@ -11,13 +11,13 @@ from harness.config.schema import ModelConfig
 
 
 def generator(seed: int, purpose: str, device: torch.device) -> torch.Generator:
-    """Random numbers that follow from the seed and a purpose alone."""
+    """Return a generator whose random numbers follow from the seed and a purpose alone."""
     digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def initial_value(name: str, shape: torch.Size, model: ModelConfig, seed: int, device: torch.device) -> Tensor:
-    """The whole fp32 tensor a parameter starts from: a function of seed, name and shape, never of the layout."""
+    """Return a parameter's whole initial value in fp32: a function of seed, name and shape, never of the layout."""
     if len(shape) == 1:  # a norm's scale, or a bias
         return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
     value = torch.empty(shape, device=device)
@@ -32,14 +32,13 @@ def materialize(
     dtype: torch.dtype,
     storage_device: torch.device | None = None,
 ) -> None:
-    """Fills a model built on the meta device, sharded or not, holding one whole parameter at a time.
+    """Fill a model on the meta device, sharded or not, with one whole parameter in memory at a time.
 
-    Values are made on `device`, as every layout makes them, and kept there or on `kept`.
-
-    Tensors are swapped in place, so that tied weights stay tied and a wrapper's references stay true.
+    Values are computed on `device`, so that they are equal in every layout, and stored there or on `storage_device`.
+    Tensors are swapped in place, so that tied weights stay tied and a wrapper's references stay valid.
     """
     for name, parameter in list(model.named_parameters()):
-        if not parameter.is_meta:  # an engine's own layers have theirs
+        if not parameter.is_meta:  # an engine's own layers have their values already
             continue
         whole = initial_value(name, parameter.shape, config, seed, device)
         filled = nn.Parameter(local_part_like(parameter, whole.to(dtype)).to(storage_device or device))
@@ -50,7 +49,7 @@ def materialize(
 
 
 def local_part_like(template: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, cut without communication as the template is."""
+    """Return this rank's part of a whole tensor, sharded as the template is and without communication."""
     if not isinstance(template, DTensor):
         return whole
     box = local_box(template)
@@ -66,6 +65,6 @@ def local_part_like(template: Tensor, whole: Tensor) -> Tensor:
 
 
 def local_box(tensor: DTensor) -> tuple[tuple[int, int], ...]:
-    """The (start, stop) that this rank holds along every dimension of the whole tensor."""
+    """Return the (start, stop) that this rank holds along every dimension of the whole tensor."""
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple((start, start + size) for size, start in zip(sizes, offsets, strict=True))

@@ -1,4 +1,4 @@
-"""Floating-point operations of one operator: torch's own formulas, and those of attention on every device."""
+"""The floating-point operations of one operator, by torch's formulas and by ours for attention on every device."""
 
 from collections.abc import Callable, Sequence
 from math import prod
@@ -12,16 +12,16 @@ _aten = torch.ops.aten
 
 
 def _attention(query: Tensor, key: Tensor, *_: Any) -> int:
-    """Two products, of queries with keys and of scores with values; a causal mask halves nothing."""
+    """Count two products, of queries with keys and of scores with values; a causal mask does not halve them."""
     return 4 * prod(query.shape) * key.shape[-2]
 
 
 def _attention_backward(_: Tensor, query: Tensor, key: Tensor, *__: Any) -> int:
-    """The scores once more, and two products for each of the two (arXiv 2205.14135, algorithm 4)."""
+    """Count the recomputed scores, and two products for each of forward's two (arXiv 2205.14135, algorithm 4)."""
     return 10 * prod(query.shape) * key.shape[-2]
 
 
-# torch has no formula for the kernel on CPU, and in some versions none for grouped heads.
+# torch has no formula for the kernel on CPU, and in some versions none for grouped-query heads.
 _ATTENTION: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention: _attention,
     _aten._scaled_dot_product_efficient_attention: _attention,
@@ -35,7 +35,7 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
 
 
 def operator_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Of matrix products and attention; 0 for everything else, as the literature counts."""
+    """Return the operations of a matrix product or attention; 0 for any other operator, as the literature counts."""
     packet = getattr(operator, "_overloadpacket", None)
     if packet in _ATTENTION:
         return _ATTENTION[packet](*args)

@@ -1,25 +1,33 @@
-"""What an engine says of a tensor it holds a part of."""
+"""The description of the part of a named tensor that a rank holds."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Slots of shards that are not model state at rest: communication buckets, parameters gathered for compute, and buffers
-# between device and host.
-BUCKET, GATHERED, STAGING = "bucket", "gathered", "staging"
+# Where a shard lies that is not model state at rest: a view into a communication bucket, a parameter that is gathered
+# for compute, or a gradient that is already reduced or accumulated and on its way to where the optimizer reads it.
+ShardOrigin = Literal["bucket", "gathered", "staging"]
+BUCKET: Final = "bucket"
+GATHERED: Final = "gathered"
+STAGING: Final = "staging"
+
+# Which of an optimizer's tensors a shard belongs to, by torch's names; empty for parameters and gradients.
+OptimizerState = Literal["", "master", "exp_avg", "exp_avg_sq"]
+
+StateName = OptimizerState | ShardOrigin
 
 
 class Shard(NamedTuple):
     """The part of one named tensor that this rank really holds.
 
-    shape is that of the whole tensor and box the (start, stop) this rank holds along each dimension. A piece cut
-    from the flattened tensor has shape (numel,) and a box of one pair. `slot` tells an optimizer's tensors apart
-    (master, exp_avg, exp_avg_sq).
+    `shape` is that of the whole tensor, and `box` the (start, stop) that this rank holds along each dimension. A part
+    of the flattened tensor has shape (numel,) and a box of one pair. `state_name` tells an optimizer's tensors apart,
+    and a copy from the state itself.
     """
 
     name: str
     local: "Tensor"
     shape: tuple[int, ...]
     box: tuple[tuple[int, int], ...]
-    state_name: str = ""
+    state_name: StateName = ""

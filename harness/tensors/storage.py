@@ -1,4 +1,4 @@
-"""TODO harness.tensors.storage."""
+"""The storages behind tensors, and their bytes, through DTensors and other subclasses."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that hold a tensor's data on this rank: of a DTensor its local one, of a plain one itself."""
+    """Yield the plain tensors that hold a tensor's data on this rank: a DTensor's local one, or the tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -20,7 +20,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class Storage(NamedTuple):
-    """What lies behind a tensor; the identity lasts as long as the storage, the address until it is resized."""
+    """The memory behind a tensor; `identity` lasts as long as the storage, `address` until it is resized."""
 
     identity: int
     bytes: int
@@ -29,7 +29,7 @@ class Storage(NamedTuple):
 
 
 def storages(tensor: Tensor) -> Iterator[Storage]:
-    """Every storage behind a tensor."""
+    """Yield every storage behind a tensor."""
     for local in plain_tensors(tensor):
         if local.device.type != "meta" and local.layout == torch.strided:
             storage = local.untyped_storage()
@@ -37,15 +37,15 @@ def storages(tensor: Tensor) -> Iterator[Storage]:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind some tensors on this rank, padding included; freed ones count 0."""
-    return sum({found.identity: found.bytes for tensor in tensors for found in storages(tensor)}.values())
+    """Return the bytes of the distinct storages behind tensors on this rank, padding included; freed ones count 0."""
+    return sum({storage.identity: storage.bytes for tensor in tensors for storage in storages(tensor)}.values())
 
 
 def element_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' own elements on this rank, each view once, not the buffers that they lie in."""
-    found = {
+    """Return the bytes of the tensors' own elements on this rank, each view once, without the rest of its storage."""
+    view_bytes = {
         (local.untyped_storage()._cdata, local.storage_offset(), local.numel()): local.numel() * local.element_size()
         for tensor in tensors
         for local in plain_tensors(tensor)
     }
-    return sum(found.values())
+    return sum(view_bytes.values())

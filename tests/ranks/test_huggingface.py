@@ -34,7 +34,7 @@ from harness.runner.resolve import resolve_run_config
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
 from tests.support import faults
-from tests.support.commands import Harness, assert_not_proven, compose_config, execute_run
+from tests.support.commands import Harness, assert_not_proven, compose, compose_config, execute_run
 from tests.support.models import model_named
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
@@ -133,8 +133,9 @@ def test_a_run_is_proven(tmp_path: Path, kind: str, overrides: str) -> None:
 
 
 def run_with(tmp_path: Path, kind: str, *overrides: str, entry: Any = worker_main.main) -> Record:
-    config = config_of(folder(tmp_path, kind), f"results_dir={tmp_path}", "world_size=2", *overrides)
-    return execute_run(config, entry)
+    model = ("model=hf", f"model.path={folder(tmp_path, kind)}", *BATCH)
+    config, command = compose(*model, f"results_dir={tmp_path}", "world_size=2", *overrides)
+    return execute_run(config, command, entry)
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2", "gpt_neox"))
@@ -243,11 +244,11 @@ def test_what_is_no_model_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "config.json").write_text("{")
     assert "no readable config.json" in complaint({"path": str(tmp_path)})
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    assert "is no configuration that transformers" in complaint({"path": str(tmp_path)})
+    assert "is not a configuration that transformers" in complaint({"path": str(tmp_path)})
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    assert "no causal language model" in complaint({"path": str(tmp_path)})
-    assert "says of nothing that it is dropped" in complaint({"path": str(folder(tmp_path, "llama")), "dropout": 0.1})
-    assert "model.rope_theta=7.0 is no key" in complaint({"path": str(folder(tmp_path, "llama")), "rope_theta": 7.0})
+    assert "not a causal language model" in complaint({"path": str(tmp_path)})
+    assert "has no dropout of its own" in complaint({"path": str(folder(tmp_path, "llama")), "dropout": 0.1})
+    assert "model.rope_theta=7.0 cannot be set" in complaint({"path": str(folder(tmp_path, "llama")), "rope_theta": 7.0})
     assert "choose model.attention=eager" in complaint({"path": str(folder(tmp_path, "gptj"))})
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install 'training-harness[hf]'" in complaint({"path": str(folder(tmp_path, "llama"))})
