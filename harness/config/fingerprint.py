@@ -8,7 +8,8 @@ from typing import Any, get_type_hints
 
 from harness.config.byte_size import parse_bytes
 from harness.config.command import COMMAND_KEYS
-from harness.config.schema import RunConfig
+from harness.config.hf_model_info import HFModelInfo
+from harness.config.schema import ModelConfig, RunConfig
 from harness.util.errors import UserError
 
 
@@ -23,6 +24,24 @@ def _keys_without_identity() -> dict[str, tuple[str, ...]]:
 
 _NO_IDENTITY = _keys_without_identity()
 
+_OLD_KEYS = {
+    entry.name: entry.metadata["old_key"]
+    for cls in (ModelConfig, HFModelInfo)
+    for entry in dataclasses.fields(cls)
+    if "old_key" in entry.metadata
+}
+_NEW_KEYS = {old: new for new, old in _OLD_KEYS.items()}
+
+
+def _rename_keys(values: Any, new_names: Mapping[str, str]) -> Any:
+    """Return the values of a model with the keys of itself and of its trace renamed."""
+    if not isinstance(values, Mapping):
+        return values
+    return {
+        new_names.get(key, key): _rename_keys(value, new_names) if key in ("hf_info", "asked") else value
+        for key, value in values.items()
+    }
+
 
 def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a plain config dict that affect a run's result. Groups may be missing.
@@ -35,6 +54,8 @@ def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     for group, names in _NO_IDENTITY.items():
         if isinstance(affecting.get(group), Mapping):
             affecting[group] = {key: value for key, value in affecting[group].items() if key not in names}
+    if "model" in affecting:
+        affecting["model"] = _rename_keys(affecting["model"], _NEW_KEYS)
     if isinstance(affecting.get("cluster"), Mapping):
         affecting["cluster"] = normalize_memory_budget(affecting["cluster"])
     return affecting
@@ -60,7 +81,9 @@ def fingerprint(config: RunConfig, device_name: str, world_size: int, corpus: st
 
     `corpus` is the fingerprint of the corpus.
     """
-    values = result_affecting_keys(config.to_dict()) | {
+    affecting = result_affecting_keys(config.to_dict())
+    affecting["model"] = _rename_keys(affecting["model"], _OLD_KEYS)  # runs keep the identity they had before
+    values = affecting | {
         "world_size": world_size,
         "device_name": device_name,
         "corpus": corpus,

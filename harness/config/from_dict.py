@@ -22,6 +22,8 @@ def from_dict(cls: type, values: Any, key: str = "") -> Any:
         raise UserError(f"{key}={values} is not a group of keys: choose one of the files in conf/{key}")
     hints = typing.get_type_hints(cls)
     fields = {entry.name: entry for entry in dataclasses.fields(cls)}
+    names = {entry.metadata["old_key"]: entry.name for entry in fields.values() if "old_key" in entry.metadata}
+    values = {names.get(name, name): value for name, value in values.items()}
     for unknown in sorted(values.keys() - fields.keys()):
         raise UserError(f"{_dotted_key(key, unknown)} is not a key: choose one of {', '.join(fields)}")
     for name, entry in fields.items():

@@ -1,29 +1,37 @@
-"""What a model from outside says of itself, asked once and kept with the run: plain data. Imports no torch."""
+"""The description of a Hugging Face model that is traced once and stored with the run: plain data, without torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+
+def _formerly(key: str) -> Any:
+    """Return a field that had another key in old records."""
+    return field(metadata={"old_key": key})
 
 
 @dataclass(frozen=True)
 class HFModelInfo:
-    """A causal language model of the transformers library as its own configuration makes it.
+    """A causal language model of the transformers library, as its own configuration builds it.
 
-    Operations are of one sequence of train.seq_len tokens, as they run on a CPU.
+    FLOPs are those of one sequence of train.seq_len tokens, as it runs on a CPU.
     """
 
-    config: dict[str, Any]  # its config.json, which the ranks build from
-    shapes: dict[str, tuple[int, ...]]  # every parameter; a tied one once
+    config: dict[str, Any]  # its config.json, from which the ranks build it
+    shapes: dict[str, tuple[int, ...]]  # of every parameter; a tied one appears once
     layers: tuple[str, ...]  # paths of the decoder layers
     head: str  # path of the head
-    tensor_plan: dict[str, str]  # how its own plan cuts modules, by their paths: of placement.CUT_DIMENSION, or a word
-    unfinished: tuple[str, ...]  # modules of layers that a checkpointed second forward does not run to their end
-    unfinished_are_linear: bool  # and not torch's functions called in another way
+    tensor_plan: dict[str, str]  # tensor-parallel style by module path: a key of partition.SHARD_DIM or the library's
+    # Paths of modules in layers that the recomputation of a checkpointed layer does not run to their end.
+    not_recomputed_modules: tuple[str, ...] = _formerly("unfinished")
+    # Whether all of these are nn.Linear modules, and none calls torch's functions in another way.
+    not_recomputed_are_linear: bool = _formerly("unfinished_are_linear")
     forward_flops: int
-    layers_flops: int  # of forward, in the decoder layers
+    layers_flops: int  # the part of forward in the decoder layers
     step_flops: int  # forward and backward
-    remade_flops: int  # of backward: scores that a fused attention kernel makes again, wherever there is one
-    again_flops: int  # what full checkpointing adds
+    # The scores that backward recomputes in a fused attention kernel, wherever there is one.
+    attention_recompute_flops: int = _formerly("remade_flops")
+    checkpoint_recompute_flops: int = _formerly("again_flops")  # what full checkpointing adds
 
     def is_in_decoder_layer(self, name: str) -> bool:
-        """Whether a parameter or module is part of a decoder layer."""
+        """Return whether a parameter or module is part of a decoder layer."""
         return any(name.startswith(f"{layer}.") for layer in self.layers)

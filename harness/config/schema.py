@@ -2,6 +2,7 @@
 
 How a command goes about its runs is in harness.config.command. A field whose metadata say `identity: False` names,
 finds or places something without changing any result: it is no part of a run's identity (harness.config.fingerprint).
+A field whose metadata say `old_key` had that key before: old records have it, and it still enters a run's identity.
 """
 
 import dataclasses
@@ -51,7 +52,7 @@ class ModelConfig:
     layer_norm_epsilon: float = 1e-5  # family gpt
     initializer_range: float = 0.02
     path: str | None = _no_identity(None)  # family hf: where its configuration was found
-    asked: HFModelInfo | None = None  # family hf: what tracing the model found
+    hf_info: HFModelInfo | None = field(default=None, metadata={"old_key": "asked"})  # family hf: the model's trace
 
     def __post_init__(self) -> None:
         require_one_of("model.family", self.family, (*ARCHITECTURES, "hf"))
@@ -60,7 +61,7 @@ class ModelConfig:
             "model", self, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
         )
         require_positive("model", self, "intermediate_size", "vocab_size", "context_length")
-        if self.asked is not None:  # transformers has built the model, and so accepted its sizes
+        if self.hf_info is not None:  # transformers has built the model, and so accepted its sizes
             return
         if self.architecture.dropout:
             require(

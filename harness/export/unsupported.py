@@ -13,7 +13,7 @@ def why_not_common(run: RecordedRun) -> Iterator[str]:
     model, checkpointing, precision = config.model, config.checkpointing, config.precision
     if layout.engine not in SCRIPTED_ENGINES:
         yield f"strategy.engine={layout.engine} has no script: choose one of {', '.join(SCRIPTED_ENGINES)}"
-    if model.asked is not None:
+    if model.hf_info is not None:
         yield f"model={model.name} is built by transformers, and exported scripts build this project's decoder"
     if model.dropout:
         yield f"model.dropout={model.dropout} needs masks that follow the layout, which a short script does not draw"

@@ -38,8 +38,8 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
             f"model.vocab_size={config.model.vocab_size} is too small for the bytes of data={config.data.name}: choose"
             " 256 or more"
         )
-    if config.model.asked is not None:
-        yield from hf_incompatibilities(config, layout, config.model.asked)
+    if config.model.hf_info is not None:
+        yield from hf_incompatibilities(config, layout, config.model.hf_info)
     else:
         yield from model_incompatibilities(config, layout, micro_batches)
     if layout.zero_stage > 0 and layout.dp_replicate > 1 and layout.axes_size(layout.sharding_axes) == 1:
@@ -65,7 +65,7 @@ def offload_incompatibilities(config: RunConfig) -> Iterator[str]:
         yield f"{key} does not reach what checkpointing=selective keeps: choose none, full, every_n or attention"
     if config.train.compile:
         yield f"{key} does not reach what train.compile=true keeps inside a layer: choose one of the two"
-    if config.model.asked is not None:
+    if config.model.hf_info is not None:
         yield f"{key} needs the decoder layers of this project, and model={name} is a library's: choose false"
 
 

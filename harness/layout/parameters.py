@@ -18,9 +18,9 @@ def layer_shapes(model: ModelConfig) -> Shapes:
 
     A Hugging Face model's first layer stands for all of them.
     """
-    if model.asked is not None:
-        first = f"{model.asked.layers[0]}."
-        named = model.asked.shapes.items()
+    if model.hf_info is not None:
+        first = f"{model.hf_info.layers[0]}."
+        named = model.hf_info.shapes.items()
         return {name.removeprefix(first): shape for name, shape in named if name.startswith(first)}
     architecture, hidden, inner = model.architecture, model.hidden_size, model.intermediate_size
     key_value_size = model.num_key_value_heads * model.head_dim
@@ -42,9 +42,9 @@ def layer_shapes(model: ModelConfig) -> Shapes:
 
 def unrecomputed_shapes(model: ModelConfig) -> Shapes:
     """Return the shapes of the parameters that a layer's second forward does not use to the end: its last matrix's."""
-    if model.asked is not None:
-        first = f"{model.asked.layers[0]}."
-        ends = {path.removeprefix(first) for path in model.asked.unfinished if path.startswith(first)}
+    if model.hf_info is not None:
+        first = f"{model.hf_info.layers[0]}."
+        ends = {path.removeprefix(first) for path in model.hf_info.not_recomputed_modules if path.startswith(first)}
         return {name: shape for name, shape in layer_shapes(model).items() if name.rpartition(".")[0] in ends}
     return {name: shape for name, shape in layer_shapes(model).items() if name.startswith("mlp.down_proj")}
 
@@ -60,9 +60,9 @@ def embedding_shapes(model: ModelConfig) -> Shapes:
 
     A Hugging Face model has there all that is neither in its decoder layers nor its head.
     """
-    if model.asked is not None:
-        named, head = model.asked.shapes.items(), head_shapes(model)
-        return {name: shape for name, shape in named if name not in head and not model.asked.is_in_decoder_layer(name)}
+    if model.hf_info is not None:
+        named, head = model.hf_info.shapes.items(), head_shapes(model)
+        return {name: shape for name, shape in named if name not in head and not model.hf_info.is_in_decoder_layer(name)}
     tokens: Shapes = {"embed_tokens.weight": (model.vocab_size, model.hidden_size)}
     positions: Shapes = {"embed_positions.weight": (model.context_length, model.hidden_size)}
     return tokens | (positions if model.architecture.learned_positions else {})
@@ -70,8 +70,8 @@ def embedding_shapes(model: ModelConfig) -> Shapes:
 
 def head_shapes(model: ModelConfig) -> Shapes:
     """Return the shapes of the parameters that turn hidden states into logits; a tied matrix is the embedding's."""
-    if model.asked is not None:
-        return {name: shape for name, shape in model.asked.shapes.items() if name.startswith(f"{model.asked.head}.")}
+    if model.hf_info is not None:
+        return {name: shape for name, shape in model.hf_info.shapes.items() if name.startswith(f"{model.hf_info.head}.")}
     head: Shapes = {} if model.tie_word_embeddings else {"lm_head.weight": (model.vocab_size, model.hidden_size)}
     return norm_shapes("norm", model) | head
 
@@ -83,16 +83,16 @@ def layer_parameter_count(model: ModelConfig) -> int:
 
 def parameter_count(model: ModelConfig) -> int:
     """Return the number of parameters of the whole model; a tied embedding counts once."""
-    if model.asked is not None:
-        return numel(model.asked.shapes)
+    if model.hf_info is not None:
+        return numel(model.hf_info.shapes)
     ends = numel(embedding_shapes(model)) + numel(head_shapes(model))
     return ends + model.num_hidden_layers * layer_parameter_count(model)
 
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
     """Return the shape of every parameter by its name in Hugging Face's Llama; a tied head is the embedding."""
-    if model.asked is not None:
-        return model.asked.shapes
+    if model.hf_info is not None:
+        return model.hf_info.shapes
     layer = layer_shapes(model)
     layers = {f"layers.{i}.{name}": shape for i in range(model.num_hidden_layers) for name, shape in layer.items()}
     return embedding_shapes(model) | layers | head_shapes(model)

@@ -30,8 +30,8 @@ SHARD_DIM = {"vocabulary": 0, "column": 0, "gathered": 0, "row": 1}
 
 def tp_style(module: str, model: ModelConfig) -> str | None:
     """Return the style in which the plan cuts a module, by its path in the model; None if it stays whole."""
-    if model.asked is not None:
-        return model.asked.tensor_plan.get(module)
+    if model.hf_info is not None:
+        return model.hf_info.tensor_plan.get(module)
     return next((style for name, style in TENSOR_PLAN.items() if module == name or module.endswith(f".{name}")), None)
 
 

@@ -13,7 +13,7 @@ from harness.probe import Probe
 
 def build_model(model: ModelConfig, stage: Stage | None = None) -> Decoder:
     """Return the model, or a stage of it, on the meta device; harness.models.init_weights gives it its weights."""
-    if model.asked is not None:
+    if model.hf_info is not None:
         from harness.models import hf_library
 
         return hf_library.build_hf_model(model)  # type: ignore[return-value]

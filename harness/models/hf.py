@@ -52,8 +52,8 @@ def fill_model_config(model: dict[str, Any], seq_len: int | None) -> dict[str, A
     if not isinstance(context, int):
         raise UserError(f"model.path={path} has no max_position_embeddings: set model.context_length")
     attention = model.get("attention") or "flash"
-    asked = trace_model(config, ATTENTION_IMPLEMENTATIONS.get(attention, attention), seq_len or context, path)
-    count = sum(torch.Size(shape).numel() for shape in asked.shapes.values())
+    hf_info = trace_model(config, ATTENTION_IMPLEMENTATIONS.get(attention, attention), seq_len or context, path)
+    count = sum(torch.Size(shape).numel() for shape in hf_info.shapes.values())
     return {
         **sizes,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
@@ -69,7 +69,7 @@ def fill_model_config(model: dict[str, Any], seq_len: int | None) -> dict[str, A
         "path": str(path),
         "name": model.get("name") or default_model_name(Path(str(path)).expanduser(), values, count),
         "dropout": max(dropout_fields(config).values(), default=0.0),
-        "asked": vars(asked),
+        "hf_info": vars(hf_info),
     }
 
 

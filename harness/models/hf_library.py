@@ -51,8 +51,8 @@ def build_hf_model(model: ModelConfig) -> nn.Module:
     """Return the model that a run trains: parameters on the meta device, buffers on the host with their values."""
     from accelerate import init_empty_weights
 
-    assert model.asked is not None
-    config = load_hf_config(model.asked.config, model.path)
+    assert model.hf_info is not None
+    config = load_hf_config(model.hf_info.config, model.path)
     with init_empty_weights(include_buffers=False):
         built = instantiate(config, ATTENTION_IMPLEMENTATIONS[model.attention], model.path)
     built.tie_weights()  # type: ignore[operator]  # init_empty_weights replaced each parameter and undid the tying

@@ -64,13 +64,13 @@ def trace_model(config: Any, attention: str, seq_len: int, path: object) -> HFMo
         layers=tuple(paths),
         head=next(name for name, module in model.named_modules() if module is model.get_output_embeddings()),  # type: ignore[operator]
         tensor_plan=expand_tensor_plan(model),
-        unfinished=tuple(not_recomputed),
-        unfinished_are_linear=all(isinstance(module, nn.Linear) for module in not_recomputed.values()),
+        not_recomputed_modules=tuple(not_recomputed),
+        not_recomputed_are_linear=all(isinstance(module, nn.Linear) for module in not_recomputed.values()),
         forward_flops=forward,
         layers_flops=in_layers,
         step_flops=step,
-        remade_flops=eval_step - (1 + BACKWARD) * eval_forward,
-        again_flops=checkpointed_step - step,
+        attention_recompute_flops=eval_step - (1 + BACKWARD) * eval_forward,
+        checkpoint_recompute_flops=checkpointed_step - step,
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether a step did the layout's work: its operations, what it ran again, the bytes it sent, its passes' order."""
+"""The proof that a step did the layout's work: operations, kernels, recomputation, schedule and bytes sent."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from harness.config.schema import RunConfig
 from harness.cost_model.communication import LAYOUT
 from harness.cost_model.flops import executed_flops_with, recomputed_layers
-from harness.cost_model.memory import moved_activation_bytes
+from harness.cost_model.memory import offloaded_activation_bytes
 from harness.cost_model.pipeline import max_in_flight_micro_batches
 from harness.layout.layout import Layout
 from harness.layout.partition import stages_of_rank
@@ -15,133 +15,133 @@ from harness.layout.state_widths import StateWidths
 from harness.metrics.kernels import attention_kernels
 from harness.metrics.throughput import executed_flops
 from harness.metrics.traffic import communication_entries
-from harness.records.schema import FUSED_KERNELS, Rank
+from harness.records.rank_report import FUSED_KERNELS, RankReport
 
-VOLUME_TOLERANCE = 0.05  # for padding beside the papers' volume
+VOLUME_TOLERANCE = 0.05  # for padding, which the papers' volume does not count
 
 FLOPS_TOLERANCE = 0.01
 
-OFFLOAD_TOLERANCE = 0.03  # what the plan of activations is held to everywhere
+OFFLOAD_TOLERANCE = 0.03  # the accuracy that the cost model's activations are tested for
 
-_PADDING = 4096  # bytes, for models so tiny that 5 % is less
+_PADDING = 4096  # in bytes: the least allowance, for models so small that 5 % is less
 
 
-def flops_problems(config: RunConfig, layout: Layout, widths: StateWidths, ranks: Sequence[Rank]) -> list[str]:
-    """Whether all ranks together ran the matrix products of the model once, and again what is checkpointed.
+def flops_problems(config: RunConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]) -> list[str]:
+    """Return whether all ranks together ran other operations than the model, once, and what is checkpointed, again.
 
-    The attention kernel that ran decides whether backward makes the scores again.
+    The attention kernel that ran decides whether backward recomputes the scores.
     """
-    ran = executed_flops(ranks)
-    if ran is None:
+    executed = executed_flops(ranks)
+    if executed is None:
         return []
-    fused = not set(attention_kernels(config, ranks)).isdisjoint(FUSED_KERNELS)
-    expected = executed_flops_with(config, layout, fused, widths.recomputes_last_projection)
-    if abs(ran - expected) <= FLOPS_TOLERANCE * expected:
+    is_fused = not set(attention_kernels(config, ranks)).isdisjoint(FUSED_KERNELS)
+    expected = executed_flops_with(config, layout, is_fused, widths.recomputes_last_projection)
+    if abs(executed - expected) <= FLOPS_TOLERANCE * expected:
         return []
     return [
-        f"a step ran {ran} floating-point operations, {ran / expected:.3f} x the {expected} of this model and"
-        " checkpointing"
+        f"a step ran {executed} floating-point operations, which is {executed / expected:.3f} x the {expected} of this"
+        f" model with checkpointing={config.checkpointing.name}"
     ]
 
 
-def kernel_problems(config: RunConfig, ranks: Sequence[Rank]) -> list[str]:
-    """Whether all ranks ran one attention kernel, that of the model where it has its own, and the optimizer's."""
-    if any(rank["devices"] != 1 for rank in ranks):  # devices driven by threads that nobody hears
+def kernel_problems(config: RunConfig, ranks: Sequence[RankReport]) -> list[str]:
+    """Return where ranks ran several attention kernels, another than model.attention, or another optimizer."""
+    if any(rank.devices != 1 for rank in ranks):  # their devices are driven by threads that are not observed
         return []
-    found, problems = attention_kernels(config, ranks), []
+    kernels, problems = attention_kernels(config, ranks), []
     by_rank = {tuple(attention_kernels(config, [rank])) for rank in ranks}
-    if len(found) != 1 or len(by_rank) != 1:
-        problems.append(f"attention ran as {' and '.join(found) or 'no kernel that is known'}, not one on all ranks")
-    elif (found == ["eager"]) != (config.model.attention == "eager"):
-        problems.append(f"attention ran as {found[0]}, not as model.attention={config.model.attention} says")
-    wanted = "fused" if config.train.fused_optimizer else "foreach"
+    if len(kernels) != 1 or len(by_rank) != 1:
+        names = " and ".join(kernels) or "no known kernel"
+        problems.append(f"attention ran as {names}, and not as one kernel on all ranks")
+    elif (kernels == ["eager"]) != (config.model.attention == "eager"):
+        problems.append(f"attention ran as {kernels[0]}, and model.attention={config.model.attention}")
+    expected = "fused" if config.train.fused_optimizer else "foreach"
     for rank in ranks:
-        ran = "+".join(rank["profiled"]["optimizers"])
-        if ran != wanted:
-            said = str(config.train.fused_optimizer).lower()
+        executed = "+".join(rank.profiled.optimizers)
+        if executed != expected:
             problems.append(
-                f"rank {rank['rank']} ran the optimizer as {ran or 'another'}, train.fused_optimizer={said}"
+                f"rank {rank.rank} ran the optimizer as {executed or 'an unknown kernel'}, and train.fused_optimizer="
+                f"{str(config.train.fused_optimizer).lower()}"
             )
     return problems
 
 
-def compile_problems(config: RunConfig, rank: Rank) -> list[str]:
-    """Whether the layers ran compiled, in the profiled step as in the timed ones, and the compiler in neither."""
-    problems, asked = [], config.train.compile
-    known = config.model.asked is None  # a library's activation function may be many operators; it is never compiled
-    if known and rank["devices"] == 1 and rank["profiled"]["layers_compiled"] != asked:
-        how = "operator by operator" if asked else "compiled"
-        problems.append(f"rank {rank['rank']} ran its layers {how}, train.compile={str(asked).lower()}")
-    if rank["graphs_in_timed_steps"]:
+def compile_problems(config: RunConfig, rank: RankReport) -> list[str]:
+    """Return where layers ran otherwise than train.compile says, and where the compiler ran in the timed steps."""
+    problems, is_compiled = [], config.train.compile
+    # The activation function of a library's model may be many operators, and such a model is never compiled.
+    if config.model.hf_info is None and rank.devices == 1 and rank.profiled.layers_compiled != is_compiled:
+        mode = "operator by operator" if is_compiled else "compiled"
+        problems.append(f"rank {rank.rank} ran its layers {mode}, and train.compile={str(is_compiled).lower()}")
+    if rank.graphs_in_timed_steps:
         problems.append(
-            f"rank {rank['rank']} compiled {rank['graphs_in_timed_steps']} graphs in the timed steps: choose more"
-            " train.warmup_steps"
+            f"rank {rank.rank} compiled {rank.graphs_in_timed_steps} graphs in the timed steps: choose"
+            " more train.warmup_steps"
         )
     return problems
 
 
-def checkpointing_problems(config: RunConfig, layout: Layout, rank: Rank) -> list[str]:
-    """Whether the forwards that checkpointing names, and no other, ran a second time in every micro-batch.
+def checkpointing_problems(config: RunConfig, layout: Layout, rank: RankReport) -> list[str]:
+    """Return whether other forwards ran a second time per micro-batch than checkpointing recomputes.
 
-    And the parts of the loss, where there are several.
+    The chunks of the loss are recomputed as well, where there are several.
     """
-    held, found = stages_of_rank(config.model, layout, rank["rank"]), rank["profiled"]["recomputations"]
-    calls, chunks = sum(recomputed_layers(config, layout, stage) for stage in held), config.train.loss_chunks
-    calls += chunks if chunks > 1 and held[-1].holds_head else 0
+    stages, recomputations = stages_of_rank(config.model, layout, rank.rank), rank.profiled.recomputations
+    calls, chunks = sum(recomputed_layers(config, layout, stage) for stage in stages), config.train.loss_chunks
+    calls += chunks if chunks > 1 and stages[-1].holds_head else 0
     expected = layout.grad_accumulation_steps(config.train) * calls
-    if found == expected:
+    if recomputations == expected:
         return []
+    chunks_text = ", including the chunks of the loss" if chunks > 1 else ""
     return [
-        f"checkpointing={config.checkpointing.name}: {found} second forwards of a layer in a step of rank"
-        f" {rank['rank']}, {expected} expected{', parts of the loss among them' if chunks > 1 else ''}"
+        f"checkpointing={config.checkpointing.name}: rank {rank.rank} ran {recomputations} second forwards of a layer"
+        f" in a step, and {expected} are expected{chunks_text}"
     ]
 
 
-def offload_problems(config: RunConfig, layout: Layout, rank: Rank) -> list[str]:
-    """Whether what the layers keep for backward was moved to the host, all of it, or nothing was.
+def offload_problems(config: RunConfig, layout: Layout, rank: RankReport) -> list[str]:
+    """Return whether other activations were moved to the host than checkpointing.offload_activations says: all or none.
 
-    A GPU's kernels keep other tensors from version to version: there every layer's input at least must be among it.
+    The tensors that a GPU's kernels save differ between versions: there at least every layer's input must be moved.
     """
-    place, asked = layout.coordinates(rank["rank"])["pp"], config.checkpointing.offload_activations
-    on_cpu = rank["device_name"] == "cpu"
-    if asked and not on_cpu:
+    stage, is_offloaded = layout.coordinates(rank.rank)["pp"], config.checkpointing.offload_activations
+    on_cpu = rank.device_name == "cpu"
+    if is_offloaded and not on_cpu:
         inputs = dataclasses.replace(config.checkpointing, name="full", every=1)
         config = dataclasses.replace(config, checkpointing=inputs)
-    expected = moved_activation_bytes(config, layout, "cpu" if on_cpu else "cuda", place) if asked else 0
-    found = rank["profiled"]["offloaded_activation_bytes"]
-    most = math.inf if asked and not on_cpu else (1 + OFFLOAD_TOLERANCE) * expected
-    if (1 - OFFLOAD_TOLERANCE) * expected <= found <= most:
+    expected = offloaded_activation_bytes(config, layout, "cpu" if on_cpu else "cuda", stage) if is_offloaded else 0
+    offloaded = rank.profiled.offloaded_activation_bytes
+    upper_bound = math.inf if is_offloaded and not on_cpu else (1 + OFFLOAD_TOLERANCE) * expected
+    if (1 - OFFLOAD_TOLERANCE) * expected <= offloaded <= upper_bound:
         return []
     return [
-        f"checkpointing.offload_activations={str(asked).lower()}: rank {rank['rank']} held {found} bytes of activations"
-        f" on the host, {expected} expected"
+        f"checkpointing.offload_activations={str(is_offloaded).lower()}: rank {rank.rank} held {offloaded} bytes of"
+        f" activations on the host, and {expected} are expected"
     ]
 
 
-def schedule_problems(config: RunConfig, layout: Layout, rank: Rank) -> list[str]:
-    """Whether the rank ran its micro-batches in the order of its schedule, told by how many it had in flight."""
-    micro_batches, place = layout.grad_accumulation_steps(config.train), layout.coordinates(rank["rank"])["pp"]
-    expected = max_in_flight_micro_batches(layout, micro_batches, place) if layout.pp > 1 else 1
-    found, split = rank["profiled"]["in_flight"], rank["profiled"]["split_backwards"]
+def schedule_problems(config: RunConfig, layout: Layout, rank: RankReport) -> list[str]:
+    """Return whether the rank had other micro-batches in flight, or split other backwards, than its schedule does."""
+    micro_batches, stage = layout.grad_accumulation_steps(config.train), layout.coordinates(rank.rank)["pp"]
+    expected = max_in_flight_micro_batches(layout, micro_batches, stage) if layout.pp_enabled else 1
+    in_flight, split = rank.profiled.max_in_flight_micro_batches, rank.profiled.split_backwards
     problems = []
-    if found != expected:
+    if in_flight != expected:
         problems.append(
-            f"rank {rank['rank']} had {found} passes in flight, strategy.schedule={layout.schedule} says {expected}"
+            f"rank {rank.rank} had {in_flight} micro-batches in flight, and strategy.schedule={layout.schedule} has"
+            f" {expected}"
         )
-    passes = layout.virtual_stages * micro_batches if splits_backward(layout) else 0
+    passes = layout.virtual_stages * micro_batches if layout.splits_backward else 0
     if split != passes:
         problems.append(
-            f"rank {rank['rank']} put off the weights' gradients of {split} backwards in a step, {passes} expected"
+            f"rank {rank.rank} deferred the weights' gradients of {split} backwards in a step, and {passes} are"
+            " expected"
         )
     return problems
 
 
-def splits_backward(layout: Layout) -> bool:
-    return layout.pp > 1 and layout.schedule == "zero_bubble"
-
-
-def volume_problems(layout: Layout, rank: Rank, expected: Mapping[str, float]) -> list[str]:
-    """Whether the layout's volume was sent along each axis: neither a synchronisation less nor one more."""
+def volume_problems(layout: Layout, rank: RankReport, expected: Mapping[str, float]) -> list[str]:
+    """Return along which axes a rank sent another volume than the layout's, as one more or one less all-reduce is."""
     sent = dict.fromkeys(expected, 0.0)
     for entry in communication_entries(layout, rank):
         key = f"{entry['axis']} {entry['operation']}" if entry["axis"] in ("tp", "pp") else entry["axis"]
@@ -149,11 +149,11 @@ def volume_problems(layout: Layout, rank: Rank, expected: Mapping[str, float]) -
             sent[key] = sent.get(key, 0.0) + entry["bytes"]
     problems = []
     for key, bytes_sent in sent.items():
-        wanted = expected.get(key, 0.0)
-        if abs(bytes_sent - wanted) > VOLUME_TOLERANCE * wanted + _PADDING:
-            ratio = f"{bytes_sent / wanted:.2f} x" if wanted else "not"
+        volume = expected.get(key, 0.0)
+        if abs(bytes_sent - volume) > VOLUME_TOLERANCE * volume + _PADDING:
+            ratio = f"which is {bytes_sent / volume:.2f} x" if volume else "and not"
             problems.append(
-                f"rank {rank['rank']} sent {bytes_sent:.0f} bytes a step along {key}, {ratio} the {wanted:.0f} of this"
-                " layout in the papers (strategy.literature=false lifts this)"
+                f"rank {rank.rank} sent {bytes_sent:.0f} bytes a step along {key}, {ratio} the {volume:.0f} of this"
+                " layout in the papers: strategy.literature=false skips this proof"
             )
     return problems

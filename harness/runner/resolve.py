@@ -22,7 +22,7 @@ def resolve_run_config(values: dict[str, Any]) -> RunConfig:
     for key in keys_holding_secrets(values):
         raise UserError(f"{key} holds a secret, which run and record would keep: give it to the library in its own way")
     model = values.get("model")
-    if isinstance(model, dict) and model.get("family") == "hf" and not model.get("asked"):
+    if isinstance(model, dict) and model.get("family") == "hf" and not model.get("hf_info"):
         train = dict(values.get("train") or {})
         model = _hf_model_filler()(model, train.get("seq_len"))
         if train.get("seq_len") is None:

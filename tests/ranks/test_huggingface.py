@@ -147,7 +147,7 @@ def test_a_rank_holds_its_part_of_every_layer(tmp_path: Path, kind: str) -> None
     layers = [
         shape
         for name, shape in parameter_shapes(model).items()
-        if model.asked and model.asked.is_in_decoder_layer(name)
+        if model.hf_info and model.hf_info.is_in_decoder_layer(name)
     ]
     assert own < parameter_count(model) - sum(math.prod(shape) for shape in layers if len(shape) == 2) / 2 + 1
     assert held_parameter_count(model, whole_model(model), 2) == own
@@ -178,10 +178,10 @@ def test_the_kernel_that_was_heard_decides_what_backward_makes_again(tmp_path: P
             resolve_layout(config.strategy, 1),
             2 * 2 * 32**2 * 64 * 4,
         )  # a product of each layer, four sequences
-        assert config.model.asked is not None
+        assert config.model.hf_info is not None
         assert takes_fused_kernel(config, "cpu") == asked_fused
         made = {"composed": model_flops(config), "flash": model_flops(config) + scores}
-        assert made[["composed", "flash"][asked_fused]] == 4 * config.model.asked.step_flops
+        assert made[["composed", "flash"][asked_fused]] == 4 * config.model.hf_info.step_flops
         for kernel, flops in made.items():
             for heard in made:
                 ranks = [{"devices": 1, "profiled": {"flops": flops, "attention_kernels": [heard]}}]

@@ -67,7 +67,7 @@ def fsdp_unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") 
         yield f"strategy.options={config.strategy.options} apply to strategy.data_parallel=ddp only: choose {{}}"
     if config.model.tie_word_embeddings:
         yield f"{subject}: model.tie_word_embeddings=true shares a weight between two groups of FSDP2; choose false"
-    if config.model.asked is not None:
+    if config.model.hf_info is not None:
         yield f"{subject}: FSDP2 is tested for built-in models only, not model={config.model.name}; choose tiny"
 
 

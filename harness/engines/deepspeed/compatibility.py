@@ -58,7 +58,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
             yield f"strategy.{axis}={getattr(layout, axis)} {unsupported}: choose 1"
     if layout.tp_enabled:
         yield from tensor_parallel_unsupported(config, layout)
-    biases = config.model.asked is None and config.model.architecture.biases
+    biases = config.model.hf_info is None and config.model.architecture.biases
     if config.checkpointing.name == "selective" and biases and replaces_linear_function(config, layout):
         yield (
             f"checkpointing=selective saves products to which DeepSpeed's linear function of stage 3 adds the biases of"
@@ -81,7 +81,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
 def tensor_parallel_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
     """Yield every reason why AutoTP's layers cannot train this layout."""
     tp = f"strategy.tp={layout.tp}"
-    if config.model.asked is not None or config.model.architecture.biases:
+    if config.model.hf_info is not None or config.model.architecture.biases:
         yield f"{tp} of DeepSpeed is tested for matrices without biases, not model={config.model.name}: choose 1"
     if config.checkpointing.name == "selective":
         yield f"checkpointing=selective saves products that {tp} of DeepSpeed then sums in place: choose none or full"

@@ -65,7 +65,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     for part in parts:
         part.sequence_chunks = layout.sequence_chunks(rank, config.train.seq_len)
         if layout.tp_enabled:
-            if config.model.asked is not None:
+            if config.model.hf_info is not None:
                 apply_hf_tensor_plan(part, config.model, mesh["tp"])
             else:
                 apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
