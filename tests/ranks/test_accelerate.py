@@ -15,7 +15,7 @@ from harness.runner.plan import make_plan
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
 from tests.support import accelerate_entries
-from tests.support.commands import ROOT, compose_config, execute_run
+from tests.support.commands import ROOT, compose, compose_config, execute_run
 
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
 
@@ -29,13 +29,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets fully_shard through Accelerate start on a CPU."""
-    monkeypatch.setattr(accelerate_engine, "shards_refusals", lambda *arguments: iter(()))
+    monkeypatch.setattr(accelerate_engine, "fsdp_unsupported", lambda *arguments: iter(()))
 
 
 def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
     asked = (f"results_dir={results}", "name=accelerate", "force=true", "strategy.engine=accelerate", *BATCH)
-    config = compose_config(*asked, *overrides)
-    return execute_run(config, entry)
+    config, command = compose(*asked, *overrides)
+    return execute_run(config, command, entry)
 
 
 @pytest.mark.parametrize("overrides", ["strategy=zero1"])

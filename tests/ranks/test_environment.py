@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config.schema import ClusterConfig
-from harness.measure.environment import PREFIXES, VARIABLES, collect_environment, variables
+from harness.measure.environment import PREFIXES, VARIABLES, collect_environment, relevant_variables
 from harness.measure.host_usage import HostUsageMeter, peak_rss_bytes
 from harness.metrics.disturbance import disturbance_text, trend_text
 from harness.runner.local_machine import detect_machine
@@ -44,7 +44,7 @@ SECRET_WORDS = ("key", "TOKEN", "Secret", "PASSWORD", "passwd", "AUTH", "credent
     after=st.text("ABCz_9", max_size=4),
 )
 def test_a_secret_name_is_left_out_whatever_stands_around_it(prefix: str, before: str, word: str, after: str) -> None:
-    assert not variables({prefix + before + word + after: CANARY}, ())
+    assert not relevant_variables({prefix + before + word + after: CANARY}, ())
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_secret_name_is_left_out_whatever_stands_around_it(prefix: str, before
 )
 def test_a_secret_value_is_left_out_of_any_name(value: str) -> None:
     for name in (*VARIABLES, *(f"{prefix}X" for prefix in PREFIXES)):
-        assert not variables({name: value}, ())
+        assert not relevant_variables({name: value}, ())
 
 
 def test_only_chosen_names_pass_and_pass_whole() -> None:
@@ -75,7 +75,7 @@ def test_only_chosen_names_pass_and_pass_whole() -> None:
         "SLURM_NTASKS": "8",
         "GLOO_SOCKET_IFNAME": "eth0",
     }
-    assert variables(dict.fromkeys(others, "x") | chosen, ()) == chosen
+    assert relevant_variables(dict.fromkeys(others, "x") | chosen, ()) == chosen
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_only_chosen_names_pass_and_pass_whole() -> None:
     ],
 )
 def test_the_home_is_a_tilde(value: str, shown: str) -> None:
-    assert variables({"LD_LIBRARY_PATH": value}, ("/home/me", "/real/me")) == {"LD_LIBRARY_PATH": shown}
+    assert relevant_variables({"LD_LIBRARY_PATH": value}, ("/home/me", "/real/me")) == {"LD_LIBRARY_PATH": shown}
 
 
 def test_the_real_environment_is_read_with_its_home_and_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_begin_and_end_cost_far_less_than_a_millisecond() -> None:
 
 def test_peak_of_the_host_is_the_processs_own_and_outlives_what_filled_it() -> None:
     held = bytearray(500 * 2**20)
-    probe = "from harness.measure.usage import peak_host_bytes; print(peak_host_bytes())"
+    probe = "from harness.measure.host_usage import peak_rss_bytes; print(peak_rss_bytes())"
     started = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
     before = peak_rss_bytes()
     assert before is not None and len(held) < before

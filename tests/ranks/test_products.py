@@ -193,7 +193,7 @@ def test_a_wrong_pair_is_refused(results: Path, overrides: str, reason: str) -> 
 
 def test_a_wrong_pair_is_wrong(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused ran to its end with gradients that are not averaged; were it let through it would be an error."""
-    monkeypatch.setattr(torch_engine, "refusals", lambda *_: iter(()))
+    monkeypatch.setattr(torch_engine, "unsupported", lambda *_: iter(()))
     assert_not_proven(record_of(results, 4, WRONG[0][0]), "gradient deviates")
 
 

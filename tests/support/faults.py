@@ -20,14 +20,11 @@ from torch.distributed.tensor.parallel import RowwiseParallel, loss
 
 import harness.models.activation_checkpoint
 import harness.models.build
-import harness.models.compile
 import harness.models.decoder
 import harness.models.init_weights
-import harness.models.loss
 from harness.config.schema import CheckpointingConfig
 from harness.engines import torch as torch_engine
-from harness.engines.deepspeed import config as deepspeed_config_module
-from harness.engines.deepspeed import tensor_parallel as deepspeed_tensor_parallel
+from harness.engines.deepspeed import initialize as deepspeed_initialize
 from harness.engines.torch import (
     context_parallel,
     ddp,
@@ -35,14 +32,14 @@ from harness.engines.torch import (
     fsdp,
     grad_norm,
     loss_scaler,
-    mesh,
     pipeline_parallel,
     tensor_parallel,
 )
+from harness.layout import partition
 from harness.layout.layout import AXES
+from harness.measure.allocation_logger import CpuAllocationLog
 from harness.measure.communication import CommunicationCounter
-from harness.measure.memory import CpuAllocationLog
-from harness.models import activation_offload, dropout_rng
+from harness.models import activation_offload
 from harness.probe import Probe
 from harness.records.heartbeat import HeartbeatWriter
 from harness.records.run_spec import read_run_spec
@@ -69,14 +66,14 @@ def sharding_dropped(run_dir: str) -> None:
 
 def lower_stage(run_dir: str) -> None:
     """ZeRO-2 runs as ZeRO-1: synchronises once a step instead of every micro-batch."""
-    settings = deepspeed_config_module.deepspeed_config
+    settings = deepspeed_initialize.deepspeed_config
 
     def spoiled(*arguments: Any) -> Any:
         chosen = settings(*arguments)
         chosen["zero_optimization"]["stage"] = 1
         return chosen
 
-    deepspeed_config_module.deepspeed_config = spoiled
+    deepspeed_initialize.deepspeed_config = spoiled
     worker_main.main(run_dir)
 
 
@@ -116,7 +113,7 @@ def halved(run_dir: str) -> None:
     ready = Probe.gradients_ready
 
     def spoiled(self: Probe, engine: Any) -> None:
-        for piece in engine.pieces("gradients"):
+        for piece in engine.local_shards("gradients"):
             if piece.name == "layers.1.input_layernorm.weight":
                 piece.local.mul_(0.5)
         ready(self, engine)
@@ -146,15 +143,15 @@ def uncounted(run_dir: str) -> None:
 
 def never_recomputed(run_dir: str) -> None:
     """Checkpointing is left out."""
-    harness.models.activation_checkpoint.apply_checkpointing = lambda model, checkpointing, probe: None
+    harness.models.build.apply_checkpointing = lambda model, checkpointing, probe: None
     worker_main.main(run_dir)
 
 
 def every_layer_recomputed(run_dir: str) -> None:
     """Every layer is checkpointed, whatever was asked for."""
-    apply = harness.models.activation_checkpoint.apply_checkpointing
+    apply = harness.models.build.apply_checkpointing
     full = CheckpointingConfig("full")
-    harness.models.activation_checkpoint.apply_checkpointing = lambda model, checkpointing, probe: apply(
+    harness.models.build.apply_checkpointing = lambda model, checkpointing, probe: apply(
         model, full, probe
     )
     worker_main.main(run_dir)
@@ -171,13 +168,13 @@ def products_not_kept(run_dir: str) -> None:
 
 def parts_of_the_loss_kept(run_dir: str) -> None:
     """The loss goes through its tokens in parts, and every part's logits are kept."""
-    apply = harness.models.loss.apply_loss_chunks
+    apply = harness.models.build.apply_loss_chunks
 
     def spoiled(model: Any, chunks: int, probe: Any) -> None:
         apply(model, chunks, probe)
-        del model.lm_head.part
+        del model.lm_head.chunk_loss
 
-    harness.models.loss.apply_loss_chunks = spoiled
+    harness.models.build.apply_loss_chunks = spoiled
     worker_main.main(run_dir)
 
 
@@ -216,7 +213,7 @@ def other_kernel_of_the_optimizer(run_dir: str) -> None:
 
 def never_compiled(run_dir: str) -> None:
     """The layers are left as they are."""
-    harness.models.compile.apply_compile = lambda model, asked_for: None
+    harness.models.build.apply_compile = lambda model, asked_for: None
     worker_main.main(run_dir)
 
 
@@ -241,8 +238,8 @@ def other_optimizer(run_dir: str) -> None:
 
 def not_finite(run_dir: str) -> None:
     """The loss is not a number from the start."""
-    loss_function = harness.models.loss.loss_function
-    harness.models.loss.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
+    loss_function = harness.models.decoder.loss_function
+    harness.models.decoder.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
     worker_main.main(run_dir)
 
 
@@ -278,14 +275,14 @@ def own_keys_alone(run_dir: str) -> None:
 def replicas_apart(run_dir: str) -> None:
     """Hybrid sharding whose replicas never average."""
     alone = DeviceMesh._concatenate
-    mesh.hsdp_mesh = lambda mesh, layout: alone([mesh["pp"], mesh["dp_shard"]])
+    fsdp.hsdp_mesh = lambda mesh, layout: alone([mesh["pp"], mesh["dp_shard"]])
     worker_main.main(run_dir)
 
 
 def sharding_over_all(run_dir: str) -> None:
     """Hybrid sharding that divides parameters over the replicas too."""
     alone = DeviceMesh._concatenate
-    mesh.hsdp_mesh = lambda mesh, layout: alone([mesh["pp"], mesh["dp_replicate", "dp_shard"]._flatten()])
+    fsdp.hsdp_mesh = lambda mesh, layout: alone([mesh["pp"], mesh["dp_replicate", "dp_shard"]._flatten()])
     worker_main.main(run_dir)
 
 
@@ -347,14 +344,12 @@ def other_weights(run_dir: str) -> None:
 
 def other_layers(run_dir: str) -> None:
     """Both stages hold the same layers."""
-    from harness.layout.partition import stages_of_rank
-
-    ordinary = stages_of_rank
+    ordinary = partition.stages_of_rank
 
     def spoiled(model: Any, layout: Any, number: int) -> Any:
         return [dataclasses.replace(stage, first_layer=0) for stage in ordinary(model, layout, number)]
 
-    stages_of_rank = spoiled
+    partition.stages_of_rank = spoiled
     worker_main.main(run_dir)
 
 
@@ -398,9 +393,9 @@ def norms_drift(run_dir: str) -> None:
 
     def spoiled(self: Any) -> None:
         with torch.no_grad():
-            for name in self.names if rank() == 1 else ():
+            for name in self.parameters if rank() == 1 else ():
                 if "norm" in name:
-                    self.trained(name).fill_(1.0)
+                    self.master_param(name).fill_(1.0)
         publish(self)
 
     ddp.ReplicatedParams.sync_model_params = spoiled  # type: ignore[method-assign]
@@ -594,7 +589,7 @@ def greedy(run_dir: str) -> None:
 
 def masks_of_their_own(run_dir: str) -> None:
     """Tensor-parallel ranks drop different parts of the residual stream that they share."""
-    dropout_rng.dropout_seed = lambda seed, layout, number: seed + number
+    worker_main.dropout_seed = lambda seed, layout, number: seed + number
     worker_main.main(run_dir)
 
 
@@ -604,7 +599,7 @@ def heads_drop_alike(run_dir: str) -> None:
 
     def spoiled(model: Any, *arguments: Any) -> None:
         apply(model, *arguments)
-        for block in model.blocks().values():
+        for block in model.layers_by_index().values():
             block.self_attn.dropout_rng_rank = None
 
     tensor_parallel.apply_tensor_parallel = spoiled
@@ -613,14 +608,14 @@ def heads_drop_alike(run_dir: str) -> None:
 
 def summed_in_16_bit(run_dir: str) -> None:
     """DeepSpeed left to its default sums gradients in the width of the compute."""
-    settings = deepspeed_config_module.deepspeed_config
+    settings = deepspeed_initialize.deepspeed_config
 
     def spoiled(*arguments: Any) -> Any:
         chosen = settings(*arguments)
         chosen["data_types"]["grad_accum_dtype"] = "bf16"
         return chosen
 
-    deepspeed_config_module.deepspeed_config = spoiled
+    deepspeed_initialize.deepspeed_config = spoiled
     worker_main.main(run_dir)
 
 
@@ -638,7 +633,7 @@ def scale_never_taken_out(run_dir: str) -> None:
 
 def masks_alike(run_dir: str) -> None:
     """Ranks with different data drop the same of it."""
-    dropout_rng.dropout_seed = lambda seed, layout, number: seed
+    worker_main.dropout_seed = lambda seed, layout, number: seed
     worker_main.main(run_dir)
 
 
@@ -648,7 +643,7 @@ def bias_summed_twice(run_dir: str) -> None:
 
     def spoiled(model: Any, *arguments: Any) -> None:
         apply(model, *arguments)
-        for block in model.blocks().values():
+        for block in model.layers_by_index().values():
             for row in (block.self_attn.o_proj, block.mlp.down_proj):
                 row.register_forward_hook(lambda module, _, output: output + module.bias.to_local())
 
@@ -671,7 +666,7 @@ def layer_of_library_twice(run_dir: str) -> None:
 
     def spoiled(model: Any) -> Any:
         built = build(model)
-        for block in built.blocks().values():
+        for block in built.layers_by_index().values():
             block.forward = twice(block.forward)
         return built
 
@@ -690,12 +685,12 @@ def twice(forward: Any) -> Any:
 
 def offload_dropped(run_dir: str) -> None:
     """DeepSpeed is not told of the offload: trains right, on the device."""
-    settings = deepspeed_config_module.deepspeed_config
+    settings = deepspeed_initialize.deepspeed_config
 
     def spoiled(config: Any, layout: Any, device: Any) -> Any:
         return settings(config, dataclasses.replace(layout, offload="none"), device)
 
-    deepspeed_config_module.deepspeed_config = spoiled
+    deepspeed_initialize.deepspeed_config = spoiled
     worker_main.main(run_dir)
 
 
@@ -742,7 +737,7 @@ def autotp_rows_not_summed(run_dir: str) -> None:
 
 def autotp_not_marked(run_dir: str) -> None:
     """DeepSpeed takes cut weights for copies: the global norm has those of one rank alone."""
-    apply = deepspeed_tensor_parallel.apply_tensor_parallel
+    apply = deepspeed_initialize.apply_tensor_parallel
 
     def spoiled(model: Any, *arguments: Any) -> Any:
         names = apply(model, *arguments)
@@ -750,7 +745,7 @@ def autotp_not_marked(run_dir: str) -> None:
             parameter.tensor_model_parallel = False
         return names
 
-    deepspeed_tensor_parallel.apply_tensor_parallel = spoiled
+    deepspeed_initialize.apply_tensor_parallel = spoiled
     worker_main.main(run_dir)
 
 
@@ -778,7 +773,7 @@ def autotp_dropped(run_dir: str) -> None:
         model.ds_autotp_parsed = True
         return {}
 
-    deepspeed_tensor_parallel.apply_tensor_parallel = spoiled
+    deepspeed_initialize.apply_tensor_parallel = spoiled
     worker_main.main(run_dir)
 
 
