@@ -1,1 +1,1 @@
-
+"""Measurements of a rank while it trains: time, memory, communication, kernels, state and its environment."""

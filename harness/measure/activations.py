@@ -1,4 +1,4 @@
-"""What is held for backward: the bytes of the distinct storages that autograd saves, weights and buffers left out."""
+"""The bytes that autograd saves for backward, by distinct storages, without those of weights and buffers."""
 
 import weakref
 from collections import Counter
@@ -13,26 +13,28 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from harness.tensors.storage import Storage, plain_tensors, storages
 
-OnHold = Callable[[int, bool], None]  # an address is held for backward, or no longer
+OnHold = Callable[
+    [int, bool], None
+]  # address of a storage, and whether it is saved for backward from now on or no longer
 
 
 class _SavedHandle:
-    """A saved tensor; it lives as long as autograd keeps it, and tells the meter when it goes.
+    """A handle on a saved tensor, which lives as long as autograd keeps it and then releases the tensor's storages.
 
-    It keeps a detached tensor: the tensor itself may be the output of the very node that holds this.
+    It holds a detached tensor, because the tensor itself may be the output of the very node that holds this handle.
     """
 
-    __slots__ = ("held", "meter", "tensor", "version")
+    __slots__ = ("meter", "saved_storages", "tensor", "version")
 
-    def __init__(self, meter: "ActivationMeter", tensor: Tensor, held: dict[int, Storage]) -> None:
+    def __init__(self, meter: "ActivationMeter", tensor: Tensor, saved_storages: dict[int, Storage]) -> None:
         self.meter = meter
         self.tensor = tensor.detach()
         self.version = _version(tensor)
-        self.held = held
-        meter._hold(held)
+        self.saved_storages = saved_storages
+        meter._hold(saved_storages)
 
     def __del__(self) -> None:
-        self.meter._release(self.held)
+        self.meter._release(self.saved_storages)
 
 
 def _version(tensor: Tensor) -> int:
@@ -40,31 +42,32 @@ def _version(tensor: Tensor) -> int:
 
 
 class ActivationMeter:
-    """The most bytes held for backward while entered; enter it around a step, or around its forwards and backwards.
+    """A meter of the most bytes saved for backward while it is entered, around a step or its forwards and backwards.
 
-    What counts is every storage, whole, that autograd saves: activations, and the inputs that it keeps. A storage
-    that a parameter or buffer of the model uses when it is saved is left out, gathered parameters included. A part
-    under torch.utils.checkpoint (use_reentrant=False) counts by its inputs until its second forward, which must run
-    inside recompute(); what that saves counts until it is freed. Tensors that code keeps outside autograd (a context's
-    attributes, a cache) are not seen. `told` is called with the address of every storage that is held or let go.
-    Where a `device` is named, only what lies on it is counted and told; what offloaded() was told of has its own count.
+    It counts every storage, whole, that autograd saves: activations and the inputs that it keeps. A storage that a
+    parameter or buffer of the model uses at that moment is not counted, including gathered parameters. A part under
+    torch.utils.checkpoint (use_reentrant=False) counts by its inputs until its second forward, which must run inside
+    recompute(); what that forward saves counts until it is freed. Tensors that code keeps outside autograd (attributes
+    of a context, a cache) are not seen. `on_hold` is called with the address of every storage that is saved or
+    released. If `device` is not None, only storages on it are counted and reported. Storages that were passed to
+    offloaded() have a count of their own.
     """
 
     def __init__(self, model: nn.Module, on_hold: OnHold | None = None, device: torch.device | None = None) -> None:
         self.peak_bytes = self.peak_offloaded_bytes = 0
-        self._told = on_hold
+        self._on_hold = on_hold
         self._device = device
-        self._offloaded: set[int] = set()  # storages on the host that hold what was saved on the device
+        self._offloaded: set[int] = set()  # identities of storages on the host whose content was saved on the device
         self._offloaded_bytes = 0
         self._modules = tuple(model.modules())
         self._held_bytes = 0
-        self._holders: Counter[int] = Counter()  # by storage: how many keep it for backward
-        self._recomputed: set[int] = set()  # storages watched until they are freed
+        self._holders: Counter[int] = Counter()  # by storage: the number of handles that keep it
+        self._recomputed: set[int] = set()  # identities of storages that count until they are freed
         self._hooks: saved_tensors_hooks | None = None
 
     @property
     def held_bytes(self) -> int:
-        """Held for backward now."""
+        """The bytes saved for backward at present."""
         return self._held_bytes
 
     def __enter__(self) -> "ActivationMeter":
@@ -73,15 +76,15 @@ class ActivationMeter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._hooks is not None:
-            self._hooks.__exit__(kind, error, trace)
+            self._hooks.__exit__(error_type, error, trace)
         self._hooks = None
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
-        """Around the second forward of a checkpointed part: checkpoint's own hooks go on, this only looks on."""
+        """Count what the second forward of a checkpointed part saves; checkpoint's own hooks stay in effect."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if outer is None:
             yield
@@ -96,20 +99,20 @@ class ActivationMeter:
             yield
 
     def offloaded(self, tensor: Tensor) -> None:
-        """This tensor, which is about to be held for backward, holds on the host what was saved."""
+        """Mark a tensor on the host, about to be saved for backward, as the offloaded copy of an activation."""
         self._offloaded |= {storage.identity for storage in storages(tensor)}
 
     def _pack(self, tensor: Tensor) -> "Tensor | _SavedHandle":
-        held = self._activations(tensor)
-        if held:
-            return _SavedHandle(self, tensor, held)
-        # A weight itself, not its data of this moment: an engine may swap that (ZeRO-3 frees and gathers again).
+        saved_storages = self._activations(tensor)
+        if saved_storages:
+            return _SavedHandle(self, tensor, saved_storages)
+        # Return the weight itself, not its present data, which an engine may replace (ZeRO-3 frees and gathers it).
         return tensor if tensor.is_leaf else tensor.detach()
 
     def watch(self, tensor: Tensor) -> None:
-        """Counts a tensor's storages until they are freed: who holds them is checkpoint's secret.
+        """Count a tensor's storages until they are freed, because checkpoint does not show what keeps them.
 
-        Not those already counted: a part's input, which may be a buffer that is never freed.
+        Storages that are already counted are skipped: a part's input may be a buffer that is never freed.
         """
         for local in plain_tensors(tensor):
             for identity, storage in self._activations(local).items():
@@ -123,12 +126,12 @@ class ActivationMeter:
         self._release({storage.identity: storage})
 
     def _activations(self, tensor: Tensor) -> dict[int, Storage]:
-        """A tensor's storages by identity, where they are no weight's."""
-        found = {storage.identity: storage for storage in storages(tensor)}
-        return {} if found.keys() <= self._weights() else found
+        """Return a tensor's storages by identity, or nothing if weights use all of them."""
+        by_identity = {storage.identity: storage for storage in storages(tensor)}
+        return {} if by_identity.keys() <= self._weights() else by_identity
 
     def _weights(self) -> set[int]:
-        """Storages of the parameters and buffers at this moment; sharded engines gather, free and swap them."""
+        """Return the identities of the weights' present storages: sharded engines gather, free and replace them."""
         tensors = (
             tensor
             for module in self._modules
@@ -137,23 +140,23 @@ class ActivationMeter:
         )
         return {storage.identity for tensor in tensors for storage in storages(tensor)}
 
-    def _hold(self, held: dict[int, Storage]) -> None:
-        for identity, storage in held.items():
+    def _hold(self, saved_storages: dict[int, Storage]) -> None:
+        for identity, storage in saved_storages.items():
             if self._holders[identity] == 0:
                 self._count(storage, storage.bytes)
-                self._tell(storage, True)
+                self._report(storage, True)
             self._holders[identity] += 1
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
         self.peak_offloaded_bytes = max(self.peak_offloaded_bytes, self._offloaded_bytes)
 
-    def _release(self, held: dict[int, Storage]) -> None:
-        for identity, storage in held.items():
+    def _release(self, saved_storages: dict[int, Storage]) -> None:
+        for identity, storage in saved_storages.items():
             self._holders[identity] -= 1
             if self._holders[identity] == 0:
                 del self._holders[identity]
                 self._count(storage, -storage.bytes)
                 self._offloaded.discard(identity)
-                self._tell(storage, False)
+                self._report(storage, False)
 
     def _count(self, storage: Storage, size: int) -> None:
         if self._is_counted(storage):
@@ -161,21 +164,25 @@ class ActivationMeter:
         if storage.identity in self._offloaded:
             self._offloaded_bytes += size
 
-    def _tell(self, storage: Storage, held: bool) -> None:
-        if self._told is not None and self._is_counted(storage):
-            self._told(storage.address, held)
+    def _report(self, storage: Storage, is_saved: bool) -> None:
+        if self._on_hold is not None and self._is_counted(storage):
+            self._on_hold(storage.address, is_saved)
 
     def _is_counted(self, storage: Storage) -> bool:
         return self._device is None or storage.device == self._device.type
 
 
-def _unpack(kept: "Tensor | _SavedHandle") -> Tensor:
-    """Raises RuntimeError if the tensor was changed in place since it was saved, which torch leaves to hooks."""
-    if not isinstance(kept, _SavedHandle):
-        return kept
-    if _version(kept.tensor) != kept.version:
+def _unpack(saved: "Tensor | _SavedHandle") -> Tensor:
+    """Return the saved tensor.
+
+    Raise RuntimeError if it was changed in place since then, which torch leaves to hooks to check.
+    """
+    if not isinstance(saved, _SavedHandle):
+        return saved
+    if _version(saved.tensor) != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation:"
-            f" a tensor of shape {tuple(kept.tensor.shape)} is at version {_version(kept.tensor)}, not {kept.version}"
+            f" a tensor of shape {tuple(saved.tensor.shape)} is at version {_version(saved.tensor)},"
+            f" not {saved.version}"
         )
-    return kept.tensor
+    return saved.tensor

@@ -1,9 +1,9 @@
-// A CPU allocator for torch that counts what is asked of it: bytes live now, and the most there ever were; and, where
-// asked to, writes down every block that comes and goes, or refuses what would be more than a limit.
+// A CPU allocator for torch that counts requested bytes: those that are live, and the most that ever were. On request it
+// also logs every allocation and free, and refuses allocations that would exceed a limit.
 //
-// Each block is preceded by one alignment unit that holds its size and its neighbours in the list of live blocks, so
-// the data pointer keeps torch's alignment of 64 bytes and a block can be freed by its pointer alone (raw_deleter). The
-// header is not counted. One mutex guards list, figures and log: they agree at every moment.
+// Each block is preceded by one alignment unit that holds its size and its neighbors in the list of live blocks. So the
+// data pointer keeps torch's alignment of 64 bytes, and a block can be freed by its pointer alone (raw_deleter). The
+// header is not counted. One mutex guards the list, the counters and the log, so that they always agree.
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -24,17 +24,17 @@ struct Header {
   std::size_t bytes;
   Header* before;
   Header* after;
-  bool foreign; // asked for by another thread than the one that installed the allocator: a collective's backend
+  bool foreign; // requested by another thread than the one that installed the allocator: a communication backend's
 };
 constexpr std::size_t kHeaderBytes = c10::gAlignment;
 constexpr std::int64_t kNoLimit = INT64_MAX;
 static_assert(sizeof(Header) <= kHeaderBytes);
 
-// One line of the log. Its layout is read by harness/measure/native_allocator.py.
+// One line of the log. harness/measure/native_allocator.py relies on this layout.
 struct Event {
   std::int64_t address;
-  std::int64_t bytes; // negative: freed
-  std::int64_t foreign; // 1: see Header
+  std::int64_t bytes; // negative if freed
+  std::int64_t foreign; // 1 or 0: see Header
 };
 
 std::int64_t address_of(const Header* header) {
@@ -49,13 +49,13 @@ struct Blocks {
   std::int64_t limit_bytes = kNoLimit;
   Header* newest = nullptr;
   bool logging = false;
-  std::vector<Event> log; // of malloc's memory: not counted
+  std::vector<Event> log; // in malloc's memory, which is not counted
 
-  // Raises if that would be more than the limit, with nothing changed.
+  // Add a block. Throw and change nothing if that would exceed the limit.
   void add(Header* block) {
     const std::lock_guard<std::mutex> guard(mutex);
     const auto bytes = static_cast<std::int64_t>(block->bytes);
-    if (bytes > limit_bytes - live_bytes) { // what lives may be above a limit that came later
+    if (bytes > limit_bytes - live_bytes) { // live bytes may exceed a limit that was set later
       C10_THROW_ERROR(
           OutOfMemoryError,
           c10::str(bytes, " bytes of memory asked for, ", live_bytes, " held, of a budget of ", limit_bytes));
@@ -90,7 +90,7 @@ struct Blocks {
     }
   }
 
-  // The log begins with every block that is live, from oldest to newest.
+  // Start the log with every live block, from the oldest to the newest.
   void begin_log() {
     const std::lock_guard<std::mutex> guard(mutex);
     log.clear();
@@ -105,7 +105,7 @@ struct Blocks {
   }
 };
 
-// Never destroyed: threads may still free tensors while the process ends.
+// The instance is never destroyed, because threads may still free tensors while the process exits.
 Blocks& blocks() {
   static auto* const instance = new Blocks;
   return *instance;
@@ -116,13 +116,13 @@ void release(void* data) {
     return;
   }
   void* const block = static_cast<std::byte*>(data) - kHeaderBytes;
-  c10::profiledCPUMemoryReporter().Delete(data); // as torch's own allocator does, for its profiler
-  blocks().remove(static_cast<Header*>(block)); // before its memory can be another block's
+  c10::profiledCPUMemoryReporter().Delete(data); // torch's own allocator also reports to its profiler
+  blocks().remove(static_cast<Header*>(block)); // before another block can reuse the memory
   c10::free_cpu(block);
 }
 
-// torch raises a plain error where a CPU has no memory. Here it is torch.OutOfMemoryError, as on a GPU, so that a run
-// that ran out of memory is known by the type of its exception.
+// Allocate memory. Where torch throws a plain error because a CPU has no memory left, throw torch.OutOfMemoryError as on
+// a GPU, so that the type of the exception identifies a run that ran out of memory.
 void* obtain(std::size_t bytes) {
   try {
     return c10::alloc_cpu(bytes);
@@ -137,9 +137,9 @@ struct CountingAllocator final : c10::Allocator {
     if (bytes == 0) {
       return {nullptr, nullptr, &release, cpu};
     }
-    // A size that wraps round is passed on as it is, so that alloc_cpu refuses it in torch's words.
+    // A size that would overflow is passed on unchanged, so that alloc_cpu rejects it with torch's message.
     const bool fits = bytes <= static_cast<std::size_t>(PTRDIFF_MAX) - kHeaderBytes;
-    // Raises if there is no memory. Memory that nothing touches costs nothing: what the limit refuses goes back.
+    // obtain() throws if there is no memory left. Untouched memory costs nothing: what the limit refuses is freed again.
     std::unique_ptr<void, decltype(&c10::free_cpu)> block(obtain(fits ? bytes + kHeaderBytes : bytes), &c10::free_cpu);
     auto* const header = static_cast<Header*>(block.get());
     header->bytes = bytes;
@@ -162,8 +162,8 @@ struct CountingAllocator final : c10::Allocator {
 
 extern "C" {
 
-// 1 if torch now takes its CPU memory here, 0 if another allocator of higher priority stands in the way. Memory
-// allocated before is neither counted nor touched: its own deleter frees it.
+// Make torch take its CPU memory from this allocator. Return 1, or 0 if another allocator has a higher priority. Memory
+// that was allocated before is neither counted nor touched: its own deleter frees it.
 int install() {
   static auto* const allocator = new CountingAllocator;
   blocks().owner = std::this_thread::get_id();
@@ -186,7 +186,7 @@ void reset_peak() {
   blocks().peak_bytes = blocks().live_bytes;
 }
 
-// From here on a request that would make more bytes live than this fails; what lives already stays. 0: no limit.
+// Make requests fail that would make more bytes live than this. Live blocks stay. 0 is no limit.
 void set_limit(std::int64_t bytes) {
   const std::lock_guard<std::mutex> guard(blocks().mutex);
   blocks().limit_bytes = bytes > 0 ? bytes : kNoLimit;
@@ -201,7 +201,7 @@ std::int64_t log_length() {
   return static_cast<std::int64_t>(blocks().log.size());
 }
 
-// The log is complete and stays as it is until begin_log().
+// Stop logging. The returned log is complete and stays unchanged until begin_log().
 const Event* end_log() {
   const std::lock_guard<std::mutex> guard(blocks().mutex);
   blocks().logging = false;

@@ -1,4 +1,4 @@
-"""Unions of spans of time, each an array of shape (n, 2): begin and end in nanoseconds."""
+"""Unions of time intervals, each an int64 array of shape (n, 2) with start and end in nanoseconds."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ Intervals = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
 def merged_intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
-    """What they cover, in order and without overlaps."""
+    """Return the union of (start, end) pairs, in order and without overlaps."""
     ordered = np.array(sorted(pairs), np.int64).reshape(-1, 2)
     if not len(ordered):
         return ordered
@@ -18,34 +18,35 @@ def merged_intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
     return np.stack((ordered[first, 0], reached[last]), axis=1)
 
 
-def total_seconds(of: Intervals) -> float:
-    return float((of[:, 1] - of[:, 0]).sum()) / 1e9
+def total_seconds(intervals: Intervals) -> float:
+    """Return the total length in seconds."""
+    return float((intervals[:, 1] - intervals[:, 0]).sum()) / 1e9
 
 
-def intersection(some: Intervals, others: Intervals) -> Intervals:
-    """What both cover."""
-    found = []
+def intersection(first: Intervals, second: Intervals) -> Intervals:
+    """Return the times that both cover."""
+    pairs = []
     i = j = 0
-    while i < len(some) and j < len(others):
-        begin, end = max(some[i, 0], others[j, 0]), min(some[i, 1], others[j, 1])
-        if begin < end:
-            found.append((int(begin), int(end)))
-        if some[i, 1] < others[j, 1]:
+    while i < len(first) and j < len(second):
+        start, end = max(first[i, 0], second[j, 0]), min(first[i, 1], second[j, 1])
+        if start < end:
+            pairs.append((int(start), int(end)))
+        if first[i, 1] < second[j, 1]:
             i += 1
         else:
             j += 1
-    return merged_intervals(found)
+    return merged_intervals(pairs)
 
 
-def difference(some: Intervals, others: Intervals) -> Intervals:
-    """What the first cover and the second do not."""
-    if not len(some):
-        return some
-    begin, end = int(some[0, 0]), int(some[-1, 1])
+def difference(first: Intervals, second: Intervals) -> Intervals:
+    """Return the times that `first` covers and `second` does not."""
+    if not len(first):
+        return first
+    start, end = int(first[0, 0]), int(first[-1, 1])
     edges = [
-        begin,
-        *(int(edge) for span in intersection(others, merged_intervals([(begin, end)])) for edge in span),
+        start,
+        *(int(edge) for span in intersection(second, merged_intervals([(start, end)])) for edge in span),
         end,
     ]
     gaps = merged_intervals((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
-    return intersection(some, gaps)
+    return intersection(first, gaps)

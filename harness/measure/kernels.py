@@ -1,15 +1,15 @@
-"""Which implementation ran where torch chooses among several: told by its operator."""
+"""The kernels that ran where torch chooses among several implementations, recognized by their operators."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.records.schema import COMPOSED
+from harness.records.rank_report import COMPOSED
 
-# In the order in which they are asked for; math composes attention of plain operators, where no fused kernel can be
-# used (fp32 with grouped heads on CUDA).
-ORDER = [
+# The order of preference. MATH composes attention from plain operators, where no fused kernel can be used (fp32 with
+# grouped heads on CUDA).
+_PRIORITY = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -20,7 +20,7 @@ ATTENTION = {
     "aten::_scaled_dot_product_flash_attention": "flash",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
     "aten::_scaled_dot_product_efficient_attention": "efficient",
-    "aten::_efficient_attention_forward": "efficient",  # of queries that are fewer than the keys
+    "aten::_efficient_attention_forward": "efficient",  # for fewer queries than keys
     "aten::_scaled_dot_product_cudnn_attention": "cudnn",
     "aten::_softmax": COMPOSED,
     "aten::_safe_softmax": COMPOSED,
@@ -28,18 +28,18 @@ ATTENTION = {
 
 OPTIMIZER = {"aten::_fused_adamw_": "fused", "aten::_foreach_sqrt": "foreach"}
 
-ACTIVATION_FUNCTIONS = ("aten::silu", "aten::gelu")  # compiled code has them inside kernels of its own
+ACTIVATION_FUNCTIONS = ("aten::silu", "aten::gelu")  # compiled code has them inside its own kernels
 
 
 @contextmanager
 def attention_backend_priority() -> Iterator[None]:
-    """Torch's attention takes the first kernel of ORDER that it can. On a CPU the order is torch's own."""
-    with sdpa_kernel(ORDER, set_priority=True):
+    """Make torch's attention use the first kernel of _PRIORITY that it can. On a CPU the order is torch's own."""
+    with sdpa_kernel(_PRIORITY, set_priority=True):
         yield
 
 
 class KernelUse:
-    """The implementations heard in a step."""
+    """The implementations that ran in a step."""
 
     def __init__(self) -> None:
         self.attention: set[str] = set()
@@ -47,6 +47,7 @@ class KernelUse:
         self.activation_functions = 0
 
     def record(self, operator: str) -> None:
+        """Record an operator that ran, such as aten::_fused_adamw_."""
         self.activation_functions += operator in ACTIVATION_FUNCTIONS
         if operator in ATTENTION:
             self.attention.add(ATTENTION[operator])

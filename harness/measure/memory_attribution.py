@@ -1,22 +1,36 @@
-"""What filled memory at its fullest: every live block at that moment, and whose it was.
+"""The attribution of memory at its peak: every live block at that moment, and its role.
 
-A log says which blocks came and went, claims say what tensors they belonged to, spans which operator ran. From these
-the peak is found afterwards, and each of its blocks goes to one role: nothing is a remainder.
+A log says which blocks were allocated and freed, claims say which tensors they belonged to, spans say which operator
+ran. From these the peak is found afterwards, and each of its blocks goes to one role: there is no remainder.
 """
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
-from harness.records.schema import MEMORY_ROLES
+from harness.measure.allocation_log import (
+    Allocation,
+    AllocationLog,
+    Integers,
+    OpSpan,
+    Ownership,
+    StepAnnotations,
+    free_times,
+    live_lines,
+    name_at,
+)
+from harness.records.rank_report import MEMORY_ROLES, PeakPart
 
-_PASSED_OVER = 100  # blocks at most, of one operator
+_MAX_SKIPPED_BLOCKS = 100  # additional blocks that one operator of the example may have requested
 
-_MOVING = ("c10d::", "_c10d_functional::", "fsdp::", "deepspeed::")  # operators whose own blocks are communication's
+_COMMUNICATION_NAMESPACES = (
+    "c10d::",
+    "_c10d_functional::",
+    "fsdp::",
+    "deepspeed::",
+)  # their blocks are communication's
 
 BACKEND = "copies of the communication backend"
 
@@ -25,243 +39,160 @@ BEFORE = "from before the step"
 BETWEEN = "between operators"
 
 
-class AllocationLog(NamedTuple):
-    """Blocks that came and went, in order. The first `standing` lines are those that were there at its beginning."""
-
-    moments: "np.ndarray[tuple[int], np.dtype[np.int64]]"
-    addresses: "np.ndarray[tuple[int], np.dtype[np.int64]]"
-    bytes: "np.ndarray[tuple[int], np.dtype[np.int64]]"  # negative: freed
-    foreign: "np.ndarray[tuple[int], np.dtype[np.int64]]"  # 1: by a thread that runs no Python
-    standing: int
-
-
-class Ownership(NamedTuple):
-    """From here on a block has a role, or where `held` is False has it no more; freed blocks have none."""
-
-    moment: int  # of the line of the log that comes next
-    role: str
-    what: str
-    held: bool
-
-
-class OpSpan(NamedTuple):
-    """An operator or a phase: the lines of the log from the moment `begin` until before `end`."""
-
-    begin: int
-    end: int
-    name: str
-
-
-class PeakPart(NamedTuple):
-    """Bytes of one role at the peak; `what` says more: a kind of buffer, the operator that made a temporary."""
-
-    role: str
-    what: str
-    bytes: int
-
-
-@dataclass
-class StepAnnotations:
-    """What is written down beside the log."""
-
-    claims: dict[int, list[Ownership]] = field(default_factory=lambda: defaultdict(list))  # by address
-    operators: list[OpSpan] = field(default_factory=list)  # in order, none inside another
-    phases: list[OpSpan] = field(default_factory=list)  # of the step, in the order in which they end
-    pauses: list[OpSpan] = field(default_factory=list)  # of the measuring's own, left out of the search for the peak
-
-    def claim(self, moment: int, address: int, role: str, what: str, held: bool = True) -> None:
-        self.claims[address].append(Ownership(moment, role, what, held))
-
-
 @dataclass(frozen=True)
 class PeakMemory:
-    """The peak: when it was, its bytes as torch requested them, and what filled it. The parts add up to it."""
+    """The peak: its moment, its bytes as torch requested them, and the parts, which add up to them."""
 
     moment: int
     bytes: int
     parts: tuple[PeakPart, ...]
 
 
-class Allocation(NamedTuple):
-    """One block's life in a log: the line that begins it, and the moments of its first and last line."""
+def attribute_peak(log: AllocationLog, annotations: StepAnnotations) -> PeakMemory:
+    """Find the peak in a log and give each of its blocks a role.
 
-    line: int
-    address: int
-    born: int
-    died: int
-
-
-def attribute_peak(log: AllocationLog, notes: StepAnnotations) -> PeakMemory:
-    """Finds the peak in a log and gives each of its blocks to a role.
-
-    A block that nobody has claimed by then takes the role it is claimed for later: what becomes a gradient is one while
-    it is made.
+    A block that is not claimed by then takes the role for which it is claimed later: what becomes a gradient is one
+    while it is computed.
     """
-    line = _peak_line(log, notes.pauses)
+    line = _peak_line(log, annotations.pauses)
     moment = int(log.moments[line])
-    died = free_times(log)
+    freed_at = free_times(log)
     blocks = {
-        at: Allocation(at, int(log.addresses[at]), int(log.moments[at]), died[at]) for at in _live_lines(log, line)
+        at: Allocation(at, int(log.addresses[at]), int(log.moments[at]), freed_at[at]) for at in live_lines(log, line)
     }
-    return _sum(moment, ((log.bytes[at], owner_at(log, notes, block, moment)) for at, block in blocks.items()))
+    return _sum(moment, ((log.bytes[at], owner_at(log, annotations, block, moment)) for at, block in blocks.items()))
 
 
-def attribute_peak_by_example(log: AllocationLog, example: AllocationLog, notes: StepAnnotations) -> PeakMemory | None:
-    """The same for the log of another step without notes, told by an example that has them.
+def attribute_peak_by_example(
+    log: AllocationLog, example: AllocationLog, annotations: StepAnnotations
+) -> PeakMemory | None:
+    """Attribute the peak of another step's log, which has no annotations, by the example, which has them.
 
-    The thread of Python asks for the same blocks in the same order in both, so each here has its twin there. Threads of
-    a communication backend do not, and let go of blocks when they come to it. A block from before the step is known by
-    its address, or else by its size. None if the steps are not alike.
+    Python's thread requests the same blocks in the same order in both, so that each block has its twin in the example.
+    Threads of a communication backend do not, and free their blocks at their own time. A block from before the step is
+    recognized by its address, or else by its size. Return None if the steps are not alike.
     """
     line = _peak_line(log, ())
-    twins = _twins(log, example, notes)
+    twins = _twins(log, example, annotations)
     if twins is None:
         return None
-    moment = max((int(example.moments[there]) for here, there in twins.items() if here <= line), default=0)
-    twins |= _standing_twins(log, example)
-    died = free_times(example)
+    moment = max((int(example.moments[twin]) for own, twin in twins.items() if own <= line), default=0)
+    twins |= _initial_twins(log, example)
+    freed_at = free_times(example)
     parts = []
-    for at in _live_lines(log, line):
-        there = twins.get(at)
-        if there is None:
-            told = ("communication", BACKEND) if log.foreign[at] else ("temporary", BEFORE)
+    for at in live_lines(log, line):
+        twin = twins.get(at)
+        if twin is None:
+            owner = ("communication", BACKEND) if log.foreign[at] else ("temporary", BEFORE)
         else:
-            block = Allocation(there, int(example.addresses[there]), int(example.moments[there]), died[there])
-            told = owner_at(example, notes, block, moment)
-        parts.append((log.bytes[at], told))
+            block = Allocation(twin, int(example.addresses[twin]), int(example.moments[twin]), freed_at[twin])
+            owner = owner_at(example, annotations, block, moment)
+        parts.append((log.bytes[at], owner))
     return _sum(moment, parts)
 
 
-def _standing_twins(log: AllocationLog, example: AllocationLog) -> dict[int, int]:
-    """The same for blocks that were there before."""
-    left = {(int(example.addresses[at]), int(example.bytes[at])): at for at in range(example.standing)}
-    found, unknown = {}, []
-    for at in range(log.standing):
-        there = left.pop((int(log.addresses[at]), int(log.bytes[at])), None)
-        if there is None:
+def _initial_twins(log: AllocationLog, example: AllocationLog) -> dict[int, int]:
+    """Return, for the blocks that were live before, the line of the example's twin."""
+    unmatched = {(int(example.addresses[at]), int(example.bytes[at])): at for at in range(example.initial_count)}
+    twins, unknown = {}, []
+    for at in range(log.initial_count):
+        twin = unmatched.pop((int(log.addresses[at]), int(log.bytes[at])), None)
+        if twin is None:
             unknown.append(at)
         else:
-            found[at] = there
+            twins[at] = twin
     by_size: dict[int, list[int]] = defaultdict(list)
-    for (_, size), there in left.items():
-        by_size[size].append(there)
-    return found | {at: by_size[size].pop(0) for at in unknown if by_size[size := int(log.bytes[at])]}
+    for (_, size), twin in unmatched.items():
+        by_size[size].append(twin)
+    return twins | {at: by_size[size].pop(0) for at in unknown if by_size[size := int(log.bytes[at])]}
 
 
-def _twins(log: AllocationLog, example: AllocationLog, notes: StepAnnotations) -> dict[int, int] | None:
-    """For each line where Python's thread asked for a block, the line of the example that did.
+def _twins(log: AllocationLog, example: AllocationLog, annotations: StepAnnotations) -> dict[int, int] | None:
+    """Return, for each line where Python's thread requested a block, the line of the example's twin.
 
-    What listens to the example's operators makes some ask for more: those are passed over.
+    Listeners to the example's operators make some of these request more blocks, which are skipped.
     """
-    mine, theirs = _asked_for(log, ()), _asked_for(example, notes.pauses).tolist()
-    found: dict[int, int] = {}
+    own_lines, example_lines = _requests(log, ()), _requests(example, annotations.pauses).tolist()
+    twins: dict[int, int] = {}
     at = 0
-    for line in mine.tolist():
+    for line in own_lines.tolist():
         size = log.bytes[line]
-        near = range(at, min(at + _PASSED_OVER, len(theirs)))
-        ahead = next((i for i in near if example.bytes[theirs[i]] == size), None)
-        if ahead is None:
+        candidates = range(at, min(at + _MAX_SKIPPED_BLOCKS, len(example_lines)))
+        match = next((i for i in candidates if example.bytes[example_lines[i]] == size), None)
+        if match is None:
             return None
-        found[line] = theirs[ahead]
-        at = ahead + 1
-    return found
+        twins[line] = example_lines[match]
+        at = match + 1
+    return twins
 
 
 def _sum(moment: int, blocks: "Iterable[tuple[np.int64, tuple[str, str]]]") -> PeakMemory:
-    found: Counter[tuple[str, str]] = Counter()
-    for size, told in blocks:
-        found[told] += int(size)
-    parts = (PeakPart(*told, size) for told, size in found.items())
+    totals: Counter[tuple[str, str]] = Counter()
+    for size, owner in blocks:
+        totals[owner] += int(size)
+    parts = (PeakPart(*owner, size) for owner, size in totals.items())
     ordered = sorted(parts, key=lambda part: (MEMORY_ROLES.index(part.role), -part.bytes))
     return PeakMemory(moment, sum(part.bytes for part in ordered), tuple(ordered))
 
 
 def _peak_line(log: AllocationLog, pauses: Iterable[OpSpan]) -> int:
-    """The line of the log after which most was live."""
+    """Return the line of the log after which the most bytes were live."""
     totals = np.cumsum(log.bytes)
-    totals[: max(0, log.standing - 1)] = -1  # the list of what was there is no history
+    totals[: max(0, log.initial_count - 1)] = -1  # the list of initial blocks is no history
     totals[_paused(log, pauses)] = -1
     return int(np.argmax(totals))
 
 
 def _paused(log: AllocationLog, pauses: Iterable[OpSpan]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-    found = np.zeros(len(log.moments), np.bool_)
+    paused = np.zeros(len(log.moments), np.bool_)
     for pause in pauses:
-        found |= (log.moments >= pause.begin) & (log.moments < pause.end)
-    return found
+        paused |= (log.moments >= pause.start) & (log.moments < pause.end)
+    return paused
 
 
-def _asked_for(log: AllocationLog, pauses: Iterable[OpSpan]) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """The lines of blocks that Python's thread asked for in the step itself, in order."""
-    asked = (log.bytes > 0) & (log.foreign == 0) & ~_paused(log, pauses)
-    asked[: log.standing] = False
-    return np.flatnonzero(asked)
+def _requests(log: AllocationLog, pauses: Iterable[OpSpan]) -> Integers:
+    """Return the lines of blocks that Python's thread requested in the step itself, in order."""
+    is_request = (log.bytes > 0) & (log.foreign == 0) & ~_paused(log, pauses)
+    is_request[: log.initial_count] = False
+    return np.flatnonzero(is_request)
 
 
-def _live_lines(log: AllocationLog, last: int) -> list[int]:
-    """The lines of the blocks that are there after a line."""
-    live: dict[int, int] = {}
-    for line, (address, size) in enumerate(zip(log.addresses[: last + 1], log.bytes[: last + 1], strict=True)):
-        if size > 0:
-            live[int(address)] = line
-        else:
-            live.pop(int(address), None)
-    return list(live.values())
-
-
-def free_times(log: AllocationLog) -> list[int]:
-    """For every line of a block that comes, the moment it goes; of one that stays, after the log."""
-    died = [int(log.moments[-1]) + 1] * len(log.moments)
-    live: dict[int, int] = {}
-    for line, (address, size) in enumerate(zip(log.addresses, log.bytes, strict=True)):
-        if size > 0:
-            live[int(address)] = line
-        elif int(address) in live:
-            died[live.pop(int(address))] = int(log.moments[line])
-    return died
-
-
-def owner_at(log: AllocationLog, notes: StepAnnotations, block: Allocation, peak: int) -> tuple[str, str]:
-    """A block's role at the moment of the peak, and a word more on it."""
-    claims = [c for c in notes.claims.get(block.address, ()) if block.born < c.moment <= block.died]
+def owner_at(log: AllocationLog, annotations: StepAnnotations, block: Allocation, peak: int) -> tuple[str, str]:
+    """Return a block's role at the moment of the peak, and a detail: a kind of buffer, or the operator that made it."""
+    claims = [c for c in annotations.claims.get(block.address, ()) if block.allocated_at < c.moment <= block.freed_at]
     before = [claim for claim in claims if claim.moment <= peak]
-    standing = block.line < log.standing
-    found = _in_force(before) if before else _foreseen(claims, standing)
-    if found is not None:
-        return found.role, found.what
+    is_initial = block.line < log.initial_count
+    claim = _in_force(before) if before else _later_claim(claims, is_initial)
+    if claim is not None:
+        return claim.role, claim.detail
     if log.foreign[block.line]:
         return "communication", BACKEND
-    if standing:
+    if is_initial:
         return "temporary", BEFORE
-    phase = next((phase for phase in notes.phases if phase.begin <= block.born < phase.end <= peak), None)
+    phases = annotations.phases
+    phase = next((phase for phase in phases if phase.start <= block.allocated_at < phase.end <= peak), None)
     if phase is not None:
         return "temporary", f"kept since {phase.name}"
-    operator = name_at(notes.operators, block.born, BETWEEN)
-    return "communication" if operator.startswith(_MOVING) else "temporary", operator
+    operator = name_at(annotations.operators, block.allocated_at, BETWEEN)
+    return "communication" if operator.startswith(_COMMUNICATION_NAMESPACES) else "temporary", operator
 
 
 def _in_force(claims: Iterable[Ownership]) -> Ownership | None:
-    """Of the roles that a block has, the one that counts first."""
+    """Return the claim of the role that takes precedence among those that a block has."""
     roles: dict[str, Ownership] = {}
     for claim in claims:
-        if claim.held:
+        if claim.is_owned:
             roles[claim.role] = claim
         else:
             roles.pop(claim.role, None)
-    return min(roles.values(), key=_order, default=None)
+    return min(roles.values(), key=_precedence, default=None)
 
 
-def _foreseen(claims: Iterable[Ownership], standing: bool) -> Ownership | None:
-    """What a block is made for. One that outlives steps, a bucket, is not yet the gradient that it will hold."""
-    later = [claim for claim in claims if claim.held]
-    return (max if standing else min)(later, key=_order, default=None)
+def _later_claim(claims: Iterable[Ownership], is_initial: bool) -> Ownership | None:
+    """Return the claim for which a block was made. A bucket, which outlives steps, is not yet its later gradient."""
+    later = [claim for claim in claims if claim.is_owned]
+    return (max if is_initial else min)(later, key=_precedence, default=None)
 
 
-def _order(claim: Ownership) -> int:
+def _precedence(claim: Ownership) -> int:
     return MEMORY_ROLES.index(claim.role)
-
-
-def name_at(spans: Sequence[OpSpan], moment: int, otherwise: str) -> str:
-    """The span in which a line of the log was written."""
-    index = bisect_right(spans, moment, key=lambda span: span.begin) - 1
-    return spans[index].name if index >= 0 and moment < spans[index].end else otherwise

@@ -1,4 +1,4 @@
-"""The budget of one rank's memory, held to where that memory is counted."""
+"""The memory budget of one rank, enforced by the allocator that counts its memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,31 +13,33 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What this process may hold on its device while that is enforced; None: whatever there is.
+    """A limit on the memory that this process may allocate on its device; `budget_bytes=None` means no limit.
 
-    On a CPU it is of the bytes that tensors ask for, which is what the peak counts. On CUDA it is of what torch's
-    allocator takes from the device, which it gives back before it fails; a context and NCCL's buffers are no part.
+    On a CPU it limits the bytes that tensors request, which are also what the peak counts. On CUDA it limits what
+    torch's allocator reserves on the device, which releases its cache before it fails; the context and NCCL's buffers
+    are not included.
     """
 
     budget_bytes: int | None = None
     device: torch.device = CPU
-    allocator: Allocator | None = None  # of the CPU; not used on CUDA
+    allocator: Allocator | None = None  # for a CPU; not used on CUDA
 
     def enforce(self) -> None:
-        """From here on the request that would exceed the budget is a torch.OutOfMemoryError.
+        """Make requests that would exceed the budget raise torch.OutOfMemoryError from now on.
 
-        Raises RuntimeError where nothing counts and so nothing can refuse.
+        Raise RuntimeError on a CPU without the counting allocator.
         """
         if self.budget_bytes is not None:
             self._set(self.budget_bytes)
 
     def disable(self) -> None:
+        """Allow all requests from now on."""
         if self.budget_bytes is not None:
             self._set(None)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """For what the harness itself holds to look at a run; the budget is the run's."""
+        """Lift the limit inside the block, for memory that the harness's own measurements need."""
         self.disable()
         try:
             yield
@@ -50,7 +52,7 @@ class MemoryLimit:
             share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / total)
             torch.cuda.set_per_process_memory_fraction(share, self.device)
         elif self.allocator is None:
-            raise RuntimeError("no allocator counts this CPU's memory, so that none can be refused")
+            raise RuntimeError("cluster.memory_budget cannot be enforced: no allocator counts this CPU's memory")
         else:
             self.allocator.set_limit(limit_bytes)
 

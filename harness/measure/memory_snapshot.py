@@ -1,29 +1,31 @@
-"""The history of a step's memory in the form of torch.cuda.memory._snapshot(), for torch's viewer (memory_viz)."""
+"""The history of a step's memory in the format of torch.cuda.memory._snapshot(), for torch's viewer (memory_viz)."""
 
 import pickle
 from pathlib import Path
 from typing import Any
 
-from harness.measure.memory_attribution import Allocation, AllocationLog, StepAnnotations, free_times, name_at, owner_at
+from harness.measure.allocation_log import Allocation, AllocationLog, StepAnnotations, free_times, name_at
+from harness.measure.memory_attribution import owner_at
 
 
 def write_snapshot(path: Path, snapshot: dict[str, Any]) -> None:
-    """Drop the file on https://pytorch.org/memory_viz."""
+    """Write a snapshot to a file that can be opened at https://pytorch.org/memory_viz."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(pickle.dumps(snapshot))
 
 
-def snapshot_of_host(log: AllocationLog, notes: StepAnnotations) -> dict[str, Any]:
-    """A CPU's log as one device's. A block's frames are its role, the operator that made it, and the phase."""
-    died, phases = free_times(log), sorted(notes.phases)
+def snapshot_of_host(log: AllocationLog, annotations: StepAnnotations) -> dict[str, Any]:
+    """Return a CPU's log as one device's. A block's frames are its role, the operator that made it, and the phase."""
+    freed_at, phases = free_times(log), sorted(annotations.phases)
     lines: list[dict[str, Any]] = []
     for at, (moment, address, size) in enumerate(zip(log.moments, log.addresses, log.bytes, strict=True)):
         entry = {"addr": int(address), "size": abs(int(size)), "stream": 0, "time_us": int(moment), "frames": []}
         if size > 0:
-            block = Allocation(at, int(address), int(moment), died[at])
-            named = owner_at(log, notes, block, died[at] - 1)
-            within = name_at(notes.operators, block.born, "no operator"), name_at(phases, block.born, "between phases")
-            frames = [{"name": name, "filename": "", "line": 0} for name in (*named, *within)]
+            block = Allocation(at, int(address), int(moment), freed_at[at])
+            owner = owner_at(log, annotations, block, freed_at[at] - 1)
+            operator = name_at(annotations.operators, block.allocated_at, "no operator")
+            phase = name_at(phases, block.allocated_at, "between phases")
+            frames = [{"name": name, "filename": "", "line": 0} for name in (*owner, operator, phase)]
             lines.append(entry | {"action": "alloc", "frames": frames})
         else:
             lines += [entry | {"action": action} for action in ("free_requested", "free_completed")]

@@ -1,7 +1,7 @@
-"""Native code the ranks need on a CPU, built once by the parent: our counting allocator, DeepSpeed's collective.
+"""The counting allocator for a CPU's memory, a C++ library that the parent builds once.
 
-Everything lies in a cache folder, keyed by the versions it was built for. Builds hold a file lock of ours, so parents
-that start together build once; the operating system drops that lock when its holder dies.
+It lies in a cache folder, keyed by the versions that it was built for. A build holds a file lock, so that parents that
+start together build once; the operating system releases the lock when its holder dies.
 """
 
 import ctypes
@@ -13,68 +13,74 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from harness.util.native_build import extensions_folder, file_digest, require_compiler, run_build
+from harness.util.native_build import file_digest, make_extension_folder, require_compiler, run_build
 
 _SOURCE = Path(__file__).with_name("allocator.cpp")
 
-_COMPILER_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-Wall")  # C++20: what torch's headers are written in
+_COMPILER_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-Wall")  # torch's headers need C++20
 
 
 @dataclass(frozen=True)
 class Allocator:
-    """The counting allocator of this process. Bytes as torch requested them, since load_allocator()."""
+    """The counting allocator of this process. It counts bytes as torch requested them, since load_allocator()."""
 
     library: ctypes.CDLL
 
     def live_bytes(self) -> int:
+        """Return the bytes allocated now."""
         return int(self.library.live_bytes())
 
     def peak_bytes(self) -> int:
-        """The most live since reset_peak()."""
+        """Return the most bytes allocated at once since reset_peak()."""
         return int(self.library.peak_bytes())
 
     def reset_peak(self) -> None:
+        """Start a new peak from the bytes allocated now."""
         self.library.reset_peak()
 
     def set_limit(self, limit_bytes: int | None) -> None:
-        """From here on a request that would make more live than this is a torch.OutOfMemoryError; None: no limit."""
+        """Make requests that would exceed this many live bytes raise torch.OutOfMemoryError; None is no limit."""
         self.library.set_limit(limit_bytes or 0)
 
     def begin_log(self) -> None:
-        """From here on every block that comes or goes is written down; those that are live come first."""
+        """Log every allocation and free from now on; the log starts with the blocks that are live now."""
         self.library.begin_log()
 
     def log_length(self) -> int:
-        """Lines written so far: a moment, on the log's own clock."""
+        """Return the number of lines logged so far, which serves as the log's clock."""
         return int(self.library.log_length())
 
     def drop_log(self) -> None:
-        """Ends it without looking."""
+        """Stop logging without reading the log."""
         self.library.end_log()
 
     def end_log(self) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
-        """The log, shape (lines, 3): address, bytes (negative: freed), whether another thread did it."""
-        found = ctypes.cast(self.library.end_log(), ctypes.POINTER(ctypes.c_int64))
+        """Stop logging and return the log.
+
+        Its shape is (lines, 3): the address, the bytes (negative if freed), and 1 if another thread than the one that
+        loaded the allocator requested the block, else 0.
+        """
+        pointer = ctypes.cast(self.library.end_log(), ctypes.POINTER(ctypes.c_int64))
         lines = self.log_length()
-        return np.ctypeslib.as_array(found, (lines, 3)).copy() if lines else np.zeros((0, 3), np.int64)
+        return np.ctypeslib.as_array(pointer, (lines, 3)).copy() if lines else np.zeros((0, 3), np.int64)
 
 
 def build_allocator(cache: Path) -> Path:
-    """The compiled allocator's path, built (in about 2 s) if it is not there.
+    """Return the path of the compiled allocator, built in about 2 s if it does not exist.
 
-    Raises UserError without a compiler, and RuntimeError with the compiler's words if it fails.
+    Raise UserError without a compiler, and RuntimeError with the compiler's output if it fails.
     """
-    folder = extensions_folder(cache, "allocator", _SOURCE.read_text() + " ".join(_COMPILER_FLAGS), "torch")
-    built = _is_complete_library(folder)
+    folder = make_extension_folder(cache, "allocator", _SOURCE.read_text() + " ".join(_COMPILER_FLAGS), "torch")
+    built = _find_library(folder)
     if built is not None:
         return built
     require_compiler()
     with FileLock(folder / "build.lock"):
-        return _is_complete_library(folder) or _compile(folder / f"allocator.{os.getpid()}.tmp")
+        return _find_library(folder) or _compile(folder / f"allocator.{os.getpid()}.tmp")
 
 
-def _is_complete_library(folder: Path) -> Path | None:
-    """The library whose name tells its content: one that a full disk or a power cut damaged would kill every rank."""
+def _find_library(folder: Path) -> Path | None:
+    """Return the library whose name has its content's digest; one damaged by a full disk would kill every rank."""
     return next((path for path in folder.glob("allocator-*.so") if path.name == _allocator_name(path)), None)
 
 
@@ -83,13 +89,15 @@ def _allocator_name(path: Path) -> str:
 
 
 def _compile(temporary: Path) -> Path:
-    """Compile into a file of our own and rename it, so that a killed build leaves nothing that looks whole."""
+    """Compile into a temporary file and rename it, so that a killed build leaves no file that looks complete."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     command += [*_COMPILER_FLAGS, *(f"-I{path}" for path in include_paths()), str(_SOURCE), "-o", str(temporary)]
     command += [*(f"-L{path}" for path in library_paths()), "-lc10"]
-    command += [f"-Wl,-rpath,{path}" for path in library_paths()]  # macOS looks there even for what is loaded
+    command += [
+        f"-Wl,-rpath,{path}" for path in library_paths()
+    ]  # macOS searches it even for libraries that are loaded
     try:
         run_build(command, "harness/measure/allocator.cpp", os.environ)
         return temporary.replace(temporary.with_name(_allocator_name(temporary)))
@@ -100,7 +108,7 @@ def _compile(temporary: Path) -> Path:
 def load_allocator(path: Path) -> Allocator:
     """Make torch take this process's CPU memory from the allocator. Earlier tensors are not counted: call this first.
 
-    Raises RuntimeError if another allocator of higher priority stands in the way.
+    Raise RuntimeError if another allocator of higher priority is registered.
     """
     import torch  # noqa: F401  loads the library that the allocator plugs into
 

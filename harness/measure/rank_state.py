@@ -1,51 +1,44 @@
-"""What a rank really holds of the model's state, as the proof of its layout and as bytes."""
+"""The model state that a rank really holds, as evidence of its layout and in bytes."""
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from torch import Tensor
 
 from harness.layout.state_widths import StateKind
 from harness.probe import ShardSource
+from harness.records.rank_report import HeldShard
 from harness.tensors.shard import BUCKET, GATHERED, STAGING, Shard
 from harness.tensors.storage import element_bytes, storage_bytes
 
 
-class HeldShard(NamedTuple):
-    """One piece without its values: `box` is the (start, stop) held along each dimension of the whole `shape`."""
-
-    name: str
-    slot: str
-    shape: tuple[int, ...]
-    box: tuple[tuple[int, int], ...]
-    dtype: str
-
-
 def held_bytes(engine: ShardSource, kind: StateKind) -> int:
-    """Bytes of one kind on this rank now: distinct storages, padding included; of views into buckets their own."""
+    """Return the bytes of one kind of state that this rank holds now.
+
+    Distinct storages count whole, padding included; views into buckets count by their own elements.
+    """
     return _bytes(engine.local_shards(kind))
 
 
 def bytes_by_device(engine: ShardSource, kind: StateKind) -> dict[str, int]:
-    """The same by the kind of device they lie on, cpu or cuda; copies on top of the state itself are left out."""
+    """Return the same by type of device, cpu or cuda, without gathered parameters and staging buffers."""
     by_device: dict[str, list[Shard]] = defaultdict(list)
-    for piece in engine.local_shards(kind):
-        if piece.state_name not in (GATHERED, STAGING):
-            by_device[piece.local.device.type].append(piece)
-    return {device: _bytes(pieces) for device, pieces in by_device.items()}
+    for shard in engine.local_shards(kind):
+        if shard.state_name not in (GATHERED, STAGING):
+            by_device[shard.local.device.type].append(shard)
+    return {device: _bytes(shards) for device, shards in by_device.items()}
 
 
-def _bytes(pieces: Iterable[Shard]) -> int:
-    in_buckets: list[Tensor] = []
+def _bytes(shards: Iterable[Shard]) -> int:
+    bucket_views: list[Tensor] = []
     own: list[Tensor] = []
-    for piece in pieces:
-        (in_buckets if piece.state_name == BUCKET else own).append(piece.local)
-    return storage_bytes(own) + element_bytes(in_buckets)
+    for shard in shards:
+        (bucket_views if shard.state_name == BUCKET else own).append(shard.local)
+    return storage_bytes(own) + element_bytes(bucket_views)
 
 
 def held_shards(engine: ShardSource, kind: StateKind) -> list[HeldShard]:
-    """What this rank holds of one kind now."""
+    """Return the shards of one kind of state that this rank holds now."""
     return [
         HeldShard(p.name, p.state_name, tuple(p.shape), p.box, str(p.local.dtype).removeprefix("torch."))
         for p in engine.local_shards(kind)

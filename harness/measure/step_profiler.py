@@ -1,6 +1,6 @@
-"""The profiled step: the same step once more, slowly, with every operator heard."""
+"""The profiled step: one more training step, slower than the others, in which every operator is observed."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,249 +12,168 @@ from torch.utils._pytree import tree_leaves
 
 from harness.engines.base import Engine
 from harness.layout.layout import Layout, group_axes, is_data_parallel_axis
-from harness.measure import memory_snapshot
 from harness.measure.activations import ActivationMeter
+from harness.measure.allocation_log import AllocationLog
 from harness.measure.communication import Collective, CommunicationCounter
 from harness.measure.gradient_fingerprint import GradientFingerprints
 from harness.measure.kernels import KernelUse
 from harness.measure.memory import DeviceMemory
-from harness.measure.memory_attribution import (
-    AllocationLog,
-    OpSpan,
-    StepAnnotations,
-    attribute_peak,
-    attribute_peak_by_example,
-    name_at,
-)
+from harness.measure.memory_ownership import OwnershipRecorder
 from harness.measure.rank_state import bytes_by_device, held_bytes, held_shards
 from harness.probe import Listener, Probe, ShardSource
-from harness.records.schema import AtPeak, ProfiledStep
+from harness.records.rank_report import ProfiledStep
 from harness.tensors.flops import operator_flops
-from harness.tensors.shard import BUCKET, GATHERED, STAGING
-from harness.tensors.storage import element_bytes, storage_bytes, storages
+from harness.tensors.shard import STAGING
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 
-_PACKING_NAMESPACES = ("fsdp",)  # operators that copy into and out of what goes over the wire
+_PACKING_NAMESPACES = ("fsdp",)  # operators that copy into and out of communication buffers
 
 
 @contextmanager
 def profile_step(
     engine: Engine, probe: Probe, memory: DeviceMemory, seed: int, layout: Layout
 ) -> Iterator["StepListener"]:
-    """Listens to the one step inside; the listener's result() is complete afterwards."""
+    """Profile the one step inside the block; the listener's result() is complete afterwards."""
     listener = StepListener(engine, memory, seed, layout)
     with probe.listen(listener), listener:
         yield listener
 
 
 class StepListener(Listener):
-    """Follows one step: gradients and activations held, bytes sent, operations done, and whose every block is."""
+    """A listener to one step that measures gradients, activations, bytes sent, FLOPs, and the role of every block."""
 
     def __init__(self, engine: Engine, memory: DeviceMemory, seed: int, layout: Layout) -> None:
         self.engine = engine
         self.memory = memory
         self.layout = layout
-        self.statistics = GradientFingerprints(seed, memory.device)
-        self.activations = ActivationMeter(engine.model, self.on_activation, memory.device)
+        self.recorder = OwnershipRecorder(engine, memory)
+        self.gradient_fingerprints = GradientFingerprints(seed, memory.device)
+        self.activations = ActivationMeter(engine.model, self.recorder.claim_activation, memory.device)
         self.communication = CommunicationCounter(self.on_collective)
-        self.notes = StepAnnotations()
         self.kernels = KernelUse()
-        self.buckets: set[int] = set()  # addresses of those that hold gradients
         self.flops = 0
-        self.most_gradient_bytes = 0
-        self.placed_gradients: dict[str, int] = {}
+        self.peak_gradient_bytes = 0
+        self.gradient_bytes_by_device: dict[str, int] = {}
         self.gradient_dtypes: set[str] = set()
         self.recomputations = 0
-        self.in_flight = self.most_in_flight = self.split_backwards = 0
-        self.highest = 0
-        self.peak_allocated_bytes: int | None = None
-        self.log: AllocationLog | None = None
-        self.paused = False
-        self.stack = ExitStack()
+        self.in_flight = self.max_in_flight = self.split_backwards = 0
+        self.sampled_peak_bytes = 0  # the highest peak at which gradients were sampled
+        self.exit_stack = ExitStack()
 
     def __enter__(self) -> "StepListener":
-        self.memory.reset_peak()
-        self.history = self.memory.begin_log() if self.memory.can_log else None
-        with self.pause():
-            self.claim_state()
-        for part in (self.activations, self.communication, OperatorWatch(self)):
-            self.stack.enter_context(part)
+        self.recorder.start()
+        for mode in (self.activations, self.communication, OperatorWatch(self)):
+            self.exit_stack.enter_context(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.stack.close()
-        self.note_peak()
-        if self.history is not None:
-            self.log = self.history.end()
-
-    def log_position(self) -> int:
-        return self.history.now() if self.history is not None else 0
+        self.exit_stack.close()
+        self.recorder.end()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        began = self.log_position()
+        """Follow a phase of the step: count micro-batches in flight and backwards that are split, sample gradients."""
+        started = self.recorder.position()
         splits = name == "backward_input"
-        before = self.gradients_now() if splits else []
+        before = self._gradient_versions() if splits else []
         self.in_flight += name == "forward"
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
         yield
         self.in_flight -= name in ("backward", "backward_weight")
-        self.split_backwards += splits and self.gradients_now() == before
-        self.sample_gradients(gradients=True)
-        self.notes.phases.append(OpSpan(began, self.log_position(), name))
+        self.split_backwards += splits and self._gradient_versions() == before
+        self.sample_gradients(may_be_largest=True)
+        self.recorder.add_phase(name, started)
 
-    def gradients_now(self) -> list[tuple[str, int, int]]:
-        """What tells whether a gradient was made or changed."""
-        with self.pause():
-            pieces = self.engine.local_shards("gradients")
-            return [(piece.name, piece.local.data_ptr(), piece.local._version) for piece in pieces]
+    def _gradient_versions(self) -> list[tuple[str, int, int]]:
+        """Return what changes when a gradient is created or modified."""
+        with self.recorder.pause():
+            shards = self.engine.local_shards("gradients")
+            return [(shard.name, shard.local.data_ptr(), shard.local._version) for shard in shards]
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
+        """Count the second forward of a checkpointed part, and the activations that it saves."""
         self.recomputations += 1
         with self.activations.recompute():
             yield
 
-    def kept(self, tensor: Tensor) -> None:
+    def saved_for_recompute(self, tensor: Tensor) -> None:
+        """Count a result that is kept for a second forward, outside autograd."""
         self.activations.watch(tensor)
 
     def offloaded(self, tensor: Tensor) -> None:
+        """Count a tensor on the host that holds an offloaded activation."""
         self.activations.offloaded(tensor)
 
     def gradients_ready(self, engine: ShardSource) -> None:
-        """Takes the statistics with the watch closed: the memory they need is not the step's."""
-        self.sample_gradients(gradients=True)
-        with self.pause():
-            self.statistics.gradients_ready(engine)
-            self.placed_gradients = bytes_by_device(engine, "gradients")
-            self.gradient_dtypes = {held.dtype for held in held_shards(engine, "gradients") if held.slot != STAGING}
+        """Measure the reduced gradients. The recorder pauses: the memory that this needs is not the step's."""
+        self.sample_gradients(may_be_largest=True)
+        with self.recorder.pause():
+            self.gradient_fingerprints.gradients_ready(engine)
+            self.gradient_bytes_by_device = bytes_by_device(engine, "gradients")
+            shards = held_shards(engine, "gradients")
+            self.gradient_dtypes = {shard.dtype for shard in shards if shard.state_name != STAGING}
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Around what is the measuring's own: its blocks are not the step's."""
-        self.note_peak()
-        self.paused, began = True, self.log_position()
-        yield
-        self.paused, ended = False, self.log_position()
-        self.memory.reset_peak()
-        if ended > began:
-            self.notes.pauses.append(OpSpan(began, ended, "measuring"))
-
-    def on_operator(self, name: str, began: int) -> None:
-        """One has run since `began`."""
-        if self.paused:
+    def on_operator(self, name: str, started: int) -> None:
+        """Record an operator that ran since the moment `started` of the log."""
+        if self.recorder.is_paused:
             return
         self.kernels.record(name)
-        now = self.log_position()
-        if now > began:
-            self.notes.operators.append(OpSpan(began, now, name))
+        self.recorder.add_operator(name, started)
         self.sample_gradients()
 
-    def sample_gradients(self, gradients: bool = False) -> None:
-        """Claims what can be seen now, where memory is fuller than before or gradients may be at their most."""
-        if self.paused:
+    def sample_gradients(self, may_be_largest: bool = False) -> None:
+        """Claim and measure the present gradients if memory has a new peak or gradients may be at their largest."""
+        if self.recorder.is_paused:
             return
         peak = self.memory.peak_allocated_bytes() or 0
-        if peak <= self.highest and not gradients:
+        if peak <= self.sampled_peak_bytes and not may_be_largest:
             return
-        self.highest = max(self.highest, peak)
-        with self.pause():
-            self.claim_gradients()
-            self.most_gradient_bytes = max(self.most_gradient_bytes, held_bytes(self.engine, "gradients"))
+        self.sampled_peak_bytes = max(self.sampled_peak_bytes, peak)
+        with self.recorder.pause():
+            self.recorder.claim_gradients()
+            self.peak_gradient_bytes = max(self.peak_gradient_bytes, held_bytes(self.engine, "gradients"))
 
-    def note_peak(self) -> None:
-        peak = self.memory.peak_allocated_bytes()
-        if peak is not None:
-            self.peak_allocated_bytes = max(peak, self.peak_allocated_bytes or 0)
+    def on_collective(self, collective: Collective) -> None:
+        """Claim the buffers of a collective: those of a data-parallel all-gather are gathered parameters."""
+        along_data = is_data_parallel_axis(group_axes(collective.group_ranks, self.layout))
+        # Keys and values are gathered among the same ranks by an operator of autograd's, which is not c10d's.
+        is_c10d = collective.operator.startswith("c10d::")
+        gathered = collective.operation == "all_gather" and along_data and is_c10d
+        role = "gathered" if gathered else "communication"
+        self.recorder.claim(collective.tensors, role, f"{collective.operation} buffers")
 
-    def claim(self, tensors: Iterable[Tensor], role: str, what: str) -> None:
-        if self.history is None:
-            return
-        now = self.log_position()
-        for tensor in tensors:
-            for storage in storages(tensor):
-                if storage.device == self.memory.device.type:  # what is offloaded is not in this memory
-                    self.notes.claim(now, storage.address, role, what)
+    def write_snapshot(self, path: Path) -> None:
+        """Write the step's memory history for torch's viewer."""
+        self.recorder.write_snapshot(path)
 
-    def claim_state(self) -> None:
-        """What is held between steps."""
-        self.claim((piece.local for piece in self.engine.local_shards("optimizer")), "optimizer", "masters and moments")
-        at_rest = (piece.local for piece in self.engine.local_shards("parameters") if piece.state_name != GATHERED)
-        self.claim(at_rest, "parameter", "at rest")
-        self.claim_gradients()
-
-    def claim_gradients(self) -> None:
-        """Gradients, and what modules hold of parameters at this moment: at rest claimed before, else gathered."""
-        pieces = list(self.engine.local_shards("gradients"))
-        self.claim((piece.local for piece in pieces), "gradient", "gradients")
-        in_buckets = {s.address for piece in pieces if piece.state_name == BUCKET for s in storages(piece.local)}
-        if self.history is not None:
-            for address in self.buckets - in_buckets:  # copied out: DDP's buckets hold gradients for a while only
-                self.notes.claim(self.log_position(), address, "gradient", "gradients", held=False)
-        self.buckets = in_buckets
-        parameters = list(self.engine.model.parameters())
-        self.claim(parameters, "gathered", "parameters made whole")
-        for role, what, tensor in self.engine.named_buffers():
-            self.claim([tensor], role, what)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        own = (gradient for gradient in gradients if storage_bytes([gradient]) == element_bytes([gradient]))
-        self.claim(own, "communication", "gradients not yet reduced")
-
-    def on_activation(self, address: int, held: bool) -> None:
-        """An activation, or one no longer."""
-        if self.history is not None and not self.paused:
-            self.notes.claim(self.log_position(), address, "activation", "held for backward", held)
-
-    def on_collective(self, heard: Collective) -> None:
-        along_data = is_data_parallel_axis(group_axes(heard.group_ranks, self.layout))
-        # Keys and values are gathered along such ranks too, by an operator of autograd's.
-        gathered = heard.operation == "all_gather" and along_data and heard.operator.startswith("c10d::")
-        what = f"{heard.operation} buffers"
-        self.claim(heard.tensors, "gathered" if gathered else "communication", what)
-
-    def at_peak(self, timed: AllocationLog | None) -> AtPeak | None:
-        """What filled the peak of the timed steps where their log is given and they were like this one, else of this.
-
-        Raises RuntimeError if the log's peak is not the allocator's.
-        """
-        if self.log is None or not (self.history and self.history.is_whole):
-            return None
-        own = attribute_peak(self.log, self.notes)
-        if self.memory.counts_requests and own.bytes != self.peak_allocated_bytes:
-            raise RuntimeError(f"blocks of {own.bytes} bytes are logged at the peak of {self.peak_allocated_bytes}")
-        found = (attribute_peak_by_example(timed, self.log, self.notes) if timed is not None else None) or own
-        phase = name_at(sorted(self.notes.phases), found.moment, "between")
-        return AtPeak(phase, found.bytes, tuple(part._asdict() for part in found.parts))
-
-    def keep_snapshot(self, path: Path) -> None:
-        if self.history is not None:
-            memory_snapshot.write_snapshot(path, self.history.snapshot(self.notes))
-
-    def result(self, timed: AllocationLog | None) -> ProfiledStep:
-        """`timed` is the log of the fullest of the timed steps."""
+    def result(self, timed_log: AllocationLog | None) -> ProfiledStep:
+        """Return the measurements. `timed_log` is the allocation log of the timed step with the highest peak."""
         return ProfiledStep(
-            self.statistics.found,
-            self.most_gradient_bytes,
-            self.placed_gradients,
-            tuple(sorted(self.gradient_dtypes)),
-            self.activations.most_bytes,
-            self.activations.most_offloaded_bytes,
-            self.recomputations,
-            self.most_in_flight,
-            self.split_backwards,
-            self.flops,
-            self.peak_allocated_bytes,
-            self.at_peak(timed),
-            self.communication.traffic(),
-            tuple(sorted(self.kernels.attention)),
-            tuple(sorted(self.kernels.optimizer)),
-            not self.kernels.activation_functions,
+            gradient_bytes=self.peak_gradient_bytes,
+            gradient_bytes_by_device=self.gradient_bytes_by_device,
+            gradient_dtypes=tuple(sorted(self.gradient_dtypes)),
+            activation_bytes=self.activations.peak_bytes,
+            offloaded_activation_bytes=self.activations.peak_offloaded_bytes,
+            recomputations=self.recomputations,
+            max_in_flight_micro_batches=self.max_in_flight,
+            split_backwards=self.split_backwards,
+            flops=self.flops,
+            peak_allocated_bytes=self.recorder.peak_allocated_bytes,
+            at_peak=self.recorder.at_peak(timed_log),
+            communication=self.communication.traffic(),
+            attention_kernels=tuple(sorted(self.kernels.attention)),
+            optimizers=tuple(sorted(self.kernels.optimizer)),
+            layers_compiled=not self.kernels.activation_functions,
         )
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells the listener of every operator; before a collective too, when gradients about to be reduced are whole."""
+    """A dispatch mode that reports every operator to the listener.
+
+    It also samples gradients before a collective, when gradients that are about to be reduced are whole.
+    """
 
     def __init__(self, listener: StepListener) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -262,24 +181,24 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Else torch would run compiled code operator by operator for as long as somebody listens."""
+        """Return True so that torch does not run compiled code operator by operator while this mode is entered."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # let it come back as the plain operators it is made of
-        listener, kwargs = self.listener, kwargs or {}
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
+            return NotImplemented  # the plain operators that it consists of come here afterwards
+        listener, recorder, kwargs = self.listener, self.listener.recorder, kwargs or {}
         if func.namespace in _COLLECTIVE_NAMESPACES:
-            listener.sample_gradients(gradients=True)
-        began = listener.log_position()
+            listener.sample_gradients(may_be_largest=True)
+        started = recorder.position()
         result = func(*args, **kwargs)
         if func.namespace in _PACKING_NAMESPACES:
-            listener.claim(tensors_in((args, kwargs, result)), "communication", f"{func._schema.name} buffers")
-        listener.flops += 0 if listener.paused else operator_flops(func, args, kwargs, result)
-        listener.on_operator(func._schema.name, began)
+            recorder.claim(_tensor_leaves((args, kwargs, result)), "communication", f"{func._schema.name} buffers")
+        listener.flops += 0 if recorder.is_paused else operator_flops(func, args, kwargs, result)
+        listener.on_operator(func._schema.name, started)
         return result
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensor_leaves(value: Any) -> Iterator[Tensor]:
     leaves: list[Any] = tree_leaves(value)
     return (leaf for leaf in leaves if isinstance(leaf, Tensor))

@@ -1,4 +1,4 @@
-"""Time without waiting: marks set while steps run, read after the last of them."""
+"""Timing of steps without synchronization: marks are set while steps run and read after the last one."""
 
 import time
 from collections import defaultdict
@@ -14,7 +14,7 @@ Mark = float | torch.cuda.Event
 
 
 class DeviceClock:
-    """Marks moments. On a GPU they are events in its stream: nothing waits while steps are timed."""
+    """A clock whose marks on a GPU are events in its stream, so that nothing waits while steps are timed."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -22,6 +22,7 @@ class DeviceClock:
             torch.cuda.synchronize()
 
     def mark(self) -> Mark:
+        """Mark the present moment."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -29,7 +30,7 @@ class DeviceClock:
         return event
 
     def seconds(self, first: Mark, last: Mark) -> float:
-        """Between two marks, of which the later has passed: wait for the device before."""
+        """Return the seconds between two marks. The device must have passed the later one: synchronize before."""
         if isinstance(first, float) or isinstance(last, float):
             assert isinstance(first, float) and isinstance(last, float)
             return last - first
@@ -37,9 +38,9 @@ class DeviceClock:
 
 
 class StepTimes(Listener):
-    """The time of whole steps and of the phases inside them. What a step spends outside its phases it waits.
+    """A listener that times whole steps and the phases inside them. A step waits while it is outside its phases.
 
-    On a CPU a phase includes the collectives it waits for; a pipeline's receives and the global norm lie outside.
+    On a CPU a phase includes the collectives that it waits for; a pipeline's receives and the global norm lie outside.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,25 +49,27 @@ class StepTimes(Listener):
         self.spans: list[tuple[int, str, Mark, Mark]] = []
 
     def mark_step(self) -> None:
-        """Before every step, and after the last."""
+        """Mark a step's boundary: call this before every step and after the last."""
         self.steps.append(self.clock.mark())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        begin = self.clock.mark()
+        """Time a phase of the step."""
+        start = self.clock.mark()
         yield
-        self.spans.append((len(self.steps) - 1, name, begin, self.clock.mark()))
+        self.spans.append((len(self.steps) - 1, name, start, self.clock.mark()))
 
     def step_seconds(self) -> list[float]:
+        """Return the seconds of each step."""
         if self.clock.on_gpu:
             torch.cuda.synchronize()
         return [self.clock.seconds(a, b) for a, b in pairwise(self.steps)]
 
     def phase_seconds(self) -> dict[str, list[float]]:
-        """By phase, one sum a step."""
+        """Return the seconds of each phase, summed per step."""
         if self.clock.on_gpu:
             torch.cuda.synchronize()
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * (len(self.steps) - 1))
-        for step, name, begin, end in self.spans:
-            sums[name][step] += self.clock.seconds(begin, end)
+        for step, name, start, end in self.spans:
+            sums[name][step] += self.clock.seconds(start, end)
         return dict(sums)

@@ -1,12 +1,12 @@
-"""Where a step's time goes between computing and communicating, from torch's own profiler.
+"""The division of a step's time into computing, communicating and waiting, by torch's profiler.
 
-Communication is exposed while a collective is in flight and no operator computes, overlapped while one does: the
-measure of Holistic Trace Analysis. On a GPU both are kernels in their streams; on a CPU operators of the rank's thread
-and the collectives of gloo's threads. Messages between pipeline stages are told apart: they are in flight from the
-moment they are asked for until the other stage comes to them.
+Communication is exposed while a collective is in flight and no operator computes, and overlapped while one does, as
+Holistic Trace Analysis defines it. On a GPU both are kernels in their streams; on a CPU they are operators of the
+rank's thread and collectives of gloo's threads. Messages between pipeline stages are separate: they are in flight from
+their request until the other stage is ready for them.
 
-A kernel belongs to the phase in which it was asked for, by whichever thread. The profiler's own spans on the GPU are
-left aside: they know the kernels of the thread alone that opened them, and backward has another.
+A kernel belongs to the phase in which any thread launched it. The profiler's own spans on the GPU are not used, because
+they include only kernels of the thread that opened them, and backward runs in another thread.
 """
 
 from bisect import bisect_right
@@ -20,50 +20,34 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.measure.intervals import Intervals, difference, intersection, merged_intervals, total_seconds
 from harness.probe import Listener
-from harness.records.schema import OUTSIDE_PHASES
+from harness.records.rank_report import OUTSIDE_PHASES, PhaseShare, TimeBreakdown
 
 STEP_PHASE = "step"
 
-_MARK = "harness."  # before the names of phases, in the profiler's list
+_PREFIX = "harness."  # of phases' names in the profiler's list
 
-_SENDS = ("gloo:", "nccl", "c10d::", "_c10d_functional::", "deepspeed::")
+_COMMUNICATION = ("gloo:", "nccl", "c10d::", "_c10d_functional::", "deepspeed::")
 
 _MESSAGES = ("gloo:send", "gloo:recv", "c10d::send", "c10d::recv", "ncclDevKernel_SendRecv")
 
-_COMPUTES = ("aten::", "fsdp::")  # operators; an autograd node, a phase or a wrapper only contains them
-
-
-class PhaseShare(NamedTuple):
-    """Of one phase of a step: how long it took, and how long it communicated or waited without computing."""
-
-    seconds: float
-    exposed_seconds: float
-    waiting_seconds: float  # on a CPU for messages, on a GPU for any work
-
-
-class TimeBreakdown(NamedTuple):
-    """Of the traced steps together; the phases and the rest make up their seconds."""
-
-    seconds: float
-    phases: dict[str, PhaseShare]
-    overlapped_seconds: float
+_COMPUTATION = ("aten::", "fsdp::")  # operators; autograd nodes, phases and wrappers only contain them
 
 
 class TraceEvent(NamedTuple):
-    """One entry of the profiler's list, in nanoseconds."""
+    """One entry of the profiler's list. Times are in nanoseconds."""
 
     name: str
-    begin: int
+    start: int
     end: int
     on_gpu: bool = False
     thread: int = 0
-    number: int = 0  # of an entry on the CPU
-    asked_by: int = 0  # of an entry on the GPU: the number of the operator that launched it
-    annotation: bool = False  # whoever made the entry with record_function, the harness too
+    correlation_id: int = 0  # of an entry on the CPU
+    launched_by: int = 0  # of an entry on the GPU: the correlation id of the operator that launched it
+    is_annotation: bool = False  # whether record_function made the entry, called by the harness or by anyone else
 
 
 class StepTrace(Listener):
-    """Hears steps with the profiler on; split() is theirs afterwards."""
+    """A listener that profiles steps; breakdown() divides their time afterwards."""
 
     def __init__(self, device: torch.device) -> None:
         activities = [ProfilerActivity.CPU]
@@ -83,11 +67,12 @@ class StepTrace(Listener):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        with record_function(_MARK + name):
+        """Mark a phase in the profiler's list."""
+        with record_function(_PREFIX + name):
             yield
 
-    def split(self) -> TimeBreakdown | None:
-        """None where the profiler saw nothing of the GPU, as where it is not permitted to."""
+    def breakdown(self) -> TimeBreakdown | None:
+        """Return the breakdown, or None if the profiler saw nothing on the GPU, for want of permission for example."""
         assert self.profiler.profiler is not None and self.profiler.profiler.kineto_results is not None
         events = [
             TraceEvent(
@@ -106,44 +91,44 @@ class StepTrace(Listener):
 
 
 def cpu_time_breakdown(events: Sequence[TraceEvent]) -> TimeBreakdown:
-    """Divides traced steps by the operators of the threads that marked them; inside of these, waiting is none."""
-    marks = [event for event in events if event.name.startswith(_MARK)]
+    """Divide traced steps by the operators of the threads that marked them, in which no waiting is counted."""
+    marks = [event for event in events if event.name.startswith(_PREFIX)]
     threads = {mark.thread for mark in marks}
     own = [event for event in events if event.thread in threads]
-    operators = _spans(event for event in own if event.name.startswith(_COMPUTES))
-    computing = difference(operators, _spans(event for event in own if event.name.startswith(_SENDS)))
+    operators = _spans(event for event in own if event.name.startswith(_COMPUTATION))
+    computing = difference(operators, _spans(event for event in own if event.name.startswith(_COMMUNICATION)))
     messages = difference(_spans(event for event in events if event.name.startswith(_MESSAGES)), computing)
-    return _divided(_occurrences(marks), computing, _collectives(events), messages)
+    return _divide(_occurrences(marks), computing, _collectives(events), messages)
 
 
 def gpu_time_breakdown(events: Sequence[TraceEvent]) -> TimeBreakdown | None:
-    """Divides traced steps by kernels; a phase lasts from its first to its last, or to the first of the next."""
-    marks = [event for event in events if event.name.startswith(_MARK) and not event.on_gpu]
-    kernels = [event for event in events if event.on_gpu and not event.annotation]
-    computing = [event for event in kernels if not event.name.startswith(_SENDS)]
-    asked = {event.number: event.begin for event in events if not event.on_gpu}
-    moments = np.array([asked.get(kernel.asked_by, 0) for kernel in computing], np.int64)
-    times = np.array([(kernel.begin, kernel.end) for kernel in computing], np.int64).reshape(-1, 2)
-    found = []
+    """Divide traced steps by kernels. A phase lasts from its first kernel to its last, or to the next phase's first."""
+    marks = [event for event in events if event.name.startswith(_PREFIX) and not event.on_gpu]
+    kernels = [event for event in events if event.on_gpu and not event.is_annotation]
+    computing = [event for event in kernels if not event.name.startswith(_COMMUNICATION)]
+    launched_at = {event.correlation_id: event.start for event in events if not event.on_gpu}
+    moments = np.array([launched_at.get(kernel.launched_by, 0) for kernel in computing], np.int64)
+    times = np.array([(kernel.start, kernel.end) for kernel in computing], np.int64).reshape(-1, 2)
+    phase_marks = []
     for mark in marks:
-        within = times[(moments >= mark.begin) & (moments < mark.end)]
+        within = times[(moments >= mark.start) & (moments < mark.end)]
         if len(within):
-            found.append(mark._replace(begin=int(within[:, 0].min()), end=int(within[:, 1].max())))
-    if not found:
+            phase_marks.append(mark._replace(start=int(within[:, 0].min()), end=int(within[:, 1].max())))
+    if not phase_marks:
         return None
-    phases = _occurrences(found)
-    begins = sorted(begin for name, spans_of in phases.items() if name != STEP_PHASE for begin, _ in spans_of)
-    for name, spans_of in phases.items():
+    phases = _occurrences(phase_marks)
+    starts = sorted(start for name, pairs in phases.items() if name != STEP_PHASE for start, _ in pairs)
+    for name, pairs in phases.items():
         if name != STEP_PHASE:
-            following = ((begin, end, bisect_right(begins, begin)) for begin, end in spans_of)
-            phases[name] = [(a, min([b, *begins[after : after + 1]])) for a, b, after in following]
+            indexed = ((start, end, bisect_right(starts, start)) for start, end in pairs)
+            phases[name] = [(start, min([end, *starts[after : after + 1]])) for start, end, after in indexed]
     busy = merged_intervals((int(a), int(b)) for a, b in times)
     collectives = _collectives(kernels)
     whole = merged_intervals(phases[STEP_PHASE])
-    return _divided(phases, busy, collectives, difference(difference(whole, busy), collectives))
+    return _divide(phases, busy, collectives, difference(difference(whole, busy), collectives))
 
 
-def _divided(
+def _divide(
     phases: Mapping[str, Sequence[tuple[int, int]]], computing: Intervals, collectives: Intervals, waiting: Intervals
 ) -> TimeBreakdown:
     exposed, whole = difference(collectives, computing), merged_intervals(phases[STEP_PHASE])
@@ -165,15 +150,16 @@ def _divided(
 
 
 def _occurrences(marks: Iterable[TraceEvent]) -> dict[str, list[tuple[int, int]]]:
-    found: dict[str, list[tuple[int, int]]] = {}
+    """Return the start and end of every occurrence of each phase."""
+    occurrences: dict[str, list[tuple[int, int]]] = {}
     for mark in marks:
-        found.setdefault(mark.name.removeprefix(_MARK), []).append((mark.begin, mark.end))
-    return found
+        occurrences.setdefault(mark.name.removeprefix(_PREFIX), []).append((mark.start, mark.end))
+    return occurrences
 
 
 def _collectives(events: Iterable[TraceEvent]) -> Intervals:
-    return _spans(e for e in events if e.name.startswith(_SENDS) and not e.name.startswith(_MESSAGES))
+    return _spans(e for e in events if e.name.startswith(_COMMUNICATION) and not e.name.startswith(_MESSAGES))
 
 
 def _spans(events: Iterable[TraceEvent]) -> Intervals:
-    return merged_intervals((event.begin, event.end) for event in events)
+    return merged_intervals((event.start, event.end) for event in events)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-from harness.config.from_dict import from_dict
+from harness.config.command import read_run_config
 from harness.config.schema import RunConfig
 from harness.cost_model.communication import expected_bytes
 from harness.engines.base import Batch, Engine, load_engine
@@ -81,7 +81,7 @@ class Case:
             "data": {"name": "synthetic", "kind": "synthetic"}, "cluster": {"name": "local", "device": "cpu"},
             "train": train, "proof": {}, "tracking": {"name": "none"}, "world_size": self.world,
         }  # fmt: skip
-        config: RunConfig = from_dict(RunConfig, values)
+        config = read_run_config(values)
         return config
 
 
@@ -182,7 +182,7 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         else:
             with profile_step(engine, probe, DeviceMemory(device), config.train.seed, layout) as profiled:
                 results.append(engine.step(batches))
-    seen = profiled.result(timed=None)
+    seen = profiled.result(timed_log=None)
     outcome = started | {
         "losses": [float(result.loss) for result in results if result.loss is not None],
         "norms": [float(result.grad_norm) for result in results],

@@ -24,7 +24,8 @@ from harness.config.schema import StrategyConfig
 from harness.engines.deepspeed.shm_collective import _clear_stale_lock
 from harness.layout.layout import Layout, group_axes, resolve_layout
 from harness.measure.activations import ActivationMeter
-from harness.measure.communication import CommunicationCounter, UncountedCollectiveError, bytes_sent, has_rule
+from harness.measure.collective_rules import has_rule
+from harness.measure.communication import CommunicationCounter, UncountedCollectiveError, bytes_sent
 from harness.measure.memory import DeviceMemory
 from harness.measure.native_allocator import Allocator, build_allocator, load_allocator
 from harness.tensors.storage import storage_bytes
@@ -225,7 +226,7 @@ def held(model: nn.Module, blocks: nn.Module, checkpointed: bool = False) -> int
         block.meter = meter if checkpointed else None  # type: ignore[assignment]
     with meter:
         model(torch.ones(BATCH, HIDDEN)).sum().backward()
-    return meter.most_bytes
+    return meter.peak_bytes
 
 
 def counted(action: Callable[[], object]) -> list[dict[str, Any]]:
@@ -363,7 +364,7 @@ def test_micro_batches_add_up_only_when_they_are_in_flight_together(checkpointed
         with meter:
             for _ in range(3):
                 model(torch.ones(BATCH, HIDDEN)).sum().backward()
-            one_by_one = meter.most_bytes
+            one_by_one = meter.peak_bytes
             losses = [model(torch.ones(BATCH, HIDDEN)).sum() for _ in range(2)]
             for loss in losses:
                 loss.backward()
@@ -372,7 +373,7 @@ def test_micro_batches_add_up_only_when_they_are_in_flight_together(checkpointed
     finally:
         gc.enable()
     assert one_by_one == (CHECKPOINTED if checkpointed else WHOLE)
-    assert meter.most_bytes == (CHECKPOINTED + LAYERS * INPUT_BYTES if checkpointed else 2 * WHOLE)
+    assert meter.peak_bytes == (CHECKPOINTED + LAYERS * INPUT_BYTES if checkpointed else 2 * WHOLE)
 
 
 def test_the_meter_leaves_autograd_as_it_was() -> None:
@@ -388,4 +389,4 @@ def test_the_meter_leaves_autograd_as_it_was() -> None:
         kept.detach().mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             total.backward()  # type: ignore[no-untyped-call]
-    assert meter.most_bytes > 0
+    assert meter.peak_bytes > 0

@@ -12,7 +12,7 @@ from harness.measure.intervals import difference, intersection, merged_intervals
 from harness.measure.time_breakdown import StepTrace, TraceEvent, cpu_time_breakdown, gpu_time_breakdown
 from harness.records.run_folder import RunFolder
 from tests.support import faults
-from tests.support.commands import compose_config, execute_run
+from tests.support.commands import compose, execute_run
 
 Pairs = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
 
@@ -81,7 +81,7 @@ def test_a_matrix_product_hides_a_collective_whatever_it_calls() -> None:
     trace, matrix = StepTrace(torch.device("cpu")), torch.randn(1500, 1500)
     with trace, trace.phase("step"), trace.phase("forward"):
         matrix @ matrix
-    found = trace.split()
+    found = trace.breakdown()
     assert found is not None and trace.profiler.profiler is not None
     results = trace.profiler.profiler.kineto_results
     product = next(event for event in results.events() if event.name() == "aten::mm")
@@ -95,7 +95,7 @@ def test_a_matrix_product_hides_a_collective_whatever_it_calls() -> None:
 
 
 def gpu(name: str, begin: int, end: int, asked_by: int, annotation: bool = False) -> TraceEvent:
-    return TraceEvent(name, begin * MS, end * MS, True, 0, asked_by=asked_by, annotation=annotation)
+    return TraceEvent(name, begin * MS, end * MS, True, 0, launched_by=asked_by, is_annotation=annotation)
 
 
 def launch(number: int, moment: int, thread: int = 1) -> TraceEvent:
@@ -149,10 +149,11 @@ def test_a_profiler_that_sees_no_kernels_tells_nothing() -> None:
 def test_a_rank_that_waits_for_another_communicates_exposed(tmp_path: Path) -> None:
     """Rank 1 sleeps in its forwards; rank 0 waits for it in the synchronisation at the end of backward."""
     small = ("train.global_batch=4", "train.micro_batch=1", "train.seq_len=16", "train.steps=1", "train.warmup_steps=1")
-    config = compose_config(f"results_dir={tmp_path}", "proof.reference=false", "strategy=ddp", "world_size=2", *small)
-    record = execute_run(config, faults.slow_rank)
+    to = (f"results_dir={tmp_path}", "proof.reference=false")
+    config, command = compose(*to, "strategy=ddp", "world_size=2", *small)
+    record = execute_run(config, command, faults.slow_rank)
     assert record["row"]["status"] == "ok", record["row"]["reason"]
-    folder = tmp_path / config.name / record["row"]["run_id"]
+    folder = tmp_path / command.name / record["row"]["run_id"]
     slept = 2 * 2 * faults.SLOW_SECONDS  # two traced steps of two micro-batches
     waiting, sleeping = (rank["traced"]["phases"] for rank in RunFolder(folder).read_rank_reports(2))
     assert waiting["backward"]["exposed_seconds"] > 0.8 * slept > 2 * sleeping["backward"]["exposed_seconds"]

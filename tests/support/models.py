@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import GraphExecGroup
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from harness.config.command import read_run_config
 from harness.config.from_dict import from_dict
 from harness.config.schema import CheckpointingConfig, ModelConfig, PrecisionConfig, RunConfig
 from harness.layout.layout import Layout, resolve_layout
@@ -148,7 +149,7 @@ def run(model: ModelConfig, precision: PrecisionConfig = FP32, checkpointing: st
         "proof": {},
         "tracking": {"name": "none"},
     }
-    config: RunConfig = from_dict(RunConfig, values)
+    config = read_run_config(values)
     return config
 
 
@@ -214,5 +215,5 @@ class Recomputing(Listener):
 class Hearing(Recomputing):
     """Lets the meter see what is kept past autograd too."""
 
-    def kept(self, tensor: Tensor) -> None:
+    def saved_for_recompute(self, tensor: Tensor) -> None:
         self.meter.watch(tensor)

@@ -13,14 +13,9 @@ from hypothesis import strategies as st
 from torch.cuda._memory_viz import trace
 
 from harness.measure import memory_attribution, memory_snapshot
-from harness.measure.memory_attribution import (
-    AllocationLog,
-    OpSpan,
-    StepAnnotations,
-    attribute_peak,
-    attribute_peak_by_example,
-)
-from harness.records import schema
+from harness.measure.allocation_log import AllocationLog, OpSpan, StepAnnotations
+from harness.measure.memory_attribution import attribute_peak, attribute_peak_by_example
+from harness.records.rank_report import MEMORY_ROLES
 
 Line = tuple[int, int]  # address, bytes; negative: freed
 
@@ -44,7 +39,7 @@ def notes() -> StepAnnotations:
     found = StepAnnotations()
     found.claim(2, 1, "parameter", "at rest")
     found.claim(3, 3, "activation", "held")
-    found.claim(7, 3, "activation", "held", held=False)
+    found.claim(7, 3, "activation", "held", is_owned=False)
     found.claim(6, 4, "gradient", "gradients")  # seen after the peak
     found.claim(6, 2, "communication", "bucket")
     found.claim(7, 2, "gradient", "gradients")  # what the bucket holds for a while
@@ -68,12 +63,12 @@ def test_every_block_goes_to_its_role() -> None:
 def test_a_role_is_that_of_the_moment() -> None:
     """Let go of before the peak, an activation is one no longer; a bucket is a gradient while it holds one."""
     told = notes()
-    told.claim(4, 3, "activation", "held", held=False)
+    told.claim(4, 3, "activation", "held", is_owned=False)
     told.claim(3, 2, "gradient", "gradients")
     found = parts(attribute_peak(log_of(STEP, standing=2), told))
     assert found["temporary", "kept since forward"] == 40
     assert found["gradient", "gradients"] == 100 and ("communication", "bucket") not in found
-    told.claim(4, 2, "gradient", "gradients", held=False)
+    told.claim(4, 2, "gradient", "gradients", is_owned=False)
     assert ("gradient", "gradients") in parts(attribute_peak(log_of(STEP, standing=2), told))
     assert parts(attribute_peak(log_of(STEP, standing=2), told))["gradient", "gradients"] == 30
 
@@ -145,10 +140,10 @@ def test_the_parts_are_the_peak(history: tuple[list[Line], int], data: st.DataOb
     lines, standing = history
     told = StepAnnotations()
     for _ in range(data.draw(st.integers(0, 20))):
-        role = data.draw(st.sampled_from(schema.MEMORY_ROLES[:-1]))
+        role = data.draw(st.sampled_from(MEMORY_ROLES[:-1]))
         moment = data.draw(st.integers(standing, len(lines)))  # what stands was there before anybody claims
         address = data.draw(st.integers(1, 30))
-        told.claim(moment, address, role, "x", held=data.draw(st.booleans()))
+        told.claim(moment, address, role, "x", is_owned=data.draw(st.booleans()))
     log = log_of(lines, standing)
     totals = list(itertools.accumulate(size for _, size in lines))
     found = attribute_peak(log, told)
@@ -178,8 +173,8 @@ def test_the_log_of_a_gpu_is_its_allocators() -> None:
     history = memory.begin_log()
     other = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
     told = StepAnnotations()
-    told.claim(history.now(), kept.untyped_storage().data_ptr(), "parameter", "kept")
-    told.claim(history.now(), other.untyped_storage().data_ptr(), "gradient", "other")
+    told.claim(history.position(), kept.untyped_storage().data_ptr(), "parameter", "kept")
+    told.claim(history.position(), other.untyped_storage().data_ptr(), "gradient", "other")
     del other
     found = attribute_peak(history.end(), told)
     sums = {part.role: part.bytes for part in found.parts}

@@ -1,0 +1,92 @@
+"""A log of the blocks of memory that were allocated and freed, and the annotations made beside it."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+class AllocationLog(NamedTuple):
+    """Allocations and frees, in order. The first `initial_count` lines are the blocks that were live at its start."""
+
+    moments: Integers
+    addresses: Integers
+    bytes: Integers  # negative if freed
+    foreign: Integers  # 1 if another thread than Python's requested the block: a communication backend's
+    initial_count: int
+
+
+class Allocation(NamedTuple):
+    """One block's life in a log: the line of its allocation, and the moments of its allocation and its free."""
+
+    line: int
+    address: int
+    allocated_at: int
+    freed_at: int
+
+
+class Ownership(NamedTuple):
+    """The statement that from a moment on a block has a role, or no longer has it. A freed block has no role."""
+
+    moment: int  # of the next line of the log
+    role: str
+    detail: str
+    is_owned: bool
+
+
+class OpSpan(NamedTuple):
+    """An operator or a phase: the lines of the log from the moment `start` until before `end`."""
+
+    start: int
+    end: int
+    name: str
+
+
+@dataclass
+class StepAnnotations:
+    """What is recorded beside the log of a step."""
+
+    claims: dict[int, list[Ownership]] = field(default_factory=lambda: defaultdict(list))  # by address
+    operators: list[OpSpan] = field(default_factory=list)  # in order, not nested
+    phases: list[OpSpan] = field(default_factory=list)  # of the step, in the order in which they end
+    pauses: list[OpSpan] = field(
+        default_factory=list
+    )  # of the measurement itself, excluded from the search for the peak
+
+    def claim(self, moment: int, address: int, role: str, detail: str, is_owned: bool = True) -> None:
+        """Record that from a moment on the block at an address has a role, or no longer has it."""
+        self.claims[address].append(Ownership(moment, role, detail, is_owned))
+
+
+def live_lines(log: AllocationLog, last: int) -> list[int]:
+    """Return the lines of the blocks that are live after the line `last`."""
+    live: dict[int, int] = {}
+    for line, (address, size) in enumerate(zip(log.addresses[: last + 1], log.bytes[: last + 1], strict=True)):
+        if size > 0:
+            live[int(address)] = line
+        else:
+            live.pop(int(address), None)
+    return list(live.values())
+
+
+def free_times(log: AllocationLog) -> list[int]:
+    """Return for every line of an allocation the moment of its free; a block that stays is freed after the log."""
+    freed_at = [int(log.moments[-1]) + 1] * len(log.moments)
+    live: dict[int, int] = {}
+    for line, (address, size) in enumerate(zip(log.addresses, log.bytes, strict=True)):
+        if size > 0:
+            live[int(address)] = line
+        elif int(address) in live:
+            freed_at[live.pop(int(address))] = int(log.moments[line])
+    return freed_at
+
+
+def name_at(spans: Sequence[OpSpan], moment: int, default: str) -> str:
+    """Return the name of the span in which a line of the log was written; `spans` are in order and not nested."""
+    index = bisect_right(spans, moment, key=lambda span: span.start) - 1
+    return spans[index].name if index >= 0 and moment < spans[index].end else default

@@ -1,0 +1,120 @@
+"""Loggers of a device's allocations: the counting allocator's log on a CPU, torch's memory history on CUDA."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from harness.measure import memory_snapshot
+from harness.measure.allocation_log import AllocationLog, StepAnnotations
+from harness.measure.native_allocator import Allocator
+
+_SIGNS = {"alloc": 1, "free_requested": -1}  # actions in torch's history that change what is allocated
+
+
+class AllocationLogger:
+    """A logger that runs from its creation until end()."""
+
+    is_complete = True  # after end(): whether allocations and frees add up to the blocks that are live
+
+    def position(self) -> int:
+        """Return the moment of the next line."""
+        raise NotImplementedError
+
+    def end(self) -> AllocationLog:
+        """Stop logging and return the log."""
+        raise NotImplementedError
+
+    def snapshot(self, annotations: StepAnnotations) -> dict[str, Any]:
+        """Return what was logged, for torch's viewer. Call end() first."""
+        raise NotImplementedError
+
+
+class CpuAllocationLog(AllocationLogger):
+    """A logger of the counting allocator; a moment is the number of a line."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.allocator = allocator
+        allocator.begin_log()
+        self.initial_count = allocator.log_length()
+
+    def position(self) -> int:
+        """Return the number of the next line."""
+        return self.allocator.log_length()
+
+    def end(self) -> AllocationLog:
+        """Stop logging and return the log."""
+        addresses, sizes, foreign = self.allocator.end_log().T
+        self.log = AllocationLog(np.arange(len(addresses)), addresses, sizes, foreign, self.initial_count)
+        return self.log
+
+    def snapshot(self, annotations: StepAnnotations) -> dict[str, Any]:
+        """Return what was logged, for torch's viewer. Call end() first."""
+        return memory_snapshot.snapshot_of_host(self.log, annotations)
+
+
+class CudaAllocationLog(AllocationLogger):
+    """A logger of torch's caching allocator; a moment is a microsecond, and sizes are those requested."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        torch.cuda.memory._record_memory_history("all", context=None)
+        self.started = self.position()
+        self.initial_blocks = self._live_blocks(torch.cuda.memory._snapshot(device))
+
+    def _live_blocks(self, snapshot: dict[str, Any]) -> list[tuple[int, int]]:
+        """Return address and requested bytes of every block in use."""
+        return [
+            (block["address"], block["requested_size"])
+            for segment in snapshot["segments"]
+            if segment["device"] == self.device.index
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        ]
+
+    def position(self) -> int:
+        """Return the present time in microseconds."""
+        return time.time_ns() // 1000
+
+    def end(self) -> AllocationLog:
+        """Stop logging and return the log."""
+        self.final_snapshot: dict[str, Any] = torch.cuda.memory._snapshot(self.device)
+        history: list[dict[str, Any]] = self.final_snapshot["device_traces"][self.device.index]
+        torch.cuda.memory._record_memory_history(None)
+        lines = [(self.started, address, size) for address, size in self.initial_blocks]
+        for entry in history:
+            if entry["action"] in _SIGNS:
+                lines.append((entry["time_us"], entry["addr"], _SIGNS[entry["action"]] * entry["size"]))
+        moments, addresses, sizes = np.array(lines, np.int64).reshape(-1, 3).T
+        self.is_complete = sum(sizes) == sum(size for _, size in self._live_blocks(self.final_snapshot))
+        return AllocationLog(moments, addresses, sizes, np.zeros_like(sizes), len(self.initial_blocks))
+
+    def snapshot(self, annotations: StepAnnotations) -> dict[str, Any]:
+        """Return torch's own snapshot. Call end() first."""
+        return self.final_snapshot
+
+
+class PeakStepLog:
+    """The log of that one of several steps in which the peak last rose; `allocator=None` logs nothing."""
+
+    def __init__(self, allocator: Allocator | None) -> None:
+        self.allocator = allocator
+        self.peak_bytes = 0
+        self.log: AllocationLog | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Log a step, and keep its log if the peak rose in it."""
+        if self.allocator is None:
+            yield
+            return
+        logger = CpuAllocationLog(self.allocator)
+        yield
+        peak_bytes = self.allocator.peak_bytes()
+        if peak_bytes > self.peak_bytes:
+            self.peak_bytes, self.log = peak_bytes, logger.end()
+        else:
+            self.allocator.drop_log()

@@ -1,0 +1,135 @@
+"""The recorder of a profiled step's allocations and of the tensors that they belong to."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from harness.engines.base import Engine
+from harness.measure import memory_snapshot
+from harness.measure.allocation_log import AllocationLog, OpSpan, StepAnnotations, name_at
+from harness.measure.memory import DeviceMemory
+from harness.measure.memory_attribution import attribute_peak, attribute_peak_by_example
+from harness.records.rank_report import AtPeak
+from harness.tensors.shard import BUCKET, GATHERED
+from harness.tensors.storage import element_bytes, storage_bytes, storages
+
+
+class OwnershipRecorder:
+    """A recorder of the allocations of one step between start() and end(), and of claims of their roles.
+
+    Where allocations cannot be logged (a CPU without the counting allocator), claims are ignored.
+    """
+
+    def __init__(self, engine: Engine, memory: DeviceMemory) -> None:
+        self.engine = engine
+        self.memory = memory
+        self.annotations = StepAnnotations()
+        self.gradient_buckets: set[int] = set()  # addresses of buckets that hold gradients
+        self.peak_allocated_bytes: int | None = None
+        self.log: AllocationLog | None = None
+        self.is_paused = False
+
+    def start(self) -> None:
+        """Start to log, and claim the state that is held between steps."""
+        self.memory.reset_peak()
+        self.logger = self.memory.begin_log() if self.memory.can_log else None
+        with self.pause():
+            self._claim_state()
+
+    def end(self) -> None:
+        """Stop to log."""
+        self._update_peak()
+        if self.logger is not None:
+            self.log = self.logger.end()
+
+    def position(self) -> int:
+        """Return the moment of the log's next line."""
+        return self.logger.position() if self.logger is not None else 0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Exclude the measurement's own allocations inside the block from the step's."""
+        self._update_peak()
+        self.is_paused, started = True, self.position()
+        yield
+        self.is_paused, ended = False, self.position()
+        self.memory.reset_peak()
+        if ended > started:
+            self.annotations.pauses.append(OpSpan(started, ended, "measuring"))
+
+    def _update_peak(self) -> None:
+        peak = self.memory.peak_allocated_bytes()
+        if peak is not None:
+            self.peak_allocated_bytes = max(peak, self.peak_allocated_bytes or 0)
+
+    def add_operator(self, name: str, started: int) -> None:
+        """Record an operator that ran since the moment `started`, if it allocated or freed blocks."""
+        position = self.position()
+        if position > started:
+            self.annotations.operators.append(OpSpan(started, position, name))
+
+    def add_phase(self, name: str, started: int) -> None:
+        """Record a phase of the step that ends now."""
+        self.annotations.phases.append(OpSpan(started, self.position(), name))
+
+    def claim(self, tensors: Iterable[Tensor], role: str, detail: str) -> None:
+        """Claim a role for the storages of tensors on this device from now on."""
+        if self.logger is None:
+            return
+        position = self.position()
+        for tensor in tensors:
+            for storage in storages(tensor):
+                if storage.device == self.memory.device.type:  # offloaded tensors are not in this memory
+                    self.annotations.claim(position, storage.address, role, detail)
+
+    def claim_activation(self, address: int, is_saved: bool) -> None:
+        """Record that a storage is saved for backward from now on, or no longer."""
+        if self.logger is not None and not self.is_paused:
+            self.annotations.claim(self.position(), address, "activation", "held for backward", is_saved)
+
+    def _claim_state(self) -> None:
+        optimizer = (shard.local for shard in self.engine.local_shards("optimizer"))
+        self.claim(optimizer, "optimizer", "masters and moments")
+        at_rest = (shard.local for shard in self.engine.local_shards("parameters") if shard.state_name != GATHERED)
+        self.claim(at_rest, "parameter", "at rest")
+        self.claim_gradients()
+
+    def claim_gradients(self) -> None:
+        """Claim gradients, and the modules' present parameters: those not claimed at rest before are gathered."""
+        shards = list(self.engine.local_shards("gradients"))
+        self.claim((shard.local for shard in shards), "gradient", "gradients")
+        buckets = {s.address for shard in shards if shard.state_name == BUCKET for s in storages(shard.local)}
+        if self.logger is not None:
+            for address in self.gradient_buckets - buckets:  # copied out: DDP's buckets hold gradients only for a while
+                self.annotations.claim(self.position(), address, "gradient", "gradients", is_owned=False)
+        self.gradient_buckets = buckets
+        parameters = list(self.engine.model.parameters())
+        self.claim(parameters, "gathered", "parameters made whole")
+        for role, detail, tensor in self.engine.named_buffers():
+            self.claim([tensor], role, detail)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        own = (gradient for gradient in gradients if storage_bytes([gradient]) == element_bytes([gradient]))
+        self.claim(own, "communication", "gradients not yet reduced")
+
+    def at_peak(self, timed_log: AllocationLog | None) -> AtPeak | None:
+        """Return what filled memory at the peak of the timed steps, or else of this step.
+
+        The peak is that of `timed_log` if that is given and its step was like this one. Raise RuntimeError if the peak
+        of this step's log is not the allocator's.
+        """
+        if self.log is None or not (self.logger and self.logger.is_complete):
+            return None
+        own = attribute_peak(self.log, self.annotations)
+        if self.memory.counts_requests and own.bytes != self.peak_allocated_bytes:
+            raise RuntimeError(f"blocks of {own.bytes} bytes are logged at the peak of {self.peak_allocated_bytes}")
+        timed = attribute_peak_by_example(timed_log, self.log, self.annotations) if timed_log is not None else None
+        peak = timed or own
+        phase = name_at(sorted(self.annotations.phases), peak.moment, "between")
+        return AtPeak(phase, peak.bytes, peak.parts)
+
+    def write_snapshot(self, path: Path) -> None:
+        """Write the step's memory history for torch's viewer."""
+        if self.logger is not None:
+            memory_snapshot.write_snapshot(path, self.logger.snapshot(self.annotations))
