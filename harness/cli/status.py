@@ -81,7 +81,7 @@ def command_line(command: CommandFile, is_alive: bool, loaded: LoadedRecords) ->
     count = f"{len(done)} of {len(command.runs)} runs are recorded"
     if not is_alive:
         return f"{name}, has exited: {count}; the same command continues with the others"
-    finished = [(run.cost, seconds) for run in done if (seconds := rows[run.run_id].get("seconds"))]
+    finished = [(run.cost, seconds) for run in done if (seconds := rows[run.run_id].get("duration_seconds"))]
     left = [run.cost for run in command.runs if run not in done]
     estimate = seconds_left(finished, left, command.max_parallel)
     about = f"; about {format_duration(estimate)} left" if estimate and left else ""

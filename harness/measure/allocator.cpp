@@ -1,5 +1,5 @@
-// A CPU allocator for torch that counts requested bytes: those that are live, and the most that ever were. On request it
-// also logs every allocation and free, and refuses allocations that would exceed a limit.
+// A CPU allocator for torch that counts requested bytes: those that are live, and the most that ever were. It can also
+// log every allocation and free, and refuse allocations that would exceed a limit.
 //
 // Each block is preceded by one alignment unit that holds its size and its neighbors in the list of live blocks. So the
 // data pointer keeps torch's alignment of 64 bytes, and a block can be freed by its pointer alone (raw_deleter). The
@@ -58,7 +58,7 @@ struct Blocks {
     if (bytes > limit_bytes - live_bytes) { // live bytes may exceed a limit that was set later
       C10_THROW_ERROR(
           OutOfMemoryError,
-          c10::str(bytes, " bytes of memory asked for, ", live_bytes, " held, of a budget of ", limit_bytes));
+          c10::str(bytes, " bytes requested, ", live_bytes, " allocated, of a budget of ", limit_bytes, " bytes"));
     }
     block->before = newest;
     block->after = nullptr;
@@ -121,8 +121,8 @@ void release(void* data) {
   c10::free_cpu(block);
 }
 
-// Allocate memory. Where torch throws a plain error because a CPU has no memory left, throw torch.OutOfMemoryError as on
-// a GPU, so that the type of the exception identifies a run that ran out of memory.
+// Allocate memory. If none is left, torch throws a plain error on a CPU. Throw torch.OutOfMemoryError as on a GPU, so
+// that the type of the exception identifies a run that ran out of memory.
 void* obtain(std::size_t bytes) {
   try {
     return c10::alloc_cpu(bytes);
@@ -139,7 +139,7 @@ struct CountingAllocator final : c10::Allocator {
     }
     // A size that would overflow is passed on unchanged, so that alloc_cpu rejects it with torch's message.
     const bool fits = bytes <= static_cast<std::size_t>(PTRDIFF_MAX) - kHeaderBytes;
-    // obtain() throws if there is no memory left. Untouched memory costs nothing: what the limit refuses is freed again.
+    // obtain() throws if no memory is left. Untouched memory costs nothing, so what the limit refuses is just freed.
     std::unique_ptr<void, decltype(&c10::free_cpu)> block(obtain(fits ? bytes + kHeaderBytes : bytes), &c10::free_cpu);
     auto* const header = static_cast<Header*>(block.get());
     header->bytes = bytes;

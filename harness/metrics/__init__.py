@@ -1,1 +1,1 @@
-"""A finished run's columns, from what its ranks wrote down: memory, time, bytes, speed."""
+"""The measured columns of a finished run, computed from the reports of its ranks."""

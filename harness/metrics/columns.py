@@ -1,4 +1,4 @@
-"""What the timed steps cost beside device time: processor seconds, host memory, energy."""
+"""The measured columns of a finished run's row, and the entries of its steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,46 +11,58 @@ from harness.metrics.memory import max_known, memory_columns, peak_rank
 from harness.metrics.step_time import bubble_columns, step_seconds, step_time_columns
 from harness.metrics.throughput import throughput_columns
 from harness.metrics.traffic import sent_bytes
-from harness.records.schema import Rank, Row
+from harness.records.rank_report import RankReport
+from harness.records.schema import Row
 
 
-def resource_columns(config: RunConfig, ranks: Sequence[Rank]) -> Row:
-    """Over all ranks: processor seconds a step, joules a token; of the largest process the resident bytes."""
-    used = [rank["used"] for rank in ranks]
-    energies = [each["energy_joules"] for each in used]
-    tokens = config.train.steps * config.train.global_batch * config.train.seq_len
+def measured_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> Row:
+    """Return the measured columns. Memory is the maximum over ranks; a step takes as long as its slowest rank."""
+    time = step_time_columns(layout, ranks)
     return {
-        "cpu_seconds": sum(each["cpu_seconds"] for each in used) / config.train.steps,
-        "peak_host_bytes": max_known(each["peak_host_bytes"] for each in used),
-        "joules_per_token": None if None in energies else sum(energies) / tokens,
-    }
-
-
-def measured_columns(config: RunConfig, layout: Layout, ranks: Sequence[Rank]) -> Row:
-    """The columns of a finished run. Memory is the maximum over ranks; a step is as long as its slowest rank."""
-    losses = mean_losses(ranks)
-    times = step_time_columns(layout, ranks)
-    seen_whole = all(rank["devices"] == 1 for rank in ranks)
-    return {
-        **throughput_columns(config, ranks, times["step_seconds"]),
-        **times,
+        **throughput_columns(config, ranks, time["step_seconds"]),
+        **time,
         **memory_columns(ranks),
         **resource_columns(config, ranks),
         **kernel_columns(config, ranks),
-        "disturbed": disturbance_text(step_seconds(ranks), [rank["used"] for rank in ranks]),
-        "communication_bytes": round(max(map(sent_bytes, ranks))) if seen_whole else None,
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
-        "skipped_steps": max(rank["skipped_steps"] for rank in ranks),
-        "in_flight": max_known(rank["profiled"]["in_flight"] for rank in ranks),
-        "measured_on": peak_rank(ranks)["device_name"],
+        "noise_warning": disturbance_text(step_seconds(ranks), [rank.host_usage for rank in ranks]),
+        "communication_bytes": communication_bytes(ranks),
+        **training_columns(ranks),
+        "max_in_flight_micro_batches": max_known(rank.profiled.max_in_flight_micro_batches for rank in ranks),
+        "measured_on": peak_rank(ranks).device_name,
         **bubble_columns(config, layout, ranks),
     }
 
 
-def step_entries(config: RunConfig, ranks: Sequence[Rank]) -> list[dict[str, Any]]:
-    """One entry a step for steps.jsonl: the world's mean loss, the global gradient norm, the slowest rank's time."""
-    losses, norms = mean_losses(ranks), ranks[0]["grad_norms"]
+def resource_columns(config: RunConfig, ranks: Sequence[RankReport]) -> Row:
+    """Return processor seconds per step and joules per token over all ranks, and the peak memory of any process."""
+    usages = [rank.host_usage for rank in ranks]
+    energies = [usage.energy_joules for usage in usages if usage.energy_joules is not None]
+    tokens = config.train.steps * config.train.global_batch * config.train.seq_len
+    return {
+        "cpu_seconds": sum(usage.cpu_seconds for usage in usages) / config.train.steps,
+        "peak_rss_bytes": max_known(usage.peak_rss_bytes for usage in usages),
+        "joules_per_token": sum(energies) / tokens if len(energies) == len(usages) else None,
+    }
+
+
+def communication_bytes(ranks: Sequence[RankReport]) -> int | None:
+    """Return the most that any rank must send in one step; None where a process drives several devices itself."""
+    return round(max(map(sent_bytes, ranks))) if all(rank.devices == 1 for rank in ranks) else None
+
+
+def training_columns(ranks: Sequence[RankReport]) -> Row:
+    """Return the first and the last loss, and how many steps were skipped because gradients overflowed."""
+    losses = mean_losses(ranks)
+    return {
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "skipped_steps": max(rank.skipped_steps for rank in ranks),
+    }
+
+
+def step_entries(config: RunConfig, ranks: Sequence[RankReport]) -> list[dict[str, Any]]:
+    """Return one entry per step for steps.jsonl: the world's mean loss, the gradient norm, the slowest rank's time."""
+    losses, norms = mean_losses(ranks), ranks[0].grad_norms
     seconds, phases = step_seconds(ranks), step_phases(config)
     times = [None] * config.train.warmup_steps + seconds + [None] * (TRACED_STEPS + PROFILED_STEPS)
     return [
@@ -60,6 +72,7 @@ def step_entries(config: RunConfig, ranks: Sequence[Rank]) -> list[dict[str, Any
 
 
 def step_phases(config: RunConfig) -> list[str]:
+    """Return the phase of the run that each step belongs to, in order."""
     counts = {
         "warm-up": config.train.warmup_steps,
         "timed": config.train.steps,
@@ -69,7 +82,10 @@ def step_phases(config: RunConfig) -> list[str]:
     return [phase for phase, steps in counts.items() for _ in range(steps)]
 
 
-def mean_losses(ranks: Sequence[Rank]) -> list[float | None]:
-    """Of every step over the ranks; None where one is not finite."""
-    by_step = zip(*(rank["losses"] for rank in ranks), strict=True)
-    return [None if None in losses else sum(losses) / len(losses) for losses in by_step]
+def mean_losses(ranks: Sequence[RankReport]) -> list[float | None]:
+    """Return the mean loss of every step over the ranks; None where a rank's loss is not finite."""
+    means: list[float | None] = []
+    for losses in zip(*(rank.losses for rank in ranks), strict=True):
+        finite = [loss for loss in losses if loss is not None]
+        means.append(sum(finite) / len(finite) if len(finite) == len(losses) else None)
+    return means

@@ -1,24 +1,24 @@
-"""Which implementations a run's ranks used, as they heard them."""
+"""The implementations that a run's ranks used."""
 
 from collections.abc import Sequence
 
 from harness.config.schema import RunConfig
-from harness.records.schema import Rank, Row
-
-COMPOSED = "composed"
-
-
-def kernel_columns(config: RunConfig, ranks: Sequence[Rank]) -> Row:
-    found = attention_kernels(config, ranks)
-    return {"attention_kernel": "+".join(found) or None}
+from harness.records.rank_report import COMPOSED, RankReport
+from harness.records.schema import Row
 
 
-def attention_kernels(config: RunConfig, ranks: Sequence[Rank]) -> list[str]:
-    """Of all ranks; what is composed of plain operators is the model's own where it says eager, else torch's math.
+def kernel_columns(config: RunConfig, ranks: Sequence[RankReport]) -> Row:
+    """Return the attention kernel that ran; several are joined by +, and none is empty."""
+    return {"attention_kernel": "+".join(attention_kernels(config, ranks)) or None}
 
-    Compiled, the model's own is inside generated kernels, and no operator of attention is heard; a fused one still is.
+
+def attention_kernels(config: RunConfig, ranks: Sequence[RankReport]) -> list[str]:
+    """Return the attention kernels that any of the ranks ran, sorted.
+
+    Attention composed of plain operators is the model's own where model.attention=eager, else torch's math kernel.
+    A compiled eager attention is part of generated kernels and cannot be observed; a fused kernel still can.
     """
     is_eager = config.model.attention == "eager"
-    unheard = (COMPOSED,) if is_eager and config.train.compile else ()
-    heard = {name for rank in ranks for name in rank["profiled"].get("attention_kernels", ()) or unheard}
-    return sorted(("eager" if is_eager else "math") if name == COMPOSED else name for name in heard)
+    unobserved = (COMPOSED,) if is_eager and config.train.compile else ()
+    names = {name for rank in ranks for name in rank.profiled.attention_kernels or unobserved}
+    return sorted(("eager" if is_eager else "math") if name == COMPOSED else name for name in names)

@@ -1,88 +1,94 @@
-"""Memory over ranks, and what filled the fullest rank at its peak."""
+"""Memory columns: maxima over ranks, and what filled the rank with the highest peak."""
 
 from collections.abc import Iterable, Sequence
 
-from harness.records.schema import MEMORY_ROLES, Rank, Row
+from harness.records.rank_report import MEMORY_ROLES, RankReport
+from harness.records.schema import Row
 
-UNMATCHED = 0.05  # of a peak: beyond that the profiled step tells nothing of the timed ones
+# The share of a peak by which the profiled step may differ from the timed ones and still explain them.
+UNMATCHED = 0.05
 
-ROUNDING = 0.2  # of a peak: requests are rounded to 512 bytes, large blocks not split below 1 MiB; more is no rounding
+# The share of a peak that can be rounding: torch rounds requests to 512 bytes and does not split large blocks below
+# 1 MiB. A larger difference has another reason.
+ROUNDING = 0.2
 
 
-def memory_columns(ranks: Sequence[Rank]) -> Row:
-    """Maxima over ranks; what fills the peak is of the rank where it is highest."""
-    peaked = peak_rank(ranks)
-    # A process that drives several devices does so in threads and copies that the meters do not see.
-    seen_whole = all(rank["devices"] == 1 for rank in ranks)
+def memory_columns(ranks: Sequence[RankReport]) -> Row:
+    """Return maxima over ranks. What fills the peak is told of the rank with the highest peak."""
+    fullest = peak_rank(ranks)
+    # A process that drives several devices does so in threads and with copies that the meters do not observe.
+    is_observed = all(rank.devices == 1 for rank in ranks)
     return {
-        "peak_allocated_bytes": peaked["peak_allocated_bytes"],
-        "peak_reserved_bytes": max_known(rank["peak_reserved_bytes"] for rank in ranks),
-        "peak_rank": None if peaked["peak_allocated_bytes"] is None else peaked["rank"],
-        "parameter_bytes": max_known(rank["parameter_bytes"] for rank in ranks),
-        "gradient_bytes": max_known(rank["profiled"]["gradient_bytes"] for rank in ranks),
-        "optimizer_bytes": max_known(rank["optimizer_bytes"] for rank in ranks),
-        "activation_bytes": max_known(rank["profiled"]["activation_bytes"] for rank in ranks) if seen_whole else None,
+        "peak_allocated_bytes": fullest.peak_allocated_bytes,
+        "peak_reserved_bytes": max_known(rank.peak_reserved_bytes for rank in ranks),
+        "peak_rank": None if fullest.peak_allocated_bytes is None else fullest.rank,
+        "parameter_bytes": max_known(rank.parameter_bytes for rank in ranks),
+        "gradient_bytes": max_known(rank.profiled.gradient_bytes for rank in ranks),
+        "optimizer_bytes": max_known(rank.optimizer_bytes for rank in ranks),
+        "activation_bytes": max_known(rank.profiled.activation_bytes for rank in ranks) if is_observed else None,
         "offloaded_activation_bytes": max_known(offloaded_activation_bytes(rank) for rank in ranks),
         "offloaded_bytes": max_known(offloaded_state_bytes(rank) for rank in ranks),
         "fragmentation_bytes": max_known(fragmentation_bytes(rank) for rank in ranks),
-        "outside_bytes": max_known(rank["outside_bytes"] for rank in ranks),
-        "allocation_retries": sum_known(rank["allocation_retries"] for rank in ranks),
-        "out_of_memory_errors": sum_known(rank["out_of_memory_errors"] for rank in ranks),
-        **(at_peak_columns(peaked) if seen_whole else {}),
+        "non_torch_bytes": max_known(rank.non_torch_bytes for rank in ranks),
+        "num_alloc_retries": sum_known(rank.num_alloc_retries for rank in ranks),
+        "num_ooms": sum_known(rank.num_ooms for rank in ranks),
+        **(at_peak_columns(fullest) if is_observed else {}),
     }
 
 
-def peak_rank(ranks: Sequence[Rank]) -> Rank:
-    """The rank whose peak is highest: with a pipeline often not the last."""
-    return max(ranks, key=lambda rank: rank["peak_allocated_bytes"] or 0)
+def peak_rank(ranks: Sequence[RankReport]) -> RankReport:
+    """Return the rank with the highest peak, which in a pipeline is often not the last."""
+    return max(ranks, key=lambda rank: rank.peak_allocated_bytes or 0)
 
 
-def offloaded_state_bytes(rank: Rank) -> int | None:
-    """Bytes of model state on the host; unknown where the host's memory is the device's."""
-    if rank["device_name"] == "cpu":
+def offloaded_state_bytes(rank: RankReport) -> int | None:
+    """Return the bytes of model state on the host; None where the host's memory is the device's."""
+    if rank.device_name == "cpu":
         return None
-    size: int = sum(bytes_by_device.get("cpu", 0) for bytes_by_device in rank["placed"].values())
-    return size
+    return sum(sizes.get("cpu", 0) for sizes in rank.state_bytes_by_device.values())
 
 
-def offloaded_activation_bytes(rank: Rank) -> int | None:
-    """The most that activation offload held on the host, on a CPU in the same memory; None without it."""
-    size: int = rank["profiled"]["offloaded_activation_bytes"]
-    return size or None
+def offloaded_activation_bytes(rank: RankReport) -> int | None:
+    """Return the most that activation offload held on the host (on a CPU, in the same memory); None without it."""
+    return rank.profiled.offloaded_activation_bytes or None
 
 
-def fragmentation_bytes(rank: Rank) -> int | None:
-    """What the caching allocator took from the device beyond what tensors filled, each at its most."""
-    reserved = rank["peak_reserved_bytes"]
-    return None if reserved is None else reserved - rank["peak_allocated_bytes"]
+def fragmentation_bytes(rank: RankReport) -> int | None:
+    """Return what the caching allocator reserved at its peak beyond what tensors filled at theirs."""
+    if rank.peak_reserved_bytes is None or rank.peak_allocated_bytes is None:
+        return None
+    return rank.peak_reserved_bytes - rank.peak_allocated_bytes
 
 
-def at_peak_columns(rank: Rank) -> Row:
-    """What filled the peak of the timed steps; the parts add up to it.
+def at_peak_columns(rank: RankReport) -> Row:
+    """Return what filled the peak of the timed steps; the parts add up to it.
 
     On CUDA the blocks are those of the profiled step, as they were requested: `rounding` is what torch's allocator
-    adds, `unmatched` what the timed steps' peak is above the profiled one's. Where one of them cannot be, or is much,
-    nothing is said; nor on a CPU, where both must be 0, if the profiled step asked for other blocks.
+    adds, and `unmatched` is how far the timed steps' peak is above the profiled one's. The columns are left out where
+    one of these two is impossible or too large. On a CPU both must be 0, else the profiled step asked for other blocks.
     """
-    found, peak = rank["profiled"]["at_peak"], rank["peak_allocated_bytes"]
-    if found is None:
+    at_peak, peak = rank.profiled.at_peak, rank.peak_allocated_bytes
+    if at_peak is None or peak is None:
         return {}
-    sums = dict.fromkeys(MEMORY_ROLES, 0)
-    for part in found["parts"]:
-        sums[part["role"]] += part["bytes"]
-    on_cuda = rank["peak_reserved_bytes"] is not None
-    sums["rounding"] = rank["profiled"]["peak_allocated_bytes"] - found["bytes"] if on_cuda else 0
-    sums["unmatched"] = peak - sum(sums.values())
-    if abs(sums["unmatched"]) > (UNMATCHED * peak if on_cuda else 0) or not 0 <= sums["rounding"] <= ROUNDING * peak:
+    sizes = dict.fromkeys(MEMORY_ROLES, 0)
+    for part in at_peak.parts:
+        sizes[part.role] += part.bytes
+    on_cuda = rank.peak_reserved_bytes is not None
+    sizes["rounding"] = (rank.profiled.peak_allocated_bytes or 0) - at_peak.bytes if on_cuda else 0
+    sizes["unmatched"] = peak - sum(sizes.values())
+    is_matched = abs(sizes["unmatched"]) <= (UNMATCHED * peak if on_cuda else 0)
+    if not is_matched or not 0 <= sizes["rounding"] <= ROUNDING * peak:
         return {}
-    return {f"at_peak_{name}_bytes": size for name, size in sums.items()} | {"peak_phase": found["phase"]}
+    return {f"at_peak_{name}_bytes": size for name, size in sizes.items()} | {"peak_phase": at_peak.phase}
 
 
 def max_known(values: Iterable[int | None]) -> int | None:
+    """Return the largest of the known values; None if none is known."""
     known = [value for value in values if value is not None]
     return max(known) if known else None
 
 
 def sum_known(values: Iterable[int | None]) -> int | None:
+    """Return the sum of the known values; None if none is known."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None

@@ -1,4 +1,4 @@
-"""What a rank sends: by operation and mesh axis, beside the layout's formula, and what no formula has."""
+"""The bytes that a rank sends: by operation and mesh axis, beside the formula of the layout, and what is beyond it."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -6,39 +6,42 @@ from typing import Any
 
 from harness.cost_model.communication import LAYOUT
 from harness.layout.layout import Layout, group_axes
-from harness.records.schema import Rank
+from harness.records.rank_report import RankReport
 
 
-def rank_sending_most(ranks: Sequence[Rank]) -> Rank:
-    """The rank that sends most."""
+def rank_sending_most(ranks: Sequence[RankReport]) -> RankReport:
+    """Return the rank that sends most in a step."""
     return max(ranks, key=sent_bytes)
 
 
-def sent_bytes(rank: Rank) -> float:
-    total: float = sum(entry["bytes_sent"] for entry in rank["profiled"]["communication"])
-    return total
+def sent_bytes(rank: RankReport) -> float:
+    """Return the bytes that a rank must send in a step."""
+    return sum(traffic.bytes_sent for traffic in rank.profiled.communication)
 
 
-def communication_entries(layout: Layout, rank: Rank) -> list[dict[str, Any]]:
-    """What one rank sends in a step, by operation, mesh axis, width and purpose; sizes are the bytes a call moves."""
+def communication_entries(layout: Layout, rank: RankReport) -> list[dict[str, Any]]:
+    """Return what one rank sends in a step by operation, mesh axis, dtype and purpose.
+
+    `sizes` maps the bytes that a call moved to the number of such calls.
+    """
     return [
         {
-            "operation": entry["operation"],
-            "axis": group_axes(entry["group_ranks"], layout),
-            "dtype": entry["dtype"],
-            "purpose": entry["purpose"],
-            "bytes": entry["bytes_sent"],
-            "count": entry["count"],
-            "sizes": entry["sizes"],
+            "operation": traffic.operation,
+            "axis": group_axes(traffic.group_ranks, layout),
+            "dtype": traffic.dtype,
+            "purpose": traffic.purpose,
+            "bytes": traffic.bytes_sent,
+            "count": traffic.count,
+            "sizes": traffic.sizes,
         }
-        for entry in rank["profiled"]["communication"]
+        for traffic in rank.profiled.communication
     ]
 
 
-def bytes_by_axis(layout: Layout, rank: Rank, expected: Mapping[str, float]) -> list[dict[str, Any]]:
-    """One entry an axis: bytes that the layout moves, the formula's, and by caller what is outside of it.
+def bytes_by_axis(layout: Layout, rank: RankReport, expected: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return one entry per mesh axis: the layout's bytes, the formula's, and those of other senders by their name.
 
-    `expected` is by axis, or by axis and operation, as harness.plan.communication gives it.
+    `expected` is keyed by axis, or by axis and operation, as harness.cost_model.communication returns it.
     """
     sent: dict[str, float] = defaultdict(float)
     formula: dict[str, float] = defaultdict(float)
@@ -50,9 +53,8 @@ def bytes_by_axis(layout: Layout, rank: Rank, expected: Mapping[str, float]) -> 
             outside[entry["axis"]][f"{entry['purpose']} {entry['operation']}"] += entry["bytes"]
     for key, size in expected.items():
         formula[key.split(" ")[0]] += size
-    axes = sorted({axis for found in (sent, formula, outside) for axis in found})
     entries = [
         {"axis": axis, "bytes": sent[axis], "formula_bytes": formula[axis], "outside": dict(outside[axis])}
-        for axis in axes
+        for axis in sorted({*sent, *formula, *outside})
     ]
     return [entry for entry in entries if entry["bytes"] or entry["formula_bytes"] or entry["outside"]]

@@ -1,4 +1,4 @@
-"""Whether a run trained the same thing: its losses and gradients against those of a single process."""
+"""The proof that a run trained the same: its losses and gradients against those of a single process."""
 
 import math
 from collections import defaultdict
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from harness.layout.layout import Layout
-from harness.records.schema import Box, Rank
+from harness.records.rank_report import Box, RankReport, TensorFingerprint
 
-SAME = 1e-6  # relative; what the same operations on the same numbers may differ by
+SAME_TOLERANCE = 1e-6  # relative; the same operations on the same numbers may differ by this
 
-ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # relative, of one operation
+ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # the relative error of one operation
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """The largest relative differences from the reference, and what differs most."""
+    """The largest relative differences from the reference, and where they are."""
 
     loss: float
     loss_where: str
@@ -24,19 +24,19 @@ class Deviation:
     gradient_where: str
 
 
-def deviation(reference: Rank, ranks: Sequence[Rank], compute: str) -> Deviation:
-    """Compares every step's loss and gradient norm, and every parameter's gradient at the first and last step.
+def compare_training(reference: RankReport, ranks: Sequence[RankReport], compute: str) -> Deviation:
+    """Compare every step's loss and gradient norm, and every parameter's gradient at the first and last step.
 
-    Copies of a gradient are compared one by one, never averaged: averaging would hide ranks that never synchronised.
-    At the first step all start from the same weights. At the last these differ by what was rounded on the way in the
-    width of `compute`, and a gradient far below the others (of queries and keys that attend evenly) by more than it is.
+    Copies of a gradient are compared one by one: averages would hide that ranks never synchronized. At the first step
+    all start from the same weights. At the last the weights differ by the rounding errors of `compute`, and a gradient
+    far smaller than the others (of queries and keys with uniform attention) may differ by more than its own size.
     """
     losses = [
-        (_relative(_mean(rank["losses"][step] for rank in ranks), expected), f"step {step}")
-        for step, expected in enumerate(reference["losses"])
+        (_relative(_mean(rank.losses[step] for rank in ranks), expected), f"step {step}")
+        for step, expected in enumerate(reference.losses)
     ]
     gradients = [
-        (_relative(norm, expected), f"global norm at step {step}, rank {rank['rank']}")
+        (_relative(norm, expected), f"global norm at step {step}, rank {rank.rank}")
         for rank in ranks
         for step, (norm, expected) in enumerate(zip(_norms(rank), _norms(reference), strict=True))
     ]
@@ -47,127 +47,144 @@ def deviation(reference: Rank, ranks: Sequence[Rank], compute: str) -> Deviation
     return Deviation(loss, loss_where, gradient, gradient_where)
 
 
-def cross_rank_mismatches(layout: Layout, ranks: Sequence[Rank]) -> list[str]:
-    """Where ranks differ in what must be one: the norm, the loss of the same data, copies of trained parameters."""
-    said: dict[tuple[str, str], list[list[float | None]]] = defaultdict(list)
+def cross_rank_mismatches(layout: Layout, ranks: Sequence[RankReport]) -> list[str]:
+    """Return what differs between ranks and must not: the norm, the loss of the same data, copies of parameters."""
+    values: dict[tuple[str, str], list[Sequence[float | None]]] = defaultdict(list)
     for rank in ranks:
-        said["the global gradient norm", ""].append(_norms(rank))
-        said["the loss of the same data", str(layout.data_rank(rank["rank"]))].append(rank["losses"])
-        for kind in ("parameter", "master"):
-            for name, _, box, square, product in rank[f"last_{kind}s"]:
-                said[f"the {kind} of {name}", str(box)].append([square, product])
+        values["the global gradient norm", ""].append(_norms(rank))
+        values["the loss of the same data", str(layout.data_rank(rank.rank))].append(rank.losses)
+        for kind, fingerprints in (("parameter", rank.last_parameters), ("master", rank.last_masters)):
+            for name, _, box, square, projection in fingerprints:
+                values[f"the {kind} of {name}", str(box)].append([square, projection])
     return [
-        f"{what} is not the same on all ranks that have it"
-        for (what, _), lists in said.items()
-        if any(_relative(a, b) > SAME for other in lists[1:] for a, b in zip(lists[0], other, strict=True))
+        f"{quantity} is not the same on all ranks that have it"
+        for (quantity, _), lists in values.items()
+        if any(_relative(a, b) > SAME_TOLERANCE for other in lists[1:] for a, b in zip(lists[0], other, strict=True))
     ]
 
 
-def overflow_problems(reference: Rank, ranks: Sequence[Rank]) -> list[str]:
-    """Whether other steps were left out than in the reference: sums that are cut otherwise overflow later."""
-    found, expected = ranks[0]["skipped_steps"], reference["skipped_steps"]
-    if found == expected:
+def overflow_problems(reference: RankReport, ranks: Sequence[RankReport]) -> list[str]:
+    """Return whether other steps were skipped than in the reference: sums over smaller parts overflow later."""
+    skipped, expected = ranks[0].skipped_steps, reference.skipped_steps
+    if skipped == expected:
         return []
     return [
-        f"{found} steps were left out because gradients overflowed, {expected} of the single process: choose a smaller"
-        " precision.initial_loss_scale to compare them"
+        f"{skipped} steps were skipped because gradients overflowed, and {expected} by the single process: choose a"
+        " smaller precision.initial_loss_scale to compare them"
     ]
 
 
-def dropout_rng_problems(layout: Layout, ranks: Sequence[Rank]) -> list[str]:
-    """Whether dropout's masks are one where ranks share what is dropped, and differ where they do not."""
-    alone = ("pp", "dp_replicate", "dp_shard", "cp", *(["tp"] if layout.sequence_parallel else []))
+def dropout_rng_problems(layout: Layout, ranks: Sequence[RankReport]) -> list[str]:
+    """Return where ranks that share activations drew different dropout masks, and where others drew the same."""
+    separate_axes = ("pp", "dp_replicate", "dp_shard", "cp", *(["tp"] if layout.sequence_parallel else []))
     by_seed: dict[int, set[tuple[int, ...]]] = defaultdict(set)
-    by_place: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    by_coordinates: dict[tuple[int, ...], set[int]] = defaultdict(set)
     for rank in ranks:
-        place = tuple(layout.coordinates(rank["rank"])[axis] for axis in alone)
-        by_seed[rank["masks_seed"]].add(place)
-        by_place[place].add(rank["masks_seed"])
+        coordinates = tuple(layout.coordinates(rank.rank)[axis] for axis in separate_axes)
+        by_seed[rank.dropout_seed or 0].add(coordinates)
+        by_coordinates[coordinates].add(rank.dropout_seed or 0)
     problems = []
-    if any(len(seeds) > 1 for seeds in by_place.values()):
-        problems.append("dropout: ranks that share what they drop drew their masks from different seeds")
-    if any(len(places) > 1 for places in by_seed.values()):
-        problems.append("dropout: ranks with data, layers or parts of their own drew the same masks")
-    shares_sequence = layout.tp > 1 and not layout.sequence_parallel
+    if any(len(seeds) > 1 for seeds in by_coordinates.values()):
+        problems.append("dropout: ranks that share activations drew their masks from different seeds")
+    if any(len(coordinates) > 1 for coordinates in by_seed.values()):
+        problems.append("dropout: ranks with different data, layers or parts of the sequence drew the same masks")
+    shares_sequence = layout.tp_enabled and not layout.sequence_parallel
     for rank in ranks:
-        own = [layout.coordinates(rank["rank"])["tp"]] if shares_sequence else [None]
-        if rank["masks_ranks"] != own:
-            problems.append(f"dropout: heads of rank {rank['rank']} drew masks as of {rank['masks_ranks']}, not {own}")
+        expected = [layout.coordinates(rank.rank)["tp"]] if shares_sequence else [None]
+        if list(rank.dropout_rng_ranks) != expected:
+            problems.append(
+                f"dropout: the heads of rank {rank.rank} drew the masks of tensor-parallel ranks"
+                f" {list(rank.dropout_rng_ranks)}, and {expected} are expected"
+            )
     return problems
 
 
-def deviation_problems(found: Deviation, limits: Mapping[str, float]) -> list[str]:
-    """Which of loss and gradient is above its limit, or not a number at all."""
-    found_of = {"loss": (found.loss, found.loss_where), "gradient": (found.gradient, found.gradient_where)}
+def deviation_problems(deviation: Deviation, limits: Mapping[str, float]) -> list[str]:
+    """Return which of the deviations of loss and gradient is above its limit, or is not a number."""
+    deviations = {
+        "loss": (deviation.loss, deviation.loss_where),
+        "gradient": (deviation.gradient, deviation.gradient_where),
+    }
     return [
-        f"{what} deviates by {found_of[what][0]:.2e} ({found_of[what][1]}), above the bound of {limit:g}"
-        for what, limit in limits.items()
-        if not found_of[what][0] <= limit
+        f"{quantity} deviates by {deviations[quantity][0]:.2e} ({deviations[quantity][1]}), above the bound of"
+        f" {limit:g}"
+        for quantity, limit in limits.items()
+        if not deviations[quantity][0] <= limit
     ]
 
 
 def _gradient_deviations(
-    moment: str, reference: Rank, ranks: Sequence[Rank], rounding: float
+    moment: str, reference: RankReport, ranks: Sequence[RankReport], rounding: float
 ) -> Iterator[tuple[float, str]]:
-    """Relative to the reference's norm of the parameter, of a bias to that of weight and bias together.
+    """Yield the deviation of every parameter's gradient, and where it is.
 
-    A bias's gradient may be rounding alone: the softmax of attention knows no shift, so a key's bias has none. For the
-    same reason a norm counts as no smaller than `rounding` of one of that many elements of the average size.
+    It is relative to the reference's norm of the parameter, for a bias to the norm of weight and bias together: a
+    bias's gradient may be nothing but rounding errors, as a key's is, because softmax does not change with a shift. For
+    the same reason a norm counts as no smaller than `rounding` of that of as many elements of the average size.
     """
-    whole = {name: (math.sqrt(square), product) for name, _, _, square, product in reference[moment]}
-    elements = {name: math.prod(stop - start for start, stop in box) for name, _, box, _, _ in reference[moment]}
+    entries = _fingerprints(moment, reference)
+    whole = {name: (math.sqrt(_or_nan(square)), _or_nan(projection)) for name, _, _, square, projection in entries}
+    elements = {name: math.prod(stop - start for start, stop in box) for name, _, box, _, _ in entries}
     average = math.hypot(*(norm for norm, _ in whole.values())) / math.sqrt(sum(elements.values()))
     for name, copies in _copies(moment, ranks).items():
         if name not in whole:
             yield math.inf, f"{name} is not in the reference"
             continue
-        norm, product = whole[name]
-        module, _, what = name.rpartition(".")
-        beside = whole.get(f"{module}.weight", (0.0, 0.0))[0] if what == "bias" else 0.0
+        norm, projection = whole[name]
+        module, _, leaf = name.rpartition(".")
+        weight_norm = whole.get(f"{module}.weight", (0.0, 0.0))[0] if leaf == "bias" else 0.0
         least = rounding * average * math.sqrt(elements[name])
-        scale = max(math.hypot(norm, beside), least) or 1.0
-        for square_sum, product_sum in copies:
-            of = f"{name}'s {moment.replace('_', ' ')}"
-            yield _guarded(abs(math.sqrt(square_sum) - norm) / scale), f"norm of {of}"
-            yield _guarded(abs(product_sum - product) / scale), f"direction of {of}"
-    for name in whole.keys() - {entry[0] for rank in ranks for entry in rank[moment]}:
+        scale = max(math.hypot(norm, weight_norm), least) or 1.0
+        for square_sum, projection_sum in copies:
+            tensor = f"{name}'s {moment.replace('_', ' ')}"
+            yield _nan_to_inf(abs(math.sqrt(square_sum) - norm) / scale), f"norm of {tensor}"
+            yield _nan_to_inf(abs(projection_sum - projection) / scale), f"direction of {tensor}"
+    for name in whole.keys() - {entry.name for rank in ranks for entry in _fingerprints(moment, rank)}:
         yield math.inf, f"{name} has no gradient"
 
 
-def _copies(moment: str, ranks: Sequence[Rank]) -> dict[str, list[tuple[float, float]]]:
-    """By parameter, (sum of squares, projection) of each whole copy of its gradient that the ranks hold together."""
+def _fingerprints(moment: str, rank: RankReport) -> Sequence[TensorFingerprint]:
+    fingerprints: Sequence[TensorFingerprint] = getattr(rank, moment)
+    return fingerprints
+
+
+def _copies(moment: str, ranks: Sequence[RankReport]) -> dict[str, list[tuple[float, float]]]:
+    """Return by parameter the (sum of squares, projection) of each whole copy that the ranks hold together."""
     by_box: dict[str, dict[Box, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for rank in ranks:
-        for name, _, box, square, product in rank[moment]:
-            finite = (math.nan if square is None else square, math.nan if product is None else product)
+        for name, _, box, square, projection in _fingerprints(moment, rank):
             if all(start < stop for start, stop in box):  # an empty box may be on several ranks
-                by_box[name][tuple(map(tuple, box))].append(finite)
-    return {name: _put_together(list(boxes.values())) for name, boxes in by_box.items()}
+                by_box[name][box].append((_or_nan(square), _or_nan(projection)))
+    return {name: _combine_shards(list(boxes.values())) for name, boxes in by_box.items()}
 
 
-def _put_together(boxes: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """Whole copies, of every box one each; what one box has oftener than another is part of none, and not a number."""
+def _combine_shards(boxes: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """Return whole copies, each made of one shard per box. A copy with a missing shard is not a number."""
     missing = (math.nan, math.nan)
     whole = zip_longest(*boxes, fillvalue=missing)
-    return [(math.fsum(square for square, _ in copy), math.fsum(product for _, product in copy)) for copy in whole]
+    return [(math.fsum(square for square, _ in copy), math.fsum(value for _, value in copy)) for copy in whole]
 
 
-def _norms(rank: Rank) -> list[float | None]:
-    """Of the gradient at every step; 0 where it overflowed and the step was left out."""
-    return [0.0 if norm is None and rank["skipped_steps"] else norm for norm in rank["grad_norms"]]
+def _norms(rank: RankReport) -> list[float | None]:
+    """Return the gradient norm at every step; 0 where it overflowed and the step was skipped."""
+    return [0.0 if norm is None and rank.skipped_steps else norm for norm in rank.grad_norms]
 
 
 def _mean(values: Iterable[float | None]) -> float:
-    """Not a number if one is none."""
-    each = [math.nan if value is None else value for value in values]
-    return sum(each) / len(each) if each else math.nan
+    """Return the mean; not a number if a value is None."""
+    numbers = [_or_nan(value) for value in values]
+    return sum(numbers) / len(numbers) if numbers else math.nan
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _relative(value: float | None, expected: float | None) -> float:
-    if value is None or expected is None:  # how JSON keeps what is not finite
+    if value is None or expected is None:  # a value that was not finite is null in JSON
         return math.inf
-    return _guarded(abs(value - expected) / abs(expected) if expected else abs(value))
+    return _nan_to_inf(abs(value - expected) / abs(expected) if expected else abs(value))
 
 
-def _guarded(difference: float) -> float:
+def _nan_to_inf(difference: float) -> float:
     return math.inf if math.isnan(difference) else difference

@@ -1,10 +1,12 @@
-"""Whether a finished run may have figures: it proves itself, or it is an error that says what is not proven."""
+"""The verdict on a finished run: it is proven and has figures, or it is an error that says what is not proven."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from harness.config.command import ProofConfig
 from harness.config.schema import RunConfig
 from harness.cost_model.communication import expected_bytes
 from harness.layout.layout import Layout
@@ -15,7 +17,7 @@ from harness.metrics.traffic import bytes_by_axis, communication_entries, rank_s
 from harness.proof.layout import (
     build_peak_problems,
     gradient_problems,
-    layout_problems,
+    ownership_problems,
     placement_problems,
     width_problems,
 )
@@ -29,75 +31,140 @@ from harness.proof.step import (
     volume_problems,
 )
 from harness.proof.training import (
+    Deviation,
+    compare_training,
     cross_rank_mismatches,
-    deviation,
     deviation_problems,
     dropout_rng_problems,
     overflow_problems,
 )
-from harness.records.schema import Rank
+from harness.records.rank_report import RankReport
+from harness.records.schema import Row
 
-Values = dict[str, Any]
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run whose ranks all came to their end: what they were to do, and what they report."""
+
+    config: RunConfig
+    bounds: ProofConfig
+    layout: Layout
+    widths: StateWidths
+    ranks: Sequence[RankReport]
+    reference: RankReport | None  # the report of the single process that trained the same
+    reference_note: str  # what the run was compared with, or why it was not
+    expected_bytes: Sequence[dict[str, float]] = field(default=())  # that each rank sends in the papers
 
 
 def verify_run(
-    config: RunConfig, layout: Layout, widths: StateWidths, ranks: Sequence[Rank], reference: Rank | None, word: str
-) -> tuple[Values, Values]:
-    """Columns of the row, and what else belongs in the record. `word` says what became of the reference."""
-    layout_faults = layout_problems(config.model, layout, ranks, config.strategy.literature)
-    layout_faults += width_problems(widths, config.precision, ranks)
-    layout_faults += placement_problems(layout, ranks)
-    layout_faults += build_peak_problems(config.model, layout, widths, ranks)
-    if config.strategy.literature:
-        layout_faults += gradient_problems(config.model, layout, widths, ranks)
-    expected = [expected_bytes(config, layout, widths, rank["rank"]) for rank in ranks]
-    problems = layout_faults + flops_problems(config, layout, widths, ranks)
-    problems += kernel_problems(config, ranks)
-    problems += work_problems(config, layout, ranks, expected)
-    problems += cross_rank_mismatches(layout, ranks)
-    problems += dropout_rng_problems(layout, ranks) if config.model.dropout else []
-    proven: Values = {"layout": "failed" if layout_faults else "proven", "reference": word}
-    proven |= {"expected_communication_bytes": expected}
-    columns: Values = {}
-    if reference is not None:
-        found = deviation(reference, ranks, config.precision.compute)
-        bounds = {"loss": config.proof.loss_bound, "gradient": config.proof.grad_bound}
-        limits = {what: bound[config.precision.name] for what, bound in bounds.items()}
-        problems += overflow_problems(reference, ranks)
-        problems += deviation_problems(found, limits)
-        proven |= dataclasses.asdict(found) | {f"{what}_bound": limit for what, limit in limits.items()}
-        columns = {"loss_deviation": _finite(found.loss), "grad_deviation": _finite(found.gradient)}
-    losses = mean_losses(ranks)
-    if None in losses:  # said first: other problems follow from it
-        step = losses.index(None)
-        columns["phase"] = step_phases(config)[step]
-        problems.insert(0, f"the loss is not finite from step {step} on, in {columns['phase']}")
+    config: RunConfig,
+    bounds: ProofConfig,
+    layout: Layout,
+    widths: StateWidths,
+    ranks: Sequence[RankReport],
+    reference: RankReport | None,
+    reference_note: str,
+) -> tuple[Row, dict[str, Any]]:
+    """Return the columns of the row, and the other parts of the record, of a run that is proven or an error."""
+    expected = [expected_bytes(config, layout, widths, rank.rank) for rank in ranks]
+    run = FinishedRun(config, bounds, layout, widths, ranks, reference, reference_note, expected)
+    deviation = None if reference is None else compare_training(reference, ranks, config.precision.compute)
+    layout_problems = prove_layout(run)
+    problems = layout_problems + prove_steps(run) + prove_ranks_agree(run) + prove_training(run, deviation)
+    proof = proof_entry(run, layout_problems, deviation)
+    columns = deviation_columns(deviation)
+    step = first_step_without_loss(ranks)
+    if step is not None:  # the first problem, since others follow from it
+        columns["failed_in_phase"] = step_phases(config)[step]
+        problems.insert(0, f"the loss is not finite from step {step} on, in {columns['failed_in_phase']}")
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         columns |= {"status": "error", "reason": f"not proven: {problems[0]}{more}"}
-        return columns, {"proof": proven | {"problems": problems}}
+        return columns, {"proof": proof | {"problems": problems}}
     columns |= {"status": "ok", "reason": ""} | measured_columns(config, layout, ranks)
-    return columns, {
-        "proof": proven,
-        "communication": communication_entries(layout, rank_sending_most(ranks)),
-        "traffic": bytes_by_axis(layout, rank_sending_most(ranks), expected[ranks.index(rank_sending_most(ranks))]),
-        "pipeline": pipeline_entries(config, layout, ranks),
-        "steps": step_entries(config, ranks),
+    return columns, {"proof": proof} | evidence(run)
+
+
+def prove_layout(run: FinishedRun) -> list[str]:
+    """Return where the ranks hold other state than the layout's, of another width, or on another device."""
+    config, layout, widths, ranks = run.config, run.layout, run.widths, run.ranks
+    problems = ownership_problems(config.model, layout, ranks, config.strategy.literature)
+    problems += width_problems(widths, config.precision, ranks)
+    problems += placement_problems(layout, ranks)
+    problems += build_peak_problems(config.model, layout, widths, ranks)
+    if config.strategy.literature:
+        problems += gradient_problems(config.model, layout, widths, ranks)
+    return problems
+
+
+def prove_steps(run: FinishedRun) -> list[str]:
+    """Return where a step did other work than the layout's."""
+    problems = flops_problems(run.config, run.layout, run.widths, run.ranks)
+    problems += kernel_problems(run.config, run.ranks)
+    for rank, volume in zip(run.ranks, run.expected_bytes, strict=True):
+        problems += checkpointing_problems(run.config, run.layout, rank)
+        problems += compile_problems(run.config, rank)
+        problems += offload_problems(run.config, run.layout, rank)
+        problems += schedule_problems(run.config, run.layout, rank)
+        if run.config.strategy.literature:
+            problems += volume_problems(run.layout, rank, volume)
+    return problems
+
+
+def prove_ranks_agree(run: FinishedRun) -> list[str]:
+    """Return where ranks differ that must not, and where dropout masks are the same that must differ."""
+    problems = cross_rank_mismatches(run.layout, run.ranks)
+    return problems + (dropout_rng_problems(run.layout, run.ranks) if run.config.model.dropout else [])
+
+
+def prove_training(run: FinishedRun, deviation: Deviation | None) -> list[str]:
+    """Return where the run trained something else than the reference; nothing without a reference."""
+    if run.reference is None or deviation is None:
+        return []
+    return overflow_problems(run.reference, run.ranks) + deviation_problems(deviation, deviation_limits(run))
+
+
+def deviation_limits(run: FinishedRun) -> dict[str, float]:
+    """Return the largest allowed deviations of loss and gradient for this precision."""
+    bounds = {"loss": run.bounds.loss_bound, "gradient": run.bounds.grad_bound}
+    return {quantity: bound[run.config.precision.name] for quantity, bound in bounds.items()}
+
+
+def deviation_columns(deviation: Deviation | None) -> Row:
+    """Return the columns of the deviations from the reference; a deviation that is not finite is empty."""
+    if deviation is None:
+        return {}
+    return {"loss_deviation": _finite(deviation.loss), "grad_deviation": _finite(deviation.gradient)}
+
+
+def proof_entry(run: FinishedRun, layout_problems: Sequence[str], deviation: Deviation | None) -> dict[str, Any]:
+    """Return the record's part on the proof."""
+    entry: dict[str, Any] = {
+        "layout": "failed" if layout_problems else "proven",
+        "reference": run.reference_note,
+        "expected_communication_bytes": run.expected_bytes,
+    }
+    if deviation is not None:
+        limits = deviation_limits(run)
+        entry |= dataclasses.asdict(deviation) | {f"{quantity}_bound": limit for quantity, limit in limits.items()}
+    return entry
+
+
+def evidence(run: FinishedRun) -> dict[str, Any]:
+    """Return the record's parts that only a proven run has: traffic, pipeline and steps."""
+    sender = rank_sending_most(run.ranks)
+    return {
+        "communication": communication_entries(run.layout, sender),
+        "traffic": bytes_by_axis(run.layout, sender, run.expected_bytes[run.ranks.index(sender)]),
+        "pipeline": pipeline_entries(run.config, run.layout, run.ranks),
+        "steps": step_entries(run.config, run.ranks),
     }
 
 
-def work_problems(
-    config: RunConfig, layout: Layout, ranks: Sequence[Rank], expected: Sequence[dict[str, float]]
-) -> list[str]:
-    problems = []
-    for rank, expected_bytes_of_rank in zip(ranks, expected, strict=True):
-        problems += checkpointing_problems(config, layout, rank)
-        problems += compile_problems(config, rank)
-        problems += offload_problems(config, layout, rank)
-        problems += schedule_problems(config, layout, rank)
-        if config.strategy.literature:
-            problems += volume_problems(layout, rank, expected_bytes_of_rank)
-    return problems
+def first_step_without_loss(ranks: Sequence[RankReport]) -> int | None:
+    """Return the first step whose loss is not finite, or None."""
+    losses = mean_losses(ranks)
+    return losses.index(None) if None in losses else None
 
 
 def _finite(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""How far a rank is and what it holds, in a small file of its own: it outlives the rank, however that ends."""
+"""The heartbeat of a rank: its progress and memory, in a small file that outlives the rank, however that ends."""
 
 import contextlib
 import json
@@ -12,30 +12,34 @@ import psutil
 
 from harness.records.run_folder import RunFolder
 
-SAMPLE_SECONDS = 0.2  # between two looks at memory within a phase: they cost more than the line they are written on
+SAMPLE_SECONDS = 0.2  # between two samples of memory within a phase, for sampling costs more than writing
 
-LINE_BYTES = 256  # of a beat: one write of a fixed length, which a reader finds whole
+LINE_BYTES = 256  # one write of a fixed length, so that a reader never sees a part of it
 
 
 class Heartbeat(NamedTuple):
+    """The state of a rank when it was last heard of."""
+
     phase: str
     step: int
-    allocated_bytes: int | None  # on its device, by torch's allocator; None: not counted
-    host_bytes: int | None  # resident memory of the process
+    allocated_bytes: int | None  # on the rank's device, by torch's allocator; None where it is not counted
+    host_bytes: int | None  # the resident memory of the process
 
 
 class HeartbeatWriter:
-    """Written by the rank itself."""
+    """The writer of a rank's heartbeat, which runs in the rank itself."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
+        """Prepare the heartbeat; the file is created with the first one."""
         self.path = RunFolder(run_dir).heartbeat(rank)
         self.process = psutil.Process()
-        self.allocated_bytes: Callable[[], int | None] = lambda: None  # set when there is something to ask
+        self.allocated_bytes: Callable[[], int | None] = lambda: None  # replaced as soon as the device is known
         self.descriptor: int | None = None
         self.last = Heartbeat("start", 0, None, None)
         self.sampled_at = 0.0
 
     def __call__(self, phase: str, step: int = 0) -> None:
+        """Record progress. Memory is sampled at most every SAMPLE_SECONDS within a phase."""
         is_due = phase != self.last.phase or time.monotonic() - self.sampled_at >= SAMPLE_SECONDS
         self.last = self.last._replace(phase=phase, step=step)
         if is_due:
@@ -44,14 +48,15 @@ class HeartbeatWriter:
             self.write()
 
     def sample(self) -> Heartbeat:
-        """How things are now, written down too."""
+        """Sample memory, write the heartbeat, and return it."""
         self.sampled_at = time.monotonic()
-        held = int(self.process.memory_info().rss)
-        self.last = self.last._replace(allocated_bytes=self.allocated_bytes(), host_bytes=held)
+        rss = int(self.process.memory_info().rss)
+        self.last = self.last._replace(allocated_bytes=self.allocated_bytes(), host_bytes=rss)
         self.write()
         return self.last
 
     def write(self) -> None:
+        """Write the last heartbeat in place of the one before."""
         with contextlib.suppress(OSError):  # a full disk must not end a training
             if self.descriptor is None:
                 self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -59,7 +64,7 @@ class HeartbeatWriter:
 
 
 def read_heartbeat(run_dir: Path, rank: int) -> Heartbeat | None:
-    """The last beat of a rank; None before the first."""
+    """Return the last heartbeat of a rank; None before the first."""
     try:
         return Heartbeat(*json.loads(RunFolder(run_dir).heartbeat(rank).read_bytes()))
     except (OSError, ValueError, TypeError):

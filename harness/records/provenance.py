@@ -1,26 +1,26 @@
-"""What made a record: versions of packages, the hash of the sources that measure, and their commit."""
+"""The origin of a record: versions of packages, a hash of the sources that measure, and their commit."""
 
 import functools
 import hashlib
 import os
 import subprocess
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
 from typing import Any
 
 import harness
+from harness.records.schema import Record
 
 SOURCES = Path(harness.__file__).parent
 
-# What shows, stores, orders or dates measurements without making them: a change there leaves old rows comparable.
+# The packages that do not affect a measurement: rows stay comparable when these change.
 NON_MEASURING = ("cli", "sweep", "export", "tracking", "report", "selftest")
 
 
 @functools.cache
 def versions() -> dict[str, str | None]:
-    """Versions of what determines a measurement, None if not installed; nothing is imported to learn them."""
+    """Return the versions of what affects a measurement, None if not installed. No package is imported for it."""
     packages: dict[str, str | None] = {}
     for package in ("torch", "deepspeed", "accelerate", "transformers"):
         try:
@@ -31,7 +31,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _code() -> str:
-    """Hash of the harness's own sources that determine a measurement: 12 hexadecimal digits."""
+    """Return a hash of the harness's own sources that affect a measurement, as 12 hexadecimal digits."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.rglob("*")):
         relative = path.relative_to(SOURCES)
@@ -44,7 +44,7 @@ def _code() -> str:
 
 @functools.cache
 def git_commit() -> dict[str, Any] | None:
-    """The commit of the harness's sources and whether they differ from it (`dirty`); None outside a repository."""
+    """Return the commit of the harness's sources and whether they differ from it; None outside a repository."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
 
     def git(*arguments: str) -> str:
@@ -53,17 +53,19 @@ def git_commit() -> dict[str, Any] | None:
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # installed inside another's repository is not in it
+        git(
+            "ls-files", "--error-unmatch", "__init__.py"
+        )  # sources installed inside another repository do not belong to it
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def version_differences(record: Mapping[str, Any], now: dict[str, str | None]) -> list[str]:
-    """What differs between the versions that made a record and those given: ["torch 2.12.0 → 2.13.0"].
+def version_differences(record: Record, installed: dict[str, str | None]) -> list[str]:
+    """Return where the versions that made a record differ from the installed ones, as ["torch 2.12.0 → 2.13.0"].
 
-    A package that is not installed now, as where only the report is read, makes nothing stale.
+    A package that is not installed now makes nothing stale: reports are read where training is not installed.
     """
-    made_by = record.get("versions") or {}
-    changed = [key for key, version in now.items() if version is not None and made_by.get(key) != version]
-    return [f"{key} {made_by.get(key) or 'unknown'} → {now[key]}" for key in changed]
+    made_by = record.versions
+    changed = [key for key, version in installed.items() if version is not None and made_by.get(key) != version]
+    return [f"{key} {made_by.get(key) or 'unknown'} → {installed[key]}" for key in changed]

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.records.schema import Rank
+from harness.records.rank_report import RankReport
 from harness.util.errors import UserError
 
 COMMAND_PREFIX = "command-"  # of a running command's files in .locks
@@ -116,10 +116,10 @@ class RunFolder:
         """Return the file of a rank's memory snapshot, in the format of torch's memory viewer."""
         return self.path / "memory" / f"rank_{rank:05d}.pickle"
 
-    def read_rank_reports(self, world_size: int) -> list[Rank]:
+    def read_rank_reports(self, world_size: int) -> list[RankReport]:
         """Return the reports of the ranks that wrote one; a report is whole or absent. Raise ValueError if damaged."""
         paths = [self.rank_report(rank) for rank in range(world_size)]
-        return [json.loads(path.read_text()) for path in paths if path.exists()]
+        return [RankReport.from_json(json.loads(path.read_text())) for path in paths if path.exists()]
 
 
 @dataclass(frozen=True)

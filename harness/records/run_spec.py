@@ -1,4 +1,4 @@
-"""One run as a rank reads it: a resolved file, with no trace of Hydra."""
+"""The run file, which tells the ranks what to run: resolved values, with no trace of Hydra."""
 
 import dataclasses
 import json
@@ -16,24 +16,26 @@ from harness.records.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What to run: the configuration, where its parts lie, and what the parent prepared for it."""
+    """The task of the ranks: the configuration, its layout, and what the parent prepared for them."""
 
     run_id: str
     config: RunConfig
     layout: Layout
     corpus: Corpus
     device: str  # cpu | cuda
-    threads: int  # of each rank
-    allocator: str | None = None  # the counting allocator's library; None where it could not be built
-    environment: dict[str, str] = field(default_factory=dict)  # set in every rank before its engine is built
+    threads: int  # per rank
+    allocator: str | None = None  # the counting allocator's library, if it could be built
+    environment: dict[str, str] = field(default_factory=dict)  # variables that every rank sets before it builds its engine
     memory_snapshot: bool = False  # whether every rank writes one of its profiled step
 
     def write(self, run_dir: Path) -> None:
+        """Write the run file."""
         RunFolder(run_dir).spec.write_text(json.dumps(dataclasses.asdict(self), indent=1))
 
 
 def read_run_spec(run_dir: Path) -> RunSpec:
+    """Return what the run file says. Raise OSError or UserError if it is missing or damaged."""
     values: dict[str, Any] = json.loads(RunFolder(run_dir).spec.read_text())
     values["config"] = split_values(values["config"])[0]  # older run files also have how the command went about it
-    job: RunSpec = from_dict(RunSpec, values)
-    return job
+    spec: RunSpec = from_dict(RunSpec, values)
+    return spec

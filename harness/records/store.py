@@ -1,24 +1,22 @@
-"""The result store: one directory a run, each record written whole or not at all, with a version.
-
-results/<name>/<run_id>/record.json   everything known of one run, whatever its end
-results/<name>/runs.csv               a row a run, rebuilt from the records
-"""
+"""The store of records: one folder per run, each record written as a whole or not at all, with a schema version."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
+from harness.records.columns import column_type, with_current_names
 from harness.records.run_folder import ComparisonFolder, RunFolder
-from harness.records.schema import SCHEMA_VERSION, STATUSES, Record, Row, column_type
+from harness.records.schema import SCHEMA_VERSION, STATUSES, Record, Row
 from harness.util.errors import UserError
-from harness.util.files import atomic_write_json, finite
+from harness.util.files import atomic_write_json, replace_non_finite
 from harness.util.locks import is_locked
 from harness.util.redact import redacted
 from harness.util.text import one_line
 
-# Lists in a record, and the keys of their entries that a report reads.
+# The lists in a record, and the keys of their entries that a report reads.
 _LISTS = {
     "ranks": (),
     "communication": ("operation", "axis", "bytes", "count"),
@@ -36,34 +34,36 @@ _LISTS = {
 
 
 class LoadedRecords(NamedTuple):
-    """What a results directory holds: records by their start, refused ones last; a line for each unreadable."""
+    """The records of a comparison: by the time of their start, rejected runs last."""
 
     records: list[Record]
-    problems: list[str]
-    running: list[Record]  # as they were begun: a command is at these runs
+    problems: list[str]  # a line for each record that cannot be read
+    running: list[Record]  # those that a command is working on, as they were when it started them
 
 
-def write_record(run_dir: Path, record: Record) -> None:
-    """Write a run's record: row, config, layout, ranks, environment, versions, proof, communication.
+def write_record(run_dir: Path, record: Record | Mapping[str, Any]) -> None:
+    """Write a run's record.
 
-    None in the row is an unknown value, and so is a number that is not finite; a fraction of a byte is rounded. Secrets
-    are left out (harness.redact): a reason may quote a library that quotes its environment.
-    Raises ValueError naming the column of a value of the wrong type.
+    None in the row is an unknown value, and a number that is not finite becomes one; a fraction of a byte is rounded.
+    Secrets are left out (harness.util.redact), since a reason may quote a library that quotes its environment. Raises
+    ValueError that names the column of a value of the wrong type.
     """
-    row = {key: _round_bytes(key, value) for key, value in finite(record["row"]).items()}
-    record = redacted({"schema_version": SCHEMA_VERSION} | record | {"row": row})
-    _check(record)
+    values = record.to_json() if isinstance(record, Record) else dict(record)
+    row = {key: _round_bytes(key, value) for key, value in replace_non_finite(values["row"]).items()}
+    version = {"schema_version": SCHEMA_VERSION}
+    content = redacted(version | values | version | {"row": row})
+    _check(content)
     Path(run_dir).mkdir(parents=True, exist_ok=True)
-    atomic_write_json(RunFolder(Path(run_dir)).record, record)
+    atomic_write_json(RunFolder(Path(run_dir)).record, content)
 
 
 def _round_bytes(column: str, value: Any) -> Any:
-    """A ring's mean share can be a fraction of a byte."""
+    """Return bytes as a whole number: the mean share of a ring can be a fraction."""
     return round(value) if column_type(column) is int and isinstance(value, float) else value
 
 
 def _check(record: Any) -> None:
-    """Raises ValueError if this is not a record of this schema."""
+    """Raise ValueError if this is not a record of the current schema."""
     if not isinstance(record, dict) or not isinstance(record.get("row"), dict):
         raise ValueError("it is not a record with a row")
     if record.get("schema_version") != SCHEMA_VERSION:
@@ -95,23 +95,33 @@ def _check_value(column: str, value: Any) -> None:
 
 
 def read_record(run_dir: Path) -> Record:
-    """The record of a run.
+    """Return the record of a run; one of schema version 1 has the columns' current names.
 
     Raises UserError for a file that is missing, truncated, corrupt or of another schema version.
     """
     path = RunFolder(Path(run_dir)).record
     try:
-        record = _parsed(path.read_bytes())
-        _check(record)
+        values = _upgraded(_parsed(path.read_bytes()))
+        _check(values)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a whole record: {one_line(error)}; remove its folder and run again") from None
-    return dict(record)
+    return Record.from_json(values)
+
+
+def _upgraded(record: Any) -> Any:
+    """Return a record of schema version 1 as one of the current version; anything else as it is."""
+    if not isinstance(record, dict) or record.get("schema_version") != 1 or not isinstance(record.get("row"), dict):
+        return record
+    return record | {"schema_version": SCHEMA_VERSION, "row": with_current_names(record["row"])}
 
 
 def _parsed(content: bytes) -> Any:
-    """By orjson, many times as fast; what it refuses may still be JSON: half a surrogate pair, here replaced."""
+    """Parse JSON with orjson, which is many times as fast as json.
+
+    It rejects a lone surrogate, which JSON allows; such a character is replaced.
+    """
     try:
         return orjson.loads(content)
     except ValueError:
@@ -124,25 +134,25 @@ def _reject_constant(constant: str) -> None:
 
 
 def read_all(results_dir: Path) -> LoadedRecords:
-    """Every run under results/<name>/; single-process references and hidden folders are no runs of the comparison.
+    """Return the records of all runs of a comparison, without references and hidden folders.
 
     Raises UserError if there is no such directory.
     """
     results_dir = Path(results_dir)
     if not results_dir.is_dir():
         raise UserError(f"{results_dir} is not a directory: name the folder of one comparison, results/NAME")
-    found = LoadedRecords([], [], [])
+    loaded = LoadedRecords([], [], [])
     for folder in ComparisonFolder(results_dir).recorded_runs():
         try:
             record = read_record(folder.path)
-            is_running = record["row"]["status"] == "interrupted" and is_locked(folder.lock)
-            (found.running if is_running else found.records).append(record)
+            is_running = record.status == "interrupted" and is_locked(folder.lock)
+            (loaded.running if is_running else loaded.records).append(record)
         except UserError as error:
-            found.problems.append(str(error))
-    found.records.sort(key=lambda record: _sort_key(record["row"]))
-    return found
+            loaded.problems.append(str(error))
+    loaded.records.sort(key=lambda record: _sort_key(record.row))
+    return loaded
 
 
 def _sort_key(row: Row) -> tuple[bool, str, str]:
-    """In the order of their start, and after them what never started."""
+    """Return a key that sorts rows by the time of their start, with rejected runs last."""
     return row["status"] == "refused", row.get("started_at") or "", row["run_id"]

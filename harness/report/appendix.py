@@ -1,10 +1,10 @@
-"""The report's last sections: what failed and why, what was disturbed, what made the rows, what could not be read."""
+"""The report's last sections: failures, predictions, proofs, disturbed and stale runs, versions, unreadable records."""
 
 from collections.abc import Mapping, Sequence
 
 from harness.records.schema import Record
 from harness.report.charts import losses, memory
-from harness.report.document import BulletList, Paragraph, Section, Table, labelled, section
+from harness.report.document import BulletList, Paragraph, Section, Table, run_table, section
 from harness.report.frame import column_values, labels_by, labels_by_staleness
 from harness.report.overview import made_by_versions
 from harness.report.text import MILLISECONDS, byte_unit, format_deviations, format_numbers
@@ -12,51 +12,56 @@ from harness.report.view import View
 
 
 def failures(view: View) -> list[Section]:
+    """Return the section on runs that are not ok, with their reasons."""
     columns = (column_values(view.table, name) for name in ("label", "status", "reason"))
     failed = [row for row in zip(*columns, strict=True) if row[1] != "ok"]
-    told = [(label, f"{end}: {why or 'no reason recorded'}") for label, end, why in failed]
-    return section("Failures", BulletList(told) if told else None)
+    items = [(label, f"{status}: {reason or 'no reason recorded'}") for label, status, reason in failed]
+    return section("Failures", BulletList(items) if items else None)
 
 
 def disturbed(view: View) -> list[Section]:
-    return section("Disturbed runs", _by_cause(labels_by(view.table, "disturbed")))
+    """Return the section on runs whose times something disturbed."""
+    return section("Disturbed runs", _by_cause(labels_by(view.table, "noise_warning")))
 
 
 def stale(view: View) -> list[Section]:
-    found = _by_cause(labels_by_staleness(view.table))
+    """Return the section on rows made by other versions than the installed ones."""
+    rows = _by_cause(labels_by_staleness(view.table))
     words = "Made by other versions than are installed here; run them again before comparing."
-    return section("Stale rows", Paragraph(words), found) if found else []
+    return section("Stale rows", Paragraph(words), rows) if rows else []
 
 
-def _by_cause(found: Mapping[str, Sequence[str]]) -> BulletList | None:
-    return BulletList([(", ".join(labels), what) for what, labels in found.items()]) if found else None
+def _by_cause(labels_of: Mapping[str, Sequence[str]]) -> BulletList | None:
+    items = [(", ".join(labels), cause) for cause, labels in labels_of.items()]
+    return BulletList(items) if items else None
 
 
 def versions(view: View) -> list[Section]:
-    rows = [
-        [key, ", ".join(found)] for key, found in (made_by_versions(view.records) | _environment(view.records)).items()
-    ]
-    return section("Versions and environment", Table(["", "value"], rows, names=2)) if rows else []
+    """Return the section on the versions and environments that the rows were made in."""
+    entries = made_by_versions(view.records) | _environment(view.records)
+    rows = [[key, ", ".join(values)] for key, values in entries.items()]
+    return section("Versions and environment", Table(["", "value"], rows, label_columns=2)) if rows else []
 
 
 def _environment(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Every value of each plain entry of the environments."""
-    found: dict[str, dict[str, None]] = {}
+    """Return the distinct values of each plain entry of the environments."""
+    values_of: dict[str, dict[str, None]] = {}
     for record in records:
         for key, value in record.environment.items():
             if isinstance(value, (str, int, float)):
-                found.setdefault(key, {})[str(value)] = None
-    return {key: list(values) for key, values in found.items()}
+                values_of.setdefault(key, {})[str(value)] = None
+    return {key: list(values) for key, values in values_of.items()}
 
 
 def unreadable(view: View) -> list[Section]:
+    """Return the section on records that could not be read."""
     return section(
         "Unreadable records", BulletList([("", problem) for problem in view.problems]) if view.problems else None
     )
 
 
 def predicted_section(view: View) -> list[Section]:
-    """Peaks and steps, predicted and measured in columns of their own, and the error of the one by the other."""
+    """Return the section on predictions: predicted and measured values in columns of their own, and the error."""
     table = view.median_runs.table
     columns: dict[str, list[str]] = {}
     pairs = {
@@ -74,10 +79,11 @@ def predicted_section(view: View) -> list[Section]:
     if not columns:
         return []
     words = "The error is the prediction's relative to the measurement."
-    return section("Predicted beside measured", memory.predicted(view), labelled(table, columns), Paragraph(words))
+    return section("Predicted beside measured", memory.predicted(view), run_table(table, columns), Paragraph(words))
 
 
 def proof_section(view: View) -> list[Section]:
+    """Return the section on proofs: the layout, and deviations from the reference with their bounds."""
     table = view.table
     proofs = [record.proof for record in view.records]
     columns = {
@@ -96,7 +102,7 @@ def proof_section(view: View) -> list[Section]:
     return section(
         "Proof",
         losses.losses(view),
-        labelled(table, columns, names=1 + ("layout" in columns)),
+        run_table(table, columns, label_columns=1 + ("layout" in columns)),
         Paragraph(
             "Layout: whether local and global sizes of parameters, gradients and optimizer state match what the layout"
             " says. A deviation above its bound makes the run an error."

@@ -1,4 +1,4 @@
-"""What the figures of a folder cannot say, found from the records themselves."""
+"""The limits of what the figures of a folder say, derived from the records themselves."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,17 +9,17 @@ from harness.report.spread import spread
 from harness.report.text import pluralize
 from harness.report.view import View
 
-_MOST_NAMES = 8  # of lines that are told one by one
+_MOST_NAMES = 8  # labels that a sentence lists
 
 
 def caveats(view: View) -> list[Section]:
-    """A sentence each, with what would settle it where something can."""
+    """Return the section with a sentence for each caveat, and what would remove it where something can."""
     items = [("", sentence) for kind in _KINDS for sentence in kind(view)]
     return section("What these figures cannot say", BulletList(items) if items else None)
 
 
 def _device(view: View) -> Iterator[str]:
-    ok = _ok(view)
+    ok = _ok_records(view)
     if any(record.row.get("measured_on") == "cpu" for record in ok):
         yield (
             "Speeds of CPU processes say little of GPUs: ranks share one memory and its bandwidth, and messages never"
@@ -39,7 +39,7 @@ def _device(view: View) -> Iterator[str]:
 
 
 def _is_crowded(record: Record) -> bool:
-    """Whether ranks that compute on the processor had less than a core each."""
+    """Return whether the ranks computed on the processor with less than one core each."""
     cores, world = record.environment.get("cores"), record.row.get("world_size")
     return record.row.get("measured_on") == "cpu" and bool(cores) and bool(world) and cores < world
 
@@ -54,28 +54,28 @@ def _repeats(view: View) -> Iterator[str]:
         yield f"One run alone stands for {labels}: its spread is of its steps (repeats=3)."
     if any(spread(line.row) is None for line in ok):
         yield "Of some lines too few steps were timed to tell how sure their speed is: sentences leave it out."
-    unsettled = [label for label, open_ in _pairs(view, "unsettled") if open_]
+    unsettled = [label for label, is_unsettled in _pairs(view, "unsettled") if is_unsettled]
     if unsettled:
         yield f"The spreads leave open whether faster or slower than what they are held against: {_some(unsettled)}."
 
 
 def _disturbed(view: View) -> Iterator[str]:
-    found = [label for label, why in _pairs(view, "disturbed") if why]
-    if found:
-        yield f"Something disturbed the times of {_some(found)}; what, stands under Disturbed runs."
+    disturbed = [label for label, cause in _pairs(view, "noise_warning") if cause]
+    if disturbed:
+        yield f"Something disturbed the times of {_some(disturbed)}; what, stands under Disturbed runs."
 
 
-def _alike(view: View) -> Iterator[str]:
+def _comparable(view: View) -> Iterator[str]:
     kernels = labels_by_kernel(view.line_medians)
     if kernels:
-        told = "; ".join(f"{kernel}: {_some(labels)}" for kernel, labels in kernels.items())
-        yield f"Attention ran as more than one kernel, so that more differs than the strategies: {told}."
+        uses = "; ".join(f"{kernel}: {_some(labels)}" for kernel, labels in kernels.items())
+        yield f"Attention ran as more than one kernel, so that more differs than the strategies: {uses}."
     stale = [label for labels in labels_by_staleness(view.line_medians).values() for label in labels]
     if stale:
         yield f"Other versions than those installed now made {_some(stale)} (run again before comparing)."
-    made = {str(record.versions) for record in _ok(view)}
-    hosts = {str(record.environment.get("processor")) for record in _ok(view)}
-    if len(made) > 1 or len(hosts) > 1:
+    version_sets = {str(record.versions) for record in _ok_records(view)}
+    hosts = {str(record.environment.get("processor")) for record in _ok_records(view)}
+    if len(version_sets) > 1 or len(hosts) > 1:
         yield "Not all rows were made by the same versions on the same kind of machine: see Versions and environment."
 
 
@@ -97,20 +97,18 @@ def _missing(view: View) -> Iterator[str]:
     failed = [line for line in view.lines if line.status != "ok"]
     if failed:
         yield f"Nothing is known of the speed and memory of what did not end well: {_labels(view, failed)}."
-    blind = [
-        line for line in view.lines if line.status == "ok" and line.row.get("peak_allocated_bytes") is None
-    ]
-    if blind:
-        yield f"Memory was not counted for {_labels(view, blind)}."
-    nodes = {record.environment.get("nodes") or 1 for record in _ok(view)}
-    worlds = {record.row.get("world_size") or 1 for record in _ok(view)}
+    unmeasured = [line for line in view.lines if line.status == "ok" and line.row.get("peak_allocated_bytes") is None]
+    if unmeasured:
+        yield f"Memory was not counted for {_labels(view, unmeasured)}."
+    nodes = {record.environment.get("nodes") or 1 for record in _ok_records(view)}
+    worlds = {record.row.get("world_size") or 1 for record in _ok_records(view)}
     if nodes == {1} and max(worlds, default=1) > 1:
         yield "All ranks were on one machine: what the network between nodes costs was not measured."
     if len({line.row.get("model") for line in view.lines}) == 1 and view.lines:
         yield "One model was trained: which strategy wins changes with its size, the batch and the length of sequences."
 
 
-def _ok(view: View) -> list[Record]:
+def _ok_records(view: View) -> list[Record]:
     return [record for record in view.records if record.status == "ok"]
 
 
@@ -119,9 +117,9 @@ def _pairs(view: View, name: str) -> list[tuple[str, object]]:
 
 
 def _labels(view: View, lines: Sequence[Record]) -> str:
-    wanted = {id(line) for line in lines}
+    identities = {id(line) for line in lines}
     labels = column_values(view.line_medians, "label")
-    return _some([label for label, line in zip(labels, view.lines, strict=True) if id(line) in wanted])
+    return _some([label for label, line in zip(labels, view.lines, strict=True) if id(line) in identities])
 
 
 def _some(labels: Sequence[str]) -> str:
@@ -129,4 +127,4 @@ def _some(labels: Sequence[str]) -> str:
     return ", ".join(labels[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
-_KINDS = (_device, _repeats, _disturbed, _alike, _proven, _missing)
+_KINDS = (_device, _repeats, _disturbed, _comparable, _proven, _missing)

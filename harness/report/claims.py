@@ -1,4 +1,4 @@
-"""The report's section on the literature: what papers say of a strategy, at this layout, beside what was measured."""
+"""The report's section on the literature: what papers say of a strategy at this layout, beside what was measured."""
 
 from collections.abc import Iterator, Sequence
 
@@ -26,17 +26,17 @@ from harness.report.view import View
 
 _STATE = ("parameters", "gradients", "optimizer")
 
-# Bytes a parameter of each, as the ZeRO paper counts them for mixed precision, and for fp32 throughout.
+# Bytes per parameter of each kind of state: for mixed precision as the ZeRO paper counts them.
 _ACCOUNTING = {"fp32": (4, 4, 8), "bf16_mixed": (2, 2, 12), "fp16_mixed": (2, 2, 12), "bf16": (2, 2, 4)}
 
-_FIRST_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}  # of ZeRO's, that divides it
+_FIRST_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the ZeRO stage from which on it is divided
 
-_PAPER_LIMIT = {1: 4, 2: 8}  # times less, at 2 + 2 + 12 bytes
+_PAPER_LIMIT = {1: 4, 2: 8}  # by ZeRO stage, the factor of saving at 2 + 2 + 12 bytes
 
 
 def claims(records: Sequence[Record], labels: Sequence[str] | None = None) -> list[Claim]:
-    """Of every row that is ok, what applies to it and has its peer among the records, by the rows' labels."""
-    kinds = (_state, _volume, _kept_activations, _recomputation, tensor_parallel, pipeline)
+    """Return the claims on every record that is ok that apply to it and have a peer among the records."""
+    kinds = (_state, _volume, _saved_activations, _recomputation, tensor_parallel, pipeline)
     runs = ok_runs(records, labels)
     by_setting = group_by(runs, lambda run: run.setting)
     return [claim for run in runs for kind in kinds for claim in kind(run, by_setting[run.setting])]
@@ -53,16 +53,16 @@ def _state(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     if not stage or not shards or not accounting or ddp is None or not _only_data_parallel(run):
         return
     whole_bytes = sum(accounting.values())
-    kept = sum(size for kind, size in accounting.items() if stage < _FIRST_STAGE[kind])
-    limit = f"{whole_bytes / kept:.3g}× as N grows" if kept else f"N× = {shards}×"
-    if kept and whole_bytes / kept != _PAPER_LIMIT[stage]:
+    replicated = sum(size for kind, size in accounting.items() if stage < _FIRST_STAGE[kind])
+    limit = f"{whole_bytes / replicated:.3g}× as N grows" if replicated else f"N× = {shards}×"
+    if replicated and whole_bytes / replicated != _PAPER_LIMIT[stage]:
         limit += f", {_PAPER_LIMIT[stage]}× at the paper's 2 + 2 + 12 bytes"
     measured, own = (_state_bytes(ddp), _state_bytes(run)), _widths(run, accounting, stage, shards)
     yield from compare_claim(
         run,
         f"model state: DDP's over that of ZeRO stage {stage}",
         "ZeRO, arXiv 1910.02054, section 5",
-        whole_bytes / (kept + (whole_bytes - kept) / shards),
+        whole_bytes / (replicated + (whole_bytes - replicated) / shards),
         limit,
         measured[0] / measured[1] if measured[0] and measured[1] else None,
         "; ".join([*own, *(f"DDP's {text}" for text in _widths(ddp, accounting, 0, 1))]),
@@ -75,16 +75,16 @@ def _state_bytes(run: ClaimRun) -> float | None:
 
 
 def _widths(run: ClaimRun, accounting: dict[str, int], stage: int, shards: int) -> Iterator[str]:
-    """What a run holds otherwise than the accounting has it, a phrase each with the cause where it is known."""
+    """Yield a phrase for each kind of state whose bytes differ from the accounting, with the cause if it is known."""
     fsdp, deepspeed = run.degrees.get("data_parallel") == "fsdp", run.zero_by_deepspeed
     mixed, offloaded = run.row.get("precision") != "fp32", run.row.get("offload") not in (None, "none")
     for kind, column in zip(_STATE, STATE_COLUMNS, strict=True):
-        held, parameters = run.number(column), run.number("parameters")
+        measured, parameters = run.number(column), run.number("parameters")
         parts = shards if stage >= _FIRST_STAGE[kind] else 1
-        size = held * parts / parameters if held and parameters else accounting[kind]
+        size = measured * parts / parameters if measured and parameters else accounting[kind]
         if abs(size - accounting[kind]) <= EXACT * accounting[kind]:
             continue
-        # By cause, the bytes a parameter that it makes.
+        # By the kind of state and whether the condition holds: the causes by the bytes per parameter they lead to.
         causes: dict[tuple[str, bool], dict[float, str]] = {
             ("optimizer", deepspeed and not mixed): {12: "DeepSpeed clones an fp32 master of fp32 parameters"},
             ("optimizer", fsdp and mixed): {8: "fully_shard's fp32 parameters are their own masters"},
@@ -94,18 +94,21 @@ def _widths(run: ClaimRun, accounting: dict[str, int], stage: int, shards: int) 
             ("gradients", deepspeed and not mixed): {8: "the sum so far, and what the next micro-batch adds to it"},
             ("gradients", offloaded): {8: "offloaded, what micro-batches sum up in lies beside what AdamW reads"},
         }
-        known = [sizes for (of, holds), sizes in causes.items() if of == kind and holds]
-        found = (text for sizes in known for made, text in sizes.items() if abs(size - made) <= EXACT * made)
+        possible = [sizes for (state, holds), sizes in causes.items() if state == kind and holds]
+        matching = (
+            text for sizes in possible for expected, text in sizes.items() if abs(size - expected) <= EXACT * expected
+        )
         cause = (
             "whole parameters are dealt out"
             if kind == "optimizer" and partitions_by_parameter(run)
-            else next(found, "")
+            else next(matching, "")
         )
         text = f"{kind} at {size:.3g} bytes a parameter, not {accounting[kind]}"
         yield f"{text} ({cause})" if cause else text
 
 
 def partitions_by_parameter(run: ClaimRun) -> bool:
+    """Return whether the optimizer divides its state by whole parameters, as ZeroRedundancyOptimizer does."""
     return run.degrees.get("data_parallel") == "ddp" and run.row.get("zero_stage") == 1
 
 
@@ -115,7 +118,8 @@ def _volume(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     config = run.config()
     if not _only_data_parallel(run) or hybrid or stage is None or not k or config is None:
         return
-    # Gathering is in the width of compute, reducing in its own; an all-reduce is one of each in the latter.
+    # Parameters are gathered in the compute dtype, gradients are reduced in their own; an all-reduce is a gather and a
+    # reduce-scatter in the latter.
     g = config.precision.compute_bytes / config.precision.reduce_bytes
     papers = {
         0: (1.0, "1×"),
@@ -125,11 +129,11 @@ def _volume(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     }
     paper = papers.get(stage)
     strategy, tied = run.groups.get("strategy") or {}, (run.groups.get("model") or {}).get("tie_word_embeddings")
-    deepspeed, again = run.zero_by_deepspeed, config.checkpointing.name in RECOMPUTING_MODES
+    deepspeed, recomputes = run.zero_by_deepspeed, config.checkpointing.name in RECOMPUTING_MODES
     reasons = {
         "DeepSpeed's defaults are not the paper's method": deepspeed and strategy.get("literature") is False,
         "ZeroRedundancyOptimizer all-reduces gradients, then broadcasts parameters": partitions_by_parameter(run),
-        "DeepSpeed gathers layers once more for a second forward": deepspeed and stage == 3 and again,
+        "DeepSpeed gathers layers once more for a second forward": deepspeed and stage == 3 and recomputes,
         "a tied embedding is gathered for each of its two uses": deepspeed and stage == 3 and tied is True,
     }
     if paper is not None:
@@ -145,7 +149,7 @@ def _volume(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
         )
 
 
-def _kept_activations(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
+def _saved_activations(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     plain = _unchecked(run, runs)
     yield from compare_claim(
         run,
@@ -158,7 +162,7 @@ def _kept_activations(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim
 
 
 def _unchecked(run: ClaimRun, runs: Sequence[ClaimRun]) -> ClaimRun | None:
-    """For a run with full checkpointing the same without."""
+    """Return the same run without checkpointing for one with full checkpointing."""
     full = run.row.get("checkpointing") == "full"
     return peer(run, runs, PARTITION_COLUMNS, checkpointing="none") if full else None
 
@@ -169,8 +173,8 @@ def _recomputation(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     if layout is None or config is None or before is None:
         return
     device = "cpu" if run.row.get("measured_on") == "cpu" else "cuda"
-    heard = run.row.get("attention_kernel")
-    fused = heard in FUSED_KERNELS if heard else takes_fused_kernel(config, device)
+    kernel = run.row.get("attention_kernel")
+    fused = kernel in FUSED_KERNELS if kernel else takes_fused_kernel(config, device)
     deepspeed = layout.uses_deepspeed_zero and layout.zero_stage == 3
     projection = deepspeed and run.options().get("memory_efficient_linear") is not False
     remark = "4/3 leaves out that the head runs once and that torch stops before a layer's last projection"
@@ -184,16 +188,16 @@ def _recomputation(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
         f"{COUNTED} Chen et al., arXiv 1604.06174, abstract",
         executed_flops_with(config, layout, fused, projection) / executed_flops_with(before, layout, fused),
         "4/3× = 1.33×",
-        ratio(run, plain, "hardware_flops"),
+        ratio(run, plain, "executed_flops"),
         remark=remark,
         required=device == "cpu",
     )
 
 
 def literature(view: View) -> list[Section]:
-    """A row a claim."""
-    found = claims(view.lines, column_values(view.line_medians, "label"))
-    if not found:
+    """Return the section with a table of one row per claim."""
+    view_claims = claims(view.lines, column_values(view.line_medians, "label"))
+    if not view_claims:
         return []
     header = ["run", "claim", "source", "the paper's figure", "verdict", "at this layout", "measured"]
     rows = [
@@ -201,12 +205,12 @@ def literature(view: View) -> list[Section]:
             *(claim.label, claim.claim, claim.source, claim.limit, _verdict(claim)),
             *(f"{figure:.3g}" for figure in (claim.expected, claim.measured)),
         ]
-        for claim in found
+        for claim in view_claims
     ]
-    free = [claim for claim in found if not claim.required]
+    free = [claim for claim in view_claims if not claim.required]
     return section(
         "The literature beside the measurement",
-        Table(header, rows, names=5),
+        Table(header, rows, label_columns=5),
         Paragraph(
             f"{sum(claim.agrees for claim in free)} of the {len(free)} that may differ agree: within {EXACT:.0%} in"
             f" bytes and operations, {TIMED:.0%} in time. Those marked as proven are conditions of every row that is"

@@ -1,4 +1,4 @@
-"""What papers say of tensor and pipeline parallelism at a run's layout, beside what was measured."""
+"""Claims of papers on tensor and pipeline parallelism at a run's layout, beside what was measured."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,17 +11,18 @@ from harness.report.claim_peers import COUNTED, TIMED, Claim, ClaimRun, compare_
 
 
 def tensor_parallel(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
+    """Yield the claims on parameters and activations of a run whose ranks are all tensor parallel."""
     t, config, layout = run.degree("tp"), run.config(), run.layout()
     if t < 2 or t != run.degree("world_size"):
         return
     if config is not None and layout is not None:
-        held = held_parameter_count(config.model, whole_model(config.model), t, layout.vocabulary_tp)
+        count = held_parameter_count(config.model, whole_model(config.model), t, layout.vocabulary_tp)
         uncut = "norms" if layout.vocabulary_parallel else "norms and vocabulary"
         yield from compare_claim(
             run,
             f"parameters: the whole model over a rank's part, {uncut} not cut",
             "Megatron-LM, arXiv 1909.08053, section 3",
-            parameter_count(config.model) / held,
+            parameter_count(config.model) / count,
             f"t× = {t}×",
             ratio(_undivided(run, runs), run, "parameter_bytes"),
             required=True,
@@ -48,11 +49,12 @@ def tensor_parallel(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
 
 
 def _undivided(run: ClaimRun, runs: Sequence[ClaimRun]) -> ClaimRun | None:
-    """A run whose every rank holds the whole model."""
+    """Return a run whose every rank holds the whole model."""
     return ddp_of(run, runs) or peer(run, runs, ("checkpointing",), strategy="single")
 
 
 def pipeline(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
+    """Yield the claims on parameters, micro-batches in flight and the bubble of a run whose ranks are one pipeline."""
     p, config, layout = run.degree("pp"), run.config(), run.layout()
     if p < 2 or p != run.degree("world_size"):
         return
@@ -61,7 +63,7 @@ def pipeline(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
             run,
             "parameters: the whole model over the fullest rank's stages",
             "GPipe, arXiv 1811.06965, section 2",
-            parameter_count(config.model) / _fullest(config, layout),
+            parameter_count(config.model) / _largest_stages(config, layout),
             f"p× = {p}×",
             ratio(_undivided(run, runs), run, "parameter_bytes"),
             required=True,
@@ -69,7 +71,7 @@ def pipeline(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     yield from _in_flight(run)
     schedule = run.row.get("schedule")
     formulas = {"zero_bubble": "(p − 1)/(3vm)", "interleaved_1f1b": "(p − 1)/(vm)"}
-    formula, measured = run.number("bubble_formula") or 0.0, run.number("bubble") or 0.0
+    formula, measured = run.number("pipeline_bubble_theory") or 0.0, run.number("pipeline_bubble") or 0.0
     cores, threads = (run.environment.get(key) or 0 for key in ("cores", "threads"))
     shared = run.row.get("measured_on") == "cpu" and cores < run.degree("world_size") * threads
     reasons = {
@@ -81,40 +83,43 @@ def pipeline(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
         run,
         "bubble: idle over working time",
         "arXiv 2401.10241, table 2" if schedule == "zero_bubble" else "arXiv 2104.04473, section 2.2",
-        run.number("bubble_formula"),
+        run.number("pipeline_bubble_theory"),
         formulas.get(str(schedule), "(p − 1)/m"),
-        run.number("bubble"),
+        run.number("pipeline_bubble"),
         slower if measured > formula else "",
         within=TIMED,
     )
 
 
-def _fullest(config: RunConfig, layout: Layout) -> int:
-    """Parameters of the rank of a pipeline that holds most."""
+def _largest_stages(config: RunConfig, layout: Layout) -> int:
+    """Return the number of parameters on the rank of a pipeline that holds most."""
     ranks = (stages_of_rank(config.model, layout, rank) for rank in range(layout.world_size))
-    return max(sum(held_parameter_count(config.model, stage, 1) for stage in held) for held in ranks)
+    return max(sum(held_parameter_count(config.model, stage, 1) for stage in stages) for stages in ranks)
 
 
 def _in_flight(run: ClaimRun) -> Iterator[Claim]:
-    """The papers give it for GPipe, 1F1B and its interleaved form, and for zero bubble with a stage a rank."""
+    """Yield the claim on micro-batches in flight.
+
+    Papers give it for GPipe, 1F1B and its interleaved form, and for zero bubble with one stage per rank.
+    """
     p, v, m = run.degree("pp"), run.degree("virtual_stages"), run.degree("grad_accumulation")
-    found = {
+    formulas = {
         "gpipe": (m, "m", "GPipe, arXiv 1811.06965, section 2"),
         "1f1b": (min(p, m), "min(p, m)", "arXiv 2104.04473, section 2.2"),
         "interleaved_1f1b": (min(v * p + p - 1, v * m), "vp + p − 1", "arXiv 2205.05198, section 4.2"),
     }
     if p and m % p:
-        del found["interleaved_1f1b"]
+        del formulas["interleaved_1f1b"]
     if v == 1:
-        found["zero_bubble"] = (min(p, m), "min(p, m)", "arXiv 2401.10241, table 2")
-    passes, formula, source = found.get(str(run.row.get("schedule")), (0, "", ""))
+        formulas["zero_bubble"] = (min(p, m), "min(p, m)", "arXiv 2401.10241, table 2")
+    passes, formula, source = formulas.get(str(run.row.get("schedule")), (0, "", ""))
     yield from compare_claim(
         run,
         f"most passes in flight, m = {m}",
         source,
         passes or None,
         formula,
-        run.number("in_flight"),
+        run.number("max_in_flight_micro_batches"),
         within=0,
         required=True,
     )

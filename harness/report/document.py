@@ -1,4 +1,7 @@
-"""A report as data: sections of prose, tables and pictures. All text is plain: markdown.py and html.py escape it."""
+"""A report as data: sections of paragraphs, lists, tables and charts.
+
+All text is plain; markdown.py and html.py escape it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +13,7 @@ from harness.report.frame import column_values
 
 
 class Best(str):
-    """A cell whose figure is the best of its column."""
+    """A cell with the best figure of its column."""
 
     __slots__ = ()
 
@@ -24,30 +27,30 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class BulletList:
-    """A list; of each item what leads (may be empty) is set off from what is said of it."""
+    """A list of items, each with a lead, which may be empty, and a text."""
 
     items: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table: the first `names` columns are text, the others numbers; a cell may be a Best."""
+    """A table whose first `label_columns` columns are text and whose other columns are numbers; a cell may be a Best."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    names: int = 1
+    label_columns: int = 1
     caption: str = ""
-    strategies: Sequence[str] = ()  # of each row, where the page can hide rows by it
+    strategies: Sequence[str] = ()  # of each row, if the page can hide rows by strategy
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart, with all that it shows said in words and in a table as well."""
+    """A chart, with a sentence and a table that say the same."""
 
-    name: str  # of its file, without suffix; letters, digits and hyphens
+    name: str  # of its file without the suffix; consists of letters, digits and hyphens
     title: str
-    alt_text: str  # a sentence for those who do not see it: what is drawn, and over which range
-    spec: dict[str, Any]  # Vega-Lite; its data have a field `strategy`, by which the page hides marks
+    alt_text: str  # a sentence for readers who do not see it: what is drawn, and its range
+    spec: dict[str, Any]  # Vega-Lite; its data have a field `strategy` by which the page hides marks
     table: Table  # the exact values
 
 
@@ -56,7 +59,7 @@ Part = Paragraph | BulletList | Table | Chart
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it; `inner` are sections one level further in."""
+    """A heading with its parts and its subsections."""
 
     title: str
     parts: Sequence[Part]
@@ -64,12 +67,12 @@ class Section:
 
 
 def section(title: str, *parts: Part | None, inner: Sequence[Section] = ()) -> list[Section]:
-    """The section, or nothing where nothing would stand in it."""
+    """Return the section in a list, which is empty if the section would be."""
     known = [part for part in parts if part is not None]
     return [Section(title, known, inner)] if known or inner else []
 
 
-def labelled(table: pd.DataFrame, columns: dict[str, list[str]], names: int = 1) -> Table:
-    """A table with a row a run and the columns given; runs of which all of them are empty are left out."""
+def run_table(table: pd.DataFrame, columns: dict[str, list[str]], label_columns: int = 1) -> Table:
+    """Return a table with one row per run and the given columns, without runs for which all of them are empty."""
     rows = [cells for cells in zip(column_values(table, "label"), *columns.values(), strict=True) if any(cells[1:])]
-    return Table(["run", *columns], rows, names)
+    return Table(["run", *columns], rows, label_columns)

@@ -1,4 +1,4 @@
-"""The files of a comparison, rebuilt from its records."""
+"""The files of a comparison that are made from its records."""
 
 import shutil
 import sys
@@ -18,19 +18,23 @@ from harness.util.text import sanitize
 
 
 def write_files(results_dir: Path, view: View, pivot: str | None = None, fits_in: int | None = None) -> list[Path]:
-    """Writes runs.csv, runs.parquet, report.md with its pictures and report.html, and returns their paths.
+    """Write runs.csv, runs.parquet, report.md with its charts and report.html, and return their paths.
 
-    pivot: a column to set strategies against. fits_in: bytes that a recommendation has to fit in.
+    Args:
+        results_dir: The folder to write to.
+        view: The runs to report.
+        pivot: A column of runs.csv to tabulate strategies against.
+        fits_in: The memory in bytes that a recommendation has to fit in.
     """
     rows = rows_of(view.records)
     written = [write_runs_csv(results_dir, rows), write_runs_parquet(results_dir, rows)]
-    found = sections(view, pivot, fits_in)
-    with ThreadPoolExecutor(max_workers=1) as aside:  # another process draws the pictures, which takes a second
-        pictures_drawn = aside.submit(_drawn, found)
-        html_page = _html(view, found)
-        drawn = pictures_drawn.result()
+    report = sections(view, pivot, fits_in)
+    with ThreadPoolExecutor(max_workers=1) as executor:  # another process draws the charts, which takes a second
+        future = executor.submit(_draw, report)
+        html_page = _html(view, report)
+        drawn = future.result()
     _write_figures(results_dir / markdown.FIGURES, drawn)
-    pages = {"report.md": markdown.page(view.name, found, drawn), "report.html": html_page}
+    pages = {"report.md": markdown.page(view.name, report, drawn), "report.html": html_page}
     for name, text in pages.items():
         if text is not None:
             atomic_write_text(results_dir / name, text)
@@ -38,33 +42,33 @@ def write_files(results_dir: Path, view: View, pivot: str | None = None, fits_in
     return written
 
 
-def _html(view: View, found: Sequence[Section]) -> str | None:
+def _html(view: View, report: Sequence[Section]) -> str | None:
     try:
         library, config = render.library(), (style.config(), style.config(dark=True))
     except render.DrawingError as error:
         print(f"report.html is not written: {sanitize(error)}", file=sys.stderr)
         return None
-    return html.page(view.name, found, html.build_explorer(truncate(view, MOST)), library, config)
+    return html.page(view.name, report, html.build_explorer(truncate(view, MOST)), library, config)
 
 
-def _drawn(found: Sequence[Section]) -> dict[str, str]:
-    """The pictures by their names; what cannot be drawn costs report.md its pictures and nothing else."""
+def _draw(report: Sequence[Section]) -> dict[str, str]:
+    """Return the charts as SVG by their names. If drawing fails, report.md has no charts and all else is written."""
     try:
-        return render.svgs({picture.name: picture.spec for picture in pictures(found)})
+        return render.svgs({chart.name: chart.spec for chart in charts(report)})
     except render.DrawingError as error:
-        print(f"report.md is without pictures: {sanitize(error)}", file=sys.stderr)
+        print(f"report.md has no charts: {sanitize(error)}", file=sys.stderr)
         return {}
 
 
-def pictures(sections: Iterable[Section]) -> Iterator[Chart]:
-    """In the order in which they are read."""
+def charts(sections: Iterable[Section]) -> Iterator[Chart]:
+    """Yield the charts in the order in which they are read."""
     for section in sections:
         yield from (part for part in section.parts if isinstance(part, Chart))
-        yield from pictures(section.inner)
+        yield from charts(section.inner)
 
 
 def _write_figures(folder: Path, drawn: dict[str, str]) -> None:
-    """The pictures of this report and no others; the folder is the report's own."""
+    """Write the charts of this report and remove all others; the folder belongs to the report."""
     if not drawn:
         shutil.rmtree(folder, ignore_errors=True)
         return

@@ -35,7 +35,7 @@ def records_frame(records: Sequence[Record]) -> pd.DataFrame:
     These columns are added to those of the records:
 
     - `state_bytes`: parameters, gradients and optimizer state together;
-    - `stale`: what differs between the record's versions and the installed ones;
+    - `stale_reason`: what differs between the record's versions and the installed ones;
     - `otherwise`: what the configuration says of rows that no column tells apart;
     - `label`: the name of the row, which no other row has;
     - `baseline`: the label of the row that it is measured against;
@@ -49,7 +49,7 @@ def records_frame(records: Sequence[Record]) -> pd.DataFrame:
     columns = {name: pd.array([row.get(name) for row in rows], dtype=_DTYPES[COLUMN_TYPES.get(name)]) for name in names}
     table = pd.DataFrame(columns)
     installed = versions()
-    table["stale"] = ["; ".join(version_differences(record, installed)) or None for record in records]
+    table["stale_reason"] = ["; ".join(version_differences(record, installed)) or None for record in records]
     table["state_bytes"] = table[list(STATE_COLUMNS)].astype("Float64").sum(axis=1, skipna=False).astype("Int64")
     varying = varying_columns(table)
     table["otherwise"] = other_differences(records, varying)
@@ -151,7 +151,7 @@ def labels_by_kernel(table: pd.DataFrame) -> dict[str, list[str]]:
 
 def labels_by_staleness(table: pd.DataFrame) -> dict[str, list[str]]:
     """Return the labels of stale rows by what differs in their versions."""
-    return labels_by(table, "stale")
+    return labels_by(table, "stale_reason")
 
 
 def labels_by(table: pd.DataFrame, name: str) -> dict[str, list[str]]:

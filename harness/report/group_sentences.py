@@ -215,8 +215,13 @@ def _is_plain(other: ReportedLine, line: ReportedLine) -> bool:
 
 
 def _bubbles(lines: Sequence[ReportedLine]) -> Iterator[str]:
-    pipelines = [line for line in lines if None not in (line.row.get("bubble"), line.row.get("bubble_formula"))]
-    parts = [f"{line.label} {line.row['bubble']:.2f} (formula {line.row['bubble_formula']:.2f})" for line in pipelines]
+    pipelines = [
+        line for line in lines if None not in (line.row.get("pipeline_bubble"), line.row.get("pipeline_bubble_theory"))
+    ]
+    parts = [
+        f"{line.label} {line.row['pipeline_bubble']:.2f} (formula {line.row['pipeline_bubble_theory']:.2f})"
+        for line in pipelines
+    ]
     if parts:
         yield f"Pipelines were idle for this part of their working time: {join_words(parts[:_MOST_LINES])}."
 

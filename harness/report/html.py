@@ -1,6 +1,6 @@
-"""report.html: the report as one file that fetches nothing, for any browser, a phone and paper.
+"""The page report.html: the report as one file that loads nothing else, for any browser, a phone and paper.
 
-Text, tables and sentences are in the HTML and read without scripts; page/page.js adds sorting, filters and charts.
+Text and tables are in the HTML and can be read without scripts; page/page.js adds sorting, filters and charts.
 """
 
 import base64
@@ -26,11 +26,11 @@ Config = dict[str, Any]
 
 _FOLDER = Path(__file__).parent / "page"
 
-_LONG = 36  # letters of a cell that does not have to stay on one line
+_LONG = 36  # characters from which on a cell may wrap
 
-_WORDS = {"strategy": "strategy", "checkpointing": "checkpointing", "status": "status", "precision": "precision"}
+_TEXTS = {"strategy": "strategy", "checkpointing": "checkpointing", "status": "status", "precision": "precision"}
 
-_WORDS |= {"engine": "engine", "model": "model", "measured_on": "device"}
+_TEXTS |= {"engine": "engine", "model": "model", "measured_on": "device"}
 
 _MEMORY = {
     "peak_allocated_bytes": "peak memory",
@@ -57,54 +57,56 @@ _COUNTS = {
 
 @dataclass(frozen=True)
 class ExplorerData:
-    """What the reader draws: of every row its words and numbers, which may be None, by the names of both."""
+    """The data of the chart whose axes the reader chooses: the texts and numbers of every row, by their names."""
 
-    rows: Sequence[Mapping[str, str | float | None]]  # each has `label` and `strategy` besides
-    words: Mapping[str, str]  # to colour by: name and title
-    numbers: Mapping[str, str]  # to draw: name, and title with the unit that the rows' values are in
-    table: Table  # the same values, for those who do not see the chart
+    rows: Sequence[Mapping[str, str | float | None]]  # each has `label` and `strategy` too; an unknown number is None
+    texts: Mapping[str, str]  # to color by: name and title
+    numbers: Mapping[str, str]  # to draw: name, and title with the unit of the rows' values
+    table: Table  # the same values, for readers who do not see the chart
 
 
 def build_explorer(view: View) -> ExplorerData | None:
-    """The lines of a folder by every number that two of them know; None where there are no two such numbers."""
+    """Return the lines with every number that at least two of them have; None if there are no two such numbers."""
     table = view.line_medians
     numbers: dict[str, str] = {}
     columns: dict[str, list[float | None]] = {}
     shown: dict[str, list[str]] = {}
     for name, title, unit in _numbers(table) if len(table) else ():
-        found = column_values(table, name)
-        if sum(value is not None for value in found) > 1:
+        values = column_values(table, name)
+        if sum(value is not None for value in values) > 1:
             numbers[name] = f"{title}, {unit.name}" if unit.name else title
-            columns[name] = [None if value is None else value / unit.size for value in found]
-            shown[name] = format_deviations(found) if name.endswith("_deviation") else format_numbers(found, unit)
+            columns[name] = [None if value is None else value / unit.size for value in values]
+            shown[name] = format_deviations(values) if name.endswith("_deviation") else format_numbers(values, unit)
     if len(numbers) < 2:
         return None
-    words = {
-        name: title for name, title in _WORDS.items() if name == "strategy" or len(distinct_values(table, name)) > 1
+    texts = {
+        name: title for name, title in _TEXTS.items() if name == "strategy" or len(distinct_values(table, name)) > 1
     }
     labels, strategies = column_values(table, "label"), [value or "" for value in column_values(table, "strategy")]
-    texts = {name: [sanitize(value or "") for value in column_values(table, name)] for name in words}
+    cells_of = {name: [sanitize(value or "") for value in column_values(table, name)] for name in texts}
     rows: list[dict[str, str | float | None]] = []
     for i, label in enumerate(labels):
-        said = {name: values[i] for name, values in texts.items()}
-        rows.append({"label": sanitize(label), **said, **{name: values[i] for name, values in columns.items()}})
-    told = [name for name in words if name != "strategy"]  # the label says the strategy
-    header = ["run", *(words[name] for name in told), *numbers.values()]
-    cells = [[labels[i], *(texts[n][i] for n in told), *(shown[n][i] for n in numbers)] for i in range(len(labels))]
-    grid = Table(header, cells, 1 + len(told), "Everything that can be drawn", strategies)
-    return ExplorerData(rows, words, numbers, grid)
+        row_texts = {name: values[i] for name, values in cells_of.items()}
+        rows.append({"label": sanitize(label), **row_texts, **{name: values[i] for name, values in columns.items()}})
+    others = [name for name in texts if name != "strategy"]  # the label says the strategy
+    header = ["run", *(texts[name] for name in others), *numbers.values()]
+    cells = [
+        [labels[i], *(cells_of[n][i] for n in others), *(shown[n][i] for n in numbers)] for i in range(len(labels))
+    ]
+    value_table = Table(header, cells, 1 + len(others), "Everything that can be drawn", strategies)
+    return ExplorerData(rows, texts, numbers, value_table)
 
 
 def _numbers(table: Any) -> Iterator[tuple[str, str, Unit]]:
-    """Every number that can be an axis: its column, title and the unit of it that reads well."""
+    """Yield every number that can be an axis: its column, its title and its unit."""
     memory = byte_unit([value for name in _MEMORY for value in column_values(table, name)])
     sent = byte_unit(column_values(table, "communication_bytes"))
     yield "tokens_per_second", "tokens a second", ONE
-    yield "peak_allocated_bytes", "peak memory", memory  # the second is what is drawn across at first
+    yield "peak_allocated_bytes", "peak memory", memory  # the second is the initial horizontal axis
     yield "tokens_per_second_per_device", "tokens a second and device", ONE
     yield "step_seconds", "step time", MILLISECONDS
     yield "mfu", "MFU", Unit("%", 0.01)
-    yield "bubble", "bubble", ONE
+    yield "pipeline_bubble", "bubble", ONE
     yield from ((name, title, memory) for name, title in _MEMORY.items() if name != "peak_allocated_bytes")
     yield "communication_bytes", "sent by one rank in one step", sent
     yield "loss_deviation", "largest difference of a loss", ONE
@@ -114,7 +116,7 @@ def _numbers(table: Any) -> Iterator[tuple[str, str, Unit]]:
 
 @dataclass(frozen=True)
 class _Heading:
-    """A section with its place in the page."""
+    """A section with its id and level in the page."""
 
     id: str
     level: int
@@ -125,38 +127,43 @@ class _Heading:
 def page(
     title: str,
     sections: Sequence[Section],
-    explored: ExplorerData | None,
+    explorer: ExplorerData | None,
     library: str,
     config: tuple[Config, Config],
     svgs: Mapping[str, str] | None = None,
 ) -> str:
-    """The whole file.
+    """Return the whole page.
 
-    library: a script that sets `vegaEmbed`. config: Vega-Lite's, light and dark. svgs: of pictures by
-    their names, shown where scripts are off.
+    Args:
+        title: The heading of the page.
+        sections: The report.
+        explorer: The data of the chart whose axes the reader chooses, if there is one.
+        library: A script that sets `vegaEmbed`.
+        config: The configs of Vega-Lite for light and dark pages.
+        svgs: Charts as SVG by their names, which are shown where scripts are off.
     """
     headings = _headings(sections, 2, {"top", "main", "contents", "axes", "filter"})
-    pictures = list(_pictures(sections))
-    strategies = _strategies(sections, pictures, explored)
+    charts = list(_charts(sections))
+    strategies = _strategies(sections, charts, explorer)
     data = {
-        "charts": [picture.spec | {"description": picture.alt_text} for picture in pictures],
-        "explored": explored and {"rows": explored.rows, "words": explored.words, "numbers": explored.numbers},
+        "charts": [chart.spec | {"description": chart.alt_text} for chart in charts],
+        "explorer": explorer and {"rows": explorer.rows, "texts": explorer.texts, "numbers": explorer.numbers},
         "config": config,
     }
     style, script = (_source(name) for name in ("page.css", "page.js"))
     library = _script(library)
-    made = _template().render(
+    html = _template().render(
         title=title,
         headings=headings,
-        explored=explored,
-        positions={id(picture): position for position, picture in enumerate(pictures)},
-        svgs={name: _address(svg) for name, svg in (svgs or {}).items()},
+        explorer=explorer,
+        positions={id(chart): position for position, chart in enumerate(charts)},
+        svgs={name: _data_url(svg) for name, svg in (svgs or {}).items()},
         strategies=strategies,
         data=Markup(_json(data)),
         style=Markup(style),
         script=Markup(script),
         library=Markup(library),
-        # Vega evaluates its expressions by an interpreter (`ast: true` in page.js), so that no 'unsafe-eval' is needed.
+        # Vega interprets its expressions (`ast: true` in page.js), so no 'unsafe-eval' is needed.
         policy="; ".join(
             (
                 "default-src 'none'",
@@ -168,65 +175,65 @@ def page(
             )
         ),
     )
-    return made.lstrip()
+    return html.lstrip()
 
 
-def _headings(sections: Sequence[Section], level: int, taken: set[str]) -> list[_Heading]:
-    """The sections with ids made from their titles, no two the same."""
-    found: list[_Heading] = []
+def _headings(sections: Sequence[Section], level: int, used_ids: set[str]) -> list[_Heading]:
+    """Return the sections with ids made from their titles, of which no two are the same."""
+    headings: list[_Heading] = []
     for section in sections:
         slug = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")[:40].strip("-") or "section"
         name, count = slug, 1
-        while name in taken:
+        while name in used_ids:
             count += 1
             name = f"{slug}-{count}"
-        taken.add(name)
-        found.append(_Heading(name, min(level, 6), section, _headings(section.inner, level + 1, taken)))
-    return found
+        used_ids.add(name)
+        headings.append(_Heading(name, min(level, 6), section, _headings(section.inner, level + 1, used_ids)))
+    return headings
 
 
-def _pictures(sections: Sequence[Section]) -> Iterator[Chart]:
+def _charts(sections: Sequence[Section]) -> Iterator[Chart]:
     for section in sections:
         yield from (part for part in section.parts if isinstance(part, Chart))
-        yield from _pictures(section.inner)
+        yield from _charts(section.inner)
 
 
-def _grids(sections: Sequence[Section]) -> Iterator[Table]:
+def _tables(sections: Sequence[Section]) -> Iterator[Table]:
     for section in sections:
         for part in section.parts:
             if isinstance(part, Table | Chart):
                 yield part if isinstance(part, Table) else part.table
-        yield from _grids(section.inner)
+        yield from _tables(section.inner)
 
 
-def _strategies(sections: Sequence[Section], pictures: Sequence[Chart], explored: ExplorerData | None) -> list[str]:
-    """Every strategy that a row or a mark belongs to, in the order of the page."""
-    grids = [*_grids(sections), *([explored.table] if explored else [])]
-    found = [strategy for grid in grids for strategy in grid.strategies]
-    found += [strategy for picture in pictures for strategy in _marked(picture.spec)]
-    return list(dict.fromkeys(strategy for strategy in found if strategy))
+def _strategies(sections: Sequence[Section], charts: Sequence[Chart], explorer: ExplorerData | None) -> list[str]:
+    """Return every strategy that a row or a mark belongs to, in the order of the page."""
+    tables = [*_tables(sections), *([explorer.table] if explorer else [])]
+    strategies = [strategy for table in tables for strategy in table.strategies]
+    strategies += [strategy for chart in charts for strategy in _strategies_in(chart.spec)]
+    return list(dict.fromkeys(strategy for strategy in strategies if strategy))
 
 
-def _marked(spec: Any) -> Iterator[str]:
-    """The strategies in a chart's data, wherever in it they stand."""
+def _strategies_in(spec: Any) -> Iterator[str]:
+    """Yield the strategies in a chart's data, at any depth."""
     if isinstance(spec, dict):
         if isinstance(spec.get("strategy"), str):
             yield spec["strategy"]
         else:
             for value in spec.values():
-                yield from _marked(value)
+                yield from _strategies_in(value)
     elif isinstance(spec, list | tuple):
         for value in spec:
-            yield from _marked(value)
+            yield from _strategies_in(value)
 
 
 def _json(data: Any) -> str:
-    """JSON that may stand in a script element: none of its text ends the element or begins a comment."""
+    """Return JSON for a script element: none of its text ends the element or begins a comment."""
     return json.dumps(data, allow_nan=False, default=str).replace("<", "\\u003c")
 
 
 def _script(text: str) -> str:
-    """A script as an element's text; a parser of HTML changes line ends, and with them the digest."""
+    """Return a script as an element's text, with the line ends that a parser of HTML makes: the digest covers them."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return re.sub(r"<(?=/script|!--)", r"\\x3c", text, flags=re.IGNORECASE)
 
@@ -235,7 +242,7 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _address(svg: str) -> str:
+def _data_url(svg: str) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode('utf-8', 'replace')).decode()}"
 
 
@@ -262,5 +269,5 @@ def _template() -> jinja2.Template:
 
 
 def _split_cell(text: str) -> tuple[str, str]:
-    """A number and the mark behind it, which hangs to its right so that numbers stand under each other."""
+    """Return a number and the mark behind it, which hangs to its right so that numbers are aligned."""
     return (text[:-1], "~") if text.endswith("~") else (text, "")

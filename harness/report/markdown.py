@@ -1,4 +1,4 @@
-"""report.md: the report for any Markdown reader, with its pictures as SVG files beside it."""
+"""The page report.md: the report for any Markdown reader, with its charts as SVG files beside it."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from harness.report.document import Best, BulletList, Chart, Paragraph, Part, Section, Table
 from harness.util.text import sanitize
 
-FIGURES = "figures"  # the folder of pictures, beside report.md
+FIGURES = "figures"  # the folder of charts, beside report.md
 
 _ACTIVE = re.compile(r"[\\`*\[\]<>|~#$&]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.|@")
 
@@ -14,7 +14,7 @@ _OPENS = re.compile(r"^(\d{0,9})([-+=.)])")  # a list, a rule or a heading's und
 
 
 def page(title: str, sections: Sequence[Section], drawn: Collection[str] = ()) -> str:
-    """The whole report; a picture is a link to FIGURES/NAME.svg, left out if its name is not among those drawn."""
+    """Return the whole page. A chart is a link to FIGURES/NAME.svg, left out if its name is not among those drawn."""
     parts = [f"# {escape(title)}", *(text for section in sections for text in _section(section, 2, drawn))]
     return "\n\n".join(parts) + "\n"
 
@@ -36,18 +36,18 @@ def _part(part: Part, drawn: Collection[str]) -> Iterator[str]:
             yield "\n".join(f"- {_item(lead, text)}" for lead, text in items)
         case Table():
             yield from [_line(f"{part.caption}:")] if part.caption else []
-            yield grid(part)
-        case Chart(name, _, said) if name in drawn:
-            yield f"![{escape(said)}]({FIGURES}/{name}.svg)"
+            yield format_table(part)
+        case Chart(name, _, alt_text) if name in drawn:
+            yield f"![{escape(alt_text)}]({FIGURES}/{name}.svg)"
 
 
 def _item(lead: str, text: str) -> str:
     return f"**{escape(lead)}**: {escape(text)}" if lead else _line(text)
 
 
-def grid(table: Table) -> str:
-    """The first `names` columns left-aligned, the others right."""
-    rule = ["---" if position < table.names else "---:" for position in range(len(table.header))]
+def format_table(table: Table) -> str:
+    """Return a table with its label columns aligned left and the others right."""
+    rule = ["---" if position < table.label_columns else "---:" for position in range(len(table.header))]
     rows = [[_cell(cell) for cell in cells] for cells in (table.header, *table.rows)]
     rows.insert(1, rule)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
@@ -58,11 +58,11 @@ def _cell(cell: str) -> str:
 
 
 def _line(text: str) -> str:
-    """Escaped text that opens no block."""
+    """Return escaped text that does not begin a list, a rule or a heading."""
     return _OPENS.sub(r"\1\\\2", escape(text))
 
 
 def escape(text: object) -> str:
-    """Any text as one line that Markdown shows as it is: no markup, no link, no cell's end."""
+    """Return any text as one line that Markdown shows as it is: without markup, links or the end of a cell."""
     entities = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;"}
     return _ACTIVE.sub(lambda match: entities.get(match[0], "\\" + match[0]), sanitize(text))

@@ -1,4 +1,4 @@
-"""The report's first sections: what was compared, the comparison itself, and its pivots."""
+"""The report's first sections: an introduction, the comparison and its pivots."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,29 +9,29 @@ import pandas as pd
 from harness.records.schema import Record
 from harness.report.best import best
 from harness.report.charts import speed, tradeoffs
+from harness.report.comparison_columns import comparison_columns
 from harness.report.document import Best, Paragraph, Section, Table, section
 from harness.report.frame import baseline_names, column_values, distinct_values, shared_settings, varying_columns
 from harness.report.labels import VARYING, value_text
 from harness.report.spread import HOW_TO_READ
-from harness.report.tables import comparison_columns
 from harness.report.text import ONE, byte_unit, format_numbers, pluralize
 from harness.report.view import View
 
-# What a pivot shows of a line that is ok, and in which unit.
-_SHOWN = {"peak_allocated_bytes": "Peak memory", "tokens_per_second": "Tokens per second"}
+# The figures that a pivot shows of lines that are ok, with their captions.
+_PIVOT_FIGURES = {"peak_allocated_bytes": "Peak memory", "tokens_per_second": "Tokens per second"}
 
 
 def introduction(view: View) -> Paragraph:
-    """How many runs there are, how they ended, what they share, and what made them."""
+    """Return how many runs there are, how they ended, what they share, and the versions that made them."""
     table, records = view.line_medians, view.records
-    ends = Counter(record.status for record in records)
-    text = f"{pluralize(len(records), 'run')} ({', '.join(f'{count} {end}' for end, count in ends.items())})"
+    statuses = Counter(record.status for record in records)
+    text = f"{pluralize(len(records), 'run')} ({', '.join(f'{count} {status}' for status, count in statuses.items())})"
     text += f" of {pluralize(len(view.lines), 'line')}" if len(view.lines) < len(records) else ""
     shared = "; ".join(shared_settings(table))
     text += f", all of them: {shared}." if shared else "."
     varied = ", ".join(VARYING[name] for name in varying_columns(table))
     text += f" What varies beside the strategy: {varied}." if varied else ""
-    made_by = [f"{key} {', '.join(found)}" for key, found in made_by_versions(records).items()]
+    made_by = [f"{key} {', '.join(values)}" for key, values in made_by_versions(records).items()]
     text += f" Made by {', '.join(made_by)}." if made_by else ""
     if view.running:
         text += f" Still running, and not in the tables: {', '.join(view.running)}."
@@ -39,22 +39,22 @@ def introduction(view: View) -> Paragraph:
 
 
 def made_by_versions(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Every version of each package that made a row."""
-    found: dict[str, dict[str, None]] = {}
+    """Return every version of each package that made a row."""
+    versions_of: dict[str, dict[str, None]] = {}
     for record in records:
         for key, version in record.versions.items():
             if version is not None:
-                found.setdefault(key, {})[str(version)] = None
-    return {key: list(versions) for key, versions in found.items()}
+                versions_of.setdefault(key, {})[str(version)] = None
+    return {key: list(versions) for key, versions in versions_of.items()}
 
 
 def comparison(view: View) -> list[Section]:
-    """A row a line; the best of a column is marked where the spread leaves no doubt."""
+    """Return the comparison with one row per line; the best of a column is marked if it is certain."""
     table = view.line_medians
     columns = comparison_columns(table, short=False)
-    marked = best(view)
+    winners = best(view)
     cells = [
-        [Best(cell) if position in marked.get(column.key, ()) else cell for position, cell in enumerate(column.cells)]
+        [Best(cell) if position in winners.get(column.key, ()) else cell for position, cell in enumerate(column.cells)]
         for column in columns
     ]
     baseline = baseline_names(table)
@@ -66,11 +66,11 @@ def comparison(view: View) -> list[Section]:
         " single-process reference."
         + (
             " Bold marks the best of a column among as many ranks, where it leads by more than the spread."
-            * bool(marked)
+            * bool(winners)
         )
         + (
             " The bubble is the idle time of all stages over their working time."
-            if distinct_values(table, "bubble")
+            if distinct_values(table, "pipeline_bubble")
             else ""
         )
         + (f" {HOW_TO_READ}" if baseline or distinct_values(table, "between_runs") else "")
@@ -80,8 +80,12 @@ def comparison(view: View) -> list[Section]:
             if any(count > 1 for count in column_values(table, "runs"))
             else ""
         )
-        + (" ‡ marks runs that something disturbed, listed below." if any(column_values(table, "disturbed")) else "")
-        + (" † marks rows made by other versions, listed below." if distinct_values(table, "stale") else "")
+        + (
+            " ‡ marks runs that something disturbed, listed below."
+            if any(column_values(table, "noise_warning"))
+            else ""
+        )
+        + (" † marks rows made by other versions, listed below." if distinct_values(table, "stale_reason") else "")
     )
     names = sum(not column.number for column in columns)
     strategies = [str(strategy or "") for strategy in column_values(table, "strategy")]
@@ -96,11 +100,11 @@ def comparison(view: View) -> list[Section]:
 
 
 def pivots(view: View, column: str | None = None) -> list[Section]:
-    """Strategy × checkpointing, where both vary and name one line each, and strategy by the column asked for."""
+    """Return strategy × checkpointing, if both vary and identify every line, and strategy by the requested column."""
     table = view.line_medians
-    found: list[Section] = []
+    pivots: list[Section] = []
     if column is not None:
-        found += _pivot(table, column)
+        pivots += _pivot(table, column)
     if (
         column != "checkpointing"
         and len(distinct_values(table, "strategy")) > 1
@@ -109,32 +113,32 @@ def pivots(view: View, column: str | None = None) -> list[Section]:
         names = column_values(table, "strategy")
         pairs = list(zip(names, column_values(table, "checkpointing"), strict=True))
         if len(set(pairs)) == len(pairs):
-            found += section("Strategy × checkpointing", *_grids(table, names, column_values(table, "checkpointing")))
-    return found
+            pivots += section("Strategy × checkpointing", *_grids(table, names, column_values(table, "checkpointing")))
+    return pivots
 
 
 def _pivot(table: pd.DataFrame, column: str) -> list[Section]:
-    """A row for what tells lines apart beside the column, and a column for each of its values."""
+    """Return a row for each combination of the other columns that vary, and a column for each value of this one."""
     other = [name for name in (*varying_columns(table), "checkpointing") if name != column]
     other = [name for name in other if len(distinct_values(table, name)) > 1]
     names = []
     for line in table.to_dict("records"):
         parts = [str(line["strategy"])] if column != "strategy" else []
-        parts += [_said(name, line[name]) for name in other if line[name] is not None and not pd.isna(line[name])]
+        parts += [_phrase(name, line[name]) for name in other if line[name] is not None and not pd.isna(line[name])]
         names.append(" ".join(parts) or "all")
     return section(f"By {VARYING.get(column, column)}", *_grids(table, names, column_values(table, column)))
 
 
-def _said(name: str, value: Any) -> str:
+def _phrase(name: str, value: Any) -> str:
     return value_text(name, value) if name in VARYING else str(value)
 
 
 def _grids(table: pd.DataFrame, names: Sequence[str], values: Sequence[Any]) -> Iterator[Table]:
-    """A grid a figure; a line that is not ok shows how it ended, several lines of one cell stand side by side."""
+    """Yield a table for each figure. A line that is not ok shows its status; several lines of one cell are listed."""
     heads = list(dict.fromkeys(values))
     heads.sort(key=lambda value: (value is None, value if isinstance(value, (int, float)) else 0))
     places = list(zip(names, values, column_values(table, "status"), strict=True))
-    for key, title in _SHOWN.items():
+    for key, title in _PIVOT_FIGURES.items():
         numbers = column_values(table, key)
         unit = byte_unit(numbers) if key.endswith("_bytes") else ONE
         cells: dict[tuple[str, Any], list[str]] = {}

@@ -1,4 +1,4 @@
-"""runs.parquet: the rows of runs.csv with their types."""
+"""The file runs.parquet: the rows of runs.csv with their types."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,10 @@ _TYPES: dict[type | None, pa.DataType] = {
 
 
 def write_runs_parquet(results_dir: Path, rows: Sequence[Row]) -> Path:
-    """Writes runs.parquet: a row a run, unknown values null, text on one line as in runs.csv but for its quote."""
+    """Write runs.parquet, with one row per run, and return its path.
+
+    Unknown values are null. Text is on one line, as in runs.csv but without its quotes.
+    """
     columns = {name: _column(name, [row.get(name) for row in rows]) for name in columns_of(rows)}
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), sink, compression="zstd")
@@ -33,13 +36,13 @@ def write_runs_parquet(results_dir: Path, rows: Sequence[Row]) -> Path:
 
 
 def _column(name: str, values: Sequence[Any]) -> pa.Array:
-    """A row's own column has the type of its values where they share one, else it is text."""
-    kind = column_type(name)
-    if kind is None:
-        kinds = {type(value) for value in values if value is not None}
-        kind = kinds.pop() if len(kinds) == 1 else float if kinds == {int, float} else str
-    if kind is float:
+    """Return a column with its declared type, else with the one type that its values share, else as text."""
+    dtype = column_type(name)
+    if dtype is None:
+        types = {type(value) for value in values if value is not None}
+        dtype = types.pop() if len(types) == 1 else float if types == {int, float} else str
+    if dtype is float:
         values = [None if value is None else float(value) for value in values]
-    if kind is str:
+    if dtype is str:
         values = [None if value is None else sanitize(value) for value in values]
-    return pa.array(values, type=_TYPES[kind])
+    return pa.array(values, type=_TYPES[dtype])

@@ -1,11 +1,11 @@
-"""The report's section on pipelines: what every rank of one holds, how its time divides, what it keeps for backward."""
+"""The report's sections on resources: pipelines, memory, what fills its peak, the time of a step, and operations."""
 
 from collections.abc import Sequence
 
 from harness.records.schema import Record
 from harness.report.charts import memory as memory_charts
 from harness.report.charts import speed as speed_charts
-from harness.report.document import BulletList, Paragraph, Section, Table, labelled, section
+from harness.report.document import BulletList, Paragraph, Section, Table, run_table, section
 from harness.report.frame import MEMORY_COLUMNS, baseline_names, column_values
 from harness.report.labels import PEAK_PARTS, STEP_PARTS
 from harness.report.text import (
@@ -34,15 +34,15 @@ _HOW_TO_READ = (
 
 
 def pipeline_section(view: View) -> list[Section]:
-    """A row a rank of every run that has a pipeline."""
-    one, table = view.median_runs, view.median_runs.table
-    runs = zip(column_values(table, "label"), column_values(table, "bubble_formula"), one.records, strict=True)
-    found = [(label, formula, rank) for label, formula, record in runs for rank in record.pipeline]
-    if not found:
+    """Return the section on pipelines, with one row per rank of every run that has a pipeline."""
+    table, records = view.median_runs.table, view.median_runs.records
+    runs = zip(column_values(table, "label"), column_values(table, "pipeline_bubble_theory"), records, strict=True)
+    entries = [(label, formula, rank) for label, formula, record in runs for rank in record.pipeline]
+    if not entries:
         return []
-    labels, formulas, ranks = zip(*found, strict=True)
-    held_bytes = [rank["activation_bytes"] for rank in ranks]
-    memory = byte_unit(held_bytes)
+    labels, formulas, ranks = zip(*entries, strict=True)
+    activation_bytes = [rank["activation_bytes"] for rank in ranks]
+    memory = byte_unit(activation_bytes)
     columns = {
         "run": list(labels),
         "rank": [str(rank["rank"]) for rank in ranks],
@@ -53,7 +53,7 @@ def pipeline_section(view: View) -> list[Section]:
         "bubble": format_fractions([rank["bubble"] for rank in ranks]),
         "formula": format_fractions(formulas),
         "passes in flight": [str(rank["in_flight"]) for rank in ranks],
-        f"activations {memory.name}": format_numbers(held_bytes, memory),
+        f"activations {memory.name}": format_numbers(activation_bytes, memory),
     }
     rows = list(zip(*columns.values(), strict=True))
     return section("Pipelines", Table(list(columns), rows), *map(Paragraph, _HOW_TO_READ))
@@ -68,8 +68,8 @@ _ON_HOST = {"offloaded_bytes": "state on the host", "offloaded_activation_bytes"
 _BESIDE = {
     "peak_reserved_bytes": "peak reserved",
     "fragmentation_bytes": "fragmentation",
-    "outside_bytes": "outside torch",
-    "peak_host_bytes": "host process",
+    "non_torch_bytes": "outside torch",
+    "peak_rss_bytes": "host process",
 }
 
 _HOST_NOTES = {
@@ -85,10 +85,11 @@ _HOST_NOTES = {
 
 _DETAILED = ("gathered", "communication", "temporary")
 
-_LARGEST = 3  # of a run's blocks that are told by what made them
+_LARGEST = 3  # blocks of a run that are listed
 
 
 def memory(view: View) -> list[Section]:
+    """Return the section on memory: the maximum over ranks of each kind, and over the baseline's."""
     runs, table = view.median_runs, view.median_runs.table
     on_host = {name: header for name, header in _ON_HOST.items() if any(column_values(table, name))}
     names = (*MEMORY_COLUMNS, *on_host, *_BESIDE)
@@ -107,7 +108,7 @@ def memory(view: View) -> list[Section]:
         return []
     return section(
         f"Memory ({unit.name})",
-        labelled(table, columns),
+        run_table(table, columns),
         Paragraph(
             "Each column is the maximum over ranks. Parameters and optimizer at rest between steps, gradients and"
             " activations at their most; the parts need not be at their most at once, so they need not add up. The host"
@@ -119,13 +120,16 @@ def memory(view: View) -> list[Section]:
 
 
 def _least_peaks(records: Sequence[Record]) -> list[float | None]:
-    """The peak of the rank that needed least, where every rank's is recorded."""
+    """Return the smallest peak of any rank, if every rank's is recorded."""
     peaks = [[rank.peak_allocated_bytes for rank in record.ranks] for record in records]
-    return [min(found) if found and None not in found else None for found in peaks]
+    return [min(of_ranks) if of_ranks and None not in of_ranks else None for of_ranks in peaks]
 
 
 def peak(view: View) -> list[Section]:
-    """What fills the peak of the fullest rank: a part a column, and the largest of what is neither state nor kept."""
+    """Return the section on what fills the peak of the rank with the largest one.
+
+    It has a column for each part and lists the largest blocks that are neither model state nor activations.
+    """
     runs, table = view.median_runs, view.median_runs.table
     names = {f"at_peak_{part}_bytes": header for part, header in PEAK_PARTS.items()}
     names = {name: header for name, header in names.items() if any(column_values(table, name))}
@@ -140,19 +144,19 @@ def peak(view: View) -> list[Section]:
     ]
     blocks = [
         Paragraph("The largest buffers and temporaries, by what they are or the operator that made them:"),
-        BulletList([(label, told) for label, told in largest if told]),
+        BulletList([(label, text) for label, text in largest if text]),
     ]
     return section(
         f"What fills the peak ({unit.name})",
         memory_charts.peak(view),
-        labelled(table, columns, names=2),
+        run_table(table, columns, label_columns=2),
         Paragraph(
             "Every block of the fullest rank's memory at its fullest moment, by whose it is; the parts add up to the"
             " peak. Gathered parameters are those made whole for compute; communication buffers are buckets, gradients"
             " on their way to be reduced, and copies of the communication backend; temporaries are all that no one"
             " keeps."
         ),
-        *(blocks if any(told for _, told in largest) else ()),
+        *(blocks if any(text for _, text in largest) else ()),
     )
 
 
@@ -165,7 +169,7 @@ def _largest(record: Record) -> str:
 
 
 def time(view: View) -> list[Section]:
-    """The parts of the median step, a column each; they add up to it."""
+    """Return the section on step time, with a column for each part of the median step; the parts add up to it."""
     table = view.median_runs.table
     columns = {header: format_numbers(column_values(table, name), MILLISECONDS) for name, header in STEP_PARTS.items()}
     columns = {header: cells for header, cells in columns.items() if any(cell not in ("", "0.00") for cell in cells)}
@@ -173,7 +177,7 @@ def time(view: View) -> list[Section]:
         return []
     columns["step"] = format_numbers(column_values(table, "step_seconds"), MILLISECONDS)
     columns["p95"] = format_numbers(column_values(table, "step_seconds_p95"), MILLISECONDS)
-    columns["spread %"] = format_percents(column_values(table, "step_seconds_spread"))
+    columns["spread %"] = format_percents(column_values(table, "step_seconds_iqr_ratio"))
     hidden = column_values(table, "overlapped_communication_seconds")
     columns["overlapped communication"] = format_numbers(hidden, MILLISECONDS)
     columns["processor seconds"] = format_numbers(column_values(table, "cpu_seconds"), ONE)
@@ -181,7 +185,7 @@ def time(view: View) -> list[Section]:
     return section(
         "Where the time of a step goes (ms)",
         speed_charts.step(view),
-        labelled(table, {header: cells for header, cells in columns.items() if any(cells)}),
+        run_table(table, {header: cells for header, cells in columns.items() if any(cells)}),
         Paragraph(
             "Of the slowest rank in the median step; data to other add up to the step. Communication is exposed while"
             " a collective is in flight and no operator computes, overlapped while one does: the shares are of two"
@@ -193,25 +197,25 @@ def time(view: View) -> list[Section]:
 
 
 def operations(view: View) -> list[Section]:
-    """Operations a step, what of them is the model's, and what share of the device's peak that is."""
+    """Return the section on operations per step: the model's, those that ran, and their share of the device's peak."""
     table = view.median_runs.table
-    wanted, ran = column_values(table, "model_flops"), column_values(table, "hardware_flops")
-    if not any(wanted):
+    model, executed = column_values(table, "model_flops"), column_values(table, "executed_flops")
+    if not any(model):
         return []
-    again = [b / a if a and b else None for a, b in zip(wanted, ran, strict=True)]
+    ratios = [b / a if a and b else None for a, b in zip(model, executed, strict=True)]
     rates = column_values(table, "model_flops_per_second_per_device")
-    unit, rate = flop_unit([*wanted, *ran]), flop_unit(rates)
+    unit, rate = flop_unit([*model, *executed]), flop_unit(rates)
     columns = {
-        f"model {unit.name} a step": format_numbers(wanted, unit),
-        f"ran {unit.name} a step": format_numbers(ran, unit),
-        "ran / model": format_ratios(again),
+        f"model {unit.name} a step": format_numbers(model, unit),
+        f"ran {unit.name} a step": format_numbers(executed, unit),
+        "ran / model": format_ratios(ratios),
         f"model {rate.name}/s a device": format_numbers(rates, rate),
         "MFU %": format_percents(column_values(table, "mfu")),
         "HFU %": format_percents(column_values(table, "hfu")),
     }
     return section(
         "Operations",
-        labelled(table, {header: cells for header, cells in columns.items() if any(cells)}),
+        run_table(table, {header: cells for header, cells in columns.items() if any(cells)}),
         Paragraph(
             "The model's operations are matrix products and attention (not halved for its causal mask), forward and"
             " twice as much backward; what ran was counted operator by operator on all ranks, second forwards and the"

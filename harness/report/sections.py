@@ -14,15 +14,18 @@ from harness.report.view import MOST, View, truncate
 
 
 def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -> list[Section]:
-    """The whole report.
+    """Return the whole report.
 
-    pivot: a column of runs.csv to set strategies against. fits_in: bytes that a recommendation has to fit in.
+    Args:
+        view: The runs to report.
+        pivot: A column of runs.csv to tabulate strategies against.
+        fits_in: The memory in bytes that a recommendation has to fit in.
     """
     part = truncate(view, MOST)
     return [
         *section("", introduction(view)),
         *findings(view, fits_in),
-        *section("", _cut(view, part)),
+        *section("", _truncation(view, part)),
         *comparison(part),
         *failures(part),
         *caveats(view),
@@ -47,7 +50,7 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
     ]
 
 
-def _cut(view: View, part: View) -> Paragraph | None:
+def _truncation(view: View, part: View) -> Paragraph | None:
     if len(part.records) == len(view.records):
         return None
     return Paragraph(

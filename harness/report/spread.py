@@ -20,11 +20,11 @@ HOW_TO_READ = (
 )
 
 _MEDIAN = (
-    *("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "bubble", "mfu", "hfu"),
+    *("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "pipeline_bubble", "mfu", "hfu"),
     *("model_flops_per_second_per_device", "cpu_seconds", "joules_per_token"),
 )
 
-_MAXIMUM = ("loss_deviation", "grad_deviation", "in_flight")
+_MAXIMUM = ("loss_deviation", "grad_deviation", "max_in_flight_micro_batches")
 
 
 def merge_repeats(records: Sequence[Record]) -> list[Record]:
@@ -56,8 +56,8 @@ def _merge(runs: Sequence[Record]) -> Record:
     merged = dict(rows[0]) if len(rows) == 1 else _merge_rows(rows)
     merged |= {"run_id": rows[0]["run_id"], "runs": len(runs), "runs_alike": len(rows)}
     merged["between_runs"] = relative_range([row.get("tokens_per_second") for row in rows])
-    disturbed = dict.fromkeys(str(run.row["disturbed"]) for run in runs if run.row.get("disturbed"))
-    merged["disturbed"] = "; ".join(disturbed) or None
+    disturbed = dict.fromkeys(str(run.row["noise_warning"]) for run in runs if run.row.get("noise_warning"))
+    merged["noise_warning"] = "; ".join(disturbed) or None
     return dataclasses.replace(runs[0], row=merged, runs=list(runs))
 
 
@@ -92,7 +92,7 @@ def spread(row: Row) -> float | None:
 
     It is half the range between the line's runs, or for a single run half the interquartile range of its steps.
     """
-    between, steps = row.get("between_runs"), row.get("step_seconds_spread")
+    between, steps = row.get("between_runs"), row.get("step_seconds_iqr_ratio")
     return between if between is not None or steps is None else steps / 2
 
 

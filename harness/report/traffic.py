@@ -1,22 +1,22 @@
-"""The report's section on bytes: by mesh axis and operation, beside the layout's formula, and what no formula has."""
+"""The report's sections on communication: bytes by mesh axis and operation, and beside the layout's formula."""
 
 from collections.abc import Iterator
 
 from harness.records.schema import Record
 from harness.report.charts import traffic
-from harness.report.document import Paragraph, Section, Table, labelled, section
+from harness.report.document import Paragraph, Section, Table, run_table, section
 from harness.report.frame import baseline_names, column_values
 from harness.report.text import byte_unit, bytes_text, format_numbers, format_ratios
 from harness.report.view import View
 
 
 def traffic_section(view: View) -> list[Section]:
-    """What the rank that sends most sends: in all, against the formula, and the sizes of its messages."""
+    """Return the sections on what the rank that sends most sends: in total, against the formula, and by message size."""
     return [*_communication(view), *_formula(view)]
 
 
 def _communication(view: View) -> list[Section]:
-    """Bytes and calls by mesh axis and operation, a column each."""
+    """Return bytes and calls with a column for each mesh axis and operation."""
     table = view.median_runs.table
     entries = [_by_kind(record) for record in view.median_runs.records]
     kinds = sorted({kind for entry in entries for kind in entry})
@@ -25,9 +25,9 @@ def _communication(view: View) -> list[Section]:
     )
     columns: dict[str, list[str]] = {}
     for axis, operation in kinds:
-        found = [entry.get((axis, operation), (None, 0)) for entry in entries]
-        numbers = format_numbers([value for value, _ in found], unit)
-        cells = [f"{text} ({calls:,})" if text else "" for text, (_, calls) in zip(numbers, found, strict=True)]
+        sent = [entry.get((axis, operation), (None, 0)) for entry in entries]
+        numbers = format_numbers([size for size, _ in sent], unit)
+        cells = [f"{text} ({calls:,})" if text else "" for text, (_, calls) in zip(numbers, sent, strict=True)]
         columns[f"{operation} on {axis}"] = cells
     columns["in all"] = format_numbers(column_values(table, "communication_bytes"), unit)
     compared = baseline_names(table)
@@ -39,7 +39,7 @@ def _communication(view: View) -> list[Section]:
         return []
     return section(
         f"Communication ({unit.name} a step)",
-        labelled(table, columns),
+        run_table(table, columns),
         Paragraph(
             "What the rank that sends most must send in one step under ring algorithms, counted from the operators that"
             " ran, by the mesh axis they ran along; calls in parentheses."
@@ -54,7 +54,7 @@ def _labelled(view: View) -> Iterator[tuple[str, Record]]:
 
 
 def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
-    """Bytes and calls by (axis, operation); entries of the same kind add up."""
+    """Return bytes and calls by axis and operation; entries of the same kind add up."""
     sums: dict[tuple[str, str], tuple[float, int]] = {}
     for entry in record.communication:
         kind = (str(entry["axis"]), str(entry["operation"]))
@@ -64,7 +64,7 @@ def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
 
 
 def _formula(view: View) -> list[Section]:
-    """A row a run and axis."""
+    """Return the measured bytes beside the formula's, with one row per run and axis."""
     entries = [(label, entry) for label, record in _labelled(view) for entry in record.traffic]
     if not entries:
         return []
@@ -83,7 +83,7 @@ def _formula(view: View) -> list[Section]:
     return section(
         "Bytes against the formula",
         traffic.traffic(view),
-        Table(list(columns), list(zip(*columns.values(), strict=True)), names=3),
+        Table(list(columns), list(zip(*columns.values(), strict=True)), label_columns=3),
         Paragraph(
             "The formula is the papers' volume for this layout, model and number of micro-batches. Outside of it are"
             " scalars, named by the function that sends them: gradient norms, losses, overflow flags."
@@ -93,7 +93,7 @@ def _formula(view: View) -> list[Section]:
 
 
 def _sizes(view: View) -> Table | None:
-    """How many calls of which size, a row a run, axis and operation."""
+    """Return the number and sizes of calls, with one row per run, axis and operation."""
     rows = []
     for label, record in _labelled(view):
         for entry in record.communication:
@@ -103,11 +103,11 @@ def _sizes(view: View) -> Table | None:
                 names = [str(entry[key]) for key in ("axis", "operation", "dtype")]
                 rows.append([label, *names, f"{sum(sizes.values()):,}", *ends])
     header = ["run", "axis", "operation", "width", "calls", "smallest", "median", "largest"]
-    return Table(header, rows, names=4) if rows else None
+    return Table(header, rows, label_columns=4) if rows else None
 
 
 def _median(counts: dict[int, int]) -> int:
-    """Of sizes by how often each occurs, the middle one; of an even number the upper."""
+    """Return the median of sizes that are given with their counts; of an even number of calls the upper one."""
     rank = sum(counts.values()) // 2
     for size in sorted(counts):
         rank -= counts[size]

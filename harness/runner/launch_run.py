@@ -44,7 +44,7 @@ def launch_run(plan: Plan, context: RunContext, reference: Reference) -> Record:
         context.log(note)
     outcome = run_ranks(plan, context)
     ending, ranks, extra = judge_run(plan, outcome, reference)
-    ending |= started | {"seconds": outcome.seconds}
+    ending |= started | {"duration_seconds": outcome.seconds}
     return write_row(plan, ending, ranks, extra | {"notes": notes})
 
 
@@ -113,7 +113,7 @@ def judge_run(
             plan.config, plan.command.proof, plan.layout, plan.widths, ranks, reference.rank, reference.note
         )
     if ending["status"] != "ok":
-        failed_in = {"phase": ending["phase"]} if "phase" in ending else {}
+        failed_in = {"failed_in_phase": ending["failed_in_phase"]} if "failed_in_phase" in ending else {}
         world_size = plan.layout.world_size
         ending |= failure_columns(plan.config, plan.folder, world_size, outcome, ranks) | failed_in
     return ending, ranks, extra
@@ -135,7 +135,7 @@ def write_row(
         if not is_disk_full(error):
             raise
         release(plan.comparison.reserve)
-        known = {key: ending[key] for key in ("started_at", "seconds", "phase") if key in ending}
+        known = {key: ending[key] for key in ("started_at", "duration_seconds", "failed_in_phase") if key in ending}
         status = "error" if ending["status"] == "ok" else ending["status"]
         end = ending["reason"] or "the ranks finished"
         reason = f"{end}; {one_line(error)}: free some disk space and run it again"

@@ -112,9 +112,9 @@ def failure_columns(
     blamed = exhausted.rank if exhausted else next((failure.rank for failure in outcome.failures), None)
     if blamed not in beats:
         blamed = min(beats, key=lambda rank: beats[rank].step, default=None)
-    row: Row = {"phase": beats[blamed].phase if blamed in beats else None}
-    for quantity in ("allocated_bytes", "host_bytes"):
-        row[f"last_{quantity}"] = max_known(getattr(beat, quantity) for beat in beats.values())
+    row: Row = {"failed_in_phase": beats[blamed].phase if blamed in beats else None}
+    row["last_seen_allocated_bytes"] = max_known(beat.allocated_bytes for beat in beats.values())
+    row["last_seen_rss_bytes"] = max_known(beat.host_bytes for beat in beats.values())
     if outcome.status == "error" and exhausted:
         row["status"] = "oom"
         budget = config.cluster.memory_budget

@@ -139,7 +139,7 @@ class ProgressDisplay:
         cost = self.left.pop(run, None)
         if progress is None:  # the record was stored before
             self.position += 1
-        elif is_new and cost is not None and record.row.get("seconds"):
+        elif is_new and cost is not None and record.row.get("duration_seconds"):
             self.finished.append((cost, time.monotonic() - progress.started_at))
         if not self.running:
             self.close()

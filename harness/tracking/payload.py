@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.config.command import TrackingConfig
 from harness.records import heartbeat
-from harness.records.columns import COLUMNS
+from harness.records.columns import COLUMN_NAMES
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.tracking.base import Scalar, TrackedRun, Values
@@ -64,5 +64,5 @@ def table_rows(records: list[Record]) -> tuple[list[str], list[Mapping[str, Any]
     """Return the columns in which any row of a comparison has a value, declared ones first, and the rows."""
     rows = [redacted(record["row"]) for record in records]
     filled = {column: None for row in rows for column, value in row.items() if value not in (None, "")}
-    columns = [column for column in COLUMNS if column in filled]
+    columns = [column for column in COLUMN_NAMES if column in filled]
     return columns + [column for column in filled if column not in columns], rows

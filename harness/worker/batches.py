@@ -1,4 +1,4 @@
-"""TODO harness.worker.batches."""
+"""The training data of a rank: its part of every global batch."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Batches:
-    """The global batch of every step, and this rank's part of it: of some sequences all, or spans of each."""
+    """The rank's part of the global batch of every step: whole sequences, or with context parallelism spans of them."""
 
     def __init__(self, corpus: Corpus, config: RunConfig, layout: Layout, rank: int, device: "torch.device") -> None:
         self.tokens = None if corpus.path is None else np.memmap(corpus.path, dtype=np.uint8, mode="r")
@@ -28,7 +28,7 @@ class Batches:
         self.spans = layout.sequence_chunks(rank, config.train.seq_len)
 
     def sequence(self, step: int, index: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        """Token ids, shape (seq_len + 1,), of one sequence of the global batch."""
+        """Return the token ids, of shape (seq_len + 1,), of one sequence of a step's global batch."""
         train = self.config.train
         random = np.random.default_rng((train.seed, step, index))
         length = train.seq_len + 1
@@ -38,7 +38,7 @@ class Batches:
         return self.tokens[start : start + length].astype(np.int64)
 
     def __call__(self, step: int) -> "list[Batch]":
-        """This rank's micro-batches of a step, in order, on its device."""
+        """Return the rank's micro-batches of a step, in order, on its device."""
         import torch
 
         from harness.engines.base import Batch

@@ -1,4 +1,4 @@
-"""What runs in every rank: reads its run file, trains, and writes what it saw. It never sees Hydra."""
+"""The code of every rank: read the run file, train, and write the rank's report. A rank never sees Hydra."""
 
 import dataclasses
 import os
@@ -7,13 +7,12 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.engines.base import load_engine
+from harness.engines.base import Engine, load_engine
 from harness.hardware.machine import usable_cores
 from harness.layout.layout import AXES
 from harness.measure.kernels import attention_backend_priority
@@ -21,128 +20,155 @@ from harness.measure.memory import DeviceMemory
 from harness.measure.memory_limit import MemoryLimit
 from harness.measure.native_allocator import load_allocator
 from harness.measure.rank_state import bytes_by_device, held_bytes, held_shards
-from harness.measure.time_breakdown import TimeBreakdown
 from harness.models.dropout_rng import dropout_rng_ranks, dropout_seed
 from harness.probe import Probe
 from harness.records.heartbeat import HeartbeatWriter
+from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunFolder
 from harness.records.run_spec import RunSpec, read_run_spec
 from harness.util.files import atomic_write_json
 from harness.util.text import one_line
 from harness.worker.batches import Batches
-from harness.worker.train_loop import train
+from harness.worker.train_loop import RankMeasurements, train
 
 
 def main(run_dir: str) -> None:
-    """One rank, from its run file to its rank file. A failure is written down, then raised."""
+    """Run one rank, from its run file to its report. A failure is reported and then raised."""
     directory = Path(run_dir)
     rank = int(os.environ["RANK"])
-    target = RunFolder(directory).rank_report(rank)
-    report: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "status": "error"}
-    report["cores"] = usable_cores()
-    pulse = HeartbeatWriter(directory, rank)
+    report = RankReport(rank, socket.gethostname(), os.getpid(), "error", usable_cores())
+    heartbeat = HeartbeatWriter(directory, rank)
     try:
-        report |= run_rank(read_run_spec(directory), rank, pulse, directory) | {"status": "ok"}
+        report = run_rank(read_run_spec(directory), report, heartbeat, directory)
     except BaseException as error:
-        exhausted = out_of_memory(error)
-        report |= {"status": "oom" if exhausted else "error"} | pulse.sample()._asdict()
-        said = exhausted or error
-        report |= {"error": type(said).__name__, "reason": one_line(said), "traceback": traceback.format_exc()}
+        report = report_failure(report, error, heartbeat)
         raise
     finally:
-        atomic_write_json(target, report)
+        atomic_write_json(RunFolder(directory).rank_report(rank), report.to_json())
 
 
-def out_of_memory(error: BaseException | None) -> BaseException | None:
-    """The error that says memory ran out, itself or what caused it: torch's pipeline stages wrap what they raise."""
+def report_failure(report: RankReport, error: BaseException, heartbeat: HeartbeatWriter) -> RankReport:
+    """Return the report with the error, and with the phase and the memory of the rank when it failed."""
+    out_of_memory = out_of_memory_error(error)
+    last = heartbeat.sample()
+    return dataclasses.replace(
+        report,
+        status="oom" if out_of_memory else "error",
+        phase=last.phase,
+        step=last.step,
+        allocated_bytes=last.allocated_bytes,
+        rss_bytes=last.host_bytes,
+        error=type(out_of_memory or error).__name__,
+        reason=one_line(out_of_memory or error),
+        traceback=traceback.format_exc(),
+    )
+
+
+def out_of_memory_error(error: BaseException | None) -> BaseException | None:
+    """Return the out-of-memory error among an error and its causes, or None.
+
+    The causes matter because torch's pipeline stages wrap the errors that they raise.
+    """
     while error is not None and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         error = error.__cause__
     return error
 
 
-def run_rank(this: RunSpec, rank: int, pulse: HeartbeatWriter, directory: Path) -> dict[str, Any]:
-    """Joins the other ranks and trains; everything this rank has to say about it, as plain values."""
-    os.environ.update(this.environment)
-    allocator = load_allocator(Path(this.allocator)) if this.allocator else None
-    pulse("joining")
-    with process_group(this) as (mesh, device), attention_backend_priority():
-        limit = MemoryLimit(this.config.cluster.memory_budget_bytes, device, allocator)
+def run_rank(spec: RunSpec, report: RankReport, heartbeat: HeartbeatWriter, directory: Path) -> RankReport:
+    """Join the other ranks and train. Return the report of this rank, whose identity is filled in already."""
+    os.environ.update(spec.environment)
+    allocator = load_allocator(Path(spec.allocator)) if spec.allocator else None
+    heartbeat("joining")
+    with process_group(spec) as (mesh, device), attention_backend_priority():
+        limit = MemoryLimit(spec.config.cluster.memory_budget_bytes, device, allocator)
         memory = DeviceMemory(device, allocator, limit)
-        pulse.allocated_bytes = memory.allocated_bytes
-        return build_and_train(this, rank, pulse, directory, mesh, memory)
+        heartbeat.allocated_bytes = memory.allocated_bytes
+        return build_and_train(spec, report, heartbeat, directory, mesh, memory)
 
 
 def build_and_train(
-    this: RunSpec, rank: int, pulse: HeartbeatWriter, directory: Path, mesh: DeviceMesh, memory: DeviceMemory
-) -> dict[str, Any]:
-    """Builds the engine and trains. The engine is gone on return, so that nothing outlives the groups it talks over."""
+    spec: RunSpec,
+    report: RankReport,
+    heartbeat: HeartbeatWriter,
+    directory: Path,
+    mesh: DeviceMesh,
+    memory: DeviceMemory,
+) -> RankReport:
+    """Build the engine and train.
+
+    The engine is released on return, so that nothing outlives the process groups that it communicates over.
+    """
     probe, device = Probe(), memory.device
-    pulse("building")
+    heartbeat("building")
     memory.reset_peak()
     memory.limit.enforce()
-    engine = load_engine(this.layout.engine).build(this.config, this.layout, mesh, device, probe)
+    engine = load_engine(spec.layout.engine).build(spec.config, spec.layout, mesh, device, probe)
     start_peak_bytes = memory.peak_allocated_bytes()
-    torch.manual_seed(dropout_seed(this.config.train.seed, this.layout, rank))
-    batches = Batches(this.corpus, this.config, this.layout, rank, device)
-    snapshot = RunFolder(directory).memory_snapshot(rank) if this.config.measure.memory_snapshot else None
-    seen = train(engine, probe, batches, this.config.train, this.layout, memory, pulse, snapshot)
-    pulse("finishing", this.config.train.total_steps)
-    profiled = seen.profiled._asdict()
-    report = (
-        {key: value for key, value in vars(seen).items() if key != "memory"}
-        | seen.memory._asdict()
-        | {
-            "last_gradients": profiled.pop("gradients"),
-            "profiled": to_plain(profiled),
-            "traced": seen.traced and breakdown_to_plain(seen.traced),
-            "used": dataclasses.asdict(seen.used),
-            "devices": engine.devices,
-            "skipped_steps": engine.skipped_steps,
-            "device_name": torch.cuda.get_device_name() if this.device == "cuda" else "cpu",
-            "start_peak_bytes": start_peak_bytes,
-            "masks_seed": torch.initial_seed(),
-            "masks_ranks": dropout_rng_ranks(engine.model),
-            "parameter_bytes": held_bytes(engine, "parameters"),
-            "optimizer_bytes": held_bytes(engine, "optimizer"),
-            "on_host": sorted(engine.host_state),
-            "placed": {
-                "parameters": bytes_by_device(engine, "parameters"),
-                "gradients": profiled["placed_gradients"],
-                "optimizer": bytes_by_device(engine, "optimizer"),
-            },
-            "parameters": held_shards(engine, "parameters"),
-            "optimizer": held_shards(engine, "optimizer"),
-        }
-    )
+    torch.manual_seed(dropout_seed(spec.config.train.seed, spec.layout, report.rank))
+    batches = Batches(spec.corpus, spec.config, spec.layout, report.rank, device)
+    snapshot = RunFolder(directory).memory_snapshot(report.rank) if spec.memory_snapshot else None
+    measurements = train(engine, probe, batches, spec.config.train, spec.layout, memory, heartbeat, snapshot)
+    heartbeat("finishing", spec.config.train.total_steps)
+    report = dataclasses.replace(report_of_training(report, measurements, engine), start_peak_bytes=start_peak_bytes)
     engine.close()
     return report
 
 
-def to_plain(profiled: dict[str, Any]) -> dict[str, Any]:
-    at_peak = profiled["at_peak"]
-    return profiled | {
-        "at_peak": at_peak and at_peak._asdict(),
-        "communication": [dataclasses.asdict(entry) for entry in profiled["communication"]],
-    }
-
-
-def breakdown_to_plain(traced: TimeBreakdown) -> dict[str, Any]:
-    return traced._asdict() | {"phases": {name: share._asdict() for name, share in traced.phases.items()}}
+def report_of_training(report: RankReport, measurements: RankMeasurements, engine: Engine) -> RankReport:
+    """Return the report with what was measured, and with what the engine holds after training."""
+    memory, profiled = measurements.memory, measurements.profiled
+    return dataclasses.replace(
+        report,
+        status="ok",
+        losses=measurements.losses,
+        grad_norms=measurements.grad_norms,
+        step_seconds=measurements.step_seconds,
+        phase_seconds=measurements.phase_seconds,
+        host_usage=measurements.host_usage,
+        first_gradients=measurements.first_gradients,
+        first_moments=measurements.first_moments,
+        last_parameters=measurements.last_parameters,
+        last_masters=measurements.last_masters,
+        graphs_in_timed_steps=measurements.graphs_in_timed_steps,
+        time_breakdown=measurements.time_breakdown,
+        profiled=profiled,
+        peak_allocated_bytes=memory.peak_allocated_bytes,
+        peak_reserved_bytes=memory.peak_reserved_bytes,
+        non_torch_bytes=memory.non_torch_bytes,
+        num_alloc_retries=memory.num_alloc_retries,
+        num_ooms=memory.num_ooms,
+        last_gradients=measurements.last_gradients,
+        devices=engine.devices,
+        skipped_steps=engine.skipped_steps,
+        device_name=torch.cuda.get_device_name() if measurements.device.type == "cuda" else "cpu",
+        dropout_seed=torch.initial_seed(),
+        dropout_rng_ranks=dropout_rng_ranks(engine.model),
+        parameter_bytes=held_bytes(engine, "parameters"),
+        optimizer_bytes=held_bytes(engine, "optimizer"),
+        host_state=sorted(engine.host_state),
+        state_bytes_by_device={
+            "parameters": bytes_by_device(engine, "parameters"),
+            "gradients": profiled.gradient_bytes_by_device,
+            "optimizer": bytes_by_device(engine, "optimizer"),
+        },
+        parameter_shards=held_shards(engine, "parameters"),
+        optimizer_shards=held_shards(engine, "optimizer"),
+    )
 
 
 @contextmanager
-def process_group(this: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device]]:
-    """Joins the other ranks; a mesh with every axis, in the order of layout.AXES."""
-    torch.set_num_threads(this.threads)
-    torch.set_float32_matmul_precision("highest")  # fp32 is fp32: some containers have TF32 on
-    if this.device == "cuda":
+def process_group(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device]]:
+    """Join the other ranks. Yield a mesh with every axis, in the order of layout.AXES, and this rank's device."""
+    torch.set_num_threads(spec.threads)
+    torch.set_float32_matmul_precision("highest")  # some containers turn TF32 on, which is not fp32
+    if spec.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        # gloo for gradients that lie on the host and are summed there
-        backend = "cpu:gloo,cuda:nccl" if this.layout.offloaded_state else "nccl"
+        # gloo for offloaded gradients, which are summed on the host
+        backend = "cpu:gloo,cuda:nccl" if spec.layout.offloaded_state else "nccl"
         dist.init_process_group(backend, device_id=device)
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
-    yield init_device_mesh(this.device, this.layout.mesh_shape, mesh_dim_names=AXES), device
+    yield init_device_mesh(spec.device, spec.layout.mesh_shape, mesh_dim_names=AXES), device
     dist.destroy_process_group()  # only after success: a failed rank must not wait for the others

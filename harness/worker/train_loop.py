@@ -1,4 +1,4 @@
-"""The one loop: warm-up, timed, traced and one profiled step. It knows nothing of strategies."""
+"""The one training loop: warm-up, timed, traced and one profiled step. It knows nothing of strategies."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,33 +12,38 @@ from harness.config.schema import TRACED_STEPS, TrainConfig
 from harness.engines.base import Batch, Engine
 from harness.layout.layout import Layout
 from harness.measure.gradient_fingerprint import GradientFingerprints, tensor_fingerprints
-from harness.measure.host_usage import HostUsage, HostUsageMeter
+from harness.measure.host_usage import HostUsageMeter
 from harness.measure.memory import DeviceMemory, MemoryCounters
 from harness.measure.step_profiler import profile_step
 from harness.measure.step_timer import StepTimes
-from harness.measure.time_breakdown import STEP_PHASE, StepTrace, TimeBreakdown
+from harness.measure.time_breakdown import STEP_PHASE, StepTrace
 from harness.models import compile
 from harness.probe import Probe
-from harness.records.schema import ProfiledStep, TensorFingerprint
+from harness.records.rank_report import HostUsage, ProfiledStep, TensorFingerprint, TimeBreakdown
 
 
 @dataclass(frozen=True)
 class RankMeasurements:
-    """What one rank saw. Losses and norms cover every step; seconds the timed ones, whole steps with their data."""
+    """The measurements of one rank.
+
+    Losses and norms cover every step; seconds cover the timed steps, with their data.
+    """
 
     losses: list[float]
     grad_norms: list[float]
     step_seconds: list[float]
     phase_seconds: dict[str, list[float]]
     memory: MemoryCounters  # in the timed steps
-    used: HostUsage
+    host_usage: HostUsage
     first_gradients: list[TensorFingerprint]
-    first_moments: list[TensorFingerprint]  # of gradients as the optimizer took them, clipped
+    first_moments: list[TensorFingerprint]  # of the gradients that the optimizer used, clipped
     last_parameters: list[TensorFingerprint]
     last_masters: list[TensorFingerprint]
     graphs_in_timed_steps: int  # compiled in them
-    traced: TimeBreakdown | None
+    time_breakdown: TimeBreakdown | None
     profiled: ProfiledStep
+    last_gradients: list[TensorFingerprint]
+    device: torch.device
 
 
 def train(
@@ -51,8 +56,12 @@ def train(
     progress: Callable[[str, int], None],
     snapshot: Path | None = None,
 ) -> RankMeasurements:
-    """Trains all of config's steps and returns what was measured on the way; `snapshot` is where one of memory goes."""
-    # Made before the first step, so that the memory of one step is that of the next.
+    """Train all steps of the configuration and return the measurements.
+
+    A memory snapshot of the profiled step is written to `snapshot`. Raises FloatingPointError if gradients overflow in
+    every warm-up step.
+    """
+    # They are allocated before the first step, so that every step needs the same memory.
     losses, grad_norms = torch.zeros(2, config.total_steps, device=memory.device)
     number = itertools.count()
 
@@ -67,16 +76,16 @@ def train(
 
     first_gradients = GradientFingerprints(config.seed, memory.device, memory.limit.suspended)
     first_moments = None
-    for taken in range(config.warmup_steps):
+    for finished_steps in range(config.warmup_steps):
         if first_moments is not None:
             step("warm-up")
             continue
         with probe.listen(first_gradients):
             step("warm-up")
-        if engine.skipped_steps <= taken:  # else gradients overflowed: a smaller loss scale comes next
+        if engine.skipped_steps <= finished_steps:  # else gradients overflowed, and a smaller loss scale is next
             with memory.limit.suspended():
                 first_moments = tensor_fingerprints(engine, "optimizer", config.seed, memory.device, "exp_avg")
-            memory.empty_cache()  # of these statistics
+            memory.empty_cache()  # that the fingerprints needed
     if first_moments is None:
         raise FloatingPointError(
             "gradients overflowed in every warm-up step: precision.initial_loss_scale is too large"
@@ -85,19 +94,19 @@ def train(
     usage = HostUsageMeter(driven_devices(engine, memory))
     dist.barrier()
     memory.reset_peak()
-    before, times, fullest = memory.counters(), StepTimes(memory.device), memory.track_peak_step()
+    before, times, peak_step = memory.counters(), StepTimes(memory.device), memory.track_peak_step()
     graphs_before = compile.compiled_graph_count()
     usage.begin()
     with probe.listen(times):
         for _ in range(config.steps):
             times.mark_step()
-            with fullest.step():
+            with peak_step.step():
                 step("timed")
         times.mark_step()
     step_seconds, phase_seconds = times.step_seconds(), times.phase_seconds()
-    used, in_steps = usage.end(), memory.since(before)
+    host_usage, counters = usage.end(), memory.since(before)
     graphs_in_timed_steps = compile.compiled_graph_count() - graphs_before
-    memory.limit.disable()  # the run fits; what looks closer needs memory of its own
+    memory.limit.disable()  # the run fits, and the closer measurements need memory of their own
 
     trace = StepTrace(memory.device)
     with trace, probe.listen(trace):
@@ -107,26 +116,28 @@ def train(
     with profile_step(engine, probe, memory, config.seed, layout) as profiled:
         step("profiled")
     if snapshot is not None:
-        profiled.keep_snapshot(snapshot)
+        profiled.write_snapshot(snapshot)
     return RankMeasurements(
         losses=losses.tolist(),
         grad_norms=grad_norms.tolist(),
         step_seconds=step_seconds,
         phase_seconds=phase_seconds,
-        memory=in_steps,
-        used=used,
-        first_gradients=first_gradients.found,
+        memory=counters,
+        host_usage=host_usage,
+        first_gradients=first_gradients.fingerprints,
         first_moments=first_moments,
         last_parameters=tensor_fingerprints(engine, "parameters", config.seed, memory.device),
         last_masters=tensor_fingerprints(engine, "optimizer", config.seed, memory.device, "master"),
         graphs_in_timed_steps=graphs_in_timed_steps,
-        traced=trace.split(),
-        profiled=profiled.result(fullest.log),
+        time_breakdown=trace.breakdown(),
+        profiled=profiled.result(peak_step.log),
+        last_gradients=profiled.gradient_fingerprints.fingerprints,
+        device=memory.device,
     )
 
 
 def driven_devices(engine: Engine, memory: DeviceMemory) -> list[torch.device]:
-    """What this process drives; a single device is its own, several are the machine's first."""
+    """Return the devices that this process drives: its own, or the first ones of the machine if they are several."""
     if engine.devices == 1:
         return [memory.device]
     return [torch.device(memory.device.type, index) for index in range(engine.devices)]

@@ -72,7 +72,7 @@ def many(real: Sequence[Record], count: int, folder: Path) -> Path:
 
 
 def seconds(folder: Path) -> float:
-    command = [sys.executable, "-m", "harness.report", str(folder)]
+    command = [sys.executable, "-m", "harness", "report", str(folder)]
     began = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return time.perf_counter() - began

@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor
 
 from harness.config.schema import ModelConfig
-from harness.cost_model.activations import MicroBatchShape, block_tensors
+from harness.cost_model.activations import block_tensors
+from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.layout.layout import Layout, resolve_layout
 from harness.models.activation_checkpoint import checkpoint_block
 from harness.models.build import build_model
@@ -20,11 +21,11 @@ from harness.models.decoder import Decoder
 from harness.models.dropout_rng import dropout_seed, rank_local_rng
 from harness.models.init_weights import initial_value, materialize
 from harness.probe import Probe
-from harness.proof.training import deviation
+from harness.proof.training import compare_training
 from harness.records.schema import Record
 from harness.worker import main as worker_main
 from tests.support import faults
-from tests.support.commands import assert_not_proven, compose_config, execute_run
+from tests.support.commands import assert_not_proven, compose, compose_config, execute_run
 from tests.support.models import model_named
 
 CPU = torch.device("cpu")
@@ -181,8 +182,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
-    config = compose_config(f"results_dir={results}", "name=family", "force=true", *BATCH, *overrides)
-    return execute_run(config, entry)
+    config, command = compose(f"results_dir={results}", "name=family", "force=true", *BATCH, *overrides)
+    return execute_run(config, command, entry)
 
 
 def test_dropout_can_be_repeated_and_compares_with_nothing(results: Path) -> None:
@@ -227,8 +228,8 @@ def test_a_bias_is_held_against_its_module() -> None:
         moments = dict.fromkeys(("first_gradients", "first_moments", "last_gradients"), entries)
         return {"rank": 0, "losses": [1.0], "grad_norms": [1.0], **moments}
 
-    assert deviation(rank(1e-9), [rank(3e-9)], "float32").gradient < 1e-8
-    assert deviation(rank(0.2), [rank(0.1)], "float32").gradient == pytest.approx(0.1 / (1 + 0.2**2) ** 0.5)
+    assert compare_training(rank(1e-9), [rank(3e-9)], "float32").gradient < 1e-8
+    assert compare_training(rank(0.2), [rank(0.1)], "float32").gradient == pytest.approx(0.1 / (1 + 0.2**2) ** 0.5)
 
 
 # --- the paper's block

@@ -9,8 +9,8 @@ import torch
 
 from harness.config.schema import CheckpointingConfig, PrecisionConfig, RunConfig
 from harness.cost_model.capacity import capacity_problem
-from harness.cost_model.flops import layer_flops, model_flops, product_flops, recomputed_flops, recomputed_layers
-from harness.cost_model.memory import activation_bytes, estimate
+from harness.cost_model.flops import layer_flops, model_flops, attention_product_flops, recomputed_flops, recomputed_layers
+from harness.cost_model.memory import activation_bytes, estimate_memory
 from harness.engines import deepspeed as deepspeed_engine
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
@@ -71,7 +71,7 @@ def test_what_runs_again_is_what_torch_counts(kind: str, attention: str) -> None
     )
     expected = {
         "selective": 0,
-        "attention": layers * product_flops(config) * (2 if attention == "flash" else 1),
+        "attention": layers * attention_product_flops(config) * (2 if attention == "flash" else 1),
         "every_n": recomputed_flops(full, alone(full)) // 2,
     }
     assert more == recomputed_flops(config, alone(config)) == expected[kind] < layers * layer_flops(config)
@@ -106,7 +106,7 @@ def trained(config: RunConfig) -> tuple[int, int]:
         loss_function(module(tokens), tokens).backward()  # type: ignore[no-untyped-call]
     with ActivationMeter(module) as meter, probe.listen(Hearing(meter)):
         loss_function(module(tokens), tokens).backward()  # type: ignore[no-untyped-call]
-    return meter.most_bytes, live.peak_bytes
+    return meter.peak_bytes, live.peak_bytes
 
 
 @KIND
@@ -122,7 +122,7 @@ def test_what_is_kept_and_filled(kind: str, attention: str, sizes: dict[str, int
     layout = layout_of(config, 0, 1)
     held, alive = trained(config)
     assert activation_bytes(config, layout, "cpu", 0) == pytest.approx(held, rel=0.01)
-    at_peak = estimate(config, layout, ADAM_FP32).at_peak
+    at_peak = estimate_memory(config, layout, ADAM_FP32).at_peak
     transient = sum(size for name, size in at_peak.items() if name not in ("parameters", "gradients", "optimizer"))
     tokens = 8 * 2 * seq_len  # from outside
     assert transient - tokens == pytest.approx(alive, rel=0.05)
@@ -144,7 +144,7 @@ def test_selective_checkpointing_is_offered_where_it_is_enough() -> None:
 
     def offered(kind: str) -> str:
         other = dataclasses.replace(config, checkpointing=CheckpointingConfig(kind))
-        enough = estimate(other, layout, ADAM_FP32, "cuda")
+        enough = estimate_memory(other, layout, ADAM_FP32, "cuda")
         reason = capacity_problem(
             *(config, layout, ADAM_FP32),
             available_bytes=enough.peak_bytes + enough.process_bytes,

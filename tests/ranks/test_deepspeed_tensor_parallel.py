@@ -21,7 +21,7 @@ from harness.records.schema import Record
 from harness.runner import local_machine
 from harness.worker import main as worker_main
 from tests.support import faults, row_invariants
-from tests.support.commands import assert_not_proven, compose_config, execute_run
+from tests.support.commands import assert_not_proven, compose, compose_config, execute_run
 
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=1", "train.warmup_steps=2")
 
@@ -44,9 +44,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_with(results: Path, entry: Callable[[str], None], overrides: str, world: int) -> Record:
-    own = overrides.split()
-    config = compose_config(f"results_dir={results}", "name=autotp", f"world_size={world}", "force=true", *BATCH, *own)
-    return execute_run(config, entry)
+    to = (f"results_dir={results}", "name=autotp", f"world_size={world}", "force=true")
+    config, command = compose(*to, *BATCH, *overrides.split())
+    return execute_run(config, command, entry)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from harness.runner import local_machine
 from harness.runner.launch_run import build_run_spec, write_row
 from harness.runner.plan import make_plan
 from harness.worker import main as worker_main
-from tests.support.commands import ROOT, compose_config, execute_run
+from tests.support.commands import ROOT, compose, compose_config, execute_run
 
 # Two micro-batches a rank at world 2, and clipping that clips.
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
@@ -36,8 +36,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recorded(results: Path, overrides: str) -> Path:
     """The folder of a run."""
     asked = (f"results_dir={results}", "name=export", "proof.reference=false", "world_size=2", *BATCH)
-    config = compose_config(*asked, *overrides.split())
-    row = execute_run(config, worker_main.main)["row"]
+    config, command_config = compose(*asked, *overrides.split())
+    row = execute_run(config, command_config, worker_main.main)["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
     return results / "export" / row["run_id"]
 
@@ -211,14 +211,14 @@ def test_deepspeed_reads_its_file_as_the_run_was(results: Path) -> None:
 def written(results: Path, overrides: str) -> Path:
     """The export of a run whose files were left without training it."""
     asked = (f"results_dir={results}", "name=untrained", "proof.reference=false", "world_size=2", *BATCH)
-    config = compose_config(*asked, *overrides.split())
-    planned = make_plan(config, local_machine.detect_machine(config.cluster))
-    planned.directory.mkdir(parents=True, exist_ok=True)
+    config, command_config = compose(*asked, *overrides.split())
+    planned = make_plan(config, local_machine.detect_machine(config.cluster), command_config)
+    planned.folder.path.mkdir(parents=True, exist_ok=True)
     this, _ = build_run_spec(planned)
-    this.write(planned.directory)
+    this.write(planned.folder.path)
     write_row(planned, {"status": "ok", "reason": ""})
-    assert command.main([str(planned.directory)]) == 0
-    return planned.directory / "export"
+    assert command.main([str(planned.folder.path)]) == 0
+    return planned.folder.path / "export"
 
 
 @pytest.mark.parametrize(
@@ -245,15 +245,15 @@ def test_what_would_train_otherwise_is_not_written(
 def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit 2, and nothing on disk: no run, and a run that is not `ok`."""
     assert command.main([str(tmp_path / "nope")]) == 2
-    config = compose_config(f"results_dir={tmp_path}", "name=refused", "world_size=2", *BATCH)
-    planned = make_plan(config, local_machine.detect_machine(config.cluster))
+    config, command_config = compose(f"results_dir={tmp_path}", "name=refused", "world_size=2", *BATCH)
+    planned = make_plan(config, local_machine.detect_machine(config.cluster), command_config)
     write_row(planned, {"status": "refused", "reason": "it does not fit"})
-    assert command.main([str(planned.directory)]) == 2
+    assert command.main([str(planned.folder.path)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     first, second = printed.err.splitlines()
     assert "cannot be read" in first and "has status=refused, and only what ran is exported" in second
-    assert not (planned.directory / "export").exists()
+    assert not (planned.folder.path / "export").exists()
 
 
 def test_elsewhere_the_script_names_the_run(results: Path, tmp_path: Path) -> None:

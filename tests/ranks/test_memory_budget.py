@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from harness.config.byte_size import format_bytes, parse_bytes
+from harness.config.command import CommandConfig
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.schema import RunConfig
-from harness.cost_model.memory import estimate
+from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
 from harness.records.schema import Record
 from harness.runner import preflight
@@ -20,7 +21,7 @@ from harness.runner.pruning import pruning_reason
 from harness.sweep.micro_batch_search import MicroBatchSearch
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
-from tests.support.commands import compose_config, execute_run
+from tests.support.commands import compose, compose_config, execute_run
 from tests.support.models import PREPARED
 
 RUN = ("data=synthetic", "train.seq_len=64", "train.steps=2", "train.warmup_steps=1", "preflight=false")
@@ -74,8 +75,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(results: Path, *overrides: str) -> tuple[RunConfig, Record]:
-    config = compose_config(f"results_dir={results}", "name=budget", *RUN, *overrides)
-    return config, execute_run(config, worker_main.main)
+    config, command = compose(f"results_dir={results}", "name=budget", *RUN, *overrides)
+    return config, execute_run(config, command, worker_main.main)
 
 
 @pytest.fixture(scope="module", params=["ddp", "pp_1f1b"])
@@ -102,21 +103,21 @@ def test_a_byte_less_is_out_of_memory_and_ends_every_rank(results: Path, unbound
     budget = free["row"]["peak_allocated_bytes"] - 1
     config, ended = made(results, f"strategy={strategy}", f"cluster.memory_budget={budget}")
     row = ended["row"]
-    assert (row["status"], row["memory_limit_bytes"], row["phase"]) == ("oom", budget, "timed"), row["reason"]
-    blamed = re.match(r"rank (\d) in timed under cluster.memory_budget=(\d+): (\d+) bytes of memory asked for, (\d+)"
-                      r" held, of a budget of \2$", row["reason"])  # fmt: skip
+    assert (row["status"], row["memory_limit_bytes"], row["failed_in_phase"]) == ("oom", budget, "timed"), row["reason"]
+    blamed = re.match(r"rank (\d) in timed under cluster.memory_budget=(\d+): (\d+) bytes requested, (\d+)"
+                      r" allocated, of a budget of \2 bytes$", row["reason"])  # fmt: skip
     assert blamed is not None, row["reason"]
     rank, limit, asked, held = map(int, blamed.groups())
-    assert held <= limit < held + asked and row["last_allocated_bytes"] <= limit == budget
-    assert row["seconds"] < 30 and row.get("peak_allocated_bytes") is None
+    assert held <= limit < held + asked and row["last_seen_allocated_bytes"] <= limit == budget
+    assert row["duration_seconds"] < 30 and row.get("peak_allocated_bytes") is None
     if strategy == "pp_1f1b":  # the other holds less, and came to its end when this one was gone
         fullest = free["row"]["peak_rank"]
         assert rank == fullest
         assert [other["status"] for other in ended["ranks"] if other["rank"] != fullest] in ([], ["error"])
-    check_dominated(config, results)
+    check_dominated(config, CommandConfig("budget", str(results)))
 
 
-def check_dominated(config: RunConfig, results: Path) -> None:
+def check_dominated(config: RunConfig, command: CommandConfig) -> None:
     """What is as deep or deeper at the same budget, and not where anything is less."""
 
     def why_not(budget: Any, layers: int, micro_batch: int) -> str | None:
@@ -126,8 +127,7 @@ def check_dominated(config: RunConfig, results: Path) -> None:
             model=dataclasses.replace(config.model, num_hidden_layers=layers),
             train=dataclasses.replace(config.train, micro_batch=micro_batch),
         )
-        this = make_plan(changed, detect_machine(config.cluster))
-        return pruning_reason(this.config, this.layout, this.widths, this.machine, this.directory)
+        return pruning_reason(make_plan(changed, detect_machine(config.cluster), command))
 
     budget = config.cluster.memory_budget
     assert isinstance(budget, int)
@@ -186,7 +186,7 @@ def planned(*overrides: str) -> Plan:
 
 def test_what_is_predicted_beyond_a_budget_is_refused_by_its_name() -> None:
     free = planned("train.micro_batch=2")
-    peak = estimate(free.config, free.layout, free.widths, "cpu").peak_bytes
+    peak = estimate_memory(free.config, free.layout, free.widths, "cpu").peak_bytes
     assert capacity_problem(free, PREPARED) is None
     assert capacity_problem(planned("train.micro_batch=2", f"cluster.memory_budget={peak}"), PREPARED) is None
     short = ("train.micro_batch=2", f"cluster.memory_budget={peak - 1}B")
@@ -208,6 +208,6 @@ def test_what_is_predicted_beyond_a_budget_is_refused_by_its_name() -> None:
 def test_the_search_for_a_micro_batch_begins_below_the_budget() -> None:
     sizes = (1, 2, 4)
     two = planned("train.micro_batch=2")
-    budget = estimate(two.config, two.layout, two.widths, "cpu").peak_bytes
+    budget = estimate_memory(two.config, two.layout, two.widths, "cpu").peak_bytes
     plans = [planned(f"train.micro_batch={size}", f"cluster.memory_budget={budget}") for size in sizes]
     assert MicroBatchSearch(plans, fits).first.config.train.micro_batch == 2

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import pytest
 
-from harness.config.from_dict import from_dict
+from harness.config.command import read_run_config
 from harness.config.schema import RunConfig
 from harness.cost_model.memory import activation_bytes
 from harness.cost_model.pipeline import bubble_ratio, max_in_flight_micro_batches
@@ -18,7 +18,7 @@ from harness.layout.parameters import parameter_shapes
 from harness.layout.partition import split_into_stages, tp_shard_dim
 from harness.records.run_folder import RunFolder
 from tests.support import faults, row_invariants
-from tests.support.commands import compose_config, execute_run, read_rows, run_harness
+from tests.support.commands import compose, execute_run, read_rows, run_harness
 
 TENSOR = ("tp", "tp_sp")
 
@@ -68,7 +68,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, in
 
 
 def config_of(record: dict[str, Any]) -> tuple[RunConfig, Layout]:
-    config: RunConfig = from_dict(RunConfig, record["config"])
+    config = read_run_config(record["config"])
     return config, resolve_layout(config.strategy, record["row"]["world_size"])
 
 
@@ -175,13 +175,13 @@ def test_micro_batches_in_flight_show_in_the_activations(
             record = records[strategy, checkpointing, world]
             profiled = record["rank_files"][place]["profiled"]
             _, layout = config_of(record)
-            assert profiled["in_flight"] == max_in_flight_micro_batches(layout, PIPELINE_SIZE.micro_batches, place), (
+            assert profiled.max_in_flight_micro_batches == max_in_flight_micro_batches(layout, PIPELINE_SIZE.micro_batches, place), (
                 strategy,
                 place,
             )
             kept[strategy] = profiled["activation_bytes"]
         assert (
-            records["pp_gpipe", checkpointing, world]["rank_files"][place]["profiled"]["in_flight"]
+            records["pp_gpipe", checkpointing, world]["rank_files"][place].profiled.max_in_flight_micro_batches
             == PIPELINE_SIZE.micro_batches
         )
         if checkpointing == "none":
@@ -242,12 +242,12 @@ def test_the_bubble_stands_beside_the_formula(records: dict[tuple[str, str, int]
     for (strategy, _, world), record in records.items():
         row, entries = record["row"], record["pipeline"]
         if strategy not in PIPELINE:
-            assert row.get("bubble") is None and entries == []
+            assert row.get("pipeline_bubble") is None and entries == []
             continue
         _, layout = config_of(record)
         virtual = 2 if strategy == "pp_interleaved" else 1
         formula = (world - 1) / (virtual * PIPELINE_SIZE.micro_batches) / (3 if strategy == "pp_zero_bubble" else 1)
-        assert row["bubble_formula"] == bubble_ratio(layout, PIPELINE_SIZE.micro_batches) == pytest.approx(formula)
+        assert row["pipeline_bubble_theory"] == bubble_ratio(layout, PIPELINE_SIZE.micro_batches) == pytest.approx(formula)
         assert [entry["rank"] for entry in entries] == list(range(world))
         assert sum(sum(entry["layers"]) for entry in entries) == PIPELINE_SIZE.layers
         for entry, rank in zip(entries, record["rank_files"], strict=True):
@@ -259,10 +259,10 @@ def test_a_stage_that_waits_is_idle(tmp_path: Path) -> None:
     """The last stage is slowed down by a known time, which the first spends waiting and the last working."""
     micro_batches = 8
     overrides = ("strategy=pp_1f1b", "world_size=2", "train.micro_batch=1", "train.seq_len=16", "train.warmup_steps=1")
-    config = compose_config(f"results_dir={tmp_path}", "proof.reference=false", "train.steps=3", *overrides)
-    record = execute_run(config, faults.slow_last_stage)
+    config, command = compose(f"results_dir={tmp_path}", "proof.reference=false", "train.steps=3", *overrides)
+    record = execute_run(config, command, faults.slow_last_stage)
     assert record["row"]["status"] == "ok", record["row"]["reason"]
     slept = micro_batches * faults.SLOW_SECONDS
     first, last = record["pipeline"]
-    assert first["idle_seconds"] > 0.9 * slept and first["bubble"] > 2 * record["row"]["bubble_formula"]
+    assert first["idle_seconds"] > 0.9 * slept and first["bubble"] > 2 * record["row"]["pipeline_bubble_theory"]
     assert last["working_seconds"] > slept and last["idle_seconds"] < 0.5 * slept

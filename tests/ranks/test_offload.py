@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from harness.config.command import read_run_config
-from harness.config.schema import RunConfig
 from harness.cost_model import capacity
-from harness.cost_model.activations import MicroBatchShape
 from harness.cost_model.memory import activation_bytes, estimate_memory, offloaded_activation_bytes
+from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.stage_activations import saved_by_layers_bytes
 from harness.engines.base import load_engine
 from harness.engines.torch.grad_norm import squared_grad_norm
@@ -34,7 +33,7 @@ from harness.runner import local_machine
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
 from tests.support import faults, row_invariants
-from tests.support.commands import assert_not_proven, compose_config, execute_run
+from tests.support.commands import assert_not_proven, compose, compose_config, execute_run
 
 CPU = torch.device("cpu")
 
@@ -49,9 +48,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_with(results: Path, entry: Callable[[str], None], overrides: str, world: int = 2) -> Record:
-    own = overrides.split()
-    config = compose_config(f"results_dir={results}", "name=offload", f"world_size={world}", "force=true", *BATCH, *own)
-    return execute_run(config, entry)
+    to = (f"results_dir={results}", "name=offload", f"world_size={world}", "force=true")
+    config, command = compose(*to, *BATCH, *overrides.split())
+    return execute_run(config, command, entry)
 
 
 CASES = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.proof.training import _copies, _mean, deviation
+from harness.proof.training import _copies, _mean, compare_training
 from harness.runner import run
 from harness.worker import main as worker_main
 from tests.support import faults
@@ -142,7 +142,7 @@ def test_a_gradient_below_the_rounding_of_the_others_is_held_to_that_at_the_last
         return {"rank": 0, "losses": [1.0], "grad_norms": [1.0], **moments, moment: entries}
 
     def found(query: float, compute: str) -> float:
-        return deviation(rank(2 * small), [rank(query)], compute).gradient
+        return compare_training(rank(2 * small), [rank(query)], compute).gradient
 
     assert found(small, "float32") == pytest.approx(0.5)
     assert found(small, "bfloat16") == pytest.approx(held_to)

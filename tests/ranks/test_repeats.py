@@ -3,19 +3,20 @@
 import json
 import statistics
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.cli import main as command
+from harness.cli.main import main
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.overrides import expand_repeats
 from harness.records.schema import Record
-from harness.report.frame import labels_by, records_frame, values
+from harness.report.frame import column_values, labels_by, records_frame
 from harness.report.spread import is_unsettled, merge_repeats, relative_range
-from harness.report.tables import comparison_columns
+from harness.report.comparison_columns import comparison_columns
 from tests.support.commands import Harness, read_rows
 from tests.support.example_records import FAILED, MIB, record_of, row
 from tests.support.tables import printed, terminal_cells
@@ -42,11 +43,11 @@ def repeated() -> list[Record]:
         *runs("ddp", 1, [16000.0, 15000.0, 20000.0], mfu=0.413),
         *runs("zero1", 11, [15500.0, None, 15600.0], mfu=0.4),
         *runs("zero3", 21, [9000.0, 9100.0, 9050.0], mfu=0.25),
-        *runs("zero2", 31, [17000.0], step_seconds_spread=0.01),
+        *runs("zero2", 31, [17000.0], step_seconds_iqr_ratio=0.01),
         *runs("single", 41, [None, None], world_size=1),
     ]
-    entries[7]["row"]["disturbed"] = "other processes used 0.8 of 2 cores"
-    entries[8]["row"]["disturbed"] = ""
+    entries[7].row["noise_warning"] = "other processes used 0.8 of 2 cores"
+    entries[8].row["noise_warning"] = ""
     return entries
 
 
@@ -88,7 +89,7 @@ def test_narrow_tables_leave_the_legend_of_what_they_leave_out(width: int) -> No
 
 
 def test_no_column_speaks_of_repeats_where_there_are_none() -> None:
-    text = "\n".join(printed([run for run in repeated() if run["row"]["repeat"] == 0], 130))
+    text = "\n".join(printed([run for run in repeated() if run.row["repeat"] == 0], 130))
     assert "runs" not in text and "±" not in text.replace("(±", "") and "1/1" not in text
 
 
@@ -103,8 +104,8 @@ def test_a_ratio_is_marked_where_the_difference_is_below_the_spread(own: list[fl
     pairs = list(product(SPEEDS, SPREADS, SPREADS))
     entries: list[Record] = []
     for n, (base, own_steps, base_steps) in enumerate(pairs):
-        entries += runs("zero1", 100 * n, [*own], model=f"m{n}", step_seconds_spread=own_steps)
-        entries += runs("ddp", 100 * n + 50, [*base], model=f"m{n}", step_seconds_spread=base_steps)
+        entries += runs("zero1", 100 * n, [*own], model=f"m{n}", step_seconds_iqr_ratio=own_steps)
+        entries += runs("ddp", 100 * n + 50, [*base], model=f"m{n}", step_seconds_iqr_ratio=base_steps)
     columns = comparison_columns(records_frame(merge_repeats(entries)), short=True)
     shown = next(column.cells for column in columns if column.title == "× tok/s")
     assert len(shown) == 2 * len(pairs)
@@ -129,32 +130,33 @@ def test_spreads() -> None:
 
 def changed(record: Record, **parts: Any) -> Record:
     """A repeat 1 of a record, with whole parts of it replaced."""
-    return record | {"row": record["row"] | {"repeat": 1, "run_id": "other"}} | parts
+    return replace(record.with_row(repeat=1, run_id="other"), **parts)
 
 
 def test_only_what_differs_in_repeat_alone_is_one_line() -> None:
     (first,) = runs("ddp", 1, [1000.0])
-    first["config"] = {"train": {"seed": 0}, "repeat": 0, "name": "a", "force": False}
+    first.config.update({"train": {"seed": 0}, "repeat": 0, "name": "a", "force": False})
     assert len(merge_repeats([first, changed(first)])) == 1
     assert (
-        len(merge_repeats([first, changed(first, config=first["config"] | {"repeat": 1, "name": "b", "force": True})]))
+        len(merge_repeats([first, changed(first, config=first.config | {"repeat": 1, "name": "b", "force": True})]))
         == 1
     )
     apart = [
         changed(first, config={"train": {"seed": 1}}),
-        changed(first, versions=first["versions"] | {"torch": "2.0.0"}),
-        changed(first, environment=first["environment"] | {"cores": 64}),
-        changed(first, row=first["row"] | {"repeat": 1, "world_size": 4}),
-        first | {"row": first["row"] | {"run_id": "of another corpus"}},
+        changed(first, versions=first.versions | {"torch": "2.0.0"}),
+        changed(first, environment=first.environment | {"cores": 64}),
+        changed(first, row=first.row | {"repeat": 1, "world_size": 4}),
+        first.with_row(run_id="of another corpus"),
     ]
     for other in apart:
         lines = merge_repeats([first, other])
-        assert [line["runs"] for line in lines] == [[first], [other]]
-        assert len(set(values(records_frame(lines), "label"))) == 2
+        assert [line.runs for line in lines] == [[first], [other]]
+        assert len(set(column_values(records_frame(lines), "label"))) == 2
     # As refused for values of which no configuration can be made: the row knows neither repeat nor world.
     bare = {"run_id": "x", "name": "r", "status": "refused", "reason": "train.steps=0", "strategy": "ddp"}
-    refused = [{"row": bare | {"run_id": str(n)}, "config": {"train": {"steps": 0}, "repeat": n}} for n in range(3)]
-    assert [len(line["runs"]) for line in merge_repeats(refused)] == [3]
+    config = {"train": {"steps": 0}}
+    refused = [Record(bare | {"run_id": str(n)}, config | {"repeat": n}) for n in range(3)]
+    assert [len(line.runs) for line in merge_repeats(refused)] == [3]
     kept = {"data": {"cache": "/a", "path": "x"}, "measure": {"memory_snapshot": True}, "cluster": {"name": "local"}}
     assert result_affecting_keys(kept) == {"data": {"path": "x"}, "cluster": {}}
 
@@ -162,13 +164,13 @@ def test_only_what_differs_in_repeat_alone_is_one_line() -> None:
 def test_parts_that_add_up_in_one_run_are_not_mixed_from_several() -> None:
     entries = runs("ddp", 1, [1000.0, 1100.0])
     for entry, part in zip(entries, (8, 9), strict=True):
-        entry["row"] |= {"at_peak_parameter_bytes": 4 * MIB, "at_peak_other_bytes": part * MIB, "idle_seconds": part}
-        entry["row"]["disturbed"] = f"steps {part}"
+        entry.row.update({"at_peak_parameter_bytes": 4 * MIB, "at_peak_other_bytes": part * MIB, "idle_seconds": part})
+        entry.row["noise_warning"] = f"steps {part}"
     (line,) = merge_repeats(entries)
-    assert (line["row"]["at_peak_parameter_bytes"], line["row"]["at_peak_other_bytes"]) == (4 * MIB, None)
-    assert line["row"]["idle_seconds"] is None and line["row"]["peak_allocated_bytes"] == 21 * MIB
-    assert labels_by(records_frame([line]), "disturbed") == {"steps 8; steps 9": ["ddp"]}
-    assert values(records_frame(entries), "label") == ["ddp repeat 0", "ddp repeat 1"]
+    assert (line.row["at_peak_parameter_bytes"], line.row["at_peak_other_bytes"]) == (4 * MIB, None)
+    assert line.row["idle_seconds"] is None and line.row["peak_allocated_bytes"] == 21 * MIB
+    assert labels_by(records_frame([line]), "noise_warning") == {"steps 8; steps 9": ["ddp"]}
+    assert column_values(records_frame(entries), "label") == ["ddp repeat 0", "ddp repeat 1"]
 
 
 @pytest.mark.parametrize(
@@ -230,8 +232,7 @@ def test_repeats_in_a_sweep_and_of_what_is_impossible(harness: Harness, tmp_path
 def test_a_wrong_number_of_repeats_is_one_line(
     wrong: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["harness", f"results_dir={tmp_path}/results", f"repeats={wrong}"])
-    assert command.main() == 2
+    assert main([f"results_dir={tmp_path}/results", f"repeats={wrong}"]) == 2
     printed = capfd.readouterr().err
     assert printed.startswith(f"repeats={wrong} {said}") and printed.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

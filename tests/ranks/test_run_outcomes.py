@@ -36,15 +36,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("fault", "strategy"), [(faults.exhausted, "ddp"), (faults.exhausted_in_a_stage, "pp_1f1b")])
 def test_memory_that_runs_out_is_an_oom_row(results: Path, fault: Callable[[str], None], strategy: str) -> None:
     row = run_with(results, fault, f"strategy={strategy}")["row"]
-    assert row["status"] == "oom" and row["phase"] == "warm-up"
+    assert row["status"] == "oom" and row["failed_in_phase"] == "warm-up"
     assert "rank 1 in warm-up" in row["reason"] and "memory" in row["reason"]
     check_last(row)
 
 
 def check_last(row: dict[str, object]) -> None:
     """What was held at the end is more than the model's weights, and in a process of torch's size."""
-    assert 4 * int(row["parameters"]) < row["last_allocated_bytes"] < 2**30  # type: ignore[call-overload,operator]
-    assert 2**26 < row["last_host_bytes"] < 2**34  # type: ignore[operator]
+    assert 4 * int(row["parameters"]) < row["last_seen_allocated_bytes"] < 2**30  # type: ignore[call-overload,operator]
+    assert 2**26 < row["last_seen_rss_bytes"] < 2**34  # type: ignore[operator]
     assert row.get("peak_allocated_bytes") is None  # of no timed steps
 
 
@@ -63,9 +63,9 @@ def test_a_time_limit_is_a_timeout_and_says_who_was_late(results: Path) -> None:
 def test_a_hang_ends_early_and_leaves_every_ranks_stacks(results: Path) -> None:
     record = run_with(results, faults.stuck_in_a_step, "strategy=ddp", "hang_seconds=3")
     row = record["row"]
-    assert (row["status"], row["phase"]) == ("timeout", "warm-up")
+    assert (row["status"], row["failed_in_phase"]) == ("timeout", "warm-up")
     assert row["reason"].startswith("killed after 3 s without progress of any rank; unfinished: rank 0, 1; rank ")
-    assert "was in warm-up, step 1, in " in row["reason"] and row["seconds"] < 15
+    assert "was in warm-up, step 1, in " in row["reason"] and row["duration_seconds"] < 15
     check_last(row)
     folder = folder_of(results, record)
     assert (stack_dump.main_thread_location(folder, 1) or "").startswith("waiting (faults.py:")
@@ -79,8 +79,8 @@ def folder_of(results: Path, record: Record) -> Path:
 def test_a_run_that_gets_on_is_no_hang_and_leaves_no_stacks(results: Path) -> None:
     """However short patience is beside the whole run, as long as no step takes that long."""
     record = run_with(results, faults.slow_steps, "strategy=ddp", "hang_seconds=6")
-    assert record["row"]["status"] == "ok" and record["row"]["seconds"] > 6
-    assert record["row"].get("phase") is None
+    assert record["row"]["status"] == "ok" and record["row"]["duration_seconds"] > 6
+    assert record["row"].get("failed_in_phase") is None
     assert not list(folder_of(results, record).glob("logs/stacks*"))
 
 
@@ -107,7 +107,7 @@ if __name__ == "__main__":
     Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
     from tests.support import commands, faults
     row = commands.run_with(Path(sys.argv[2]), faults.greedy, "strategy=ddp", "proof.reference=false")["row"]
-    print(row["status"], row["phase"], row["reason"])
+    print(row["status"], row["failed_in_phase"], row["reason"])
 """
 
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.config.schema import PrecisionConfig
 from harness.cost_model.flops import executed_flops, head_flops, model_flops
-from harness.cost_model.memory import activation_bytes, estimate
+from harness.cost_model.memory import activation_bytes, estimate_memory
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import whole_model
@@ -78,8 +78,8 @@ def test_a_loss_in_parts_is_the_same_and_keeps_one_parts_logits(vocab_size: int,
         module(tokens, tokens).backward()
     config = run(model, precision, micro_batch=2, global_batch=4)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, loss_chunks=CHUNKS))
-    assert activation_bytes(config, layout_of(config, 0, 1), "cpu", 0) == pytest.approx(meter.most_bytes, rel=0.01)
-    at_peak = estimate(config, layout_of(config, 0, 1), ADAM_FP32).at_peak
+    assert activation_bytes(config, layout_of(config, 0, 1), "cpu", 0) == pytest.approx(meter.peak_bytes, rel=0.01)
+    at_peak = estimate_memory(config, layout_of(config, 0, 1), ADAM_FP32).at_peak
     transient = sum(size for name, size in at_peak.items() if name not in ("parameters", "gradients", "optimizer"))
     assert transient - 8 * tokens.numel() == pytest.approx(live.peak_bytes, rel=0.03)
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from harness.config.from_dict import from_dict
-from harness.config.schema import RunConfig
+from harness.config.command import read_run_config
 from harness.engines.base import load_engine
 from harness.layout.layout import resolve_layout
 from harness.layout.state_widths import STATE_KINDS
@@ -66,7 +65,7 @@ def test_state_is_what_the_engine_says_it_allocates(rows: pd.DataFrame) -> None:
     """Within 2 %, as bytes an element over the layout's shards; what is held beside that for a moment is named."""
     for row in rows.itertuples():
         record = json.loads((Path(row.folder) / "record.json").read_text())
-        config: RunConfig = from_dict(RunConfig, record["config"])
+        config = read_run_config(record["config"])
         if not config.strategy.literature:
             continue  # DeepSpeed's defaults keep parameters or gradients whole: the row shows it
         layout = resolve_layout(config.strategy, row.world_size)
@@ -88,7 +87,7 @@ def test_no_rank_starts_with_more_than_its_share(rows: pd.DataFrame) -> None:
     """Sharded parameters are made one at a time: a share of state, the engine's buffers, one parameter, copied."""
     for row in rows[rows.strategy.isin(["fsdp_full_shard", "zero3"])].itertuples():
         record = json.loads((Path(row.folder) / "record.json").read_text())
-        config: RunConfig = from_dict(RunConfig, record["config"])
+        config = read_run_config(record["config"])
         layout = resolve_layout(config.strategy, row.world_size)
         widths = load_engine(layout.engine).state_widths(config, layout)
         # DeepSpeed makes masters and the buffer of gradients at once, FSDP2 nothing but parameters.
@@ -142,7 +141,7 @@ def test_the_parts_are_the_whole(rows: pd.DataFrame) -> None:
 
 def test_operations_are_the_models_and_what_is_run_again(rows: pd.DataFrame) -> None:
     """The same on every layout; with full checkpointing one more forward of the layers, less its last projection."""
-    ran = rows.hardware_flops / rows.model_flops
+    ran = rows.executed_flops / rows.model_flops
     assert rows.model_flops.nunique() == 1
     none, full = (ran[rows.checkpointing == name] for name in ("none", "full"))
     assert none.between(1, 1.02).all() and full.between(1.2, 1.34).all()

@@ -21,7 +21,7 @@ def told_to_shard(run_dir: str) -> None:
     def accelerator_of(config: Any, layout: Any, model: Any) -> Accelerator:
         accelerator = Accelerator(cpu=True, mixed_precision="no")
         state = accelerator.state
-        state.fsdp_plugin = fsdp.plugin_of(config, layout, model)
+        state.fsdp_plugin = fsdp.create_fsdp_plugin(config, layout, model)
         state.parallelism_config = ParallelismConfig(
             dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard
         )
@@ -29,31 +29,31 @@ def told_to_shard(run_dir: str) -> None:
         state.distributed_type = DistributedType.FSDP
         return accelerator
 
-    fsdp.accelerator_of = accelerator_of
+    fsdp.create_accelerator = accelerator_of
     worker_main.main(run_dir)
 
 
 def left_alone(run_dir: str) -> None:
     """Accelerate as it is on a CPU, which drops the plugin for sharding."""
-    plugin_of = fsdp.plugin_of
+    plugin_of = fsdp.create_fsdp_plugin
 
     def accelerator_of(config: Any, layout: Any, model: Any) -> Accelerator:
         return Accelerator(cpu=True, mixed_precision="no", fsdp_plugin=plugin_of(config, layout, model))
 
-    fsdp.accelerator_of = accelerator_of
+    fsdp.create_accelerator = accelerator_of
     worker_main.main(run_dir)
 
 
 def one_group(run_dir: str) -> None:
     """Accelerate finds no layer to make a group of: all parameters are gathered at once."""
-    plugin_of = fsdp.plugin_of
+    plugin_of = fsdp.create_fsdp_plugin
 
     def plugin(config: Any, layout: Any, model: Any) -> FullyShardedDataParallelPlugin:
         made = plugin_of(config, layout, model)
         made.transformer_cls_names_to_wrap = []
         return made
 
-    fsdp.plugin_of = plugin
+    fsdp.create_fsdp_plugin = plugin
     told_to_shard(run_dir)
 
 

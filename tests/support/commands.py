@@ -1,7 +1,6 @@
 """TODO tests.support.commands."""
 
 import io
-import sys
 from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from hydra import initialize_config_dir
 
 from harness.cli.main import main
+from harness.config.command import CommandConfig, read_command_config
 from harness.config.hydra import register_resolvers, to_container
 from harness.config.schema import RunConfig
 from harness.records.schema import Record
@@ -33,18 +33,14 @@ Harness = Callable[..., Done]
 def run_harness(results: Path, *arguments: str) -> Done:
     """What python -m harness does, with its results in a folder of the test's; here, to import torch once for all.
 
-    Its reports are without pictures, whose drawing takes a second: tests/test_charts.py and the commands that tests
+    Its reports are without pictures, whose drawing takes a second: tests/unit/test_charts.py and the commands that tests
     start in processes of their own draw them.
     """
     command = ["harness", *arguments, f"results_dir={results}", "tracking=none"]
     out, error = io.StringIO(), io.StringIO()
-    before, sys.argv = sys.argv, command
-    try:
-        with chdir(ROOT), redirect_stdout(out), redirect_stderr(error), pytest.MonkeyPatch.context() as patched:
-            patched.setattr(render, "svgs", lambda specs: {})
-            status = main()
-    finally:
-        sys.argv = before
+    with chdir(ROOT), redirect_stdout(out), redirect_stderr(error), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(render, "svgs", lambda specs: {})
+        status = main(command[1:])
     return Done(command, status, out.getvalue(), error.getvalue())
 
 
@@ -52,17 +48,22 @@ def read_rows(results: Path, name: str) -> pd.DataFrame:
     return pd.read_csv(results / name / "runs.csv", keep_default_na=False, na_values=[""])
 
 
-def compose_config(*overrides: str) -> RunConfig:
-    """The configuration that these overrides make on a command line."""
+def compose(*overrides: str) -> tuple[RunConfig, CommandConfig]:
+    """Return what these overrides configure on a command line."""
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         values = to_container(hydra.compose("config", [*overrides, "tracking=none"]))
-    return resolve_run_config(values)
+    return resolve_run_config(values), read_command_config(values)
 
 
-def execute_run(config: RunConfig, entry: Callable[[str], None]) -> Record:
-    """The record of one run by its parts, whose ranks run `entry`: harness.worker.main, or one of tests/sabotage.py."""
-    planned = make_plan(config, local_machine.detect_machine(config.cluster))
+def compose_config(*overrides: str) -> RunConfig:
+    """Return what a run with these overrides measures."""
+    return compose(*overrides)[0]
+
+
+def execute_run(config: RunConfig, command: CommandConfig, entry: Callable[[str], None]) -> Record:
+    """The record of one run by its parts, whose ranks run `entry`: harness.worker.main.main, or one of tests/support/faults.py."""
+    planned = make_plan(config, local_machine.detect_machine(config.cluster), command)
     record = execute(planned, RunContext(entry))
     assert record is not None
     return record
@@ -85,7 +86,7 @@ SMALL_BATCH = (
 
 
 def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
-    config = compose_config(
+    config, command = compose(
         f"results_dir={results}", "name=sabotage", "world_size=2", "force=true", *SMALL_BATCH, *overrides
     )
-    return execute_run(config, entry)
+    return execute_run(config, command, entry)

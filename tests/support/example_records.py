@@ -124,7 +124,7 @@ def mixed() -> list[Record]:
         entry = record_of(row(number, strategy, "torch", 0, world_size=world, **degrees))
         entry.communication[0]["axis"] = axes[strategy]
         if axes[strategy] == "pp":
-            entry.row.update({"bubble": 0.3294, "bubble_formula": (world - 1) / 8})
+            entry.row.update({"pipeline_bubble": 0.3294, "pipeline_bubble_theory": (world - 1) / 8})
             entry.communication.insert(0, {"operation": "send", "axis": "pp", "bytes": MIB // 2, "count": 16})
             entry.pipeline.extend(
                 {"rank": rank, "stages": [rank, rank + world], "layers": [1, 2], "working_seconds": 0.04 + rank / 1000}

@@ -1,6 +1,6 @@
 """Random kills of a real sweep's processes: whatever was killed, the same command comes to the undisturbed table.
 
-python -m tests.faults --kills 100 --seed 0
+python -m tests.support.random_kills --kills 100 --seed 0
 """
 
 import argparse

@@ -74,7 +74,7 @@ def test_a_disk_that_fills_during_a_run(small_disk: Path, calm: Path) -> None:
     ended = run_harness(small_disk, *SWEEP, "sweep.skip_dominated=false")
     filling.join()
     assert ended.returncode == 1, (ended.stdout, ended.stderr)
-    assert f"no room is left in {small_disk / 'sweep'}: 1 runs are not begun; the same command goes on" in ended.stderr
+    assert f"no disk space is left in {small_disk / 'sweep'}: 1 runs are not started; the same command continues with them" in ended.stderr
     found = read_all(small_disk / "sweep")
     ((row,), problems) = ([record["row"] for record in found.records], found.problems)
     assert (row["status"], problems) == ("error", []) and "No space left on device" in row["reason"]

@@ -180,8 +180,8 @@ def both(rows: list[dict[str, Any]], x: str, y: str, above: float = float("-inf"
 def test_axes_are_chosen(opened: Opened) -> None:
     page = opened("every")
     rows = [dict(row) for row in pages.drawn(pages.measured()).rows]
-    form, shown = page.get_by_role("form", name="Axes"), page.locator(DRAWN.format("explored"))
-    see(page, "explored")
+    form, shown = page.get_by_role("form", name="Axes"), page.locator(DRAWN.format("explorer"))
+    see(page, "explorer")
     expect(shown.locator(POINTS)).to_have_count(both(rows, "peak", "speed"))
     expect(page.locator("#axes-caption")).to_have_text("tokens a second against peak memory, MiB")
     form.get_by_role("combobox", name="Across").select_option("sent")
@@ -190,12 +190,12 @@ def test_axes_are_chosen(opened: Opened) -> None:
     expect(shown.locator(POINTS)).to_have_count(both(rows, "sent", "speed"))
     form.get_by_label("logarithmic across").check()
     expect(shown.locator(POINTS)).to_have_count(both(rows, "sent", "speed", 0))
-    form.get_by_role("combobox", name="Colour").select_option("checkpointing")
+    form.get_by_role("combobox", name="Color").select_option("checkpointing")
     expect(shown.get_by_text("checkpointing", exact=True)).to_have_count(1)
     again = opened("every", fragment="#" + page.url.split("#")[1])
-    see(again, "explored")
-    expect(again.locator(DRAWN.format("explored")).locator(POINTS)).to_have_count(both(rows, "sent", "speed", 0))
-    expect(again.locator("[name='colour']")).to_have_value("checkpointing")
+    see(again, "explorer")
+    expect(again.locator(DRAWN.format("explorer")).locator(POINTS)).to_have_count(both(rows, "sent", "speed", 0))
+    expect(again.locator("[name='color']")).to_have_value("checkpointing")
 
 
 CONTRASTS = """() => {
@@ -283,7 +283,7 @@ def test_hostile_text_stays_text(opened: Opened) -> None:
     expect(page.locator("#vg-tooltip-element")).to_be_visible()
     page.locator(".filter input[type='checkbox']").first.uncheck()
     expect(page.locator(f"{DRAWN.format(0)} {POINTS}")).to_have_count(2 * len(HOSTILE) - 2)
-    see(page, "explored")
+    see(page, "explorer")
     assert page.evaluate("window.harmed") is None
 
 
@@ -292,7 +292,7 @@ def test_paper_shows_all_and_no_controls(opened: Opened) -> None:
     page.get_by_label("tp", exact=True).uncheck()
     page.emulate_media(media="print", color_scheme="dark")
     expect(page.locator("[data-chart] svg")).to_have_count(3)
-    for chart in ("0", "1", "explored"):
+    for chart in ("0", "1", "explorer"):
         expect(page.locator(DRAWN.format(chart))).to_be_visible()
         expect(page.locator(f"{DRAWN.format(chart)} text").first).not_to_have_attribute("fill", "#e4e7ea")
     assert page.evaluate("[...document.querySelectorAll('main table')].every((table) => table.checkVisibility())")
@@ -396,7 +396,7 @@ def test_what_can_be_drawn() -> None:
     made = html.build_explorer(View("some", [slow, fast, failed]))
     assert made is not None
     assert made.numbers == {"tokens_per_second": "tokens a second", "peak_allocated_bytes": "peak memory, MiB"}
-    assert made.words == {"strategy": "strategy", "status": "status"}
+    assert made.texts == {"strategy": "strategy", "status": "status"}
     assert [row["peak_allocated_bytes"] for row in made.rows] == [3, 1, None]
     assert made.table.header == ["run", "status", "tokens a second", "peak memory, MiB"]
     assert made.table.rows[2] == ["tp", "oom", "", ""] and made.table.strategies == ["ddp", "zero1", "tp"]

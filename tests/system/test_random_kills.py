@@ -1,4 +1,4 @@
-"""Sweeps that are disturbed come to the table of an undisturbed one. More kills by python -m tests.faults."""
+"""Sweeps that are disturbed come to the table of an undisturbed one. More kills by python -m tests.support.random_kills."""
 
 import functools
 import random
@@ -81,10 +81,10 @@ def test_every_end_in_one_sweep_is_a_row_and_the_next_command_mends_them(
         patched.setattr(run, "Means", functools.partial(RunContext, faults.each_its_own))
         assert harness(*sweep, "hang_seconds=30").returncode == 1
     rows = of_strategies(tmp_path / "results")
-    found = {name: (row["status"], row["phase"]) for name, row in rows.items() if row["status"] != "ok"}
+    found = {name: (row["status"], row["failed_in_phase"]) for name, row in rows.items() if row["status"] != "ok"}
     assert found == {"ddp": ("oom", "warm-up"), "fsdp_full_shard": ("timeout", "warm-up"), "tp": ("error", "timed")}
     assert "the loss is not finite from step 2 on, in timed" in rows["tp"]["reason"]
-    assert all(row["last_host_bytes"] > 2**26 for row in rows.values() if row["status"] != "ok")
+    assert all(row["last_seen_rss_bytes"] > 2**26 for row in rows.values() if row["status"] != "ok")
     assert harness(*sweep, "retry=error,timeout,oom").returncode == 0
     assert run_harness(tmp_path / "calm", *sweep).returncode == 0
     assert differences(tmp_path / "results", tmp_path / "calm") == []
@@ -92,7 +92,7 @@ def test_every_end_in_one_sweep_is_a_row_and_the_next_command_mends_them(
 
 def test_a_collective_that_fails_is_an_error_row(tmp_path: Path) -> None:
     row = run_with(tmp_path, faults.collective_mismatched, "strategy=ddp", "proof.reference=false")["row"]
-    assert (row["status"], row["phase"]) == ("error", "warm-up")
+    assert (row["status"], row["failed_in_phase"]) == ("error", "warm-up")
     assert "is there a distributed collective mismatch" in row["reason"].lower() and "\n" not in row["reason"]
 
 
@@ -134,6 +134,6 @@ def test_a_clock_that_jumps_disturbs_nothing(tmp_path: Path) -> None:
     days = set()
     for row in of_strategies(tmp_path).values():
         parts = [value for column, value in row.items() if column.endswith("_seconds") and value is not None]
-        assert all(0 <= seconds < took for seconds in [row["seconds"], row["step_seconds"], *parts]), row
+        assert all(0 <= seconds < took for seconds in [row["duration_seconds"], row["step_seconds"], *parts]), row
         days.add(row["started_at"][:13])
     assert len(days) > 1  # the clock did jump

@@ -21,7 +21,7 @@ ELSEWHERE = {
     "-m pytest": ".ci/run",
     "-m harness.tracking": "test_tracking.py",
     "-m harness.node": "test_slurm.py",
-    "hydra/launcher=submitit_slurm": "test_slurm.py",
+    "hydra/launcher=slurm": "test_slurm.py",
     "wandb login": "test_tracking.py",
     "wandb leet": "test_command.py",
     "wide_pipeline": "test_extending.py",

@@ -15,7 +15,7 @@ from tests.support import slurm_cluster
 from tests.support.commands import ROOT, read_rows
 from tests.support.slurm_cluster import Cluster, wait_for, wait_for_step
 
-SLURM = ("hydra/launcher=submitit_slurm", "tracking=none", "cluster.device=cpu")
+SLURM = ("hydra/launcher=slurm", "tracking=none", "cluster.device=cpu")
 
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
@@ -93,7 +93,7 @@ def test_a_killed_rank_of_another_node_is_named(slurm: Cluster, tmp_path: Path) 
     ended(command, status=1)
     row = row_of(tmp_path, "killed")
     assert row.status == "error" and row.reason.startswith("rank 3 was killed by SIGKILL"), row.reason
-    assert row.phase == "timed" and row.last_host_bytes > 2**26
+    assert row.failed_in_phase == "timed" and row.last_seen_rss_bytes > 2**26
 
 
 @pytest.mark.long
@@ -125,7 +125,7 @@ def test_a_cancelled_job_is_an_interrupted_row_and_is_run_again(slurm: Cluster, 
 @pytest.mark.long
 def test_a_script_is_written_to_be_submitted_by_hand(slurm: Cluster, tmp_path: Path) -> None:
     sweep = ("-m", "name=by_hand", "strategy=ddp", "train.seed=0,1", "proof.reference=false", *SMALL)
-    harness(slurm, tmp_path, *sweep, "launch=script", "hydra.launcher.setup=[echo set up]", "cluster.time=0:10:00")
+    harness(slurm, tmp_path, *sweep, "hydra.launcher.submit=false", "hydra.launcher.setup=[echo set up]", "cluster.time=0:10:00")
     script = tmp_path / "by_hand" / "sweep.sbatch"
     assert "#SBATCH --time=0:10:00\n" in script.read_text()
     before = slurm.jobs()
@@ -177,8 +177,8 @@ def test_a_slurmd_that_is_killed_and_a_node_that_is_drained_do_not_end_a_run(slu
 
 
 def test_jobs_of_other_needs_are_arrays_of_their_own(slurm: Cluster, tmp_path: Path) -> None:
-    sweep = ("-m", "name=needs", "strategy=ddp", "cluster.nodes=1,2", "train.seed=0,1", "launch=script", *SMALL)
-    harness(slurm, tmp_path, *sweep)
+    sweep = ("-m", "name=needs", "strategy=ddp", "cluster.nodes=1,2", "train.seed=0,1", *SMALL)
+    harness(slurm, tmp_path, *sweep, "hydra.launcher.submit=false")
     scripts = [path.read_text() for path in sorted((tmp_path / "needs").glob("*.sbatch"))]
     assert sorted("--nodes=2\n" in script for script in scripts) == [False, True]
     assert all("#SBATCH --array=0-1%256" in script for script in scripts)

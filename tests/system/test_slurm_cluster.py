@@ -17,7 +17,7 @@ LOST_SECONDS = 60.0  # for a dead node to be given up; on an idle machine it tak
 PARENT = """
 import sys
 from pathlib import Path
-from tests.slurm_cluster import cluster
+from tests.support.slurm_cluster import cluster
 with cluster(Path(sys.argv[1])) as slurm:
     slurm.wait_for_job(slurm.submit("srun sleep 600", "--nodes=2"), "RUNNING")
     print(slurm.name, flush=True)
@@ -100,7 +100,7 @@ def test_accounting(slurm: Cluster, tmp_path: Path) -> None:
 def test_nothing_is_left_by_a_killed_parent(slurm: Cluster, tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path / "slurm")],
-        cwd=ROOT / "tests",
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -22,24 +22,25 @@ from hypothesis import strategies as st
 
 from harness.cli import status
 from harness.config import overrides
+from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.sweep import command_file, stop_after
 from harness.sweep.display import ProgressDisplay, format_duration
-from harness.sweep.executors.parallel import ParallelExecutor, WorkerSlot, start
+from harness.sweep.executors.parallel import ParallelExecutor, WorkerSlot, start_process
 from harness.sweep.executors.sequential import SequentialExecutor
 from harness.sweep.micro_batch_search import MicroBatchSearch
 from harness.sweep.queued_run import QueuedRun, deduplicate_and_sort
 from harness.util.errors import UserError
 from tests.support import faults
-from tests.support.commands import ROOT, Harness, compose_config, execute_run, read_rows
+from tests.support.commands import ROOT, Harness, compose, compose_config, execute_run, read_rows
 from tests.support.slurm_cluster import wait_for_step
 
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
 
 def item(name: str, turn: int, *overrides: str) -> QueuedRun:
-    return QueuedRun(compose_config("name=order", *overrides), None, name, turn)
+    return QueuedRun(*compose("name=order", *overrides), None, name, turn)
 
 
 def test_cheap_runs_come_first_each_once_and_repeats_in_turns() -> None:
@@ -77,7 +78,7 @@ def test_budgets(stated: list[Any], limits: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("wrong", ["soon", "8 hours", "1.5runs", "-1h", "runs"])
 def test_what_is_no_budget_is_said(wrong: str) -> None:
-    with pytest.raises(UserError, match="choose a time as 90m or 8h, 20runs, or 3failures"):
+    with pytest.raises(UserError, match="choose a time such as 90m or 8h, 20runs, or 3failures"):
         stop_after.parse_stop_after([wrong])
 
 
@@ -109,18 +110,18 @@ def test_the_largest_micro_batch_is_found_however_wrong_the_prediction(
     tried, at = [], search.first
     while at is not None:
         tried.append(at.size)
-        at = search.next({"row": {"status": "ok" if at.size < 2**fitting else "oom"}})
+        at = search.next(Record({"status": "ok" if at.size < 2**fitting else "oom"}))
     largest = min(fitting, sizes) - 1
     assert len(set(tried)) == len(tried)
-    assert (f" {2**largest} fits" if largest >= 0 else ": none is ok") in search.result()
+    assert (f" {2**largest} fits" if largest >= 0 else ": no micro-batch is ok") in search.result()
     assert largest == sizes - 1 or 2 ** (largest + 1) in tried
 
 
 def test_a_search_ends_at_a_failure_that_says_nothing_of_size() -> None:
     plans: Any = [Sized(1), Sized(2), Sized(4)]
     search = MicroBatchSearch(plans, lambda plan: plan.size < 4)
-    assert search.next({"row": {"status": "error"}}) is None
-    assert search.result().endswith(": none is ok; 2 is error")
+    assert search.next(Record({"status": "error"})) is None
+    assert search.result().endswith(": no micro-batch is ok; 2 is error")
 
 
 def test_the_largest_micro_batch_of_a_run(harness: Harness, tmp_path: Path) -> None:
@@ -132,8 +133,8 @@ def test_the_largest_micro_batch_of_a_run(harness: Harness, tmp_path: Path) -> N
 
 def test_what_ran_out_of_memory_is_a_result_and_spares_larger_batches(harness: Harness, tmp_path: Path) -> None:
     sweep = ("name=spared", "strategy=ddp", "proof.reference=false", *SMALL)
-    config = compose_config(*sweep, f"results_dir={tmp_path}/results", "train.micro_batch=2")
-    assert execute_run(config, faults.exhausted)["row"]["status"] == "oom"
+    config, command = compose(*sweep, f"results_dir={tmp_path}/results", "train.micro_batch=2")
+    assert execute_run(config, command, faults.exhausted)["row"]["status"] == "oom"
     made = mtimes(tmp_path / "results")
     done = harness("-m", "train.micro_batch=1,2,4", *sweep)
     assert done.returncode == 0, done.stderr
@@ -166,7 +167,7 @@ def test_ends_are_kept_or_tried_again_as_asked(harness: Harness, tmp_path: Path)
 def test_a_spent_budget_leaves_the_rest_to_the_next_command(harness: Harness, tmp_path: Path) -> None:
     sweep = ("-m", "name=spent", "strategy=ddp,tp", "proof.reference=false", *SMALL)
     first = harness("stop_after=1runs", *sweep)
-    assert first.returncode == 0 and "1 runs: 1 runs are not begun; the same command goes on" in first.stderr
+    assert first.returncode == 0 and "1 runs: 1 runs are not started; the same command continues with them" in first.stderr
     assert len(read_rows(tmp_path / "results", "spent")) == 1
     assert harness("stop_after=1runs", *sweep).returncode == 0  # what is on file costs nothing
     assert list(read_rows(tmp_path / "results", "spent").status) == ["ok", "ok"]
@@ -178,7 +179,7 @@ def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     found = read_all(tmp_path / "results" / "beside").records
     assert len(found) == 3 and all(len(record["ranks"][0]["cores"]) == 1 for record in found)
-    spans = [(start_of(record), start_of(record) + record["row"]["seconds"], record) for record in found]
+    spans = [(start_of(record), start_of(record) + record["row"]["duration_seconds"], record) for record in found]
     beside = [(one, other) for (b, e, one), (b2, e2, other) in itertools.combinations(spans, 2) if b < e2 and b2 < e]
     assert beside  # two did run at the same time
     for pair in beside:
@@ -223,7 +224,7 @@ def test_a_process_killed_while_idle_is_let_go_and_a_server_killed_as_it_forks_r
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     os.kill(server, signal.SIGSTOP)
     threading.Timer(0.5, os.kill, (server, signal.SIGKILL)).start()  # it has been asked, and has not answered
-    start(process)
+    start_process(process)
     theirs.close()
     idle = WorkerSlot(process, mine)
     slots.slots.append(idle)
@@ -243,17 +244,17 @@ def test_a_sweep_is_seen_from_another_shell_alive_and_dead(tmp_path: Path) -> No
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
         run_dir = wait_for_step(tmp_path, "seen")
-        folder = run_dir.parent
-        seen = list(status.status_lines(folder, status.read_status(folder)))
+        comparison = ComparisonFolder(run_dir.parent)
+        seen = list(status.status_lines(comparison, status.read_status(comparison)))
         assert seen[0].endswith("no run recorded, 1 running")
         assert seen[1].startswith(f"  {run_dir.name}: ") and " of 406, " in seen[1] and "MiB on its" in seen[1]
-        assert f"command {process.pid} on " in seen[2] and "is at work: 0 of 2 runs" in seen[2]
+        assert f"command {process.pid} on " in seen[2] and "is running: 0 of 2 runs" in seen[2]
     finally:
         process.kill()
         process.wait()
-    seen = list(status.status_lines(folder, status.read_status(folder)))
+    seen = list(status.status_lines(comparison, status.read_status(comparison)))
     assert seen[0].endswith(": 1 interrupted")
-    assert "is gone: 0 of 2 runs have their row; the same command goes on" in seen[1]
+    assert "has exited: 0 of 2 runs are recorded; the same command continues with the others" in seen[1]
 
 
 def test_what_is_left_is_a_line_through_what_was_seen() -> None:
@@ -261,11 +262,11 @@ def test_what_is_left_is_a_line_through_what_was_seen() -> None:
     assert command_file.seconds_left([(1, 5), (1, 7)], [1, 1, 9]) == pytest.approx(18)
     found = command_file.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9])
     assert found is not None and math.isclose(found, 13 + 17)
-    assert command_file.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9], side_by_side=2) == pytest.approx(15)
+    assert command_file.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9], max_parallel=2) == pytest.approx(15)
     assert command_file.seconds_left([(1, 9), (3, 5)], [5]) == pytest.approx(7)  # never less for more
     assert [format_duration(seconds) for seconds in (40, 720, 12600)] == ["40 s", "12 min", "3.5 h"]
 
 
 def test_several_nodes_need_a_cluster() -> None:
     with pytest.raises(UserError, match=r"cluster.nodes=2 is more than this machine"):
-        SequentialExecutor([], ProgressDisplay()).plan_item(compose_config("cluster.nodes=2").to_dict(), 0)
+        SequentialExecutor([], ProgressDisplay()).plan_run(compose_config("cluster.nodes=2").to_dict(), 0)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from harness.cost_model import capacity
-from harness.cost_model.memory import estimate
+from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
 from harness.runner.plan import capacity_problem, make_plan
 from tests.support.commands import compose_config
@@ -38,7 +38,7 @@ def test_every_remedy_is_itself_accepted_and_fits(case: str) -> None:
     device = "cpu" if "offload" in case else "cuda"  # of a GPU's memory full saves nothing beside offload
     roomy = Machine(device, "", 1, 4, devices=64, free_bytes=(2**45,) * 64, cores=2)
     this = make_plan(compose_config(*overrides), roomy)
-    needed = capacity.needed_bytes(estimate(this.config, this.layout, this.widths, device), 4, device)
+    needed = capacity.needed_bytes(estimate_memory(this.config, this.layout, this.widths, device), 4, device)
     short = dataclasses.replace(roomy, free_bytes=(needed - 1,) * 64)
     reason = capacity_problem(dataclasses.replace(this, machine=short), PREPARED)
     assert reason is not None

@@ -78,7 +78,7 @@ def record(number: int, strategy: str, gibs: float, tokens_per_second: float, **
         "seq_len": 128,
         "tokens_per_second": tokens_per_second,
         "step_seconds": seconds,
-        "step_seconds_spread": 0.2,
+        "step_seconds_iqr_ratio": 0.2,
         "peak_allocated_bytes": int(gibs * GIB),
         "activation_bytes": int(gibs * GIB / 2),
         "predicted_peak_bytes": int(gibs * GIB * (1 + number / 100)),
@@ -92,7 +92,7 @@ def record(number: int, strategy: str, gibs: float, tokens_per_second: float, **
     } | changes
     if row["status"] != "ok":
         measured = [name for name in row if name.endswith(("_bytes", "_seconds")) and not name.startswith("memory_")]
-        row |= dict.fromkeys((*measured, "tokens_per_second")) | {"last_allocated_bytes": 7 * GIB}
+        row |= dict.fromkeys((*measured, "tokens_per_second")) | {"last_seen_allocated_bytes": 7 * GIB}
     sent = {"dp_shard": (number * 100.0 * MIB, 250.0 * MIB), "tp": (50.0 * MIB * number, None)}
     traffic = [{"axis": axis, "bytes": size, "formula_bytes": due, "outside": {}} for axis, (size, due) in sent.items()]
     parts = {"config": {}, "layout": {}, "versions": dict(versions()), "traffic": traffic[: 1 + number % 2]}
@@ -603,7 +603,7 @@ def test_of_repeats_the_fullest_and_the_one_in_the_middle_are_drawn() -> None:
 
 def test_figures_that_are_not_finite_are_unknown() -> None:
     records = [record(1, "ddp", 1.0, 1000.0), record(2, "tp", 2.0, float("inf")), record(3, "cp", 3.0, 10.0)]
-    records[2].row["step_seconds_spread"] = float("inf")
+    records[2].row["step_seconds_iqr_ratio"] = float("inf")
     records[0].traffic[0]["bytes"] = float("nan")
     for picture in PICTURES.values():
         found = picture(View("demo", records))

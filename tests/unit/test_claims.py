@@ -66,12 +66,12 @@ def record_of(strategy: str, /, *overrides: str, **columns: Any) -> Record:
         "run_id": f"{strategy}-{'-'.join(overrides)}",
         "status": "ok",
         "measured_on": "cpu",
-        "in_flight": IN_FLIGHT.get(strategy, 1),
-        "hardware_flops": executed_flops(config, layout),
+        "max_in_flight_micro_batches": IN_FLIGHT.get(strategy, 1),
+        "executed_flops": executed_flops(config, layout),
     }
     if layout.pp > 1:
         formula = bubble_ratio(layout, layout.grad_accumulation_steps(config.train))
-        row |= {"bubble": 1.1 * formula, "bubble_formula": formula}
+        row |= {"pipeline_bubble": 1.1 * formula, "pipeline_bubble_theory": formula}
     row |= {"predicted_activation_bytes": row["activation_bytes"]}
     return Record.from_json({"row": row | columns, "config": config.to_dict(), "layout": layout.to_dict()})
 
@@ -108,8 +108,8 @@ EXPECTED = [
     ("ddp full", "activations: without", 3.65, "17×", "activation_bytes", "ddp"),
     ("tp_sp full", "activations: without", 3.68, "17×", "activation_bytes", "tp_sp"),
     ("pp_zero_bubble full", "activations: without", 2.12, "17×", "activation_bytes", "pp_zero_bubble"),
-    ("ddp full", "operations", 1.248, "1.33×", "hardware_flops", "ddp"),
-    ("pp_zero_bubble full", "operations", 1.372, "1.33×", "hardware_flops", "pp_zero_bubble"),
+    ("ddp full", "operations", 1.248, "1.33×", "executed_flops", "ddp"),
+    ("pp_zero_bubble full", "operations", 1.372, "1.33×", "executed_flops", "pp_zero_bubble"),
     ("pp_1f1b", "parameters", 2, "p× = 2×", "parameter_bytes", "ddp"),
 ]
 
@@ -157,16 +157,16 @@ def test_passes_in_flight_are_the_schedules(strategy: str, passes: int, formula:
     [("pp_gpipe", 1 / 8), ("pp_1f1b", 1 / 8), ("pp_interleaved", 1 / 16), ("pp_zero_bubble", 1 / 24)],
 )
 def test_bubbles_are_held_to_a_fifth_and_shared_cores_are_the_reason(strategy: str, formula: float) -> None:
-    near = of(claims([record_of(strategy, bubble=1.19 * formula)]), strategy, "bubble")
+    near = of(claims([record_of(strategy, pipeline_bubble=1.19 * formula)]), strategy, "bubble")
     assert near.agrees and near.expected == pytest.approx(formula) and not near.reason
-    record = dataclasses.replace(record_of(strategy, bubble=1.21 * formula), environment={"cores": 2, "threads": 1})
+    record = dataclasses.replace(record_of(strategy, pipeline_bubble=1.21 * formula), environment={"cores": 2, "threads": 1})
     far = of(claims([record]), strategy, "bubble")
     assert not far.agrees and far.reason == "sending takes time, and stages are not equal"
     far = of(claims([dataclasses.replace(record, environment={"cores": 1, "threads": 1})]), strategy, "bubble")
     assert "share the processor" in far.reason
-    fast = of(claims([record_of(strategy, bubble=0.5 * formula)]), strategy, "bubble")
+    fast = of(claims([record_of(strategy, pipeline_bubble=0.5 * formula)]), strategy, "bubble")
     assert not fast.agrees and not fast.reason  # no cause known
-    alone = of(claims([record_of(strategy, bubble=2 * formula, measured_on="NVIDIA H200")]), strategy, "bubble")
+    alone = of(claims([record_of(strategy, pipeline_bubble=2 * formula, measured_on="NVIDIA H200")]), strategy, "bubble")
     assert not alone.agrees and "share" not in alone.reason and alone.reason
 
 
@@ -230,13 +230,13 @@ def test_the_papers_own_accounting_in_mixed_precision() -> None:
 def test_what_deepspeed_does_otherwise_is_said(engine: str) -> None:
     """Whoever calls it."""
     sent, by = 3 * N * 2, f"strategy.engine={engine}"
-    again_flops = 13 * record_of("zero3", by).row["hardware_flops"] // 10
+    again_flops = 13 * record_of("zero3", by).row["executed_flops"] // 10
     records = [
         *(record_of("ddp"), record_of("ddp", "checkpointing=full")),
         record_of("zero1", by, optimizer_bytes=6 * N),
         record_of("zero1_defaults", by, **dict(zip(COLUMNS, (4 * N, 4 * N, 6 * N, None, sent), strict=True))),
         record_of("zero3", by),
-        record_of("zero3", by, "checkpointing=full", communication_bytes=13396232, hardware_flops=again_flops),
+        record_of("zero3", by, "checkpointing=full", communication_bytes=13396232, executed_flops=again_flops),
     ]
     found = claims(records)
     cloned, defaults = of(found, "zero1", "model state"), of(found, "zero1_defaults", "bytes sent")

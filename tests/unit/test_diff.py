@@ -174,8 +174,8 @@ def test_ratios_are_of_b_over_a_in_every_column(tmp_path: Path) -> None:
 def test_a_difference_within_the_spread_is_marked(
     first: float | None, second: float | None, speed: float, marked: bool, tmp_path: Path
 ) -> None:
-    one = record(1, "ddp", step_seconds_spread=first)
-    other = record(1, "ddp", step_seconds_spread=second, tokens_per_second=speed)
+    one = record(1, "ddp", step_seconds_iqr_ratio=first)
+    other = record(1, "ddp", step_seconds_iqr_ratio=second, tokens_per_second=speed)
     lines = compared(tmp_path, [one], [other])
     assert cells(lines, "ddp")[4].endswith("~") == marked
     assert any(line.startswith("~ the spreads of A and B meet") for line in lines) == marked
@@ -184,14 +184,14 @@ def test_a_difference_within_the_spread_is_marked(
 
 
 def test_what_no_column_shows_is_said_where_it_changed(tmp_path: Path) -> None:
-    one = record(1, "ddp", optimizer_bytes=2**20, in_flight=2, hardware_flops=1000, forward_seconds=0.1)
-    other = record(1, "ddp", optimizer_bytes=2**21, in_flight=2, hardware_flops=1009, forward_seconds=0.2)
+    one = record(1, "ddp", optimizer_bytes=2**20, in_flight=2, executed_flops=1000, forward_seconds=0.1)
+    other = record(1, "ddp", optimizer_bytes=2**21, in_flight=2, executed_flops=1009, forward_seconds=0.2)
     assert "ddp: optimizer_bytes 1.00 MiB → 2.00 MiB" in compared(tmp_path, [one], [other])
 
 
 def test_repeats_are_one_line_and_their_range_is_the_spread(tmp_path: Path) -> None:
     first = [record(n, "ddp", repeat=n, tokens_per_second=speed) for n, speed in enumerate((900.0, 1000.0, 1100.0))]
-    close, far = ([record(1, "ddp", tokens_per_second=speed, step_seconds_spread=0.001)] for speed in (1090.0, 1110.0))
+    close, far = ([record(1, "ddp", tokens_per_second=speed, step_seconds_iqr_ratio=0.001)] for speed in (1090.0, 1110.0))
     assert cells(compared(tmp_path / "close", first, close), "ddp")[2:5] == ["1,000", "1,090", "1.09~"]
     assert cells(compared(tmp_path / "far", first, far), "ddp")[2:5] == ["1,000", "1,110", "1.11"]
 

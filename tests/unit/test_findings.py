@@ -35,7 +35,7 @@ def line(first: int, strategy: str, engine: str, stage: int, speeds: list[float]
     for repeat, speed in enumerate(speeds):
         step = 1024 / speed
         figures = {"repeat": repeat, "tokens_per_second": speed, "tokens_per_second_per_device": speed / 2}
-        figures |= {"step_seconds": step, "step_seconds_spread": 0.02, "step_seconds_p95": 1.25 * step}
+        figures |= {"step_seconds": step, "step_seconds_iqr_ratio": 0.02, "step_seconds_p95": 1.25 * step}
         figures |= {"forward_seconds": step / 4, "backward_seconds": step / 2, "optimizer_seconds": step / 8}
         figures |= {"data_seconds": step / 16, "exposed_communication_seconds": step / 16, "idle_seconds": 0.0}
         entry = row(first + repeat, strategy, engine, stage, **(figures | changes))
@@ -143,7 +143,7 @@ def test_settings_are_not_mixed() -> None:
 def test_speeds_of_unknown_spread_are_not_told() -> None:
     entries = example()
     for record in entries:
-        record.row.update({"step_seconds_spread": None, "repeat": 0})
+        record.row.update({"step_seconds_iqr_ratio": None, "repeat": 0})
     entries = [entries[0], entries[3], entries[6], entries[9]]
     said = " ".join(texts(findings(View("unsure", entries))))
     assert "tokens/s" not in said and "speed" not in said and "60 % of ddp's peak" in said
@@ -165,7 +165,7 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
     made = [
         record_of(
             row(n, f"s{n}", "torch", 0, tokens_per_second=speed, peak_allocated_bytes=peak * MIB)
-            | {"step_seconds_spread": 0.0}
+            | {"step_seconds_iqr_ratio": 0.0}
         )
         for n, (speed, peak) in enumerate(sizes)
     ]
@@ -214,7 +214,7 @@ def test_the_best_is_of_one_setting_and_world_and_never_alone() -> None:
     entries = records()
     assert "tokens_per_second" not in best(View("ten", entries))  # how sure the speeds are is not known
     for record in entries:
-        record.row["step_seconds_spread"] = 0.01
+        record.row["step_seconds_iqr_ratio"] = 0.01
     positions = best(View("ten", entries))["tokens_per_second"]  # 16,000 against 12,345.6
     assert [entries[position].row["strategy"] for position in positions] == ["ddp"]
 
@@ -292,8 +292,8 @@ def test_limits_name_what_would_mislead() -> None:
     assert "Up to 2 ranks shared 1 core" in " ".join(texts(caveats(View("crowded", entries))))
     gpu = [record.with_row(measured_on="NVIDIA H200") for record in entries]
     assert not re.search(r"CPU|shared", " ".join(texts(caveats(View("gpu", gpu)))))
-    entries[0].row.update({"disturbed": "other load", "loss_deviation": None})
-    told = " ".join(texts(caveats(View("disturbed", entries))))
+    entries[0].row.update({"noise_warning": "other load", "loss_deviation": None})
+    told = " ".join(texts(caveats(View("noise_warning", entries))))
     assert "Something disturbed the times of ddp" in told
 
 

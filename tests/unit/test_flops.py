@@ -11,7 +11,7 @@ from harness.layout.parameters import parameter_count
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
 from harness.proof.step import flops_problems
-from harness.records.schema import FUSED_KERNELS
+from harness.records.rank_report import FUSED_KERNELS
 from tests.support.commands import compose_config
 from tests.support.models import alone, counted, counted_in_stages
 
@@ -56,7 +56,7 @@ def test_full_checkpointing_runs_again_what_the_formula_says(sizes: list[str], a
     assert ran == executed_flops(config, alone(config))
     assert model_flops(config) == model_flops(plain)
     # An engine whose second forward does not stop early runs the whole layer again, never the head.
-    again = recomputed_flops(config, alone(config), whole_second_forward=True)
+    again = recomputed_flops(config, alone(config), recomputes_last_projection=True)
     assert more < again == config.model.num_hidden_layers * layer_flops(config) < model_flops(config) / 3
 
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harness.config.schema import CheckpointingConfig, ModelConfig, PrecisionConfig, RunConfig
-from harness.cost_model.activations import MicroBatchShape, block_tensors
+from harness.cost_model.activations import block_tensors
 from harness.cost_model.capacity import capacity_problem
-from harness.cost_model.memory import PROCESS_BYTES, estimate
-from harness.cost_model.stage_activations import activations
+from harness.cost_model.memory import PROCESS_BYTES, estimate_memory
+from harness.cost_model.micro_batch_shape import MicroBatchShape
+from harness.cost_model.stage_activations import stage_activations
 from harness.layout.layout import Layout
 from harness.layout.parameters import parameter_count
 from harness.layout.partition import whole_model
@@ -68,7 +69,7 @@ def test_model_state_is_table_1_of_zero(parameters: float) -> None:
     config = run(model, BF16)
     for world_size, row in TABLE_1[parameters].items():
         for stage, printed in enumerate(row, start=1):
-            found = estimate(config, layout_of(config, stage, world_size), PAPER)
+            found = estimate_memory(config, layout_of(config, stage, world_size), PAPER)
             state = (found.parameter_bytes + found.gradient_bytes + found.optimizer_bytes) / GB
             decimals = len(printed.partition(".")[2])
             unit = 10.0**-decimals  # some cells of the table are truncated, the others rounded
@@ -126,7 +127,7 @@ def test_activations_are_what_autograd_keeps(
     module = built(model, getattr(torch, compute), kind)
     tokens = torch.zeros(sequences, seq_len, dtype=torch.int64)
     measured = kept_bytes(module.parameters(), lambda: module(tokens))
-    predicted = activations(
+    predicted = stage_activations(
         MicroBatchShape(model, sequences, seq_len, compute), whole_model(model), CheckpointingConfig(kind)
     ).before_backward
     assert predicted == pytest.approx(measured, rel=0.05)
@@ -153,7 +154,7 @@ def test_tiny_keeps_what_is_predicted(name: str, precision: PrecisionConfig, che
     module = built(model, getattr(torch, precision.compute), checkpointing)
     tokens = torch.zeros(4, 128, dtype=torch.int64)
     measured = kept_bytes(module.parameters(), lambda: loss_function(module(tokens), tokens))
-    kept = activations(
+    kept = stage_activations(
         MicroBatchShape(model, 4, 128, precision.compute), whole_model(model), CheckpointingConfig(checkpointing)
     ).before_backward
     log_probabilities = 4 * 128 * model.vocab_size * 4
@@ -180,7 +181,7 @@ def test_peak_of_forward_and_backward_is_what_was_alive(
     with Live() as live:
         loss_function(module(tokens), tokens).backward()
     config = run(model, precision, checkpointing, micro_batch=2, global_batch=4, seq_len=seq_len)  # two micro-batches
-    at_peak = estimate(config, layout_of(config, 0, 1), ADAM_FP32).at_peak
+    at_peak = estimate_memory(config, layout_of(config, 0, 1), ADAM_FP32).at_peak
     transient = sum(size for name, size in at_peak.items() if name not in ("parameters", "gradients", "optimizer"))
     # The token ids come from outside. A weight's gradient lives until it is added to the sum.
     assert transient - 8 * tokens.numel() == pytest.approx(live.peak_bytes, rel=0.05)
@@ -203,10 +204,10 @@ def test_more_shards_and_checkpointing_never_need_more(
 ) -> None:
     config = run(model_named(name), precision, micro_batch=micro_batch)
     few, many = (layout_of(config, stage, 2**power, means) for power in (exponent, exponent + 1))
-    sharded_less, sharded_more = (estimate(config, layout, ADAM_FP32) for layout in (few, many))
+    sharded_less, sharded_more = (estimate_memory(config, layout, ADAM_FP32) for layout in (few, many))
     assert sharded_more.peak_bytes <= sharded_less.peak_bytes
     full = dataclasses.replace(config, checkpointing=CheckpointingConfig("full"))
-    recomputing = estimate(full, few, ADAM_FP32)
+    recomputing = estimate_memory(full, few, ADAM_FP32)
     assert recomputing.activation_bytes <= sharded_less.activation_bytes
     assert recomputing.peak_bytes <= sharded_less.peak_bytes
 
@@ -214,7 +215,7 @@ def test_more_shards_and_checkpointing_never_need_more(
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 def test_peak_is_made_of_its_parts(stage: int) -> None:
     config = run(model_named("125m"), BF16, "full")
-    found = estimate(config, layout_of(config, stage, 8), PAPER)
+    found = estimate_memory(config, layout_of(config, stage, 8), PAPER)
     parts = ("parameters", found.parameter_bytes), ("optimizer", found.optimizer_bytes)
     assert all(found.at_peak[name] == size for name, size in parts)
     assert found.peak_bytes == sum(found.at_peak.values())
@@ -244,9 +245,9 @@ def test_7b_under_zero3_does_not_fit_24_gb_shared_by_two_ranks() -> None:
     kept = 32 * 128 * 4 * (2 * (3 * 4096 + 1) + 4 * 4096 + 32 + 4 * 11008)
     kept += 128 * (8 + 4 * (3 * 4096 + 1)) + 2 * 128 * 128 * 4  # token ids, the last norm, rotary tables
     log_probabilities = 128 * 32000 * 4
-    assert estimate(config, layout, ADAM_FP32).activation_bytes == kept + log_probabilities
+    assert estimate_memory(config, layout, ADAM_FP32).activation_bytes == kept + log_probabilities
     assert f"activations {kept / 2**30:.1f}" in reason
-    rank = estimate(config, layout, ADAM_FP32).peak_bytes + PROCESS_BYTES["cpu"]
+    rank = estimate_memory(config, layout, ADAM_FP32).peak_bytes + PROCESS_BYTES["cpu"]
     assert sum(state.values()) < rank < 1.25 * sum(state.values())
     assert f"{rank / 2**30:.1f} GiB a rank x 2 ranks on one host = {2 * rank / 2**30:.1f} GiB" in reason
     assert f"{24e9 / 2**30:.1f} GiB are there" in reason
@@ -269,7 +270,7 @@ def test_what_the_reason_offers_does_fit() -> None:
 def test_what_fits_is_not_refused_to_the_byte() -> None:
     config = run(model_named("tiny"), global_batch=8)
     layout = layout_of(config, 0, 2, "ddp")
-    found = estimate(config, layout, ADAM_FP32)
+    found = estimate_memory(config, layout, ADAM_FP32)
     exactly = 2 * (found.peak_bytes + found.process_bytes)
     assert refused(config, layout, "cpu", exactly) is None
     assert refused(config, layout, "cpu", exactly - 1) is not None
@@ -278,5 +279,5 @@ def test_what_fits_is_not_refused_to_the_byte() -> None:
 def test_on_cuda_a_device_has_one_rank() -> None:
     config = run(model_named("tiny"), global_batch=8)
     layout = layout_of(config, 0, 2, "ddp")
-    found = estimate(config, layout, ADAM_FP32, "cuda")
+    found = estimate_memory(config, layout, ADAM_FP32, "cuda")
     assert refused(config, layout, "cuda", found.peak_bytes + found.process_bytes, ranks=8) is None

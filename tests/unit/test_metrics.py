@@ -71,9 +71,9 @@ def rank(number: int, seconds: list[float], peak: int, **profiled: Any) -> dict[
 def test_figures_are_the_whole_worlds() -> None:
     config = compose_config("train.global_batch=8", "train.seq_len=32", "train.steps=3")
     ranks = [rank(0, [1.0, 2.0, 9.0], 1000), rank(1, [3.0, 1.0, 1.0], 1500)]
-    found = measured_columns(config, resolve_layout(config.strategy, 2), ranks)
+    found = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
     assert found["step_seconds"] == 3.0  # the slowest rank of each step: 3, 2 and 9; their median
-    assert found["step_seconds_p95"] == pytest.approx(3 + 0.9 * 6) and found["step_seconds_spread"] is None
+    assert found["step_seconds_p95"] == pytest.approx(3 + 0.9 * 6) and found["step_seconds_iqr_ratio"] is None
     assert found["tokens_per_second"] == pytest.approx(8 * 32 / 3.0)
     assert found["tokens_per_second_per_device"] == pytest.approx(8 * 32 / 3.0 / 2)
     assert (found["peak_allocated_bytes"], found["peak_rank"], found["peak_reserved_bytes"]) == (1500, 1, None)
@@ -83,21 +83,21 @@ def test_figures_are_the_whole_worlds() -> None:
     assert found["communication_bytes"] == 100
     assert (found["loss_first"], found["loss_last"]) == (4.5, 2.5)
     assert found["at_peak_temporary_bytes"] == 850 and found["peak_phase"] == "backward"
-    assert found["hardware_flops"] == 2 * 10**9
-    assert found["cpu_seconds"] == pytest.approx(7 / 3) and found["peak_host_bytes"] == 7001
+    assert found["executed_flops"] == 2 * 10**9
+    assert found["cpu_seconds"] == pytest.approx(7 / 3) and found["peak_rss_bytes"] == 7001
     assert found["joules_per_token"] == pytest.approx(20 / (3 * 8 * 32))
     peak = 2 * 67e12  # of two devices in fp32
     assert found["mfu"] == pytest.approx(found["model_flops"] / 3.0 / peak)
     assert found["hfu"] == pytest.approx(2e9 / 3.0 / peak)
     ranks[1]["device_name"] = "NVIDIA H201"
-    unknown = measured_columns(config, resolve_layout(config.strategy, 2), ranks)
+    unknown = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
     assert unknown["mfu"] is None and unknown["model_flops_per_second_per_device"] is not None
 
 
 def test_what_the_profiler_did_not_see_is_unknown_and_no_zero() -> None:
     config = compose_config("train.steps=3")
     ranks = [rank(number, [1.0, 2.0, 9.0], 1000) | {"traced": None} for number in range(2)]
-    found = measured_columns(config, resolve_layout(config.strategy, 2), ranks)
+    found = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
     unknown = ("exposed_communication_seconds", "idle_seconds", "overlapped_communication_seconds")
     assert [found[name] for name in unknown] == [None] * 3
     assert sum(found[name] for name in PARTS if name not in unknown) == pytest.approx(found["step_seconds"])
@@ -119,7 +119,7 @@ def test_a_gpu_waits_inside_its_phases_too() -> None:
 def test_memory_is_the_fullest_ranks_wherever_it_is(fullest: int) -> None:
     """Not the first's, as is often reported, nor the last's."""
     ranks = [rank(number, [1.0], 1500 if number == fullest else 1000) for number in range(3)]
-    found = memory_columns(ranks)
+    found = memory_columns(reports(*ranks))
     assert (found["peak_allocated_bytes"], found["peak_rank"], found["at_peak_temporary_bytes"]) == (1500, fullest, 850)
 
 
@@ -128,23 +128,23 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     config = compose_config("train.steps=3")
     ranks = [rank(0, [1.0, 2.0, 9.0], 1000), rank(1, [3.0, 1.0, 1.0], 1500)]
     ranks[1]["phase_seconds"]["forward"][0] = 1.2  # 0.4 of the step
-    found = measured_columns(config, resolve_layout(config.strategy, 2), ranks)
+    found = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
     expected = {"data": 0.15, "forward": 1.2, "backward": 0.9, "optimizer": 0.45, "exposed_communication": 0.3}
     assert {name: found[f"{name}_seconds"] for name in expected} == pytest.approx(expected)
     assert found["idle_seconds"] == pytest.approx(0.8 * 0.0, abs=1e-9)  # all but the phases is 0 here
     assert found["overlapped_communication_seconds"] == pytest.approx(0.6)
     assert sum(found[name] for name in PARTS) == pytest.approx(found["step_seconds"])
-    even = measured_columns(config, resolve_layout(config.strategy, 2), [rank(0, [1.0, 2.0, 4.0, 8.0], 1000)])
+    even = measured_columns(config, resolve_layout(config.strategy, 2), reports(rank(0, [1.0, 2.0, 4.0, 8.0], 1000)))
     assert sum(even[name] for name in PARTS) == pytest.approx(even["step_seconds"]) and even["step_seconds"] == 3.0
     assert even["idle_seconds"] == pytest.approx(0.08 * 3) and even["other_seconds"] == pytest.approx(0.02 * 3)
-    assert even["step_seconds_spread"] == pytest.approx((5 - 1.75) / 3)
+    assert even["step_seconds_iqr_ratio"] == pytest.approx((5 - 1.75) / 3)
 
 
 def test_waiting_of_a_pipeline_is_idle() -> None:
     config = compose_config("strategy=pp_1f1b", "train.steps=1")
     one = rank(0, [10.0], 1000)
     one["traced"]["phases"]["norm"]["exposed_seconds"] = 0.05  # all of it: there the stages meet
-    found = measured_columns(config, resolve_layout(config.strategy, 2), [one, rank(1, [5.0], 900)])
+    found = measured_columns(config, resolve_layout(config.strategy, 2), reports(one, rank(1, [5.0], 900)))
     assert found["idle_seconds"] == pytest.approx(0.5 + 0.8) and found["other_seconds"] == pytest.approx(0.2)
     assert found["exposed_communication_seconds"] == pytest.approx(1.0)
 
@@ -189,10 +189,10 @@ def test_a_pipelines_idle_time_is_what_its_phases_leave() -> None:
     )
     for one, seconds in zip(ranks, phases, strict=True):
         one["phase_seconds"] = seconds | {"data": [0.5] * 3}
-    first, last = pipeline_entries(config, layout, ranks)
+    first, last = pipeline_entries(config, layout, reports(*ranks))
     assert (first["working_seconds"], first["idle_seconds"]) == (3.0, 5.5)
     assert (last["working_seconds"], last["idle_seconds"]) == (5.0, 3.5)  # medians over steps
     assert (first["bubble"], last["idle_share"]) == (5.5 / 3, pytest.approx(3.5 / 8.5))
     assert [(r["stages"], r["layers"], r["in_flight"]) for r in (first, last)] == [([0], [1], 1), ([1], [3], 2)]
-    found = measured_columns(config, layout, ranks)
-    assert found["bubble"] == pytest.approx(9 / 8) and found["bubble_formula"] == 1 / 8 and found["in_flight"] == 2
+    found = measured_columns(config, layout, reports(*ranks))
+    assert found["pipeline_bubble"] == pytest.approx(9 / 8) and found["pipeline_bubble_theory"] == 1 / 8 and found["max_in_flight_micro_batches"] == 2

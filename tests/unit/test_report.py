@@ -20,11 +20,11 @@ from harness.records.provenance import versions
 from harness.records.schema import Record
 from harness.records.store import write_record
 from harness.report import markdown
+from harness.report.comparison_columns import comparison_columns
 from harness.report.frame import column_values, records_frame
 from harness.report.labels import VARYING
 from harness.report.markdown import escape
 from harness.report.sections import sections
-from harness.report.tables import comparison_columns
 from harness.report.text import byte_unit, format_numbers
 from harness.report.view import View
 from harness.runner.record import config_columns

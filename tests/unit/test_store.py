@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records import provenance as v
+from harness.records import provenance
 from harness.records.provenance import git_commit, version_differences, versions
 from harness.records.runs_csv import rows_of, write_runs_csv
-from harness.records.schema import COLUMN_TYPES, COLUMNS, Record
+from harness.records.columns import COLUMN_NAMES, COLUMN_TYPES
+from harness.records.schema import Record
 from harness.records.store import read_all, read_record, write_record
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_text
@@ -81,7 +82,7 @@ def read_csv(path: Path) -> pd.DataFrame:
 
 
 def test_promised_columns_come_first_and_in_order() -> None:
-    assert list(COLUMNS[: len(PROMISED)]) == PROMISED and len(set(COLUMNS)) == len(COLUMNS)
+    assert list(COLUMN_NAMES[: len(PROMISED)]) == PROMISED and len(set(COLUMN_NAMES)) == len(COLUMN_NAMES)
 
 
 _VALUES = {
@@ -101,7 +102,7 @@ _ROWS = st.fixed_dictionaries(
     optional={
         column: st.none() | _VALUES[kind]
         for column, kind in COLUMN_TYPES.items()
-        if column not in ("run_id", "status", "stale")
+        if column not in ("run_id", "status", "stale_reason")
     }
     | {"at_peak_logits_bytes": st.none() | _VALUES[int]},
 )
@@ -114,8 +115,8 @@ def test_any_row_survives_to_pandas(row: dict[str, Any], tmp_path_factory: pytes
     write_record(results / "run", record(**row))
     assert read_record(results / "run")["row"].keys() == {"run_id", "status", *row}
     table = read_csv(written(results))
-    assert len(table) == 1 and list(table)[: len(COLUMNS)] == list(COLUMNS)
-    for column in {*COLUMNS, *row} - {"run_id", "status", "stale"}:
+    assert len(table) == 1 and list(table)[: len(COLUMN_NAMES)] == list(COLUMN_NAMES)
+    for column in {*COLUMN_NAMES, *row} - {"run_id", "status", "stale_reason"}:
         cell, value = table[column][0], row.get(column)
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             assert cell == ""
@@ -149,7 +150,7 @@ def test_rows_come_in_order_of_start_then_id_and_unknown_columns_last(tmp_path: 
         write_record(tmp_path / hidden / "inner", record("inner"))
     table = read_csv(written(tmp_path))
     assert table["run_id"].tolist() == ["d", "c", "a", "b"]
-    assert list(table)[len(COLUMNS) :] == ["extra_c", "zz", "extra_a", "extra_b"]
+    assert list(table)[len(COLUMN_NAMES) :] == ["extra_c", "zz", "extra_a", "extra_b"]
     assert table["reason"][0] == "'=cmd|' /C calc'!A0" and table["status"][0] == "oom"
     first = (tmp_path / "runs.csv").read_bytes()
     assert written(tmp_path).read_bytes() == first and not list(tmp_path.glob("*.tmp"))
@@ -187,7 +188,7 @@ def test_corrupt_records_are_named_and_not_fatal(tmp_path: Path) -> None:
         "cut": whole[: len(whole) // 2],
         "empty": "",
         "list": "[]",
-        "newer": whole.replace('"schema_version": 1', '"schema_version": 2'),
+        "newer": whole.replace('"schema_version": 2', '"schema_version": 3'),
         "nan": whole.replace('"ok"', '"ok", "mfu": NaN'),
         "text": whole.replace('"ok"', '"ok", "mfu": "high"'),
         "deep": "[" * 100_000,
@@ -214,7 +215,7 @@ def test_corrupt_records_are_named_and_not_fatal(tmp_path: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
-from harness.records import write_record
+from harness.records.store import write_record
 number = 0
 while True:
     number += 1
@@ -263,7 +264,8 @@ def test_a_failed_write_leaves_the_old_and_no_litter(tmp_path: Path) -> None:
 
 def test_versions_tell_code_and_packages_without_importing_them() -> None:
     probe = (
-        "import json, sys; from harness.versions import versions as v; print(json.dumps([v(), 'torch' in sys.modules]))"
+        "import json, sys; from harness.records.provenance import versions\n"
+        "print(json.dumps([versions(), 'torch' in sys.modules]))"
     )
     found, imported = json.loads(subprocess.check_output([sys.executable, "-c", probe]))
     assert found == versions() and not imported
@@ -275,16 +277,17 @@ def test_versions_tell_code_and_packages_without_importing_them() -> None:
 
 def test_code_follows_what_measures_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
-        "records.py",
-        "train.py",
-        "tracking/feed.py",
+        "cli/run.py",
+        "sweep/slurm/node.py",
+        "worker/train_loop.py",
+        "tracking/client.py",
         "report/tables.py",
-        "plan/memory.py",
+        "cost_model/memory.py",
         "measure/allocator.cpp",
     ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(name)
-    monkeypatch.setattr(v, "__file__", str(tmp_path / "versions.py"))
+    monkeypatch.setattr(provenance, "SOURCES", tmp_path)
     before = versions.__wrapped__()["code"]
     changed = {}
     for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
@@ -292,15 +295,15 @@ def test_code_follows_what_measures_and_nothing_else(tmp_path: Path, monkeypatch
         path.write_text(text + " ")
         changed[path.name] = versions.__wrapped__()["code"] != before
         path.write_text(text)
-    assert {name for name, differs in changed.items() if differs} == {"train.py", "allocator.cpp", "memory.py"}
+    assert {name for name, differs in changed.items() if differs} == {"train_loop.py", "allocator.cpp", "memory.py"}
     assert versions.__wrapped__()["code"] == before and git_commit.__wrapped__() is None
 
 
 def test_git_commit_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "harness" / "versions.py"
+    source = tmp_path / "harness" / "provenance.py"
     source.parent.mkdir()
     (source.parent / "__init__.py").write_text("")
-    monkeypatch.setattr(v, "__file__", str(source))
+    monkeypatch.setattr(provenance, "SOURCES", source.parent)
 
     def git(*arguments: str) -> str:
         identity = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
@@ -317,8 +320,8 @@ def test_git_commit_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_stale_says_what_differs() -> None:
     now: dict[str, str | None] = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": None, "code": "abc"}
-    assert version_differences({"versions": dict(now)}, now) == []
-    assert version_differences({"versions": now | {"torch": "2.12.0", "deepspeed": "0.19.8"}}, now) == [
+    assert version_differences(Record.from_json({"row": {}, "versions": dict(now)}), now) == []
+    assert version_differences(Record({}, versions=now | {"torch": "2.12.0", "deepspeed": "0.19.8"}), now) == [
         "torch 2.12.0 → 2.13.0"
     ]
-    assert version_differences({"row": {}}, now)[-1] == "code unknown → abc"
+    assert version_differences(Record({}), now)[-1] == "code unknown → abc"

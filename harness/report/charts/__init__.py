@@ -1,11 +1,12 @@
-"""The report's pictures, as Vega-Lite made with altair: each is a function (View) -> Picture | None.
+"""The report's charts, as Vega-Lite made with altair. Each is a function of a View that returns a Chart or None.
 
-memory.peak, memory.predicted, memory.batches; speed.throughput, speed.step, speed.scaling; tradeoffs.trade,
-tradeoffs.checkpointing; training.traffic, training.losses; growth.wall. None is for data that have nothing to draw.
+The charts are memory.{peak, predicted, batches}, speed.{throughput, step, scaling}, tradeoffs.{trade, checkpointing},
+traffic.traffic, losses.losses and growth.memory_wall. A chart is None if there is nothing to draw.
 
-lines.py, series.py, placing.py: what is drawn, as plain values. marks.py: what charts share. style.py: colours, sizes
-and the configs for light and dark, of which a spec holds nothing. drawing.py: specs as SVG, Vega's library for a page.
+lines.py and series.py select the data as plain values, marks.py has what charts share, label_placement.py finds room
+for labels, style.py has colors, sizes and the configs for light and dark pages, of which specs contain nothing, and
+render.py turns specs into SVG and provides Vega's library for a page.
 
-A spec's width is fixed; who embeds one with usermeta {"fluid": true} sets its width to "container". Its parameter
-`hidden` is a list of strategies whose marks are left out.
+A spec's width is fixed. A page that embeds a spec with usermeta {"fluid": true} sets its width to "container". A
+spec's parameter `hidden` is a list of strategies whose marks are left out.
 """

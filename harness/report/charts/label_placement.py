@@ -1,22 +1,22 @@
-"""Where labels of points go so that they lie neither over each other nor over points: greedy, in pixels."""
+"""The placement of labels beside points so that they cover neither each other nor points: greedy, in pixels."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from harness.report.charts import style
 
-_LETTER, _LINE, _POINT = 0.54 * (style.FONT_SIZE - 1), style.FONT_SIZE + 1, 5.0  # pixels; a letter's mean width
+_LETTER, _LINE, _POINT = 0.54 * (style.FONT_SIZE - 1), style.FONT_SIZE + 1, 5.0  # pixels; a character's mean width
 
-_STEPS = 80  # of a line's piece
+_STEPS = 80  # points on each segment of a line
 
-LONGEST = 30  # letters of a label beside its point
+LONGEST = 30  # characters of a label
 
 Point = tuple[float, float]
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
-# By name: which of the text's ends is at the point, and how far from it the text begins, to the right and down.
-PLACES = {
+# The alignment of the text and its offset from the point, to the right and down, by name.
+SIDES = {
     "right": ("left", 8, 0),
     "left": ("right", -8, 0),
     "above": ("center", 0, -12),
@@ -28,56 +28,61 @@ PLACES = {
 }
 
 
-def placed(
+def place_labels(
     points: Sequence[Point],
     texts: Sequence[str],
-    first: Sequence[bool],
+    has_priority: Sequence[bool],
     lines: Sequence[Sequence[Point]],
-    beside: int = 0,
+    legend_width: int = 0,
 ) -> list[str]:
-    """Of each point the place of its label, "" where there is no room; those of `first` get theirs first, and always.
+    """Return the side of each point on which its label goes, or "" if there is no room.
 
-    points, and the corners of lines that labels leave free: as shares of the plot's width, from the left, and of its
-    height, from the top. beside: pixels of the picture's width that a legend takes.
+    Args:
+        points: Positions as shares of the plot's width from the left, and of its height from the top.
+        texts: The labels.
+        has_priority: Whether a label is placed before the others and shown even if there is no room.
+        lines: The corners of lines that labels must not cover, in the coordinates of points.
+        legend_width: The pixels of the chart's width that a legend takes.
     """
-    width, height = style.WIDTH - 70 - beside, style.HEIGHT
-    at = [(x * width, y * height) for x, y in points]
-    taken = [_around(x, y, _POINT) for x, y in at]
-    taken += [_around(x * width, y * height, 1.0) for line in lines for x, y in _along(line)]
-    found = [""] * len(at)
-    for position in sorted(range(len(at)), key=lambda position: not first[position]):
-        for place in PLACES:
-            box = _box(place, *at[position], len(shortened(texts[position])) * _LETTER)
+    width, height = style.WIDTH - 70 - legend_width, style.HEIGHT
+    centers = [(x * width, y * height) for x, y in points]
+    occupied = [_square(x, y, _POINT) for x, y in centers]
+    occupied += [_square(x * width, y * height, 1.0) for line in lines for x, y in _points_on(line)]
+    sides = [""] * len(centers)
+    for position in sorted(range(len(centers)), key=lambda position: not has_priority[position]):
+        for side in SIDES:
+            box = _box(side, *centers[position], len(shortened(texts[position])) * _LETTER)
             inside = box[0] >= 0 and box[1] >= 0 and box[2] <= width and box[3] <= height
-            if inside and not any(_meet(box, other) for other in taken):
-                found[position] = place
-                taken.append(box)
+            if inside and not any(_overlap(box, other) for other in occupied):
+                sides[position] = side
+                occupied.append(box)
                 break
         else:
-            found[position] = "right" if first[position] else ""
-    return found
+            sides[position] = "right" if has_priority[position] else ""
+    return sides
 
 
 def shortened(text: str) -> str:
+    """Return a label cut to its longest length."""
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
-def _around(x: float, y: float, by: float) -> Box:
-    return x - by, y - by, x + by, y + by
+def _square(x: float, y: float, half: float) -> Box:
+    return x - half, y - half, x + half, y + half
 
 
-def _along(line: Sequence[Point]) -> Iterator[Point]:
-    """Points on a line, a few pixels from each other."""
+def _points_on(line: Sequence[Point]) -> Iterator[Point]:
+    """Yield points on a line, a few pixels from each other."""
     for (x, y), (to_x, to_y) in pairwise(line):
-        for at in range(_STEPS + 1):
-            yield x + (to_x - x) * at / _STEPS, y + (to_y - y) * at / _STEPS
+        for step in range(_STEPS + 1):
+            yield x + (to_x - x) * step / _STEPS, y + (to_y - y) * step / _STEPS
 
 
-def _box(place: str, x: float, y: float, long: float) -> Box:
-    align, across, down = PLACES[place]
-    left = x + across - {"left": 0.0, "center": long / 2, "right": long}[align]
-    return left, y + down - _LINE / 2, left + long, y + down + _LINE / 2
+def _box(side: str, x: float, y: float, length: float) -> Box:
+    align, right, down = SIDES[side]
+    left = x + right - {"left": 0.0, "center": length / 2, "right": length}[align]
+    return left, y + down - _LINE / 2, left + length, y + down + _LINE / 2
 
 
-def _meet(a: Box, b: Box) -> bool:
+def _overlap(a: Box, b: Box) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

@@ -124,9 +124,7 @@ def median_record(line: ChartLine) -> Record:
 
 def peak_record(line: ChartLine) -> Record:
     """Return the record of the repeat with the largest peak."""
-    return max(
-        _runs_with_same_status(line), key=lambda run: finite_number(run.row.get("peak_allocated_bytes")) or 0.0
-    )
+    return max(_runs_with_same_status(line), key=lambda run: finite_number(run.row.get("peak_allocated_bytes")) or 0.0)
 
 
 def _runs_with_same_status(line: ChartLine) -> list[Record]:
@@ -156,7 +154,7 @@ def failure_marks(lines: Sequence[ChartLine]) -> list[Datum]:
 
 
 def _end_text(line: ChartLine) -> str:
-    allocated = line.number("last_allocated_bytes")
+    allocated = line.number("last_seen_allocated_bytes")
     return f"{line.status}" + (f", last seen at {bytes_text(allocated)}" if allocated else "")
 
 

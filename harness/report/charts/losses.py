@@ -1,4 +1,4 @@
-"""Pictures of how a strategy trains: the bytes it sends and its losses."""
+"""The chart of losses over steps."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ _COINCIDE = 1e-3  # relative
 
 
 def losses(view: View) -> Chart | None:
-    """The losses of every line, one repeat of each, over each other."""
+    """Draw the losses of the median repeat of every line over each other."""
     ok = [line for line in chart_lines(view) if line.ok]
     drawn = select(ok)
     curves = [(line, curve) for line in drawn if (curve := step_losses(view, line))]
@@ -24,15 +24,15 @@ def losses(view: View) -> Chart | None:
         return None
     steps = {line.label: {step: loss for step, loss, _ in curve} for line, curve in curves}
     apart = _apart(list(steps.values()))
-    together = (
+    difference = (
         f" At the same step they differ by at most {apart:.2g}; curves that coincide are drawn as one whose dashes have"
         " the colours of all."
     )
-    together = together if len(curves) > 1 else ""
+    difference = difference if len(curves) > 1 else ""
     last = [(line.label, curve[-1][1]) for line, curve in curves]
-    said = (
+    alt_text = (
         f"Losses of {pluralize(len(curves), 'line')} over {max(len(curve) for _, curve in curves)} steps, the last"
-        f" {range_text(last, '.6g')}.{together}{omitted_text(len(drawn), len(ok))}"
+        f" {range_text(last, '.6g')}.{difference}{omitted_text(len(drawn), len(ok))}"
     )
     dashes = _dashes(list(steps.values()))
     points = [
@@ -47,20 +47,20 @@ def losses(view: View) -> Chart | None:
     tooltip = marks.tooltips(("x:Q", "step", ",d"), ("y:Q", "loss", ".7f"), ("phase:N", "phase", ""))
     curve = marks.filterable_layer(points).mark_line(strokeWidth=2.5, strokeDashOffset=alt.ExprRef("datum.begin"))
     layer = curve.encode(x=x, y=y, tooltip=tooltip, color=looks["color"], strokeDash=looks["strokeDash"])
-    return Chart("losses", "Losses", said, marks.spec([layer], said), _loss_table(curves))
+    return Chart("losses", "Losses", alt_text, marks.spec([layer], alt_text), _loss_table(curves))
 
 
 Losses = Mapping[int, float]  # by step
 
 
 def _apart(curves: Sequence[Losses]) -> float:
-    """The largest difference at one step."""
+    """Return the largest difference between curves at one step."""
     at = {step: [curve[step] for curve in curves if step in curve] for curve in curves for step in curve}
     return max(max(losses) - min(losses) for losses in at.values())
 
 
 def _dashes(curves: Sequence[Losses]) -> list[tuple[list[int], int]]:
-    """Dash and gap in pixels of each curve, and where they begin: those that coincide take turns along their way."""
+    """Return dash and gap of each curve and their offset, in pixels: curves that coincide alternate along the way."""
     bundles: list[list[int]] = []
     for place, curve in enumerate(curves):
         for bundle in bundles:
@@ -81,7 +81,7 @@ def _dashes(curves: Sequence[Losses]) -> list[tuple[list[int], int]]:
 
 
 def _loss_table(curves: Sequence[tuple[ChartLine, Sequence[tuple[int, float, str]]]]) -> Table:
-    """The losses at a few steps, evenly over all."""
+    """Return the losses at a few steps, evenly spaced over all."""
     steps = sorted({step for _, curve in curves for step, *_ in curve})
     few = (
         steps if len(steps) <= _COLUMNS else [steps[at * (len(steps) - 1) // (_COLUMNS - 1)] for at in range(_COLUMNS)]

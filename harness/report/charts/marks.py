@@ -1,4 +1,7 @@
-"""What charts share: bars by line, labelled points, curves; all data as values, all fields of fixed names."""
+"""The layers that charts share: bars by line, labelled points and curves.
+
+All data are values in the spec, and all fields have fixed names.
+"""
 
 from __future__ import annotations
 
@@ -11,52 +14,60 @@ from harness.report.charts.style import alt
 
 _HIDDEN = "indexof(hidden, datum.strategy) < 0"
 
-_ROOM = 48  # pixels to the right of bars for their values
+_MARGIN = 48  # pixels to the right of bars for their values
 
 
 def filterable_layer(values: Sequence[Datum]) -> alt.Chart:
-    """A layer of these data without those of hidden strategies."""
+    """Return a layer of these data without those of hidden strategies."""
     return static_layer(values).transform_filter(_HIDDEN)
 
 
 def static_layer(values: Sequence[Datum]) -> alt.Chart:
-    """A layer of these data, whatever is hidden."""
+    """Return a layer of these data, whatever is hidden."""
     return alt.Chart(alt.InlineData(values=list(values)))
 
 
 def spec(
-    layers: Sequence[alt.Chart], said: str, height: int | alt.Step = style.HEIGHT, room: int = 0
+    layers: Sequence[alt.Chart], alt_text: str, height: int | alt.Step = style.HEIGHT, margin: int = 0
 ) -> dict[str, Any]:
-    """The chart of these layers as Vega-Lite without a config. room: pixels at the right for text beyond the plot."""
+    """Return the chart of these layers as Vega-Lite without a config.
+
+    Args:
+        layers: The layers, from the back to the front.
+        alt_text: What the chart shows.
+        height: The height of the plot in pixels, or of each bar.
+        margin: Pixels at the right for text beyond the plot.
+    """
     chart = alt.layer(*layers).properties(
         width=style.WIDTH,
         height=height,
         autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
-        padding={"left": 4, "top": 4, "right": 4 + room, "bottom": 4},
-        description=said,
+        padding={"left": 4, "top": 4, "right": 4 + margin, "bottom": 4},
+        description=alt_text,
         usermeta={"fluid": True},
     )
-    found: dict[str, Any] = chart.add_params(alt.param("hidden", value=[])).to_dict()
-    del found["config"]
-    return found
+    vega_lite: dict[str, Any] = chart.add_params(alt.param("hidden", value=[])).to_dict()
+    del vega_lite["config"]
+    return vega_lite
 
 
-def bars(layers: Sequence[alt.Chart], said: str, count: int) -> dict[str, Any]:
-    """A chart of so many horizontal bars, each as high as every other."""
-    return spec(layers, said, alt.Step(style.step(count)), _ROOM)
+def bars(layers: Sequence[alt.Chart], alt_text: str, count: int) -> dict[str, Any]:
+    """Return a chart of `count` horizontal bars of the same height."""
+    return spec(layers, alt_text, alt.Step(style.step(count)), _MARGIN)
 
 
 def label_axis() -> alt.Y:
-    """The lines of the report from the top."""
+    """Return the vertical axis with the lines of the report from the top."""
     return alt.Y("label:N", title=None, sort=alt.EncodingSortField("place", op="min"), axis=alt.Axis(grid=False))
 
 
 def from_zero(field: str, title: str) -> alt.X:
+    """Return a horizontal axis of numbers that starts at 0."""
     return alt.X(f"{field}:Q", title=title, scale=alt.Scale(zero=True))
 
 
 def tooltips(*named: tuple[str, str, str]) -> list[alt.Tooltip]:
-    """(field with its type, title, format); an empty format is for text."""
+    """Return tooltips of (field with its type, title, format); an empty format is for text."""
     return [
         alt.Tooltip(field, title=title, format=form) if form else alt.Tooltip(field, title=title)
         for field, title, form in (("label:N", "run", ""), *named)
@@ -64,12 +75,16 @@ def tooltips(*named: tuple[str, str, str]) -> list[alt.Tooltip]:
 
 
 def stacked(
-    values: Sequence[Datum], title: str, exact: tuple[str, str, str], names: Sequence[str], room: int = 0
+    values: Sequence[Datum], title: str, exact: tuple[str, str, str], names: Sequence[str], margin: int = 0
 ) -> alt.Chart:
-    """Bars of parts.
+    """Return stacked bars.
 
-    exact: field, title and format of the tooltip; names: of the parts, in the order of their stack; room: pixels
-    between bars and legend.
+    Args:
+        values: The data of the parts.
+        title: The title of the axis.
+        exact: Field, title and format of the tooltip.
+        names: The names of the parts in the order of their stack.
+        margin: Pixels between the bars and the legend.
     """
     present = {datum["part"] for datum in values}
     shown = {name: color for name, color in zip(names, style.PALETTE, strict=False) if name in present}
@@ -83,7 +98,7 @@ def stacked(
                 "part:N",
                 title=None,
                 scale=alt.Scale(domain=list(shown), range=list(shown.values())),
-                legend=alt.Legend(orient="top", symbolType="square", columns=3, offset=8 + room),
+                legend=alt.Legend(orient="top", symbolType="square", columns=3, offset=8 + margin),
             ),
             order=alt.Order("rank:Q"),
             tooltip=tooltips(("part:N", "part", ""), exact),
@@ -93,15 +108,15 @@ def stacked(
 
 
 def numbers(values: Sequence[Datum], title: str) -> alt.Chart:
-    """Of every bar its length in figures: the field `total` and the text `shown`."""
+    """Return the figures behind the bars: the text `shown` at the position `total`."""
     text = filterable_layer(values).mark_text(align="left", dx=5, style="value")
     tooltip = tooltips(("shown:N", title, ""))
     chart: alt.Chart = text.encode(x=from_zero("total", title), y=label_axis(), text="shown:N", tooltip=tooltip)
     return chart
 
 
-def ends(lines: Sequence[ChartLine], title: str) -> list[alt.Chart]:
-    """In the place of the bars of lines that are not ok, what became of them."""
+def failures(lines: Sequence[ChartLine], title: str) -> list[alt.Chart]:
+    """Return the texts that replace the bars of lines that are not ok."""
     values = failure_marks(lines)
     if not values:
         return []
@@ -117,53 +132,57 @@ def ends(lines: Sequence[ChartLine], title: str) -> list[alt.Chart]:
     ]
 
 
-def spanning(field: str, title: str, values: Sequence[float], around: float = 0.1) -> Any:
-    """An axis of points, over these values with some room; it need not start at 0."""
+def spanning(field: str, title: str, values: Sequence[float], padding: float = 0.1) -> Any:
+    """Return an axis of points that covers these values with some margin and need not start at 0."""
     return (alt.X if field == "x" else alt.Y)(
         f"{field}:Q",
         title=title,
-        scale=alt.Scale(domain=list(padded_domain(values, around)), nice=False, zero=False),
+        scale=alt.Scale(domain=list(padded_domain(values, padding)), nice=False, zero=False),
     )
 
 
 def labels(
     values: Sequence[Datum], x: alt.X, y: alt.Y, lines: Sequence[Sequence[Datum]] = (), legend: int = 0
 ) -> list[alt.Chart]:
-    """The labels of points beside them, where there is room; those with `first` before the others.
+    """Return the labels beside the points for which there is room; points with `first` take precedence.
 
-    x, y: as made by `spanning`. lines: the corners of those that labels leave free. legend: pixels it takes.
+    Args:
+        values: The data of the points.
+        x: The horizontal axis, made by `spanning`.
+        y: The vertical axis, made by `spanning`.
+        lines: The corners of lines that labels must not cover.
+        legend: The width of a legend in pixels.
     """
-    across: Any = x.to_dict()
-    up: Any = y.to_dict()
-    (left, right), (bottom, top) = across["scale"]["domain"], up["scale"]["domain"]
+    horizontal: Any = x.to_dict()
+    vertical: Any = y.to_dict()
+    (left, right), (bottom, top) = horizontal["scale"]["domain"], vertical["scale"]["domain"]
 
-    def at(datum: Datum) -> label_placement.Point:
+    def relative(datum: Datum) -> label_placement.Point:
         return (datum["x"] - left) / (right - left), (top - datum["y"]) / (top - bottom)
 
     texts, first = [d["label"] for d in values], [bool(d.get("first")) for d in values]
-    places = label_placement.placed(
-        [at(d) for d in values], texts, first, [[at(d) for d in line] for line in lines], legend
+    chosen = label_placement.place_labels(
+        [relative(d) for d in values], texts, first, [[relative(d) for d in line] for line in lines], legend
     )
     sides: dict[str, list[Datum]] = {}
-    for datum, side in zip(values, places, strict=True):
+    for datum, side in zip(values, chosen, strict=True):
         sides.setdefault(side, []).append(datum | {"short": label_placement.shortened(datum["label"])})
-    drawn: dict[str, dict[str, Any]] = {
-        place: {"align": align, "dx": across, "dy": down}
-        for place, (align, across, down) in label_placement.PLACES.items()
+    offsets: dict[str, dict[str, Any]] = {
+        side: {"align": align, "dx": right, "dy": down} for side, (align, right, down) in label_placement.SIDES.items()
     }
     return [
         filterable_layer(sides[side])
-        .mark_text(style="value", baseline="middle", **how)
+        .mark_text(style="value", baseline="middle", **offset)
         .encode(x=x, y=y, text="short:N")
-        for side, how in drawn.items()
+        for side, offset in offsets.items()
         if side in sides
     ]
 
 
 def by_label(names: Sequence[str], dashes: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-    """What tells curves apart, as one legend in their order: color with the shape of their points, or with dashes.
+    """Return the channels that distinguish curves, with one legend: color and the shape of points, or color and dashes.
 
-    `stroke` is the same color of what stands in no legend.
+    `stroke` is the same color for marks that are not in the legend.
     """
     points = {"symbolDash": [1, 0], "symbolOpacity": 1}
     kind: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 3} if dashes else points
@@ -183,7 +202,7 @@ def by_label(names: Sequence[str], dashes: Sequence[Sequence[int]] = ()) -> dict
 def curves(
     points: Sequence[Datum], x: alt.X, y: alt.Y, tooltip: Sequence[alt.Tooltip], looks: dict[str, Any]
 ) -> list[alt.Chart]:
-    """A line a label through its points, which have the shapes of the legend."""
+    """Return a curve for each label through its points, which have the shapes of the legend."""
     return [
         filterable_layer(points).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
         filterable_layer(points)

@@ -1,4 +1,4 @@
-"""Pictures of memory: what fills the peak, the planner's peak beside it, and activations over the micro-batch."""
+"""Charts of memory: what fills the peak, the predicted peak beside it, and activations over the micro-batch."""
 
 from __future__ import annotations
 
@@ -29,52 +29,56 @@ _UNDIVIDED = "not divided"
 
 _AT_PEAK = {f"at_peak_{part}_bytes": name for part, name in PEAK_PARTS.items()}
 
-_FARTHEST = 4.0  # times the highest peak: a limit beyond is said, not drawn, for bars would be slivers
+_FARTHEST = 4.0  # times the highest peak: a limit beyond is not drawn but mentioned, as bars would be too short
 
 
 def peak(view: View) -> Chart | None:
-    """What fills the peak of every line, and the device's limit."""
-    found = chart_lines(view)
-    drawn = select(found)
+    """Draw what fills the peak of every line, and the device's limit."""
+    lines = chart_lines(view)
+    drawn = select(lines)
     peaks = {line.label: line.number("peak_allocated_bytes") for line in drawn if line.ok}
-    held = [value for value in peaks.values() if value]
-    if not held:
+    known_peaks = [value for value in peaks.values() if value]
+    if not known_peaks:
         return None
-    unit = byte_unit(held)
+    unit = byte_unit(known_peaks)
     segments = [datum for line in drawn if line.ok for datum in _segments(line, unit.size)]
     names = [name for name in (*_AT_PEAK.values(), _UNDIVIDED) if any(d["part"] == name for d in segments)]
     limits = sorted({limit for line in drawn if (limit := line.number("memory_limit_bytes"))})
-    near = [limit for limit in limits if limit <= _FARTHEST * max(held)]
-    said = (
-        f"Memory at the peak of {pluralize(len(held), 'line')} in {unit.name}, stacked by what fills it: "
+    near = [limit for limit in limits if limit <= _FARTHEST * max(known_peaks)]
+    alt_text = (
+        f"Memory at the peak of {pluralize(len(known_peaks), 'line')} in {unit.name}, stacked by what fills it: "
         + range_text([(label, value / unit.size) for label, value in peaks.items() if value])
-        + f".{_limit_said(limits, near)}{failure_text(drawn)}{omitted_text(len(drawn), len(found))}"
+        + f".{_limit_text(limits, near)}{failure_text(drawn)}{omitted_text(len(drawn), len(lines))}"
     )
     title = f"memory at the peak ({unit.name})"
     shown = dict(zip(peaks, format_numbers(list(peaks.values()), unit), strict=True))
     totals = [
-        line.datum(total=_beside(value, near, 0.1 * max(held)) / unit.size, shown=shown[line.label])
+        line.datum(total=_beside(value, near, 0.1 * max(known_peaks)) / unit.size, shown=shown[line.label])
         for line in drawn
         if (value := peaks.get(line.label))
     ]
     layers = [
         marks.stacked(segments, title, ("exact:Q", "bytes", ",d"), (*_AT_PEAK.values(), _UNDIVIDED), 16 if near else 0),
         marks.numbers(totals, title),
-        *marks.ends(drawn, title),
+        *marks.failures(drawn, title),
         *_rules(near, unit, title),
     ]
     return Chart(
-        "peak", "Memory at the peak", said, marks.bars(layers, said, len(drawn)), _peak_table(drawn, names, unit)
+        "peak",
+        "Memory at the peak",
+        alt_text,
+        marks.bars(layers, alt_text, len(drawn)),
+        _peak_table(drawn, names, unit),
     )
 
 
-def _beside(value: float, limits: Sequence[float], room: float) -> float:
-    """Where a bar's figure begins: at its end, or at the limit that would strike it through."""
-    return next((limit for limit in limits if value <= limit < value + room), value)
+def _beside(value: float, limits: Sequence[float], margin: float) -> float:
+    """Return where a bar's figure begins: at its end, or at the limit that would cross it."""
+    return next((limit for limit in limits if value <= limit < value + margin), value)
 
 
 def _segments(line: ChartLine, size: float) -> list[Datum]:
-    """The parts of a peak, or the peak as one where they are not known."""
+    """Return the parts of a peak, or the undivided peak if they are not known."""
     row = peak_record(line).row
     parts = part_data(line, row, _AT_PEAK, size)
     whole = part_data(line, row, {"peak_allocated_bytes": _UNDIVIDED}, size)
@@ -82,7 +86,7 @@ def _segments(line: ChartLine, size: float) -> list[Datum]:
 
 
 def _rules(limits: Sequence[float], unit: Unit, title: str) -> list[alt.Chart]:
-    """The device's limit, which is no line's and is not hidden with any."""
+    """Return the layers of the device's limit, which belongs to no line and is never hidden."""
     if not limits:
         return []
     values = [{"strategy": "", "limit": limit / unit.size, "shown": f"limit {bytes_text(limit)}"} for limit in limits]
@@ -96,7 +100,7 @@ def _rules(limits: Sequence[float], unit: Unit, title: str) -> list[alt.Chart]:
     ]
 
 
-def _limit_said(limits: Sequence[float], near: Sequence[float]) -> str:
+def _limit_text(limits: Sequence[float], near: Sequence[float]) -> str:
     if not limits:
         return ""
     beyond = "" if near else ", beyond what is drawn"
@@ -115,7 +119,7 @@ def _peak_table(drawn: Sequence[ChartLine], names: Sequence[str], unit: Unit) ->
 
 
 def predicted(view: View) -> Chart | None:
-    """The planner's peak against the measured: on the diagonal both are the same."""
+    """Draw the predicted peak against the measured one; on the diagonal they are equal."""
     pairs = [
         (line, planned, measured)
         for line in chart_lines(view)
@@ -129,9 +133,9 @@ def predicted(view: View) -> Chart | None:
         return None
     unit = byte_unit([size for _, *sizes in shown for size in sizes])
     errors = [(line.label, 100 * (planned / measured - 1)) for line, planned, measured in shown]
-    said = (
-        f"Predicted against measured peak memory of {pluralize(len(shown), 'line')} in {unit.name}; prediction over measurement"
-        f" less 1, in %: {range_text(errors, '+.2f')}.{omitted_text(len(shown), len(pairs))}"
+    alt_text = (
+        f"Predicted against measured peak memory of {pluralize(len(shown), 'line')} in {unit.name};"
+        f" prediction over measurement less 1, in %: {range_text(errors, '+.2f')}.{omitted_text(len(shown), len(pairs))}"
     )
     points = [
         line.datum(x=planned / unit.size, y=measured / unit.size, planned=planned, measured=measured, error=error)
@@ -161,31 +165,32 @@ def predicted(view: View) -> Chart | None:
     ]
     header = ["run", f"predicted peak ({unit.name})", f"measured peak ({unit.name})", "error (%)"]
     table = value_table(header, rows, [line.strategy for line, *_ in shown])
-    return Chart("predicted", "Predicted and measured peak", said, marks.spec(layers, said), table)
+    return Chart("predicted", "Predicted and measured peak", alt_text, marks.spec(layers, alt_text), table)
 
 
 def batches(view: View) -> Chart | None:
-    """What is held for backward over the micro-batch, measured and predicted."""
-    found = by_micro_batch(chart_lines(view))
-    if not found:
+    """Draw the measured and the predicted activation memory over the micro-batch."""
+    curves = by_micro_batch(chart_lines(view))
+    if not curves:
         return None
-    drawn = select(found)
+    drawn = select(curves)
     pairs = [(series, line) for series in drawn for line in series.points]
     sizes = [_activations(line) for _, line in pairs]
     unit = byte_unit([size for pair in sizes for size in pair])
     measured = [
-        series.datum(x=line.number("micro_batch"), y=held / unit.size, exact=held)
-        for (series, line), (held, _) in zip(pairs, sizes, strict=True)
-        if held is not None
+        series.datum(x=line.number("micro_batch"), y=measured_bytes / unit.size, exact=measured_bytes)
+        for (series, line), (measured_bytes, _) in zip(pairs, sizes, strict=True)
+        if measured_bytes is not None
     ]
     ends = [
-        (_at(series, line), (held or 0) / unit.size) for (series, line), (held, _) in zip(pairs, sizes, strict=True)
+        (_point_name(series, line), (measured_bytes or 0) / unit.size)
+        for (series, line), (measured_bytes, _) in zip(pairs, sizes, strict=True)
     ]
-    said = (
+    alt_text = (
         f"Activation memory of {pluralize(len(drawn), 'line')} in {unit.name} over the micro-batch, {range_text(ends)}."
-        f"{omitted_text(len(drawn), len(found))}"
+        f"{omitted_text(len(drawn), len(curves))}"
     )
-    crosses = [
+    predictions = [
         series.datum(x=line.number("micro_batch"), y=planned / unit.size, exact=planned)
         for (series, line), (_, planned) in zip(pairs, sizes, strict=True)
         if planned is not None
@@ -196,10 +201,10 @@ def batches(view: View) -> Chart | None:
     tooltip = marks.tooltips(("x:Q", "micro-batch", ",d"), ("exact:Q", "measured, bytes", ",d"))
     looks = marks.by_label([series.name for series in drawn])
     layers = marks.curves(measured, x, y, tooltip, looks)
-    if crosses:
+    if predictions:
         tooltip = marks.tooltips(("x:Q", "micro-batch", ",d"), ("exact:Q", "predicted, bytes", ",d"))
         layers.append(
-            marks.filterable_layer(crosses).mark_text(text="×", style="predicted").encode(x=x, y=y, tooltip=tooltip)
+            marks.filterable_layer(predictions).mark_text(text="×", style="predicted").encode(x=x, y=y, tooltip=tooltip)
         )
     columns = [format_numbers([pair[0] for pair in sizes], unit), format_numbers([pair[1] for pair in sizes], unit)]
     rows = [
@@ -208,12 +213,12 @@ def batches(view: View) -> Chart | None:
     ]
     header = ["run", "micro-batch (sequences)", f"measured ({unit.name})", f"predicted ({unit.name})"]
     table = value_table(header, rows, [series.strategy for series, _ in pairs])
-    return Chart("batches", "Activation memory against micro-batch", said, marks.spec(layers, said), table)
+    return Chart("batches", "Activation memory against micro-batch", alt_text, marks.spec(layers, alt_text), table)
 
 
 def _activations(line: ChartLine) -> tuple[float | None, float | None]:
     return line.number("activation_bytes"), line.number("predicted_activation_bytes")
 
 
-def _at(series: Series, line: ChartLine) -> str:
+def _point_name(series: Series, line: ChartLine) -> str:
     return f"{series.name} at micro-batch {line.row['micro_batch']}"

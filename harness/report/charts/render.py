@@ -1,6 +1,6 @@
-"""Specs as SVG, and Vega's library for a page: by vl_convert in a process of its own, which it may take down with it.
+"""Specs rendered as SVG, and Vega's library for a page, by vl_convert in a process of its own, as it may crash.
 
-The process is this module: a request as JSON on its standard input, the answer on its standard output.
+The process runs this module: it reads a request as JSON from standard input and writes the answer to standard output.
 """
 
 import json
@@ -18,52 +18,52 @@ from harness.util.text import one_line
 
 Spec = Mapping[str, Any]
 
-_SECONDS = 120.0  # for all pictures of a report
+_SECONDS = 120.0  # for all charts of a report
 
 _CACHE = Path("~/.cache/harness")
 
-# What the library's file leaves to the page.
+# The names that the library's file defines for the page.
 _SNIPPET = "window.vegaEmbed = vegaEmbed; window.vega = vega; window.vegaLite = vegaLite;"
 
 
 class DrawingError(RuntimeError):
-    """Pictures could not be drawn; the message is one line."""
+    """Charts could not be drawn; the message is one line."""
 
 
 def svgs(specs: Mapping[str, Spec], dark: bool = False) -> dict[str, str]:
-    """Every spec as a whole SVG document, the same for the same spec. Raises DrawingError."""
+    """Return every spec as a whole SVG document, the same for the same spec. Raise DrawingError if that fails."""
     if not specs:
         return {}
-    drawn = _asked({"specs": dict(specs), "config": style.config(dark) | {"background": "white"}})
+    drawn = _request({"specs": dict(specs), "config": style.config(dark) | {"background": "white"}})
     return {name: _described(drawn[name], str(spec.get("description", ""))) for name, spec in specs.items()}
 
 
 def library() -> str:
-    """JavaScript that sets window.vegaEmbed, vega and vegaLite; it may stand in a <script> as it is.
+    """Return JavaScript for a <script> element that sets window.vegaEmbed, vega and vegaLite.
 
-    Kept in the user's cache, for it takes a second to make. Raises DrawingError.
+    It is stored in the user's cache, as it takes a second to make. Raise DrawingError if that fails.
     """
     path = _CACHE.expanduser() / f"vega-{version('vl-convert-python')}.js"
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
-        made = str(_asked({"snippet": _SNIPPET})["library"]).replace("</script", "<\\/script")
+        script = str(_request({"snippet": _SNIPPET})["library"]).replace("</script", "<\\/script")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(path, made)
+        atomic_write_text(path, script)
     except OSError:
-        pass  # made again next time
-    return made
+        pass  # it is made again next time
+    return script
 
 
-def _described(svg: str, said: str) -> str:
-    """What Vega writes in a browser around its drawing, and a description that needs no stylesheet."""
+def _described(svg: str, description: str) -> str:
+    """Return the SVG with the attributes that Vega sets in a browser, and with a description."""
     root, rest = svg.split(">", 1)
-    roles = f'role="graphics-document" aria-roledescription="visualization" aria-label={quoteattr(said)}'
-    return f"{root} {roles}><desc>{escape(said)}</desc>{rest}\n"
+    roles = f'role="graphics-document" aria-roledescription="visualization" aria-label={quoteattr(description)}'
+    return f"{root} {roles}><desc>{escape(description)}</desc>{rest}\n"
 
 
-def _asked(request: dict[str, Any]) -> dict[str, str]:
+def _request(request: dict[str, Any]) -> dict[str, str]:
     command = [sys.executable, "-m", __name__]
     try:
         done = subprocess.run(command, input=json.dumps(request).encode(), capture_output=True, timeout=_SECONDS)
@@ -80,7 +80,7 @@ def _asked(request: dict[str, Any]) -> dict[str, str]:
     return answer
 
 
-def _answered(request: dict[str, Any]) -> dict[str, str]:
+def _answer(request: dict[str, Any]) -> dict[str, str]:
     import vl_convert
 
     if "snippet" in request:
@@ -90,10 +90,10 @@ def _answered(request: dict[str, Any]) -> dict[str, str]:
         try:
             drawn[name] = vl_convert.vegalite_to_svg(spec, config=request["config"], allowed_base_urls=[])
         except Exception as error:
-            said = " ".join(line for line in str(error).splitlines() if not line.lstrip().startswith("at "))
-            sys.exit(f"{name}: {one_line(said)[:300]}")
+            message = " ".join(line for line in str(error).splitlines() if not line.lstrip().startswith("at "))
+            sys.exit(f"{name}: {one_line(message)[:300]}")
     return drawn
 
 
 if __name__ == "__main__":
-    print(json.dumps(_answered(json.load(sys.stdin))))
+    print(json.dumps(_answer(json.load(sys.stdin))))

@@ -1,4 +1,4 @@
-"""Pictures of speed: tokens per second with their spread and over ranks, and the parts of a step."""
+"""Charts of speed: tokens per second with their spread, the parts of a step, and tokens per second over ranks."""
 
 from collections.abc import Sequence
 
@@ -24,47 +24,48 @@ from harness.report.spread import spread
 from harness.report.text import MILLISECONDS, ONE, format_numbers, format_percents, pluralize
 from harness.report.view import View
 
-_WIDE = 8  # the most ranks over the fewest, from which on both axes are logarithmic
+_WIDE = 8  # if the most ranks over the fewest exceed this, both axes are logarithmic
 
 
 def throughput(view: View) -> Chart | None:
-    """Tokens per second of every line, and how far its runs or steps lie apart."""
-    found = chart_lines(view)
-    if not any(line.speed for line in found):
+    """Draw tokens per second of every line, with the spread of its runs or steps."""
+    lines = chart_lines(view)
+    if not any(line.speed for line in lines):
         return None
-    drawn = select(found)
+    drawn = select(lines)
     ok = [(line, line.speed, finite_number(spread(line.row))) for line in drawn if line.speed]
-    said = (
-        f"Tokens per second of {pluralize(len(ok), 'line')}, {range_text([(line.label, speed) for line, speed, _ in ok])}."
-        f"{_spread_said([line for line, *_ in ok])}"
-        f"{failure_text(drawn)}{omitted_text(len(drawn), len(found))}"
+    alt_text = (
+        f"Tokens per second of {pluralize(len(ok), 'line')},"
+        f" {range_text([(line.label, speed) for line, speed, _ in ok])}."
+        f"{_spread_text([line for line, *_ in ok])}"
+        f"{failure_text(drawn)}{omitted_text(len(drawn), len(lines))}"
     )
     title = "tokens per second"
     shown = format_numbers([speed for _, speed, _ in ok], ONE)
     values = [
         line.datum(
             value=speed,
-            total=speed * (1 + (apart or 0)),
-            low=max(0.0, speed * (1 - (apart or 0))),
+            total=speed * (1 + (relative_spread or 0)),
+            low=max(0.0, speed * (1 - (relative_spread or 0))),
             shown=text,
-            apart=None if apart is None else 100 * apart,
+            relative_spread=None if relative_spread is None else 100 * relative_spread,
         )
-        for (line, speed, apart), text in zip(ok, shown, strict=True)
+        for (line, speed, relative_spread), text in zip(ok, shown, strict=True)
     ]
     y = marks.label_axis()
-    tooltip = marks.tooltips(("value:Q", "tokens per second", ",.2f"), ("apart:Q", "spread, ± %", ".2f"))
+    tooltip = marks.tooltips(("value:Q", "tokens per second", ",.2f"), ("relative_spread:Q", "spread, ± %", ".2f"))
     bar = marks.filterable_layer(values).mark_bar(color=style.MEASURED)
-    sure = marks.filterable_layer([datum for datum in values if datum["apart"]])
+    with_spread = marks.filterable_layer([datum for datum in values if datum["relative_spread"]])
     low = marks.from_zero("low", title)
     layers = [
         bar.encode(x=marks.from_zero("value", title), y=y, tooltip=tooltip),
-        sure.mark_rule(style="spread").encode(x=low, x2="total:Q", y=y, tooltip=tooltip),
+        with_spread.mark_rule(style="spread").encode(x=low, x2="total:Q", y=y, tooltip=tooltip),
         *(
-            sure.mark_tick(style="spread", size=8, thickness=1.5).encode(x=end, y=y, tooltip=tooltip)
+            with_spread.mark_tick(style="spread", size=8, thickness=1.5).encode(x=end, y=y, tooltip=tooltip)
             for end in (low, marks.from_zero("total", title))
         ),
         marks.numbers(values, title),
-        *marks.ends(drawn, title),
+        *marks.failures(drawn, title),
     ]
     rows = [
         (
@@ -76,20 +77,20 @@ def throughput(view: View) -> Chart | None:
         for line in drawn
     ]
     table = value_table(["run", "status", title, "spread (± %)"], rows, [line.strategy for line in drawn], 2)
-    return Chart("throughput", "Tokens per second", said, marks.bars(layers, said, len(drawn)), table)
+    return Chart("throughput", "Tokens per second", alt_text, marks.bars(layers, alt_text, len(drawn)), table)
 
 
-def _spread_said(lines: Sequence[ChartLine]) -> str:
+def _spread_text(lines: Sequence[ChartLine]) -> str:
     kinds = {line.row.get("between_runs") is not None for line in lines if spread(line.row) is not None}
     words = {True: "half the range of a line's runs", False: "half the interquartile range of a run's steps"}
-    said = " or ".join(words[kind] for kind in sorted(kinds, reverse=True))
-    return f" Error bars are to either side {said}." if said else ""
+    text = " or ".join(words[kind] for kind in sorted(kinds, reverse=True))
+    return f" Error bars are to either side {text}." if text else ""
 
 
 def step(view: View) -> Chart | None:
-    """The step time of every line in its parts, of the repeat in the middle."""
-    found = chart_lines(view)
-    drawn = select(found)
+    """Draw the parts of the step time of every line's median repeat."""
+    lines = chart_lines(view)
+    drawn = select(lines)
     segments = [datum for line in drawn for datum in _step_parts(line)]
     if not segments:
         return None
@@ -97,22 +98,22 @@ def step(view: View) -> Chart | None:
     for datum in segments:
         totals[datum["label"]] = totals.get(datum["label"], 0.0) + datum["exact"]
     names = [name for name in STEP_PARTS.values() if any(datum["part"] == name for datum in segments)]
-    said = (
+    alt_text = (
         f"Step time of {pluralize(len(totals), 'line')} in ms, stacked by its parts, {', '.join(names)}:"
         f" {range_text([(label, total / 1e-3) for label, total in totals.items()])}."
         + (" Of repeated runs the one in the middle by speed." if any(line.is_repeated for line in drawn) else "")
         + failure_text(drawn)
-        + omitted_text(len(drawn), len(found))
+        + omitted_text(len(drawn), len(lines))
     )
     title = "step time (ms)"
     shown = dict(zip(totals, format_numbers(list(totals.values()), MILLISECONDS), strict=True))
-    ends = [
+    figures = [
         line.datum(total=totals[line.label] / 1e-3, shown=shown[line.label]) for line in drawn if line.label in totals
     ]
     layers = [
         marks.stacked(segments, title, ("value:Q", "ms", ",.4f"), tuple(STEP_PARTS.values())),
-        marks.numbers(ends, title),
-        *marks.ends(drawn, title),
+        marks.numbers(figures, title),
+        *marks.failures(drawn, title),
     ]
     rows = []
     for line in drawn:
@@ -121,7 +122,7 @@ def step(view: View) -> Chart | None:
         rows.append((line.label, line.status, *format_numbers(sizes, MILLISECONDS)))
     header = ["run", "status", *(f"{name} (ms)" for name in names), "step (ms)"]
     table = value_table(header, rows, [line.strategy for line in drawn], 2)
-    return Chart("step", "Where the time of a step goes", said, marks.bars(layers, said, len(drawn)), table)
+    return Chart("step", "Where the time of a step goes", alt_text, marks.bars(layers, alt_text, len(drawn)), table)
 
 
 def _step_parts(line: ChartLine) -> list[Datum]:
@@ -129,21 +130,21 @@ def _step_parts(line: ChartLine) -> list[Datum]:
 
 
 def scaling(view: View) -> Chart | None:
-    """Tokens per second over ranks, beside as many times the speed on the fewest."""
-    found = by_world(chart_lines(view))
-    if not found:
+    """Draw tokens per second over ranks, beside the speed on the fewest ranks times their increase."""
+    curves = by_world(chart_lines(view))
+    if not curves:
         return None
-    drawn = select(found)
+    drawn = select(curves)
     points = [
         series.datum(x=_world(line), y=line.speed, ideal=ideal, efficiency=100 * (line.speed or 0) / ideal)
         for series in drawn
         for line, ideal in zip(series.points, _ideal(series), strict=True)
     ]
-    said = (
-        f"Tokens per second over {_count(points)} ranks of {pluralize(len(drawn), 'line')}, beside the ideal from each one's"
-        " fewest ranks; efficiency on the most ranks in %:"
+    alt_text = (
+        f"Tokens per second over {_count(points)} ranks of {pluralize(len(drawn), 'line')}, beside the ideal from each"
+        " one's fewest ranks; efficiency on the most ranks in %:"
         f" {range_text([(series.name, _efficiency(series)) for series in drawn])}."
-        f"{omitted_text(len(drawn), len(found))}"
+        f"{omitted_text(len(drawn), len(curves))}"
     )
     worlds = sorted({point["x"] for point in points})
     wide = worlds[-1] / worlds[0] > _WIDE
@@ -166,7 +167,7 @@ def scaling(view: View) -> Chart | None:
         .mark_line(style="reference", opacity=0.6)
         .encode(x=x, y=ideal, stroke=looks["stroke"]),
     ]
-    return Chart("scaling", "Speed over ranks", said, marks.spec(layers, said), _scaling_table(drawn))
+    return Chart("scaling", "Speed over ranks", alt_text, marks.spec(layers, alt_text), _scaling_table(drawn))
 
 
 def _world(line: ChartLine) -> float:

@@ -47,24 +47,27 @@ DASHES = ((1, 0), (6, 3), (2, 2))  # lines of the first ten, the second and the 
 
 
 def colors(count: int) -> list[str]:
+    """Return the colors of so many curves."""
     return [PALETTE[place % len(PALETTE)] for place in range(count)]
 
 
 def shapes(count: int) -> list[str]:
+    """Return the shapes of the points of so many curves."""
     return [SHAPES[place % len(SHAPES)] for place in range(count)]
 
 
 def dashes(count: int) -> list[list[int]]:
+    """Return the dashes of so many curves."""
     return [list(DASHES[place // len(PALETTE) % len(DASHES)]) for place in range(count)]
 
 
 def step(bars: int) -> int:
-    """Pixels a bar."""
+    """Return the height of each of so many bars in pixels."""
     return STEP if bars <= MANY else NARROW_STEP
 
 
 def config(dark: bool = False) -> dict[str, Any]:
-    """For Vega-Lite beside any spec of these charts: all that depends on what is behind them."""
+    """Return the config of Vega-Lite for these charts: everything that depends on the background."""
     text, muted, grid, behind = ("#e6e6e6", "#a8a8a8", "#3c3c3c", "#1b1b1f") if dark else _LIGHT
     line = {"color": muted, "strokeWidth": 1.5}
     axis = {"labelColor": text, "titleColor": text, "tickColor": grid, "domainColor": muted, "gridColor": grid}

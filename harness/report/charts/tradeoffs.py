@@ -1,4 +1,4 @@
-"""Pictures of what is given for what: memory against speed, and what checkpointing saves against its time."""
+"""Charts of trade-offs: memory against speed, and the memory that checkpointing saves against the time it costs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,22 +25,22 @@ from harness.util.text import sanitize
 
 
 def trade(view: View) -> Chart | None:
-    """Peak memory against speed, a device's where worlds differ; lines that no other beats in both are the front.
+    """Draw peak memory against speed, which is per device where world sizes differ.
 
-    Of several settings the one with most lines: between others there is nothing to choose.
+    The lines that no other beats in both are the front. Of several groups of comparable lines the largest is drawn.
     """
     settings: dict[tuple[Any, ...], list[ChartLine]] = {}
     for line in chart_lines(view):
         if line.speed and line.number("peak_allocated_bytes"):
             settings.setdefault(comparability_key(line.row), []).append(line)
-    alike: list[ChartLine] = max(settings.values(), key=len, default=[])
+    comparable: list[ChartLine] = max(settings.values(), key=len, default=[])
     column, rate = "tokens_per_second", "tokens per second"
-    if len({line.row.get("world_size") for line in alike}) > 1:
+    if len({line.row.get("world_size") for line in comparable}) > 1:
         column, rate = "tokens_per_second_per_device", "tokens per second and device"
-    found = ((line, line.number("peak_allocated_bytes"), line.number(column)) for line in alike)
-    pairs = [(line, peak, speed) for line, peak, speed in found if peak and speed]
-    places = {line.position for line in select([line for line, *_ in pairs])}
-    drawn = [pair for pair in pairs if pair[0].position in places]
+    known = ((line, line.number("peak_allocated_bytes"), line.number(column)) for line in comparable)
+    pairs = [(line, peak, speed) for line, peak, speed in known if peak and speed]
+    positions = {line.position for line in select([line for line, *_ in pairs])}
+    drawn = [pair for pair in pairs if pair[0].position in positions]
     if len(drawn) < 2:
         return None
     unit = byte_unit([peak for _, peak, _ in drawn])
@@ -51,9 +51,9 @@ def trade(view: View) -> Chart | None:
     ]
     best_ones = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
     of_one = f", the largest of {len(settings)} groups that trained the same" if len(settings) > 1 else ""
-    said = (
-        f"Peak memory in {unit.name} against {rate} of {pluralize(len(drawn), 'line')}{of_one}. No other is both as fast and"
-        f" as small as {', '.join(point['label'] for point in best_ones)}; peaks"
+    alt_text = (
+        f"Peak memory in {unit.name} against {rate} of {pluralize(len(drawn), 'line')}{of_one}. No other is both as"
+        f" fast and as small as {', '.join(point['label'] for point in best_ones)}; peaks"
         f" {range_text([(point['label'], point['y']) for point in points])}, {rate}"
         f" {range_text([(point['label'], point['x']) for point in points])}.{omitted_text(len(drawn), len(pairs))}"
     )
@@ -80,35 +80,35 @@ def trade(view: View) -> Chart | None:
     ]
     header = ["run", f"peak ({unit.name})", rate, "on the front"]
     table = value_table(header, rows, [line.strategy for line, *_ in drawn])
-    return Chart("trade", "Peak memory against speed", said, marks.spec(layers, said), table)
+    return Chart("trade", "Peak memory against speed", alt_text, marks.spec(layers, alt_text), table)
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What a kind of checkpointing does to a run, over the same run without it."""
+    """The effect of a kind of checkpointing on a run, relative to the same run without it."""
 
     line: ChartLine
     kind: str
-    peak: float  # less of the peak, relative
-    activations: float | None  # less of activations, relative
-    cost: float  # longer step, relative; below 0 it is shorter
+    peak: float  # the part of the peak that it saves
+    activations: float | None  # the part of activation memory that it saves
+    cost: float  # the relative increase of step time; negative if the step is shorter
 
 
 def savings(view: View) -> list[Saving]:
-    """Of the lines that checkpoint and have a peer that does not."""
+    """Return the savings of the lines that checkpoint and have a peer that does not."""
     lines = [line for line in chart_lines(view) if line.ok and line.row.get("checkpointing") not in (None, "none")]
     runs = ok_runs(view.lines) if lines else []
     by_id = {run.row["run_id"]: run for run in runs}
-    found = []
+    all_savings = []
     for line in lines:
         run = by_id[line.row["run_id"]]
         plain = peer(run, runs, PARTITION_COLUMNS, checkpointing="none")
         names = ("peak_allocated_bytes", "activation_bytes", "step_seconds")
-        peak, held, cost = (_change(plain.row, run.row, name) if plain else None for name in names)
+        peak, activations, cost = (_change(plain.row, run.row, name) if plain else None for name in names)
         if peak is not None and cost is not None:
             kind = sanitize(line.row["checkpointing"])
-            found.append(Saving(line, kind, -peak, None if held is None else -held, cost))
-    return found
+            all_savings.append(Saving(line, kind, -peak, None if activations is None else -activations, cost))
+    return all_savings
 
 
 def _change(before: Row, after: Row, name: str) -> float | None:
@@ -117,10 +117,10 @@ def _change(before: Row, after: Row, name: str) -> float | None:
 
 
 def checkpointing(view: View) -> Chart | None:
-    """Memory saved against time lost, each kind over the same run without it."""
-    found = savings(view)
-    places = {line.position for line in select([saving.line for saving in found])}
-    drawn = [saving for saving in found if saving.line.position in places]
+    """Draw the memory that each kind of checkpointing saves against the time it costs."""
+    all_savings = savings(view)
+    positions = {line.position for line in select([saving.line for saving in all_savings])}
+    drawn = [saving for saving in all_savings if saving.line.position in positions]
     if not drawn:
         return None
     kinds = list(dict.fromkeys(saving.kind for saving in drawn))
@@ -133,10 +133,10 @@ def checkpointing(view: View) -> Chart | None:
         )
         for saving in drawn
     ]
-    said = (
+    alt_text = (
         f"What checkpointing saves and costs in {pluralize(len(drawn), 'line')}, each over the same run without: peak memory"
         f" saved, in %, {range_text([(p['label'], p['y']) for p in points])}; step longer, in %,"
-        f" {range_text([(p['label'], p['x']) for p in points])}.{omitted_text(len(drawn), len(found))}"
+        f" {range_text([(p['label'], p['x']) for p in points])}.{omitted_text(len(drawn), len(all_savings))}"
     )
     saved = [value for point in points for value in (point["y"], point["held"]) if value is not None]
     x = marks.spanning(
@@ -172,4 +172,4 @@ def checkpointing(view: View) -> Chart | None:
     ]
     header = ["run", "checkpointing", "peak saved (%)", "activations saved (%)", "step longer (%)"]
     table = value_table(header, rows, [saving.line.strategy for saving in drawn], 2)
-    return Chart("checkpointing", "What checkpointing saves and costs", said, marks.spec(layers, said), table)
+    return Chart("checkpointing", "What checkpointing saves and costs", alt_text, marks.spec(layers, alt_text), table)

@@ -1,4 +1,4 @@
-"""TODO harness.report.charts.traffic."""
+"""The chart of the bytes that a rank sends."""
 
 from harness.report.charts import marks, style
 from harness.report.charts.lines import (
@@ -19,19 +19,19 @@ from harness.util.text import sanitize
 
 
 def traffic(view: View) -> Chart | None:
-    """Bytes that the busiest rank sends along each mesh axis, and the formula's."""
-    found = [line for line in chart_lines(view) if line.ok and _entries(line)]
-    if not found:
+    """Draw the bytes that the rank that sends most sends along each mesh axis, beside the formula's."""
+    lines = [line for line in chart_lines(view) if line.ok and _entries(line)]
+    if not lines:
         return None
-    drawn = select(found)
+    drawn = select(lines)
     entries = [(line, axis, sent, formula) for line in drawn for axis, sent, formula in _entries(line)]
     axes = list(dict.fromkeys(axis for _, axis, *_ in entries))
     unit = byte_unit([size for *_, sent, formula in entries for size in (sent, formula)])
     ends = [(f"{line.label} on {axis}", sent / unit.size) for line, axis, sent, _ in entries]
-    said = (
+    alt_text = (
         f"Bytes a rank sends in a step of {pluralize(len(drawn), 'line')} by mesh axis ({', '.join(axes)}) in {unit.name}, beside"
         f" the layout's formula: {range_text(ends)}."
-        f"{omitted_text(len(drawn), len(found))}"
+        f"{omitted_text(len(drawn), len(lines))}"
     )
     shown = format_numbers([sent for _, _, sent, _ in entries], unit)
     bars = [
@@ -78,11 +78,11 @@ def traffic(view: View) -> Chart | None:
     ]
     header = ["run", "mesh axis", f"sent ({unit.name})", f"formula ({unit.name})"]
     table = value_table(header, rows, [line.strategy for line, *_ in entries], 2)
-    return Chart("traffic", "Bytes sent by mesh axis", said, marks.bars(layers, said, len(bars)), table)
+    return Chart("traffic", "Bytes sent by mesh axis", alt_text, marks.bars(layers, alt_text, len(bars)), table)
 
 
 def _entries(line: ChartLine) -> list[tuple[str, float, float | None]]:
-    """Axis, bytes, and the formula's."""
+    """Return axis, bytes sent and the formula's bytes of every entry."""
     return [
         (sanitize(entry.get("axis") or ""), sent, finite_number(entry.get("formula_bytes")))
         for entry in median_record(line).traffic

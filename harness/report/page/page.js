@@ -1,11 +1,11 @@
 "use strict";
-// What the page does beyond being read: themes, sorting, filters, charts. Without it text and tables stand as they are.
-// It runs before Vega is parsed, so that tables answer at once; charts wait for DOMContentLoaded.
+// The page's themes, sorting, filters and charts. Without this script text and tables remain readable.
+// It runs before Vega is parsed, so that tables respond at once; charts wait for DOMContentLoaded.
 (() => {
   const DATA = JSON.parse(document.getElementById("data").textContent);
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
   const byId = (id) => document.getElementById(id);
-  const made = (tag, properties = {}, ...children) => {
+  const create = (tag, properties = {}, ...children) => {
     const element = Object.assign(document.createElement(tag), properties);
     element.append(...children);
     return element;
@@ -14,16 +14,16 @@
   const hidden = new Set(); // strategies not shown
 
   // The one live region: a count beside every table would all speak at once when a strategy is hidden.
-  const say = (text) => { byId("status").textContent = text; };
+  const announce = (text) => { byId("status").textContent = text; };
 
   // --- The view in the address, so that a link shares it: #view?hide=ddp&x=… An anchor's own fragment is left alone.
 
   const PREFIX = "#view?";
-  const asked = new URLSearchParams(location.hash.startsWith(PREFIX) ? location.hash.slice(PREFIX.length) : "");
+  const parameters = new URLSearchParams(location.hash.startsWith(PREFIX) ? location.hash.slice(PREFIX.length) : "");
 
-  function remember() {
+  function updateAddress() {
     try {
-      history.replaceState(null, "", asked.size ? PREFIX + asked : location.pathname + location.search);
+      history.replaceState(null, "", parameters.size ? PREFIX + parameters : location.pathname + location.search);
     } catch { /* A browser may refuse this to files, or when it is done often: then the address stays. */ }
   }
 
@@ -35,36 +35,36 @@
   }
 
   function themes() {
-    let kept = null;
-    try { kept = localStorage.getItem("report-theme"); } catch { /* Files may have no storage. */ }
-    if (!["light", "dark"].includes(kept)) kept = "auto";
+    let stored = null;
+    try { stored = localStorage.getItem("report-theme"); } catch { /* Files may have no storage. */ }
+    if (!["light", "dark"].includes(stored)) stored = "auto";
     const choose = (theme) => { document.documentElement.dataset.theme = theme; };
     for (const input of all("input[name=theme]")) {
-      input.checked = input.value === kept;
+      input.checked = input.value === stored;
       input.addEventListener("change", () => {
         choose(input.value);
         try { localStorage.setItem("report-theme", input.value); } catch { /* As above. */ }
         redraw();
       });
     }
-    choose(kept);
+    choose(stored);
     dark.addEventListener("change", redraw);
   }
 
   // --- Tables.
 
-  const MANY = 5; // rows from which on a text filter helps
+  const MANY = 5; // a table with more rows has a text filter
   const tables = [];
 
-  // Without the marks behind it.
+  // A cell's text without the marks behind it.
   const cellText = (cell) => (cell.querySelector(".long") ?? cell).firstChild?.data?.trim() ?? "";
 
   // A cell's number: 1,234.5 and "12 (3)" and "12 %"; <0.01 lies between 0 and 0.01; NaN where it is text.
   function number(text) {
-    const found = /^(<?)\s*([-−+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(?:[%×]|\(.*\)|\s)*$/i.exec(text);
-    if (!found) return NaN;
-    const value = Number(found[2].replaceAll(",", "").replace("−", "-"));
-    return found[1] ? value / 2 : value;
+    const match = /^(<?)\s*([-−+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(?:[%×]|\(.*\)|\s)*$/i.exec(text);
+    if (!match) return NaN;
+    const value = Number(match[2].replaceAll(",", "").replace("−", "-"));
+    return match[1] ? value / 2 : value;
   }
 
   const collator = new Intl.Collator("en", { numeric: true });
@@ -86,14 +86,14 @@
     const heads = all("thead th", table);
     heads.forEach((head, column) => {
       if (!head.textContent.trim()) return; // a button needs a name
-      const button = made("button", { type: "button" }, ...head.childNodes);
+      const button = create("button", { type: "button" }, ...head.childNodes);
       head.append(button);
       button.addEventListener("click", () => {
         const next = { none: "ascending", ascending: "descending" }[head.ariaSort ?? "none"];
         heads.forEach((other) => other.removeAttribute("aria-sort"));
         if (next) head.setAttribute("aria-sort", next);
         table.tBodies[0].append(...(next ? sorted(rows, column, next === "descending") : rows));
-        say(`${button.textContent}: ${next ?? "in the original order"}`);
+        announce(`${button.textContent}: ${next ?? "in the original order"}`);
       });
     });
   }
@@ -101,9 +101,9 @@
   // `show` applies the text and the strategies to the rows.
   function filterable(table, rows) {
     const texts = rows.map((row) => row.textContent.toLowerCase());
-    const input = made("input", { type: "search", autocomplete: "off", spellcheck: false });
-    const count = made("span", { className: "count" });
-    const find = made("div", { className: "find" });
+    const input = create("input", { type: "search", autocomplete: "off", spellcheck: false });
+    const count = create("span", { className: "count" });
+    const find = create("div", { className: "find" });
     const show = () => {
       const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
       let shown = 0;
@@ -114,10 +114,10 @@
       find.classList.toggle("some", shown < rows.length);
       count.textContent = shown === rows.length ? `${shown} rows` : `${shown} of ${rows.length} rows`;
     };
-    input.addEventListener("input", () => { show(); say(count.textContent); });
+    input.addEventListener("input", () => { show(); announce(count.textContent); });
     if (rows.length > MANY) {
-      const name = made("span", { className: "unseen" }, ` in ${table.caption.textContent}`);
-      const label = made("label", {}, made("span", {}, "Rows with", name), input);
+      const name = create("span", { className: "unseen" }, ` in ${table.caption.textContent}`);
+      const label = create("label", {}, create("span", {}, "Rows with", name), input);
       find.append(label, count);
       table.closest(".table").prepend(find);
     }
@@ -125,16 +125,16 @@
     tables.push(show);
   }
 
-  // What scrolls sideways is in the order of Tab, and fades to the right as long as there is more.
+  // A box that scrolls sideways can be focused by Tab, and fades to the right as long as there is more.
   function scrollable(box) {
-    const look = () => {
+    const update = () => {
       const width = box.scrollWidth - box.clientWidth;
       box.classList.toggle("more", box.scrollLeft < width - 1);
       if (width > 1) box.tabIndex = 0;
       else box.removeAttribute("tabindex");
     };
-    new ResizeObserver(look).observe(box);
-    box.addEventListener("scroll", look, { passive: true });
+    new ResizeObserver(update).observe(box);
+    box.addEventListener("scroll", update, { passive: true });
   }
 
   // --- Strategies.
@@ -153,10 +153,10 @@
     };
     const changed = () => {
       apply();
-      asked.delete("hide");
-      hidden.forEach((strategy) => asked.append("hide", strategy));
-      remember();
-      say(`${boxes.length - hidden.size} of ${boxes.length} strategies shown`);
+      parameters.delete("hide");
+      hidden.forEach((strategy) => parameters.append("hide", strategy));
+      updateAddress();
+      announce(`${boxes.length - hidden.size} of ${boxes.length} strategies shown`);
     };
     form.addEventListener("change", changed);
     for (const [name, checked] of [["all", true], ["none", false]]) {
@@ -165,7 +165,7 @@
         changed();
       });
     }
-    boxes.forEach((box) => { box.checked = !asked.getAll("hide").includes(box.value); });
+    boxes.forEach((box) => { box.checked = !parameters.getAll("hide").includes(box.value); });
     apply();
   }
 
@@ -184,12 +184,12 @@
     logLevel: 1, // errors: of a chart whose strategies are all hidden Vega warns that its axes have no extent
   };
 
-  // Where there is little room a legend is a column above or below the chart.
+  // On narrower screens a legend is one column above or below the chart.
   const NARROW = 500;
 
   function fitted(spec, width) {
     if (width >= NARROW) return spec;
-    const legend = (given) => ({ ...given, columns: 1, orient: given.orient === "top" ? "top" : "bottom" });
+    const legend = (options) => ({ ...options, columns: 1, orient: options.orient === "top" ? "top" : "bottom" });
     return JSON.parse(JSON.stringify(spec), (key, value) => {
       if (key === "legend" && value) return legend(value);
       if (key === "color" && value?.field && value.legend === undefined) return { ...value, legend: legend({}) };
@@ -197,7 +197,7 @@
     });
   }
 
-  // What Vega-Lite makes of the width "container"; asked for that, it warns of charts whose bars have a fixed height.
+  // The equivalent of the width "container", for which Vega-Lite would warn of charts whose bars have a fixed height.
   function container(spec) {
     const { width, ...rest } = spec;
     const update = `isFinite(containerSize()[0]) ? containerSize()[0] : ${Number(width) || 400}`;
@@ -207,7 +207,7 @@
 
   const hide = (view) => view.signal("hidden", [...hidden]).runAsync();
 
-  // One after another, for two that overlap would both stay.
+  // Drawn one after another: two overlapping drawings of a chart would both remain.
   function draw(box) {
     const chart = drawn.get(box);
     chart.dark = isDark();
@@ -222,7 +222,7 @@
         if (hidden.size) await hide(chart.view);
       } catch (error) {
         const note = `This chart could not be drawn: ${error.message}`;
-        box.firstChild.replaceChildren(made("p", { className: "note" }, note));
+        box.firstChild.replaceChildren(create("p", { className: "note" }, note));
       }
     });
   }
@@ -239,8 +239,8 @@
       const spec = DATA.charts[box.dataset.chart];
       drawn.set(box, { spec: spec ? () => spec : explorer(box) });
       box.hidden = false;
-      box.append(made("div", { ariaHidden: "true" })); // the box is an image with a description, not every tick
-      // Room kept, so that what is read does not jump when a chart above it is drawn.
+      box.append(create("div", { ariaHidden: "true" })); // assistive technology reads the box's description, not every tick
+      // Reserve the height, so that the text does not jump when a chart above it is drawn.
       if (Number.isFinite(spec?.height)) box.style.minHeight = `${spec.height + 40}px`;
       near.observe(box);
     }
@@ -248,51 +248,51 @@
 
   // --- Choose axes.
 
-  const FEW = 16; // points that are named
+  const FEW = 16; // charts with at most so many points have labels
 
   function explorer(box) {
-    const { rows, words, numbers } = DATA.explored;
+    const { rows, texts, numbers } = DATA.explorer;
     const form = document.querySelector(".axes");
     const controls = [...form.elements];
     const value = (control) => (control.type === "checkbox" ? control.checked : control.value);
     const chosen = () => Object.fromEntries(controls.map((control) => [control.name, value(control)]));
     form.elements.x.selectedIndex = 1;
     for (const control of controls) {
-      const wanted = asked.get(control.name);
-      if (control.type === "checkbox") control.checked = wanted !== null;
-      else if ([...control.options].some((option) => option.value === wanted)) control.value = wanted;
+      const setting = parameters.get(control.name);
+      if (control.type === "checkbox") control.checked = setting !== null;
+      else if ([...control.options].some((option) => option.value === setting)) control.value = setting;
     }
     form.addEventListener("change", () => {
-      for (const [name, now] of Object.entries(chosen())) now ? asked.set(name, now) : asked.delete(name);
-      remember();
+      for (const [name, setting] of Object.entries(chosen())) setting ? parameters.set(name, setting) : parameters.delete(name);
+      updateAddress();
       draw(box);
-      drawn.get(box).work.then(() => say(byId("axes-said").textContent));
+      drawn.get(box).work.then(() => announce(byId("axes-description").textContent));
     });
 
     const spec = () => {
-      const { x, y, colour, "log-x": logX, "log-y": logY } = chosen();
+      const { x, y, color, "log-x": logX, "log-y": logY } = chosen();
       const drawable = (number, log) => number !== null && (!log || number > 0);
       const known = rows.filter((row) => drawable(row[x], logX) && drawable(row[y], logY));
       byId("axes-caption").textContent = `${numbers[y]} against ${numbers[x]}`;
-      byId("axes-said").textContent =
+      byId("axes-description").textContent =
         `${known.length} of ${rows.length} rows have both values${logX || logY ? " and can be drawn" : ""}.`;
       const axis = (field, log) => ({
         field, type: "quantitative", title: numbers[field], scale: log ? { type: "log" } : { zero: false, padding: 12 },
       });
       const exact = (field) => ({ field, type: "quantitative", format: ",.6~r", title: numbers[field] });
-      const tooltip = [{ field: "label", title: "run" }, { field: colour, title: words[colour] }, exact(x), exact(y)];
-      // All values of the column, so that a colour stays when others are hidden.
-      const domain = [...new Set(rows.map((row) => row[colour]))];
+      const tooltip = [{ field: "label", title: "run" }, { field: color, title: texts[color] }, exact(x), exact(y)];
+      // All values of the column, so that colors do not change when some are hidden.
+      const domain = [...new Set(rows.map((row) => row[color]))];
       const legend = { orient: "bottom", columns: Math.max(1, Math.floor(box.clientWidth / 170)), symbolLimit: 0 };
-      const colours = { field: colour, type: "nominal", title: words[colour], scale: { domain }, legend };
-      // Names beside points, to the side where there is room, as long as they do not cover each other.
+      const colors = { field: color, type: "nominal", title: texts[color], scale: { domain }, legend };
+      // Labels beside the points, towards the middle of the chart, if there are few points.
       const ends = [Math.min, Math.max].map((end) => end(...known.map((row) => row[x])));
       const middle = logX ? Math.sqrt(ends[0] * ends[1]) : (ends[0] + ends[1]) / 2;
-      const name = (align, dx, where) => ({
-        transform: [{ filter: { field: x, ...where } }],
+      const label = (align, dx, condition) => ({
+        transform: [{ filter: { field: x, ...condition } }],
         mark: { type: "text", align, dx, limit: 160 }, encoding: { text: { field: "label" } },
       });
-      const names = known.length <= FEW ? [name("left", 8, { lte: middle }), name("right", -8, { gt: middle })] : [];
+      const labels = known.length <= FEW ? [label("left", 8, { lte: middle }), label("right", -8, { gt: middle })] : [];
       return {
         usermeta: { fluid: true }, width: 600, height: 360,
         data: { values: known },
@@ -300,12 +300,12 @@
         transform: [{ filter: "indexof(hidden, datum.strategy) < 0" }],
         encoding: { x: axis(x, logX), y: axis(y, logY) },
         layer: [
-          { mark: { type: "point", filled: true, size: 90, opacity: 0.9 }, encoding: { color: colours, tooltip } },
-          ...(known.length ? names : []),
+          { mark: { type: "point", filled: true, size: 90, opacity: 0.9 }, encoding: { color: colors, tooltip } },
+          ...(known.length ? labels : []),
         ],
       };
     };
-    spec(); // its caption and sentence stand there before it is drawn
+    spec(); // sets the caption and the description before the chart is drawn
     return spec;
   }
 
@@ -327,7 +327,7 @@
     redraw();
   }
 
-  // --- Begin.
+  // --- Start.
 
   for (const table of all("main table")) {
     const rows = [...table.tBodies[0].rows];
@@ -339,7 +339,7 @@
   strategies();
   all(".scripted").forEach((element) => { element.hidden = false; });
   if (matchMedia("(max-width: 69.99rem)").matches) all(".side details").forEach((details) => { details.open = false; });
-  // Enter in a field of a form would load the page anew; a link to another view of this page has to.
+  // Enter in a field of a form must not reload the page; a link to another view of this page must.
   addEventListener("submit", (event) => event.preventDefault());
   addEventListener("hashchange", () => { if (location.hash.startsWith(PREFIX)) location.reload(); });
   addEventListener("DOMContentLoaded", charts);

@@ -1,0 +1,127 @@
+"""The columns of the comparison, the same for the terminal and the page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pandas as pd
+
+from harness.report.frame import MEMORY_COLUMNS, baseline_names, column_values, distinct_values, varying_columns
+from harness.report.labels import VARYING, cell_text
+from harness.report.text import (
+    MILLISECONDS,
+    ONE,
+    Unit,
+    byte_unit,
+    format_deviations,
+    format_fractions,
+    format_numbers,
+    format_percents,
+    format_ratios,
+)
+from harness.util.text import sanitize
+
+STALE_MARK, DISTURBED_MARK, UNSETTLED_MARK = "†", "‡", "~"
+
+_SHORT = {"selective": "sel", "attention": "attn"}
+
+_DROP_NAMES = 100  # names that vary are left out after every number that may be
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column ready to show, with a text for each row."""
+
+    header: tuple[str, str]  # its two lines, which are name and unit as a rule
+    cells: list[str]
+    number: bool = True
+    drop: int = 0  # the order in which columns are left out where width is short; 0 stays
+    key: str = ""  # the column of runs.csv, if it is one
+
+    @property
+    def title(self) -> str:
+        """The header on one line."""
+        return " ".join(part for part in self.header if part)
+
+
+def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
+    """Return the columns of the main table, without columns of numbers that are empty throughout.
+
+    Args:
+        table: The frame of the lines.
+        short: Whether to abbreviate checkpointing, for the terminal.
+    """
+    memory = byte_unit([v for name in (*MEMORY_COLUMNS, "state_bytes") for v in column_values(table, name)])
+    communication = byte_unit(column_values(table, "communication_bytes"))
+    compared = bool(baseline_names(table))
+
+    def number(key: str, header: tuple[str, str], unit: Unit, drop: int) -> Column:
+        return Column(header, format_numbers(column_values(table, key), unit), drop=drop, key=key)
+
+    def ratio(key: str, name: str, drop: int) -> Column:
+        return Column(
+            ("×", name),
+            format_ratios(column_values(table, f"{key}_ratio")) if compared else [""] * len(table),
+            drop=drop,
+        )
+
+    speed_ratio = ratio("tokens_per_second", "tok/s", 11)
+    marks = [UNSETTLED_MARK if unsettled else "" for unsettled in column_values(table, "unsettled")]
+    numbers = [
+        number("tokens_per_second", ("", "tok/s"), ONE, 0),
+        Column(("±", "%"), format_percents(column_values(table, "between_runs")), drop=10),
+        Column(("", "runs"), _runs(table), drop=7),
+        number("tokens_per_second_per_device", ("tok/s", "/device"), ONE, 2),
+        replace(speed_ratio, cells=[cell and cell + mark for cell, mark in zip(speed_ratio.cells, marks, strict=True)]),
+        Column(("MFU", "%"), format_percents(column_values(table, "mfu")), drop=9, key="mfu"),
+        number("step_seconds", ("step", "ms"), MILLISECONDS, 8),
+        Column(("", "bubble"), format_fractions(column_values(table, "pipeline_bubble")), drop=15),
+        Column(("bubble", "formula"), format_fractions(column_values(table, "pipeline_bubble_theory")), drop=1),
+        number("peak_allocated_bytes", ("peak", memory.name), memory, 0),
+        ratio("peak_allocated_bytes", "peak", 13),
+        number("state_bytes", ("state", memory.name), memory, 4),
+        number("activation_bytes", ("activ.", memory.name), memory, 3),
+        number("communication_bytes", ("comm.", communication.name), communication, 12),
+        ratio("communication_bytes", "comm.", 14),
+        Column(("loss", "dev."), format_deviations(column_values(table, "loss_deviation")), drop=5),
+        Column(("grad", "dev."), format_deviations(column_values(table, "grad_deviation")), drop=6),
+    ]
+    return _names(table, short) + [column for column in numbers if any(column.cells)]
+
+
+def _names(table: pd.DataFrame, short: bool) -> list[Column]:
+    """Return the columns that distinguish the rows, and the status."""
+    columns = [Column(("strategy", ""), sanitized_texts(column_values(table, "strategy")), number=False)]
+    if len(distinct_values(table, "checkpointing")) > 1:
+        kinds = [str(value or "") for value in column_values(table, "checkpointing")]
+        cells = [sanitize(_SHORT.get(kind, kind) if short else kind) for kind in kinds]
+        columns.append(Column(("ckpt" if short else "checkpointing", ""), cells, number=False))
+    varying = [
+        Column(
+            (VARYING[name], ""), sanitized_texts(column_values(table, name)), number=False, drop=_DROP_NAMES + position
+        )
+        for position, name in enumerate(reversed(varying_columns(table)))
+    ]
+    return [*columns, *reversed(varying), Column(("status", ""), _statuses(table), number=False)]
+
+
+def _statuses(table: pd.DataFrame) -> list[str]:
+    """Return each line's status, how many of its runs have it if not all do, and the marks of the notes below."""
+    parts = (column_values(table, name) for name in ("status", "runs", "runs_alike", "stale_reason", "noise_warning"))
+    return [
+        status
+        + (f" {alike}/{runs}" if alike != runs else "")
+        + (f" {STALE_MARK}" if stale else "")
+        + (f" {DISTURBED_MARK}" if disturbed else "")
+        for status, runs, alike, stale, disturbed in zip(*parts, strict=True)
+    ]
+
+
+def _runs(table: pd.DataFrame) -> list[str]:
+    """Return how many runs each line stands for, if any stands for several."""
+    runs = column_values(table, "runs")
+    return [str(count) for count in runs] if any(count and count > 1 for count in runs) else [""] * len(runs)
+
+
+def sanitized_texts(cells: Sequence[object]) -> list[str]:
+    """Return values as texts that a terminal can print, empty where unknown."""
+    return ["" if cell is None else sanitize(cell_text(cell)) for cell in cells]

@@ -1,0 +1,121 @@
+"""What differs between two folders of results, and the pairs of their runs that ran the same."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from harness.config.fingerprint import result_affecting_keys
+from harness.records.schema import Record
+from harness.report.labels import flattened
+
+# A run is defined by these parts of its configuration. All others may differ between two folders and leave runs to
+# compare, if they differ for all of them.
+_DEFINING = ("model.", "strategy.", "checkpointing.")
+
+# Where no configuration was recorded, these columns say what ran.
+_DEFINING_COLUMNS = (
+    *("model", "strategy", "engine", "checkpointing", "precision", "world_size", "micro_batch", "global_batch"),
+    *("seq_len", "zero_stage", "schedule", "virtual_stages", "data_parallel", "vocabulary_parallel"),
+    *("checkpointing_every", "compile", "loss_chunks", "fused_optimizer", "offload", "offload_activations"),
+    *("attention", "dropout"),
+)
+
+_NULL = "null"
+
+Flat = dict[str, Any]  # under dotted keys
+
+Changes = dict[str, tuple[str, str]]  # by key, the values of A and of B
+
+
+class Pair(NamedTuple):
+    """The lines of both folders that ran the same; the side of a folder without such a line is None."""
+
+    first: Record | None
+    second: Record | None
+
+
+def origin(record: Record) -> Flat:
+    """Return the versions and the commit that made a record."""
+    commit = record.commit or {}
+    name = commit.get("commit") and f"{str(commit['commit'])[:12]}{' and changes' if commit.get('dirty') else ''}"
+    return flattened(record.versions) | {"commit": name}
+
+
+def environment(record: Record) -> Flat:
+    """Return the environment of a record."""
+    return flattened(record.environment)
+
+
+def _configuration(record: Record) -> Flat:
+    """Return the configuration without the repeat index. Null is a value, and not the same as a missing key."""
+    flat = flattened(result_affecting_keys(record.config))
+    flat |= {"data.fingerprint": record.corpus} if record.corpus else {}
+    return {key: _NULL if value is None else value for key, value in flat.items() if key != "repeat"}
+
+
+def changes(first: Iterable[Flat], second: Iterable[Flat]) -> Changes:
+    """Return the keys whose values differ between the two, with all values of both sides; `-` means none."""
+    values = _values(first), _values(second)
+    keys = sorted({*values[0], *values[1]})
+    return {
+        key: (_join(values[0].get(key)), _join(values[1].get(key)))
+        for key in keys
+        if set(values[0].get(key, ())) != set(values[1].get(key, ()))
+    }
+
+
+def configuration_changes(first: Sequence[Record], second: Sequence[Record]) -> Changes:
+    """Return the changes of keys that have one value in all rows of a folder, or are in none of them."""
+    sides = [[_configuration(record) for record in records] for records in (first, second)]
+    return {key: values for key, values in changes(*sides).items() if all(_is_shared(key, side) for side in sides)}
+
+
+def _is_shared(key: str, side: Sequence[Flat]) -> bool:
+    return len({_text(flat.get(key)) for flat in side}) <= 1
+
+
+def _values(records: Iterable[Flat]) -> dict[str, list[str]]:
+    """Return the distinct known values of each key, in order."""
+    values: dict[str, list[str]] = {}
+    for flat in records:
+        for key, value in flat.items():
+            if value is not None and _text(value) not in values.setdefault(key, []):
+                values[key].append(_text(value))
+    return values
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _join(values: Sequence[str] | None) -> str:
+    return ", ".join(values) if values else "-"
+
+
+def pairs(first: Sequence[Record], second: Sequence[Record], configuration: Changes) -> list[Pair]:
+    """Return the pairs of lines that ran the same but for what changed for all of them; then the lines without a pair.
+
+    If a folder has several such lines, for instance made by different versions, the latest of both are the pair.
+    """
+    sides: list[dict[str, list[Record]]] = [{}, {}]
+    ignored = {key for key, values in configuration.items() if not key.startswith(_DEFINING) or "-" in values}
+    for side, lines in zip(sides, (first, second), strict=True):
+        for line in lines:
+            side.setdefault(_run_key(line, ignored), []).append(line)
+    matched, unmatched = [], []
+    for key in dict.fromkeys((*sides[0], *sides[1])):
+        first_lines, second_lines = sides[0].get(key, []), sides[1].get(key, [])
+        if first_lines and second_lines:
+            matched.append(Pair(first_lines.pop(), second_lines.pop()))
+        unmatched += [Pair(line, None) for line in first_lines] + [Pair(None, line) for line in second_lines]
+    return matched + unmatched
+
+
+def _run_key(line: Record, ignored: set[str]) -> str:
+    """Return a key that is equal for lines that ran the same.
+
+    A key that an older version of the harness did not have counts as null.
+    """
+    flat = _configuration(line) or {key: line.row.get(key) for key in _DEFINING_COLUMNS}
+    defining = {key: value for key, value in flat.items() if key not in ignored and value not in (None, _NULL)}
+    return json.dumps(defining, sort_keys=True)

@@ -1,0 +1,107 @@
+"""The wheel by itself: it carries conf/ and sweeps/, runs without the clone, and lets a user add files of their own."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.support.commands import ROOT
+
+SMALL = ("train.steps=1", "train.warmup_steps=1", "train.seq_len=16", "proof.reference=false", "tracking=none")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "harness", "conf", "sweeps")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from a copy of the sources that is removed before anything runs."""
+    clone, target = tmp_path_factory.mktemp("clone") / "source", tmp_path_factory.mktemp("wheel")
+    clone.mkdir()
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, clone / name)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(clone)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shutil.rmtree(clone)
+    (path,) = target.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel alone into a folder; its dependencies are those of the running Python."""
+    folder = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), str(wheel)]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def run(installed: Path, folder: Path, *arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+    """Run the installed command in a folder. A planted clone of the package would be seen in where it comes from."""
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    command = [sys.executable, "-P", "-m", "harness", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_the_wheel_runs_without_the_clone(installed: Path, tmp_path: Path) -> None:
+    said = run(installed, tmp_path, "--help").stdout
+    assert "quickstart" in said and "zero3" in said
+    where = [sys.executable, "-P", "-c", "import harness; print(harness.__file__)"]
+    path = subprocess.run(where, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(installed)}, capture_output=True)
+    assert path.stdout.decode().startswith(str(installed))
+    run(installed, tmp_path, "-m", "strategy=ddp,tp", "name=wheel", *SMALL)
+    rows = pd.read_csv(tmp_path / "results" / "wheel" / "runs.csv")
+    assert rows.status.tolist() == ["ok", "ok"] and rows.stale_reason.isna().all()
+    again = run(installed, tmp_path, "-m", "strategy=ddp,tp", "name=wheel", *SMALL)
+    assert "2 on file" in again.stdout or "on file" in again.stdout
+
+
+def test_files_of_the_current_folder_come_first(installed: Path, tmp_path: Path) -> None:
+    """A strategy, a model and a sweep of the user's own, and one that replaces a packaged file."""
+    for group, name, text in (
+        ("conf/strategy", "mine", "name: mine\ndata_parallel: ddp\ndp_replicate: -1\n"),
+        ("conf/checkpointing", "none", "name: none\n"),
+        ("sweeps", "ours", "# @package _global_\nname: ours\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n"
+         "      strategy: mine,tp\n"),
+    ):  # fmt: skip
+        (tmp_path / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / group / f"{name}.yaml").write_text(text)
+    assert "mine" in run(installed, tmp_path, "ls", "strategies").stdout
+    run(installed, tmp_path, "sweeps=ours", *SMALL)
+    rows = pd.read_csv(tmp_path / "results" / "ours" / "runs.csv")
+    assert set(zip(rows.strategy, rows.status, strict=True)) == {("mine", "ok"), ("tp", "ok")}
+
+
+def test_another_projects_conf_does_not_replace_ours(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "config.yaml").write_text("defaults:\n  - model: theirs\n")
+    (tmp_path / "conf" / "model" / "tiny.yaml").write_text("layers: 3\n")
+    done = run(installed, tmp_path, "strategy=ddp", "--cfg", "job")
+    assert "hidden_size: 96" in done.stdout and "layers: 3" not in done.stdout
+
+
+@pytest.mark.long
+def test_the_wheel_in_an_empty_environment_runs_the_quickstart(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=True)
+    folder = tmp_path / "empty"
+    folder.mkdir()
+
+    def call(program: str, *arguments: str) -> Sequence[str]:
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        command = [str(tmp_path / "env" / "bin" / program), *arguments]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    call("pip", "install", "-q", str(wheel))
+    call("harness", "sweeps=quickstart", "tracking=none")
+    rows = pd.read_csv(folder / "results" / "quickstart" / "runs.csv")
+    assert rows.status.tolist() == ["ok"] * len(rows) and len(rows) == 9

@@ -1,0 +1,75 @@
+"""The API of `import harness`: recorded runs as a typed table, and the memory that a run would need."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import harness
+from harness.records.store import write_record
+from tests.support.example_records import example_record
+
+
+def write_runs(folder: Path) -> None:
+    for name in ("ddp", "zero3"):
+        record = example_record(name)
+        write_record(folder / record.run_id, record)
+
+
+def test_recorded_runs_are_a_table_with_types(tmp_path: Path) -> None:
+    write_runs(tmp_path)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "record.json").write_text("{")
+    table = harness.load(tmp_path)
+    assert sorted(table["strategy"]) == ["ddp", "zero3"]
+    types = table.dtypes.astype(str)
+    assert (types["strategy"], types["world_size"], types["step_seconds"]) == ("string", "Int64", "Float64")
+    assert types["offload_activations"] == "boolean" and types["peak_reserved_bytes"] == "Int64"
+    assert table["predicted_step_seconds"].isna().all()  # unknown values are NA, never zero
+    assert len(table.attrs["problems"]) == 1 and "broken" in table.attrs["problems"][0]
+
+
+def test_a_folder_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(harness.UserError, match="is not a directory"):
+        harness.load(tmp_path / "nowhere")
+
+
+def test_memory_is_estimated_for_a_cluster_that_is_not_here() -> None:
+    parts = [harness.estimate_memory("model=7b", f"strategy={name}", "cluster=8xh100") for name in ("ddp", "zero3")]
+    assert all(isinstance(part, harness.MemoryEstimate) for part in parts)
+    assert parts[1].parameter_bytes == pytest.approx(parts[0].parameter_bytes / 8, rel=1e-3)
+    assert parts[1].peak_bytes < parts[0].peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (("strategy=tp", "world_size=3"), "strategy.tp=3 does not divide model.num_attention_heads=4"),
+        (("strategy=nope",), "strategy=nope is not known: choose"),
+        (("train.steps=0",), "train.steps=0 is not a positive whole number"),
+    ],
+)
+def test_an_impossible_configuration_is_one_line(overrides: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(harness.UserError, match=problem) as error:
+        harness.estimate_memory(*overrides)
+    assert "\n" not in str(error.value)
+
+
+def test_an_estimate_needs_no_torch_and_the_package_alone_nothing_heavy() -> None:
+    heavy = ("torch", "hydra", "pandas")
+    code = (
+        "import json, sys, harness\n"
+        f"print(json.dumps([name for name in {heavy} if name in sys.modules]))\n"
+        "harness.estimate_memory('strategy=fsdp_full_shard', 'cluster=8xh100')\n"
+        "print(json.dumps('torch' in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [[], False]
+
+
+def test_the_api_is_listed_and_nothing_else_is_found() -> None:
+    assert {"load", "estimate_memory", "RunConfig", "Layout"} <= set(dir(harness))
+    with pytest.raises(AttributeError, match="no attribute 'train'"):
+        _ = harness.train  # type: ignore[attr-defined]

@@ -1,0 +1,85 @@
+"""README and documentation: links resolve, named files exist, generated pages are current, and MkDocs builds them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import reference_pages
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+
+PRIVATE_WORDS = 12  # at most: everything else is said in the field's terms
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def links(page: Path) -> list[str]:
+    """The targets of a page's links and images that lie in this repository, without anchors."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    return [target.partition("#")[0] for target in targets if "://" not in target and not target.startswith("#")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    assert [target for target in links(page) if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    """Code in a page that begins with a folder of the repository is a path, or a pattern of paths."""
+    if page.name == "extending.md":  # its files are those to be added
+        return
+    names = re.findall(r"`((?:harness|conf|sweeps|tests|docs)/[\w./*-]+)`", page.read_text())
+    written = {"sweeps/NAME.yaml"}
+    assert [name for name in names if name not in written and not list(ROOT.glob(name.rstrip("/")))] == []
+
+
+@pytest.mark.parametrize("page", reference_pages.pages().items(), ids=lambda item: item[0].name)
+def test_generated_pages_are_current(page: tuple[Path, str]) -> None:
+    path, text = page
+    assert path.read_text() == text, "run python -m tests.support.reference_pages"
+
+
+def test_the_readme_is_short_and_has_its_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 130
+    install = "python3 -m venv .venv && .venv/bin/pip install -q -e"
+    assert re.findall(r"```sh\n(.*?)\n```", text, re.DOTALL) == [
+        f"{install} . && .venv/bin/python -m harness sweeps=quickstart",
+        f"{install} '.[dev]' && .venv/bin/python -m pytest",
+    ]
+
+
+def test_the_readme_shows_figures_of_the_published_report() -> None:
+    """Every row of its table is a row of the committed report, figure by figure."""
+    report = (ROOT / "results" / "published" / "quickstart" / "report.md").read_text().replace("\\~", "~")
+    rows = re.findall(r"^\| (\w+) \| (\d) \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) == 9
+    for strategy, ranks, figures in rows:
+        (row,) = re.findall(rf"^\| {strategy} \| {ranks} \| ok.*$", report, re.MULTILINE)
+        reported = [cell.strip().strip("*") for cell in row.split("|")]
+        assert [figure for figure in figures.split(" | ") if figure not in reported] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(navigation) == sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md"))
+
+
+def test_private_words_are_few() -> None:
+    text = (ROOT / "docs" / "development" / "glossary.md").read_text()
+    assert 0 < len(re.findall(r"^\| (?!word|---)", text, re.MULTILINE)) <= PRIVATE_WORDS
+
+
+def test_mkdocs_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "index.html").exists()
