@@ -9,12 +9,12 @@ import pytest
 
 import harness
 from harness.records.store import write_record
-from tests.support.example_records import example_record
+from tests.support.example_records import record_of, row
 
 
 def write_runs(folder: Path) -> None:
-    for name in ("ddp", "zero3"):
-        record = example_record(name)
+    for number, (name, engine, stage) in enumerate((("ddp", "torch", 0), ("zero3", "deepspeed", 3))):
+        record = record_of(row(number, name, engine, stage))
         write_record(folder / record.run_id, record)
 
 
@@ -37,7 +37,8 @@ def test_a_folder_that_is_missing_is_one_line(tmp_path: Path) -> None:
 
 
 def test_memory_is_estimated_for_a_cluster_that_is_not_here() -> None:
-    parts = [harness.estimate_memory("model=7b", f"strategy={name}", "cluster=8xh100") for name in ("ddp", "zero3")]
+    cluster = ("model=7b", "cluster.device=cuda", "cluster.gpus_per_node=8")
+    parts = [harness.estimate_memory(*cluster, f"strategy={name}") for name in ("ddp", "zero3")]
     assert all(isinstance(part, harness.MemoryEstimate) for part in parts)
     assert parts[1].parameter_bytes == pytest.approx(parts[0].parameter_bytes / 8, rel=1e-3)
     assert parts[1].peak_bytes < parts[0].peak_bytes
@@ -62,7 +63,7 @@ def test_an_estimate_needs_no_torch_and_the_package_alone_nothing_heavy() -> Non
     code = (
         "import json, sys, harness\n"
         f"print(json.dumps([name for name in {heavy} if name in sys.modules]))\n"
-        "harness.estimate_memory('strategy=fsdp_full_shard', 'cluster=8xh100')\n"
+        "harness.estimate_memory('strategy=fsdp_full_shard', 'world_size=8')\n"
         "print(json.dumps('torch' in sys.modules))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,0 +1,78 @@
+"""The API of `import harness` for notebooks and scripts: recorded runs as a table, and what a run would need."""
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pandas as pd
+
+from harness.config.hydra import register_resolvers, to_container
+from harness.config.locations import PACKAGED_CONF
+from harness.config.overrides import composition_error
+from harness.config.schema import RunConfig
+from harness.cost_model.memory import MemoryEstimate
+from harness.cost_model.memory import estimate_memory as estimate_config_memory
+from harness.engines.base import load_engine
+from harness.hardware.machine import CPU_RANKS
+from harness.layout.compatibility import incompatibilities
+from harness.layout.layout import Layout, resolve_layout
+from harness.records.columns import column_type
+from harness.records.runs_csv import columns_of, rows_of
+from harness.records.store import read_all
+from harness.runner.resolve import resolve_run_config
+from harness.util.errors import UserError
+
+__all__ = ["Layout", "MemoryEstimate", "RunConfig", "UserError", "estimate_memory", "load"]
+
+DTYPES: dict[type | None, str] = {str: "string", bool: "boolean", int: "Int64", float: "Float64"}
+
+
+def load(folder: str | Path) -> pd.DataFrame:
+    """Return the runs of a comparison, such as "results/quickstart", with one row per run.
+
+    The columns are those of runs.csv, in pandas' nullable types: an unknown value is NA. Records that cannot be read
+    are left out; their problems are in `.attrs["problems"]`. Raises UserError if there is no such folder.
+    """
+    loaded = read_all(Path(folder))
+    rows = rows_of(loaded.records)
+    table = pd.DataFrame({name: _typed_column(name, [row.get(name) for row in rows]) for name in columns_of(rows)})
+    table.attrs["problems"] = loaded.problems
+    return table
+
+
+def estimate_memory(*overrides: str) -> MemoryEstimate:
+    """Return the memory that the cost model predicts for the rank with the highest peak, in bytes.
+
+    `overrides` are those of the command line, such as `"model=7b", "strategy=zero3", "world_size=8"`. Neither torch
+    is imported nor this machine looked at: a cluster that does not say what it has is one CPU of two ranks. Raises
+    UserError for a configuration that is impossible.
+    """
+    config = compose_run_config(*overrides)
+    cluster = config.cluster
+    ranks_per_node = cluster.gpus_per_node or CPU_RANKS
+    has_gpus = cluster.device == "cuda" or (cluster.device == "auto" and cluster.gpus_per_node is not None)
+    layout = resolve_layout(config.strategy, config.world_size or cluster.nodes * ranks_per_node)
+    for problem in incompatibilities(config, layout):
+        raise UserError(problem)
+    widths = load_engine(layout.engine).state_widths(config, layout)
+    return estimate_config_memory(config, layout, widths, "cuda" if has_gpus else "cpu")
+
+
+def compose_run_config(*overrides: str) -> RunConfig:
+    """Return the configuration that these overrides make on a command line. Raises UserError."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_resolvers()
+    try:
+        with hydra.initialize_config_dir(str(PACKAGED_CONF), version_base="1.3"):
+            composed = hydra.compose("config", list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(composition_error(error)) from None
+    return resolve_run_config(to_container(composed))
+
+
+def _typed_column(name: str, values: list[Any]) -> Any:
+    """Return the values of a column as a pandas array; a row's own column has the type that its values suggest."""
+    dtype = DTYPES.get(column_type(name))
+    return pd.array(values, dtype=dtype) if dtype else pd.Series(values, dtype=object).convert_dtypes()
