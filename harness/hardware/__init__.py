@@ -1,1 +1,1 @@
-"""What this machine offers: ranks, devices, peak FLOP/s, and what the kernel and NVML report."""
+"""This machine: its ranks and devices, their peak FLOP/s, and reports of the kernel and NVML."""

@@ -10,14 +10,14 @@ from harness.launcher.rank_environment import rank_environment, temporary_enviro
 
 @dataclass(frozen=True)
 class StartMethod:
-    """How rank processes are created: multiprocessing's method, and the modules its forkserver imports first."""
+    """The way rank processes are created: multiprocessing's method, and the modules that its forkserver imports."""
 
     method: str
     preload: tuple[str, ...]
 
 
-# A CPU rank is forked from a process that has imported what every rank needs and has neither a thread nor a tensor.
-# Imports take several seconds; so a run of a sweep starts in a fraction of one.
+# A CPU rank is forked from a process that has imported what every rank needs and has neither a thread nor a tensor. So
+# a run of a sweep starts in a fraction of a second instead of the several seconds that the imports take.
 # A CUDA rank is forked from a bare interpreter, which is as clean as spawn: on a GPU machine those imports may call the
 # driver, after which a fork cannot use the devices. Unlike with spawn, ranks die with the parent from their first
 # moment on.

@@ -1,4 +1,4 @@
-"""How a launch ended, judged by what the parent observed, what the elastic agent reports and what the ranks logged."""
+"""The outcome of a launch, judged by what the parent observed, what the agent reports and what the ranks logged."""
 
 import signal
 import time
@@ -38,7 +38,7 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """How all ranks of a launch ended."""
+    """The end of a launch: its status, and why it failed."""
 
     status: str  # ok | oom | error | timeout | interrupted
     reason: str  # one line, '' when ok

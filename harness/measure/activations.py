@@ -13,9 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from harness.tensors.storage import Storage, plain_tensors, storages
 
-OnHold = Callable[
-    [int, bool], None
-]  # address of a storage, and whether it is saved for backward from now on or no longer
+# Called with the address of a storage, and whether it is saved for backward from now on or no longer.
+OnHold = Callable[[int, bool], None]
 
 
 class _SavedHandle:

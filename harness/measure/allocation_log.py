@@ -49,14 +49,12 @@ class OpSpan(NamedTuple):
 
 @dataclass
 class StepAnnotations:
-    """What is recorded beside the log of a step."""
+    """The annotations recorded beside the log of a step."""
 
     claims: dict[int, list[Ownership]] = field(default_factory=lambda: defaultdict(list))  # by address
     operators: list[OpSpan] = field(default_factory=list)  # in order, not nested
     phases: list[OpSpan] = field(default_factory=list)  # of the step, in the order in which they end
-    pauses: list[OpSpan] = field(
-        default_factory=list
-    )  # of the measurement itself, excluded from the search for the peak
+    pauses: list[OpSpan] = field(default_factory=list)  # of the measurement itself: the peak is not looked for there
 
     def claim(self, moment: int, address: int, role: str, detail: str, is_owned: bool = True) -> None:
         """Record that from a moment on the block at an address has a role, or no longer has it."""

@@ -31,8 +31,7 @@ VARIABLES = (
     *("SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_MEM_PER_NODE", "SLURM_JOB_PARTITION"),
 )
 
-# Packages whose versions are recorded here, beside those in records/provenance.py: field of the record to its name in a
-# package index.
+# Packages whose versions are recorded here beside those in records/provenance.py: field of the record -> package.
 PACKAGES = {
     "numpy": "numpy",
     "hydra": "hydra-core",

@@ -102,12 +102,12 @@ class DeviceMemory:
 
     @property
     def counts_requests(self) -> bool:
-        """Whether the counters count bytes as requested; torch's allocator on CUDA counts blocks, rounded up."""
+        """True if the counters count bytes as requested; torch's allocator on CUDA counts blocks, rounded up."""
         return not self._cuda
 
     @property
     def can_log(self) -> bool:
-        """Whether allocations can be logged."""
+        """True if allocations can be logged."""
         return self._cuda or self.allocator is not None
 
     def begin_log(self) -> AllocationLogger:

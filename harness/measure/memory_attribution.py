@@ -25,12 +25,8 @@ from harness.records.rank_report import MEMORY_ROLES, PeakPart
 
 _MAX_SKIPPED_BLOCKS = 100  # additional blocks that one operator of the example may have requested
 
-_COMMUNICATION_NAMESPACES = (
-    "c10d::",
-    "_c10d_functional::",
-    "fsdp::",
-    "deepspeed::",
-)  # their blocks are communication's
+# Operators of these namespaces request blocks for communication.
+_COMMUNICATION_NAMESPACES = ("c10d::", "_c10d_functional::", "fsdp::", "deepspeed::")
 
 BACKEND = "copies of the communication backend"
 

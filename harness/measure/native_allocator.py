@@ -95,9 +95,8 @@ def _compile(temporary: Path) -> Path:
     command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     command += [*_COMPILER_FLAGS, *(f"-I{path}" for path in include_paths()), str(_SOURCE), "-o", str(temporary)]
     command += [*(f"-L{path}" for path in library_paths()), "-lc10"]
-    command += [
-        f"-Wl,-rpath,{path}" for path in library_paths()
-    ]  # macOS searches it even for libraries that are loaded
+    # macOS searches the rpath even for libraries that are loaded already.
+    command += [f"-Wl,-rpath,{path}" for path in library_paths()]
     try:
         run_build(command, "harness/measure/allocator.cpp", os.environ)
         return temporary.replace(temporary.with_name(_allocator_name(temporary)))
