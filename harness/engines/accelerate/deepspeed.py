@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config.schema import RunConfig
 from harness.engines.base import Engine
-from harness.engines.deepspeed.initialize import build_engine
 from harness.engines.deepspeed.engine import DeepSpeedTrainEngine
+from harness.engines.deepspeed.initialize import build_engine
 from harness.layout.layout import Layout
 from harness.probe import Probe
 

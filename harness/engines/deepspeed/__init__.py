@@ -40,8 +40,8 @@ def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
     """Build the model under DeepSpeed on this rank."""
-    from harness.engines.deepspeed.initialize import build_engine
     from harness.engines.deepspeed.engine import DeepSpeedTrainEngine
+    from harness.engines.deepspeed.initialize import build_engine
 
     engine, param_slices = build_engine(config, layout, device, probe)
     return DeepSpeedTrainEngine(engine, param_slices, layout, probe, config.train.loss_chunks)
