@@ -76,14 +76,17 @@ def normalize_memory_budget(cluster: Mapping[str, Any]) -> dict[str, Any]:
         return rest | {"memory_budget": budget}
 
 
+def with_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with the keys that were hashed from the first: runs keep their ids when a key is renamed."""
+    return dict(values) | {"model": _rename_keys(values.get("model"), _OLD_KEYS)}
+
+
 def fingerprint(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
     """Return the hash of everything that affects a run's result: 10 hexadecimal digits.
 
     `corpus` is the fingerprint of the corpus.
     """
-    affecting = result_affecting_keys(config.to_dict())
-    affecting["model"] = _rename_keys(affecting["model"], _OLD_KEYS)  # runs keep the identity they had before
-    values = affecting | {
+    values = with_old_keys(result_affecting_keys(config.to_dict())) | {
         "world_size": world_size,
         "device_name": device_name,
         "corpus": corpus,

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from harness.config.command import BETWEEN_ATTEMPTS, CommandConfig, read_command_config
-from harness.config.fingerprint import make_run_id, short_hash
+from harness.config.fingerprint import make_run_id, short_hash, with_old_keys
 from harness.config.schema import RunConfig
 from harness.hardware.machine import Machine
 from harness.records.provenance import git_commit, versions
@@ -52,7 +52,7 @@ def fallback_run_id(values: dict[str, Any]) -> str:
     if hashed.get("launch") in ("processes", "script"):  # as before there was the key
         del hashed["launch"]
     names = group_names(values)
-    return "-".join((names["strategy"], names["checkpointing"], names["model"], short_hash(hashed)))
+    return "-".join((names["strategy"], names["checkpointing"], names["model"], short_hash(with_old_keys(hashed))))
 
 
 def group_names(values: dict[str, Any]) -> dict[str, str]:

@@ -21,6 +21,8 @@ def resolve_run_config(values: dict[str, Any]) -> RunConfig:
     """
     for key in keys_holding_secrets(values):
         raise UserError(f"{key} holds a secret, which run and record would keep: give it to the library in its own way")
+    if values.get("launch") == "script":
+        raise UserError("launch=script is not known: choose hydra/launcher=slurm hydra.launcher.submit=false")
     model = values.get("model")
     if isinstance(model, dict) and model.get("family") == "hf" and not model.get("hf_info"):
         train = dict(values.get("train") or {})

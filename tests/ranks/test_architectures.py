@@ -22,6 +22,7 @@ from harness.models.dropout_rng import dropout_seed, rank_local_rng
 from harness.models.init_weights import initial_value, materialize
 from harness.probe import Probe
 from harness.proof.training import compare_training
+from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.worker import main as worker_main
 from tests.support import faults
@@ -223,10 +224,10 @@ def test_a_fault_is_an_error(
 def test_a_bias_is_held_against_its_module() -> None:
     """A key's bias has no gradient but rounding; one that is really wrong is found all the same."""
 
-    def rank(bias: float) -> dict[str, Any]:
+    def rank(bias: float) -> RankReport:
         entries = [["k.weight", [2], ((0, 2),), 1.0, 0.5], ["k.bias", [2], ((0, 2),), bias**2, bias]]
         moments = dict.fromkeys(("first_gradients", "first_moments", "last_gradients"), entries)
-        return {"rank": 0, "losses": [1.0], "grad_norms": [1.0], **moments}
+        return RankReport.from_json({"rank": 0, "losses": [1.0], "grad_norms": [1.0], **moments})
 
     assert compare_training(rank(1e-9), [rank(3e-9)], "float32").gradient < 1e-8
     assert compare_training(rank(0.2), [rank(0.1)], "float32").gradient == pytest.approx(0.1 / (1 + 0.2**2) ** 0.5)

@@ -65,17 +65,17 @@ def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: s
     if row["offload"] != "none":  # what goes back and forth is this rank's part of each matrix
         assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.06)
     folder = results / "autotp" / row["run_id"]
-    row_invariants.check_memory(row, [json.loads(RunFolder(folder).rank_report(rank).read_text()) for rank in range(world)])
+    row_invariants.check_memory(row, RunFolder(folder).read_rank_reports(world))
     row_invariants.check_bytes(record)
 
 
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
-        (faults.autotp_rows_not_summed, "along tp all_reduce, 0.71 x the"),
+        (faults.autotp_rows_not_summed, "along tp all_reduce, which is 0.71 x the"),
         (faults.autotp_not_marked, "first moments"),  # clipped by a norm that is too small
         (faults.autotp_parts_swapped, "gradient deviates"),
-        (faults.autotp_dropped, "layers.0.self_attn.q_proj.weight: held by 2 of 2 ranks, the layout says 1"),
+        (faults.autotp_dropped, "layers.0.self_attn.q_proj.weight: 2 of 2 ranks hold them, and the layout has 1 copies"),
     ],
 )
 def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], found: str) -> None:

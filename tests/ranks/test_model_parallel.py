@@ -16,6 +16,7 @@ from harness.cost_model.pipeline import bubble_ratio, max_in_flight_micro_batche
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.parameters import parameter_shapes
 from harness.layout.partition import split_into_stages, tp_shard_dim
+from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunFolder
 from tests.support import faults, row_invariants
 from tests.support.commands import compose, execute_run, read_rows, run_harness
@@ -81,7 +82,7 @@ def test_every_combination_trains_the_same(records: dict[tuple[str, str, int], d
         row = records[key]["row"]
         assert row["loss_deviation"] < 1e-4 and row["grad_deviation"] < 1e-4, key
         assert records[key]["proof"]["reference"].startswith("compared with single"), key
-        losses = {tuple(rank["losses"]) for rank in records[key]["rank_files"]}
+        losses = {tuple(rank.losses) for rank in records[key]["rank_files"]}
         assert len(losses) == 1 and all(loss > 0 for loss in losses.pop()), key  # every rank knows them
 
 
@@ -95,9 +96,8 @@ def test_four_ranks_run_again(tmp_path: Path) -> None:
     assert set(rows.strategy) == {"single", *TENSOR, *PIPELINE} and set(rows.status) == {"ok"}
 
 
-def sent(rank: dict[str, Any], *operations: str) -> float:
-    entries = rank["profiled"]["communication"]
-    return sum(entry["bytes_sent"] for entry in entries if entry["operation"] in operations)
+def sent(rank: RankReport, *operations: str) -> float:
+    return sum(traffic.bytes_sent for traffic in rank.profiled.communication if traffic.operation in operations)
 
 
 @pytest.mark.parametrize(("world", "strategy"), list(itertools.product(WORLDS, TENSOR)))
@@ -133,7 +133,7 @@ def test_cut_matrices_are_exactly_a_share(
 ) -> None:
     model = config_of(records[strategy, "none", world])[0].model
     for rank in records[strategy, "none", world]["rank_files"]:
-        for name, _, shape, box, _ in rank["parameters"]:
+        for name, _, shape, box, _ in rank.parameter_shards:
             held = [stop - start for start, stop in box]
             dimension = tp_shard_dim(name, model)
             assert (dimension is None) == ("norm" in name)
@@ -156,12 +156,12 @@ def test_a_stage_holds_its_own_layers_only(
     config, layout = config_of(record)
     all_stages = split_into_stages(config.model, layout)
     for rank in record["rank_files"]:
-        own = all_stages[rank["rank"] :: world]
+        own = all_stages[rank.rank :: world]
         expected = {name for name in parameter_shapes(config.model) if any(stage.holds(name) for stage in own)}
-        assert {name for name, *_ in rank["parameters"]} == expected
+        assert {name for name, *_ in rank.parameter_shards} == expected
         elements = sum(math.prod(parameter_shapes(config.model)[name]) for name in expected)
-        assert rank["parameter_bytes"] == 4 * elements and rank["optimizer_bytes"] == 8 * elements
-        assert rank["start_peak_bytes"] < 4 * elements + 16 * VOCABULARY * config.model.hidden_size
+        assert rank.parameter_bytes == 4 * elements and rank.optimizer_bytes == 8 * elements
+        assert rank.start_peak_bytes < 4 * elements + 16 * VOCABULARY * config.model.hidden_size
 
 
 @pytest.mark.parametrize(("world", "checkpointing"), [(2, "none"), (2, "full"), (4, "none")])
@@ -173,13 +173,13 @@ def test_micro_batches_in_flight_show_in_the_activations(
         kept = {}
         for strategy in PIPELINE:
             record = records[strategy, checkpointing, world]
-            profiled = record["rank_files"][place]["profiled"]
+            profiled = record["rank_files"][place].profiled
             _, layout = config_of(record)
             assert profiled.max_in_flight_micro_batches == max_in_flight_micro_batches(layout, PIPELINE_SIZE.micro_batches, place), (
                 strategy,
                 place,
             )
-            kept[strategy] = profiled["activation_bytes"]
+            kept[strategy] = profiled.activation_bytes
         assert (
             records["pp_gpipe", checkpointing, world]["rank_files"][place].profiled.max_in_flight_micro_batches
             == PIPELINE_SIZE.micro_batches
@@ -194,9 +194,9 @@ def test_activations_are_what_the_block_keeps(records: dict[tuple[str, str, int]
     for key, record in records.items():
         config, layout = config_of(record)
         for rank in record["rank_files"]:
-            place = layout.coordinates(rank["rank"])["pp"]
+            place = layout.coordinates(rank.rank)["pp"]
             predicted = activation_bytes(config, layout, "cpu", place)
-            assert rank["profiled"]["activation_bytes"] == pytest.approx(predicted, rel=0.03), (key, place)
+            assert rank.profiled.activation_bytes == pytest.approx(predicted, rel=0.03), (key, place)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -210,7 +210,7 @@ def test_tensor_parallel_divides_what_lies_between_its_matrices(
     loss keeps a logit a word.
     """
     activations = {
-        strategy: records[strategy, "none", worlds]["rank_files"][0]["profiled"]["activation_bytes"]
+        strategy: records[strategy, "none", worlds]["rank_files"][0].profiled.activation_bytes
         for strategy, worlds in {"single": 1, "tp": world, "tp_sp": world}.items()
     }
     model = records["single", "none", 1]["config"]["model"]
@@ -233,7 +233,7 @@ def test_the_parts_are_the_whole(records: dict[tuple[str, str, int], dict[str, A
 
 def test_the_rank_that_peaks_is_named(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
     for key, record in records.items():
-        peaks = [rank["peak_allocated_bytes"] for rank in record["rank_files"]]
+        peaks = [rank.peak_allocated_bytes for rank in record["rank_files"]]
         assert record["row"]["peak_rank"] == peaks.index(max(peaks)), key
         assert record["row"]["peak_allocated_bytes"] == max(peaks), key
 
@@ -252,7 +252,7 @@ def test_the_bubble_stands_beside_the_formula(records: dict[tuple[str, str, int]
         assert sum(sum(entry["layers"]) for entry in entries) == PIPELINE_SIZE.layers
         for entry, rank in zip(entries, record["rank_files"], strict=True):
             assert entry["working_seconds"] > 0 and entry["idle_seconds"] >= 0
-            assert entry["working_seconds"] + entry["idle_seconds"] <= max(rank["step_seconds"])
+            assert entry["working_seconds"] + entry["idle_seconds"] <= max(rank.step_seconds)
 
 
 def test_a_stage_that_waits_is_idle(tmp_path: Path) -> None:

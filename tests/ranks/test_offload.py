@@ -27,6 +27,7 @@ from harness.models.init_weights import materialize
 from harness.models.loss import loss_function
 from harness.probe import Listener, Probe
 from harness.proof.layout import placement_problems
+from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.runner import local_machine
@@ -114,7 +115,7 @@ def check(results: Path, case: str, world: int) -> None:
     assert (row["offloaded_activation_bytes"] or 0) == moved
     assert row["offloaded_bytes"] is None  # the device is the host
     folder = results / "offload" / row["run_id"]
-    ranks = [json.loads(RunFolder(folder).rank_report(rank).read_text()) for rank in range(world)]
+    ranks = RunFolder(folder).read_rank_reports(world)
     row_invariants.check_memory(row, ranks)
     row_invariants.check_bytes(record)
 
@@ -128,7 +129,7 @@ def check(results: Path, case: str, world: int) -> None:
             "strategy=fsdp_full_shard strategy.offload=parameters",
             "was built to keep nothing on the host",
         ),
-        (faults.last_layer_not_offloaded, f"strategy=ddp {ACTIVATIONS}", "bytes of activations on the host"),
+        (faults.last_layer_not_offloaded, f"strategy=ddp {ACTIVATIONS}", "activations on the host, and"),
         (faults.stale_copy, f"strategy=ddp {ACTIVATIONS}", "gradient deviates"),
     ],
 )
@@ -137,9 +138,8 @@ def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], case: 
     assert_not_proven(record, problem)
 
 
-def rank_on_gpu(**placed: dict[str, int]) -> dict[str, Any]:
-    state = ["gradients", "optimizer"]
-    return {"rank": 0, "device_name": "NVIDIA H200", "on_host": state, "placed": placed}
+def rank_on_gpu(**placed: dict[str, int]) -> RankReport:
+    return RankReport(device_name="NVIDIA H200", host_state=["gradients", "optimizer"], state_bytes_by_device=placed)
 
 
 def test_on_a_gpu_every_piece_must_be_where_offload_says() -> None:
@@ -148,9 +148,13 @@ def test_on_a_gpu_every_piece_must_be_where_offload_says() -> None:
     right = {"parameters": {"cuda": 8}, "gradients": {"cpu": 4}, "optimizer": {"cpu": 12}}
     assert placement_problems(found, [rank_on_gpu(**right)]) == []
     on_device = placement_problems(found, [rank_on_gpu(**right | {"optimizer": {"cpu": 8, "cuda": 4}})])
-    assert on_device == ["optimizer: rank 0 holds 4 bytes on cuda, strategy.offload=optimizer says cpu"]
+    assert on_device == [
+        "optimizer: rank 0 holds 4 bytes on cuda, and strategy.offload=optimizer places them on cpu"
+    ]
     moved_too = placement_problems(found, [rank_on_gpu(**right | {"parameters": {"cpu": 8}})])
-    assert moved_too == ["parameters: rank 0 holds 8 bytes on cpu, strategy.offload=optimizer says cuda"]
+    assert moved_too == [
+        "parameters: rank 0 holds 8 bytes on cpu, and strategy.offload=optimizer places them on cuda"
+    ]
     not_asked = dataclasses.replace(found, offload="none")
     assert len(placement_problems(not_asked, [rank_on_gpu(**right)])) == 3
 

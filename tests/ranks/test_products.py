@@ -105,8 +105,8 @@ def check(results: Path, record: Record, parts: bool = True) -> None:
     ranks = RunFolder(folder).read_rank_reports(row["world_size"])
     config, layout = config_of(record)
     for rank in ranks:
-        predicted = activation_bytes(config, layout, "cpu", layout.coordinates(rank["rank"])["pp"])
-        assert rank["profiled"]["activation_bytes"] == pytest.approx(predicted, rel=0.03), rank["rank"]
+        predicted = activation_bytes(config, layout, "cpu", layout.coordinates(rank.rank)["pp"])
+        assert rank.profiled.activation_bytes == pytest.approx(predicted, rel=0.03), rank.rank
     if parts:
         row_invariants.check_memory(row, ranks)
     row_invariants.check_bytes(record)
@@ -161,10 +161,10 @@ def test_a_compiled_product_is_proven(results: Path, overrides: str) -> None:
             4,
             "fsdp_hybrid_shard strategy.dp_replicate=2",
             faults.sharding_over_all,
-            "held by 1 of 4 ranks",
+            "1 of 4 ranks hold them",
             marks=pytest.mark.long,
         ),
-        (4, "tp_pp", faults.tensor_parallel_dropped, "held by 2 of 4 ranks"),
+        (4, "tp_pp", faults.tensor_parallel_dropped, "2 of 4 ranks hold them"),
     ],
 )
 def test_a_fault_is_an_error(

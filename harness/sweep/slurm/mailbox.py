@@ -10,14 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harness.config.fingerprint import result_affecting_keys, short_hash
+from harness.config.fingerprint import result_affecting_keys, short_hash, with_old_keys
 from harness.records.run_folder import ComparisonFolder
 from harness.sweep.slurm import commands
 
 
 def job_key(values: dict[str, Any]) -> str:
     """Return the hash of all that affects the result, as far as it is known before a node is."""
-    return short_hash(result_affecting_keys(values))
+    return short_hash(with_old_keys(result_affecting_keys(values)))
 
 
 def message_file(comparison: ComparisonFolder, name: str, kind: str = "") -> Path:

@@ -1,0 +1,126 @@
+"""Configurations: what identifies a run, what a command decides, and the values that a field takes."""
+
+from typing import Any
+
+import hydra
+import pytest
+from hydra import initialize_config_dir
+
+from harness.config.command import CommandConfig, merge_values, read_command_config, read_run_config, split_values
+from harness.config.fingerprint import make_run_id, result_affecting_keys
+from harness.config.hydra import register_resolvers, to_container
+from harness.config.schema import RunConfig
+from harness.hardware.machine import Machine
+from harness.runner.plan import make_plan
+from harness.runner.rejected import fallback_run_id
+from harness.util.errors import UserError
+from tests.support.commands import ROOT, compose, compose_config
+
+# Run ids of the first release: the same configuration keeps its id, or every stored record is lost to reuse.
+RUN_IDS = [
+    ("strategy=ddp", "ddp-none-tiny-w2-bc34c732fe"),
+    ("strategy=zero3 checkpointing=full precision=bf16_mixed world_size=4", "zero3-full-tiny-w4-eb5d2284ab"),
+    ("strategy=3d model=125m train.micro_batch=2 repeat=3", "3d-none-125m-w2-9e6c0526c8"),
+    (
+        "strategy=fsdp_full_shard model=gpt_tiny cluster.memory_budget=1GiB cluster.partition=gpu"
+        " cluster.time='1:00:00'",
+        "fsdp_full_shard-none-gpt_tiny-w2-0f8c955562",
+    ),
+    (
+        "strategy=pp_1f1b strategy.schedule=gpipe train.compile=true name=other results_dir=/x force=true"
+        " retry=[error] timeout_seconds=5 proof.reference=false measure.memory_snapshot=true sweep.parallel=2",
+        "pp_1f1b-none-tiny-w2-d63577a21a",
+    ),
+]
+
+
+def values_of(*overrides: str) -> dict[str, Any]:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return to_container(hydra.compose("config", list(overrides)))
+
+
+def run_id(config: RunConfig) -> str:
+    return make_run_id(config, "cpu, 2 cores, x86_64", config.world_size or 2, "0123456789")
+
+
+@pytest.mark.parametrize(("overrides", "expected"), RUN_IDS)
+def test_a_configuration_keeps_its_run_id(overrides: str, expected: str) -> None:
+    assert run_id(compose_config(*overrides.split())) == expected
+
+
+@pytest.mark.parametrize("more", ["", "force=true retry=[oom] stop_after=[1h] sweep.parallel=2"])
+def test_impossible_values_keep_their_run_id(more: str) -> None:
+    values = values_of("train.steps=0", "strategy=ddp", "tracking=none", "data.cache=/nowhere", *more.split())
+    assert fallback_run_id(values) == "ddp-none-tiny-358785a9dd"
+
+
+def test_nothing_that_a_command_decides_is_part_of_the_identity() -> None:
+    config, command = compose("strategy=ddp")
+    assert result_affecting_keys(command.to_dict()) == {}
+    both = result_affecting_keys(merge_values(config, command))
+    assert "launch" not in both and both == result_affecting_keys(config.to_dict())
+
+
+def test_ranks_that_are_no_processes_are_another_run() -> None:
+    config = compose_config("strategy=ddp")
+    virtual = compose_config("strategy=ddp", "launch=virtual")
+    assert run_id(config) != run_id(virtual)
+
+
+@pytest.mark.parametrize("launch", ["virtual", "simulated"])
+def test_a_launch_that_does_not_exist_yet_is_refused(launch: str) -> None:
+    machine = Machine("cpu", "cpu", 1, 2, 0, (2**34,), 2)
+    with pytest.raises(UserError, match=f"^launch={launch} is not available yet: choose launch=processes$"):
+        make_plan(compose_config("strategy=ddp", "data=synthetic", f"launch={launch}"), machine)
+
+
+def test_both_halves_make_the_recorded_configuration_and_are_read_from_it() -> None:
+    config, command = compose("strategy=zero2", "name=both", "retry=[error]", "repeats=3")
+    values = merge_values(config, command)
+    assert read_run_config(values) == config and read_command_config(values) == command
+    assert set(values) == set(values_of("strategy=zero2"))
+
+
+def test_older_records_are_read() -> None:
+    values = values_of("strategy=ddp")
+    newer = read_run_config(values)
+    del values["launch"]
+    assert read_run_config(values) == read_run_config(values | {"launch": "script"}) == newer
+
+
+def test_an_unknown_key_is_named_with_all_keys() -> None:
+    with pytest.raises(UserError, match=r"^colour is not a key: choose one of name, results_dir, .*, model, "):
+        split_values({"colour": "red"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            "strategy.schedule=zbv",
+            "strategy.schedule=zbv is not known: choose gpipe, 1f1b, interleaved_1f1b, zero_bubb",
+        ),
+        ("strategy.data_parallel=dp", "strategy.data_parallel=dp is not known: choose none, ddp, fsdp"),
+        ("strategy.offload=all", "strategy.offload=all is not known: choose none, optimizer, parameters"),
+        (
+            "checkpointing.name=half",
+            "checkpointing=half is not known: choose none, full, every_n, selective, attention",
+        ),
+        ("cluster.device=tpu", "cluster.device=tpu is not known: choose auto, cpu, cuda"),
+        ("launch=script", "launch=script is not known"),
+        ("launch=threads", "launch=threads is not known: choose processes, virtual, simulated"),
+        ("retry=[never]", "retry=never is not known: choose error, timeout, oom"),
+        ("strategy.schedule=3", "strategy.schedule=3 is not text: give it text"),
+        ("model=gpt_tiny model.dropout=1.5", "model.dropout=1.5 must be in [0, 1)"),
+        ("timeout_seconds=0", "timeout_seconds=0.0 is not positive: choose seconds"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_choices(overrides: str, problem: str) -> None:
+    with pytest.raises(UserError) as error:
+        compose(*overrides.split())
+    assert str(error.value).startswith(problem)
+
+
+def test_a_command_has_defaults() -> None:
+    assert CommandConfig().name == "runs" and CommandConfig().tracking.name == "none"
