@@ -1,4 +1,4 @@
-"""What docs/extending.md shows is all it takes: its two files, put in place, are proven like everything else."""
+"""What docs/development/extending.md shows is all it takes: its two files, put in place, are proven like everything else."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import ROOT, read_rows
 
-PAGE = (ROOT / "docs" / "extending.md").read_text()
+PAGE = (ROOT / "docs" / "development" / "extending.md").read_text()
 
 SMALL = ("train.global_batch=8", "train.micro_batch=1", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
 
@@ -48,14 +48,14 @@ def test_an_engine_is_one_file(clone: Path) -> None:
     by_hand = ("strategy=ddp", "strategy.engine=by_hand", "strategy.data_parallel=none", "world_size=2")
     assert statuses(clone, "engine", *by_hand, "precision=fp32,bf16_mixed") == [("ok", "")] * 2
     ((status, reason),) = statuses(clone, "refused", *by_hand, "strategy.tp=2", "world_size=4")
-    assert status == "refused" and reason.startswith("strategy.engine=by_hand averages copies")
+    assert status == "refused" and reason.startswith("strategy.engine=by_hand replicates")
 
 
 @pytest.mark.long
 def test_an_engine_that_leaves_something_out_is_an_error(clone: Path) -> None:
     engine = clone / "harness" / "engines" / "by_hand.py"
     whole = engine.read_text()
-    engine.write_text(whole.replace("dist.all_reduce(gradient)", "pass"))
+    engine.write_text(whole.replace("dist.all_reduce(parameter.grad)", "pass"))
     by_hand = ("strategy=ddp", "strategy.engine=by_hand", "strategy.data_parallel=none", "world_size=2")
     ((status, reason),) = statuses(clone, "spoiled", *by_hand)
     engine.write_text(whole)

@@ -57,20 +57,28 @@ FAMILIES = {
 }
 
 
-def dataclass_fields() -> dict[str, list[tuple[str, str, str]]]:
-    """Return (name, type, comment) of every field of every configuration dataclass, from the source."""
-    fields: dict[str, list[tuple[str, str, str]]] = {}
+def dataclass_fields() -> dict[str, list[tuple[str, str, object, str]]]:
+    """Return (name, type, default, comment) of every field of every configuration dataclass, from the source."""
+    fields: dict[str, list[tuple[str, str, object, str]]] = {}
     for module in (harness.config.schema, harness.config.command):
         source = Path(str(module.__file__)).read_text()
         lines = source.splitlines()
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ClassDef):
                 fields[node.name] = [
-                    (str(ast.unparse(entry.target)), ast.unparse(entry.annotation), comment(lines, entry))
+                    (ast.unparse(entry.target), ast.unparse(entry.annotation), default(entry), comment(lines, entry))
                     for entry in node.body
                     if isinstance(entry, ast.AnnAssign)
                 ]
     return fields
+
+
+def default(node: ast.AnnAssign) -> object:
+    """Return the default of a field if it is a plain value, else the ellipsis."""
+    try:
+        return ... if node.value is None else ast.literal_eval(node.value)
+    except ValueError:  # a call, such as field(...)
+        return ...
 
 
 def comment(lines: list[str], node: ast.AnnAssign) -> str:
@@ -136,7 +144,7 @@ def configuration() -> str:
     comments = yaml_comments(PACKAGED_CONF / "config.yaml")
     groups = {name for name, _, _ in GROUPS}
     for owner in ("CommandConfig", "RunConfig"):
-        for name, kind, about in fields[owner]:
+        for name, kind, _, about in fields[owner]:
             if name not in groups:
                 about = comments.get(name, about)
                 text.append(f"| `{name}` | {type_text(kind)} | {code(config.get(name, ...))} | {cell(about)} |")
@@ -150,11 +158,11 @@ def configuration() -> str:
             text += ["[Strategies](strategies.md) lists the choices.", ""]
         text += table(("key", "type", "default", "meaning"))
         comments = yaml_comments(defaults)
-        for name, kind, about in fields[owner]:
+        for name, kind, value, about in fields[owner]:
             if name == "name" or "Info" in kind:
                 continue
             about = comments.get(name, about)
-            text.append(f"| `{group}.{name}` | {type_text(kind)} | {code(values.get(name, ...))} | {cell(about)} |")
+            text.append(f"| `{group}.{name}` | {type_text(kind)} | {code(values.get(name, value))} | {cell(about)} |")
     return "\n".join(text) + "\n"
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.cli.commands import COMMANDS
 from tests.support.commands import ROOT, compose_config, run_harness
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 SMALL = ("strategy=single,ddp", "train.seq_len=32", "train.steps=2", "train.warmup_steps=1")
 
@@ -19,21 +20,23 @@ ONCE = {"--draws 200": "--draws 1", "--kills 100": "--kills 1"}  # what a suite 
 # Run by their own tests, which make what these need: an account, a cluster, the files of the page.
 ELSEWHERE = {
     "-m pytest": ".ci/run",
-    "-m harness.tracking": "test_tracking.py",
-    "-m harness.node": "test_slurm.py",
     "hydra/launcher=slurm": "test_slurm.py",
     "wandb login": "test_tracking.py",
     "wandb leet": "test_command.py",
+    "model.path=FOLDER": "test_huggingface.py",
+    "harness sync": "test_tracking.py",
     "wide_pipeline": "test_extending.py",
     "engine=by_hand": "test_extending.py",
     "tracking=lines": "test_extending.py",
-    "-m harness.export": "test_export.py",
+    "harness export": "test_export.py",
+    "-m tests.support.reference_pages": "test_docs.py",
+    "accelerate launch": "test_export.py",
     "-m tests.benchmarks.overhead": "test_overhead.py",
 }
 
 
 def commands() -> list[str]:
-    """What a reader may copy: lines of sh blocks, and code in lines that starts a program of the environment."""
+    """Return what a reader may copy: lines of sh blocks, and inline code that starts a program of the environment."""
     found: dict[str, None] = {}
     for page in PAGES:
         text = page.read_text()
@@ -41,30 +44,53 @@ def commands() -> list[str]:
         lines = [part for block in blocks for line in block.splitlines() for part in line.split(" && ")]
         spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
         for line in (*lines, *spans):
-            if re.match(r"(\.venv/bin/)?(python3?|wandb|pip) ", line):
+            if re.match(r"(\.venv/bin/)?(python3?|wandb|pip|harness|accelerate) ", line) and not is_mention(line):
                 found[line.replace("\\|", "|")] = None
     return list(found)
 
 
-def harness_arguments(command: str) -> list[str]:
-    return shlex.split(command)[3:]
+def is_mention(line: str) -> bool:
+    """Return whether code in a line only names a program or a command word, so that there is nothing to copy."""
+    words = shlex.split(line)
+    if words[1:3] == ["-m", "harness"]:
+        words = ["harness", *words[3:]]
+    return words == ["harness"] or (words[0] == "harness" and len(words) == 2 and words[1] in (*COMMANDS, "COMMAND"))
+
+
+def harness_arguments(command: str) -> list[str] | None:
+    """Return the arguments of a command that starts the harness, None for another program."""
+    words = shlex.split(command)
+    if words[0] in ("harness", ".venv/bin/harness"):
+        return words[1:]
+    return words[3:] if words[1:3] == ["-m", "harness"] else None
+
+
+def python_command(command: str) -> list[str]:
+    """Return a command of the pages as this interpreter starts it."""
+    arguments = harness_arguments(command)
+    words = shlex.split(command)[1:] if arguments is None else ["-m", "harness", *arguments]
+    return [sys.executable, *words]
 
 
 INSTALL = [command for command in commands() if "-m venv" in command or "pip install" in command]
 
 KNOWN = [command for command in commands() if any(words in command for words in ELSEWHERE)]
 
-RUNS = [command for command in commands() if "-m harness " in f"{command} " and command not in KNOWN]
+CALLS = [(command, arguments) for command in commands() if (arguments := harness_arguments(command)) is not None]
+
+RUNS = [command for command, arguments in CALLS if arguments[0] not in COMMANDS and command not in KNOWN]
 
 SUITES = [command for command in commands() if "-m tests." in command and command not in KNOWN]
 
-READERS = [c for c in commands() if re.search(r"-m harness\.(status|report) ", c)]
+READERS = [command for command, arguments in CALLS if arguments[0] in ("status", "report", "diff")]
+
+LISTS = [command for command, arguments in CALLS if arguments[0] == "ls"]
 
 
 def test_no_command_is_left_out() -> None:
     """A command that is new to the pages has to be run by one of the tests below, or by one that is named above."""
-    assert not set(commands()) - {*INSTALL, *KNOWN, *RUNS, *SUITES, *READERS}
-    assert all((ROOT / "tests" / name).exists() or (ROOT / name).exists() for name in ELSEWHERE.values())
+    assert not set(commands()) - {*INSTALL, *KNOWN, *RUNS, *SUITES, *READERS, *LISTS}
+    assert all(list(ROOT.glob(f"tests/*/{name}")) or (ROOT / name).exists() for name in ELSEWHERE.values())
     assert all(any(words in command for command in commands()) for words in ELSEWHERE)
     assert len(RUNS) > 10 and len(READERS) >= 4 and len(SUITES) >= 2 and len(INSTALL) >= 3
 
@@ -72,21 +98,15 @@ def test_no_command_is_left_out() -> None:
 @pytest.mark.parametrize("command", RUNS)
 def test_a_run_composes(command: str) -> None:
     """Each combination of the first values."""
-    arguments = [argument for argument in harness_arguments(command) if not argument.startswith("-")]
+    arguments = [argument for argument in harness_arguments(command) or () if not argument.startswith("-")]
     if "--cfg" in command:
         arguments.remove("job")
-    assert compose_config(*(argument.split(",")[0] for argument in arguments)).name
+    assert compose_config(*(argument.split(",")[0] for argument in arguments)).model.name
 
 
 def test_every_sweep_of_the_repository_is_in_the_readme_and_the_other_way_round() -> None:
     named = set(re.findall(r"sweeps=(\w+)", "\n".join(RUNS)))
     assert named == {path.stem for path in (ROOT / "sweeps").glob("*.yaml")}
-
-
-def test_every_link_to_a_file_leads_to_one() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert "://" in target or (page.parent / target).exists(), (page.name, target)
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +121,20 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("command", READERS)
 def test_what_reads_results(command: str, results: Path) -> None:
-    arguments = [sys.executable, *shlex.split(command)[1:]]
+    arguments = python_command(command)
     done = subprocess.run(arguments, cwd=results.parent, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "ok" in done.stdout
+
+
+@pytest.mark.parametrize("command", LISTS)
+def test_what_lists(command: str) -> None:
+    assert run_harness_command(command).count("\n") > 1
+
+
+def run_harness_command(command: str) -> str:
+    done = subprocess.run(python_command(command), cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
 
 
 @pytest.mark.long
@@ -115,6 +145,6 @@ def test_as_it_stands(command: str, tmp_path: Path) -> None:
         command = command.replace(often, once)
     for name in ("conf", "sweeps", "harness", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    arguments = [sys.executable, *shlex.split(command)[1:]]
+    arguments = python_command(command)
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -412,8 +412,8 @@ def test_redaction_leaves_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_another_tracker_is_one_file_and_its_yaml(tmp_path: Path) -> None:
-    """That of docs/extending.md, put in place."""
-    page = (ROOT / "docs" / "extending.md").read_text()
+    """That of docs/development/extending.md, put in place."""
+    page = (ROOT / "docs" / "development" / "extending.md").read_text()
     (block,) = [found for found in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def connect(" in found]
     for folder in ("harness", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -21,7 +21,7 @@ def page_name(page: Path) -> str:
 
 
 def links(page: Path) -> list[str]:
-    """The targets of a page's links and images that lie in this repository, without anchors."""
+    """Return the targets of a page's links and images that lie in this repository, without anchors."""
     targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     return [target.partition("#")[0] for target in targets if "://" not in target and not target.startswith("#")]
 
