@@ -9,9 +9,15 @@ import torch
 
 from harness.config.schema import CheckpointingConfig, PrecisionConfig, RunConfig
 from harness.cost_model.capacity import capacity_problem
-from harness.cost_model.flops import layer_flops, model_flops, attention_product_flops, recomputed_flops, recomputed_layers
+from harness.cost_model.flops import (
+    attention_product_flops,
+    layer_flops,
+    model_flops,
+    recomputed_flops,
+    recomputed_layers,
+)
 from harness.cost_model.memory import activation_bytes, estimate_memory
-from harness.engines import deepspeed as deepspeed_engine
+from harness.engines.deepspeed import compatibility
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
 from harness.measure.activations import ActivationMeter
@@ -178,7 +184,7 @@ def test_biases_that_would_be_added_twice_are_refused(results: Path) -> None:
 def test_biases_added_twice_are_found(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = "+strategy.options.memory_efficient_linear=false"
     assert run_with(results, worker_main.main, *BIASED, own)["row"]["status"] == "ok"
-    monkeypatch.setattr(deepspeed_engine, "has_own_linear", lambda *_: False)
+    monkeypatch.setattr(compatibility, "replaces_linear_function", lambda *_: False)
     assert_not_proven(run_with(results, worker_main.main, *BIASED), "gradient deviates")
 
 

@@ -27,6 +27,7 @@ from harness.config.schema import ClusterConfig
 from harness.measure.environment import PREFIXES, VARIABLES, collect_environment, relevant_variables
 from harness.measure.host_usage import HostUsageMeter, peak_rss_bytes
 from harness.metrics.disturbance import disturbance_text, trend_text
+from harness.records.rank_report import HostUsage
 from harness.runner.local_machine import detect_machine
 from tests.support.commands import ROOT
 
@@ -185,7 +186,7 @@ QUIET_STEPS = [0.05, 0.051, 0.049, 0.05, 0.052, 0.05, 0.05, 0.049, 0.051, 0.05]
 def test_real_busy_processes_are_others() -> None:
     with busy_processes():
         used = used_while(lambda: spin(0.8))
-    assert re.search(rf"other processes took \d+\.\d of {MACHINE.cores} cores", disturbance_text(QUIET_STEPS, [used]))
+    assert re.search(rf"other processes took \d+\.\d of {MACHINE.cores} cores", disturbance_text(QUIET_STEPS, [HostUsage(**used)]))
     assert used["busy_seconds"] < used["core_seconds"] + 0.001 and used["core_seconds"] > 0.5 * 0.8 * MACHINE.cores
     assert used["helper_cpu_seconds"] < 0.2 * used["seconds"]  # of whoever started the tests
 
@@ -213,7 +214,7 @@ def test_ranks_and_everyone_else_are_all_who_keep_cores_busy() -> None:
             ranks = list(pool.map(_rank, [pids, pids]))
             alone = _started() == before
         assert {rank["pid"] for rank in ranks} == pids and len(pids) == 2
-        said = disturbance_text(QUIET_STEPS, ranks)
+        said = disturbance_text(QUIET_STEPS, [HostUsage(**rank) for rank in ranks])
         if "other processes" not in said:
             return
         assert not alone, said
@@ -312,14 +313,14 @@ PAIR = [RANK, RANK | {"pid": 11}]
     ],
 )
 def test_what_disturbs_is_said_in_words(changes: dict[str, Any], said: str) -> None:
-    assert disturbance_text(QUIET_STEPS, [rank | changes for rank in PAIR]) == said
+    assert disturbance_text(QUIET_STEPS, [HostUsage(**rank | changes) for rank in PAIR]) == said
 
 
 def test_each_host_is_judged_by_its_own_ranks_and_by_the_least_of_them() -> None:
     crowded = RANK | {"host": "b", "busy_seconds": 30.0}
-    assert disturbance_text([], [*PAIR, crowded]) == "other processes took 2.0 of 4 cores on b"
-    assert disturbance_text([], [RANK | {"busy_seconds": 30.0}, PAIR[1]]) == ""
-    assert disturbance_text([0.1] * 5 + [0.2] * 5, [crowded | {"clocks_lowered": ["heat"]}]) == (
+    assert disturbance_text([], [HostUsage(**rank) for rank in (*PAIR, crowded)]) == "other processes took 2.0 of 4 cores on b"
+    assert disturbance_text([], [HostUsage(**RANK | {"busy_seconds": 30.0}), HostUsage(**PAIR[1])]) == ""
+    assert disturbance_text([0.1] * 5 + [0.2] * 5, [HostUsage(**crowded | {"clocks_lowered": ["heat"]})]) == (
         "steps became 100% slower from the first third to the last; other processes took 2.0 of 4 cores;"
         " a device's clocks were lowered (heat)"
     )

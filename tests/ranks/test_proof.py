@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from harness.proof.training import _copies, _mean, compare_training
-from harness.runner import run
+from harness.records.rank_report import RankReport
+from harness.runner import reference
 from harness.worker import main as worker_main
 from tests.support import faults
 from tests.support.commands import assert_not_proven, run_with
@@ -32,7 +33,7 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
 @pytest.mark.parametrize(
     ("fault", "strategy", "found"),
     [
-        (faults.sharding_dropped, "fsdp_full_shard", "parameters of embed_tokens.weight: held by 2 of 2 ranks"),
+        (faults.sharding_dropped, "fsdp_full_shard", "parameters of embed_tokens.weight: 2 of 2 ranks hold them"),
         (faults.lower_stage, "zero2", "0.67 x the"),
         (faults.other_data, "ddp", "loss deviates"),
         (faults.summed, "ddp", "gradient deviates by"),
@@ -41,7 +42,7 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
         (faults.halved, "ddp precision=bf16_mixed", "layers.1.input_layernorm.weight"),
         (faults.halved, "zero2 precision=bf16", "layers.1.input_layernorm.weight"),
         (faults.scale_never_taken_out, "ddp precision=fp16_mixed", "gradient deviates"),
-        (faults.summed_in_16_bit, "zero2 precision=bf16_mixed", "gradients: summed in bfloat16"),
+        (faults.summed_in_16_bit, "zero2 precision=bf16_mixed", "gradients: they are accumulated in bfloat16"),
         (faults.never_broadcast, "zero1_torch", "the parameter of embed_tokens.weight is not the same on all ranks"),
         (faults.unsynchronised, "ddp", "sent 0 bytes a step along dp_replicate"),
         (faults.uncounted, "fsdp_full_shard", "0.68 x the"),
@@ -59,14 +60,18 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
             marks=LONG,
         ),
         (faults.other_optimizer, "ddp", "exp_avg in float32 are not held"),
-        (faults.tensor_parallel_dropped, "tp", "parameters of embed_tokens.weight: held by 2 of 2 ranks"),
+        (faults.tensor_parallel_dropped, "tp", "parameters of embed_tokens.weight: 2 of 2 ranks hold them"),
         (faults.rows_not_summed, "tp", "0.50 x the"),
         pytest.param(faults.rows_not_summed, "tp", "loss deviates", marks=LONG),
         (faults.vocabulary_shifted, "tp", "loss deviates"),
-        (faults.whole_gradient, "tp", "gradients of embed_tokens.weight: held by 2 of 2 ranks, the layout says 1"),
+        (
+            faults.whole_gradient,
+            "tp",
+            "gradients of embed_tokens.weight: 2 of 2 ranks hold them, and the layout has 1 copies",
+        ),
         (faults.norms_not_summed, "tp_sp", "layernorm.weight's "),
         (faults.other_weights, "pp_1f1b", "layers.3."),
-        (faults.other_layers, "pp_1f1b", "whose stage of the pipeline does not have it"),
+        (faults.other_layers, "pp_1f1b", "its pipeline stage does not have this parameter"),
         (faults.other_schedule, "pp_1f1b", "rank 0 had 4 passes in flight, strategy.schedule=1f1b says 2"),
         pytest.param(faults.norm_of_one_stage, "pp_gpipe", "the global gradient norm is not the same", marks=LONG),
         (faults.boundary_sent_twice, "pp_gpipe", "along pp send, 2.00 x the"),
@@ -74,7 +79,7 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
         (faults.norms_drift, "tp precision=bf16_mixed", "master of norm.weight is not the same on all ranks"),
         (faults.clipped_elsewhere, "tp precision=bf16_mixed", "first moments"),
         (faults.weights_not_put_off, "pp_zero_bubble", "put off the weights' gradients of 0 backwards in a step, 4"),
-        (faults.whole_model_built, "pp_1f1b", "bytes when it was built"),
+        (faults.whole_model_built, "pp_1f1b", "bytes while it was built"),
         (faults.loss_of_its_own, "pp_1f1b", "the loss of the same data is not the same"),
         pytest.param(faults.never_recomputed, "pp_1f1b checkpointing=full", "0 second forwards of a layer", marks=LONG),
         (
@@ -99,7 +104,7 @@ def test_missing_synchronisation_shows_in_gradients_too(results: Path) -> None:
 
 def test_a_reference_that_fails_leaves_nothing_to_prove(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ordinary = worker_main.main
-    monkeypatch.setattr(run, "work", faults.not_finite)
+    monkeypatch.setattr(reference, "worker_entry", faults.not_finite)
     row = run_with(results, ordinary, "strategy=ddp", "train.seed=5")["row"]
     assert row["status"] == "error"
     assert row["reason"].startswith("nothing to compare with, the single process failed: not proven: the loss is not")
@@ -114,8 +119,8 @@ def test_a_copy_that_some_ranks_lack_is_no_copy() -> None:
     """Shards A and B on two ranks, A on a third too: the odd one is compared with nothing, so it cannot agree."""
     halves = (((0, 2),), ((2, 4),))
 
-    def rank(box: tuple[tuple[int, int], ...], square: float) -> dict[str, Any]:
-        return {"last_gradients": [["w", [4], box, square, 1.0]]}
+    def rank(box: tuple[tuple[int, int], ...], square: float) -> RankReport:
+        return RankReport.from_json({"last_gradients": [["w", [4], box, square, 1.0]]})
 
     empty = rank(((4, 4),), 0.0)
     whole = [rank(halves[0], 3.0), rank(halves[1], 1.0), empty, empty]
@@ -135,11 +140,12 @@ def test_a_gradient_below_the_rounding_of_the_others_is_held_to_that_at_the_last
     """At the first step, and in fp32, every gradient is held to itself however small."""
     small = 0.2 * 2.0**-8  # of the average; between two 16-bit runs it may differ by as much as itself
 
-    def rank(query: float) -> dict[str, Any]:
+    def rank(query: float) -> RankReport:
         entries = [["v.weight", [4], ((0, 4),), 8.0, 0.5], ["q.weight", [4], ((0, 4),), query**2, query]]
         still = [[name, shape, box, 1.0, 0.5] for name, shape, box, _, _ in entries]
         moments = dict.fromkeys(("first_gradients", "first_moments", "last_gradients"), still)
-        return {"rank": 0, "losses": [1.0], "grad_norms": [1.0], **moments, moment: entries}
+        losses = {"rank": 0, "losses": [1.0], "grad_norms": [1.0]}
+        return RankReport.from_json(losses | moments | {moment: entries})
 
     def found(query: float, compute: str) -> float:
         return compare_training(rank(2 * small), [rank(query)], compute).gradient

@@ -22,6 +22,7 @@ import harness.models.activation_checkpoint
 import harness.models.build
 import harness.models.decoder
 import harness.models.init_weights
+import harness.models.loss
 from harness.config.schema import CheckpointingConfig
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import initialize as deepspeed_initialize
@@ -151,9 +152,7 @@ def every_layer_recomputed(run_dir: str) -> None:
     """Every layer is checkpointed, whatever was asked for."""
     apply = harness.models.build.apply_checkpointing
     full = CheckpointingConfig("full")
-    harness.models.build.apply_checkpointing = lambda model, checkpointing, probe: apply(
-        model, full, probe
-    )
+    harness.models.build.apply_checkpointing = lambda model, checkpointing, probe: apply(model, full, probe)
     worker_main.main(run_dir)
 
 
@@ -238,8 +237,8 @@ def other_optimizer(run_dir: str) -> None:
 
 def not_finite(run_dir: str) -> None:
     """The loss is not a number from the start."""
-    loss_function = harness.models.decoder.loss_function
-    harness.models.decoder.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
+    loss_function = harness.models.loss.loss_function
+    harness.models.loss.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
     worker_main.main(run_dir)
 
 

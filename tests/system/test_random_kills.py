@@ -15,8 +15,8 @@ import pytest
 
 from harness.records.schema import Record
 from harness.records.store import read_all
-from harness.runner import run
 from harness.runner.context import RunContext
+from harness.sweep.executors import sequential
 from tests.support import faults, random_kills
 from tests.support.commands import Harness, run_harness, run_with
 from tests.support.folder_invariants import Ledger, differences, litter
@@ -78,7 +78,7 @@ def test_every_end_in_one_sweep_is_a_row_and_the_next_command_mends_them(
 ) -> None:
     sweep = ("-m", "name=sweep", "strategy=ddp,fsdp_full_shard,tp,single", *TINY, "train.warmup_steps=2")
     with monkeypatch.context() as patched:
-        patched.setattr(run, "Means", functools.partial(RunContext, faults.each_its_own))
+        patched.setattr(sequential, "RunContext", functools.partial(RunContext, faults.each_its_own))
         assert harness(*sweep, "hang_seconds=30").returncode == 1
     rows = of_strategies(tmp_path / "results")
     found = {name: (row["status"], row["failed_in_phase"]) for name, row in rows.items() if row["status"] != "ok"}
