@@ -34,7 +34,7 @@ class BulletList:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose first `label_columns` columns are text and whose other columns are numbers; a cell may be a Best."""
+    """A table whose first `label_columns` columns are text and whose other are numbers; a cell may be a Best."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]

@@ -81,11 +81,12 @@ def _fastest(by_speed: Sequence[ReportedLine]) -> str:
         names = join_words([line.label for line in rivals[:_MOST_LINES]])
         more = f" or {len(rivals) - _MOST_LINES} more" if len(rivals) > _MOST_LINES else ""
         return (
-            f"Fastest by its median is {first.label}: {first.speed_text}{spread_of_first}, but the spreads leave open whether"
-            f" {names}{more} {'are' if len(rivals) > 1 else 'is'} as fast."
+            f"Fastest by its median is {first.label}: {first.speed_text}{spread_of_first}, but the spreads leave"
+            f" open whether {names}{more} {'are' if len(rivals) > 1 else 'is'} as fast."
         )
     second = by_speed[1]
-    return f"{first.label} is fastest: {first.speed_text}{spread_of_first}, {first.speed / second.speed:.2f} × of {second.label}, the next."
+    lead = f"{first.speed / second.speed:.2f} × of {second.label}, the next"
+    return f"{first.label} is fastest: {first.speed_text}{spread_of_first}, {lead}."
 
 
 def _has_spread(line: ReportedLine) -> bool:
@@ -109,7 +110,8 @@ def _smallest(lines: Sequence[ReportedLine], fastest: ReportedLine) -> str:
         return text + "."
     if smallest is fastest:
         return text + ", the fastest too."
-    return f"{text}, {_share(smallest.peak, fastest.peak)} of {fastest.label}'s, at {_times(smallest, fastest)} of its tokens/s."
+    share, times = _share(smallest.peak, fastest.peak), _times(smallest, fastest)
+    return f"{text}, {share} of {fastest.label}'s, at {times} of its tokens/s."
 
 
 def _front(lines: Sequence[ReportedLine]) -> list[ReportedLine]:

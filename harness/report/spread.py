@@ -1,4 +1,4 @@
-"""How certain a figure is: repeated runs merged into one line, their spread, and the ratios that it leaves unsettled."""
+"""How certain a figure is: repeated runs merged into one line, their spread, and ratios that it leaves unsettled."""
 
 import dataclasses
 import statistics

@@ -55,8 +55,8 @@ def prediction_sentences(view: View) -> Iterator[str]:
     if errors:
         count, middle, largest = pluralize(len(errors), "line"), statistics.median(errors), max(errors)
         yield (
-            f"The peaks predicted for {count} are off by {percent_text(middle)} in the median and by {percent_text(largest)} at"
-            " most."
+            f"The peaks predicted for {count} are off by {percent_text(middle)} in the median and by"
+            f" {percent_text(largest)} at most."
         )
 
 
@@ -66,4 +66,5 @@ def failure_sentences(view: View) -> Iterator[str]:
     failed = {status: statuses.count(status) for status in dict.fromkeys(statuses) if status != "ok"}
     if failed:
         counts = ", ".join(f"{count} {status}" for status, count in failed.items())
-        yield f"{sum(failed.values())} of {len(statuses)} lines have no figures ({counts}): the reasons are under Failures."
+        total = sum(failed.values())
+        yield f"{total} of {len(statuses)} lines have no figures ({counts}): the reasons are under Failures."

@@ -107,7 +107,7 @@ def _notes(table: pd.DataFrame, lines: Sequence[Record]) -> list[str]:
 
 
 def _by_value(label: str, runs: Sequence[Record], value_of: Callable[[Row], Any]) -> list[tuple[Any, str]]:
-    """Return the values that a line's runs have, each with the label, and with their repeats if not all runs have it."""
+    """Return the values that a line's runs have, each with the label, and with repeats if not all runs have it."""
     repeats: dict[Any, list[str]] = {}
     for run in runs:
         if value := value_of(run.row):

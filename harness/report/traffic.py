@@ -11,7 +11,7 @@ from harness.report.view import View
 
 
 def traffic_section(view: View) -> list[Section]:
-    """Return the sections on what the rank that sends most sends: in total, against the formula, and by message size."""
+    """Return the sections on what the rank that sends most sends: in total, against the formula, by message size."""
     return [*_communication(view), *_formula(view)]
 
 

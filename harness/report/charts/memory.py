@@ -135,7 +135,8 @@ def predicted(view: View) -> Chart | None:
     errors = [(line.label, 100 * (planned / measured - 1)) for line, planned, measured in shown]
     alt_text = (
         f"Predicted against measured peak memory of {pluralize(len(shown), 'line')} in {unit.name};"
-        f" prediction over measurement less 1, in %: {range_text(errors, '+.2f')}.{omitted_text(len(shown), len(pairs))}"
+        f" prediction over measurement less 1, in %: {range_text(errors, '+.2f')}."
+        f"{omitted_text(len(shown), len(pairs))}"
     )
     points = [
         line.datum(x=planned / unit.size, y=measured / unit.size, planned=planned, measured=measured, error=error)

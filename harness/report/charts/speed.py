@@ -48,14 +48,14 @@ def throughput(view: View) -> Chart | None:
             total=speed * (1 + (relative_spread or 0)),
             low=max(0.0, speed * (1 - (relative_spread or 0))),
             shown=text,
-            relative_spread=None if relative_spread is None else 100 * relative_spread,
+            apart=None if relative_spread is None else 100 * relative_spread,
         )
         for (line, speed, relative_spread), text in zip(ok, shown, strict=True)
     ]
     y = marks.label_axis()
-    tooltip = marks.tooltips(("value:Q", "tokens per second", ",.2f"), ("relative_spread:Q", "spread, ± %", ".2f"))
+    tooltip = marks.tooltips(("value:Q", "tokens per second", ",.2f"), ("apart:Q", "spread, ± %", ".2f"))
     bar = marks.filterable_layer(values).mark_bar(color=style.MEASURED)
-    with_spread = marks.filterable_layer([datum for datum in values if datum["relative_spread"]])
+    with_spread = marks.filterable_layer([datum for datum in values if datum["apart"]])
     low = marks.from_zero("low", title)
     layers = [
         bar.encode(x=marks.from_zero("value", title), y=y, tooltip=tooltip),

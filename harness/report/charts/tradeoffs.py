@@ -134,8 +134,8 @@ def checkpointing(view: View) -> Chart | None:
         for saving in drawn
     ]
     alt_text = (
-        f"What checkpointing saves and costs in {pluralize(len(drawn), 'line')}, each over the same run without: peak memory"
-        f" saved, in %, {range_text([(p['label'], p['y']) for p in points])}; step longer, in %,"
+        f"What checkpointing saves and costs in {pluralize(len(drawn), 'line')}, each over the same run without:"
+        f" peak memory saved, in %, {range_text([(p['label'], p['y']) for p in points])}; step longer, in %,"
         f" {range_text([(p['label'], p['x']) for p in points])}.{omitted_text(len(drawn), len(all_savings))}"
     )
     saved = [value for point in points for value in (point["y"], point["held"]) if value is not None]

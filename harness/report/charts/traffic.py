@@ -29,8 +29,9 @@ def traffic(view: View) -> Chart | None:
     unit = byte_unit([size for *_, sent, formula in entries for size in (sent, formula)])
     ends = [(f"{line.label} on {axis}", sent / unit.size) for line, axis, sent, _ in entries]
     alt_text = (
-        f"Bytes a rank sends in a step of {pluralize(len(drawn), 'line')} by mesh axis ({', '.join(axes)}) in {unit.name}, beside"
-        f" the layout's formula: {range_text(ends)}."
+        f"Bytes a rank sends in a step of {pluralize(len(drawn), 'line')} by mesh axis ({', '.join(axes)})"
+        f" in {unit.name},"
+        f" beside the layout's formula: {range_text(ends)}."
         f"{omitted_text(len(drawn), len(lines))}"
     )
     shown = format_numbers([sent for _, _, sent, _ in entries], unit)
