@@ -25,7 +25,9 @@ class RunSpec:
     device: str  # cpu | cuda
     threads: int  # per rank
     allocator: str | None = None  # the counting allocator's library, if it could be built
-    environment: dict[str, str] = field(default_factory=dict)  # variables that every rank sets before it builds its engine
+    environment: dict[str, str] = field(
+        default_factory=dict
+    )  # variables that every rank sets before it builds its engine
     memory_snapshot: bool = False  # whether every rank writes one of its profiled step
 
     def write(self, run_dir: Path) -> None:

@@ -1,5 +1,6 @@
 """What must hold of every finished row: its parts are the whole, in memory, time and bytes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from harness.metrics.memory import at_peak_columns
 from harness.metrics.step_time import PARTS
 from harness.proof.layout import box_numel
+from harness.records.rank_report import RankReport
 from harness.tensors.shard import GATHERED
 
 STANDING_BYTES = 64 * 1024  # rotary tables, losses, counters: what no one claims between steps
@@ -15,25 +17,25 @@ STANDING_BYTES = 64 * 1024  # rotary tables, losses, counters: what no one claim
 GLUE_SECONDS = {2: 0.01, 4: 0.025}  # by world size
 
 
-def check_memory(row: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def check_memory(row: dict[str, Any], ranks: Sequence[RankReport]) -> None:
     """Every rank's peak to the byte, and state at the peak as it is at rest."""
     label = row["run_id"]
     parts = {name: size for name, size in row.items() if name.startswith("at_peak_")}
     assert sum(parts.values()) == row["peak_allocated_bytes"], label
     assert all(size >= 0 for size in parts.values()), (label, parts)
     for rank in ranks:
-        found, profiled = at_peak_columns(rank), rank["profiled"]
+        found, profiled = at_peak_columns(rank), rank.profiled
         whole = sum(size for name, size in found.items() if name.endswith("_bytes"))
-        assert whole == rank["peak_allocated_bytes"], label
+        assert whole == rank.peak_allocated_bytes, label
         assert found["at_peak_unmatched_bytes"] == found["at_peak_rounding_bytes"] == 0, (label, found)
-        whole_at_rest = sum(box_numel(box) for _, slot, _, box, _ in rank["parameters"] if slot == GATHERED)
-        at_rest = rank["parameter_bytes"] - 4 * whole_at_rest
+        whole_at_rest = sum(box_numel(held.box) for held in rank.parameter_shards if held.state_name == GATHERED)
+        at_rest = rank.parameter_bytes - 4 * whole_at_rest
         assert found["at_peak_parameter_bytes"] == at_rest, (label, found)
-        assert found["at_peak_optimizer_bytes"] == rank["optimizer_bytes"], (label, found)
-        assert found["at_peak_activation_bytes"] <= profiled["activation_bytes"], (label, found)
+        assert found["at_peak_optimizer_bytes"] == rank.optimizer_bytes, (label, found)
+        assert found["at_peak_activation_bytes"] <= profiled.activation_bytes, (label, found)
         assert found["peak_phase"] != "between", label
-        unnamed = [part for part in profiled["at_peak"]["parts"] if part["what"] == "from before the step"]
-        assert sum(part["bytes"] for part in unnamed) < STANDING_BYTES, (label, unnamed)
+        unnamed = [part for part in profiled.at_peak.parts if part.what == "from before the step"]
+        assert sum(part.bytes for part in unnamed) < STANDING_BYTES, (label, unnamed)
 
 
 def check_time(row: dict[str, Any]) -> float:

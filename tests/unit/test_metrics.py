@@ -9,6 +9,7 @@ from harness.metrics.columns import measured_columns
 from harness.metrics.memory import at_peak_columns, memory_columns
 from harness.metrics.step_time import PARTS, pipeline_entries
 from harness.metrics.traffic import bytes_by_axis
+from harness.records.rank_report import RankReport
 from tests.support.commands import compose_config
 
 PHASES = {"data": 0.05, "forward": 0.3, "backward": 0.4, "norm": 0.05, "optimizer": 0.1}  # shares of a step
@@ -68,6 +69,10 @@ def rank(number: int, seconds: list[float], peak: int, **profiled: Any) -> dict[
     }
 
 
+def reports(*ranks: dict[str, Any]) -> list[RankReport]:
+    return [RankReport.from_json(values) for values in ranks]
+
+
 def test_figures_are_the_whole_worlds() -> None:
     config = compose_config("train.global_batch=8", "train.seq_len=32", "train.steps=3")
     ranks = [rank(0, [1.0, 2.0, 9.0], 1000), rank(1, [3.0, 1.0, 1.0], 1500)]
@@ -111,7 +116,7 @@ def test_a_gpu_waits_inside_its_phases_too() -> None:
         one = rank(0, [1.0], 1000) | {"device_name": name}
         forward = one["traced"]["phases"]["forward"]
         forward["waiting_seconds"] = 0.5 * forward["seconds"]
-        idle[name] = measured_columns(config, resolve_layout(config.strategy, 1), [one])["idle_seconds"]
+        idle[name] = measured_columns(config, resolve_layout(config.strategy, 1), reports(one))["idle_seconds"]
     assert idle["NVIDIA H200"] == pytest.approx(idle["cpu"] + 0.5 * one["phase_seconds"]["forward"][0])
 
 
@@ -152,20 +157,20 @@ def test_waiting_of_a_pipeline_is_idle() -> None:
 def test_a_profiled_step_unlike_the_timed_ones_explains_nothing() -> None:
     one = rank(0, [1.0], 1000)
     one["profiled"]["at_peak"]["parts"][-1]["bytes"] -= 40
-    assert at_peak_columns(one) == {}
+    assert at_peak_columns(RankReport.from_json(one)) == {}
     near = rank(0, [1.0], 1000) | {"peak_reserved_bytes": 1200}
     near["profiled"]["peak_allocated_bytes"] -= 40
     near["profiled"]["at_peak"]["bytes"] -= 40
     near["profiled"]["at_peak"]["parts"][-1]["bytes"] -= 40
-    assert at_peak_columns(near)["at_peak_unmatched_bytes"] == 40
+    assert at_peak_columns(RankReport.from_json(near))["at_peak_unmatched_bytes"] == 40
     for lost in (-1, 300):  # blocks that the log lacks are no rounding
         odd = rank(0, [1.0], 1000) | {"peak_reserved_bytes": 1200}
         odd["profiled"]["at_peak"]["bytes"] -= lost
-        assert at_peak_columns(odd) == {}
+        assert at_peak_columns(RankReport.from_json(odd)) == {}
     on_gpu = rank(0, [1.0], 1000) | {"peak_reserved_bytes": 1200}
     on_gpu["profiled"]["at_peak"] |= {"bytes": 980}
     on_gpu["profiled"]["at_peak"]["parts"][-1]["bytes"] -= 20
-    found = at_peak_columns(on_gpu)
+    found = at_peak_columns(RankReport.from_json(on_gpu))
     assert (found["at_peak_rounding_bytes"], found["at_peak_unmatched_bytes"]) == (20, 0)
 
 
@@ -174,7 +179,7 @@ def test_what_is_outside_the_formula_is_named() -> None:
     layout, one = resolve_layout(config.strategy, 2), rank(1, [1.0], 1000)
     norm = one["profiled"]["communication"][0] | {"purpose": "clip_grads", "bytes_sent": 8.0}
     one["profiled"]["communication"].append(norm)
-    assert bytes_by_axis(layout, one, {"dp_replicate": 90.0, "dp_shard": 0.0, "pp send": 0.0}) == [
+    assert bytes_by_axis(layout, RankReport.from_json(one), {"dp_replicate": 90.0, "dp_shard": 0.0, "pp send": 0.0}) == [
         {"axis": "dp_replicate", "bytes": 100.0, "formula_bytes": 90.0, "outside": {"clip_grads all_reduce": 8.0}}
     ]
 

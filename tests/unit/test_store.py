@@ -205,7 +205,7 @@ def test_corrupt_records_are_named_and_not_fatal(tmp_path: Path) -> None:
     assert [entry["row"]["run_id"] for entry in found.records] == ["good"]
     named = {Path(problem.split(" ")[0]).parent.name for problem in found.problems}
     assert named == {*broken, "bytes", "folder"} and not any("\n" in problem for problem in found.problems)
-    assert "schema_version=2 is not 1" in next(problem for problem in found.problems if "newer" in problem)
+    assert "schema_version=3 is not 2" in next(problem for problem in found.problems if "newer" in problem)
     with pytest.raises(UserError, match=r"cut/record\.json is not a whole record"):
         read_record(tmp_path / "cut")
     with pytest.raises(UserError, match="not a directory"):

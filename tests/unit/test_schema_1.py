@@ -1,0 +1,58 @@
+"""Runs recorded with schema version 1, under the columns' earlier names, are still read by every reader."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from harness.cli.diff import main as diff
+from harness.cli.report import main as report
+from harness.cli.status import main as status
+from harness.records.columns import RENAMED_COLUMNS, with_current_names
+from harness.records.columns_page import columns_page
+from harness.records.rank_report import RankReport
+from harness.records.schema import SCHEMA_VERSION
+from harness.records.store import read_all
+
+REPOSITORY = Path(__file__).parents[2]
+
+EXAMPLE = REPOSITORY / "tests" / "data" / "schema_1" / "all"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(EXAMPLE, tmp_path / "all"))
+
+
+def test_rows_have_the_current_names_and_the_same_values(folder: Path) -> None:
+    loaded = read_all(folder)
+    assert len(loaded.records) == 2 and not loaded.problems
+    for record in loaded.records:
+        stored = json.loads((folder / record.run_id / "record.json").read_text())
+        assert stored["schema_version"] == 1 and record.schema_version == SCHEMA_VERSION
+        assert record.row == with_current_names(stored["row"])
+        assert not record.row.keys() & RENAMED_COLUMNS.keys()
+        assert record.row["executed_flops"] == stored["row"]["hardware_flops"]
+
+
+def test_rank_reports_are_written_as_they_were_read() -> None:
+    for path in EXAMPLE.glob("*/ranks/*.json"):
+        values = json.loads(path.read_text())
+        assert json.dumps(RankReport.from_json(values).to_json()) == json.dumps(values)
+
+
+def test_commands_read_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, arguments in ((report, [folder]), (status, [folder]), (diff, [folder, folder])):
+        assert not command(list(map(str, arguments)))
+    assert "ddp" in capsys.readouterr().out
+
+
+def test_published_comparisons_can_be_read() -> None:
+    folders = [path.parent for path in (REPOSITORY / "results" / "published").glob("*/*/record.json")]
+    for path in {folder.parent for folder in folders}:
+        assert not read_all(path).problems, path
+
+
+def test_the_committed_reference_page_is_current() -> None:
+    assert (REPOSITORY / "docs" / "reference" / "columns.md").read_text() == columns_page()
