@@ -64,7 +64,10 @@ def why_not_train(run: RecordedRun) -> Iterator[str]:
     if layout.offload != "none" and not layout.uses_deepspeed_zero:
         yield f"strategy.offload={layout.offload} with fully_shard is not exported"
     if layout.partitions_by_parameter and layout.dp_replicate > 1:
-        yield f"strategy.dp_replicate={layout.dp_replicate} with ZeroRedundancyOptimizer over part of the ranks is not exported"
+        yield (
+            f"strategy.dp_replicate={layout.dp_replicate} with ZeroRedundancyOptimizer over part of the ranks is not"
+            " exported"
+        )
     if layout.tp > 1 and config.model.tie_word_embeddings:
         yield f"model.tie_word_embeddings=true is tied again by this project after strategy.tp={layout.tp} is applied"
     if layout.sequence_parallel and config.model.architecture.learned_positions:
