@@ -203,7 +203,11 @@ def test_dropout_can_be_repeated_and_compares_with_nothing(results: Path) -> Non
     ("fault", "overrides", "found"),
     [
         (faults.masks_of_their_own, (*DROPPING, "strategy=tp"), "the global gradient norm is not the same"),
-        (faults.heads_drop_alike, (*DROPPING, "strategy=tp"), "heads of rank 0 drew masks as of [None]"),
+        (
+            faults.heads_drop_alike,
+            (*DROPPING, "strategy=tp"),
+            "the heads of rank 0 drew the masks of tensor-parallel ranks [None], and [0] are expected",
+        ),
         (faults.masks_alike, (*DROPPING, "strategy=ddp"), "drew the same masks"),
         (faults.bias_summed_twice, ("model=gpt_tiny", "world_size=2", "strategy=tp"), ".bias's first gradients"),
         (

@@ -75,7 +75,10 @@ def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: s
         (faults.autotp_rows_not_summed, "along tp all_reduce, which is 0.71 x the"),
         (faults.autotp_not_marked, "first moments"),  # clipped by a norm that is too small
         (faults.autotp_parts_swapped, "gradient deviates"),
-        (faults.autotp_dropped, "layers.0.self_attn.q_proj.weight: 2 of 2 ranks hold them, and the layout has 1 copies"),
+        (
+            faults.autotp_dropped,
+            "layers.0.self_attn.q_proj.weight: 2 of 2 ranks hold them, and the layout has 1 copies",
+        ),
     ],
 )
 def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], found: str) -> None:

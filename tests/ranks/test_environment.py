@@ -186,7 +186,9 @@ QUIET_STEPS = [0.05, 0.051, 0.049, 0.05, 0.052, 0.05, 0.05, 0.049, 0.051, 0.05]
 def test_real_busy_processes_are_others() -> None:
     with busy_processes():
         used = used_while(lambda: spin(0.8))
-    assert re.search(rf"other processes took \d+\.\d of {MACHINE.cores} cores", disturbance_text(QUIET_STEPS, [HostUsage(**used)]))
+    assert re.search(
+        rf"other processes took \d+\.\d of {MACHINE.cores} cores", disturbance_text(QUIET_STEPS, [HostUsage(**used)])
+    )
     assert used["busy_seconds"] < used["core_seconds"] + 0.001 and used["core_seconds"] > 0.5 * 0.8 * MACHINE.cores
     assert used["helper_cpu_seconds"] < 0.2 * used["seconds"]  # of whoever started the tests
 
@@ -318,7 +320,10 @@ def test_what_disturbs_is_said_in_words(changes: dict[str, Any], said: str) -> N
 
 def test_each_host_is_judged_by_its_own_ranks_and_by_the_least_of_them() -> None:
     crowded = RANK | {"host": "b", "busy_seconds": 30.0}
-    assert disturbance_text([], [HostUsage(**rank) for rank in (*PAIR, crowded)]) == "other processes took 2.0 of 4 cores on b"
+    assert (
+        disturbance_text([], [HostUsage(**rank) for rank in (*PAIR, crowded)])
+        == "other processes took 2.0 of 4 cores on b"
+    )
     assert disturbance_text([], [HostUsage(**RANK | {"busy_seconds": 30.0}), HostUsage(**PAIR[1])]) == ""
     assert disturbance_text([0.1] * 5 + [0.2] * 5, [HostUsage(**crowded | {"clocks_lowered": ["heat"]})]) == (
         "steps became 100% slower from the first third to the last; other processes took 2.0 of 4 cores;"

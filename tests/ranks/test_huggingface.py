@@ -248,7 +248,9 @@ def test_what_is_no_model_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert "not a causal language model" in complaint({"path": str(tmp_path)})
     assert "has no dropout of its own" in complaint({"path": str(folder(tmp_path, "llama")), "dropout": 0.1})
-    assert "model.rope_theta=7.0 cannot be set" in complaint({"path": str(folder(tmp_path, "llama")), "rope_theta": 7.0})
+    assert "model.rope_theta=7.0 cannot be set" in complaint(
+        {"path": str(folder(tmp_path, "llama")), "rope_theta": 7.0}
+    )
     assert "choose model.attention=eager" in complaint({"path": str(folder(tmp_path, "gptj"))})
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install 'training-harness[hf]'" in complaint({"path": str(folder(tmp_path, "llama"))})

@@ -167,7 +167,11 @@ def test_preload_imports_and_does_nothing_else() -> None:
     assert seen["switch"] is None  # a rank would inherit it
     assert seen["frozen"] > 100_000  # torch alone makes more
     modules = set(seen["modules"])
-    engines = {"harness.engines.torch.pipeline_parallel", "harness.engines.deepspeed.initialize", "harness.engines.accelerate"}
+    engines = {
+        "harness.engines.torch.pipeline_parallel",
+        "harness.engines.deepspeed.initialize",
+        "harness.engines.accelerate",
+    }
     assert modules >= {"deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension", *engines}
     assert "torch._inductor.compile_fx" not in modules  # the compiler: slow to import, and it may start processes
 

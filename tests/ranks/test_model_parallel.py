@@ -175,7 +175,9 @@ def test_micro_batches_in_flight_show_in_the_activations(
             record = records[strategy, checkpointing, world]
             profiled = record["rank_files"][place].profiled
             _, layout = config_of(record)
-            assert profiled.max_in_flight_micro_batches == max_in_flight_micro_batches(layout, PIPELINE_SIZE.micro_batches, place), (
+            assert profiled.max_in_flight_micro_batches == max_in_flight_micro_batches(
+                layout, PIPELINE_SIZE.micro_batches, place
+            ), (
                 strategy,
                 place,
             )
@@ -247,7 +249,9 @@ def test_the_bubble_stands_beside_the_formula(records: dict[tuple[str, str, int]
         _, layout = config_of(record)
         virtual = 2 if strategy == "pp_interleaved" else 1
         formula = (world - 1) / (virtual * PIPELINE_SIZE.micro_batches) / (3 if strategy == "pp_zero_bubble" else 1)
-        assert row["pipeline_bubble_theory"] == bubble_ratio(layout, PIPELINE_SIZE.micro_batches) == pytest.approx(formula)
+        assert (
+            row["pipeline_bubble_theory"] == bubble_ratio(layout, PIPELINE_SIZE.micro_batches) == pytest.approx(formula)
+        )
         assert [entry["rank"] for entry in entries] == list(range(world))
         assert sum(sum(entry["layers"]) for entry in entries) == PIPELINE_SIZE.layers
         for entry, rank in zip(entries, record["rank_files"], strict=True):

@@ -148,13 +148,9 @@ def test_on_a_gpu_every_piece_must_be_where_offload_says() -> None:
     right = {"parameters": {"cuda": 8}, "gradients": {"cpu": 4}, "optimizer": {"cpu": 12}}
     assert placement_problems(found, [rank_on_gpu(**right)]) == []
     on_device = placement_problems(found, [rank_on_gpu(**right | {"optimizer": {"cpu": 8, "cuda": 4}})])
-    assert on_device == [
-        "optimizer: rank 0 holds 4 bytes on cuda, and strategy.offload=optimizer places them on cpu"
-    ]
+    assert on_device == ["optimizer: rank 0 holds 4 bytes on cuda, and strategy.offload=optimizer places them on cpu"]
     moved_too = placement_problems(found, [rank_on_gpu(**right | {"parameters": {"cpu": 8}})])
-    assert moved_too == [
-        "parameters: rank 0 holds 8 bytes on cpu, and strategy.offload=optimizer places them on cuda"
-    ]
+    assert moved_too == ["parameters: rank 0 holds 8 bytes on cpu, and strategy.offload=optimizer places them on cuda"]
     not_asked = dataclasses.replace(found, offload="none")
     assert len(placement_problems(not_asked, [rank_on_gpu(**right)])) == 3
 

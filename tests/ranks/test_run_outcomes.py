@@ -114,7 +114,9 @@ if __name__ == "__main__":
 def test_the_kernels_kill_for_want_of_memory_is_an_oom(tmp_path: Path, small_group: Path) -> None:
     """In a group of its own, so that the kernel really does it."""
     command = [sys.executable, "-c", IN_GROUP, str(small_group), str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.startswith("oom warm-up rank 1 was killed by the kernel because memory ran out"), done
 
 

@@ -143,7 +143,11 @@ def test_the_attention_kernel_is_the_one_that_was_heard(results: Path, attention
             "strategy=ddp train.fused_optimizer=false",
             "ran the optimizer as fused",
         ),
-        (faults.eager_on_one_rank, "strategy=ddp", "attention ran as flash and math, not one on all ranks"),
+        (
+            faults.eager_on_one_rank,
+            "strategy=ddp",
+            "attention ran as flash and math, and not as one kernel on all ranks",
+        ),
     ],
 )
 def test_another_step_than_claimed_is_an_error(

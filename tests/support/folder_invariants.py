@@ -13,7 +13,17 @@ from harness.util.errors import UserError
 
 # What no two runs of one configuration share; of the fullest moment of a step, which of several equals it was.
 MOMENTARY = {
-    *("started_at", "duration_seconds", "noise_warning", "cpu_seconds", "peak_rss_bytes", "mfu", "hfu", "peak_phase", "peak_rank"),
+    *(
+        "started_at",
+        "duration_seconds",
+        "noise_warning",
+        "cpu_seconds",
+        "peak_rss_bytes",
+        "mfu",
+        "hfu",
+        "peak_phase",
+        "peak_rank",
+    ),
     *("tokens_per_second", "tokens_per_second_per_device", "model_flops_per_second_per_device"),
     *("fragmentation_bytes", "non_torch_bytes", "pipeline_bubble", "step_seconds_iqr_ratio"),
 }

@@ -12,8 +12,6 @@ OFFLINE = {"name": "wandb", "mode": "offline", "project": "here", "entity": None
 ONLINE = OFFLINE | {"mode": "online"}
 
 
-
-
 def made(comparison: Path, number: int = 0, **row: Any) -> tuple[Path, Record]:
     """A record by hand, with two steps."""
     run_id = f"ddp-none-tiny-w2-{number:010d}"
