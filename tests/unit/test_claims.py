@@ -148,7 +148,7 @@ def test_all_of_the_sweep_agrees_and_equal_volumes_too() -> None:
 def test_passes_in_flight_are_the_schedules(strategy: str, passes: int, formula: str) -> None:
     claim = of(claims(sweep()), strategy, "most passes")
     assert (claim.expected, claim.measured, claim.limit, claim.agrees) == (passes, passes, formula, True)
-    other = of(claims([record_of(strategy, in_flight=10 - passes)]), strategy, "most passes")
+    other = of(claims([record_of(strategy, max_in_flight_micro_batches=10 - passes)]), strategy, "most passes")
     assert not other.agrees and other.measured == 10 - passes
 
 

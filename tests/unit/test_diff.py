@@ -199,7 +199,7 @@ def test_repeats_are_one_line_and_their_range_is_the_spread(tmp_path: Path) -> N
 def test_changed_ends_say_why_and_rows_of_one_folder_where_they_are(tmp_path: Path) -> None:
     dead = {"status": "oom", "reason": "rank 1 ran out of memory", "tokens_per_second": None}
     first = [record(1, "ddp"), record(2, "zero3"), record(3, "tp")]
-    second = [record(1, "ddp", disturbed="other processes took 1.0 of 2 cores"), record(2, "zero3", **dead)]
+    second = [record(1, "ddp", noise_warning="other processes took 1.0 of 2 cores"), record(2, "zero3", **dead)]
     second.append(record(4, "pp_1f1b", status="refused", reason="no"))
     lines = compared(tmp_path, first, second)
     assert cells(lines, "zero3")[:5] == ["zero3", "ok", "→", "oom", "1,000"] and not any("tp " in x[:3] for x in lines)
@@ -237,7 +237,7 @@ def test_what_varies_within_a_folder_tells_its_rows_apart(tmp_path: Path) -> Non
 
 
 def test_hostile_text_is_printed_as_text(tmp_path: Path) -> None:
-    hostile = record(1, HOSTILE, status="error", reason=HOSTILE, disturbed=HOSTILE)
+    hostile = record(1, HOSTILE, status="error", reason=HOSTILE, noise_warning=HOSTILE)
     hostile.environment.update({HOSTILE: HOSTILE, "variables": {"CXX": HOSTILE, "LONG": "x" * 300}})
     hostile.versions.update({"torch": HOSTILE})
     hostile.config.update({HOSTILE: HOSTILE})

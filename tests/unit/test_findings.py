@@ -378,7 +378,7 @@ def test_pictures_that_cannot_be_drawn_cost_nothing_else(
     monkeypatch.setattr(render, "svgs", fails)
     folder = stored(tmp_path / "plain", example())
     assert main([str(folder)]) == 0
-    assert "report.md is without pictures: no renderer" in capsys.readouterr().err
+    assert "report.md has no charts: no renderer" in capsys.readouterr().err
     assert "![" not in (folder / "report.md").read_text() and (folder / "report.html").stat().st_size > 10**5
 
 
