@@ -361,7 +361,7 @@ def test_the_command_of_several_folders_and_its_mistakes(tmp_path: Path, capsys:
     assert "that fit in 18.00 MiB" in (tmp_path / "a+b" / "report.md").read_text()
     capsys.readouterr()
     mistakes = {
-        ("--pivot", "nope"): "--pivot=nope is no column",
+        ("--pivot", "nope"): "--pivot=nope is not a column",
         ("--fits-in", "2 suitcases"): "--fits-in=2 suitcases is",
     }
     for mistake, said in mistakes.items():
