@@ -14,16 +14,8 @@ from harness.runner import local_machine
 from harness.runner.plan import make_plan
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
-from tests.support import accelerate_entries
-from tests.support.commands import ROOT, compose, compose_config, execute_run
-
-BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all, so that the reference is run once."""
-    return tmp_path_factory.mktemp("accelerate")
+from tests.support import accelerate_entries, commands
+from tests.support.commands import ROOT, compose_config
 
 
 @pytest.fixture
@@ -33,9 +25,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
-    asked = (f"results_dir={results}", "name=accelerate", "force=true", "strategy.engine=accelerate", *BATCH)
-    config, command = compose(*asked, *overrides)
-    return execute_run(config, command, entry)
+    return commands.run_with(results, entry, "strategy.engine=accelerate", *overrides)
 
 
 @pytest.mark.parametrize("overrides", ["strategy=zero1"])
@@ -123,7 +113,7 @@ def test_another_layout_than_asked_for_is_an_error(
     ],
 )
 def test_what_it_would_do_otherwise_is_refused(overrides: str, said: str) -> None:
-    config = compose_config("strategy.engine=accelerate", "world_size=2", *BATCH, *overrides.split())
+    config = compose_config("strategy.engine=accelerate", "world_size=2", *commands.SMALL_BATCH, *overrides.split())
     with pytest.raises(UserError) as refused:
         make_plan(config, local_machine.detect_machine(config.cluster))
     assert said in str(refused.value)

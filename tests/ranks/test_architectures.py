@@ -25,8 +25,8 @@ from harness.proof.training import compare_training
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.worker import main as worker_main
-from tests.support import faults
-from tests.support.commands import assert_not_proven, compose, compose_config, execute_run
+from tests.support import commands, faults
+from tests.support.commands import assert_not_proven, compose_config
 from tests.support.models import model_named
 
 CPU = torch.device("cpu")
@@ -177,19 +177,16 @@ BATCH = ("train.global_batch=4", "train.micro_batch=2", "train.seq_len=32", "tra
 DROPPING = ("model=gpt_tiny", "model.dropout=0.1", "world_size=2", *BATCH)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("family")
-
-
 def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
-    config, command = compose(f"results_dir={results}", "name=family", "force=true", *BATCH, *overrides)
-    return execute_run(config, command, entry)
+    return commands.run_with(results, entry, *BATCH, *overrides)
 
 
 def test_dropout_can_be_repeated_and_compares_with_nothing(results: Path) -> None:
     """Tensor-parallel ranks agree on what they share, or their norms and losses would part."""
-    rows = [run_with(results, worker_main.main, *DROPPING, "strategy=tp", "checkpointing=full") for _ in range(2)]
+    rows = [
+        run_with(results, worker_main.main, *DROPPING, "strategy=tp", "checkpointing=full", "force=true")
+        for _ in range(2)
+    ]
     for record in rows:
         row = record["row"]
         assert (row["status"], row["reason"]) == ("ok", "")

@@ -57,12 +57,6 @@ KIND = pytest.mark.parametrize("kind", KINDS)
 ATTENTION = pytest.mark.parametrize("attention", ("flash", "eager"))
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all, so that the reference is run once."""
-    return tmp_path_factory.mktemp("checkpointing")
-
-
 @KIND
 @ATTENTION
 def test_what_runs_again_is_what_torch_counts(kind: str, attention: str) -> None:

@@ -14,12 +14,6 @@ from tests.support.commands import compose_config, run_with
 SHORT = ("train.compile=true", "train.steps=1", "train.warmup_steps=2", "model.num_hidden_layers=2", "train.seq_len=64")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all, so that the reference is run once."""
-    return tmp_path_factory.mktemp("compile")
-
-
 @pytest.mark.parametrize(
     "strategy",
     [

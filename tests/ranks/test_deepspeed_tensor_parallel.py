@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +15,11 @@ from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout
 from harness.layout.parameters import parameter_count, parameter_shapes
 from harness.proof.layout import _overlap, box_numel
-from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.runner import local_machine
 from harness.worker import main as worker_main
-from tests.support import faults, row_invariants
-from tests.support.commands import assert_not_proven, compose, compose_config, execute_run
-
-BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=1", "train.warmup_steps=2")
+from tests.support import commands, faults, row_invariants
+from tests.support.commands import assert_not_proven, compose_config
 
 TWO = "strategy.tp=2 strategy.vocabulary_parallel=false"
 
@@ -38,15 +34,8 @@ LONG = [
 ]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("autotp")
-
-
 def run_with(results: Path, entry: Callable[[str], None], overrides: str, world: int) -> Record:
-    to = (f"results_dir={results}", "name=autotp", f"world_size={world}", "force=true")
-    config, command = compose(*to, *BATCH, *overrides.split())
-    return execute_run(config, command, entry)
+    return commands.run_with(results, entry, f"world_size={world}", *overrides.split())
 
 
 @pytest.mark.parametrize(
@@ -64,8 +53,7 @@ def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: s
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
     if row["offload"] != "none":  # what goes back and forth is this rank's part of each matrix
         assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.06)
-    folder = results / "autotp" / row["run_id"]
-    row_invariants.check_memory(row, RunFolder(folder).read_rank_reports(world))
+    row_invariants.check_memory(row, commands.run_folder(results, record).read_rank_reports(world))
     row_invariants.check_bytes(record)
 
 

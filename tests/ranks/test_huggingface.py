@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from harness.config.fingerprint import fingerprint
 from harness.config.command import read_run_config
+from harness.config.fingerprint import fingerprint
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import executed_flops, model_flops, takes_fused_kernel
 from harness.cost_model.memory import lower_bound_estimate

@@ -1,7 +1,6 @@
 """State and activations on the host: real ranks, what they held and where, and what is refused."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,30 +27,20 @@ from harness.models.loss import loss_function
 from harness.probe import Listener, Probe
 from harness.proof.layout import placement_problems
 from harness.records.rank_report import RankReport
-from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.runner import local_machine
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
-from tests.support import faults, row_invariants
-from tests.support.commands import assert_not_proven, compose, compose_config, execute_run
+from tests.support import commands, faults, row_invariants
+from tests.support.commands import assert_not_proven, compose_config
 
 CPU = torch.device("cpu")
-
-BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=1", "train.warmup_steps=2")
 
 ACTIVATIONS = "checkpointing.offload_activations=true"
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("offload")
-
-
 def run_with(results: Path, entry: Callable[[str], None], overrides: str, world: int = 2) -> Record:
-    to = (f"results_dir={results}", "name=offload", f"world_size={world}", "force=true")
-    config, command = compose(*to, *BATCH, *overrides.split())
-    return execute_run(config, command, entry)
+    return commands.run_with(results, entry, f"world_size={world}", *overrides.split())
 
 
 CASES = [
@@ -114,8 +103,7 @@ def check(results: Path, case: str, world: int) -> None:
     moved = max(offloaded_activation_bytes(config, found, "cpu", place) for place in range(found.pp))
     assert (row["offloaded_activation_bytes"] or 0) == moved
     assert row["offloaded_bytes"] is None  # the device is the host
-    folder = results / "offload" / row["run_id"]
-    ranks = RunFolder(folder).read_rank_reports(world)
+    ranks = commands.run_folder(results, record).read_rank_reports(world)
     row_invariants.check_memory(row, ranks)
     row_invariants.check_bytes(record)
 

@@ -12,12 +12,11 @@ from harness.cost_model.memory import activation_bytes
 from harness.engines import torch as torch_engine
 from harness.launcher.forkserver import start_forkserver
 from harness.layout.layout import Layout, resolve_layout
-from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
-from tests.support import faults, row_invariants
-from tests.support.commands import SMALL_BATCH, assert_not_proven, compose, compose_config, execute_run
+from tests.support import commands, faults, row_invariants
+from tests.support.commands import assert_not_proven, compose_config
 
 FSDP = "strategy.data_parallel=fsdp"
 
@@ -81,19 +80,9 @@ COMPILED = ("fsdp_hybrid_shard", "fsdp_pp checkpointing=full", "cp", "ddp_pp str
 SIZES = ("train.micro_batch=1", "train.global_batch=8", "train.seq_len=32")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all, so that references are run once."""
-    return tmp_path_factory.mktemp("products")
-
-
 def record_of(results: Path, world: int, overrides: str, entry: Callable[[str], None] = worker_main.main) -> Record:
-    config, command = compose(
-        *(f"results_dir={results}", "name=products", f"world_size={world}", "force=true"),
-        *(*SMALL_BATCH, *SIZES, *f"strategy={overrides}".split()),
-    )
     start_forkserver("cpu")
-    return execute_run(config, command, entry)
+    return commands.run_with(results, entry, f"world_size={world}", *SIZES, *f"strategy={overrides}".split())
 
 
 def check(results: Path, record: Record, parts: bool = True) -> None:
@@ -101,8 +90,7 @@ def check(results: Path, record: Record, parts: bool = True) -> None:
     row = record["row"]
     assert (row["status"], row["reason"]) == ("ok", "")
     assert 0 < row["grad_deviation"] < {"fp32": 1e-4, "bf16": 0.2}.get(row["precision"], 0.1)
-    folder = results / "products" / row["run_id"]
-    ranks = RunFolder(folder).read_rank_reports(row["world_size"])
+    ranks = commands.run_folder(results, record).read_rank_reports(row["world_size"])
     config, layout = config_of(record)
     for rank in ranks:
         predicted = activation_bytes(config, layout, "cpu", layout.coordinates(rank.rank)["pp"])

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,12 +14,6 @@ from tests.support import faults
 from tests.support.commands import assert_not_proven, run_with
 
 LONG = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all, so that the reference is run once."""
-    return tmp_path_factory.mktemp("sabotage")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "zero2", "tp", "pp_1f1b"])

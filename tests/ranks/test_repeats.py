@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,9 +13,9 @@ from harness.cli.main import main
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.overrides import expand_repeats
 from harness.records.schema import Record
+from harness.report.comparison_columns import comparison_columns
 from harness.report.frame import column_values, labels_by, records_frame
 from harness.report.spread import is_unsettled, merge_repeats, relative_range
-from harness.report.comparison_columns import comparison_columns
 from tests.support.commands import Harness, read_rows
 from tests.support.example_records import FAILED, MIB, record_of, row
 from tests.support.tables import printed, terminal_cells

@@ -17,7 +17,7 @@ from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.worker import main as worker_main
-from tests.support import faults
+from tests.support import commands, faults
 from tests.support.commands import ROOT, run_with
 
 CGROUP = Path("/sys/fs/cgroup/memory")  # of version 1; of version 2 a process must not have siblings in its group
@@ -26,11 +26,10 @@ LIMIT_BYTES = 3 * 2**30
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(results: Path) -> Path:
     """One folder for all, with the reference in it: no later start is slow, so that patience can be short."""
-    folder = tmp_path_factory.mktemp("endings")
-    assert run_with(folder, worker_main.main, "strategy=ddp")["row"]["status"] == "ok"
-    return folder
+    assert run_with(results, worker_main.main, "strategy=ddp")["row"]["status"] == "ok"
+    return results
 
 
 @pytest.mark.parametrize(("fault", "strategy"), [(faults.exhausted, "ddp"), (faults.exhausted_in_a_stage, "pp_1f1b")])
@@ -73,7 +72,7 @@ def test_a_hang_ends_early_and_leaves_every_ranks_stacks(results: Path) -> None:
 
 
 def folder_of(results: Path, record: Record) -> Path:
-    return results / "sabotage" / record["row"]["run_id"]
+    return results / commands.COMPARISON / record.run_id
 
 
 def test_a_run_that_gets_on_is_no_hang_and_leaves_no_stacks(results: Path) -> None:

@@ -31,12 +31,6 @@ CHUNKS = 4
 SHORT = ("train.steps=1", "train.warmup_steps=2", "train.global_batch=4", "train.micro_batch=2", "train.seq_len=160")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all, so that the reference is run once."""
-    return tmp_path_factory.mktemp("step_options")
-
-
 def test_a_loss_in_parts_runs_the_head_once_more() -> None:
     config = compose_config("strategy=single", "train.global_batch=1", f"train.loss_chunks={CHUNKS}")
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""TODO tests.support.commands."""
+"""The harness as a user calls it, and its parts: configurations, rows, and runs that tests share."""
 
 import io
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from harness.cli.main import main
 from harness.config.command import CommandConfig, read_command_config
 from harness.config.hydra import register_resolvers, to_container
 from harness.config.schema import RunConfig
+from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.report.charts import render
 from harness.runner import local_machine
@@ -22,6 +23,7 @@ from harness.runner.context import RunContext
 from harness.runner.plan import make_plan
 from harness.runner.resolve import resolve_run_config
 from harness.runner.run import execute
+from harness.worker import main as worker_main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +64,7 @@ def compose_config(*overrides: str) -> RunConfig:
 
 
 def execute_run(config: RunConfig, command: CommandConfig, entry: Callable[[str], None]) -> Record:
-    """The record of one run by its parts, whose ranks run `entry`: harness.worker.main.main, or one of tests/support/faults.py."""
+    """Return the record of one run whose ranks run `entry`: harness.worker.main.main, or a fault of tests.support."""
     planned = make_plan(config, local_machine.detect_machine(config.cluster), command)
     record = execute(planned, RunContext(entry))
     assert record is not None
@@ -85,8 +87,21 @@ SMALL_BATCH = (
 )
 
 
+COMPARISON = "shared"  # the comparison of all runs that run_with() makes: its references are made once
+
+
 def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
-    config, command = compose(
-        f"results_dir={results}", "name=sabotage", "world_size=2", "force=true", *SMALL_BATCH, *overrides
-    )
+    """Return the record of a small run on two ranks, unless the overrides say otherwise.
+
+    A run without a fault is made once and then reused from its record. A run with one is always made: it is the first
+    repeat of its configuration, so that it has the same reference and leaves the record without a fault alone.
+    """
+    own = () if entry is worker_main.main else ("repeat=1", "force=true")
+    to = (f"results_dir={results}", f"name={COMPARISON}", "world_size=2")
+    config, command = compose(*to, *own, *SMALL_BATCH, *overrides)
     return execute_run(config, command, entry)
+
+
+def run_folder(results: Path, record: Record) -> RunFolder:
+    """Return the folder of a run that run_with() made."""
+    return RunFolder(results / COMPARISON / record.run_id)
