@@ -18,8 +18,8 @@ CROWDED_SHARE = 0.5
 
 STOLEN_SHARE = 0.05  # of the cores' time, given to other virtual machines
 
-# The bounds of a trend. In simulations without a trend (normal, heavy-tailed and two-valued noise), up to 3 % of runs of
-# 9 steps are reported as one and under 0.5 % of runs of 50 steps; a shift by 0.3 of a step at 4 % noise is found in
+# The bounds of a trend. In simulations without a trend (normal, heavy-tailed and two-valued noise), up to 3 % of runs
+# of 9 steps are reported as one and under 0.5 % of runs of 50 steps; a shift by 0.3 of a step at 4 % noise is found in
 # 98 %. Autoregressive noise (0.7) is reported as a trend in 13 % and under 0.5 %: over few steps they look the same.
 TREND_STEPS = 9
 
