@@ -1,23 +1,27 @@
-"""What sets model families apart, as data: the parts of a decoder layer that differ. Imports no torch."""
+"""Model architectures as data: the parts in which the decoder layers of families differ. Imports no torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Attention's four projections, two norms, an MLP that widens and narrows again: what varies of these."""
+    """The parts of a decoder layer, four attention projections, two norms and an MLP, that differ by family."""
 
     norm: str  # rms: a scale alone (arXiv 1910.07467); layer: also a mean and a bias (arXiv 1607.06450)
-    biases: bool  # of the layers' matrices; a head has none
-    learned_positions: bool  # a table beside the embedding; else rotary, in attention
+    biases: bool  # whether the layers' matrices have biases; the head has none
+    learned_positions: bool  # whether positions are a learned table; else rotary, in attention
     widening: tuple[str, ...]  # the MLP's matrices from hidden_size to intermediate_size
-    mlp_keeps: tuple[str, ...]  # of intermediate_size, for backward, in the order they are made; the last is narrowed
-    mlp_backward: tuple[int, int]  # tensors of intermediate_size at the worst moment of the MLP's backward, beyond what
-    # is kept, and matrices' gradients
-    dropout: bool  # of embeddings, attention's weights, and what joins the residual stream (arXiv 1706.03762)
+    # Tensors of intermediate_size kept for backward, in the order of the forward; the last is down_proj's input.
+    mlp_keeps: tuple[str, ...]
+    # At the fullest moment of the MLP's backward, beyond what is kept: tensors of intermediate_size, and gradients of
+    # matrices.
+    mlp_backward: tuple[int, int]
+    # Whether embeddings, attention weights, and what joins the residual stream can have dropout (arXiv 1706.03762).
+    dropout: bool
 
     @property
     def has_norm_biases(self) -> bool:
+        """Whether norms have a bias beside their scale."""
         return self.norm == "layer"
 
 

@@ -4,11 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def _formerly(key: str) -> Any:
-    """Return a field that had another key in old records."""
-    return field(metadata={"old_key": key})
-
-
 @dataclass(frozen=True)
 class HFModelInfo:
     """A causal language model of the transformers library, as its own configuration builds it.
@@ -22,15 +17,15 @@ class HFModelInfo:
     head: str  # path of the head
     tensor_plan: dict[str, str]  # tensor-parallel style by module path: a key of partition.SHARD_DIM or the library's
     # Paths of modules in layers that the recomputation of a checkpointed layer does not run to their end.
-    not_recomputed_modules: tuple[str, ...] = _formerly("unfinished")
+    not_recomputed_modules: tuple[str, ...] = field(metadata={"old_key": "unfinished"})
     # Whether all of these are nn.Linear modules, and none calls torch's functions in another way.
-    not_recomputed_are_linear: bool = _formerly("unfinished_are_linear")
+    not_recomputed_are_linear: bool = field(metadata={"old_key": "unfinished_are_linear"})
     forward_flops: int
     layers_flops: int  # the part of forward in the decoder layers
     step_flops: int  # forward and backward
     # The scores that backward recomputes in a fused attention kernel, wherever there is one.
-    attention_recompute_flops: int = _formerly("remade_flops")
-    checkpoint_recompute_flops: int = _formerly("again_flops")  # what full checkpointing adds
+    attention_recompute_flops: int = field(metadata={"old_key": "remade_flops"})
+    checkpoint_recompute_flops: int = field(metadata={"old_key": "again_flops"})  # what full checkpointing adds
 
     def is_in_decoder_layer(self, name: str) -> bool:
         """Return whether a parameter or module is part of a decoder layer."""

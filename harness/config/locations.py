@@ -1,10 +1,10 @@
-"""Where configuration files lie: conf/ and sweeps/ of the current folder, then those that came with the package."""
+"""The folders of configuration files: conf/ and sweeps/ of the current folder, then those of the package."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# A wheel carries conf/ and sweeps/ inside the package, in presets/; in a clone they lie beside it.
+# A wheel carries conf/ and sweeps/ inside the package, in presets/; in a clone they are beside it.
 PRESETS = _PACKAGE / "presets" if (_PACKAGE / "presets").is_dir() else _PACKAGE.parent
 PACKAGED_CONF = PRESETS / "conf"
 
@@ -22,24 +22,24 @@ def user_sweeps() -> Path | None:
 
 
 def conf_folders() -> list[Path]:
-    """Return the folders that hold configuration groups, the first of which counts."""
+    """Return the folders that hold configuration groups, the first taking precedence."""
     user = user_conf()
     return [PACKAGED_CONF] if user is None else [user, PACKAGED_CONF]
 
 
 def sweeps_folders() -> list[Path]:
-    """Return the folders that hold named sweeps, the first of which counts."""
+    """Return the folders that hold named sweeps, the first taking precedence."""
     user = user_sweeps()
     return [PRESETS / "sweeps"] if user is None else [user, PRESETS / "sweeps"]
 
 
 def files_in(folders: Iterable[Path], group: str) -> dict[str, Path]:
     """Return the YAML file of every name in a configuration group, in the order of names."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for folder in folders:
         for path in (folder / group).glob("*.yaml"):
-            found.setdefault(path.stem, path)
-    return dict(sorted(found.items()))
+            paths.setdefault(path.stem, path)
+    return dict(sorted(paths.items()))
 
 
 def names_in(folders: Iterable[Path], group: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the command line means: arguments as Hydra takes them, its complaints in one line, repeated runs."""
+"""The syntax of overrides: arguments as Hydra takes them, its errors in one line, and repeated runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from harness.util.text import one_line
 
 
 def composition_error(error: Exception) -> str:
-    """A configuration that cannot be composed, in one line that names the key and the remedy."""
+    """Return why a configuration cannot be composed, in one line that names the key and the remedy."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return f"{group}={name} is not known: choose {', '.join(sorted(error.options))}"
@@ -20,22 +20,23 @@ def composition_error(error: Exception) -> str:
     return one_line(str(error).split("\nSee https", maxsplit=1)[0])
 
 
-LIST_KEYS = ("retry", "stop_after")  # keys whose values can be several: commas there make no sweep
+LIST_KEYS = ("retry", "stop_after")  # keys that take several values: a comma there does not make a sweep
 
 
-def normalize_overrides(given: Sequence[str]) -> list[str]:
-    """The command line as Hydra takes it: -m may stand anywhere, and keys of several values need no brackets."""
-    found = sorted(given, key=lambda argument: argument not in ("-m", "--multirun"))
-    return [as_list_override(argument) for argument in found]
+def normalize_overrides(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments as Hydra takes them: -m may stand anywhere, and lists need no brackets."""
+    multirun_first = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
+    return [as_list_override(argument) for argument in multirun_first]
 
 
 def as_list_override(argument: str) -> str:
+    """Return an override with brackets around the value of a key that takes several."""
     key, _, value = argument.partition("=")
     return f"{key}=[{value}]" if key in LIST_KEYS and value and not value.startswith("[") else argument
 
 
 def expand_repeats(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The values of each run of a combination. Those that cannot be counted stay one, for RunConfig to complain of."""
+    """Return the values of each repeat of a combination; impossible counts stay one, which the schema then refuses."""
     first, repeats = values.get("repeat"), values.get("repeats")
     if type(first) is not int or type(repeats) is not int or repeats < 1:
         return [values]
