@@ -74,5 +74,5 @@ def compose_run_config(*overrides: str) -> RunConfig:
 
 def _typed_column(name: str, values: list[Any]) -> Any:
     """Return the values of a column as a pandas array; a row's own column has the type that its values suggest."""
-    dtype = DTYPES.get(column_type(name))
+    dtype: Any = DTYPES.get(column_type(name))
     return pd.array(values, dtype=dtype) if dtype else pd.Series(values, dtype=object).convert_dtypes()

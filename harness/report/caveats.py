@@ -41,7 +41,7 @@ def _device(view: View) -> Iterator[str]:
 def _is_crowded(record: Record) -> bool:
     """Return whether the ranks computed on the processor with less than one core each."""
     cores, world = record.environment.get("cores"), record.row.get("world_size")
-    return record.row.get("measured_on") == "cpu" and bool(cores) and bool(world) and cores < world
+    return record.row.get("measured_on") == "cpu" and cores is not None and world is not None and cores < world
 
 
 def _repeats(view: View) -> Iterator[str]:

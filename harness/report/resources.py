@@ -122,7 +122,9 @@ def memory(view: View) -> list[Section]:
 def _least_peaks(records: Sequence[Record]) -> list[float | None]:
     """Return the smallest peak of any rank, if every rank's is recorded."""
     peaks = [[rank.peak_allocated_bytes for rank in record.ranks] for record in records]
-    return [min(of_ranks) if of_ranks and None not in of_ranks else None for of_ranks in peaks]
+    known = [[peak for peak in ranks if peak is not None] for ranks in peaks]
+    complete = [bool(ranks) and len(ranks) == len(all_ranks) for ranks, all_ranks in zip(known, peaks, strict=True)]
+    return [min(ranks) if is_complete else None for ranks, is_complete in zip(known, complete, strict=True)]
 
 
 def peak(view: View) -> list[Section]:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from harness.engines.deepspeed.shards import ParamSlices
 from harness.layout.state_widths import StateKind
-from harness.tensors.shard import GATHERED, STAGING, Shard
+from harness.tensors.shard import GATHERED, STAGING, OptimizerState, Shard, StateName
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS: tuple[OptimizerState, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class OwnedSlice(NamedTuple):
@@ -33,7 +33,7 @@ class OwnedSlice(NamedTuple):
     group: int
     offset: int
 
-    def shards(self, param_slices: ParamSlices, local: Tensor, state_name: str = "") -> Iterator[Shard]:
+    def shards(self, param_slices: ParamSlices, local: Tensor, state_name: StateName = "") -> Iterator[Shard]:
         """Yield `local`, which holds this part's values, as shards of the plain model's parameter."""
         param_slice = param_slices[id(self.parameter)]
         for start, stop, shape, box in param_slice.boxes(self.start, self.stop):
@@ -134,7 +134,7 @@ def flat_gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[
     elif partition and sums:
         for owned, tensor in zip(partition, sums, strict=True):
             yield from owned.shards(param_slices, tensor.view(-1)[owned.start : owned.stop])
-    state_name = STAGING if reduced or sums else ""
+    state_name: StateName = STAGING if reduced or sums else ""
     in_buckets = {bucket.untyped_storage().data_ptr() for bucket in reduction_buckets(optimizer)}
     for parameter in all_parameters(optimizer):
         for gradient in (parameter.grad, parameter.grad_accum):
@@ -190,7 +190,7 @@ def moment_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
                 yield from owned.shards(param_slices, owned.view_in(state[moment]), moment)
 
 
-def full_shard(parameter: Any, local: Tensor, param_slices: ParamSlices, state_name: str = "") -> Shard:
+def full_shard(parameter: Any, local: Tensor, param_slices: ParamSlices, state_name: StateName = "") -> Shard:
     """Return the shard that is all this rank's model has of a parameter."""
     param_slice = param_slices[id(parameter)]
     return Shard(param_slice.name, local, param_slice.shape, param_slice.box, state_name)

@@ -69,9 +69,10 @@ def device_gradient_width(config: "RunConfig", layout: "Layout") -> int:
 
 def host_gradient_width(config: "RunConfig", layout: "Layout") -> int:
     """Return the bytes per element of this rank's gradients on the host: AdamW's, and those that accumulate."""
-    accumulates = layout.grad_accumulation_steps(config.train) > 1
-    has_sums = layout.zero_stage == 2 and not config.precision.is_mixed and accumulates
-    return 8 if layout.zero_stage == 3 or has_sums else 4
+    if layout.zero_stage == 3:
+        return 8
+    sums_on_host = layout.zero_stage == 2 and not config.precision.is_mixed
+    return 8 if sums_on_host and layout.grad_accumulation_steps(config.train) > 1 else 4
 
 
 def staging_bytes(config: "RunConfig", layout: "Layout") -> int:

@@ -19,9 +19,9 @@ from harness.engines.torch.micro_batches import MicroBatchRunner
 from harness.layout.state_widths import StateKind
 from harness.models.init_weights import local_box
 from harness.probe import Probe
-from harness.tensors.shard import BUCKET, Shard
+from harness.tensors.shard import BUCKET, OptimizerState, Shard, StateName
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state by torch's names
+MOMENTS: tuple[OptimizerState, ...] = ("exp_avg", "exp_avg_sq")  # AdamW's state by torch's names
 
 
 class TorchEngine:
@@ -128,7 +128,7 @@ class TorchEngine:
         """Do nothing: all that this engine holds is this process's memory."""
 
 
-def to_shard(name: str, tensor: Tensor, state_name: str = "") -> Shard:
+def to_shard(name: str, tensor: Tensor, state_name: StateName = "") -> Shard:
     """Return the shard of a tensor that this rank holds; a plain tensor is whole."""
     if isinstance(tensor, DTensor):
         return Shard(name, tensor.to_local(), tuple(tensor.shape), local_box(tensor), state_name)
