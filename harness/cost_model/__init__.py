@@ -1,1 +1,1 @@
-"""What a run will need, computed from its configuration alone: no device, no process, no torch."""
+"""Predictions of what a run will need, from its configuration alone: no device, no process, no torch."""

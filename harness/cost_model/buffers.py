@@ -1,63 +1,60 @@
-"""What a rank holds beside model state and activations to communicate. Imports no torch."""
+"""The memory that a rank needs to communicate, beside model state and activations. Imports no torch."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from harness.config.schema import ModelConfig, RunConfig
-from harness.cost_model.activations import WIDTH_BYTES
 from harness.layout.layout import Layout
 from harness.layout.parameters import embedding_shapes
 from harness.layout.partition import Stage, local_numel
 from harness.layout.state_widths import StateWidths
 
 
-def fsdp_groups(model: ModelConfig, layout: Layout, held: Iterable[Stage]) -> dict[str, float]:
-    """Parameters of the groups that sharding gathers whole, as large as tensor parallelism leaves them, by name.
+def fsdp_groups(model: ModelConfig, layout: Layout, stages: Iterable[Stage]) -> dict[str, float]:
+    """Return the elements of each group of parameters that sharding gathers together, by the group's name.
 
-    Every layer is one, the embedding and the head; tied they are one.
+    Tensor parallelism has divided them already. Every layer is a group, and so are the embedding and the head, which
+    are one group where they are tied.
     """
-    found: dict[str, float] = defaultdict(float)
-    for stage in held:
+    groups: dict[str, float] = defaultdict(float)
+    for stage in stages:
         for name, elements in local_numel(model, layout, stage).items():
-            found[group_of(name, model)] += elements
-    return found
+            groups[fsdp_group_name(name, model)] += elements
+    return groups
 
 
-def group_of(parameter: str, model: ModelConfig) -> str:
-    """The path of its layer, embedding or head."""
-    paths = model.asked.layers if model.asked else (".".join(parameter.split(".")[:2]),)
+def fsdp_group_name(parameter: str, model: ModelConfig) -> str:
+    """Return the name of a parameter's group: the path of its layer, `embedding` or `head`."""
+    paths = model.hf_info.layers if model.hf_info else (".".join(parameter.split(".")[:2]),)
     layer = next((path for path in paths if parameter.startswith(f"{path}.")), None)
-    if layer is not None and (model.asked or layer.startswith("layers.")):
+    if layer is not None and (model.hf_info or layer.startswith("layers.")):
         return layer
     return "embedding" if parameter in embedding_shapes(model) and not model.tie_word_embeddings else "head"
 
 
-def buffer_tensors(config: RunConfig, layout: Layout, widths: StateWidths, held: Sequence[Stage]) -> dict[str, int]:
-    """Bytes of what a rank that holds these stages needs to communicate, by name."""
-    groups = fsdp_groups(config.model, layout, held)
+def buffer_tensors(config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage]) -> dict[str, int]:
+    """Return the bytes of the buffers that a rank with these stages needs to communicate, by name."""
+    groups = fsdp_groups(config.model, layout, stages)
     total = sum(groups.values())
-    compute = WIDTH_BYTES[config.precision.compute]
     buffers: dict[str, int] = {"engine": widths.buffer_bytes}
     if layout.data_parallel == "ddp":
-        # DDP's buckets are as large as the model in its own width. With views fp32 gradients lie in them; in mixed
-        # precision they are there beside the fp32 gradients.
-        copies = int(config.precision.is_mixed) + int(not bucket_views(config))
-        buffers["ddp_buckets"] = round(copies * total * compute)
+        # DDP's buckets are as large as the model in its own width. As bucket views fp32 gradients lie in them; in mixed
+        # precision the buckets are there beside the fp32 gradients.
+        copies = int(config.precision.is_mixed) + int(not config.strategy.gradient_as_bucket_view)
+        buffers["ddp_buckets"] = round(copies * total * config.precision.compute_bytes)
     if layout.data_parallel == "fsdp" and layout.zero_stage < 3:  # whole from forward to the end of backward
-        packed = (
-            max(groups.values()) if layout.shard_count("parameters") > 1 else 0
-        )  # what arrives, before it is laid out
+        is_gathered = layout.shard_count("parameters") > 1
+        packed = max(groups.values()) if is_gathered else 0  # the all-gather's result, before it is laid out
         buffers["gathered"] = round((total + packed) * widths.gathered)
     elif layout.zero_stage == 3:
-        buffers["gathered"] = round(gathered_parameters(config.model, groups) * widths.gathered)
+        buffers["gathered"] = round(gathered_parameter_count(config.model, groups) * widths.gathered)
     return buffers
 
 
-def gathered_parameters(model: ModelConfig, groups: Mapping[str, float]) -> float:
-    """Parameters whole at once when they are sharded: a group in use beside the gather buffer of one group.
+def gathered_parameter_count(model: ModelConfig, groups: Mapping[str, float]) -> float:
+    """Return the most sharded parameters that are whole at once: a group in use, and the gather buffer of one group.
 
-    A tied embedding serves first and last, so fully_shard keeps it gathered all the way; DeepSpeed needs less.
+    A tied embedding is used first and last, so that fully_shard keeps it gathered all the way; DeepSpeed needs less.
     """
     if not model.tie_word_embeddings:
         return sum(sorted(groups.values())[-2:])
@@ -65,26 +62,19 @@ def gathered_parameters(model: ModelConfig, groups: Mapping[str, float]) -> floa
     return root + max(root, 2 * layer)
 
 
-def unsharded_grad_bytes(config: RunConfig, layout: Layout, held: Sequence[Stage]) -> int:
-    """Where gradients are sharded: the largest group's whole gradient and its flat copy on the wire."""
+def unsharded_grad_bytes(config: RunConfig, layout: Layout, stages: Sequence[Stage]) -> int:
+    """Return the bytes of the largest group's whole gradient and its flat copy on the wire.
+
+    They are 0 where gradients are not sharded.
+    """
     if layout.shard_count("gradients") == 1:
         return 0
-    widths = WIDTH_BYTES[config.precision.compute] + WIDTH_BYTES[config.precision.reduce]
-    return round(max(fsdp_groups(config.model, layout, held).values()) * widths)
-
-
-def bucket_views(config: RunConfig) -> bool:
-    """Whether DistributedDataParallel's gradients lie in its buckets, held once; torch's own default is false."""
-    return bool(config.strategy.options.get("gradient_as_bucket_view", True))
-
-
-def ddp_options(config: RunConfig) -> dict[str, Any]:
-    """DistributedDataParallel's own arguments."""
-    return config.strategy.options | {"gradient_as_bucket_view": bucket_views(config)}
+    widths = config.precision.compute_bytes + config.precision.reduce_bytes
+    return round(max(fsdp_groups(config.model, layout, stages).values()) * widths)
 
 
 def keeps_grad_buffers(config: RunConfig, layout: Layout) -> bool:
-    """Whether memory of gradients is held when a step begins."""
+    """Return whether the memory of gradients is still allocated when a step begins."""
     if layout.data_parallel == "ddp":
-        return bucket_views(config) and not config.precision.is_mixed
-    return layout.data_parallel != "fsdp" and layout.dp > 1
+        return config.strategy.gradient_as_bucket_view and not config.precision.is_mixed
+    return layout.data_parallel != "fsdp" and layout.dp_enabled

@@ -1,55 +1,57 @@
-"""The bytes one rank must send in a step, as the papers count them, under ring algorithms."""
+"""The bytes that one rank must send in a step, as the papers count them, under ring algorithms."""
 
 from collections import defaultdict
 
 from harness.config.hf_model_info import HFModelInfo
 from harness.config.schema import RunConfig
-from harness.cost_model.activations import WIDTH_BYTES
-from harness.cost_model.flops import recomputed_layers, recomputes_last_projection
+from harness.cost_model.flops import must_recompute_last_projection, recomputed_layers
 from harness.layout.layout import Layout
 from harness.layout.parameters import norm_shapes, numel
 from harness.layout.partition import Stage, local_numel, stages_of_rank
 from harness.layout.state_widths import StateWidths
 
-# What a layout moves is tensors. A call of no more elements than this carries norms, flags, counts: no formula has it,
-# so it is named by the function that called it.
+# A layout moves tensors. A collective of at most this many elements carries norms, flags or counts, which no formula
+# has: such a call goes by the name of the function that made it.
 SCALARS = 8
 
 LAYOUT = "layout"  # the purpose of all other calls
 
-LOSS_SUMS = 3  # of a number a token in fp32, for a loss over logits cut along the vocabulary: maximum, sum, target's
+LOSS_SUMS = 3  # all-reduces of one fp32 number per token in a vocabulary-parallel loss: maximum, sum, target's logit
 
 
 def ring_fraction(ranks: int) -> float:
-    """What a rank sends of every byte that is gathered or scattered among so many."""
+    """Return the share that a rank sends of all bytes that are gathered or scattered among so many ranks."""
     return (ranks - 1) / ranks
 
 
 def expected_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> dict[str, float]:
-    """Bytes that this rank must send in a step: by data-parallel axis, and by axis and operation of the others.
+    """Return the bytes that this rank must send in a step.
 
-    Left out: gradient norms, flags and padding.
+    The keys are the axes' names for data-parallel groups (`dp_shard`), and axis and operation for the others
+    (`tp all_reduce`). Gradient norms, flags and padding are left out.
     """
     expected: defaultdict[str, float] = defaultdict(float)
     for stage in stages_of_rank(config.model, layout, rank):
-        for axes, moved in dp_bytes(config, layout, widths, stage).items():
-            expected[axes] += moved
-        for operation, moved in tp_bytes(config, layout, stage, widths.tp_allreduces_per_layer).items():
-            expected[f"tp {operation}"] += moved
+        for axes, sent in dp_bytes(config, layout, widths, stage).items():
+            expected[axes] += sent
+        for operation, sent in tp_bytes(config, layout, stage, widths.tp_allreduces_per_layer).items():
+            expected[f"tp {operation}"] += sent
         expected["cp"] += cp_bytes(config, layout, stage)
         expected["pp send"] += pipeline_bytes(config, layout, stage)
     return dict(expected)
 
 
 def dp_bytes(config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage) -> dict[str, float]:
-    """By axes. ZeRO (arXiv 1910.02054, section 7); hybrid sharding (arXiv 2304.11277, from its operators).
+    """Return the bytes that a rank sends along the data-parallel axes for a stage, by the names of the axes.
 
-    Stages 0 and 1 synchronise once a step, stages 2 and 3 reduce-scatter every micro-batch; copies of shards once.
+    The volume is ZeRO's (arXiv 1910.02054, section 7), with hybrid sharding from its operators (arXiv 2304.11277).
+    Stages 0 and 1 synchronize once a step, stages 2 and 3 reduce-scatter every micro-batch; replicas of shards
+    synchronize once.
     """
     parameters = sum(local_numel(config.model, layout, stage).values())
     micro_batches = layout.grad_accumulation_steps(config.train)
-    reduced = parameters * WIDTH_BYTES[config.precision.reduce]
-    gathered = parameters * widths.gathered
+    reduced_bytes = parameters * config.precision.reduce_bytes
+    gathered_bytes = parameters * widths.gathered
     reductions, gathers = {
         0: (0, 0),
         1: (1, 1),
@@ -57,117 +59,118 @@ def dp_bytes(config: RunConfig, layout: Layout, widths: StateWidths, stage: Stag
         3: (micro_batches, widths.gathers_per_micro_batch * micro_batches),
     }[layout.zero_stage]
     shards, replicas = layout.axes_size(layout.sharding_axes), layout.axes_size(layout.replica_axes)
-    within = ring_fraction(shards) * (reductions * reduced + gathers * gathered)
-    across = 2 * ring_fraction(replicas) * reduced / shards
-    groups = {layout.group_name(*layout.sharding_axes): within, layout.group_name(*layout.replica_axes): across}
-    return {axes: moved for axes, moved in groups.items() if axes}
+    along_shards = ring_fraction(shards) * (reductions * reduced_bytes + gathers * gathered_bytes)
+    along_replicas = 2 * ring_fraction(replicas) * reduced_bytes / shards
+    groups = {
+        layout.group_name(*layout.sharding_axes): along_shards,
+        layout.group_name(*layout.replica_axes): along_replicas,
+    }
+    return {axes: sent for axes, sent in groups.items() if axes}
 
 
 def hidden_bytes(config: RunConfig, layout: Layout) -> int:
-    """Hidden states of one micro-batch on a rank: of its part of the sequence, all of them."""
+    """Return the bytes of a micro-batch's hidden states for all tokens of a rank's part of the sequences."""
     train = config.train
-    width = WIDTH_BYTES[config.precision.compute]
+    width = config.precision.compute_bytes
     return train.micro_batch * train.seq_len // layout.cp * config.model.hidden_size * width
 
 
-def tp_bytes(config: RunConfig, layout: Layout, stage: Stage, layer_sums: int = 4) -> dict[str, float]:
-    """What a stage's layers, embedding, head and loss sum up over tensor-parallel ranks (arXiv 1909.08053, section 3).
+def tp_bytes(config: RunConfig, layout: Layout, stage: Stage, allreduces_per_layer: int = 4) -> dict[str, float]:
+    """Return the bytes that a rank sends along the tensor-parallel axis for a stage, by operation.
 
-    Two all-reduces of the hidden states a layer in forward and two in backward, one for the embedding in forward and
-    one for the head in backward. A layer that is called again, selectively too, runs its first again; torch stops the
-    second forward before the last, whose result nothing in backward needs unless it is dropped from. Sequence
-    parallelism (arXiv 2205.05198) puts a reduce-scatter and an all-gather in the place of each all-reduce; of those a
-    second forward gathers both inputs and scatters its sums; the gradients of norms and of learned positions are summed
-    once a step, by fully_shard in every micro-batch, as wide as it makes them. A bias is added before its product is
-    summed, a share of it on every rank, and so has a whole gradient there. Without vocabulary_parallel embedding, head
-    and loss sum nothing.
+    Megatron-LM (arXiv 1909.08053, section 3) has two all-reduces of the hidden states per layer in forward and two in
+    backward, one for the embedding in forward and one for the head in backward. A recomputed layer, selectively too,
+    runs its first all-reduce again; torch stops the second forward before the last one, whose result nothing in
+    backward needs unless dropout follows it. Sequence parallelism (arXiv 2205.05198) replaces each all-reduce by a
+    reduce-scatter and an all-gather, of which a second forward gathers both inputs and scatters its sums; the gradients
+    of norms and of learned positions are summed once a step, but by fully_shard in every micro-batch, in the width in
+    which it has them. A bias is added before its product is summed, a share of it on every rank, and so has a whole
+    gradient there. Without vocabulary_parallel embedding, head and loss sum nothing.
     """
-    if layout.tp == 1:
+    if not layout.tp_enabled:
         return {}
-    if config.model.asked is not None:
-        return hf_tp_bytes(config, layout, config.model.asked)
+    if config.model.hf_info is not None:
+        return hf_tp_bytes(config, layout, config.model.hf_info)
     train, model = config.train, config.model
     micro_batches = layout.grad_accumulation_steps(train)
-    cut = layout.vocabulary_parallel
-    sums = layer_sums * stage.layers + cut * (stage.holds_embedding + stage.holds_head)
-    called = recomputed_layers(config, layout, stage) if config.checkpointing.name != "attention" else 0
-    again = called * (2 if recomputes_last_projection(config) else 1)  # of a layer's two sums
+    vocabulary_is_cut = layout.vocabulary_parallel
+    sums = allreduces_per_layer * stage.layers + vocabulary_is_cut * (stage.holds_embedding + stage.holds_head)
+    recomputed = recomputed_layers(config, layout, stage) if config.checkpointing.name != "attention" else 0
+    recomputed_sums = recomputed * (2 if must_recompute_last_projection(config) else 1)  # of a layer's two
     hidden = micro_batches * hidden_bytes(config, layout)
     tokens = train.micro_batch * train.seq_len // layout.cp
-    small = LOSS_SUMS * micro_batches * tokens * 4 if cut and stage.holds_head else 0
+    loss_bytes = LOSS_SUMS * micro_batches * tokens * 4 if vocabulary_is_cut and stage.holds_head else 0
     if train.loss_chunks > 1:  # each part runs a second time, and may be so small that its sums count as scalars
-        small *= 2 * (tokens // train.loss_chunks > SCALARS)
-    once = ring_fraction(layout.tp)  # an all-reduce is two of these
+        loss_bytes *= 2 * (tokens // train.loss_chunks > SCALARS)
+    ring = ring_fraction(layout.tp)  # an all-reduce sends twice this share
     if not layout.sequence_parallel:
-        return {"all_reduce": 2 * once * ((sums + again) * hidden + small)}
-    beside = (2 * stage.layers + stage.holds_head) * numel(norm_shapes("norm", model))
+        return {"all_reduce": 2 * ring * ((sums + recomputed_sums) * hidden + loss_bytes)}
+    gradients = (2 * stage.layers + stage.holds_head) * numel(norm_shapes("norm", model))
     if stage.holds_embedding and model.architecture.learned_positions:
-        beside += model.context_length * model.hidden_size
+        gradients += model.context_length * model.hidden_size
     if layout.data_parallel == "fsdp":
-        beside *= micro_batches * WIDTH_BYTES[config.precision.compute]
+        gradient_bytes = gradients * (micro_batches * config.precision.compute_bytes)
     else:
-        beside *= WIDTH_BYTES[config.precision.reduce]
+        gradient_bytes = gradients * config.precision.reduce_bytes
     return {
-        "all_reduce": 2 * once * (small + beside),
-        "all_gather": once * (sums + 2 * called) * hidden,
-        "reduce_scatter": once * (sums + again) * hidden,
+        "all_reduce": 2 * ring * (loss_bytes + gradient_bytes),
+        "all_gather": ring * (sums + 2 * recomputed) * hidden,
+        "reduce_scatter": ring * (sums + recomputed_sums) * hidden,
     }
 
 
 def cp_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:
-    """What a stage's layers gather of keys and values along the sequence, and scatter of their gradients.
+    """Return the bytes that a rank sends along the context-parallel axis for a stage: keys, values, their gradients.
 
-    All-gather in forward, again in a second forward of layer or attention, reduce-scatter in backward (Llama 3, arXiv
-    2407.21783, section 3.3.2).
+    There is an all-gather in forward, another in a second forward of layer or attention, and a reduce-scatter in
+    backward (Llama 3, arXiv 2407.21783, section 3.3.2).
     """
-    if layout.cp == 1:
+    if not layout.cp_enabled:
         return 0.0
     train, model = config.train, config.model
-    groups = 2 * model.num_key_value_heads * model.head_dim // layout.tp
+    keys_and_values = 2 * model.num_key_value_heads * model.head_dim // layout.tp  # elements per token
     tokens = layout.grad_accumulation_steps(train) * train.micro_batch * train.seq_len
     passes = 2 * stage.layers + recomputed_layers(config, layout, stage)
-    return ring_fraction(layout.cp) * passes * tokens * groups * WIDTH_BYTES[config.precision.compute]
+    return ring_fraction(layout.cp) * passes * tokens * keys_and_values * config.precision.compute_bytes
 
 
-def hf_tp_bytes(config: RunConfig, layout: Layout, asked: HFModelInfo) -> dict[str, float]:
-    """Along a model's own plan: every matrix sums by itself, by columns its input's gradient, by rows its output.
+def hf_tp_bytes(config: RunConfig, layout: Layout, hf_info: HFModelInfo) -> dict[str, float]:
+    """Return the bytes that a rank sends along the tensor-parallel axis for a model with a plan of its own.
 
-    A table of the vocabulary sums its rows' output; a gathered output is gathered in forward. The second forward of a
-    layer, where it has one, sums and gathers again what it runs to its end.
+    Every matrix is summed by itself: a column-parallel one its input's gradient, a row-parallel one its output. A
+    vocabulary-parallel embedding sums its output; a gathered output is gathered in forward. A layer's second forward,
+    where it has one, sums and gathers again for all modules that it runs to their end.
     """
-    train, once = config.train, ring_fraction(layout.tp)
-    called_again = tuple(
-        f"{path}." for index, path in enumerate(asked.layers) if config.checkpointing.recomputes_layer(index)
+    train, ring = config.train, ring_fraction(layout.tp)
+    recomputed_prefixes = tuple(
+        f"{path}." for index, path in enumerate(hf_info.layers) if config.checkpointing.recomputes_layer(index)
     )
     summed = gathered = 0.0
-    for path, cut in asked.tensor_plan.items():
-        weight = asked.shapes.get(f"{path}.weight")
+    for path, style in hf_info.tensor_plan.items():
+        weight = hf_info.shapes.get(f"{path}.weight")
         if weight is None:
             continue
         outputs, inputs = weight
-        forwards = 2 if path.startswith(called_again) and path not in asked.unfinished else 1
-        if cut in ("column", "gathered"):
+        forwards = 2 if path.startswith(recomputed_prefixes) and path not in hf_info.not_recomputed_modules else 1
+        if style in ("column", "gathered"):
             summed += inputs
-        if cut == "gathered":
+        if style == "gathered":
             gathered += outputs * forwards
-        if cut == "row":
+        if style == "row":
             summed += outputs * forwards
-        if cut == "vocabulary":
+        if style == "vocabulary":
             summed += inputs
-    tokens = (
-        layout.grad_accumulation_steps(train)
-        * train.micro_batch
-        * train.seq_len
-        * WIDTH_BYTES[config.precision.compute]
-    )
-    return {"all_reduce": 2 * once * tokens * summed, "all_gather": once * tokens * gathered}
+    tokens = layout.grad_accumulation_steps(train) * train.micro_batch * train.seq_len
+    bytes_per_feature = tokens * config.precision.compute_bytes
+    return {"all_reduce": 2 * ring * bytes_per_feature * summed, "all_gather": ring * bytes_per_feature * gathered}
 
 
 def pipeline_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:
-    """Hidden states to the next stage in forward, their gradient to the one before in backward, each micro-batch.
+    """Return the bytes that a rank sends to its stage's neighbors.
 
-    Tensor-parallel ranks all send what they all have; with sequence parallelism each its part.
+    Every micro-batch's hidden states go to the next stage in forward, and their gradient to the one before in backward.
+    Tensor-parallel ranks all send all of them; with sequence parallelism each sends its part.
     """
-    neighbours = (not stage.holds_head) + (not stage.holds_embedding)
-    own = layout.tp if layout.sequence_parallel else 1
-    return neighbours * layout.grad_accumulation_steps(config.train) * hidden_bytes(config, layout) / own
+    neighbors = (not stage.holds_head) + (not stage.holds_embedding)
+    parts = layout.tp if layout.sequence_parallel else 1
+    return neighbors * layout.grad_accumulation_steps(config.train) * hidden_bytes(config, layout) / parts

@@ -1,166 +1,188 @@
 """Floating-point operations of one training step of the whole global batch, counted by matrices. Imports no torch.
 
-A product of an (m, k) with a (k, n) matrix is 2 m n k operations. Counted are the projections, attention's two products
-and the head. Attention is not halved for its causal mask. Left out: embedding lookup, norms, rotary, softmax,
-activation functions, loss and optimizer. A model from outside has been asked: its operators were counted.
+A product of an (m, k) with a (k, n) matrix is 2 m n k operations. The projections, attention's two products and the
+head count; attention is not halved for its causal mask. Embedding lookup, norms, rotary embedding, softmax, activation
+functions, loss and optimizer are left out. A Hugging Face model was traced, and its operators counted.
 
-MFU (PaLM, arXiv 2204.02311, appendix B) counts what the model asks for: `model_flops`, forward and twice as much for
-backward, whatever is run again. HFU counts what the hardware ran: `executed_flops`, which adds the second forwards of
-checkpointing and the scores that fused attention kernels make again in backward. Both are over all ranks: those that
-divide the batch, the matrices or the depth divide the operations; of tensor-parallel ranks that leave the head whole
-each multiplies by all of it.
+MFU (PaLM, arXiv 2204.02311, appendix B) counts what the model requires: `model_flops`, forward and twice as much for
+backward, whatever is recomputed. HFU counts what the hardware ran: `executed_flops`, which adds the second forwards of
+checkpointing and the scores that fused attention kernels compute again in backward. Both are over all ranks: ranks that
+divide the batch, the matrices or the depth divide the operations; tensor-parallel ranks that leave the head whole each
+multiply by all of it.
 """
 
 from harness.config.schema import RunConfig
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, split_into_stages, whole_model
 
-BACKWARD = 2  # forwards that a backward costs: a product for the gradient of the input, one for the weight's
+BACKWARD = 2  # forwards that a backward costs: a product for the input's gradient, and one for the weight's
 
 
-def tokens(config: RunConfig) -> int:
-    """Of a step."""
+def step_tokens(config: RunConfig) -> int:
+    """Return the number of tokens of a step."""
     return config.train.global_batch * config.train.seq_len
 
 
-def product_flops(config: RunConfig) -> int:
-    """One of a layer's two products of attention, over the step: queries with keys, or scores with values."""
-    return 2 * tokens(config) * config.train.seq_len * config.model.hidden_size
+def attention_product_flops(config: RunConfig) -> int:
+    """Return the operations per step of one of a layer's two attention products.
+
+    They are queries with keys, and scores with values.
+    """
+    return 2 * step_tokens(config) * config.train.seq_len * config.model.hidden_size
 
 
 def last_projection_flops(config: RunConfig) -> int:
-    """The last matrix of a layer, down_proj, over the step."""
-    return 2 * tokens(config) * config.model.hidden_size * config.model.intermediate_size
+    """Return the operations per step of a layer's last matrix, down_proj."""
+    return 2 * step_tokens(config) * config.model.hidden_size * config.model.intermediate_size
 
 
 def layer_flops(config: RunConfig) -> int:
-    """Forward of one layer over the step: q and o, k and v, the MLP's matrices, attention."""
+    """Return the operations per step of one layer's forward: q and o, k and v, the MLP's matrices, attention."""
     model = config.model
-    if model.asked is not None:
-        return config.train.global_batch * model.asked.layers_flops // model.num_hidden_layers
-    groups = model.num_key_value_heads * model.head_dim
-    attention = 2 * model.hidden_size * (model.hidden_size + groups)
+    if model.hf_info is not None:
+        return config.train.global_batch * model.hf_info.layers_flops // model.num_hidden_layers
+    key_value_size = model.num_key_value_heads * model.head_dim
+    projections = 2 * model.hidden_size * (model.hidden_size + key_value_size)
     mlp = (len(model.architecture.widening) + 1) * last_projection_flops(config)
-    return 2 * tokens(config) * attention + mlp + 2 * product_flops(config)
+    return 2 * step_tokens(config) * projections + mlp + 2 * attention_product_flops(config)
 
 
 def head_flops(config: RunConfig) -> int:
-    """Forward of the head over the step; a tied one multiplies all the same. Of a model asked, all but its layers."""
-    if config.model.asked is not None:
-        return config.train.global_batch * (config.model.asked.forward_flops - config.model.asked.layers_flops)
-    return 2 * tokens(config) * config.model.hidden_size * config.model.vocab_size
+    """Return the operations per step of the head's forward; a tied head multiplies all the same.
+
+    A Hugging Face model has there all that is not in its layers.
+    """
+    if config.model.hf_info is not None:
+        return config.train.global_batch * (config.model.hf_info.forward_flops - config.model.hf_info.layers_flops)
+    return 2 * step_tokens(config) * config.model.hidden_size * config.model.vocab_size
 
 
 def model_flops(config: RunConfig) -> int:
-    """What MFU counts: every matrix of forward, and backward as two forwards.
+    """Return the operations per step that MFU counts: every matrix of forward, and backward as two forwards.
 
-    PaLM's 6 N + 12 L h s a token, where N are the parameters of matrices that multiply: neither embedding nor norms.
+    They are PaLM's 6 N + 12 L h s per token, where N counts the parameters of matrices that multiply: neither embedding
+    nor norms.
     """
     return (1 + BACKWARD) * (config.model.num_hidden_layers * layer_flops(config) + head_flops(config))
 
 
-def executed_flops(config: RunConfig, layout: Layout, device: str = "cpu", whole_second_forward: bool = False) -> int:
-    """What HFU will count, by the attention kernel that torch is expected to take. device is cpu or cuda."""
-    return executed_flops_with(config, layout, takes_fused_kernel(config, device), whole_second_forward)
+def executed_flops(
+    config: RunConfig, layout: Layout, device: str = "cpu", recomputes_last_projection: bool = False
+) -> int:
+    """Return the operations per step that HFU will count, by the attention kernel that torch is expected to choose.
 
-
-def executed_flops_with(config: RunConfig, layout: Layout, fused: bool, whole_second_forward: bool = False) -> int:
-    """What HFU counts: the operations of a step that run, over all ranks, where a fused kernel makes attention or not.
-
-    Which it was, a run's ranks have heard.
+    `device` is cpu or cuda; `recomputes_last_projection` as StateWidths has it.
     """
-    again = recomputed_flops(config, layout, whole_second_forward, fused)
-    made = model_flops_under_layout(config, layout) + recomputed_logits_flops(config)
-    made += recomputed_scores_flops(config, layout) if fused else 0
-    return made + again + replicated_head_flops(config, layout)
+    return executed_flops_with(config, layout, takes_fused_kernel(config, device), recomputes_last_projection)
+
+
+def executed_flops_with(
+    config: RunConfig, layout: Layout, fused: bool, recomputes_last_projection: bool = False
+) -> int:
+    """Return the operations of a step that run over all ranks, which HFU counts.
+
+    `fused` is whether a fused kernel computes attention, as a run's ranks have observed it.
+    """
+    flops = model_flops_under_layout(config, layout) + recomputed_logits_flops(config)
+    flops += recomputed_scores_flops(config, layout) if fused else 0
+    flops += recomputed_flops(config, layout, recomputes_last_projection, fused)
+    return flops + replicated_head_flops(config, layout)
 
 
 def takes_fused_kernel(config: RunConfig, device: str) -> bool:
-    """Whether attention is expected to run as one fused kernel on cpu or cuda.
+    """Return whether attention is expected to run as one fused kernel on this device, cpu or cuda.
 
-    On CUDA torch has none for grouped heads in fp32: flash and cuDNN take 16 bit, the memory-efficient one no groups.
-    On CPU none has dropout. It multiplies the matrices one by one there, and keeps the scores.
+    On CUDA torch has none for grouped heads in fp32: flash and cuDNN take 16 bit, the memory-efficient kernel takes no
+    groups. On CPU none has dropout. Without one torch multiplies the matrices one by one, and keeps the scores.
     """
     model = config.model
     if model.attention != "flash":
         return False
     if device == "cuda":
         return config.precision.compute != "float32" or model.num_key_value_heads == model.num_attention_heads
-    if model.asked is not None:  # its dropout may be elsewhere
-        return model.asked.step_flops > (1 + BACKWARD) * model.asked.forward_flops
+    if model.hf_info is not None:  # its dropout may lie outside attention
+        return model.hf_info.step_flops > (1 + BACKWARD) * model.hf_info.forward_flops
     return model.dropout == 0
 
 
 def replicated_head_flops(config: RunConfig, layout: Layout) -> int:
-    """What tensor-parallel ranks all do alike: the head, where it is not cut."""
+    """Return the operations that tensor-parallel ranks repeat: those of the head, where it is not cut."""
     times = 1 + BACKWARD + (config.train.loss_chunks > 1)
     return (layout.tp // layout.vocabulary_tp - 1) * times * head_flops(config)
 
 
 def model_flops_under_layout(config: RunConfig, layout: Layout) -> int:
-    """Forward and backward as the layout runs them: context parallelism skips scores that the causal mask hides."""
-    return model_flops(config) - (1 + BACKWARD) * config.model.num_hidden_layers * 2 * causal_skipped_flops(
-        config, layout
-    )
+    """Return the operations of forward and backward under the layout.
+
+    Context parallelism skips scores that the causal mask hides.
+    """
+    skipped = 2 * causal_skipped_flops(config, layout)
+    return model_flops(config) - (1 + BACKWARD) * config.model.num_hidden_layers * skipped
 
 
 def causal_skipped_flops(config: RunConfig, layout: Layout) -> int:
-    """Of a product of attention what is not computed: each of the 2 cp chunks of a sequence sees those up to itself.
+    """Return the operations of an attention product that context parallelism skips.
 
-    Without context parallelism one kernel takes whole sequences, and nothing is left out.
+    Each of the 2 cp chunks of a sequence sees those up to itself. Without context parallelism one kernel takes whole
+    sequences, and nothing is left out.
     """
     chunks = 2 * layout.cp
-    return product_flops(config) * (chunks - 1) // (2 * chunks) if layout.cp > 1 else 0
+    return attention_product_flops(config) * (chunks - 1) // (2 * chunks) if layout.cp_enabled else 0
 
 
 def recomputed_flops(
-    config: RunConfig, layout: Layout, whole_second_forward: bool = False, fused: bool | None = None
+    config: RunConfig, layout: Layout, recomputes_last_projection: bool = False, fused: bool | None = None
 ) -> int:
-    """What checkpointing runs a second time, over all ranks; 0 without it.
+    """Return the operations that checkpointing runs a second time, over all ranks; 0 without it.
 
-    torch stops a second forward before a layer's last projection, whose result nothing in backward needs unless it is
-    dropped from, as the mask is made behind it. Where an
-    engine's own projection saves its input only after it has run (DeepSpeed's stage 3, unless
-    strategy.options.memory_efficient_linear=false) that runs too: whole_second_forward. A selective one takes all other
-    products from the first. fused: whether one kernel makes attention; by default as expected on a CPU.
+    torch stops a second forward before a layer's last projection, whose result nothing in backward needs unless dropout
+    follows it, as the mask is drawn behind it. Where an engine's own projection saves its input only after it has run
+    (DeepSpeed's stage 3, unless strategy.options.memory_efficient_linear=false), that projection runs too, and
+    `recomputes_last_projection` is true. Selective checkpointing takes all other products from the first forward.
+    `fused` is whether one kernel computes attention, by default as expected on a CPU.
     """
     model = config.model
-    parts = split_into_stages(model, layout) if layout.pp > 1 else [whole_model(model)]
-    calls = sum(recomputed_layers(config, layout, part) for part in parts)
-    if model.asked is not None and calls and not (whole_second_forward and model.asked.unfinished_are_linear):
-        return config.train.global_batch * model.asked.again_flops * calls // model.num_hidden_layers
-    last = last_projection_flops(config)
-    stopped = 0 if whole_second_forward or recomputes_last_projection(config) else last
+    stages = split_into_stages(model, layout) if layout.pp_enabled else [whole_model(model)]
+    calls = sum(recomputed_layers(config, layout, stage) for stage in stages)
+    if (
+        model.hf_info is not None
+        and calls
+        and not (recomputes_last_projection and model.hf_info.not_recomputed_are_linear)
+    ):
+        return config.train.global_batch * model.hf_info.checkpoint_recompute_flops * calls // model.num_hidden_layers
+    runs_whole_layer = recomputes_last_projection or must_recompute_last_projection(config)
+    not_run = 0 if runs_whole_layer else last_projection_flops(config)
     whole_layer = layer_flops(config) - 2 * causal_skipped_flops(config, layout)
-    one_kernel = takes_fused_kernel(config, "cpu") if fused is None else fused
-    kinds = {"selective": 0, "attention": attention_recompute_flops(config, layout, one_kernel)}
-    return calls * kinds.get(config.checkpointing.name, whole_layer - stopped)
+    is_fused = takes_fused_kernel(config, "cpu") if fused is None else fused
+    per_layer = {"selective": 0, "attention": attention_recompute_flops(config, layout, is_fused)}
+    return calls * per_layer.get(config.checkpointing.name, whole_layer - not_run)
 
 
-def recomputes_last_projection(config: RunConfig) -> bool:
-    """Whether a layer's second forward makes its last projection too: for a mask behind it, or as compiled code."""
+def must_recompute_last_projection(config: RunConfig) -> bool:
+    """Return whether a layer's second forward runs its last projection too: for dropout behind it, or compiled."""
     return config.model.dropout > 0 or config.train.compile
 
 
 def recomputed_layers(config: RunConfig, layout: Layout, stage: Stage) -> int:
-    """Layers of a stage that run again for each micro-batch, or their attention; one that runs twice counted twice.
+    """Return how many second forwards of a layer, or of its attention, a stage runs for each micro-batch.
 
-    A backward in two halves (zero bubble, arXiv 2401.10241) has a second forward for each, but for the first stage,
-    whose inputs need no gradient. The core of attention has no weights: only the half that is for inputs needs it.
+    A backward in two halves (zero bubble, arXiv 2401.10241) has a second forward for each half, except in the first
+    stage, whose inputs need no gradient. The core of attention has no weights: only the half for inputs needs it.
     """
     if config.checkpointing.name == "attention":
         return stage.layers
-    halved = layout.pp > 1 and layout.schedule == "zero_bubble" and not stage.holds_embedding
-    return sum(map(config.checkpointing.recomputes_layer, stage.layer_indices)) * (2 if halved else 1)
+    forwards = 2 if layout.splits_backward and not stage.holds_embedding else 1
+    return sum(map(config.checkpointing.recomputes_layer, stage.layer_indices)) * forwards
 
 
 def attention_recompute_flops(config: RunConfig, layout: Layout, fused: bool) -> int:
-    """A second forward of attention's core over the step, in every layer once.
+    """Return the operations per step of one layer's second forward of attention's core.
 
-    A fused kernel is one operator. Of plain operators torch stops before the last product, which nothing needs: with
-    context parallelism that of a rank's second chunk, whose first sees (c + 1) / (4 c + 2) of what both do.
+    A fused kernel is one operator. With plain operators torch stops before the last product, which nothing needs: with
+    context parallelism that is a product of a rank's second chunk, and the first chunk sees (c + 1) / (4 c + 2) of what
+    both see.
     """
-    product = product_flops(config) - causal_skipped_flops(config, layout)
+    product = attention_product_flops(config) - causal_skipped_flops(config, layout)
     if fused:
         return 2 * product
     c = layout.cp
@@ -168,13 +190,19 @@ def attention_recompute_flops(config: RunConfig, layout: Layout, fused: bool) ->
 
 
 def recomputed_logits_flops(config: RunConfig) -> int:
-    """The head once more in backward, where it goes through the tokens in parts and keeps no part's logits."""
+    """Return the operations of the head that run again in backward.
+
+    They do where the head goes through the tokens in parts, and so keeps no part's logits.
+    """
     return head_flops(config) if config.train.loss_chunks > 1 else 0
 
 
 def recomputed_scores_flops(config: RunConfig, layout: Layout) -> int:
-    """Queries with keys once more in backward: a fused kernel keeps no scores (arXiv 2205.14135, algorithm 4)."""
+    """Return the operations of queries with keys that run again in backward.
+
+    A fused kernel keeps no scores (arXiv 2205.14135, algorithm 4).
+    """
     model = config.model
-    if model.asked is not None:
-        return config.train.global_batch * model.asked.remade_flops
-    return model.num_hidden_layers * (product_flops(config) - causal_skipped_flops(config, layout))
+    if model.hf_info is not None:
+        return config.train.global_batch * model.hf_info.attention_recompute_flops
+    return model.num_hidden_layers * (attention_product_flops(config) - causal_skipped_flops(config, layout))

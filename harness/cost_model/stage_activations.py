@@ -1,230 +1,167 @@
-"""What a pass through a pipeline stage keeps for backward under each kind of checkpointing. Imports no torch.
-
-The tensors of one layer are those of harness.plan.activations; here it is which of them stay, which are made again in
-the backward of their layer, and what is there when.
-"""
+"""The bytes that a pass through a pipeline stage keeps for backward, and when. Imports no torch."""
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.config.schema import CheckpointingConfig
-from harness.cost_model.activations import (
-    FP32_BYTES,
-    INT64_BYTES,
-    MicroBatchShape,
-    attention_is_decomposed,
-    block_tensors,
-    masks,
-    norm_is_decomposed,
-    norm_tensors,
+from harness.cost_model.activations import block_tensors, dropout_masks, norm_tensors
+from harness.cost_model.checkpointed_activations import (
+    consumed_by_recompute,
+    layer_activations,
+    recomputed_tensors,
 )
+from harness.cost_model.micro_batch_shape import INT64_BYTES, MicroBatchShape
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage
 from harness.layout.state_widths import StateWidths
 
 
-def core_tensors(one: MicroBatchShape) -> dict[str, int]:
-    """Bytes of what a second forward of attention's core makes, of those that a layer keeps; it is given the rest."""
-    block, model = block_tensors(one), one.model
-    made = [name for name in block if name.startswith(CORE)]
-    if one.cp > 1:  # gathered from all ranks
-        made += ["attention.key", "attention.value"]
-    elif attention_is_decomposed(one):
-        made += ["attention.query", "attention.key", "attention.value"]
-    elif model.attention == "eager":
-        made += ["attention.query"] * (one.sequences > 1)  # heads and sequences as one dimension, as products take them
-        if one.sequences > 1 or model.num_key_value_heads < model.num_attention_heads:
-            made += ["attention.key", "attention.value"]  # or repeated to every head
-    return {name: block[name] for name in made}
-
-
-# What lies between query, key and value and the output: of plain operations, of the fused kernel, of context parallel.
-CORE = tuple(f"attention.{name}" for name in ("future_mask", "weights", "dropped", "logsumexp", "chunks"))
-
-
-def attention_inputs(one: MicroBatchShape) -> dict[str, int]:
-    """Bytes of what attention's core is given."""
-    size = one.tokens * one.model.hidden_size * one.width // one.tp
-    grouped = size * one.model.num_key_value_heads // one.model.num_attention_heads
-    return {"attention.query": size, "attention.key": grouped, "attention.value": grouped}
-
-
-def product_tensors(one: MicroBatchShape) -> dict[str, int]:
-    """Bytes of the results that a selectively checkpointed layer keeps: of matrix products, and of attention.
-
-    What a layer keeps anyway has its name of block_tensors. A row-parallel product is this rank's summand, whole.
-    """
-    block, model = block_tensors(one), one.model
-    size, grouped, _ = attention_inputs(one).values()
-    kept = {"q_proj": size, "k_proj": grouped, "o_proj": size * one.tp, "down_proj": size * one.tp}
-    shared = [f"mlp.{name.removesuffix('_proj')}" for name in model.architecture.widening]
-    if model.attention == "eager" or attention_is_decomposed(one):
-        width = FP32_BYTES if attention_is_decomposed(one) else one.width
-        scores = one.tokens * model.num_attention_heads // one.tp * one.seq_len * width
-        seen = scores * (2 * one.cp + 1) // (4 * one.cp) if one.cp > 1 else scores
-        kept |= {"v_proj": grouped, "scores": seen, "mixed": size * width // one.width}
-    elif one.cp > 1:  # keys and values are gathered again
-        kept |= {"v_proj": grouped}
-        shared += ["attention.chunks", "attention.logsumexp"]
-    else:
-        shared += ["attention.value", "attention.output", "attention.logsumexp"]
-    return kept | {name: block[name] for name in shared}
-
-
-def consumed_by_recompute(one: MicroBatchShape, checkpointing: CheckpointingConfig) -> dict[str, int]:
-    """Of what a selective forward kept what the second takes and lets go of; it stops before the last product."""
-    if checkpointing.name != "selective":
-        return {}
-    block = block_tensors(one)
-    products = product_tensors(one)
-    return {name: size for name, size in products.items() if name not in block and name != "down_proj"}
-
-
-def layer_activations(one: MicroBatchShape, checkpointing: CheckpointingConfig, layer: int) -> dict[str, int]:
-    """Bytes of what a layer, by its index in the whole model, keeps before its backward."""
-    block = block_tensors(one)
-    if checkpointing.name == "attention":
-        made = core_tensors(one)
-        left = {name: size for name, size in block.items() if name not in made}
-        return left | {f"{name}.given": size for name, size in attention_inputs(one).items() if name in made}
-    if not checkpointing.recomputes_layer(layer):
-        return block
-    return {"input": one.hidden_bytes} | (product_tensors(one) if checkpointing.name == "selective" else {})
-
-
-def recomputed_tensors(one: MicroBatchShape, checkpointing: CheckpointingConfig, layer: int) -> dict[str, int]:
-    """Bytes of what a layer's second forward adds to what it keeps; the input is a norm's, if that has no fp32 copy."""
-    kept = layer_activations(one, checkpointing, layer)
-    made = {name: size for name, size in block_tensors(one).items() if name not in kept}
-    if "input" in kept and (one.width == FP32_BYTES or not norm_is_decomposed(one)):
-        del made["input_layernorm.input"]
-    return made
-
-
 @dataclass(frozen=True)
-class Activations:
-    """Bytes held for backward by one micro-batch's pass through a stage, logits left out."""
+class StageActivations:
+    """The bytes kept for backward by one micro-batch's pass through a stage, without the logits."""
 
     before_backward: int
-    in_last_norm: int  # when backward is in the final norm or the last layer's second, what that scaled freed
-    in_last_block: int  # when backward enters the stage's last layer, its recomputed tensors included
+    in_last_norm: int  # in the final norm's backward or the last layer's second norm's, without what these freed
+    in_last_block: int  # when backward enters the stage's last layer, with its recomputed tensors
     at_last_scores: int  # when that layer computes (or recomputes) its attention
-    second_forward: int  # what one layer's adds; 0 without checkpointing
-    in_last_core: int = 0  # when backward comes to that layer's attention, if that alone is recomputed
+    recomputed: int  # by one layer's second forward; 0 without checkpointing
+    in_last_attention: int = 0  # when backward comes to that layer's attention, if that alone is recomputed
 
 
-def activations(one: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> Activations:
-    """What a pass through a stage keeps, and has made again in the backward of its last layer."""
+def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> StageActivations:
+    """Return the bytes that a pass through a stage keeps, with what the backward of its last layer recomputes."""
     last = stage.layer_indices[-1]
-    block, norm = block_tensors(one), head_tensors(one, stage)
-    kept, again = layer_activations(one, checkpointing, last), recomputed_tensors(one, checkpointing, last)
-    layers, head = layers_bytes(one, stage, checkpointing), sum(norm.values())
-    attended = ("input_layernorm", "attention.query", "attention.key", "attention.value", "attention.future_mask")
-    until_scores = {name: size for name, size in block.items() if name.startswith(attended)}
-    freed = ("mlp", "post_attention_layernorm.output", "post_attention_layernorm.normalised")
-    done = sum(size for name, size in block.items() if name.startswith(freed))
-    second = sum(again.values())
-    in_final_norm = layers + head - weight_pass_bytes(norm, one) if stage.holds_head else 0
+    block, norm = block_tensors(shape), head_tensors(shape, stage)
+    kept = layer_activations(shape, checkpointing, last)
+    recomputed = recomputed_tensors(shape, checkpointing, last)
+    layers, head = saved_by_layers_bytes(shape, stage, checkpointing), sum(norm.values())
+    before_scores = ("input_layernorm", "attention.query", "attention.key", "attention.value", "attention.future_mask")
+    until_scores = {name: size for name, size in block.items() if name.startswith(before_scores)}
+    freed_prefixes = ("mlp", "post_attention_layernorm.output", "post_attention_layernorm.normalized")
+    freed = sum(size for name, size in block.items() if name.startswith(freed_prefixes))
+    recomputed_bytes = sum(recomputed.values())
+    in_final_norm = layers + head - weight_pass_bytes(norm, shape) if stage.holds_head else 0
     at_scores = layers - sum(kept.values()) + sum(until_scores.values())  # in forward
-    if "input" in kept:  # in the second forward
-        taken = consumed_by_recompute(one, checkpointing)
-        second -= sum(taken.values())
-        at_scores = layers + sum(size for name, size in until_scores.items() if name in again)
-        at_scores -= sum(size for name, size in taken.items() if name in ("q_proj", "k_proj", "v_proj"))
-        done -= sum(size for name, size in kept.items() if name.startswith(freed))
-        return Activations(
-            layers + head, max(in_final_norm, layers + second - done), layers + second, at_scores, second
+    if "input" in kept:  # the layer is recomputed
+        consumed = consumed_by_recompute(shape, checkpointing)
+        recomputed_bytes -= sum(consumed.values())
+        at_scores = layers + sum(size for name, size in until_scores.items() if name in recomputed)
+        at_scores -= sum(size for name, size in consumed.items() if name in ("q_proj", "k_proj", "v_proj"))
+        freed -= sum(size for name, size in kept.items() if name.startswith(freed_prefixes))
+        return StageActivations(
+            before_backward=layers + head,
+            in_last_norm=max(in_final_norm, layers + recomputed_bytes - freed),
+            in_last_block=layers + recomputed_bytes,
+            at_last_scores=at_scores,
+            recomputed=recomputed_bytes,
         )
-    in_last_norm, core = max(in_final_norm, layers - done), 0
-    if again:
-        ended = ("mlp", "post_attention_layernorm", "attention.output")
-        core = layers + second - sum(size for name, size in block.items() if name.startswith(ended))
-        weights = sum(size for name, size in again.items() if name.startswith("attention.weights"))
-        at_scores = max(at_scores, core - weights)
-    return Activations(layers + head, in_last_norm, layers, at_scores, second, core)
+    in_last_attention = 0
+    if recomputed:  # attention alone is
+        freed_before = ("mlp", "post_attention_layernorm", "attention.output")
+        in_last_attention = layers + recomputed_bytes
+        in_last_attention -= sum(size for name, size in block.items() if name.startswith(freed_before))
+        weights = sum(size for name, size in recomputed.items() if name.startswith("attention.weights"))
+        at_scores = max(at_scores, in_last_attention - weights)
+    return StageActivations(
+        before_backward=layers + head,
+        in_last_norm=max(in_final_norm, layers - freed),
+        in_last_block=layers,
+        at_last_scores=at_scores,
+        recomputed=recomputed_bytes,
+        in_last_attention=in_last_attention,
+    )
 
 
-def weight_grad_only_bytes(one: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> tuple[int, int]:
-    """What is kept when a backward for weights alone enters the last layer, and when it comes to the last matrix.
+def weight_grad_only_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> tuple[int, int]:
+    """Return the bytes kept when a backward for weights alone enters the last layer, and when it comes to its end.
 
-    It takes them from first to last and frees what their gradients are made of, the rest at its end: where layers are
-    called again all of every second forward.
+    It takes the layers from first to last, and its end is the last matrix. It frees what the gradients are computed
+    from, and all else at its end: where layers are recomputed, all of every second forward.
     """
-    block, norm = block_tensors(one), head_tensors(one, stage)
-    head, left = sum(norm.values()), layers_bytes(one, stage, checkpointing)
+    block, norm = block_tensors(shape), head_tensors(shape, stage)
+    head, left = sum(norm.values()), saved_by_layers_bytes(shape, stage, checkpointing)
     for layer in stage.layer_indices:
-        left -= weight_grad_inputs(one, checkpointing, layer)
-        left += (
-            sum(recomputed_tensors(one, checkpointing, layer).values()) if checkpointing.recomputes_layer(layer) else 0
-        )
-    freed = weight_pass_bytes(norm, one) + statistics_bytes(norm, one)
-    used = weight_grad_inputs(one, checkpointing, stage.layer_indices[-1])
-    last = head - freed + norm["norm.output"] if norm else block["mlp.product"]
-    return left + used + head, left + last
+        left -= layer_weight_grad_bytes(shape, checkpointing, layer)
+        if checkpointing.recomputes_layer(layer):
+            left += sum(recomputed_tensors(shape, checkpointing, layer).values())
+    freed = weight_pass_bytes(norm, shape) + layer_norm_statistics_bytes(norm, shape)
+    used_by_last_layer = layer_weight_grad_bytes(shape, checkpointing, stage.layer_indices[-1])
+    used_by_last_matrix = head - freed + norm["norm.output"] if norm else block["mlp.product"]
+    return left + used_by_last_layer + head, left + used_by_last_matrix
 
 
-def layers_bytes(one: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> int:
-    """What the layers of a stage keep before backward, what they share, and what the embedding before them keeps."""
-    own = one.seq_len // one.cp
-    rotary_tables = 0 if one.model.architecture.learned_positions else 2 * own * one.model.head_dim * one.width
-    shared = rotary_tables + embedding_bytes(one, stage)
-    return shared + sum(sum(layer_activations(one, checkpointing, layer).values()) for layer in stage.layer_indices)
+def saved_by_layers_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> int:
+    """Return the bytes that a stage's layers keep before backward, what they share, and what the embedding keeps."""
+    seq_len = shape.seq_len // shape.cp
+    rotary_tables = (
+        0 if shape.model.architecture.learned_positions else 2 * seq_len * shape.model.head_dim * shape.width
+    )
+    shared = rotary_tables + saved_by_embedding_bytes(shape, stage)
+    return shared + sum(sum(layer_activations(shape, checkpointing, layer).values()) for layer in stage.layer_indices)
 
 
-def embedding_bytes(one: MicroBatchShape, stage: Stage) -> int:
-    """Token ids, which of them other ranks look up, positions, and what was dropped."""
+def saved_by_embedding_bytes(shape: MicroBatchShape, stage: Stage) -> int:
+    """Return the bytes of token ids, a mask of those that other ranks look up, positions, and the dropout's mask."""
     if not stage.holds_embedding:
         return 0
-    positions = one.seq_len // one.cp * INT64_BYTES if one.model.architecture.learned_positions else 0
-    return one.tokens * (INT64_BYTES + (one.vocabulary_tp > 1)) + positions + sum(masks(one, "mask").values())
+    positions = shape.seq_len // shape.cp * INT64_BYTES if shape.model.architecture.learned_positions else 0
+    token_bytes = shape.tokens * (INT64_BYTES + (shape.vocabulary_tp > 1))
+    return token_bytes + positions + sum(dropout_masks(shape, "mask").values())
 
 
-def head_tensors(one: MicroBatchShape, stage: Stage) -> dict[str, int]:
-    return norm_tensors("norm", one) if stage.holds_head else {}
+def head_tensors(shape: MicroBatchShape, stage: Stage) -> dict[str, int]:
+    """Return the bytes that the final norm keeps, by tensor; none in a stage without the head."""
+    return norm_tensors("norm", shape) if stage.holds_head else {}
 
 
-def statistics_bytes(kept: dict[str, int], one: MicroBatchShape) -> int:
-    """Bytes of what LayerNorm's one kernel, run once more for weight and bias, needs as it did for its input."""
-    if one.model.architecture.norm != "layer":
+def layer_norm_statistics_bytes(tensors: dict[str, int], shape: MicroBatchShape) -> int:
+    """Return the bytes that LayerNorm's one kernel reads again for the gradients of weight and bias.
+
+    It has read them for its input's gradient. Other norms have none.
+    """
+    if shape.model.architecture.norm != "layer":
         return 0
-    return sum(size for name, size in kept.items() if name.endswith(("norm.input", "norm.mean", "norm.rstd")))
+    return sum(size for name, size in tensors.items() if name.endswith(("norm.input", "norm.mean", "norm.rstd")))
 
 
-def weight_grad_inputs(one: MicroBatchShape, checkpointing: CheckpointingConfig, layer: int) -> int:
-    """Bytes of what a layer keeps or makes again for its weights' gradients; a kept input stays after them."""
-    block = block_tensors(one)
-    statistics = statistics_bytes(block, one)
-    if statistics and checkpointing.recomputes_layer(layer):  # the first norm's input is the layer's
-        statistics -= one.hidden_bytes
-    return weight_pass_bytes(block, one) + statistics
+def layer_weight_grad_bytes(shape: MicroBatchShape, checkpointing: CheckpointingConfig, layer: int) -> int:
+    """Return the bytes that a layer keeps or recomputes for its weights' gradients and frees after them."""
+    block = block_tensors(shape)
+    statistics = layer_norm_statistics_bytes(block, shape)
+    if statistics and checkpointing.recomputes_layer(layer):  # the first norm's input is the layer's, which stays
+        statistics -= shape.hidden_bytes
+    return weight_pass_bytes(block, shape) + statistics
 
 
-def weight_pass_bytes(kept: dict[str, int], one: MicroBatchShape) -> int:
-    """Bytes of what is kept for weights' gradients only: inputs of matrices, and what a norm scales on CPU."""
-    ends = ["norm.output", "norm.normalised", "mlp.product"]
-    if one.model.attention == "eager":
-        ends.append("attention.output")  # the flash kernel keeps it too
-    return sum(size for name, size in kept.items() if name.endswith(tuple(ends)))
+def weight_pass_bytes(tensors: dict[str, int], shape: MicroBatchShape) -> int:
+    """Return the bytes that only weights' gradients need: inputs of matrices, and what a decomposed norm scales."""
+    suffixes = ["norm.output", "norm.normalized", "mlp.product"]
+    if shape.model.attention == "eager":
+        suffixes.append("attention.output")  # the flash kernel keeps it too
+    return sum(size for name, size in tensors.items() if name.endswith(tuple(suffixes)))
 
 
-def offloaded_bytes(one: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> int:
-    """Of what a pass through a stage keeps, what its layers do; what the embedding keeps stays on the device."""
-    return layers_bytes(one, stage, checkpointing) - embedding_bytes(one, stage)
+def offloaded_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> int:
+    """Return the bytes of a pass that activation offload moves: the layers', as the embedding's stay on the device."""
+    return saved_by_layers_bytes(shape, stage, checkpointing) - saved_by_embedding_bytes(shape, stage)
 
 
-def without_offloaded_activations(kept: Activations, bytes_away: int, layers: int) -> Activations:
-    """What is left on the device: in the last layer's backward its own part, fetched, is there."""
-    others = bytes_away - bytes_away // layers
+def without_offloaded_activations(activations: StageActivations, offloaded: int, layers: int) -> StageActivations:
+    """Return what stays on the device of a stage with so many layers, of which `offloaded` bytes go to the host.
+
+    In the last layer's backward that layer's part has been fetched.
+    """
+    other_layers = offloaded - offloaded // layers
     return dataclasses.replace(
-        kept,
-        before_backward=kept.before_backward - bytes_away,
-        in_last_norm=kept.in_last_norm - others,
-        in_last_block=kept.in_last_block - others,
-        at_last_scores=kept.at_last_scores - others,
+        activations,
+        before_backward=activations.before_backward - offloaded,
+        in_last_norm=activations.in_last_norm - other_layers,
+        in_last_block=activations.in_last_block - other_layers,
+        at_last_scores=activations.at_last_scores - other_layers,
     )
 
 
 def host_gradient_bytes(widths: StateWidths, layout: Layout, parameters: Sequence[int]) -> list[int]:
-    """Of each of a rank's stages."""
+    """Return the bytes of offloaded gradients for each of a rank's stages, by its number of parameters."""
     return [-(-widths.host_gradients * number // layout.shard_count("gradients")) for number in parameters]

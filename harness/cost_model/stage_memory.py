@@ -1,4 +1,4 @@
-"""What fills a rank's memory during a backward: its pass through a stage, and all that is kept meanwhile.
+"""The memory of a rank at the worst moments of a backward: its pass through a stage, and all that is kept meanwhile.
 
 Imports no torch.
 """
@@ -9,25 +9,22 @@ from dataclasses import dataclass
 
 from harness.config.schema import ModelConfig, RunConfig
 from harness.cost_model.activations import (
-    FP32_BYTES,
-    MicroBatchShape,
     block_backward_bytes,
     deferred_weight_grad_inputs,
-    eager_score_tensors,
     logits_bytes,
     loss_tensors,
-    micro_batch_shape,
     norm_backward_bytes,
     norm_gradient_bytes,
-    norm_is_decomposed,
     recompute_allreduce_bytes,
 )
+from harness.cost_model.attention_activations import eager_score_tensors
 from harness.cost_model.buffers import unsharded_grad_bytes
+from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape, micro_batch_shape
 from harness.cost_model.pipeline import BackwardStart, PassKind
 from harness.cost_model.stage_activations import (
-    Activations,
-    activations,
+    StageActivations,
     offloaded_bytes,
+    stage_activations,
     weight_grad_only_bytes,
     without_offloaded_activations,
 )
@@ -35,196 +32,201 @@ from harness.layout.layout import Layout
 from harness.layout.parameters import parameter_shapes
 from harness.layout.partition import Stage, is_vocab_sharded, tp_shard_dim
 
-Bytes = dict[str, int]  # by what fills them
+Bytes = dict[str, int]  # by what fills them: gradients, buffers, activations, loss, temporaries
 
 
 def held_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int | None = None) -> int:
-    """Parameters of a stage on the rank that holds most: matrices are cut as the plan says, the norms are not.
+    """Return the number of a stage's parameters on the tensor-parallel rank that has most of them.
 
-    vocabulary_tp is into how many parts embedding and head are cut; by default as many as the others.
+    Matrices are cut as the plan says, and the norms are not. `vocabulary_tp` is the number of parts of embedding and
+    head, by default as many as of the other matrices.
     """
-    ends = tp if vocabulary_tp is None else vocabulary_tp
-    held = 0
+    vocabulary_parts = tp if vocabulary_tp is None else vocabulary_tp
+    count = 0
     for name, shape in parameter_shapes(model).items():
         if stage.holds(name):
-            parts = ends if is_vocab_sharded(name, model) else tp
-            cut = tp_shard_dim(name, model)
-            held += math.prod(math.ceil(size / parts) if axis == cut else size for axis, size in enumerate(shape))
-    return held
+            parts = vocabulary_parts if is_vocab_sharded(name, model) else tp
+            dim = tp_shard_dim(name, model)
+            count += math.prod(math.ceil(size / parts) if axis == dim else size for axis, size in enumerate(shape))
+    return count
 
 
 def vocabulary_parameter_count(model: ModelConfig, tp: int) -> int:
-    """Parameters of embedding or head on the rank that holds most."""
+    """Return the number of the embedding's or the head's parameters on the rank that has most of them."""
     return math.ceil(model.vocab_size / tp) * model.hidden_size
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """One of a rank's stages, and what a pass through it keeps and needs."""
+    """The bytes that a pass through one of a rank's stages keeps and needs."""
 
-    one: MicroBatchShape
+    shape: MicroBatchShape
     stage: Stage
-    kept: Activations
-    kept_for_weights: tuple[int, int]  # bytes in a backward for weights alone, at the last layer and the last matrix
-    keeps_input: bool  # where it was received
-    parameters: int
-    narrow: bool  # whether gradients are made in 16 bit, and summed in fp32
-    unreduced: int  # bytes of gradients on their way to their shards
-    offloaded: int  # bytes of what a pass keeps that activation offload moves to the host
+    activations: StageActivations
+    weight_pass_activations: tuple[int, int]  # in a backward for weights alone, at its last layer and last matrix
+    keeps_received_input: bool  # whether the stage's input is kept in the buffer that received it
+    parameter_count: int
+    has_16_bit_grads: bool  # whether backward computes gradients in 16 bit, which are summed in fp32
+    unsharded_grad_bytes: int  # of gradients on their way to their shards
+    offloaded_bytes: int  # of the activations of a pass that activation offload moves to the host
 
     @property
-    def arriving(self) -> int:
-        """Bytes that a pass receives; as many go back."""
-        return 0 if self.stage.holds_embedding else self.one.hidden_bytes
+    def input_bytes(self) -> int:
+        """Bytes that a pass receives, and sends back as their gradient."""
+        return 0 if self.stage.holds_embedding else self.shape.hidden_bytes
 
     @property
-    def leaving(self) -> int:
-        """Bytes that a pass sends; as many come back."""
-        return 0 if self.stage.holds_head else self.one.hidden_bytes
+    def output_bytes(self) -> int:
+        """Bytes that a pass sends, and receives back as their gradient."""
+        return 0 if self.stage.holds_head else self.shape.hidden_bytes
 
     @property
-    def received(self) -> int:
-        """Bytes of what is kept that lie where they were received."""
-        return self.arriving if self.keeps_input else 0
+    def received_input_bytes(self) -> int:
+        """Bytes of the kept activations that lie in the buffer that received them."""
+        return self.input_bytes if self.keeps_received_input else 0
 
     @property
-    def log_probabilities(self) -> int:
-        """Bytes kept for backward beside the activations; none where the loss goes through its tokens in parts."""
-        return logits_bytes(self.one) if self.stage.holds_head and self.one.loss_chunks == 1 else 0
+    def log_probability_bytes(self) -> int:
+        """Bytes of log-probabilities kept for backward; 0 where the loss goes through its tokens in parts."""
+        return logits_bytes(self.shape) if self.stage.holds_head and self.shape.loss_chunks == 1 else 0
 
     @property
-    def remade_log_probabilities(self) -> int:
-        """Bytes of them that a second forward of a part of the loss keeps."""
-        return logits_bytes(self.one) if self.stage.holds_head and self.one.loss_chunks > 1 else 0
+    def recomputed_log_probability_bytes(self) -> int:
+        """Bytes of log-probabilities that the second forward of a part of the loss keeps."""
+        return logits_bytes(self.shape) if self.stage.holds_head and self.shape.loss_chunks > 1 else 0
 
     @property
-    def logits_gradient(self) -> int:
-        return (self.log_probabilities + self.remade_log_probabilities) * self.one.width // FP32_BYTES
+    def logits_grad_bytes(self) -> int:
+        """Bytes of the gradient of the logits, in the width of compute."""
+        return (self.log_probability_bytes + self.recomputed_log_probability_bytes) * self.shape.width // FP32_BYTES
 
     @property
-    def deferred(self) -> int:
-        """Bytes of gradients that a backward for inputs alone, which frees nothing, leaves for the weights."""
-        layers = self.stage.layers * sum(deferred_weight_grad_inputs(self.one).values())
-        return layers + self.logits_gradient + self.stage.holds_head * norm_gradient_bytes(self.one)
+    def deferred_grad_bytes(self) -> int:
+        """Bytes of gradients that a backward for inputs alone, which frees nothing, leaves for the weights' half."""
+        layers = self.stage.layers * sum(deferred_weight_grad_inputs(self.shape).values())
+        return layers + self.logits_grad_bytes + self.stage.holds_head * norm_gradient_bytes(self.shape)
 
     @property
-    def made_for_weights(self) -> tuple[int, int]:
+    def weight_pass_grad_bytes(self) -> tuple[int, int]:
         """Bytes of weights' gradients at the last layer of a backward for weights alone, and at its last matrix.
 
-        In 16 bit all that it made so far, added to the sums in the end; in fp32 one at a time.
+        In 16 bit they are all that it computed so far, as it adds them to the sums at its end; in fp32 one at a time.
         """
-        matrix = self.matrix_gradient if self.stage.holds_head else 0
-        if self.narrow:
-            layers = self.parameters * self.one.width - matrix
+        matrix = self.vocabulary_grad_bytes if self.stage.holds_head else 0
+        if self.has_16_bit_grads:
+            layers = self.parameter_count * self.shape.width - matrix
             return layers - layers // self.stage.layers, layers + matrix
-        inner = self.one.model.hidden_size * self.one.model.intermediate_size * self.one.width // self.one.tp
+        inner = self.shape.model.hidden_size * self.shape.model.intermediate_size * self.shape.width // self.shape.tp
         return inner, matrix or inner
 
     @property
-    def matrix_gradient(self) -> int:
-        """Bytes of the gradient of embedding or head, the largest matrices, as backward makes it."""
-        return vocabulary_parameter_count(self.one.model, self.one.vocabulary_tp) * self.one.width
+    def vocabulary_grad_bytes(self) -> int:
+        """Bytes of the gradient of embedding or head, the largest matrices, as backward computes it."""
+        return vocabulary_parameter_count(self.shape.model, self.shape.vocabulary_tp) * self.shape.width
 
     @property
-    def summand(self) -> int:
-        """Bytes of it while it is added to what is there; a CPU widens it first."""
-        widened = self.matrix_gradient * FP32_BYTES // self.one.width
-        return self.matrix_gradient + (widened if self.narrow and self.one.device == "cpu" else 0)
+    def grad_accumulate_bytes(self) -> int:
+        """Bytes of the largest matrix's gradient while it is added to an earlier sum; a CPU widens it first."""
+        widened = self.vocabulary_grad_bytes * FP32_BYTES // self.shape.width
+        return self.vocabulary_grad_bytes + (widened if self.has_16_bit_grads and self.shape.device == "cpu" else 0)
 
 
-def stage_costs(config: RunConfig, layout: Layout, device: str, held: Sequence[Stage]) -> list[StageCost]:
-    """A rank's stages as parts."""
-    one = micro_batch_shape(config, layout, device)
-    same = one.width == FP32_BYTES or not norm_is_decomposed(one)  # a norm keeps its input as it is
-    away_from_device = device != "cpu"  # on a CPU it is all one memory
-
-    def kept(stage: Stage) -> tuple[Activations, tuple[int, int], int]:
-        """On the device, the same in a backward for weights alone, and what was moved to the host."""
-        found = activations(one, stage, config.checkpointing)
-        first, last = weight_grad_only_bytes(one, stage, config.checkpointing)
-        moved = offloaded_bytes(one, stage, config.checkpointing) if config.checkpointing.offload_activations else 0
-        if moved and away_from_device:
-            others = moved - moved // stage.layers
-            return (
-                without_offloaded_activations(found, moved, stage.layers),
-                (first - others, max(0, last - others)),
-                moved,
+def stage_costs(config: RunConfig, layout: Layout, device: str, stages: Sequence[Stage]) -> list[StageCost]:
+    """Return the costs of a rank's stages; device is cpu or cuda."""
+    shape = micro_batch_shape(config, layout, device)
+    norm_keeps_input = shape.width == FP32_BYTES or not shape.norm_is_decomposed  # without an fp32 copy
+    costs = []
+    for stage in stages:
+        checkpointing = config.checkpointing
+        activations = stage_activations(shape, stage, checkpointing)
+        at_layer, at_matrix = weight_grad_only_bytes(shape, stage, checkpointing)
+        offloaded = offloaded_bytes(shape, stage, checkpointing) if checkpointing.offload_activations else 0
+        if offloaded and device != "cpu":  # on a CPU the host's memory is the device's
+            other_layers = offloaded - offloaded // stage.layers
+            activations = without_offloaded_activations(activations, offloaded, stage.layers)
+            at_layer, at_matrix = at_layer - other_layers, max(0, at_matrix - other_layers)
+        costs.append(
+            StageCost(
+                shape,
+                stage,
+                activations,
+                weight_pass_activations=(at_layer, at_matrix),
+                keeps_received_input=norm_keeps_input or checkpointing.recomputes_layer(stage.first_layer),
+                parameter_count=held_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp),
+                has_16_bit_grads=config.precision.is_mixed,
+                unsharded_grad_bytes=unsharded_grad_bytes(config, layout, [stage]),
+                offloaded_bytes=offloaded,
             )
-        return found, (first, last), moved
-
-    return [
-        StageCost(
-            one,
-            stage,
-            *kept(stage)[:2],
-            keeps_input=same or config.checkpointing.recomputes_layer(stage.first_layer),
-            parameters=held_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp),
-            narrow=config.precision.is_mixed,
-            unreduced=unsharded_grad_bytes(config, layout, [stage]),
-            offloaded=kept(stage)[2],
         )
-        for stage in held
-    ]
+    return costs
 
 
-def backward_peaks(part: StageCost, kind: PassKind, new_gradients: int) -> Iterator[Bytes]:
-    """What a pass fills at the worst moments of its backward, in their order.
+def backward_peaks(cost: StageCost, kind: PassKind, new_gradients: int) -> Iterator[Bytes]:
+    """Yield the bytes of a pass at the worst moments of its backward, in their order.
 
-    new_gradients are bytes of sums that it begins; 0 if it adds to those of an earlier pass.
+    `new_gradients` is the bytes of the gradients that this pass allocates; 0 if it adds to those of an earlier pass.
     """
-    one, kept, head = part.one, part.kept, part.stage.holds_head
-    layer = sum(deferred_weight_grad_inputs(one).values())
+    shape, activations, holds_head = cost.shape, cost.activations, cost.stage.holds_head
+    layer_deferred = sum(deferred_weight_grad_inputs(shape).values())
     if kind == "weights":
-        at_layer, at_matrix = part.kept_for_weights
-        left = part.deferred - (part.stage.layers - 1) * layer
-        before, made = part.made_for_weights
-        yield {"activations": at_layer, "temporaries": left + before}
-        yield {"activations": at_matrix, "temporaries": part.logits_gradient + made}
+        at_layer, at_matrix = cost.weight_pass_activations
+        left = cost.deferred_grad_bytes - (cost.stage.layers - 1) * layer_deferred
+        grads_at_layer, grads_at_matrix = cost.weight_pass_grad_bytes
+        yield {"activations": at_layer, "temporaries": left + grads_at_layer}
+        yield {"activations": at_matrix, "temporaries": cost.logits_grad_bytes + grads_at_matrix}
         return
-    chunked = one.loss_chunks > 1
-    made = part.matrix_gradient + one.hidden_bytes if chunked else 0  # gradients of what parts of the loss share
-    if head:
-        yield {"activations": kept.before_backward, "loss": sum(loss_tensors(one).values()), "temporaries": made}
-    if head and kind == "backward":
-        matrix = max((1 + chunked) * part.matrix_gradient + part.logits_gradient, part.summand)
-        yield {"activations": kept.before_backward, "temporaries": one.hidden_bytes + matrix}
-    yield {"activations": kept.in_last_norm, "temporaries": norm_backward_bytes(one)}
-    block = max(block_backward_bytes(one), recompute_allreduce_bytes(one) if kept.second_forward else 0)
-    yield {"activations": kept.in_last_block, "temporaries": block, "buffers": part.unreduced}
-    yield {"activations": kept.at_last_scores, "temporaries": sum(eager_score_tensors(one).values())}
+    chunked = shape.loss_chunks > 1
+    shared_grads = cost.vocabulary_grad_bytes + shape.hidden_bytes if chunked else 0  # of what the loss's parts share
+    if holds_head:
+        loss = sum(loss_tensors(shape).values())
+        yield {"activations": activations.before_backward, "loss": loss, "temporaries": shared_grads}
+    if holds_head and kind == "backward":
+        matrix = max((1 + chunked) * cost.vocabulary_grad_bytes + cost.logits_grad_bytes, cost.grad_accumulate_bytes)
+        yield {"activations": activations.before_backward, "temporaries": shape.hidden_bytes + matrix}
+    yield {"activations": activations.in_last_norm, "temporaries": norm_backward_bytes(shape)}
+    block = max(block_backward_bytes(shape), recompute_allreduce_bytes(shape) if activations.recomputed else 0)
+    yield {"activations": activations.in_last_block, "temporaries": block, "buffers": cost.unsharded_grad_bytes}
+    yield {"activations": activations.at_last_scores, "temporaries": sum(eager_score_tensors(shape).values())}
     if kind == "inputs":
-        all_kept = {"activations": kept.before_backward, "loss": part.log_probabilities}
-        yield all_kept | {"temporaries": part.deferred - layer + block + kept.second_forward}
-        yield all_kept | {"temporaries": part.deferred + norm_backward_bytes(one) - norm_gradient_bytes(one)}
+        all_saved = {"activations": activations.before_backward, "loss": cost.log_probability_bytes}
+        deferred = cost.deferred_grad_bytes
+        yield all_saved | {"temporaries": deferred - layer_deferred + block + activations.recomputed}
+        yield all_saved | {"temporaries": deferred + norm_backward_bytes(shape) - norm_gradient_bytes(shape)}
         return
-    added = part.summand if not new_gradients else part.narrow * part.matrix_gradient  # the first is widened to the sum
-    rest = max(0, part.stage.holds_embedding * added - part.unreduced)
-    yield {"gradients": new_gradients, "temporaries": rest, "buffers": part.unreduced}
+    widened = cost.has_16_bit_grads * cost.vocabulary_grad_bytes  # the first gradient becomes the sum
+    embedding_grad = widened if new_gradients else cost.grad_accumulate_bytes
+    rest = max(0, cost.stage.holds_embedding * embedding_grad - cost.unsharded_grad_bytes)
+    yield {"gradients": new_gradients, "temporaries": rest, "buffers": cost.unsharded_grad_bytes}
 
 
 def step_peaks(
-    parts: Sequence[StageCost], gradients: Sequence[int], standing: bool, moment: BackwardStart, piles_up: bool
+    costs: Sequence[StageCost],
+    gradients: Sequence[int],
+    keeps_gradients: bool,
+    start: BackwardStart,
+    keeps_sent: bool,
 ) -> Iterator[Bytes]:
-    """What fills the memory at the worst moments of one of a step's backwards: that pass and all that is kept.
+    """Yield the rank's bytes at the worst moments of one backward of a step: of that pass and of all that is kept.
 
-    gradients are the bytes of each part's; standing, whether they are there when a step begins. piles_up: whether what
-    was sent is held until the end of the step.
+    `gradients` is the bytes of each stage's gradients, and `keeps_gradients` whether they exist when a step begins.
+    `keeps_sent` is whether tensors that were sent are kept until the end of the step.
     """
     kept = dict.fromkeys(("gradients", "buffers", "activations", "loss", "temporaries"), 0)
-    there = [standing or finished > 0 for finished in moment.finished]
-    for index, part in enumerate(parts):
-        waiting, halved = moment.waiting[index], moment.halved[index]
-        sent, sent_back = moment.forwards[index], halved + moment.finished[index]
-        if not piles_up:
-            sent, sent_back = waiting, min(1, sent_back)
-        if index == moment.own:
-            waiting, halved = (waiting, halved - 1) if moment.kind == "weights" else (waiting - 1, halved)
-        kept["gradients"] += gradients[index] if there[index] else 0
-        kept["activations"] += (waiting + halved) * part.kept.before_backward
-        kept["buffers"] += sent * part.leaving + sent_back * part.arriving - (waiting + halved) * part.received
-        kept["loss"] += waiting * part.log_probabilities
-        kept["temporaries"] += halved * part.deferred
-    own = parts[moment.own]
-    for fill in backward_peaks(own, moment.kind, 0 if there[moment.own] else gradients[moment.own]):
-        fill["buffers"] = fill.get("buffers", 0) - (own.received if "activations" in fill else 0)
-        yield {name: size + fill.get(name, 0) for name, size in kept.items()}
+    has_gradients = [keeps_gradients or done > 0 for done in start.done]
+    for index, cost in enumerate(costs):
+        pending, awaiting = start.pending[index], start.awaiting_weight_grad[index]
+        sent, sent_back = start.forwards[index], awaiting + start.done[index]
+        if not keeps_sent:
+            sent, sent_back = pending, min(1, sent_back)
+        if index == start.stage:  # the pass itself is added below
+            pending, awaiting = (pending, awaiting - 1) if start.kind == "weights" else (pending - 1, awaiting)
+        passes = pending + awaiting
+        kept["gradients"] += gradients[index] if has_gradients[index] else 0
+        kept["activations"] += passes * cost.activations.before_backward
+        kept["buffers"] += sent * cost.output_bytes + sent_back * cost.input_bytes - passes * cost.received_input_bytes
+        kept["loss"] += pending * cost.log_probability_bytes
+        kept["temporaries"] += awaiting * cost.deferred_grad_bytes
+    own = costs[start.stage]
+    for peak in backward_peaks(own, start.kind, 0 if has_gradients[start.stage] else gradients[start.stage]):
+        peak["buffers"] = peak.get("buffers", 0) - (own.received_input_bytes if "activations" in peak else 0)
+        yield {name: size + peak.get(name, 0) for name, size in kept.items()}

@@ -61,8 +61,9 @@ def embedding_shapes(model: ModelConfig) -> Shapes:
     A Hugging Face model has there all that is neither in its decoder layers nor its head.
     """
     if model.hf_info is not None:
-        named, head = model.hf_info.shapes.items(), head_shapes(model)
-        return {name: shape for name, shape in named if name not in head and not model.hf_info.is_in_decoder_layer(name)}
+        info, head = model.hf_info, head_shapes(model)
+        named = info.shapes.items()
+        return {name: shape for name, shape in named if name not in head and not info.is_in_decoder_layer(name)}
     tokens: Shapes = {"embed_tokens.weight": (model.vocab_size, model.hidden_size)}
     positions: Shapes = {"embed_positions.weight": (model.context_length, model.hidden_size)}
     return tokens | (positions if model.architecture.learned_positions else {})
@@ -71,7 +72,8 @@ def embedding_shapes(model: ModelConfig) -> Shapes:
 def head_shapes(model: ModelConfig) -> Shapes:
     """Return the shapes of the parameters that turn hidden states into logits; a tied matrix is the embedding's."""
     if model.hf_info is not None:
-        return {name: shape for name, shape in model.hf_info.shapes.items() if name.startswith(f"{model.hf_info.head}.")}
+        prefix = f"{model.hf_info.head}."
+        return {name: shape for name, shape in model.hf_info.shapes.items() if name.startswith(prefix)}
     head: Shapes = {} if model.tie_word_embeddings else {"lm_head.weight": (model.vocab_size, model.hidden_size)}
     return norm_shapes("norm", model) | head
 

@@ -192,9 +192,8 @@ def test_gpipe_keeps_every_micro_batch_and_1f1b_those_of_the_stages_from_here(
     config = run(shaped(num_hidden_layers=8), precision, global_batch=micro_batches)
     for place, stage in enumerate(split_into_stages(config.model, layout_of(config, pp=p))):
         one = MicroBatchShape(config.model, 1, 128, precision.compute)
-        kept = (
-            stage_activations(one, stage, CheckpointingConfig("none")).before_backward + logits_bytes(one) * stage.holds_head
-        )
+        saved = stage_activations(one, stage, CheckpointingConfig("none")).before_backward
+        kept = saved + logits_bytes(one) * stage.holds_head
         gpipe, one_f_one_b = (
             activation_bytes(config, layout_of(config, pp=p, schedule=schedule), "cpu", place)
             for schedule in ("gpipe", "1f1b")
@@ -235,7 +234,7 @@ def test_what_was_sent_piles_up_in_all_schedules_but_one(schedule: str, sent: in
     for place, (stage, expected) in enumerate(zip(split_into_stages(MODEL, layout), (sent, back), strict=True)):
         parts = stage_costs(config, layout, "cpu", [stage])
         last = [moment for moment in backward_starts(layout, 4, place) if moment.kind != "weights"][-1]
-        fill = next(step_peaks(parts, [0], standing=False, moment=last, piles_up=schedule != "1f1b"))
+        fill = next(step_peaks(parts, [0], keeps_gradients=False, start=last, keeps_sent=schedule != "1f1b"))
         assert fill["buffers"] == expected * 128 * MODEL.hidden_size * 2, place
 
 
