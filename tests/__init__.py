@@ -1,1 +1,1 @@
-
+"""The tests of the harness: units, real ranks, whole commands, and benchmarks."""

@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: the harness as a user calls it, and as its parts."""
+"""The fixtures that the tests of whole runs share: a results directory and the harness's command."""
 
 from pathlib import Path
 

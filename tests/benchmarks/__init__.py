@@ -1,1 +1,2 @@
+"""Benchmarks of the harness's own cost, which are started by hand."""
 

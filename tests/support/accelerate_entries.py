@@ -1,4 +1,4 @@
-"""What ranks run in the tests of Accelerate: its way to fully_shard on a CPU, and faults in what it makes."""
+"""Entry points of ranks for the tests of Accelerate: its sharding on a CPU, and faults planted in it."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ from harness.worker import main as worker_main
 
 
 def told_to_shard(run_dir: str) -> None:
-    """Accelerate takes the way it has for GPUs: its state is told what it would find out with one."""
+    """Make Accelerate shard on a CPU by setting the state that it would detect on a machine with GPUs."""
 
     def accelerator_of(config: Any, layout: Any, model: Any) -> Accelerator:
         accelerator = Accelerator(cpu=True, mixed_precision="no")
@@ -34,7 +34,7 @@ def told_to_shard(run_dir: str) -> None:
 
 
 def left_alone(run_dir: str) -> None:
-    """Accelerate as it is on a CPU, which drops the plugin for sharding."""
+    """Leave Accelerate as it is on a CPU, where it ignores the plugin for sharding."""
     plugin_of = fsdp.create_fsdp_plugin
 
     def accelerator_of(config: Any, layout: Any, model: Any) -> Accelerator:
@@ -45,7 +45,7 @@ def left_alone(run_dir: str) -> None:
 
 
 def one_group(run_dir: str) -> None:
-    """Accelerate finds no layer to make a group of: all parameters are gathered at once."""
+    """Give Accelerate no layer to make a group of, so that all parameters are gathered at once."""
     plugin_of = fsdp.create_fsdp_plugin
 
     def plugin(config: Any, layout: Any, model: Any) -> FullyShardedDataParallelPlugin:
@@ -58,13 +58,13 @@ def one_group(run_dir: str) -> None:
 
 
 def root_left_gathered(run_dir: str) -> None:
-    """As Accelerate leaves it: norm and root stay whole from forward to backward."""
+    """Keep the norm and the root gathered from forward to backward, which is Accelerate's own default."""
     FSDPModule.set_reshard_after_forward = lambda *arguments: None  # type: ignore[method-assign]
     told_to_shard(run_dir)
 
 
 def other_stage(run_dir: str) -> None:
-    """DeepSpeed is started with another stage than asked for."""
+    """Start DeepSpeed with another stage than the one configured."""
     plugin_class = deepspeed.DeepSpeedPlugin
 
     def plugin(hf_ds_config: dict[str, Any], **others: Any) -> Any:
@@ -76,7 +76,7 @@ def other_stage(run_dir: str) -> None:
 
 
 def main() -> None:
-    """Two processes by torchrun: writes what Accelerate makes of a model on a CPU with a plugin for fully_shard."""
+    """Write what Accelerate makes of a model on a CPU with a plugin for fully_shard, in two processes of torchrun."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     model = torch.nn.Linear(4, 4)
     prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))

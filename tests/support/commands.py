@@ -33,10 +33,10 @@ Harness = Callable[..., Done]
 
 
 def run_harness(results: Path, *arguments: str) -> Done:
-    """What python -m harness does, with its results in a folder of the test's; here, to import torch once for all.
+    """Run a command of the harness inside this process, which has torch imported already, and return its outcome.
 
-    Its reports are without pictures, whose drawing takes a second: tests/unit/test_charts.py and the commands that tests
-    start in processes of their own draw them.
+    Its results go to the folder given. Its reports are without pictures, whose drawing takes a second:
+    tests/unit/test_charts.py and the commands that tests start in processes of their own draw them.
     """
     command = ["harness", *arguments, f"results_dir={results}", "tracking=none"]
     out, error = io.StringIO(), io.StringIO()
@@ -72,7 +72,7 @@ def execute_run(config: RunConfig, command: CommandConfig, entry: Callable[[str]
 
 
 def assert_not_proven(record: Record, found: str) -> None:
-    """The run is an error, and one of the problems that the proof names has these words."""
+    """Check that the run is an error and that one of the problems its proof names contains these words."""
     problems = record["proof"]["problems"]
     assert record["row"]["status"] == "error"
     assert any(found in problem for problem in problems), problems

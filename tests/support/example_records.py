@@ -16,7 +16,7 @@ HOSTILE = (
 
 
 def row(number: int, strategy: str, engine: str, stage: int, **changes: Any) -> dict[str, Any]:
-    """An ok row of a 2-rank run without accumulation; fp32 under ZeRO's own formulas, in whole bytes."""
+    """Return an ok row of a 2-rank run in fp32 without accumulation, with the bytes of ZeRO's own formulas."""
     shards = {kind: 2 if stage >= first else 1 for kind, first in (("optimizer", 1), ("gradient", 2), ("parameter", 3))}
     return {
         "run_id": f"{number:010x}",
@@ -94,7 +94,7 @@ def record_of(row: dict[str, Any]) -> Record:
 
 
 def records() -> list[Record]:
-    """Ten runs as they come out of a sweep, in the order they started."""
+    """Return ten runs as they come out of a sweep, in the order they started."""
     single = {"world_size": 1, "communication_bytes": 0, "loss_deviation": 0.0}
     single |= dict.fromkeys(("tokens_per_second", "tokens_per_second_per_device"), 8000.0)
     refused = (
@@ -116,7 +116,7 @@ def records() -> list[Record]:
 
 
 def mixed() -> list[Record]:
-    """Data, tensor and pipeline parallel on 2 and 4 ranks, 8 micro-batches through the pipelines."""
+    """Return data-, tensor- and pipeline-parallel runs on 2 and 4 ranks, with 8 micro-batches through the pipelines."""
     axes = {"ddp": "dp_replicate", "tp": "tp", "pp_1f1b": "pp", "pp_gpipe": "pp"}
     entries = []
     for number, (strategy, world) in enumerate(product(axes, (2, 4)), start=1):

@@ -1,6 +1,6 @@
-"""Faults planted in ranks: each entry spoils one thing and then runs the worker as it is.
+"""Planted faults, each of which spoils one part of a rank and then runs the worker unchanged.
 
-Every rank is a process of its own, so what is patched here is gone with it.
+Every rank is a process of its own, so the patches end with it.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def rank() -> int:
 
 
 def sharding_dropped(run_dir: str) -> None:
-    """The strategy runs as plain DDP: trains right, holds everything."""
+    """Run the strategy as plain DDP, which trains correctly but keeps everything on every rank."""
     build = torch_engine.build
 
     def plain(config: Any, layout: Any, mesh: Any, device: Any, probe: Any) -> Any:
@@ -66,7 +66,7 @@ def sharding_dropped(run_dir: str) -> None:
 
 
 def lower_stage(run_dir: str) -> None:
-    """ZeRO-2 runs as ZeRO-1: synchronises once a step instead of every micro-batch."""
+    """Run ZeRO-2 as ZeRO-1, which synchronizes once a step instead of after every micro-batch."""
     settings = deepspeed_initialize.deepspeed_config
 
     def spoiled(*arguments: Any) -> Any:
@@ -79,7 +79,7 @@ def lower_stage(run_dir: str) -> None:
 
 
 def other_data(run_dir: str) -> None:
-    """Rank 1 trains on rank 0's sequences."""
+    """Train rank 1 on rank 0's sequences."""
     init = rank_batches.Batches.__init__
 
     def spoiled(self: Any, corpus: Any, config: Any, layout: Any, data_rank: int, device: Any) -> None:
@@ -90,7 +90,7 @@ def other_data(run_dir: str) -> None:
 
 
 def summed(run_dir: str) -> None:
-    """Gradients are summed over ranks, not averaged."""
+    """Sum gradients over ranks instead of averaging them."""
     wrap = ddp.distributed_data_parallel
 
     def all_reduce_sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses other annotations than its own
@@ -110,7 +110,7 @@ def summed(run_dir: str) -> None:
 
 
 def halved(run_dir: str) -> None:
-    """One small parameter gets half its gradient."""
+    """Halve the gradient of one small parameter."""
     ready = Probe.gradients_ready
 
     def spoiled(self: Probe, engine: Any) -> None:
@@ -124,14 +124,14 @@ def halved(run_dir: str) -> None:
 
 
 def unsynchronised(run_dir: str) -> None:
-    """Copies never exchange their gradients."""
+    """Never exchange the gradients of replicas."""
     micro_batch = ddp.ReplicatedParams.sync_context
     ddp.ReplicatedParams.sync_context = lambda self, last: micro_batch(self, last=False)  # type: ignore[assignment]
     worker_main.main(run_dir)
 
 
 def uncounted(run_dir: str) -> None:
-    """The counter misses one kind of operation."""
+    """Make the counter miss one kind of operation."""
     count = CommunicationCounter._count
 
     def spoiled(self: Any, func: Any, args: Any, kwargs: Any) -> None:
@@ -143,13 +143,13 @@ def uncounted(run_dir: str) -> None:
 
 
 def never_recomputed(run_dir: str) -> None:
-    """Checkpointing is left out."""
+    """Leave out checkpointing."""
     harness.models.build.apply_checkpointing = lambda model, checkpointing, probe: None
     worker_main.main(run_dir)
 
 
 def every_layer_recomputed(run_dir: str) -> None:
-    """Every layer is checkpointed, whatever was asked for."""
+    """Checkpoint every layer, whatever is configured."""
     apply = harness.models.build.apply_checkpointing
     full = CheckpointingConfig("full")
     harness.models.build.apply_checkpointing = lambda model, checkpointing, probe: apply(model, full, probe)
@@ -157,7 +157,7 @@ def every_layer_recomputed(run_dir: str) -> None:
 
 
 def products_not_kept(run_dir: str) -> None:
-    """Selective checkpointing keeps attention alone and runs every projection again."""
+    """Make selective checkpointing keep attention alone, so that every projection runs again."""
     aten = torch.ops.aten
     harness.models.activation_checkpoint.SAVED_OPS = frozenset(
         (aten._scaled_dot_product_flash_attention_for_cpu.default,)
@@ -166,7 +166,7 @@ def products_not_kept(run_dir: str) -> None:
 
 
 def parts_of_the_loss_kept(run_dir: str) -> None:
-    """The loss goes through its tokens in parts, and every part's logits are kept."""
+    """Keep every chunk's logits while the loss goes through its tokens in chunks."""
     apply = harness.models.build.apply_loss_chunks
 
     def spoiled(model: Any, chunks: int, probe: Any) -> None:
@@ -178,7 +178,10 @@ def parts_of_the_loss_kept(run_dir: str) -> None:
 
 
 def parts_of_the_loss_mixed(run_dir: str) -> None:
-    """Each part of the hidden states meets the targets of another, as where a cut sequence is taken for a whole one."""
+    """Match each chunk of the hidden states with the targets of another chunk.
+
+    This is what happens if a rank's part of a sequence is taken for a whole sequence.
+    """
     forward = harness.models.decoder.Head.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None, chunks: int = 1) -> Any:
@@ -190,7 +193,7 @@ def parts_of_the_loss_mixed(run_dir: str) -> None:
 
 
 def eager_on_one_rank(run_dir: str) -> None:
-    """Rank 1 composes its attention of plain operators."""
+    """Compose rank 1's attention of plain operators."""
     build = harness.models.decoder.Attention.__init__
 
     def spoiled(self: Any, *arguments: Any) -> None:
@@ -202,7 +205,7 @@ def eager_on_one_rank(run_dir: str) -> None:
 
 
 def other_kernel_of_the_optimizer(run_dir: str) -> None:
-    """The fused optimizer, whatever was asked for."""
+    """Use the fused optimizer, whatever is configured."""
     adamw = torch.optim.AdamW
     torch.optim.AdamW = lambda parameters, **keywords: adamw(
         parameters, **(keywords | {"fused": True, "foreach": False})
@@ -211,13 +214,13 @@ def other_kernel_of_the_optimizer(run_dir: str) -> None:
 
 
 def never_compiled(run_dir: str) -> None:
-    """The layers are left as they are."""
+    """Leave the layers uncompiled."""
     harness.models.build.apply_compile = lambda model, asked_for: None
     worker_main.main(run_dir)
 
 
 def compiled_again(run_dir: str) -> None:
-    """The first timed step throws away what was compiled."""
+    """Throw away the compiled code in the first timed step."""
 
     def spoiled(self: Any, phase: str, step: int = 0) -> None:
         beat(self, phase, step)
@@ -230,32 +233,32 @@ def compiled_again(run_dir: str) -> None:
 
 
 def other_optimizer(run_dir: str) -> None:
-    """Plain SGD in place of AdamW."""
+    """Use plain SGD in place of AdamW."""
     torch.optim.AdamW = lambda parameters, lr, **_: torch.optim.SGD(parameters, lr=lr)  # type: ignore[assignment,misc]
     worker_main.main(run_dir)
 
 
 def not_finite(run_dir: str) -> None:
-    """The loss is not a number from the start."""
+    """Make the loss NaN from the start."""
     loss_function = harness.models.loss.loss_function
     harness.models.loss.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
     worker_main.main(run_dir)
 
 
 def tensor_parallel_dropped(run_dir: str) -> None:
-    """The model is not cut: every rank trains all of it."""
+    """Leave the model unsharded, so that every rank trains all of it."""
     tensor_parallel.apply_tensor_parallel = lambda model, mesh, sequence_parallel: None
     worker_main.main(run_dir)
 
 
 def keys_in_other_order(run_dir: str) -> None:
-    """Keys and values stay in the order of ranks, not of the sequence."""
+    """Leave keys and values in the order of ranks instead of that of the sequence."""
     context_parallel.unshuffle_chunks = iter
     worker_main.main(run_dir)
 
 
 def positions_from_the_start(run_dir: str) -> None:
-    """Every rank takes its part of a sequence for the first."""
+    """Give every rank's part of a sequence the positions of the first part."""
     tables = harness.models.decoder.rotary_tables
 
     def spoiled(spans: Any, *arguments: Any) -> Any:
@@ -266,27 +269,27 @@ def positions_from_the_start(run_dir: str) -> None:
 
 
 def own_keys_alone(run_dir: str) -> None:
-    """Nothing is gathered for attention: a token sees its own rank's alone."""
+    """Gather nothing for attention, so that a token attends only to its own rank's tokens."""
     context_parallel.apply_context_parallel = lambda model, group, spans: None
     worker_main.main(run_dir)
 
 
 def replicas_apart(run_dir: str) -> None:
-    """Hybrid sharding whose replicas never average."""
+    """Never average gradients over the replicas of hybrid sharding."""
     alone = DeviceMesh._concatenate
     fsdp.hsdp_mesh = lambda mesh, layout: alone([mesh["pp"], mesh["dp_shard"]])
     worker_main.main(run_dir)
 
 
 def sharding_over_all(run_dir: str) -> None:
-    """Hybrid sharding that divides parameters over the replicas too."""
+    """Shard the parameters of hybrid sharding over the replicas too."""
     alone = DeviceMesh._concatenate
     fsdp.hsdp_mesh = lambda mesh, layout: alone([mesh["pp"], mesh["dp_replicate", "dp_shard"]._flatten()])
     worker_main.main(run_dir)
 
 
 def rows_not_summed(run_dir: str) -> None:
-    """A row-parallel layer's output is passed on without its all-reduce."""
+    """Pass on a row-parallel layer's output without its all-reduce."""
     redistribute = DTensor.redistribute
 
     def spoiled(self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -299,7 +302,7 @@ def rows_not_summed(run_dir: str) -> None:
 
 
 def vocabulary_shifted(run_dir: str) -> None:
-    """The loss over logits cut along the vocabulary takes each target for the one beside it."""
+    """Take each target for its neighbor in the loss over vocabulary-parallel logits."""
     loss_forward = loss._nll_loss_forward
 
     def shifted(x: Any, target: Any, *arguments: Any) -> Any:
@@ -310,7 +313,7 @@ def vocabulary_shifted(run_dir: str) -> None:
 
 
 def whole_gradient(run_dir: str) -> None:
-    """torch's own embedding cut by rows, whose gradient is whole on every rank."""
+    """Use torch's own embedding sharded by rows, whose gradient is whole on every rank."""
     tensor_parallel.VocabularyParallelEmbedding = lambda output: RowwiseParallel(  # type: ignore[assignment,misc]
         input_layouts=Replicate(), output_layouts=output
     )
@@ -318,8 +321,7 @@ def whole_gradient(run_dir: str) -> None:
 
 
 def norms_not_summed(run_dir: str) -> None:
-    """Gradients of norms stay those of this rank's part of the sequence."""
-
+    """Leave the gradients of norms as those of this rank's part of the sequence."""
     engine.reduce_partial_grad = unsummed
     worker_main.main(run_dir)
 
@@ -331,7 +333,7 @@ def unsummed(gradient: Any) -> Any:
 
 
 def other_weights(run_dir: str) -> None:
-    """The last stage starts from the weights of other layers."""
+    """Start the last stage from the weights of other layers."""
     initial_value = harness.models.init_weights.initial_value
 
     def spoiled(name: str, *arguments: Any) -> Any:
@@ -342,7 +344,7 @@ def other_weights(run_dir: str) -> None:
 
 
 def other_layers(run_dir: str) -> None:
-    """Both stages hold the same layers."""
+    """Give both stages the same layers."""
     ordinary = partition.stages_of_rank
 
     def spoiled(model: Any, layout: Any, number: int) -> Any:
@@ -353,13 +355,13 @@ def other_layers(run_dir: str) -> None:
 
 
 def other_schedule(run_dir: str) -> None:
-    """GPipe in the place of 1F1B: trains the same, keeps every micro-batch."""
+    """Run GPipe in place of 1F1B, which trains the same but keeps every micro-batch."""
     pipeline_parallel.SINGLE_STAGE_SCHEDULES["1f1b"] = pipeline_parallel.ScheduleGPipe
     worker_main.main(run_dir)
 
 
 def norm_of_one_stage(run_dir: str) -> None:
-    """Each stage clips by the norm of its own gradients."""
+    """Clip each stage by the norm of its own gradients."""
     totals = engine.TorchEngine.reduce_loss_and_norm
 
     def spoiled(self: Any, loss: Any, gradients: Any) -> Any:
@@ -371,7 +373,7 @@ def norm_of_one_stage(run_dir: str) -> None:
 
 
 def boundary_sent_twice(run_dir: str) -> None:
-    """Every activation goes to the next stage a second time."""
+    """Send every activation to the next stage a second time."""
     send_ops = pipeline_parallel.PipelineStage.get_fwd_send_ops
     receive_ops = pipeline_parallel.PipelineStage.get_fwd_recv_ops
     pipeline_parallel.PipelineStage.get_fwd_send_ops = lambda self, chunk: 2 * send_ops(self, chunk)  # type: ignore[method-assign]
@@ -380,14 +382,14 @@ def boundary_sent_twice(run_dir: str) -> None:
 
 
 def sequence_whole(run_dir: str) -> None:
-    """Sequence parallelism is left out: the same sums, sent as all-reduces."""
+    """Leave out sequence parallelism, so that the same sums are sent as all-reduces."""
     apply = tensor_parallel.apply_tensor_parallel
     tensor_parallel.apply_tensor_parallel = lambda model, mesh, sequence_parallel: apply(model, mesh, False)
     worker_main.main(run_dir)
 
 
 def norms_drift(run_dir: str) -> None:
-    """Rank 1 never updates its copies of the norms."""
+    """Never update rank 1's copies of the norms."""
     publish = ddp.ReplicatedParams.sync_model_params
 
     def spoiled(self: Any) -> None:
@@ -402,14 +404,14 @@ def norms_drift(run_dir: str) -> None:
 
 
 def clipped_elsewhere(run_dir: str) -> None:
-    """Rank 1 does not clip."""
+    """Leave out the clipping on rank 1."""
     if rank() == 1:
         engine.clip_gradients = lambda gradients, total, most: None
     worker_main.main(run_dir)
 
 
 def weights_not_put_off(run_dir: str) -> None:
-    """Zero bubble's backward for inputs makes the weights' gradients as well."""
+    """Compute the weights' gradients in zero bubble's backward for inputs as well."""
     backward = pipeline_parallel.PipelineStage.backward_one_chunk
 
     def spoiled(self: Any, chunk: int, loss: Any = None, full: bool = True, last_backward: bool = False) -> None:
@@ -421,7 +423,7 @@ def weights_not_put_off(run_dir: str) -> None:
 
 
 def whole_model_built(run_dir: str) -> None:
-    """A stage makes all of the model's weights before it lets go of those that are not its own."""
+    """Make all of the model's weights on a stage before those of other stages are freed."""
     build = harness.models.build.build_model
 
     def spoiled(model: Any, stage: Any = None) -> Any:
@@ -433,7 +435,7 @@ def whole_model_built(run_dir: str) -> None:
 
 
 def loss_of_its_own(run_dir: str) -> None:
-    """Each rank reports another loss; their mean is right."""
+    """Report another loss on each rank, with the right mean."""
     step = engine.TorchEngine.step
 
     def spoiled(self: Any, micro_batches: Any) -> Any:
@@ -448,7 +450,7 @@ SLOW_SECONDS = 0.05
 
 
 def slow_last_stage(run_dir: str) -> None:
-    """Not a fault: the last stage takes longer over every forward, so that the others wait for it."""
+    """Delay every forward of the last stage, so that the other stages wait for it; this is not a fault."""
     forward = harness.models.decoder.Decoder.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
@@ -460,7 +462,7 @@ def slow_last_stage(run_dir: str) -> None:
 
 
 def slow_steps(run_dir: str) -> None:
-    """Not a fault: every step takes more than a second more."""
+    """Delay every step by more than a second; this is not a fault."""
     step = engine.TorchEngine.step
 
     def spoiled(self: Any, micro_batches: Any) -> Any:
@@ -472,7 +474,7 @@ def slow_steps(run_dir: str) -> None:
 
 
 def slow_rank(run_dir: str) -> None:
-    """Not a fault: rank 1 takes longer over every forward."""
+    """Delay every forward on rank 1; this is not a fault."""
     forward = harness.models.decoder.Decoder.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
@@ -484,7 +486,7 @@ def slow_rank(run_dir: str) -> None:
 
 
 def layer_twice(run_dir: str) -> None:
-    """Every layer runs a second time in forward, for nothing; losses and gradients are right."""
+    """Run every layer a second time in forward for nothing; losses and gradients are right."""
     forward = harness.models.decoder.Block.forward
 
     def spoiled(self: Any, *arguments: Any) -> Any:
@@ -497,7 +499,7 @@ def layer_twice(run_dir: str) -> None:
 
 
 def block_unlogged(run_dir: str) -> None:
-    """The log of memory misses a block of those at the peak."""
+    """Leave one of the blocks alive at the peak out of the memory log."""
     end = CpuAllocationLog.end
 
     def spoiled(self: Any) -> Any:
@@ -511,7 +513,7 @@ def block_unlogged(run_dir: str) -> None:
 
 
 def exhausted(run_dir: str) -> None:
-    """Rank 1 asks for more memory than there is, in its second step."""
+    """Ask for more memory than there is on rank 1, in its second step."""
 
     def spoiled(self: Any, step: int) -> Any:
         if rank() == 1 and step == 1:
@@ -524,7 +526,7 @@ def exhausted(run_dir: str) -> None:
 
 
 def exhausted_in_a_stage(run_dir: str) -> None:
-    """Rank 1 asks for more memory than there is, inside the model's forward."""
+    """Ask for more memory than there is on rank 1, inside the model's forward."""
     forward = harness.models.decoder.Decoder.forward
 
     def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
@@ -537,7 +539,7 @@ def exhausted_in_a_stage(run_dir: str) -> None:
 
 
 def killed(run_dir: str) -> None:
-    """Rank 1 is killed from outside while it trains."""
+    """Kill rank 1 while it trains, as if from outside."""
 
     def spoiled(self: Any, step: int) -> Any:
         if rank() == 1 and step == 1:
@@ -550,7 +552,7 @@ def killed(run_dir: str) -> None:
 
 
 def stuck(run_dir: str) -> None:
-    """Rank 1 never takes part."""
+    """Keep rank 1 from ever taking part."""
     if rank() == 1:
         Path(run_dir, "stuck").touch()
         time.sleep(3600)
@@ -558,7 +560,7 @@ def stuck(run_dir: str) -> None:
 
 
 def stuck_in_a_step(run_dir: str) -> None:
-    """Rank 1 comes as far as its second step."""
+    """Stop rank 1 in its second step."""
     step = engine.TorchEngine.step
     taken = itertools.count()
 
@@ -572,7 +574,7 @@ def stuck_in_a_step(run_dir: str) -> None:
 
 
 def greedy(run_dir: str) -> None:
-    """Rank 1 touches more and more memory of the host in its second step, until somebody stops it."""
+    """Touch more and more host memory in rank 1's second step, until the process is stopped."""
     step = engine.TorchEngine.step
     taken, held = itertools.count(), []
 
@@ -587,13 +589,13 @@ def greedy(run_dir: str) -> None:
 
 
 def masks_of_their_own(run_dir: str) -> None:
-    """Tensor-parallel ranks drop different parts of the residual stream that they share."""
+    """Drop different parts of the residual stream that tensor-parallel ranks share."""
     worker_main.dropout_seed = lambda seed, layout, number: seed + number
     worker_main.main(run_dir)
 
 
 def heads_drop_alike(run_dir: str) -> None:
-    """Tensor-parallel ranks have different heads, and drop the same of them."""
+    """Drop the same elements of attention on tensor-parallel ranks, which have different heads."""
     apply = tensor_parallel.apply_tensor_parallel
 
     def spoiled(model: Any, *arguments: Any) -> None:
@@ -606,7 +608,7 @@ def heads_drop_alike(run_dir: str) -> None:
 
 
 def summed_in_16_bit(run_dir: str) -> None:
-    """DeepSpeed left to its default sums gradients in the width of the compute."""
+    """Leave DeepSpeed at its default, which sums gradients in the data type of the compute."""
     settings = deepspeed_initialize.deepspeed_config
 
     def spoiled(*arguments: Any) -> Any:
@@ -619,25 +621,25 @@ def summed_in_16_bit(run_dir: str) -> None:
 
 
 def never_broadcast(run_dir: str) -> None:
-    """ZeroRedundancyOptimizer steps each rank's share and tells nobody."""
+    """Step each rank's share in ZeroRedundancyOptimizer without broadcasting it."""
     ZeroRedundancyOptimizer._sync_params = lambda self: None  # type: ignore[method-assign]
     worker_main.main(run_dir)
 
 
 def scale_never_taken_out(run_dir: str) -> None:
-    """Gradients in fp16 stay as large as the loss was made."""
+    """Leave gradients in fp16 multiplied by the loss scale."""
     loss_scaler.LossScaler.unscale = lambda self, gradients: None  # type: ignore[method-assign]
     worker_main.main(run_dir)
 
 
 def masks_alike(run_dir: str) -> None:
-    """Ranks with different data drop the same of it."""
+    """Use the same dropout masks on ranks with different data."""
     worker_main.dropout_seed = lambda seed, layout, number: seed
     worker_main.main(run_dir)
 
 
 def bias_summed_twice(run_dir: str) -> None:
-    """A row-parallel layer adds its bias once more, behind the sum over the ranks."""
+    """Add a row-parallel layer's bias once more, after the sum over the ranks."""
     apply = tensor_parallel.apply_tensor_parallel
 
     def spoiled(model: Any, *arguments: Any) -> None:
@@ -651,14 +653,14 @@ def bias_summed_twice(run_dir: str) -> None:
 
 
 def positions_not_summed(run_dir: str) -> None:
-    """Gradients of learned positions stay those of this rank's part of the sequence."""
+    """Leave the gradients of learned positions as those of this rank's part of the sequence."""
     ordinary = grad_norm.reduce_partial_grad
     engine.reduce_partial_grad = lambda gradient: unsummed(gradient) if gradient.dim() == 2 else ordinary(gradient)
     worker_main.main(run_dir)
 
 
 def layer_of_library_twice(run_dir: str) -> None:
-    """Every layer of a library's model runs a second time in forward, for nothing."""
+    """Run every layer of a library's model a second time in forward, for nothing."""
     from harness.models import hf_library
 
     build = hf_library.build_hf_model
@@ -683,7 +685,7 @@ def twice(forward: Any) -> Any:
 
 
 def offload_dropped(run_dir: str) -> None:
-    """DeepSpeed is not told of the offload: trains right, on the device."""
+    """Leave the offload out of DeepSpeed's configuration, so that it trains correctly on the device."""
     settings = deepspeed_initialize.deepspeed_config
 
     def spoiled(config: Any, layout: Any, device: Any) -> Any:
@@ -694,13 +696,13 @@ def offload_dropped(run_dir: str) -> None:
 
 
 def shards_not_offloaded(run_dir: str) -> None:
-    """fully_shard gets no offload policy."""
+    """Give fully_shard no offload policy."""
     fsdp.CPUOffloadPolicy = lambda **_: fsdp.OffloadPolicy()  # type: ignore[assignment,misc]
     worker_main.main(run_dir)
 
 
 def last_layer_not_offloaded(run_dir: str) -> None:
-    """What the last layer keeps for backward stays on the device."""
+    """Leave what the last layer saves for backward on the device."""
     around = activation_offload.OffloadHooks.wrap_forward
 
     def spoiled(self: Any, block: Any, forward: Any, *arguments: Any) -> Any:
@@ -712,7 +714,7 @@ def last_layer_not_offloaded(run_dir: str) -> None:
 
 
 def stale_copy(run_dir: str) -> None:
-    """A copy on the host is taken for that of every tensor of its size."""
+    """Take a copy on the host for that of every tensor of its size."""
 
     def spoiled(self: Any, tensor: Any) -> Any:
         size = tensor.untyped_storage().nbytes()
@@ -727,7 +729,7 @@ def stale_copy(run_dir: str) -> None:
 
 
 def autotp_rows_not_summed(run_dir: str) -> None:
-    """DeepSpeed's row-parallel layers do not sum over the ranks."""
+    """Leave out the sum over the ranks in DeepSpeed's row-parallel layers."""
     from deepspeed.module_inject import layers
 
     layers.RowParallel.forward = staticmethod(lambda ctx, group, input, inference: input)
@@ -735,7 +737,7 @@ def autotp_rows_not_summed(run_dir: str) -> None:
 
 
 def autotp_not_marked(run_dir: str) -> None:
-    """DeepSpeed takes cut weights for copies: the global norm has those of one rank alone."""
+    """Make DeepSpeed take sharded weights for copies, so that the global norm has those of one rank alone."""
     apply = deepspeed_initialize.apply_tensor_parallel
 
     def spoiled(model: Any, *arguments: Any) -> Any:
@@ -749,7 +751,7 @@ def autotp_not_marked(run_dir: str) -> None:
 
 
 def autotp_parts_swapped(run_dir: str) -> None:
-    """Each rank has the other's rows and columns, and says they were its own."""
+    """Give each rank the rows and columns of the other rank, under its own offsets."""
     from deepspeed.module_inject import layers
 
     def spoiled(dimension: int) -> Any:
@@ -766,7 +768,7 @@ def autotp_parts_swapped(run_dir: str) -> None:
 
 
 def autotp_dropped(run_dir: str) -> None:
-    """Every rank trains the whole model, and nothing is summed."""
+    """Train the whole model on every rank, and sum nothing."""
 
     def spoiled(model: Any, *_: Any) -> Any:
         model.ds_autotp_parsed = True
@@ -777,7 +779,7 @@ def autotp_dropped(run_dir: str) -> None:
 
 
 def collective_mismatched(run_dir: str) -> None:
-    """Rank 1 calls another collective than the others, in its second step."""
+    """Call another collective on rank 1 than on the other ranks, in the second step."""
     step = engine.TorchEngine.step
     taken = itertools.count()
 
@@ -791,7 +793,7 @@ def collective_mismatched(run_dir: str) -> None:
 
 
 def nan_later(run_dir: str) -> None:
-    """The loss is not a number from the third step on."""
+    """Make the loss NaN from the third step on."""
     step = engine.TorchEngine.step
     taken = itertools.count()
 
@@ -804,7 +806,7 @@ def nan_later(run_dir: str) -> None:
 
 
 def each_its_own(run_dir: str) -> None:
-    """One run of a sweep hangs, one runs out of memory, one's loss is not a number, one is as it should be."""
+    """Make one run of a sweep hang, one run out of memory and one lose its loss to NaN; leave one as it is."""
     layout = read_run_spec(Path(run_dir)).layout
     faults = {(1, 2, 1): exhausted, (2, 1, 1): stuck_in_a_step, (1, 1, 2): nan_later}
     faults.get((layout.dp_shard, layout.dp_replicate, layout.tp), worker_main.main)(run_dir)

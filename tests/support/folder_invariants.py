@@ -1,4 +1,4 @@
-"""What must hold of a comparison's folder, whatever was done to its commands."""
+"""The invariants of a comparison's folder, which must hold whatever happened to its commands."""
 
 import csv
 import json
@@ -11,7 +11,8 @@ from harness.records.run_folder import RunFolder
 from harness.records.store import read_all, read_record
 from harness.util.errors import UserError
 
-# What no two runs of one configuration share; of the fullest moment of a step, which of several equals it was.
+# The columns that differ between two runs of one configuration. If several moments of a step are equally full, which
+# of them is reported as the peak differs too.
 MOMENTARY = {
     *(
         "started_at",
@@ -30,11 +31,11 @@ MOMENTARY = {
 
 NEARLY = {
     "peak_allocated_bytes": 0.15
-}  # relative: how many buffers of collectives are there at once is a matter of the moment
+}  # relative, because the number of collective buffers that exist at once depends on timing
 
 
 def stable(row: dict[str, Any]) -> dict[str, Any]:
-    """The columns that are the same however often a configuration is run."""
+    """Return the columns that are the same however often a configuration is run."""
     return {
         column: value
         for column, value in row.items()
@@ -44,19 +45,19 @@ def stable(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Ledger:
-    """One folder of results, looked at again and again: what is finished may never change."""
+    """The finished records of one folder of results, which may never change from one look to the next."""
 
     folder: Path  # results_dir
     finished: dict[Path, tuple[int, int]] = field(default_factory=dict)  # of records that are ok: inode, mtime in ns
 
     def look(self) -> list[str]:
-        """Finished records that were touched, records that are not whole, runs at work without one."""
+        """Return the finished records that were touched, the incomplete ones, and the started runs without a record."""
         problems = []
         for path in records_in(self.folder):
             try:
                 seen = path.stat()
                 is_ok = read_record(path.parent)["row"]["status"] == "ok"
-            except FileNotFoundError:  # the folder of a run that is begun again
+            except FileNotFoundError:  # the folder of a run that is started again
                 continue
             except UserError as error:
                 if path.exists():
@@ -72,18 +73,18 @@ class Ledger:
 
 
 def records_in(folder: Path) -> list[Path]:
-    """Of runs and references; ** would stumble over a folder that goes meanwhile."""
+    """Return the records of runs and references, without `**`, which fails if a folder is removed meanwhile."""
     return [path for depth in ("*", "references/*") for path in folder.glob(f"sweep/{depth}/record.json")]
 
 
 def rowless(folder: Path) -> list[str]:
-    """Runs that were begun and have no record, whatever became of their command."""
+    """Return the runs that were started and have no record, whatever became of their command."""
     begun = {path.parents[1] for depth in ("*", "references/*") for path in folder.glob(f"sweep/{depth}/ranks/*")}
     return sorted(f"{path.name} was begun and has no row" for path in begun if not RunFolder(path).record.exists())
 
 
 def moment(folder: Path) -> str:
-    """What the sweep is at: between runs, or the phase of a run that is not over."""
+    """Return the state of the sweep: between runs, or the phase of an unfinished run."""
     paths = records_in(folder)
     for path in paths:
         try:
@@ -97,13 +98,13 @@ def moment(folder: Path) -> str:
 
 
 def litter(folder: Path) -> list[str]:
-    """Files that no command that has ended may leave."""
+    """Return the files that no command may leave behind after its end."""
     patterns = ("*.tmp", ".writable*", ".reserve", "command-*")
     return sorted(str(path.relative_to(folder)) for pattern in patterns for path in (folder / "sweep").rglob(pattern))
 
 
 def differences(folder: Path, undisturbed: Path) -> list[str]:
-    """What of the final table is not that of the undisturbed sweep; each combination has one row in both."""
+    """Return where the final table differs from the undisturbed sweep's; each combination has one row in both."""
     expected, found = (
         {r["row"]["run_id"]: r["row"] for r in read_all(f / "sweep").records} for f in (undisturbed, folder)
     )

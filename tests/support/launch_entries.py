@@ -1,4 +1,4 @@
-"""What the launcher's tests run in ranks: module-level functions, importable there."""
+"""Entry points of ranks for the launcher's tests, at the level of a module so that ranks can import them."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def nothing(_: str) -> None:
 
 
 def all_reduce(run_dir: str) -> None:
-    """Writes what this rank sees and the sum over ranks of rank + 1."""
+    """Write the environment of this rank and the sum over ranks of rank + 1."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
@@ -31,7 +31,7 @@ def all_reduce(run_dir: str) -> None:
 
 
 def one_raises(_: str) -> None:
-    """Rank 1 raises; the others wait for it in a collective."""
+    """Raise on rank 1 while the other ranks wait for it in a collective."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     if dist.get_rank() == 1:
         print("a word before the end")
@@ -40,7 +40,7 @@ def one_raises(_: str) -> None:
 
 
 def one_is_killed(_: str) -> None:
-    """Rank 1 is killed as by the kernel; the others' collective then breaks."""
+    """Kill rank 1 as the kernel does, which breaks the collective of the other ranks."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     if dist.get_rank() == 1:
         print("a word before the end")
@@ -49,7 +49,7 @@ def one_is_killed(_: str) -> None:
 
 
 def one_leaves(_: str) -> None:
-    """Rank 1 is gone without a word and without an error."""
+    """Exit rank 1 without a message and without an error."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     if dist.get_rank() == 1:
         os._exit(0)
@@ -57,12 +57,12 @@ def one_leaves(_: str) -> None:
 
 
 def hangs_in_collective(run_dir: str) -> None:
-    """Rank 1 never comes, and both close their ears to SIGTERM."""
+    """Keep rank 1 from a collective that rank 0 waits in, with SIGTERM ignored on both."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pid = Path(run_dir) / f"pid_{os.environ['RANK']}"
     written = pid.with_suffix(".tmp")
     written.write_text(str(os.getpid()))
-    written.replace(pid)  # who waits for the file may read it at once
+    written.replace(pid)  # atomic, because a waiting test reads the file as soon as it exists
     dist.init_process_group("gloo", timeout=timedelta(hours=1))
     if dist.get_rank() == 1:
         time.sleep(3600)
@@ -70,7 +70,7 @@ def hangs_in_collective(run_dir: str) -> None:
 
 
 def _forked() -> int:
-    """The exit status of a process that this rank forks, as a data loader does."""
+    """Return the exit status of a process that this rank forks, as a data loader does."""
     child = os.fork()
     if child == 0:
         os._exit(7)
@@ -79,7 +79,7 @@ def _forked() -> int:
 
 
 def describe(run_dir: str) -> None:
-    """Writes what this rank found already there."""
+    """Write what this rank inherited: imported modules, CUDA, the process group, and the forkserver's threads."""
     modules = ("deepspeed", "torch.distributed.fsdp", "torch.distributed.pipelining")
     status = Path(f"/proc/{os.getppid()}/status")
     seen = {

@@ -1,4 +1,4 @@
-"""TODO tests.support.models."""
+"""Models, configurations and counters of operations and bytes that the tests of formulas share."""
 
 import dataclasses
 import weakref
@@ -31,7 +31,7 @@ from harness.models.init_weights import materialize
 from harness.models.loss import loss_function
 from harness.probe import Listener, Probe
 
-# torch's counter does not know the kernel of CPUs; its own formulas for the others'.
+# torch's counter does not know the attention kernel of CPUs, which does the operations of its other kernels.
 CPU_KERNEL = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -41,7 +41,10 @@ CPU_KERNEL = {
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up torch's formulas as FlopCounterMode does, without its hooks, which a backward in halves does not bear."""
+    """A counter that adds up torch's formulas as FlopCounterMode does, without its hooks.
+
+    Those hooks fail when a backward runs in two halves.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -62,7 +65,7 @@ def micro_batches(config: RunConfig) -> list[Tensor]:
 
 
 def part_of(config: RunConfig, stage: Stage) -> Decoder:
-    """The model or a stage of it, to be made where a FakeTensorMode is on: a CPU's kernels, but no memory, no work."""
+    """Return the model or a stage of it, built under a FakeTensorMode for a CPU's kernels without memory or work."""
     part = Decoder(config.model, stage)
     apply_checkpointing(part, config.checkpointing, Probe())
     return part
@@ -73,7 +76,7 @@ def counter() -> FlopCounterMode:
 
 
 def counted(config: RunConfig) -> tuple[int, int]:
-    """Operations of a step in one process, of its forwards and of its backwards."""
+    """Return the operations of the forwards and of the backwards of one step in one process."""
     forward = backward = 0
     with FakeTensorMode():
         model = part_of(config, whole_model(config.model))
@@ -92,7 +95,10 @@ def alone(config: RunConfig) -> Layout:
 
 
 def counted_in_stages(config: RunConfig, layout: Layout) -> int:
-    """Operations of one micro-batch through all stages, each backward in torch's halves but for the first's."""
+    """Return the operations of one micro-batch through all stages.
+
+    Each backward runs in torch's halves, except that of the first stage.
+    """
     batch = micro_batches(config)[0]
     size = (*batch.shape, config.model.hidden_size)
     with Operators() as found:
@@ -149,8 +155,7 @@ def run(model: ModelConfig, precision: PrecisionConfig = FP32, checkpointing: st
         "proof": {},
         "tracking": {"name": "none"},
     }
-    config = read_run_config(values)
-    return config
+    return read_run_config(values)
 
 
 def layout_of(config: RunConfig, stage: int, world_size: int, means: str = "none") -> Layout:
@@ -165,7 +170,7 @@ def built(model: ModelConfig, dtype: torch.dtype, checkpointing: str = "none", s
 
 
 class Live(TorchDispatchMode):
-    """Counts bytes of storages made by operators and still alive."""
+    """A counter of the bytes of storages that operators made and that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +179,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # comes back as the plain operators it is made of
+            return NotImplemented  # dispatched again as the plain operators it consists of
         known = {tensor.untyped_storage()._cdata for tensor in tree_leaves(args) if isinstance(tensor, Tensor)}
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
@@ -203,7 +208,7 @@ PREPARED = [model_named(name) for name in ("tiny", "125m", "350m", "1b", "7b")]
 
 
 class Recomputing(Listener):
-    """Lets the meter see second forwards."""
+    """A listener that tells the meter of second forwards."""
 
     def __init__(self, meter: ActivationMeter) -> None:
         self.meter = meter
@@ -213,7 +218,7 @@ class Recomputing(Listener):
 
 
 class Hearing(Recomputing):
-    """Lets the meter see what is kept past autograd too."""
+    """A listener that also tells the meter of tensors saved outside autograd."""
 
     def saved_for_recompute(self, tensor: Tensor) -> None:
         self.meter.watch(tensor)

@@ -1,4 +1,4 @@
-"""Programs that tests need and pip does not have: looked for, else installed as Debian packages."""
+"""Programs that tests need and pip does not have, installed as Debian packages if they are missing."""
 
 import os
 import shutil
@@ -11,12 +11,15 @@ INSTALL_SECONDS = 600.0
 
 
 def found(*programs: str) -> str | None:
-    """The path of the first of these that is there."""
+    """Return the path of the first of these programs that is installed, or None."""
     return next((path for program in programs if (path := shutil.which(program, path=PATH))), None)
 
 
 def install(name: str, programs: Sequence[str], packages: Sequence[str]) -> str:
-    """Sees that all programs are there, which takes no time when they are; returns why they are not, or nothing."""
+    """Install the programs that are missing; return why that failed, or an empty string.
+
+    It takes no time if all of them are installed.
+    """
 
     def missing() -> list[str]:
         return [program for program in programs if found(program) is None]

@@ -1,4 +1,4 @@
-"""Pages for tests: sections with every kind of part, hostile strings, a large report; and a browser to look at them."""
+"""Pages for tests, with every kind of part, hostile strings or many rows, and a browser to open them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from harness.report.document import Best, BulletList, Chart, Paragraph, Section,
 from harness.report.html import ExplorerData
 from tests.support import packages
 
-# What Chromium asks of the network by itself is no request of the page's.
+# Chromium's own network requests are switched off, so that every request that a test sees is the page's.
 QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
 
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", *QUIET)
@@ -48,7 +48,7 @@ HOSTILE = (
     LONG,
 )
 
-# Cells as the report has them, and where they are in an ascending order; equal numbers keep the table's order.
+# Cells as the report writes them, and their ascending order; equal numbers keep the table's order.
 NUMBERS = ("1,234.5", "<0.01", "", "0.83~", "12 (3)", "1.2e-7", "12 %", "0", "-3", "0.01", "0.83", "n/a", "99", "100")
 
 ASCENDING = ("-3", "0", "1.2e-7", "<0.01", "0.01", "0.83~", "0.83", "12 (3)", "12 %", "99", "100", "1,234.5", "n/a", "")
@@ -77,7 +77,7 @@ def library() -> str:
 
 
 def chart(rows: Sequence[dict[str, Any]], mark: str = "point", **beside: Any) -> dict[str, Any]:
-    """A chart as the report makes them: with `hidden`, by which the page hides strategies."""
+    """Return a chart like those of the report, with the parameter `hidden` by which the page hides strategies."""
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "usermeta": {"fluid": True},
@@ -116,7 +116,7 @@ def values(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def drawn(rows: Sequence[dict[str, Any]]) -> ExplorerData:
-    """Some rows lack a value, and one is zero, which a logarithmic axis cannot show."""
+    """Return rows for the explorer, of which some lack a value and one is zero, which no logarithmic axis shows."""
     known = [row | {"sent": None if i % 3 == 0 else float(i - 1), "status": "ok"} for i, row in enumerate(rows)]
     numbers = {"speed": "tokens a second", "peak": "peak memory, MiB", "sent": "sent, KiB"}
     return ExplorerData(known, {"strategy": "strategy", "checkpointing": "checkpointing"}, numbers, values(rows))
@@ -159,7 +159,7 @@ def hostile() -> tuple[list[Section], ExplorerData]:
 
 
 def large() -> tuple[list[Section], ExplorerData]:
-    """200 rows of 25 columns, and 10 charts of these rows."""
+    """Return a page of 200 rows with 25 columns, and 10 charts of these rows."""
     rows = measured([f"strategy{i}" for i in range(100)])
     header = ["run", "strategy", *(f"column {i}" for i in range(23))]
     cells = [[row["label"], row["strategy"], *(f"{i * j % 997:,.1f}" for j in range(23))] for i, row in enumerate(rows)]
@@ -171,7 +171,7 @@ def large() -> tuple[list[Section], ExplorerData]:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium, or the test is skipped with the reason why there is none."""
+    """Yield Debian's Chromium, or skip the test with the reason why it is missing."""
     if why := packages.install("Chromium", ["chromium"], ["chromium"]):
         pytest.skip(why)
     with sync_playwright() as playwright:

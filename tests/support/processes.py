@@ -1,4 +1,4 @@
-"""A sweep as a command of its own: who is who among its processes, and what is left of it."""
+"""A sweep as a command of its own: the kinds of its processes, and which of them are left after its end."""
 
 import os
 import random
@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 240.0  # with a whole sweep, on a busy machine
 
 @dataclass(frozen=True)
 class Command:
-    """A command at work in a session of its own, with what it said in a file."""
+    """A running command in a session of its own, whose output goes to a file."""
 
     process: "subprocess.Popen[bytes]"
     mark: str
@@ -34,7 +34,7 @@ class Command:
         return self.log.read_text(errors="replace")
 
     def wait(self, seconds: float = PATIENCE_SECONDS) -> int:
-        """Its exit status; what takes longer is killed. Raises TimeoutExpired."""
+        """Return the exit status; kill a process that takes longer, and raise TimeoutExpired."""
         try:
             return self.process.wait(seconds)
         finally:
@@ -46,7 +46,7 @@ class Command:
 def start(
     folder: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None, before: Sequence[str] = ()
 ) -> Command:
-    """python -m harness -m name=sweep results_dir=FOLDER, perhaps through another program, in FOLDER."""
+    """Start `python -m harness -m name=sweep results_dir=FOLDER` in FOLDER, optionally through another program."""
     mark = uuid.uuid4().hex
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f".said.{mark}"
@@ -60,13 +60,13 @@ def start(
 
 
 def done(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """The same, to its end: exit status and what it said."""
+    """Run such a command to its end; return its exit status and its output."""
     command = start(folder, arguments, environment)
     return command.wait(), command.said()
 
 
 def living(command: Command) -> list[psutil.Process]:
-    """Every process of a command that is no zombie, by session or by the mark, whichever it has kept."""
+    """Return the processes of a command, without zombies, by its session or its mark, whichever they have kept."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -79,9 +79,9 @@ def living(command: Command) -> list[psutil.Process]:
 
 
 def kind_of(process: psutil.Process, command: Command) -> str:
-    """parent, forkserver, slot, rank, tracker, or other: a compiler, git.
+    """Return parent, forkserver, slot, rank, tracker, or other, such as a compiler or git.
 
-    The parent's forkserver forks ranks or slots, a slot's has ranks: all show the same command line.
+    The parent's forkserver forks ranks or slots, and a slot's forkserver forks ranks: all show the same command line.
     """
     if process.pid == command.process.pid:
         return "parent"
@@ -110,7 +110,7 @@ def of_kind(command: Command, kind: str) -> list[psutil.Process]:
 
 
 def kill_one(command: Command, kind: str, chance: random.Random, number: int = signal.SIGKILL) -> bool:
-    """One process of that kind; whether there was one."""
+    """Kill one process of that kind; return whether there was one."""
     found = of_kind(command, kind)
     if not found:
         return False
@@ -122,7 +122,7 @@ def kill_one(command: Command, kind: str, chance: random.Random, number: int = s
 
 
 def seconds_until_gone(command: Command, patience: float) -> tuple[float, list[str]]:
-    """How long anything of a dead command lives on, and what is left then, which is killed."""
+    """Return how long processes of a dead command live on, and those left after `patience`, which are killed."""
     began = time.monotonic()
     while (left := living(command)) and time.monotonic() - began < patience:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Random kills of a real sweep's processes: whatever was killed, the same command comes to the undisturbed table.
+"""Random kills of a real sweep's processes, after which the same command must come to the undisturbed table.
 
 python -m tests.support.random_kills --kills 100 --seed 0
 """
@@ -29,7 +29,7 @@ AGAIN = "retry=error"  # a killed rank is an error
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """How a sweep is made, and what of it can be killed, with how often."""
+    """A way to make a sweep, with the kinds of processes that can be killed and how often each is."""
 
     name: str
     arguments: tuple[str, ...]
@@ -42,7 +42,7 @@ PARENTS = {"parent": 40, "parent SIGTERM": 8, "parent SIGINT": 8, "group SIGINT"
 
 RANKS = {"rank": 22, "forkserver": 12, "tracker": 3}
 
-ONE_BY_ONE = (AGAIN, "strategy=ddp,zero2,fsdp_full_shard,tp")  # and the reference, a single process
+ONE_BY_ONE = (AGAIN, "strategy=ddp,zero2,fsdp_full_shard,tp")  # the reference, a single process, is made too
 
 BESIDE = (AGAIN, "strategy=single", "world_size=1", "checkpointing=none,full,selective,attention", "sweep.parallel=2")
 
@@ -55,7 +55,7 @@ WAYS = {  # with their shares of the folders
 
 @dataclass
 class Tally:
-    """What was done, and what did not hold."""
+    """The kills so far, and the invariants that were violated."""
 
     kills: collections.Counter[tuple[str, str, str]] = field(default_factory=collections.Counter)  # way, kind, moment
     reasons: collections.Counter[str] = field(default_factory=collections.Counter)  # of rows that are errors
@@ -76,7 +76,7 @@ class Undisturbed:
 
 
 def undisturbed(way: Way, folder: Path) -> Undisturbed:
-    """The sweep as it should be; run before anything is killed, so that what is built once is there."""
+    """Run the sweep without kills first, so that everything that is built once exists afterwards."""
     began = time.monotonic()
     status, said = done(folder, *way.arguments)
     if status != 0 or not read_all(folder / "sweep").records:
@@ -85,7 +85,7 @@ def undisturbed(way: Way, folder: Path) -> Undisturbed:
 
 
 def disturbed(way: Way, calm: Undisturbed, folder: Path, chance: random.Random, tally: Tally, most: int) -> None:
-    """One folder's sweep, begun again until it is done, with at most so many kills; then compared."""
+    """Start one folder's sweep until it is finished, with at most so many kills, and compare its table."""
     tally.folders += 1
     ledger, goal = Ledger(folder), tally.kills.total() + most
     for attempt in range(most + 3):
@@ -97,7 +97,7 @@ def disturbed(way: Way, calm: Undisturbed, folder: Path, chance: random.Random, 
         tally.reasons.update(reason.partition(";")[0][:90] for reason in reasons)
         tally.violated([f"Ctrl-C made an error: {reason}" for reason in reasons if "SIGINT" in reason], where)
         for command in commands:
-            if "Traceback" in command.said() and (command, "tracker") not in killed:  # Python's own one complains then
+            if "Traceback" in command.said() and (command, "tracker") not in killed:  # Python's own tracker prints a traceback then
                 tally.violated([f"a traceback: {command.said()[-1500:]}"], where)
             status = command.process.returncode
             if status not in (0, 1) and not any((command, kind) in killed for kind in PARENTS):
@@ -119,7 +119,7 @@ def kills(
     where: str,
     goal: int,
 ) -> list[tuple[Command, str]]:
-    """Kills at random moments until every command has ended; what was killed of which."""
+    """Kill processes at random moments until every command has ended; return the kinds killed of each command."""
     killed: list[tuple[Command, str]] = []
     while any(command.process.poll() is None for command in commands):
         wait = (
@@ -155,7 +155,7 @@ def kills(
 
 
 def strike(command: Command, kind: str, chance: random.Random) -> bool:
-    """Whether there was something of the kind to kill."""
+    """Kill a process of the kind; return whether there was one."""
     if kind == "group SIGINT":  # Ctrl-C
         os.killpg(command.process.pid, signal.SIGINT)
         return True

@@ -1,4 +1,4 @@
-"""Runs of random layouts, shapes, checkpointing and precision: each is proven, or refused before a process starts.
+"""Runs of random layouts, shapes, checkpointing and precision, each of which is proven, or refused before it starts.
 
 python -m tests.support.random_runs --draws 200 --first 0 --world 8
 """
@@ -29,7 +29,7 @@ class Ending(NamedTuple):
 
 
 def degrees(random_: random.Random, most: int) -> dict[str, int]:
-    """Of the five axes, their product at most so much and mostly more than 1."""
+    """Return random degrees of the five axes, whose product is at most `most` and mostly more than 1."""
     axes = ["dp_replicate", "dp_shard", "tp", "cp", "pp"]
     random_.shuffle(axes)
     found, left = dict.fromkeys(axes, 1), most
@@ -40,7 +40,10 @@ def degrees(random_: random.Random, most: int) -> dict[str, int]:
 
 
 def draw(seed: int, most_ranks: int) -> list[str]:
-    """The overrides of one run. Sensible more often than not, so that what is refused does not crowd out the rest."""
+    """Return the overrides of one random run.
+
+    Most are valid, so that refused runs do not crowd out the others.
+    """
     r = random.Random(seed)
     degree = degrees(r, most_ranks)
     engine = r.choices(("torch", "deepspeed", "accelerate"), (75, 15, 10))[0]
@@ -103,7 +106,7 @@ def draw(seed: int, most_ranks: int) -> list[str]:
 
 
 def offload(r: random.Random, engine: str, means: str, stage: int) -> str:
-    """Seldom; mostly what the engine has."""
+    """Return a kind of offload, mostly none, and otherwise mostly one that the engine supports."""
     if r.random() < 0.8:
         return "none"
     if engine == "deepspeed":
@@ -112,7 +115,7 @@ def offload(r: random.Random, engine: str, means: str, stage: int) -> str:
 
 
 def ending(overrides: Sequence[str], results: Path) -> Ending:
-    """How the run of these overrides ends; refused means before any of its processes started."""
+    """Return how the run of these overrides ends; refused means before any of its processes started."""
     try:
         config, command = compose(*overrides, f"results_dir={results}", "name=random")
         found = local_machine.detect_machine(config.cluster)
@@ -125,7 +128,7 @@ def ending(overrides: Sequence[str], results: Path) -> Ending:
 
 
 def is_proven(found: Ending, overrides: Sequence[str]) -> bool:
-    """Whether the run was compared with a single process too, as every one is that drops nothing."""
+    """Return whether the run was compared with a single process too, as every run without dropout is."""
     drops = "model.dropout=0" not in overrides
     return found.status == "ok" and (drops or found.row.get("grad_deviation") is not None)
 

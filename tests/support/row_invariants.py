@@ -1,4 +1,4 @@
-"""What must hold of every finished row: its parts are the whole, in memory, time and bytes."""
+"""The invariants of every finished row: its parts add up to the whole, in memory, time and bytes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +11,15 @@ from harness.proof.layout import box_numel
 from harness.records.rank_report import RankReport
 from harness.tensors.shard import GATHERED
 
-STANDING_BYTES = 64 * 1024  # rotary tables, losses, counters: what no one claims between steps
+STANDING_BYTES = 64 * 1024  # rotary tables, losses and counters, which have no role between steps
 
-# Of Python between phases, for steps so short that 2 % is less; a rank that has no core of its own may lose it there.
+# Python's time between phases, for steps so short that 2 % of them is less. A rank without a core of its own may lose
+# this much there.
 GLUE_SECONDS = {2: 0.01, 4: 0.025}  # by world size
 
 
 def check_memory(row: dict[str, Any], ranks: Sequence[RankReport]) -> None:
-    """Every rank's peak to the byte, and state at the peak as it is at rest."""
+    """Check every rank's peak to the byte, and that the state at the peak is the state at rest."""
     label = row["run_id"]
     parts = {name: size for name, size in row.items() if name.startswith("at_peak_")}
     assert sum(parts.values()) == row["peak_allocated_bytes"], label
@@ -39,7 +40,10 @@ def check_memory(row: dict[str, Any], ranks: Sequence[RankReport]) -> None:
 
 
 def check_time(row: dict[str, Any]) -> float:
-    """The parts are the step. Returns the share that no phase accounts for, whose median over rows is to be 2 %."""
+    """Check that the parts add up to the step; return the share that no phase accounts for.
+
+    The median of this share over rows must be below 2 %.
+    """
     parts = {name: row[name] for name in PARTS}
     assert sum(parts.values()) == pytest.approx(row["step_seconds"]), row["run_id"]
     assert all(seconds >= 0 for seconds in parts.values()), (row["run_id"], parts)
@@ -53,7 +57,7 @@ def check_time(row: dict[str, Any]) -> float:
 
 
 def check_bytes(record: dict[str, Any]) -> None:
-    """Axis by axis what was sent is the formula's or named, and in all what the row says."""
+    """Check that the bytes of each axis are the formula's or named, and that their sum is the row's."""
     sent = sum(entry["bytes"] + sum(entry["outside"].values()) for entry in record["traffic"])
     assert round(sent) == record["row"]["communication_bytes"]
     for entry in record["communication"]:

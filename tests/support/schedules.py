@@ -1,4 +1,4 @@
-"""TODO tests.support.schedules."""
+"""The order in which torch's own pipeline schedules run their operations."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ Order = dict[int, list[tuple[int, str, int]]]  # by rank: stage, operation, micr
 
 
 def by_hand(schedule: str, p: int, place: int, micro_batches: int) -> list[tuple[int, str, int]]:
-    """torch writes these two as loops that send and receive."""
+    """Return one rank's order in GPipe or 1F1B, which torch writes as loops that send and receive."""
     ahead = micro_batches if schedule == "gpipe" else min(micro_batches, p - place)
     turns = [("F", index) for index in range(ahead)]
     for index in range(micro_batches):
@@ -27,7 +27,7 @@ def laid_out(schedule: str, p: int, v: int) -> Layout:
 
 
 def order(layout: Layout, micro_batches: int) -> Order:
-    """What each rank computes, in turn, asked of torch's schedule without any stages."""
+    """Return what each rank computes, in order, by torch's own schedule without any stages."""
     p, v = layout.pp, layout.virtual_stages
     if layout.schedule in ("gpipe", "1f1b"):
         return {place: by_hand(layout.schedule, p, place, micro_batches) for place in range(p)}

@@ -1,8 +1,8 @@
-"""A real Slurm on this machine for tests: a controller, a daemon for every virtual node, accounting if asked for.
+"""A real Slurm on this machine for tests: a controller, a daemon for every virtual node, and optional accounting.
 
-All of it lies in one folder and ends with the test, however the test ends. What belongs to a cluster is told by its
-name: Slurm puts SLURM_CLUSTER_NAME into every job's environment, the daemons are started with it, and slurmstepd, which
-wipes its environment, is a copy named after cluster and node.
+All of it lies in one folder and ends with the test, however the test ends. Its processes are recognized by the
+cluster's name: Slurm puts SLURM_CLUSTER_NAME into every job's environment, the daemons are started with it, and
+slurmstepd, which wipes its environment, is a copy named after cluster and node.
 """
 
 import getpass
@@ -42,7 +42,7 @@ SlurmctldPort={controller_port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-# A requeued job may start when its old credential has expired: after two minutes, if nothing is said.
+# A requeued job may start only after its old credential has expired, by default after two minutes.
 AuthInfo=cred_expire=5,socket={folder}/munge.socket
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -56,7 +56,7 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=5,batch_sched_delay=0
 # Nodes claim more cores than the machine may have.
 SlurmdParameters=config_overrides
-# A dead node is given up 10 to 15 s after its death. SIGKILL follows SIGTERM in 3 to 4 s.
+# Slurm gives up a dead node 10 to 15 s after its death. SIGKILL follows SIGTERM after 3 to 4 s.
 MessageTimeout=3
 SlurmdTimeout=3
 KillWait=2
@@ -94,12 +94,12 @@ StorageUser=root
 
 
 def install() -> str:
-    """Sees that Slurm is installed; returns why it is not, or nothing."""
+    """Install Slurm if it is missing; return why that failed, or an empty string."""
     return packages.install("Slurm", PROGRAMS, PACKAGES)
 
 
 def wait_for(look: Callable[[], T], seconds: float, what: str) -> T:
-    """What `look` returns when that is true of it; fails if it never is."""
+    """Return what `look` returns once that is true; fail after so many seconds."""
     deadline = time.monotonic() + seconds
     while not (found := look()):
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
@@ -109,7 +109,7 @@ def wait_for(look: Callable[[], T], seconds: float, what: str) -> T:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a test does with a running cluster."""
+    """A running cluster, with the operations that tests need."""
 
     name: str
     folder: Path
@@ -117,7 +117,7 @@ class Cluster:
     daemons: dict[str, subprocess.Popen[bytes]]  # running; a slurmd by its node's name
 
     def run(self, *command: str) -> str:
-        """What a command of Slurm's prints; CalledProcessError, with what it said, if it fails."""
+        """Return what one of Slurm's commands prints; raise CalledProcessError, with its error output, if it fails."""
         done = subprocess.run(
             command, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=60, check=False
         )
@@ -129,17 +129,17 @@ class Cluster:
         return done.stdout.strip()
 
     def submit(self, script: str, *options: str) -> str:
-        """The id of a batch job that runs this shell script; it writes to `ID.out` in the cluster's folder."""
+        """Submit this shell script as a batch job and return its id; it writes to `ID.out` in the cluster's folder."""
         path = self.folder / f"{secrets.token_hex(4)}.sh"
         path.write_text(f"#!/bin/bash\n{script}\n")
         return self.run("sbatch", "--parsable", "--output=%j.out", *options, str(path))
 
     def jobs(self) -> dict[str, str]:
-        """Every job's state, and every array task's (as `7_0`), the ended ones' too."""
+        """Return the state of every job and every array task (as `7_0`), including those that have ended."""
         return dict(line.split() for line in self.run("squeue", "-h", "-r", "-t", "all", "-o", "%i %T").splitlines())
 
     def wait_for_job(self, job: str, *states: str, seconds: float = 60.0) -> str:
-        """Which of these states the job came to."""
+        """Return which of these states the job has reached."""
         return wait_for(
             lambda: next((state for state in states if self.jobs().get(job) == state), ""),
             seconds,
@@ -147,7 +147,7 @@ class Cluster:
         )
 
     def nodes(self) -> dict[str, str]:
-        """Every node's state, such as `idle`, `alloc`, `down*`: the star says that its slurmd does not answer."""
+        """Return every node's state, such as `idle`, `alloc`, `down*`; a star means that its slurmd does not answer."""
         return dict(line.split() for line in self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%N %t").splitlines())
 
     def wait_for_node(self, node: str, *states: str, seconds: float = READY_SECONDS) -> None:
@@ -166,13 +166,13 @@ class Cluster:
         self.start(node, "slurmd", "-D", "-N", node, "-d", str(stepd), SLURMD_NODENAME=node)
 
     def kill_slurmd(self, node: str) -> None:
-        """Its jobs' steps live on: slurmstepd looks after them."""
+        """Kill a node's daemon; the steps of its jobs live on, because slurmstepd looks after them."""
         daemon = self.daemons.pop(node)
         daemon.kill()
         daemon.wait()
 
     def kill_node(self, node: str) -> None:
-        """As if its machine lost power: slurmd, steps and the processes of jobs."""
+        """Kill slurmd, steps and the processes of jobs, as if the node lost power."""
         kill_all(lambda: self.processes(node))
         self.daemons.pop(node).wait()
 
@@ -180,7 +180,7 @@ class Cluster:
         return processes(self.name, node)
 
     def start(self, daemon: str, *command: str, **environment: str) -> None:
-        """Starts a daemon in the foreground, in a session of its own: Ctrl-C is for the test."""
+        """Start a daemon in the foreground, in a session of its own so that Ctrl-C reaches only the test."""
         with (self.folder / f"{daemon}.log").open("ab") as log:
             self.daemons[daemon] = subprocess.Popen(
                 command,
@@ -203,7 +203,7 @@ class Cluster:
 
 
 def processes(name: str, node: str = "") -> list[psutil.Process]:
-    """What runs as part of this cluster, daemons and jobs, or as part of one node of it; `info["name"]` says what."""
+    """Return the processes of this cluster, daemons and jobs, or of one node of it; `info["name"]` is their name."""
     mark = {"SLURM_CLUSTER_NAME": name, **({"SLURMD_NODENAME": node} if node else {})}
     found = []
     for process in psutil.process_iter(["name"]):
@@ -214,7 +214,7 @@ def processes(name: str, node: str = "") -> list[psutil.Process]:
 
 
 def kill_all(find: Callable[[], list[psutil.Process]]) -> None:
-    """Until there is none: one that was just being started is found the next time."""
+    """Kill the processes until there are none: one that was just being started is found the next time."""
     while found := find():
         for process in found:
             with suppress(psutil.NoSuchProcess):
@@ -224,8 +224,10 @@ def kill_all(find: Callable[[], list[psutil.Process]]) -> None:
 
 @contextmanager
 def ended(cluster: Cluster) -> Iterator[None]:
-    """Nothing of the cluster is left afterwards, nor when this process is killed: a process of its own ends it all as
-    soon as its input closes."""
+    """End all processes of the cluster when the block ends, or when this process is killed.
+
+    A process of its own kills them as soon as its input closes.
+    """
     guard = subprocess.Popen(
         [sys.executable, __file__, cluster.name], stdin=subprocess.PIPE, start_new_session=True, cwd=cluster.folder
     )
@@ -257,7 +259,7 @@ def connects(port: int) -> bool:
 
 
 def start_accounting(cluster: Cluster, port: int) -> None:
-    """A database and the daemon that keeps the cluster's jobs in it."""
+    """Start a database and the daemon that stores the cluster's jobs in it."""
     (storage_port,) = free_ports(1)
     folder, user = cluster.folder, getpass.getuser()
     data = [f"--datadir={folder}/database", f"--user={user}"]
@@ -273,7 +275,10 @@ def start_accounting(cluster: Cluster, port: int) -> None:
 
 @contextmanager
 def cluster(folder: Path, *, nodes: int = 2, accounting: bool = False) -> Iterator[Cluster]:
-    """A cluster of the nodes n1, n2 … in this folder, with the partitions `low` and `high`, which preempts `low`."""
+    """Yield a cluster of the nodes n1, n2 … in this folder.
+
+    Of its partitions `low` and `high`, `high` preempts `low`.
+    """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "state").mkdir()
@@ -311,7 +316,7 @@ if __name__ == "__main__":
 
 
 def wait_for_step(results: Path, name: str, step: int = 5) -> Path:
-    """The folder of the one run of a comparison, when its first rank has come so far."""
+    """Return the folder of a comparison's only run once its first rank has reached this step."""
 
     def look() -> Path | None:
         for path in (results / name).glob("*/ranks/rank_00000.pulse"):

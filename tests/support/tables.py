@@ -1,4 +1,4 @@
-"""TODO tests.support.tables."""
+"""The terminal's table as lines and as cells."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""TODO tests.support.tracking."""
+"""Records for the tests of tracking, and the two configurations of W&B."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ ONLINE = OFFLINE | {"mode": "online"}
 
 
 def made(comparison: Path, number: int = 0, **row: Any) -> tuple[Path, Record]:
-    """A record by hand, with two steps."""
+    """Write a record with two steps; return its folder and the record."""
     run_id = f"ddp-none-tiny-w2-{number:010d}"
     record: Record = {
         "row": {

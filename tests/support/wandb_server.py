@@ -1,4 +1,4 @@
-"""A stand-in for W&B's server: enough of its HTTP to take runs and a table, and it can be told to misbehave."""
+"""A stand-in for W&B's server with enough of its HTTP to take runs and a table; it can be told to misbehave."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-# What is asked beside the run itself, with the answers of a server that knows nothing yet and keeps no artifacts.
+# The queries besides those on the run itself, with the answers of an empty server that keeps no artifacts.
 ANSWERS: dict[str, Any] = {
     "Viewer": {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}},
     "ServerFeaturesQuery": {"serverInfo": {"features": []}},
@@ -20,7 +20,7 @@ ANSWERS: dict[str, Any] = {
 
 @dataclass
 class Run:
-    """As the server would have it."""
+    """A run as the server stores it."""
 
     given: dict[str, Any] = field(default_factory=dict)  # project, group, name, tags, job type
     config: dict[str, Any] = field(default_factory=dict)
@@ -31,7 +31,10 @@ class Run:
 
 
 class Server(ThreadingHTTPServer):
-    """`misbehaves`: which part (graphql, file_stream), and how: an HTTP status, or 0 to hang."""
+    """A server that misbehaves on request.
+
+    `misbehaves` is the part (graphql, file_stream) and how: an HTTP status, or 0 to hang.
+    """
 
     daemon_threads = True
     misbehaves: tuple[str, int] | None = None
@@ -51,7 +54,7 @@ class Server(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no event."""
+        """Ignore a client that hangs up."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -59,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def log_message(self, *_: object) -> None:
-        """Silent."""
+        """Print nothing."""
 
     def do_PUT(self) -> None:
         _, _, run, name = self.path.split("/", 3)

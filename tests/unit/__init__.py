@@ -1,0 +1,1 @@
+"""Tests of single functions and formulas in one process, without ranks."""
