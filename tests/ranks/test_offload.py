@@ -169,7 +169,7 @@ def test_what_cannot_be_offloaded_is_refused(overrides: str, reason: str) -> Non
 def test_data_parallel_threads_offload_no_activations() -> None:
     gpus = Machine("cuda", "NVIDIA H200", 1, 2, devices=2, free_bytes=(2**34,) * 2, cores=2)
     config = compose_config("strategy=dp", "train.micro_batch=2", ACTIVATIONS)
-    (found,) = load_engine("data_parallel").unsupported(config, resolve_layout(config.strategy, 1), gpus)
+    (found,) = load_engine("nn_data_parallel").unsupported(config, resolve_layout(config.strategy, 1), gpus)
     assert found.startswith("checkpointing.offload_activations=true does not survive")
 
 

@@ -23,7 +23,7 @@ from harness.report.document import Section
 from harness.report.frame import records_frame
 from harness.report.view import View
 from harness.runner.record import config_columns
-from tests.support.commands import compose_config
+from tests.support.commands import compose, compose_config
 
 N = 455520  # parameters of the tiny model
 
@@ -383,8 +383,8 @@ def test_a_flat_line_saves_nothing_to_divide_by() -> None:
 
 
 def test_the_sweep_of_the_classic_picture() -> None:
-    config = compose_config("sweeps=activation_memory", "train.micro_batch=16")
-    assert (config.train.global_batch, config.proof.reference, config.name) == (16, False, "activation_memory")
+    config, command = compose("sweeps=activation_memory", "train.micro_batch=16")
+    assert (config.train.global_batch, command.proof.reference, command.name) == (16, False, "activation_memory")
     assert (
         dataclasses.replace(config.train, micro_batch=1, global_batch=1)
         == compose_config("sweeps=activation_memory", "train.micro_batch=1").train

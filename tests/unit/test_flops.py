@@ -11,7 +11,7 @@ from harness.layout.parameters import parameter_count
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
 from harness.proof.step import flops_problems
-from harness.records.rank_report import FUSED_KERNELS
+from harness.records.rank_report import FUSED_KERNELS, ProfiledStep, RankReport
 from tests.support.commands import compose_config
 from tests.support.models import alone, counted, counted_in_stages
 
@@ -128,7 +128,7 @@ def test_a_run_is_held_to_the_operations_of_the_kernel_it_heard(
     ran = sum(counted(compose_config(*both, *counts.split())))
     other = "composed" if heard in FUSED_KERNELS else "flash"
     for kernel, problems in ((heard, 0), (other, 1)):
-        ranks = [{"devices": 1, "profiled": {"flops": ran, "attention_kernels": [kernel]}}]
+        ranks = [RankReport(profiled=ProfiledStep(flops=ran, attention_kernels=[kernel]))]
         assert len(flops_problems(config, alone(config), StateWidths(4, 4, 8, 4), ranks)) == problems
 
 
