@@ -17,7 +17,7 @@ from harness.util.native_build import compiler_problem
 NO_REFERENCE = "not asked for: proof.reference=false"  # stored in records, which are compared with it
 
 # The reason of a record that its command has not replaced yet.
-STARTED = "interrupted: the command that started it has exited or is still running"
+STARTED = "the command that started it has exited or is still running"
 
 
 def clear_run_folder(folder: RunFolder) -> None:
