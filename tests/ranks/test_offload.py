@@ -1,4 +1,4 @@
-"""State and activations on the host: real ranks, what they held and where, and what is refused."""
+"""State and activations on the host: what real ranks hold and where, and what is refused."""
 
 import dataclasses
 from collections.abc import Callable
@@ -84,13 +84,13 @@ def test_is_proven_and_explained_everywhere(results: Path, case: str, world: int
 
 
 def check(results: Path, case: str, world: int) -> None:
-    """On a CPU nothing is saved, and nothing may be lost: figures and formulas hold as without offload."""
+    """Check that figures and formulas hold as without offload, which on a CPU saves nothing and must lose nothing."""
     record = run_with(results, worker_main.main, case, world)
-    row = record["row"]
+    row = record.row
     assert (row["status"], row["reason"]) == ("ok", ""), case
     if row["precision"] == "fp32":
         assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
-    config = read_run_config(record["config"])
+    config = read_run_config(record.config)
     found = resolve_layout(config.strategy, world)
     widths = load_engine(found.engine).state_widths(config, found)
     share = row["parameters"] / found.dp_shard
@@ -170,7 +170,7 @@ def test_data_parallel_threads_offload_no_activations() -> None:
     gpus = Machine("cuda", "NVIDIA H200", 1, 2, devices=2, free_bytes=(2**34,) * 2, cores=2)
     config = compose_config("strategy=dp", "train.micro_batch=2", ACTIVATIONS)
     (found,) = load_engine("nn_data_parallel").unsupported(config, resolve_layout(config.strategy, 1), gpus)
-    assert found.startswith("checkpointing.offload_activations=true does not survive")
+    assert found.startswith("checkpointing.offload_activations=true is lost when nn.DataParallel copies the model")
 
 
 @pytest.mark.parametrize("strategy", ["zero_offload", "zero3 strategy.offload=parameters", "fsdp_full_shard"])
@@ -251,7 +251,7 @@ def test_each_storage_is_copied_once_and_gradients_are_the_same_bits(checkpointi
 
 
 def test_a_tensor_changed_after_it_was_copied_is_copied_again() -> None:
-    """Two layers save one storage, which is changed between them: backward needs both of its states."""
+    """Two layers save one storage that is changed between them, and backward needs both of its states."""
 
     class Square(torch.nn.Module):
         def forward(self, factor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
@@ -275,7 +275,7 @@ def test_an_unknown_key_is_a_mistake() -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_the_norm_of_gradients_on_the_host_lies_where_ranks_can_sum_it(dtype: torch.dtype) -> None:
-    """In fp32 whatever the gradients' width: 16 bits know no 3001."""
+    """The norm is in fp32 whatever the gradients' data type, because 16 bits cannot represent 3001."""
     gradients = [torch.ones(3001, dtype=dtype), torch.full((2,), 0.5, dtype=dtype)]
     assert squared_grad_norm(gradients, torch.device("cpu")).item() == pytest.approx(3001.5, rel=1e-6)
     assert squared_grad_norm(gradients, torch.device("meta")).device.type == "meta"
