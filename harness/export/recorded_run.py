@@ -35,7 +35,7 @@ class RecordedRun:
 
 def read_recorded_run(directory: Path, target: Path | None) -> RecordedRun:
     """Return the run in `directory`. Raises UserError if there is none, or if its status is not ok."""
-    row = read_record(directory)["row"]
+    row = read_record(directory).row
     if row["status"] != "ok":
         raise UserError(f"{directory} has status={row['status']}, and only what ran is exported: choose an ok run")
     try:

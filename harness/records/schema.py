@@ -1,7 +1,7 @@
 """The record of a run: everything that is known of it, whatever its end."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -68,30 +68,6 @@ class Record:
     def with_row(self, **columns: Any) -> "Record":
         """Return the record with other values in some columns of its row."""
         return dataclasses.replace(self, row=self.row | columns)
-
-    # Access by key, until every reader uses the attributes.
-
-    def __getitem__(self, key: str) -> Any:
-        """Return a part by its key in the file. Raise KeyError if the file does not have it."""
-        if key not in self.parts:
-            raise KeyError(key)
-        return getattr(self, _NAMES.get(key, key))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a part by its key in the file."""
-        return self[key] if key in self.parts else default
-
-    def keys(self) -> Iterator[str]:
-        """Yield the keys that the file has."""
-        yield from self.parts
-
-    def __contains__(self, key: object) -> bool:
-        """Return whether the file has a key."""
-        return key in self.parts
-
-    def __or__(self, other: Mapping[str, Any]) -> "Record":
-        """Return the record with other values for some keys."""
-        return Record.from_json({**self.to_json(), **other})
 
 
 _NAMES = {"ranks": "rank_entries"}  # attributes that are called otherwise than the key in the file

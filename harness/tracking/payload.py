@@ -28,8 +28,8 @@ def started_run(run_dir: Path, id: str, config: Values, tracking: TrackingConfig
 
 def finished_run(run_dir: Path, id: str, record: Record, tracking: TrackingConfig) -> TrackedRun:
     """Return the tracked run of a record, with the status among its tags."""
-    row = record["row"]
-    config = {**(record.get("config") or {}), **{key: record.get(key) for key in RECORD_KEYS}}
+    row, values = record.row, record.to_json()
+    config = {**record.config, **{key: values.get(key) for key in RECORD_KEYS}}
     names = [str(row[column]) for column in (*TAG_GROUPS, "status") if row.get(column)]
     return TrackedRun(id, row["run_id"], run_dir.parent.name, run_dir, redacted(config), (*names, *tracking.tags))
 
@@ -62,7 +62,7 @@ def live_figures(run_dir: Path) -> dict[str, Scalar]:
 
 def table_rows(records: list[Record]) -> tuple[list[str], list[Mapping[str, Any]]]:
     """Return the columns in which any row of a comparison has a value, declared ones first, and the rows."""
-    rows = [redacted(record["row"]) for record in records]
+    rows = [redacted(record.row) for record in records]
     filled = {column: None for row in rows for column, value in row.items() if value not in (None, "")}
     columns = [column for column in COLUMN_NAMES if column in filled]
     return columns + [column for column in filled if column not in columns], rows

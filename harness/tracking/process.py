@@ -145,7 +145,7 @@ class TrackingProcess:
         if state.content_key is not None and (state.sent_at or used.mode == "offline") and not again:
             return
         run = payload.finished_run(run_dir, state.id, record, used)
-        tracker.finish_run(run, redacted(record["row"]), payload.step_values(run_dir))
+        tracker.finish_run(run, redacted(record.row), payload.step_values(run_dir))
         synced = sync_state.mark_synced(state, sync_state.record_key(record), used.mode == "online")
         sync_state.write_sync_state(run_dir, used.name, synced)
 

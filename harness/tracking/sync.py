@@ -51,7 +51,7 @@ def sync_comparison(
     problem, runs = "", 0
     try:
         for record in missing:
-            run_dir = folder / record["row"]["run_id"]
+            run_dir = folder / record.run_id
             client.finish_run(online, run_dir)
             problem = wait_delivered(client, run_dir)
             if problem:
@@ -68,7 +68,7 @@ def sync_comparison(
 
 def is_sent(folder: Path, tracker: str, record: Record) -> bool:
     """Return whether the tracker's server has this record."""
-    state = sync_state.read_sync_state(folder / record["row"]["run_id"], tracker)
+    state = sync_state.read_sync_state(folder / record.run_id, tracker)
     return state is not None and state.content_key == sync_state.record_key(record) and state.sent_at is not None
 
 

@@ -50,7 +50,7 @@ def record_sync_state(run_dir: Path, tracker: str, record: Record) -> SyncState:
     state = read_sync_state(run_dir, tracker)
     if state is not None and state.content_key in (None, record_key(record)):
         return state
-    return SyncState(tracked_id(record["row"]["run_id"], record_key(record)))
+    return SyncState(tracked_id(record.run_id, record_key(record)))
 
 
 def table_sync_state(folder: Path, tracker: str) -> SyncState:
@@ -66,10 +66,10 @@ def mark_synced(state: SyncState, content_key: str, is_sent: bool) -> SyncState:
 
 def record_key(record: Record) -> str:
     """Return what tells this record from an earlier or later one of the same run: the time of its start."""
-    return record["row"].get("started_at") or ""
+    return record.row.get("started_at") or ""
 
 
 def rows_key(records: Sequence[Record]) -> str:
     """Return a hash of the records that a summary was made of: the runs, and the start of each."""
-    moments = [[record["row"]["run_id"], record_key(record)] for record in records]
+    moments = [[record.run_id, record_key(record)] for record in records]
     return hashlib.sha256(json.dumps(moments).encode()).hexdigest()[:16]

@@ -1,21 +1,23 @@
-"""What the harness costs: the same training as a plain torchrun script and as one row of a sweep, side by side.
+"""The cost of the harness: the same training as a plain torchrun script and as one row of a sweep, side by side.
 
     python -m tests.benchmarks.overhead --pairs 15 --out results/overhead.json
 
 Both have the model, batches, optimizer, warm-up and timed steps of strategy=ddp model=tiny on two CPU processes, with
-the same threads and environment (GOMP_SPINCOUNT too, so that what it gains is not counted for the harness). Fails
-where the two do not train the same.
+the same threads and environment (GOMP_SPINCOUNT too, so that its gain is not credited to the harness). The benchmark
+fails if the two do not train the same.
 
-Whole runs come one after the other, in alternating order. One process runs all rows, as in a sweep: from the second
-on, ranks are forked from a warm process and the reference is on file. The first pair, the cold one, is reported by
-itself. A row's wall time is all a sweep does for it once its configuration is composed: plan, ranks, proof and record.
-The script's is that of its command.
+Whole runs come one after the other, in alternating order. One process runs all rows, as in a sweep: from the second row
+on, ranks are forked from a warm process and the reference is on file. The first pair, the cold one, is reported
+separately. A row's wall time is all that a sweep does for it once its configuration is composed: plan, ranks, proof and
+record. The script's is that of its command.
 
-Steps come from two runs alive at the same time, of which one is always stopped: while both have steps to time they
-take turns, so that a machine that is slower for a while is slower for both. The end of a turn falls into one step of
-many, which no median sees. The process that watches the row's ranks is never stopped: its work is in both sides' steps.
+Steps come from two runs that are alive at the same time, one of which is always stopped: while both have steps to time
+they take turns, so that a machine that is slower for a while is slower for both. The end of a turn falls into one step
+of many, which does not change a median. The process that watches the row's ranks is never stopped: its work is in both
+sides' steps.
 
-Imports are inside the functions: multiprocessing imports this module anew in every rank, as it does not the harness's.
+Imports are inside the functions, because multiprocessing imports this module anew in every rank, but not the harness's
+modules.
 """
 
 import argparse
@@ -95,7 +97,7 @@ def this_machine() -> dict[str, Any]:
 
 
 def compared(key: str, steps: int, run: Callable[[int], dict[str, Seen]], pairs: int, cold: int = 0) -> dict[str, Any]:
-    """The pairs of one kind and their ratios, harness over script, without the first `cold` ones."""
+    """Return the pairs of one kind and their ratios, harness over script, without the first `cold` ones."""
     found = []
     for index in range(cold + pairs):
         seen = run(index)
@@ -106,7 +108,7 @@ def compared(key: str, steps: int, run: Callable[[int], dict[str, Seen]], pairs:
 
 
 class Pair:
-    """The script and the row of one training, ready to run as often as wanted."""
+    """The script and the row of one training, which can be run any number of times."""
 
     def __init__(self, steps: int, scratch: Path) -> None:
         from harness.runner import local_machine
@@ -136,7 +138,7 @@ class Pair:
         return {"bare": script.end(), "harness": row}
 
     def phase(self) -> str:
-        """What the row's ranks are doing."""
+        """Return the phase of the row's ranks."""
         from harness.records import heartbeat
 
         beat = heartbeat.read_heartbeat(self.directory, 0)
@@ -152,19 +154,19 @@ class Pair:
         planned = make_plan(self.config, local_machine.detect_machine(self.config.cluster), self.command)
         record = execute(planned, RunContext())
         wall_seconds = time.perf_counter() - began
-        if record["row"]["status"] != "ok":
-            raise SystemExit(f"the harness's row is no row: {record['row']['reason']}")
+        if record.row["status"] != "ok":
+            raise SystemExit(f"the harness's row is no row: {record.row['reason']}")
         lines = (planned.folder.path / "steps.jsonl").read_text().splitlines()
         entries = [json.loads(line) for line in lines[: self.config.train.warmup_steps + self.steps]]  # then profiled
         return {
-            "step_seconds": record["row"]["step_seconds"],
+            "step_seconds": record.row["step_seconds"],
             "seconds": [entry["seconds"] for entry in entries if entry["phase"] == "timed"],
             "losses": [entry["loss"] for entry in entries],
             "wall_seconds": wall_seconds,
         }
 
     def script(self) -> "Script":
-        """Starts it as its user does."""
+        """Start the script as its user does."""
         from harness.launcher.rank_environment import rank_environment
 
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
@@ -199,9 +201,9 @@ class Script:
 
 @contextmanager
 def taking_turns(script: int, phase: Callable[[], str]) -> Iterator[None]:
-    """The script is stopped but for its turns, which it has while the row's steps are timed; then the row's ranks are.
+    """Stop the script and the row's ranks in turns while the row's steps are timed; otherwise stop the script.
 
-    Before, the row starts up, and afterwards it explains itself: no script is to be timed beside that.
+    The row starts up before that and proves itself afterwards, and no script is to be timed beside either.
     """
     done = threading.Event()
 
@@ -223,14 +225,14 @@ def taking_turns(script: int, phase: Callable[[], str]) -> Iterator[None]:
 
 
 def let_run(script: int, scripts_turn: bool | None) -> None:
-    """One side's processes, and stops the other's; None lets both run."""
+    """Let one side's processes run and stop the other's; None lets both run."""
     for process, is_script in below(script):
         with suppress(psutil.NoSuchProcess):
             process.resume() if scripts_turn in (None, is_script) else process.suspend()
 
 
 def below(script: int) -> list[tuple[psutil.Process, bool]]:
-    """Every process below this one, and whether it is one of the script's."""
+    """Return every process below this one, and whether it is one of the script's."""
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
@@ -246,14 +248,14 @@ def free_port() -> int:
 
 
 def agree(bare: Sequence[float], harness: Sequence[float]) -> None:
-    """Raises SystemExit if any step's losses differ."""
+    """Raise SystemExit if any step's losses differ."""
     for step, (expected, found) in enumerate(zip(bare, harness, strict=True)):
         if not abs(found - expected) <= LOSS_BOUND * abs(expected):
             raise SystemExit(f"not the same training: loss {expected} in the script, {found} in step {step} of the row")
 
 
 def summarised(ratios: Sequence[float]) -> dict[str, Any]:
-    """The median and its 95 % interval by the bootstrap's percentiles (Efron 1979); None with too few ratios."""
+    """Return the median and its 95 % interval by the bootstrap's percentiles (Efron 1979); None with too few ratios."""
     if not ratios:
         return {"median": None, "interval": None}
     if len(ratios) < FEWEST:

@@ -1,9 +1,9 @@
-"""How long a report of 100, 1,000 and 10,000 runs takes, from records to every file.
+"""The time that a report of 100, 1,000 and 10,000 runs takes, from records to every file.
 
     python -m tests.benchmarks.report --rounds 3 --out results/report_speed.json
 
-The records are those of a small real sweep, told apart by batch and sequence; each report is the command as a user
-starts it. The three sizes take turns, so that a busy machine slows all of them.
+The records are those of a small real sweep, multiplied under other batches and sequences; each report is the command as
+a user starts it. The three sizes take turns, so that a busy machine slows all of them.
 """
 
 import argparse
@@ -52,21 +52,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def real_records(scratch: Path) -> list[Record]:
     command = [sys.executable, "-m", "harness", "-m", *SWEEP, "name=real", f"results_dir={scratch}", "tracking=none"]
     subprocess.run([*command, "cluster.device=cpu"], cwd=ROOT, check=True, capture_output=True)
-    return [record for record in read_all(scratch / "real").records if record["row"]["status"] == "ok"]
+    return [record for record in read_all(scratch / "real").records if record.row["status"] == "ok"]
 
 
 def many(real: Sequence[Record], count: int, folder: Path) -> Path:
-    """So many runs: the real ones over ever other batches and sequences, as a sweep of those would have them."""
+    """Return so many runs, which are the real ones with other batches and sequences, as in a sweep over those."""
     places = zip(range(count), itertools.product(range(count), real), strict=False)
     for number, (turn, record) in places:
         batch, length = 8 * (1 + turn % 25), 128 * (1 + turn // 25)
-        train = record["config"]["train"] | {"global_batch": batch, "seq_len": length}
-        speed = record["row"]["tokens_per_second"] * (1 + 0.1 * (number * 7919 % 101) / 101)
-        row = record["row"] | {"global_batch": batch, "seq_len": length, "tokens_per_second": speed}
-        row |= {"run_id": f"{record['row']['strategy']}-{number:06d}", "name": folder.name}
+        train = record.config["train"] | {"global_batch": batch, "seq_len": length}
+        speed = record.row["tokens_per_second"] * (1 + 0.1 * (number * 7919 % 101) / 101)
+        row = record.row | {"global_batch": batch, "seq_len": length, "tokens_per_second": speed}
+        row |= {"run_id": f"{record.row['strategy']}-{number:06d}", "name": folder.name}
         path = folder / row["run_id"]
         path.mkdir(parents=True)
-        changed = record | {"row": row, "config": record["config"] | {"train": train, "name": folder.name}}
+        changed = record.to_json() | {"row": row, "config": record.config | {"train": train, "name": folder.name}}
         (path / "record.json").write_bytes(orjson.dumps(changed, option=orjson.OPT_INDENT_2))
     return folder
 

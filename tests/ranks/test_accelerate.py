@@ -1,4 +1,4 @@
-"""Accelerate's sharded layouts: DeepSpeed's run for real on a CPU, fully_shard's are refused there, and why."""
+"""Accelerate's sharded layouts: DeepSpeed's really runs on a CPU, and fully_shard's are refused there with a reason."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from tests.support.commands import ROOT, compose_config
 
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets fully_shard through Accelerate start on a CPU."""
+    """Let fully_shard through Accelerate start on a CPU."""
     monkeypatch.setattr(accelerate_engine, "fsdp_unsupported", lambda *arguments: iter(()))
 
 
@@ -51,7 +51,7 @@ def test_more_of_deepspeed_through_accelerate(results: Path, overrides: str) -> 
 @pytest.mark.parametrize("overrides", ["world_size=2 strategy=fsdp_full_shard"])
 @pytest.mark.usefixtures("allowed")
 def test_what_a_gpu_would_run_is_proven_where_accelerate_is_told_to_shard(results: Path, overrides: str) -> None:
-    """No GPU: Accelerate's own prepare shards over gloo, and the row is held to every proof."""
+    """Accelerate's own prepare shards over gloo without a GPU, and every proof applies to the row."""
     proven(run_with(results, accelerate_entries.told_to_shard, *overrides.split()))
 
 
@@ -71,9 +71,9 @@ def test_more_of_what_a_gpu_would_run(results: Path, overrides: str) -> None:
 
 
 def proven(record: Record) -> None:
-    row = record["row"]
+    row = record.row
     assert (row["status"], row["reason"], row["engine"]) == ("ok", "", "accelerate")
-    assert record["proof"]["layout"] == "proven"
+    assert record.proof["layout"] == "proven"
     bound = 1e-4 if row["precision"] == "fp32" else 0.05
     assert row["loss_deviation"] < bound and row["grad_deviation"] < bound
 
@@ -96,7 +96,7 @@ def proven(record: Record) -> None:
 def test_another_layout_than_asked_for_is_an_error(
     results: Path, fault: Callable[[str], None], strategy: str, found: str
 ) -> None:
-    row = run_with(results, fault, "world_size=2", f"strategy={strategy}", "proof.reference=false")["row"]
+    row = run_with(results, fault, "world_size=2", f"strategy={strategy}", "proof.reference=false").row
     assert row["status"] == "error" and found in row["reason"]
 
 
@@ -120,7 +120,7 @@ def test_what_it_would_do_otherwise_is_refused(overrides: str, said: str) -> Non
 
 
 def test_accelerate_drops_sharding_on_a_cpu(tmp_path: Path) -> None:
-    """The reason why it is refused there, as it is today: DistributedDataParallel, every rank with all of the model."""
+    """Accelerate on a CPU makes DistributedDataParallel with all of the model on every rank, so it is refused there."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {"FOUND": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

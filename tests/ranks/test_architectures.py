@@ -1,4 +1,4 @@
-"""The families are the published ones: logits as transformers has them on the same weights, and dropout in place."""
+"""The model families are the published ones: logits equal those of transformers on the same weights."""
 
 import dataclasses
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def test_our_gpt_is_gpt2_of_transformers(tied: bool, attention: str) -> None:
 
 
 def as_gpt2(weights: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Our names to GPT-2's, whose matrices lie the other way and whose three projections of attention are one."""
+    """Rename our parameters to GPT-2's, which has transposed matrices and one projection for query, key and value."""
     names = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn.o_proj": "attn.c_proj"}
     names |= {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
     found = {f"transformer.ln_f.{what}": weights[f"norm.{what}"] for what in ("weight", "bias")}
@@ -128,7 +128,7 @@ def test_dropout_is_there_and_scales() -> None:
 
 
 def test_a_second_forward_drops_the_same_for_shared_and_own_masks() -> None:
-    """With checkpointing the gradients are those without, also where attention has masks of the rank's own."""
+    """With checkpointing, gradients equal those without, also where attention has masks of the rank's own."""
     found = []
     for checkpointed in (False, True):
         module = dropping()
@@ -182,18 +182,18 @@ def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Re
 
 
 def test_dropout_can_be_repeated_and_compares_with_nothing(results: Path) -> None:
-    """Tensor-parallel ranks agree on what they share, or their norms and losses would part."""
+    """Tensor-parallel ranks agree on what they share, or their norms and losses would differ."""
     rows = [
         run_with(results, worker_main.main, *DROPPING, "strategy=tp", "checkpointing=full", "force=true")
         for _ in range(2)
     ]
     for record in rows:
-        row = record["row"]
+        row = record.row
         assert (row["status"], row["reason"]) == ("ok", "")
         assert row.get("loss_deviation") is None and row.get("grad_deviation") is None
-        assert "drops the same" in record["proof"]["reference"]
+        assert "drops the same" in record.proof["reference"]
         assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
-    assert rows[0]["row"]["loss_last"] == rows[1]["row"]["loss_last"]
+    assert rows[0].row["loss_last"] == rows[1].row["loss_last"]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_fault_is_an_error(
 
 
 def test_a_bias_is_held_against_its_module() -> None:
-    """A key's bias has no gradient but rounding; one that is really wrong is found all the same."""
+    """The gradient of a key's bias is only rounding; a gradient that is really wrong is still found."""
 
     def rank(bias: float) -> RankReport:
         entries = [["k.weight", [2], ((0, 2),), 1.0, 0.5], ["k.bias", [2], ((0, 2),), bias**2, bias]]
@@ -238,7 +238,10 @@ def test_a_bias_is_held_against_its_module() -> None:
 
 
 def test_the_block_keeps_what_the_paper_says_and_what_it_does_not() -> None:
-    """Korthikanti et al. (arXiv 2205.05198): sbh(34 + 5as/h) a layer in 16 bit, and the 10B example of 14.9 GB."""
+    """The figures are those of Korthikanti et al. (arXiv 2205.05198).
+
+    They are sbh(34 + 5as/h) bytes a layer in 16 bit, and 14.9 GB in the example of 10B parameters.
+    """
     model = dataclasses.replace(model_named("gpt_10b"), attention="eager", dropout=0.1)
     s, h, a = model.context_length, model.hidden_size, model.num_attention_heads
     paper = s * h * (34 + 5 * a * s / h)

@@ -1,4 +1,4 @@
-"""Every kind of checkpointing: what it runs again, what it keeps and what it fills, against torch; and real ranks."""
+"""Every kind of checkpointing: what it runs again, keeps and fills, compared with torch and on real ranks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -80,7 +80,7 @@ def test_what_runs_again_is_what_torch_counts(kind: str, attention: str) -> None
 
 @pytest.mark.parametrize("kind", ("attention", "every_n"))
 def test_a_backward_in_halves_runs_again_what_is_counted(kind: str) -> None:
-    """An inner stage's layers twice, but attention's core once: it has no weights for the second half."""
+    """An inner stage runs its layers twice more, but attention's core once, because its second half has no weights."""
     config = compose_config(
         *("strategy=pp_zero_bubble", f"checkpointing={kind}", "train.global_batch=1", "world_size=2"),
         "strategy.layers_per_stage=[2,2]",
@@ -94,7 +94,7 @@ def test_a_backward_in_halves_runs_again_what_is_counted(kind: str) -> None:
 
 
 def trained(config: RunConfig) -> tuple[int, int]:
-    """A micro-batch's forward and backward: most bytes held for backward, and most alive beside the weights'."""
+    """Run one micro-batch; return the peak bytes saved for backward and the peak bytes alive beside the weights."""
     probe, dtype = Probe(), getattr(torch, config.precision.compute)
     module = build_model(config.model)
     apply_checkpointing(module, config.checkpointing, probe)
@@ -114,7 +114,7 @@ def trained(config: RunConfig) -> tuple[int, int]:
 @pytest.mark.parametrize("sizes", ({"intermediate_size": 768}, LONG), ids=("mlp", "long"))
 @pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
 def test_what_is_kept_and_filled(kind: str, attention: str, sizes: dict[str, int], precision: PrecisionConfig) -> None:
-    """To 1 % of what was held, tensor by tensor, and 5 % of what was alive at the worst moment."""
+    """Predictions are within 1 % of the saved bytes, tensor by tensor, and within 5 % of the peak bytes alive."""
     seq_len, layers = (256, 2) if sizes is LONG else (64, 3)
     model = shaped(attention=attention, num_hidden_layers=layers, **sizes)
     config = run(model, precision, micro_batch=2, global_batch=4, seq_len=seq_len)
@@ -169,7 +169,7 @@ BIASED = ("strategy=zero3", "model=gpt_tiny", "checkpointing=selective")
 
 
 def test_biases_that_would_be_added_twice_are_refused(results: Path) -> None:
-    """DeepSpeed's linear function of stage 3 adds them in place to the product that selective keeps."""
+    """DeepSpeed's linear function of stage 3 adds biases in place to the product that selective checkpointing keeps."""
     with pytest.raises(UserError, match="adds the biases of model=gpt_tiny in place"):
         run_with(results, worker_main.main, *BIASED)
 
@@ -177,16 +177,16 @@ def test_biases_that_would_be_added_twice_are_refused(results: Path) -> None:
 @pytest.mark.long
 def test_biases_added_twice_are_found(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = "+strategy.options.memory_efficient_linear=false"
-    assert run_with(results, worker_main.main, *BIASED, own)["row"]["status"] == "ok"
+    assert run_with(results, worker_main.main, *BIASED, own).row["status"] == "ok"
     monkeypatch.setattr(compatibility, "replaces_linear_function", lambda *_: False)
     assert_not_proven(run_with(results, worker_main.main, *BIASED), "gradient deviates")
 
 
 @pytest.mark.long
 def test_selective_checkpointing_is_proven_where_it_is_hardest(results: Path) -> None:
-    """Collectives run again."""
+    """Collectives are among what runs again."""
     record = run_with(results, worker_main.main, "strategy=tp_sp", "checkpointing=selective")
-    row = record["row"]
+    row = record.row
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
 
@@ -195,7 +195,7 @@ def test_selective_checkpointing_is_proven_where_it_is_hardest(results: Path) ->
 @KIND
 @pytest.mark.parametrize("strategy", ("ddp", "zero1", "zero3", "fsdp_full_shard", "tp", "tp_sp", "pp_1f1b"))
 def test_every_kind_is_proven_in_every_layout(results: Path, strategy: str, kind: str) -> None:
-    row = run_with(results, worker_main.main, f"strategy={strategy}", f"checkpointing={kind}")["row"]
+    row = run_with(results, worker_main.main, f"strategy={strategy}", f"checkpointing={kind}").row
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
 

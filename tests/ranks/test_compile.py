@@ -1,4 +1,4 @@
-"""train.compile: compiled code is what is timed, heard and proven; refused where it does not work."""
+"""The tests of train.compile: the compiled code is timed, counted and proven, and it is refused where it fails."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,9 +39,9 @@ SHORT = ("train.compile=true", "train.steps=1", "train.warmup_steps=2", "model.n
     ],
 )
 def test_a_compiled_run_is_heard_as_it_is_timed(results: Path, strategy: str) -> None:
-    """Its products are operators still, so that operations, memory and volume are exact; the reference is eager."""
+    """Compiled products remain operators, so that operations, memory and volume are exact; the reference is eager."""
     record = run_with(results, worker_main.main, *SHORT, *f"strategy={strategy}".split())
-    row = record["row"]
+    row = record.row
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["compile"] is True and row["attention_kernel"] == ("eager" if "eager" in strategy else "flash")
     assert row["grad_deviation"] < (1e-4 if row["precision"] == "fp32" else 0.1)
@@ -56,9 +56,9 @@ def test_a_compiled_run_is_heard_as_it_is_timed(results: Path, strategy: str) ->
 @pytest.mark.parametrize("fault", [faults.never_compiled, pytest.param(faults.compiled_again, marks=pytest.mark.long)])
 def test_a_run_that_is_not_compiled_as_it_says_is_an_error(results: Path, fault: Callable[[str], None]) -> None:
     record = run_with(results, fault, *SHORT, "strategy=ddp")
-    assert record["row"]["status"] == "error"
+    assert record.row["status"] == "error"
     found = {"never_compiled": "ran its layers operator by operator", "compiled_again": "in the timed steps"}
-    problems = record["proof"]["problems"]
+    problems = record.proof["problems"]
     assert any(found[fault.__name__] in problem for problem in problems), problems
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's tensor-parallel layers under ZeRO 1 and 2: proven rows, faults found, and what is refused."""
+"""DeepSpeed's tensor-parallel layers under ZeRO 1 and 2: proven rows, detected faults, and refused configurations."""
 
 import dataclasses
 import itertools
@@ -43,9 +43,9 @@ def run_with(results: Path, entry: Callable[[str], None], overrides: str, world:
     [*((case, 4) for case in CASES), *(pytest.param(case, 4, marks=pytest.mark.long) for case in LONG)],
 )
 def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: str, world: int) -> None:
-    """Two replicas of a model in two parts: parts of ZeRO's begin inside the rows of what is cut by columns."""
+    """Two replicas of a model in two parts have ZeRO shards that begin inside the rows of column-parallel matrices."""
     record = run_with(results, worker_main.main, f"{case} train.gradient_clipping=0.5", world)
-    row = record["row"]
+    row = record.row
     assert (row["status"], row["reason"]) == ("ok", ""), case
     assert (row["dp_shard"], row["tp"]) == (2, 2)
     if row["precision"] == "fp32":
@@ -76,7 +76,7 @@ def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], found:
 
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16_mixed", 2)])
 def test_what_is_offloaded_goes_through_buffers_of_a_ranks_part(precision: str, width: int) -> None:
-    """Of four ranks: the table of words is whole, the layers' matrices are halves, of which ZeRO divides all by two."""
+    """On four ranks the embedding is whole and the layers' matrices are halves, and ZeRO divides both by two."""
     config = compose_config("strategy=zero_offload", *TWO.split(), f"precision={precision}")
     found = resolve_layout(config.strategy, 4)
     widths = load_engine("deepspeed").state_widths(config, found)
@@ -113,7 +113,7 @@ def test_what_it_cannot_do_is_refused(overrides: str, reason: str) -> None:
 
 @pytest.mark.parametrize("box", [((0, 5), (0, 6)), ((2, 5), (0, 6)), ((0, 5), (0, 3)), ((0, 5), (3, 6))])
 def test_any_part_of_a_shard_is_boxes_of_the_whole(box: tuple[tuple[int, int], ...]) -> None:
-    """Every [start, stop) of the flattened shard, put where its boxes say, is where it belongs and nowhere else."""
+    """Every [start, stop) of the flattened shard belongs exactly where its boxes say."""
     whole = np.arange(30).reshape(5, 6)
     shard = ParamSlice("w", (5, 6), box)
     flat = whole[tuple(slice(*edges) for edges in box)].reshape(-1)

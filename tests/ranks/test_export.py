@@ -1,4 +1,4 @@
-"""What is exported trains as the run did: every file is started as its user would, and its losses held to the run's."""
+"""Exported files train as the run did: each is started as its user would start it, and its losses equal the run's."""
 
 import json
 import os
@@ -34,16 +34,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recorded(results: Path, overrides: str) -> Path:
-    """The folder of a run."""
+    """Return the folder of a run."""
     asked = (f"results_dir={results}", "name=export", "proof.reference=false", "world_size=2", *BATCH)
     config, command_config = compose(*asked, *overrides.split())
-    row = execute_run(config, command_config, worker_main.main)["row"]
+    row = execute_run(config, command_config, worker_main.main).row
     assert (row["status"], row["reason"]) == ("ok", "")
     return results / "export" / row["run_id"]
 
 
 def losses(directory: Path, launch: tuple[str, ...]) -> list[float]:
-    """Of every step, as printed by an exported script."""
+    """Return the losses of every step as an exported script prints them."""
     environment = os.environ | read_run_spec(directory).environment
     scripts = sysconfig.get_path("scripts")
     environment |= {"PATH": os.pathsep.join((scripts, environment["PATH"])), "PYTHONPATH": str(ROOT)}
@@ -119,7 +119,7 @@ def test_more_by_torchrun(results: Path, overrides: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("lost", ["model = DistributedDataParallel(", "torch.nn.utils.clip_grad_norm_("])
 def test_a_script_that_lost_a_line_trains_otherwise(results: Path, lost: str) -> None:
-    """The comparison can fail: ranks that no longer synchronise, gradients that are no longer clipped."""
+    """The comparison detects ranks that no longer synchronize and gradients that are no longer clipped."""
     directory = recorded(results, "strategy=ddp train.micro_batch=4")
     assert command.main([str(directory)]) == 0
     script = directory / "export" / "train.py"
@@ -131,7 +131,7 @@ def test_a_script_that_lost_a_line_trains_otherwise(results: Path, lost: str) ->
 @pytest.mark.long
 @pytest.mark.parametrize("overrides", ["strategy=zero2", "strategy=zero3", "strategy=fsdp_full_shard"])
 def test_precision_of_the_libraries_own(results: Path, overrides: str) -> None:
-    """16-bit compute over fp32 masters that start from the fp32 values, as in the run."""
+    """Compute is in 16 bit over fp32 masters that start from the fp32 values, as in the run."""
     directory = recorded(results, f"{overrides} precision=bf16_mixed")
     assert command.main([str(directory)]) == 0
     trains_alike(directory, TORCHRUN, bound=1e-3)
@@ -142,14 +142,14 @@ def test_precision_of_the_libraries_own(results: Path, overrides: str) -> None:
     "overrides", ["strategy=zero1", "strategy=zero3", "strategy=zero2 precision=bf16_mixed", "strategy=fsdp_full_shard"]
 )
 def test_more_by_accelerate(results: Path, overrides: str) -> None:
-    """Of fully_shard it shows on a CPU that the file is read and the losses are right, not that anything is sharded."""
+    """A CPU shows that fully_shard's file is read and the losses are right, but not that anything is sharded."""
     directory = recorded(results, overrides)
     assert command.main([str(directory)]) == 0
     trains_alike(directory, ACCELERATE, bound=1e-4 if "bf16" not in overrides else 1e-3)
 
 
 def test_what_a_format_cannot_say_is_not_written(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line a file; what an earlier export wrote there goes."""
+    """Each file that is left out is one line of output, and its earlier export is removed."""
     directory = recorded(results, "strategy=pp_1f1b")
     (directory / "export").mkdir(exist_ok=True)
     (directory / "export" / "accelerate.yaml").write_text("old")
@@ -177,7 +177,7 @@ def test_what_a_format_cannot_say_is_not_written(results: Path, capsys: pytest.C
 def test_accelerate_reads_its_file(
     results: Path, overrides: str, kind: DistributedType, expected: dict[str, object]
 ) -> None:
-    """By its own classes, which refuse what they do not know; the group classes are those of the model."""
+    """Accelerate's own classes, which refuse unknown keys, read the file; the wrapped classes are the model's."""
     found = load_config_from_file(str(written(results, overrides) / "accelerate.yaml"))
     assert isinstance(found, ClusterConfig)
     assert (found.distributed_type, found.num_processes, found.num_machines) == (kind, 2, 1)
@@ -197,7 +197,7 @@ def test_accelerate_reads_its_file(
 
 
 def test_deepspeed_reads_its_file_as_the_run_was(results: Path) -> None:
-    """Its own configuration class, the stage and every option; an unknown key would raise there."""
+    """DeepSpeed's own configuration class, which raises on unknown keys, reads the stage and every option."""
     found = json.loads((written(results, "strategy=zero3 precision=bf16_mixed") / "deepspeed.json").read_text())
     config = compose_config("strategy=zero3")
     read = DeepSpeedZeroConfig(**found["zero_optimization"])
@@ -209,7 +209,7 @@ def test_deepspeed_reads_its_file_as_the_run_was(results: Path) -> None:
 
 
 def written(results: Path, overrides: str) -> Path:
-    """The export of a run whose files were left without training it."""
+    """Export a run whose files were left without training it."""
     asked = (f"results_dir={results}", "name=untrained", "proof.reference=false", "world_size=2", *BATCH)
     config, command_config = compose(*asked, *overrides.split())
     planned = make_plan(config, local_machine.detect_machine(config.cluster), command_config)
@@ -243,7 +243,7 @@ def test_what_would_train_otherwise_is_not_written(
 
 
 def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit 2, and nothing on disk: no run, and a run that is not `ok`."""
+    """A missing run and a run that is not `ok` end with exit status 2 and leave nothing on disk."""
     assert command.main([str(tmp_path / "nope")]) == 2
     config, command_config = compose(f"results_dir={tmp_path}", "name=refused", "world_size=2", *BATCH)
     planned = make_plan(config, local_machine.detect_machine(config.cluster), command_config)

@@ -1,4 +1,4 @@
-"""Models of transformers from a local config.json: asked once, trained like ours, proven by what they said."""
+"""Models of transformers from a local config.json: inspected once, trained like ours, and proven by that inspection."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ BATCH = ("train.global_batch=4", "train.micro_batch=2", "train.seq_len=32", "tra
 
 
 def folder(root: Path, kind: str, **changes: Any) -> Path:
-    """A model's folder with its config.json."""
+    """Return a model's folder with its config.json."""
     path = root / f"small-{kind}"
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps({"model_type": kind} | MODELS[kind] | changes))
@@ -68,7 +68,7 @@ def config_of(path: Path, *overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_is_what_the_library_makes(tmp_path: Path, kind: str) -> None:
-    """Shapes, and buffers that are in no checkpoint: rotary frequencies, sines, scales."""
+    """Shapes are the library's, and so are the buffers that no checkpoint has: rotary frequencies, sines, scales."""
     attention = "eager" if kind == "gptj" else "flash"
     model = config_of(folder(tmp_path, kind), f"model.attention={attention}").model
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **MODELS[kind]))
@@ -89,7 +89,7 @@ def test_a_model_is_what_the_library_makes(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("attention", ("flash", "eager"))
 @pytest.mark.parametrize("checkpointing", ("none", "full"))
 def test_what_is_asked_is_what_our_formula_says(tmp_path: Path, attention: str, checkpointing: str) -> None:
-    """A llama of the library does the operations of ours of the same sizes, again and in a fused kernel's backward."""
+    """The library's llama does as many operations as ours, also when recomputing and in a fused kernel's backward."""
     both = (f"model.attention={attention}", f"checkpointing={checkpointing}", "strategy=single")
     asked = config_of(folder(tmp_path, "llama"), *both)
     same = dataclasses.replace(
@@ -116,15 +116,15 @@ def test_what_is_asked_is_what_our_formula_says(tmp_path: Path, attention: str, 
 )
 def test_a_run_is_proven(tmp_path: Path, kind: str, overrides: str) -> None:
     record = run_with(tmp_path, kind, *overrides.split())
-    row = record["row"]
+    row = record.row
     assert (row["status"], row["reason"]) == ("ok", "")
-    assert row["model"] == f"small-{kind}" and row["parameters"] == record["config"]["model"]["parameters"]
+    assert row["model"] == f"small-{kind}" and row["parameters"] == record.config["model"]["parameters"]
     if kind == "gpt2" and "dropout" not in overrides:
-        assert record["config"]["model"]["dropout"] == 0.1 and row.get("loss_deviation") is None
+        assert record.config["model"]["dropout"] == 0.1 and row.get("loss_deviation") is None
     else:
         assert row["loss_deviation"] < (1e-3 if "bf16" in overrides else 1e-4)
     assert row["predicted_peak_bytes"] is None and row["predicted_activation_bytes"] is None  # not known, so empty
-    stored = read_run_config(record["config"])  # a report needs neither the library nor the path
+    stored = read_run_config(record.config)  # a report needs neither the library nor the path
     assert model_flops(stored) == row["model_flops"]
     layout = resolve_layout(stored.strategy, 2)
     if layout.tp > 1:
@@ -140,7 +140,7 @@ def run_with(tmp_path: Path, kind: str, *overrides: str, entry: Any = worker_mai
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2", "gpt_neox"))
 def test_a_rank_holds_its_part_of_every_layer(tmp_path: Path, kind: str) -> None:
-    """As the proof of pieces has it; so the claim on parameters holds, and not of a model whose layers are whole."""
+    """The proof of shards checks this, so the claim on parameters holds, but not for a model whose layers are whole."""
     config = config_of(folder(tmp_path, kind), "strategy=tp")
     layout, model = resolve_layout(config.strategy, 2), config.model
     own = int(sum(local_numel(model, layout, whole_model(model)).values()))
@@ -158,11 +158,11 @@ def test_a_rank_holds_its_part_of_every_layer(tmp_path: Path, kind: str) -> None
         single = config_of(folder(tmp_path, kind), "strategy=single")
         sizes = ((config, layout, held), (single, resolve_layout(single.strategy, 1), parameter_count(model)))
         found = [
-            {
-                "row": config_columns(one, its) | {"run_id": str(its.tp), "status": "ok", "parameter_bytes": 4 * size},
-                "config": one.to_dict(),
-                "layout": its.to_dict(),
-            }
+            Record(
+                config_columns(one, its) | {"run_id": str(its.tp), "status": "ok", "parameter_bytes": 4 * size},
+                one.to_dict(),
+                its.to_dict(),
+            )
             for one, its, size in sizes
         ]
         return [claim.agrees for claim in claims(found) if claim.required and claim.claim.startswith("parameters")]
@@ -171,7 +171,7 @@ def test_a_rank_holds_its_part_of_every_layer(tmp_path: Path, kind: str) -> None
 
 
 def test_the_kernel_that_was_heard_decides_what_backward_makes_again(tmp_path: Path) -> None:
-    """Asked on a CPU, run on a GPU: math takes fp32's grouped heads, a fused kernel drops."""
+    """The model is inspected on a CPU and run on a GPU: math takes fp32's grouped heads, and a fused kernel drops."""
     for kind, asked_fused in (("llama", True), ("gpt2", False)):
         config = config_of(folder(tmp_path, kind), "strategy=single")
         layout, scores = (
@@ -198,7 +198,7 @@ def test_every_layout_is_proven(tmp_path: Path, kind: str, checkpointing: str, p
     for strategy in strategies:
         given = [f"strategy={strategy}", f"checkpointing={checkpointing}", f"precision={precision}", "model.dropout=0"]
         given += ["model.attention=eager"] if kind == "gptj" else []
-        row = run_with(tmp_path, kind, *given)["row"]
+        row = run_with(tmp_path, kind, *given).row
         assert (row["status"], row["reason"]) == ("ok", ""), strategy
 
 

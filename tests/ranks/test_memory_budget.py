@@ -1,4 +1,4 @@
-"""A memory budget per rank: it ends what holds more, changes nothing of what does not, and is none of the reference."""
+"""A memory budget per rank ends a run that needs more, changes nothing otherwise, and does not limit the reference."""
 
 import dataclasses
 import re
@@ -82,27 +82,27 @@ def made(results: Path, *overrides: str) -> tuple[RunConfig, Record]:
 @pytest.fixture(scope="module", params=["ddp", "pp_1f1b"])
 def unbounded(results: Path, request: pytest.FixtureRequest) -> tuple[str, Record]:
     _, record = made(results, f"strategy={request.param}")
-    assert record["row"]["status"] == "ok" and record["row"]["memory_limit_bytes"] is None
+    assert record.row["status"] == "ok" and record.row["memory_limit_bytes"] is None
     return request.param, record
 
 
 def test_a_budget_of_the_peak_changes_nothing(results: Path, unbounded: tuple[str, Record]) -> None:
-    """The reference, of which nothing is cut, holds more than a pipeline's rank: the budget is not for it."""
+    """The unsharded reference needs more than a pipeline's rank, and the budget does not apply to it."""
     strategy, free = unbounded
-    peak = free["row"]["peak_allocated_bytes"]
+    peak = free.row["peak_allocated_bytes"]
     _, held = made(results, f"strategy={strategy}", f"cluster.memory_budget={peak}")
-    assert (held["row"]["status"], held["row"]["memory_limit_bytes"]) == ("ok", peak), held["row"]["reason"]
-    assert held["row"]["run_id"] != free["row"]["run_id"]
+    assert (held.row["status"], held.row["memory_limit_bytes"]) == ("ok", peak), held.row["reason"]
+    assert held.row["run_id"] != free.row["run_id"]
     for figure in ("peak_allocated_bytes", "loss_first", "loss_last", "loss_deviation", "grad_deviation"):
-        assert held["row"][figure] == free["row"][figure] is not None
-    assert held["proof"]["reference"] == free["proof"]["reference"]
+        assert held.row[figure] == free.row[figure] is not None
+    assert held.proof["reference"] == free.proof["reference"]
 
 
 def test_a_byte_less_is_out_of_memory_and_ends_every_rank(results: Path, unbounded: tuple[str, Record]) -> None:
     strategy, free = unbounded
-    budget = free["row"]["peak_allocated_bytes"] - 1
+    budget = free.row["peak_allocated_bytes"] - 1
     config, ended = made(results, f"strategy={strategy}", f"cluster.memory_budget={budget}")
-    row = ended["row"]
+    row = ended.row
     assert (row["status"], row["memory_limit_bytes"], row["failed_in_phase"]) == ("oom", budget, "timed"), row["reason"]
     blamed = re.match(r"rank (\d) in timed under cluster.memory_budget=(\d+): (\d+) bytes requested, (\d+)"
                       r" allocated, of a budget of \2 bytes$", row["reason"])  # fmt: skip
@@ -111,14 +111,14 @@ def test_a_byte_less_is_out_of_memory_and_ends_every_rank(results: Path, unbound
     assert held <= limit < held + asked and row["last_seen_allocated_bytes"] <= limit == budget
     assert row["duration_seconds"] < 30 and row.get("peak_allocated_bytes") is None
     if strategy == "pp_1f1b":  # the other holds less, and came to its end when this one was gone
-        fullest = free["row"]["peak_rank"]
+        fullest = free.row["peak_rank"]
         assert rank == fullest
-        assert [other["status"] for other in ended["ranks"] if other["rank"] != fullest] in ([], ["error"])
+        assert [other["status"] for other in ended.rank_entries if other["rank"] != fullest] in ([], ["error"])
     check_dominated(config, CommandConfig("budget", str(results)))
 
 
 def check_dominated(config: RunConfig, command: CommandConfig) -> None:
-    """What is as deep or deeper at the same budget, and not where anything is less."""
+    """Check which runs are pruned: those as large or larger at the same budget, and none that is smaller anywhere."""
 
     def why_not(budget: Any, layers: int, micro_batch: int) -> str | None:
         changed = dataclasses.replace(

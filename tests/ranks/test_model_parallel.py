@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallel: every strategy proven in one real sweep, its bytes, shares and order by the papers."""
+"""Tensor and pipeline parallelism: every strategy is proven in one real sweep and compared with the papers."""
 
 import itertools
 import json
@@ -18,6 +18,7 @@ from harness.layout.parameters import parameter_shapes
 from harness.layout.partition import split_into_stages, tp_shard_dim
 from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunFolder
+from harness.records.schema import Record
 from tests.support import faults, row_invariants
 from tests.support.commands import compose, execute_run, read_rows, run_harness
 
@@ -33,7 +34,11 @@ SEQUENCES, SEQ_LEN, VOCABULARY = 2, 32, 258  # a vocabulary that four ranks cann
 
 
 class Size(NamedTuple):
-    """Tensor parallelism is slow on a CPU, by a hundred small operators a layer; a pipeline needs layers to cut."""
+    """The size of a model and its batch.
+
+    Tensor parallelism is slow on a CPU because of a hundred small operators a layer, and a pipeline needs layers to
+    divide.
+    """
 
     layers: int
     micro_batches: int
@@ -51,7 +56,7 @@ TENSOR_SIZE, PIPELINE_SIZE = SIZES.values()
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """Every record of the sweep, by strategy, checkpointing and world; `folder` beside what it holds."""
+    """Return every record of the sweep by strategy, checkpointing and world, with its `folder` added."""
     results = tmp_path_factory.mktemp("parallel")
     for (strategies, size), (world, kinds) in itertools.product(SIZES.items(), CHECKPOINTING.items()):
         sweep = (f"world_size={world}", f"strategy={','.join(strategies)}", f"checkpointing={','.join(kinds)}")
@@ -104,7 +109,7 @@ def sent(rank: RankReport, *operations: str) -> float:
 def test_tensor_parallel_sends_two_sums_a_layer_each_way(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
 ) -> None:
-    """Megatron-LM: 4 all-reduces of batch x sequence x hidden a layer, one for embedding and head each."""
+    """Megatron-LM sends 4 all-reduces of batch x sequence x hidden a layer, and one each for embedding and head."""
     record = records[strategy, "none", world]
     hidden = SEQUENCES * SEQ_LEN * record["config"]["model"]["hidden_size"] * 4
     formula = 2 * (world - 1) / world * TENSOR_SIZE.micro_batches * (4 * TENSOR_SIZE.layers + 2) * hidden
@@ -118,7 +123,7 @@ def test_tensor_parallel_sends_two_sums_a_layer_each_way(
 def test_a_pipeline_sends_boundaries_forth_and_back(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
 ) -> None:
-    """2 x micro-batches x boundary activations, over all ranks and boundaries."""
+    """A pipeline sends 2 x micro-batches x boundary activations, summed over all ranks and boundaries."""
     record = records[strategy, "none", world]
     config, layout = config_of(record)
     boundary = SEQUENCES * SEQ_LEN * config.model.hidden_size * 4
@@ -168,7 +173,7 @@ def test_a_stage_holds_its_own_layers_only(
 def test_micro_batches_in_flight_show_in_the_activations(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int, checkpointing: str
 ) -> None:
-    """GPipe keeps all of them on every stage, 1F1B those of the stages from here on."""
+    """GPipe keeps all micro-batches on every stage, while 1F1B keeps as many as there are stages from this one on."""
     for place in range(world):
         kept = {}
         for strategy in PIPELINE:
@@ -192,7 +197,7 @@ def test_micro_batches_in_flight_show_in_the_activations(
 
 
 def test_activations_are_what_the_block_keeps(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
-    """Tensor by tensor, on every rank: the plan's figure for cut, whole and sequence-parallel tensors, and stages."""
+    """On every rank and tensor by tensor, sharded, whole and sequence-parallel activations are as planned."""
     for key, record in records.items():
         config, layout = config_of(record)
         for rank in record["rank_files"]:
@@ -205,11 +210,11 @@ def test_activations_are_what_the_block_keeps(records: dict[tuple[str, str, int]
 def test_tensor_parallel_divides_what_lies_between_its_matrices(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int
 ) -> None:
-    """Korthikanti et al.: 10 of 34 sbh stay whole and 24 are divided; of this block's, the norms' against the rest.
+    """Korthikanti et al. leave 10 of 34 sbh whole and divide 24; in this block the norms' activations stay whole.
 
-    In fp32 a layer's two norms keep input, normalised input and output, h each, and a reciprocal root; attention keeps
-    query, key, value, output (4h: as many key-value heads as others) and a sum a head; SwiGLU four times its width. The
-    loss keeps a logit a word.
+    In fp32 a layer's two norms keep input, normalized input and output, h each, and a reciprocal root; attention keeps
+    query, key, value, output (4h: as many key-value heads as others) and a sum a head; SwiGLU keeps four times its
+    width. The loss keeps a logit a word.
     """
     activations = {
         strategy: records[strategy, "none", worlds]["rank_files"][0].profiled.activation_bytes
@@ -230,7 +235,7 @@ def test_the_parts_are_the_whole(records: dict[tuple[str, str, int], dict[str, A
     for record in records.values():
         row_invariants.check_memory(record["row"], record["rank_files"])
         row_invariants.check_time(record["row"])  # steps here are too short for 2 %
-        row_invariants.check_bytes(record)
+        row_invariants.check_bytes(Record.from_json(record))
 
 
 def test_the_rank_that_peaks_is_named(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
@@ -260,13 +265,13 @@ def test_the_bubble_stands_beside_the_formula(records: dict[tuple[str, str, int]
 
 
 def test_a_stage_that_waits_is_idle(tmp_path: Path) -> None:
-    """The last stage is slowed down by a known time, which the first spends waiting and the last working."""
+    """The last stage is delayed by a known time, which the first spends idle and the last working."""
     micro_batches = 8
     overrides = ("strategy=pp_1f1b", "world_size=2", "train.micro_batch=1", "train.seq_len=16", "train.warmup_steps=1")
     config, command = compose(f"results_dir={tmp_path}", "proof.reference=false", "train.steps=3", *overrides)
     record = execute_run(config, command, faults.slow_last_stage)
-    assert record["row"]["status"] == "ok", record["row"]["reason"]
+    assert record.row["status"] == "ok", record.row["reason"]
     slept = micro_batches * faults.SLOW_SECONDS
-    first, last = record["pipeline"]
-    assert first["idle_seconds"] > 0.9 * slept and first["bubble"] > 2 * record["row"]["pipeline_bubble_theory"]
+    first, last = record.pipeline
+    assert first["idle_seconds"] > 0.9 * slept and first["bubble"] > 2 * record.row["pipeline_bubble_theory"]
     assert last["working_seconds"] > slept and last["idle_seconds"] < 0.5 * slept

@@ -1,4 +1,4 @@
-"""Every precision means the same in every layout: widths, masters, loss scaling, and gradients within its bound."""
+"""Every precision means the same in every layout: data types, masters, loss scaling, and the bound on gradients."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_a_precision_is_the_same_in_every_layout(tmp_path: Path, precision: str)
     rows = read_rows(tmp_path, "p").set_index("strategy")
     for run_id in rows.run_id:
         folder = tmp_path / "p" / run_id
-        row = read_record(folder)["row"]
+        row = read_record(folder).row
         row_invariants.check_memory(row, RunFolder(folder).read_rank_reports(row["world_size"]))
     assert set(rows.status) == {"ok"} and set(rows.skipped_steps) == {0}
     whole = rows.loc[["single", "ddp"]]
@@ -44,7 +44,7 @@ def test_a_precision_is_the_same_in_every_layout(tmp_path: Path, precision: str)
 
 
 def test_steps_that_overflow_are_left_out_in_every_layout(tmp_path: Path) -> None:
-    """The scale is halved until gradients fit; what was left out is counted, and the rest is proven as ever."""
+    """The scale is halved until gradients fit; skipped steps are counted, and the rest is proven as usual."""
     overrides = ("precision=fp16_mixed", "precision.initial_loss_scale=4e6", "train.warmup_steps=8", "world_size=2")
     layouts = "strategy=ddp,fsdp_full_shard,pp_1f1b"
     done = run_harness(tmp_path, "-m", "name=o", layouts, *SMALL, *overrides)

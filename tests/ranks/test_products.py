@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -86,8 +85,8 @@ def record_of(results: Path, world: int, overrides: str, entry: Callable[[str], 
 
 
 def check(results: Path, record: Record, parts: bool = True) -> None:
-    """Proven, and its activations the plan's on every rank; its parts the whole."""
-    row = record["row"]
+    """Check that the run is proven, that its activations are as planned on every rank, and that its parts add up."""
+    row = record.row
     assert (row["status"], row["reason"]) == ("ok", "")
     assert 0 < row["grad_deviation"] < {"fp32": 1e-4, "bf16": 0.2}.get(row["precision"], 0.1)
     ranks = commands.run_folder(results, record).read_rank_reports(row["world_size"])
@@ -100,9 +99,9 @@ def check(results: Path, record: Record, parts: bool = True) -> None:
     row_invariants.check_bytes(record)
 
 
-def config_of(record: dict[str, Any]) -> tuple[RunConfig, Layout]:
-    config = read_run_config(record["config"])
-    return config, resolve_layout(config.strategy, record["row"]["world_size"])
+def config_of(record: Record) -> tuple[RunConfig, Layout]:
+    config = read_run_config(record.config)
+    return config, resolve_layout(config.strategy, record.row["world_size"])
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,7 @@ def test_the_rest_is_proven_at_eight_ranks(results: Path, overrides: str) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize("overrides", COMPILED)
 def test_a_compiled_product_is_proven(results: Path, overrides: str) -> None:
-    row = record_of(results, 4, f"{overrides} train.compile=true")["row"]
+    row = record_of(results, 4, f"{overrides} train.compile=true").row
     assert (row["status"], row["reason"], row["compile"]) == ("ok", "", True)
 
 
@@ -180,13 +179,16 @@ def test_a_wrong_pair_is_refused(results: Path, overrides: str, reason: str) -> 
 
 
 def test_a_wrong_pair_is_wrong(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused ran to its end with gradients that are not averaged; were it let through it would be an error."""
+    """A refused pair would run to its end without averaging its gradients, and the proof would make it an error."""
     monkeypatch.setattr(torch_engine, "unsupported", lambda *_: iter(()))
     assert_not_proven(record_of(results, 4, WRONG[0][0]), "gradient deviates")
 
 
 def test_the_named_defaults_are_the_contract() -> None:
-    """tp, cp and pp_* fill the world; fsdp_tp tp 2, tp_pp 2 x 2, 3d tp 2 and pp 2; hybrid shards inside a node."""
+    """The defaults are: tp, cp and pp_* fill the world; fsdp_tp has tp 2, tp_pp 2 x 2, and 3d tp 2 and pp 2.
+
+    Hybrid sharding shards inside a node.
+    """
 
     def shape(strategy: str, world: int) -> dict[str, int]:
         layout = resolve_layout(compose_config(f"strategy={strategy}").strategy, world)

@@ -1,4 +1,4 @@
-"""Break it on purpose: every guarantee of a row, with the fault it guards against planted in real ranks."""
+"""Every guarantee of a row is tested with the fault that it guards against, planted in real ranks."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ LONG = pytest.mark.long
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "zero2", "tp", "pp_1f1b"])
 def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None:
-    row = run_with(results, worker_main.main, f"strategy={strategy}")["row"]
+    row = run_with(results, worker_main.main, f"strategy={strategy}").row
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["loss_deviation"] < 1e-4 and row["grad_deviation"] < 1e-4
 
@@ -89,31 +89,31 @@ def test_without_a_fault_the_run_is_proven(results: Path, strategy: str) -> None
 def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], strategy: str, found: str) -> None:
     record = run_with(results, fault, *f"strategy={strategy}".split())
     assert_not_proven(record, found)
-    row = record["row"]
+    row = record.row
     assert row.get("tokens_per_second") is None and row.get("peak_allocated_bytes") is None
 
 
 def test_missing_synchronisation_shows_in_gradients_too(results: Path) -> None:
-    """Each rank's copy is compared alone: their average would be right."""
+    """Each rank's copy is compared separately, because their average would be right."""
     record = run_with(results, faults.unsynchronised, "strategy=ddp")
-    assert record["row"]["grad_deviation"] > 0.1
+    assert record.row["grad_deviation"] > 0.1
 
 
 def test_a_reference_that_fails_leaves_nothing_to_prove(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ordinary = worker_main.main
     monkeypatch.setattr(reference, "worker_entry", faults.not_finite)
-    row = run_with(results, ordinary, "strategy=ddp", "train.seed=5")["row"]
+    row = run_with(results, ordinary, "strategy=ddp", "train.seed=5").row
     assert row["status"] == "error"
     assert row["reason"].startswith("nothing to compare with, the single process failed: not proven: the loss is not")
 
 
 def test_a_block_that_is_not_logged_is_no_row_of_figures(results: Path) -> None:
-    row = run_with(results, faults.block_unlogged, "strategy=ddp")["row"]
+    row = run_with(results, faults.block_unlogged, "strategy=ddp").row
     assert row["status"] == "error" and "are logged at the peak of" in row["reason"]
 
 
 def test_a_copy_that_some_ranks_lack_is_no_copy() -> None:
-    """Shards A and B on two ranks, A on a third too: the odd one is compared with nothing, so it cannot agree."""
+    """Two ranks hold shards A and B, and a third holds A too: it has no counterpart, so it cannot agree."""
     halves = (((0, 2),), ((2, 4),))
 
     def rank(box: tuple[tuple[int, int], ...], square: float) -> RankReport:
@@ -134,7 +134,7 @@ def test_a_loss_that_is_no_number_is_lost_in_no_mean() -> None:
 def test_a_gradient_below_the_rounding_of_the_others_is_held_to_that_at_the_last_step(
     moment: str, held_to: float
 ) -> None:
-    """At the first step, and in fp32, every gradient is held to itself however small."""
+    """At the first step, and in fp32, every gradient is compared with itself however small it is."""
     small = 0.2 * 2.0**-8  # of the average; between two 16-bit runs it may differ by as much as itself
 
     def rank(query: float) -> RankReport:

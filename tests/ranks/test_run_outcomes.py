@@ -1,4 +1,4 @@
-"""However a run ends it is a row that says how, where, and what its ranks held then."""
+"""Every end of a run is a row that states how and where it ended and what its ranks held then."""
 
 import os
 import secrets
@@ -27,41 +27,41 @@ LIMIT_BYTES = 3 * 2**30
 
 @pytest.fixture(scope="module")
 def results(results: Path) -> Path:
-    """One folder for all, with the reference in it: no later start is slow, so that patience can be short."""
-    assert run_with(results, worker_main.main, "strategy=ddp")["row"]["status"] == "ok"
+    """Return one folder for all runs, with the reference in it, so that no later start is slow and limits are short."""
+    assert run_with(results, worker_main.main, "strategy=ddp").row["status"] == "ok"
     return results
 
 
 @pytest.mark.parametrize(("fault", "strategy"), [(faults.exhausted, "ddp"), (faults.exhausted_in_a_stage, "pp_1f1b")])
 def test_memory_that_runs_out_is_an_oom_row(results: Path, fault: Callable[[str], None], strategy: str) -> None:
-    row = run_with(results, fault, f"strategy={strategy}")["row"]
+    row = run_with(results, fault, f"strategy={strategy}").row
     assert row["status"] == "oom" and row["failed_in_phase"] == "warm-up"
     assert "rank 1 in warm-up" in row["reason"] and "memory" in row["reason"]
     check_last(row)
 
 
 def check_last(row: dict[str, object]) -> None:
-    """What was held at the end is more than the model's weights, and in a process of torch's size."""
+    """Check that a rank held more than the model's weights at the end, in a process of torch's size."""
     assert 4 * int(row["parameters"]) < row["last_seen_allocated_bytes"] < 2**30  # type: ignore[call-overload,operator]
     assert 2**26 < row["last_seen_rss_bytes"] < 2**34  # type: ignore[operator]
     assert row.get("peak_allocated_bytes") is None  # of no timed steps
 
 
 def test_a_killed_rank_is_named(results: Path) -> None:
-    row = run_with(results, faults.killed, "strategy=ddp")["row"]
+    row = run_with(results, faults.killed, "strategy=ddp").row
     assert row["status"] == "error"
     assert "rank 1" in row["reason"] and "SIGKILL" in row["reason"]
 
 
 def test_a_time_limit_is_a_timeout_and_says_who_was_late(results: Path) -> None:
-    row = run_with(results, faults.stuck, "strategy=ddp", "timeout_seconds=8")["row"]
+    row = run_with(results, faults.stuck, "strategy=ddp", "timeout_seconds=8").row
     assert row["status"] == "timeout" and "killed at its time limit, after " in row["reason"]
     assert "; unfinished: rank 0, 1; rank 1 had sent no heartbeat" in row["reason"]
 
 
 def test_a_hang_ends_early_and_leaves_every_ranks_stacks(results: Path) -> None:
     record = run_with(results, faults.stuck_in_a_step, "strategy=ddp", "hang_seconds=3")
-    row = record["row"]
+    row = record.row
     assert (row["status"], row["failed_in_phase"]) == ("timeout", "warm-up")
     assert row["reason"].startswith("killed after 3 s without progress of any rank; unfinished: rank 0, 1; rank ")
     assert "was in warm-up, step 1, in " in row["reason"] and row["duration_seconds"] < 15
@@ -76,16 +76,16 @@ def folder_of(results: Path, record: Record) -> Path:
 
 
 def test_a_run_that_gets_on_is_no_hang_and_leaves_no_stacks(results: Path) -> None:
-    """However short patience is beside the whole run, as long as no step takes that long."""
+    """The limit may be short compared with the whole run, as long as no step takes that long."""
     record = run_with(results, faults.slow_steps, "strategy=ddp", "hang_seconds=6")
-    assert record["row"]["status"] == "ok" and record["row"]["duration_seconds"] > 6
-    assert record["row"].get("failed_in_phase") is None
+    assert record.row["status"] == "ok" and record.row["duration_seconds"] > 6
+    assert record.row.get("failed_in_phase") is None
     assert not list(folder_of(results, record).glob("logs/stacks*"))
 
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A control group with little memory."""
+    """Yield a control group with little memory."""
     group = CGROUP / f"harness_{secrets.token_hex(4)}"
     try:
         group.mkdir()
@@ -105,13 +105,13 @@ from pathlib import Path
 if __name__ == "__main__":
     Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
     from tests.support import commands, faults
-    row = commands.run_with(Path(sys.argv[2]), faults.greedy, "strategy=ddp", "proof.reference=false")["row"]
+    row = commands.run_with(Path(sys.argv[2]), faults.greedy, "strategy=ddp", "proof.reference=false").row
     print(row["status"], row["failed_in_phase"], row["reason"])
 """
 
 
 def test_the_kernels_kill_for_want_of_memory_is_an_oom(tmp_path: Path, small_group: Path) -> None:
-    """In a group of its own, so that the kernel really does it."""
+    """The run has a control group of its own, so that the kernel really kills it."""
     command = [sys.executable, "-c", IN_GROUP, str(small_group), str(tmp_path)]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120

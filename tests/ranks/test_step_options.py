@@ -1,4 +1,4 @@
-"""train.loss_chunks and train.fused_optimizer: what they compute, what they keep, and real ranks that prove it."""
+"""The options train.loss_chunks and train.fused_optimizer: what they compute and keep, and real ranks that prove it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -92,13 +92,13 @@ def test_parts_that_cannot_be_are_refused(overrides: str, found: str) -> None:
 
 @pytest.mark.parametrize("strategy", ("tp_sp", "zero3"))
 def test_a_loss_in_parts_trains_the_same(results: Path, strategy: str) -> None:
-    """Where the sequence is cut over ranks the parts are cut from the whole (torchtitan issue 3412)."""
+    """If the sequence is sharded over ranks, the chunks are cut from the whole sequence (torchtitan issue 3412)."""
     record = run_with(results, worker_main.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={CHUNKS}")
-    row = record["row"]
+    row = record.row
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
-    for entry in record["traffic"]:
+    for entry in record.traffic:
         assert entry["bytes"] == pytest.approx(entry["formula_bytes"], rel=0.001 if entry["axis"] == "tp" else 0.05)
 
 
@@ -106,16 +106,16 @@ def test_a_loss_in_parts_trains_the_same(results: Path, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ("single", "ddp", "zero1", "fsdp_full_shard", "fsdp_no_shard", "tp", "pp_1f1b"))
 @pytest.mark.parametrize("chunks", (2, 5, 64))
 def test_a_loss_in_parts_is_proven_in_every_layout(results: Path, strategy: str, chunks: int) -> None:
-    row = run_with(results, worker_main.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={chunks}")["row"]
+    row = run_with(results, worker_main.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={chunks}").row
     assert (row["status"], row["reason"]) == ("ok", "")
 
 
 @pytest.mark.parametrize("strategy", ("ddp", "tp"))
 def test_the_foreach_optimizers_temporaries_are_planned(results: Path, strategy: str) -> None:
-    """At a batch so small that the optimizer is the fullest moment."""
+    """The batch is so small that the peak is in the optimizer."""
     small = ("train.seq_len=16", "train.micro_batch=1", "train.global_batch=2", "train.steps=1", "train.warmup_steps=2")
     wide = ("model.hidden_size=256", "train.fused_optimizer=false")
-    row = run_with(results, worker_main.main, *small, *wide, f"strategy={strategy}")["row"]
+    row = run_with(results, worker_main.main, *small, *wide, f"strategy={strategy}").row
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["peak_phase"] == "optimizer"
     assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.1)
@@ -123,7 +123,7 @@ def test_the_foreach_optimizers_temporaries_are_planned(results: Path, strategy:
 
 @pytest.mark.parametrize("attention", ("flash", "eager"))
 def test_the_attention_kernel_is_the_one_that_was_heard(results: Path, attention: str) -> None:
-    row = run_with(results, worker_main.main, *SHORT, "strategy=pp_gpipe", f"model.attention={attention}")["row"]
+    row = run_with(results, worker_main.main, *SHORT, "strategy=pp_gpipe", f"model.attention={attention}").row
     assert (row["status"], row["reason"], row["attention_kernel"]) == ("ok", "", attention)
 
 

@@ -1,4 +1,4 @@
-"""Every strategy trains the same and runs the layout it claims: one real sweep, read back from its files."""
+"""Every strategy trains the same and runs the layout it claims, as read back from the files of one real sweep."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from harness.engines.base import load_engine
 from harness.layout.layout import resolve_layout
 from harness.layout.state_widths import STATE_KINDS
 from harness.records.run_folder import RunFolder
-from harness.records.store import read_all
+from harness.records.store import read_all, read_record
 from harness.report.claims import claims
 from tests.support import row_invariants
 from tests.support.commands import read_rows, run_harness
@@ -30,7 +30,7 @@ BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "tra
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
-    """The sweep's rows; the record's folder is in the column `folder`."""
+    """Return the sweep's rows, with the record's folder in the column `folder`."""
     results = tmp_path_factory.mktemp("parity")
     for sweep in (f"strategy={','.join(STRATEGIES)}", "strategy=ddp strategy.engine=accelerate"):
         for world, kinds in CHECKPOINTING.items():
@@ -62,10 +62,10 @@ def test_every_combination_is_a_proven_row(rows: pd.DataFrame) -> None:
 
 
 def test_state_is_what_the_engine_says_it_allocates(rows: pd.DataFrame) -> None:
-    """Within 2 %, as bytes an element over the layout's shards; what is held beside that for a moment is named."""
+    """State is within 2 % of bytes per element over the layout's shards; momentary additions are named."""
     for row in rows.itertuples():
-        record = json.loads((Path(row.folder) / "record.json").read_text())
-        config = read_run_config(record["config"])
+        record = read_record(Path(row.folder))
+        config = read_run_config(record.config)
         if not config.strategy.literature:
             continue  # DeepSpeed's defaults keep parameters or gradients whole: the row shows it
         layout = resolve_layout(config.strategy, row.world_size)
@@ -84,22 +84,22 @@ def test_state_is_what_the_engine_says_it_allocates(rows: pd.DataFrame) -> None:
 
 
 def test_no_rank_starts_with_more_than_its_share(rows: pd.DataFrame) -> None:
-    """Sharded parameters are made one at a time: a share of state, the engine's buffers, one parameter, copied."""
+    """Sharded parameters are made one at a time: a share of state, the engine's buffers, and one parameter's copy."""
     for row in rows[rows.strategy.isin(["fsdp_full_shard", "zero3"])].itertuples():
-        record = json.loads((Path(row.folder) / "record.json").read_text())
-        config = read_run_config(record["config"])
+        record = read_record(Path(row.folder))
+        config = read_run_config(record.config)
         layout = resolve_layout(config.strategy, row.world_size)
         widths = load_engine(layout.engine).state_widths(config, layout)
         # DeepSpeed makes masters and the buffer of gradients at once, FSDP2 nothing but parameters.
         state = 4 * row.parameters / layout.dp_shard * (3 if row.engine == "deepspeed" else 1)
         largest = 4 * config.model.vocab_size * config.model.hidden_size
-        for rank in record["ranks"]:
+        for rank in record.rank_entries:
             assert rank["start_peak_bytes"] <= state + widths.buffer_bytes + 4 * largest + 1024, row.run_id
             assert rank["start_peak_bytes"] < 4 * row.parameters + widths.buffer_bytes or row.world_size == 2
 
 
 def test_volumes_are_the_papers(rows: pd.DataFrame) -> None:
-    """In fp32, of DDP's: k micro-batches send 1 (ZeRO-1), (k + 1) / 2 (ZeRO-2), 3k / 2 (ZeRO-3)."""
+    """In fp32 and relative to DDP, k micro-batches send 1 (ZeRO-1), (k + 1) / 2 (ZeRO-2) or 3k / 2 (ZeRO-3)."""
     plain = rows[rows.checkpointing == "none"]
     for world in CHECKPOINTING:
         sent = plain[(plain.world_size == world) & (plain.engine != "accelerate")].set_index("strategy")
@@ -131,16 +131,16 @@ def test_checkpointing_keeps_less_and_costs_no_memory_elsewhere(rows: pd.DataFra
 def test_the_parts_are_the_whole(rows: pd.DataFrame) -> None:
     unaccounted = []
     for folder in map(Path, rows.folder):
-        record = json.loads((folder / "record.json").read_text())
-        ranks = RunFolder(folder).read_rank_reports(record["row"]["world_size"])
-        row_invariants.check_memory(record["row"], ranks)
-        unaccounted.append(row_invariants.check_time(record["row"]))
+        record = read_record(folder)
+        ranks = RunFolder(folder).read_rank_reports(record.row["world_size"])
+        row_invariants.check_memory(record.row, ranks)
+        unaccounted.append(row_invariants.check_time(record.row))
         row_invariants.check_bytes(record)
     assert statistics.median(unaccounted) <= 0.025  # alone on a machine it is 0.017
 
 
 def test_operations_are_the_models_and_what_is_run_again(rows: pd.DataFrame) -> None:
-    """The same on every layout; with full checkpointing one more forward of the layers, less its last projection."""
+    """Every layout does the same operations; full checkpointing adds the layers' forward less its last projection."""
     ran = rows.executed_flops / rows.model_flops
     assert rows.model_flops.nunique() == 1
     none, full = (ran[rows.checkpointing == name] for name in ("none", "full"))
@@ -149,7 +149,7 @@ def test_operations_are_the_models_and_what_is_run_again(rows: pd.DataFrame) -> 
 
 
 def test_literature_agrees_where_it_is_exact(rows: pd.DataFrame) -> None:
-    """Or says why not: DeepSpeed's masters, its defaults, what it gathers again; fully_shard's shards at rest."""
+    """A claim agrees or says why not: DeepSpeed's masters, defaults, second gathers; fully_shard's shards at rest."""
     found = claims(read_all(Path(rows.folder[0]).parent).records)
     kinds = {claim.claim.split(",")[0].split(":")[0] for claim in found}
     assert {"model state", "activations", "operations that ran"} <= kinds and len(found) > 40

@@ -1,4 +1,4 @@
-"""How a step's time divides: traces made by hand on both kinds of device, and a rank that really waits."""
+"""The division of a step's time, on hand-made traces of both kinds of device and with a rank that really waits."""
 
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def test_messages_are_waited_for_and_no_collective() -> None:
 
 
 def test_a_matrix_product_hides_a_collective_whatever_it_calls() -> None:
-    """A real one: torch lists small operators inside it, and its own work as nobody's."""
+    """In a real trace torch lists small operators inside the product, and its own work outside every operator."""
     trace, matrix = StepTrace(torch.device("cpu")), torch.randn(1500, 1500)
     with trace, trace.phase("step"), trace.phase("forward"):
         matrix @ matrix
@@ -106,7 +106,7 @@ REDUCE, MESSAGE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", "nccl
 
 
 def test_on_a_gpu_kernels_count_for_the_phase_that_asked_for_them() -> None:
-    """Backward's thread is another; annotations around kernels are no kernels, and no phases."""
+    """Backward runs in another thread; annotations around kernels are neither kernels nor phases."""
     found = gpu_time_breakdown(
         [
             cpu("harness.step", 0, 20),
@@ -134,7 +134,7 @@ def test_on_a_gpu_kernels_count_for_the_phase_that_asked_for_them() -> None:
 
 
 def test_a_phase_ends_where_the_next_begins() -> None:
-    """Streams overlap; parts of a step must not."""
+    """Streams overlap, but the parts of a step must not."""
     listed = [cpu("harness.step", 0, 9), cpu("harness.forward", 0, 4), cpu("harness.backward", 4, 9)]
     listed += [launch(1, 1), launch(2, 5), gpu("copy", 10, 40, asked_by=1), gpu("mm", 30, 50, asked_by=2)]
     found = gpu_time_breakdown(listed)
@@ -147,13 +147,13 @@ def test_a_profiler_that_sees_no_kernels_tells_nothing() -> None:
 
 
 def test_a_rank_that_waits_for_another_communicates_exposed(tmp_path: Path) -> None:
-    """Rank 1 sleeps in its forwards; rank 0 waits for it in the synchronisation at the end of backward."""
+    """Rank 1 sleeps in its forwards, and rank 0 waits for it in the synchronization at the end of backward."""
     small = ("train.global_batch=4", "train.micro_batch=1", "train.seq_len=16", "train.steps=1", "train.warmup_steps=1")
     to = (f"results_dir={tmp_path}", "proof.reference=false")
     config, command = compose(*to, "strategy=ddp", "world_size=2", *small)
     record = execute_run(config, command, faults.slow_rank)
-    assert record["row"]["status"] == "ok", record["row"]["reason"]
-    folder = tmp_path / command.name / record["row"]["run_id"]
+    assert record.row["status"] == "ok", record.row["reason"]
+    folder = tmp_path / command.name / record.row["run_id"]
     slept = 2 * 2 * faults.SLOW_SECONDS  # two traced steps of two micro-batches
     waiting, sleeping = (rank.time_breakdown.phases for rank in RunFolder(folder).read_rank_reports(2))
     assert waiting["backward"].exposed_seconds > 0.8 * slept > 2 * sleeping["backward"].exposed_seconds

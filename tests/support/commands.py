@@ -73,8 +73,8 @@ def execute_run(config: RunConfig, command: CommandConfig, entry: Callable[[str]
 
 def assert_not_proven(record: Record, found: str) -> None:
     """Check that the run is an error and that one of the problems its proof names contains these words."""
-    problems = record["proof"]["problems"]
-    assert record["row"]["status"] == "error"
+    problems = record.proof["problems"]
+    assert record.row["status"] == "error"
     assert any(found in problem for problem in problems), problems
 
 

@@ -56,7 +56,7 @@ class Ledger:
         for path in records_in(self.folder):
             try:
                 seen = path.stat()
-                is_ok = read_record(path.parent)["row"]["status"] == "ok"
+                is_ok = read_record(path.parent).row["status"] == "ok"
             except FileNotFoundError:  # the folder of a run that is started again
                 continue
             except UserError as error:
@@ -105,9 +105,7 @@ def litter(folder: Path) -> list[str]:
 
 def differences(folder: Path, undisturbed: Path) -> list[str]:
     """Return where the final table differs from the undisturbed sweep's; each combination has one row in both."""
-    expected, found = (
-        {r["row"]["run_id"]: r["row"] for r in read_all(f / "sweep").records} for f in (undisturbed, folder)
-    )
+    expected, found = ({r.row["run_id"]: r.row for r in read_all(f / "sweep").records} for f in (undisturbed, folder))
     problems = [f"{run_id} has no row" for run_id in expected.keys() - found.keys()]
     problems += [f"{run_id} should not be" for run_id in found.keys() - expected.keys()]
     for run_id in expected.keys() & found.keys():

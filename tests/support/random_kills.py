@@ -92,12 +92,13 @@ def disturbed(way: Way, calm: Undisturbed, folder: Path, chance: random.Random, 
         where = f"{folder.name} attempt {attempt}"
         commands = [start(folder, way.arguments) for _ in range(way.commands)]
         killed = kills(way, calm, commands, ledger, chance, tally, where, goal)
-        rows = [record["row"] for record in read_all(folder / "sweep").records] if (folder / "sweep").exists() else []
+        rows = [record.row for record in read_all(folder / "sweep").records] if (folder / "sweep").exists() else []
         reasons = [row["reason"] for row in rows if row["status"] == "error"]
         tally.reasons.update(reason.partition(";")[0][:90] for reason in reasons)
         tally.violated([f"Ctrl-C made an error: {reason}" for reason in reasons if "SIGINT" in reason], where)
         for command in commands:
-            if "Traceback" in command.said() and (command, "tracker") not in killed:  # Python's own tracker prints a traceback then
+            # Python's own resource tracker prints a traceback when it is killed.
+            if "Traceback" in command.said() and (command, "tracker") not in killed:
                 tally.violated([f"a traceback: {command.said()[-1500:]}"], where)
             status = command.process.returncode
             if status not in (0, 1) and not any((command, kind) in killed for kind in PARENTS):

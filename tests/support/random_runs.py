@@ -57,7 +57,7 @@ def draw(seed: int, most_ranks: int) -> list[str]:
     elif engine == "accelerate":
         means, stage = "ddp", 0
         degree = dict.fromkeys(degree, 1) | {"dp_replicate": r.choice((1, 2, 4))}
-    if r.random() < 0.9:  # what the means cannot do at all, most of the time left out
+    if r.random() < 0.9:  # mostly leave out what the kind of data parallelism cannot do at all
         if means == "none" and engine == "torch":
             degree |= {"dp_replicate": 1, "dp_shard": 1, "cp": 1}
         if means == "ddp":
@@ -123,7 +123,7 @@ def ending(overrides: Sequence[str], results: Path) -> Ending:
         planned = make_plan(config, found, command)
     except UserError as error:
         return Ending("refused", str(error), {})
-    row = execute(planned, RunContext())["row"]
+    row = execute(planned, RunContext()).row
     return Ending(row["status"], row["reason"], row)
 
 

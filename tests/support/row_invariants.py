@@ -9,6 +9,7 @@ from harness.metrics.memory import at_peak_columns
 from harness.metrics.step_time import PARTS
 from harness.proof.layout import box_numel
 from harness.records.rank_report import RankReport
+from harness.records.schema import Record
 from harness.tensors.shard import GATHERED
 
 STANDING_BYTES = 64 * 1024  # rotary tables, losses and counters, which have no role between steps
@@ -56,12 +57,12 @@ def check_time(row: dict[str, Any]) -> float:
     return share
 
 
-def check_bytes(record: dict[str, Any]) -> None:
+def check_bytes(record: Record) -> None:
     """Check that the bytes of each axis are the formula's or named, and that their sum is the row's."""
-    sent = sum(entry["bytes"] + sum(entry["outside"].values()) for entry in record["traffic"])
-    assert round(sent) == record["row"]["communication_bytes"]
-    for entry in record["communication"]:
+    sent = sum(entry["bytes"] + sum(entry["outside"].values()) for entry in record.traffic)
+    assert round(sent) == record.row["communication_bytes"]
+    for entry in record.communication:
         assert sum(entry["sizes"].values()) == entry["count"]
-    if record["config"]["strategy"]["literature"]:
-        for entry in record["traffic"]:
-            assert entry["bytes"] == pytest.approx(entry["formula_bytes"], rel=0.05, abs=4096), record["row"]["run_id"]
+    if record.config["strategy"]["literature"]:
+        for entry in record.traffic:
+            assert entry["bytes"] == pytest.approx(entry["formula_bytes"], rel=0.05, abs=4096), record.run_id

@@ -15,7 +15,7 @@ ONLINE = OFFLINE | {"mode": "online"}
 def made(comparison: Path, number: int = 0, **row: Any) -> tuple[Path, Record]:
     """Write a record with two steps; return its folder and the record."""
     run_id = f"ddp-none-tiny-w2-{number:010d}"
-    record: Record = {
+    record = {
         "row": {
             "run_id": run_id,
             "name": comparison.name,

@@ -1,4 +1,4 @@
-"""A disk that is full or cannot be written: rows and one clean line; with room again the same command completes."""
+"""A disk that is full or read-only leaves rows and one clear message; with room again the same command completes."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    """To the last byte."""
+    """Fill the disk to its last byte."""
     with (disk / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
         for size in (2**16, 2**10, 1):
             with contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ def fill(disk: Path) -> None:
 
 
 def while_running(results: Path, do: Callable[[], None]) -> threading.Thread:
-    """Does it as soon as a rank trains."""
+    """Call this function as soon as a rank trains."""
 
     def wait() -> None:
         ends_at = time.monotonic() + 120
@@ -69,14 +69,17 @@ def while_running(results: Path, do: Callable[[], None]) -> threading.Thread:
 
 @pytest.mark.long
 def test_a_disk_that_fills_during_a_run(small_disk: Path, calm: Path) -> None:
-    """The run is an error row, the sweep stops, nothing is half; then the same command completes."""
+    """The run is an error row, the sweep stops, and no file is half-written; then the same command completes."""
     filling = while_running(small_disk, lambda: fill(small_disk))
     ended = run_harness(small_disk, *SWEEP, "sweep.skip_dominated=false")
     filling.join()
     assert ended.returncode == 1, (ended.stdout, ended.stderr)
-    assert f"no disk space is left in {small_disk / 'sweep'}: 1 runs are not started; the same command continues with them" in ended.stderr
+    assert (
+        f"no disk space is left in {small_disk / 'sweep'}: 1 runs are not started; the same command continues with them"
+        in ended.stderr
+    )
     found = read_all(small_disk / "sweep")
-    ((row,), problems) = ([record["row"] for record in found.records], found.problems)
+    ((row,), problems) = ([record.row for record in found.records], found.problems)
     assert (row["status"], problems) == ("error", []) and "No space left on device" in row["reason"]
     assert litter(small_disk) == []
     again = run_harness(small_disk, *SWEEP)

@@ -1,4 +1,4 @@
-"""report.html in a real browser: what it shows, what the reader can do with it, and that it fetches nothing."""
+"""The page report.html in a real browser: what it shows, what a reader can do with it, and that it fetches nothing."""
 
 import json
 import re
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from harness.records.schema import Record
 from harness.report import html
 from harness.report.document import Section
 from harness.report.view import View
@@ -32,7 +33,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages that tests open, by the names of their files."""
+    """Return the folder of the pages that tests open by the names of their files."""
     made = tmp_path_factory.mktemp("pages")
     rows = pages.measured()
     written = {
@@ -47,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Opened:
-    """Opens pages of the folder, and keeps what they asked for and complained of."""
+    """A browser that opens pages of the folder and records their requests and console messages."""
 
     def __init__(self, browser: Browser, folder: Path) -> None:
         self.browser, self.folder = browser, folder
@@ -71,7 +72,7 @@ class Opened:
 
 @pytest.fixture
 def opened(browser: Browser, folder: Path) -> Iterator[Opened]:
-    """Whatever a test does with a page: nothing is fetched, and the console stays empty."""
+    """Open pages for a test and check afterwards that nothing was fetched and the console is empty."""
     made = Opened(browser, folder)
     yield made
     for page in made.pages:
@@ -82,7 +83,7 @@ def opened(browser: Browser, folder: Path) -> Iterator[Opened]:
 
 
 def see(page: Page, chart: str) -> None:
-    """Scrolls to a chart and waits until it is drawn."""
+    """Scroll to a chart and wait until it is drawn."""
     page.locator(f"[data-chart='{chart}']").scroll_into_view_if_needed()
     page.locator(DRAWN.format(chart)).wait_for()
 
@@ -93,7 +94,7 @@ def see_all(page: Page) -> None:
 
 
 def column(page: Page, table: str, place: int) -> list[str]:
-    """What the cells of a column show, from the top, of the rows that are shown."""
+    """Return the cells of a column in the rows that are shown, from the top."""
     script = """([table, place]) => [...document.querySelectorAll(`${table} tbody tr:not([hidden])`)]
         .map((row) => row.cells[place].textContent.trim())"""
     found: list[str] = page.evaluate(script, [table, place])
@@ -307,7 +308,7 @@ def test_paper_shows_all_and_no_controls(opened: Opened) -> None:
 
 
 def test_printed_before_it_was_scrolled(opened: Opened, tmp_path: Path) -> None:
-    """beforeprint gives no time to wait: a chart that is not drawn at once is missing on paper."""
+    """The event beforeprint gives no time to wait, so that a chart that is not drawn at once is missing on paper."""
     page = opened("every", color_scheme="dark")
     page.wait_for_load_state()
     page.evaluate(
@@ -385,10 +386,10 @@ def test_a_page_of_words_alone(opened: Opened) -> None:
 
 
 def test_what_can_be_drawn() -> None:
-    """Numbers in the unit they are shown in, the unknown as None; a number that one row knows is no axis."""
+    """Numbers have the unit that is shown, unknown ones are None, and a number that only one row has is no axis."""
 
-    def record(strategy: str, **row: Any) -> dict[str, Any]:
-        return {"row": {"run_id": strategy, "strategy": strategy, "status": "ok", "model": "tiny"} | row}
+    def record(strategy: str, **row: Any) -> Record:
+        return Record({"run_id": strategy, "strategy": strategy, "status": "ok", "model": "tiny"} | row)
 
     slow = record("ddp", tokens_per_second=100.0, peak_allocated_bytes=3 * 2**20, mfu=0.5)
     fast = record("zero1", tokens_per_second=200.0, peak_allocated_bytes=2**20)

@@ -1,4 +1,7 @@
-"""Sweeps that are disturbed come to the table of an undisturbed one. More kills by python -m tests.support.random_kills."""
+"""Disturbed sweeps come to the table of an undisturbed one.
+
+More kills are made by python -m tests.support.random_kills.
+"""
 
 import functools
 import random
@@ -13,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.records.schema import Record
+from harness.records.schema import Row
 from harness.records.store import read_all
 from harness.runner.context import RunContext
 from harness.sweep.executors import sequential
@@ -35,7 +38,7 @@ SHORT = random_kills.Way(
 
 @pytest.mark.long
 def test_a_killed_sweep_comes_to_the_undisturbed_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Whatever is killed, of two commands at one sweep."""
+    """Any process may be killed, also of two commands that make one sweep."""
     calm, tally, chance = random_kills.undisturbed(SHORT, tmp_path / "calm"), random_kills.Tally(), random.Random(0)
     while tally.kills.total() < KILLS:
         left = KILLS - tally.kills.total()
@@ -47,7 +50,7 @@ def test_a_killed_sweep_comes_to_the_undisturbed_table(tmp_path: Path, capfd: py
 
 
 def test_an_end_that_is_none_of_the_others_is_found(tmp_path: Path) -> None:
-    """The suite's own eyes: a finished record that was touched, half a record, a table that differs, what is left."""
+    """The invariants detect a touched finished record, half a record, a table that differs, and files left behind."""
     sweep = ("-m", "name=sweep", "strategy=single", "proof.reference=false", *TINY)
     assert run_harness(tmp_path / "calm", *sweep).returncode == 0
     shutil.copytree(tmp_path / "calm", tmp_path / "other")
@@ -68,8 +71,8 @@ def test_an_end_that_is_none_of_the_others_is_found(tmp_path: Path) -> None:
     assert "has no row" in differences(tmp_path / "other", tmp_path / "calm")[0]
 
 
-def of_strategies(results: Path) -> dict[str, Record]:
-    return {record["row"]["strategy"]: record["row"] for record in read_all(results / "sweep").records}
+def of_strategies(results: Path) -> dict[str, Row]:
+    return {record.row["strategy"]: record.row for record in read_all(results / "sweep").records}
 
 
 @pytest.mark.long
@@ -91,14 +94,14 @@ def test_every_end_in_one_sweep_is_a_row_and_the_next_command_mends_them(
 
 
 def test_a_collective_that_fails_is_an_error_row(tmp_path: Path) -> None:
-    row = run_with(tmp_path, faults.collective_mismatched, "strategy=ddp", "proof.reference=false")["row"]
+    row = run_with(tmp_path, faults.collective_mismatched, "strategy=ddp", "proof.reference=false").row
     assert (row["status"], row["failed_in_phase"]) == ("error", "warm-up")
     assert "is there a distributed collective mismatch" in row["reason"].lower() and "\n" not in row["reason"]
 
 
 @contextmanager
 def jumping(offset: Path) -> Iterator[None]:
-    """The clock that looks there goes hours forth and back, again and again."""
+    """Set a clock file hours forward and back, again and again."""
     over = threading.Event()
 
     def jump() -> None:
@@ -117,7 +120,7 @@ def jumping(offset: Path) -> Iterator[None]:
 
 @pytest.mark.long
 def test_a_clock_that_jumps_disturbs_nothing(tmp_path: Path) -> None:
-    """Neither time limits nor what is measured go by the time of day."""
+    """Neither time limits nor measurements depend on the time of day."""
     if sys.platform != "linux":
         pytest.skip("the clock is put elsewhere by the dynamic linker of Linux")
     library, offset = tmp_path / "clock.so", tmp_path / "offset"

@@ -1,4 +1,4 @@
-"""The runs of one command: their order, what is not made, or made again, side by side, and seen from another shell."""
+"""The runs of one command: their order, what is skipped or repeated, side by side, and as seen from another shell."""
 
 import itertools
 import math
@@ -90,7 +90,7 @@ def test_commas_of_lists_make_no_sweep() -> None:
 
 @dataclass
 class Sized:
-    """As much of a plan as a search looks at."""
+    """A stand-in for a plan with the attributes that a search reads."""
 
     size: int
     config: Any = field(init=False)
@@ -104,7 +104,7 @@ class Sized:
 def test_the_largest_micro_batch_is_found_however_wrong_the_prediction(
     sizes: int, fitting: int, predicted: int
 ) -> None:
-    """No size is tried twice, and the one above the found is known not to fit."""
+    """No size is tried twice, and the size above the result is known not to fit."""
     plans: Any = [Sized(2**index) for index in range(sizes)]
     search = MicroBatchSearch(plans, lambda plan: plan.size < 2**predicted)
     tried, at = [], search.first
@@ -134,7 +134,7 @@ def test_the_largest_micro_batch_of_a_run(harness: Harness, tmp_path: Path) -> N
 def test_what_ran_out_of_memory_is_a_result_and_spares_larger_batches(harness: Harness, tmp_path: Path) -> None:
     sweep = ("name=spared", "strategy=ddp", "proof.reference=false", *SMALL)
     config, command = compose(*sweep, f"results_dir={tmp_path}/results", "train.micro_batch=2")
-    assert execute_run(config, command, faults.exhausted)["row"]["status"] == "oom"
+    assert execute_run(config, command, faults.exhausted).row["status"] == "oom"
     made = mtimes(tmp_path / "results")
     done = harness("-m", "train.micro_batch=1,2,4", *sweep)
     assert done.returncode == 0, done.stderr
@@ -167,7 +167,9 @@ def test_ends_are_kept_or_tried_again_as_asked(harness: Harness, tmp_path: Path)
 def test_a_spent_budget_leaves_the_rest_to_the_next_command(harness: Harness, tmp_path: Path) -> None:
     sweep = ("-m", "name=spent", "strategy=ddp,tp", "proof.reference=false", *SMALL)
     first = harness("stop_after=1runs", *sweep)
-    assert first.returncode == 0 and "1 runs: 1 runs are not started; the same command continues with them" in first.stderr
+    assert (
+        first.returncode == 0 and "1 runs: 1 runs are not started; the same command continues with them" in first.stderr
+    )
     assert len(read_rows(tmp_path / "results", "spent")) == 1
     assert harness("stop_after=1runs", *sweep).returncode == 0  # what is on file costs nothing
     assert list(read_rows(tmp_path / "results", "spent").status) == ["ok", "ok"]
@@ -178,12 +180,12 @@ def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> No
     done = harness("sweep.parallel=2", "train.steps=30", *sweep)
     assert done.returncode == 0, done.stderr
     found = read_all(tmp_path / "results" / "beside").records
-    assert len(found) == 3 and all(len(record["ranks"][0]["cores"]) == 1 for record in found)
-    spans = [(start_of(record), start_of(record) + record["row"]["duration_seconds"], record) for record in found]
+    assert len(found) == 3 and all(len(record.rank_entries[0]["cores"]) == 1 for record in found)
+    spans = [(start_of(record), start_of(record) + record.row["duration_seconds"], record) for record in found]
     beside = [(one, other) for (b, e, one), (b2, e2, other) in itertools.combinations(spans, 2) if b < e2 and b2 < e]
     assert beside  # two did run at the same time
     for pair in beside:
-        assert set.isdisjoint(*(set(record["ranks"][0]["cores"]) for record in pair))
+        assert set.isdisjoint(*(set(record.rank_entries[0]["cores"]) for record in pair))
     too_many = harness("sweep.parallel=99", *sweep)
     assert "sweep.parallel=99 is more than the" in read_rows(tmp_path / "results", "beside").reason.dropna().iloc[-1]
     assert too_many.returncode == 0
@@ -193,7 +195,7 @@ def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> No
     worlds=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=12), parallel=st.sampled_from(["auto", 2, 5])
 )
 def test_devices_are_given_to_one_run_at_a_time(worlds: list[int], parallel: int | str) -> None:
-    """On a machine of eight, whose sixteen cores go with them."""
+    """The machine has eight devices, and its sixteen cores are divided with them."""
     slots = ParallelExecutor(parallel, [], ProgressDisplay())
     slots.devices, slots.cores = [str(index) for index in range(8)], list(range(16))
     for world in worlds:
@@ -235,7 +237,7 @@ def test_a_process_killed_while_idle_is_let_go_and_a_server_killed_as_it_forks_r
 
 
 def start_of(record: Record) -> float:
-    return datetime.fromisoformat(record["row"]["started_at"]).timestamp()
+    return datetime.fromisoformat(record.row["started_at"]).timestamp()
 
 
 def test_a_sweep_is_seen_from_another_shell_alive_and_dead(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tracking by the real W&B: its own files read back by its own reader, its client against a stand-in for its server."""
+"""Tracking by the real W&B: its files read back by its own reader, and its client against a stand-in for its server."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ PLANTED = ("PLANTED0", "PLANTED1", "PLANTED2")
 
 @functools.cache  # half a second each
 def inspect(folder: Path, *options: str) -> Any:
-    """A run's own file, by W&B's reader."""
+    """Read a run's own file with W&B's reader."""
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     reader = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", *options, "--json", str(path)]
     told = subprocess.run(reader, capture_output=True, text=True, check=True).stdout
@@ -64,8 +64,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def check_sent(run: Run, run_dir: Path) -> None:
-    """Every column, step and part of the memory is at the server."""
-    row = read_record(run_dir)["row"]
+    """Check that every column, step and part of the memory is at the server."""
+    row = read_record(run_dir).row
     assert run.complete
     assert {key: run.summary[key] for key, value in row.items() if value not in (None, "")}
     assert all(run.summary[key] == value for key, value in row.items() if value not in (None, ""))
@@ -78,7 +78,7 @@ def check_sent(run: Run, run_dir: Path) -> None:
 
 
 def test_offline_is_read_back_by_its_own_reader(tmp_path: Path) -> None:
-    """Two runs that overlap, one of them looked at while it goes on; then the table."""
+    """Two runs overlap, one of them is read while it goes on, and then comes the table."""
     comparison, said = tmp_path / "mine", []
     run_dir, _ = made(comparison, 0)
     (run_dir / "record.json").unlink()
@@ -113,7 +113,7 @@ def test_offline_is_read_back_by_its_own_reader(tmp_path: Path) -> None:
     }
     assert axes["train/*"] == "train/step" and axes["live/*"] == "live/seconds"
     whole = inspect(run_dir, "--summary")
-    row = read_record(run_dir)["row"]
+    row = read_record(run_dir).row
     assert {key: whole["summary"][key] for key in whole["summary"] if key[0] != "_"} == {
         key: value for key, value in row.items() if value not in (None, "")
     }
@@ -131,7 +131,7 @@ def check_table(comparison: Path, summary: dict[str, Any]) -> None:
     (path,) = comparison.glob("wandb/offline-run-*/files/media/table/runs*.table.json")
     table = json.loads(path.read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-    assert [row["run_id"] for row in rows] == [r["row"]["run_id"] for r in read_all(comparison).records]
+    assert [row["run_id"] for row in rows] == [r.row["run_id"] for r in read_all(comparison).records]
     assert [row["tokens_per_second"] for row in rows] == [1000.5] * 2 and "mfu" not in table["columns"]
 
 
@@ -142,7 +142,7 @@ def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
     feed = TrackingClient(said.append, quiet_seconds=0.0)
     for number in range(2):
         run_dir, record = made(tmp_path / "mine", number)
-        feed.start_run(ONLINE, run_dir, record["config"])
+        feed.start_run(ONLINE, run_dir, record.config)
         feed.finish_run(ONLINE, run_dir)
         feed.finish_run(ONLINE, run_dir)  # once is enough
     feed.log_table(ONLINE, run_dir.parent)
@@ -191,7 +191,7 @@ def play(fault: str, folder: Path, server: Server, feed: TrackingClient, said: l
     if before is not None:
         before(server)
     run_dir, record = made(folder, 0)
-    feed.start_run(ONLINE, run_dir, record["config"])
+    feed.start_run(ONLINE, run_dir, record.config)
     if amid is not None:
         patience = time.monotonic() + 30
         while not server.runs and time.monotonic() < patience:
@@ -208,7 +208,7 @@ def play(fault: str, folder: Path, server: Server, feed: TrackingClient, said: l
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Played]]:
-    """All of them at once: what they cost is waiting."""
+    """Run all cases at once, because their time is spent waiting."""
     found: dict[str, Played] = {}
     threads = []
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
@@ -234,7 +234,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Playe
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_whatever_the_server_does(fault: str, played: dict[str, Played]) -> None:
-    """It costs seconds, is said in a line, and nothing is taken for sent."""
+    """A bad server costs seconds and is reported in a line, and nothing counts as sent that was not."""
     this = played[fault]
     assert this.seconds < CLOSE_SECONDS + 1.5
     assert len(this.said) == 1 and this.said[0].startswith("tracking: "), this.said
@@ -296,7 +296,7 @@ def test_a_folder_without_runs_is_a_mistake(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_tracker_that_stands_still_costs_nothing(tmp_path: Path) -> None:
-    """Its process is stopped, and the pipe to it is soon full."""
+    """The tracker's process is stopped, and the pipe to it is soon full."""
     said: list[str] = []
     feed = TrackingClient(said.append)
     feed._start()
@@ -373,7 +373,7 @@ def test_nothing_is_started_or_imported_for_none(tmp_path: Path) -> None:
 
 
 def test_no_secret_is_written_anywhere(tmp_path: Path) -> None:
-    """A real sweep with secrets in its environment and on its command line: one row is ok, two are refused."""
+    """A real sweep has secrets in its environment and on its command line: one row is ok, and two are refused."""
     word = "a-long-word-PLANTED1"
     environment = os.environ | {"WANDB_API_KEY": KEY, "SOME_TOKEN": word, "UCX_NOTE": word, "UCX_KEY": "PLANTED0"}
     command = [sys.executable, "-m", "harness", "-m", f"results_dir={tmp_path}", "name=mine", "strategy=ddp"]
@@ -382,12 +382,10 @@ def test_no_secret_is_written_anywhere(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = read_all(tmp_path / "mine").records
-    assert [record["row"]["status"] for record in found] == ["ok", "refused", "refused"]
-    assert found[0]["environment"]["variables"]["UCX_NOTE"] == "[secret]"  # it was there to be found
-    assert found[1]["row"]["reason"].startswith("tracking.tags holds a secret") and "[secret]" in str(
-        found[2]["config"]
-    )
-    decoded = [json.dumps(inspect(tmp_path / "mine" / record["row"]["run_id"])) for record in found]
+    assert [record.row["status"] for record in found] == ["ok", "refused", "refused"]
+    assert found[0].environment["variables"]["UCX_NOTE"] == "[secret]"  # it was there to be found
+    assert found[1].row["reason"].startswith("tracking.tags holds a secret") and "[secret]" in str(found[2].config)
+    decoded = [json.dumps(inspect(tmp_path / "mine" / record.row["run_id"])) for record in found]
     decoded.append(json.dumps(inspect(tmp_path / "mine")))
     files = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     places = files | {f"decoded {i}": text.encode() for i, text in enumerate(decoded)}
@@ -412,7 +410,7 @@ def test_redaction_leaves_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_another_tracker_is_one_file_and_its_yaml(tmp_path: Path) -> None:
-    """That of docs/development/extending.md, put in place."""
+    """The tracker of docs/development/extending.md works once its files are in place."""
     page = (ROOT / "docs" / "development" / "extending.md").read_text()
     (block,) = [found for found in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def connect(" in found]
     for folder in ("harness", "conf"):

@@ -77,7 +77,7 @@ def record_of(strategy: str, /, *overrides: str, **columns: Any) -> Record:
 
 
 def sweep() -> list[Record]:
-    """As measured, but for bubbles: on a CPU's shared cores they are far from the formula."""
+    """Return the rows as measured except for bubbles, which on a CPU's shared cores are far from the formula."""
     plain = [record_of(strategy) for strategy in MEASURED]
     full = [
         record_of(strategy, "checkpointing=full", activation_bytes=held, predicted_activation_bytes=held)
@@ -159,14 +159,18 @@ def test_passes_in_flight_are_the_schedules(strategy: str, passes: int, formula:
 def test_bubbles_are_held_to_a_fifth_and_shared_cores_are_the_reason(strategy: str, formula: float) -> None:
     near = of(claims([record_of(strategy, pipeline_bubble=1.19 * formula)]), strategy, "bubble")
     assert near.agrees and near.expected == pytest.approx(formula) and not near.reason
-    record = dataclasses.replace(record_of(strategy, pipeline_bubble=1.21 * formula), environment={"cores": 2, "threads": 1})
+    record = dataclasses.replace(
+        record_of(strategy, pipeline_bubble=1.21 * formula), environment={"cores": 2, "threads": 1}
+    )
     far = of(claims([record]), strategy, "bubble")
     assert not far.agrees and far.reason == "sending takes time, and stages are not equal"
     far = of(claims([dataclasses.replace(record, environment={"cores": 1, "threads": 1})]), strategy, "bubble")
     assert "share the processor" in far.reason
     fast = of(claims([record_of(strategy, pipeline_bubble=0.5 * formula)]), strategy, "bubble")
     assert not fast.agrees and not fast.reason  # no cause known
-    alone = of(claims([record_of(strategy, pipeline_bubble=2 * formula, measured_on="NVIDIA H200")]), strategy, "bubble")
+    alone = of(
+        claims([record_of(strategy, pipeline_bubble=2 * formula, measured_on="NVIDIA H200")]), strategy, "bubble"
+    )
     assert not alone.agrees and "share" not in alone.reason and alone.reason
 
 
@@ -175,7 +179,10 @@ def of_state(found: list[Claim]) -> list[Claim]:
 
 
 def test_volume_in_mixed_precision_is_by_widths() -> None:
-    """Of DDP's all-reduce in fp32, two of 4 bytes: 4 + 2 for stage 1, 4k + 2 for 2, k (4 + 2 + 2) for 3; k = 4."""
+    """The volumes are those of DDP's fp32 all-reduce, two of 4 bytes, by data type.
+
+    They are 4 + 2 for stage 1, 4k + 2 for stage 2, and k (4 + 2 + 2) for stage 3, with k = 4.
+    """
     mixed, shares = "precision=bf16_mixed", {"zero1": 0.75, "zero2": 18 / 8, "zero3": 4.0, "fsdp_full_shard": 4.0}
     rows = [record_of(name, mixed, communication_bytes=round(8e6 * share)) for name, share in shares.items()]
     found = claims([record_of("ddp", mixed, communication_bytes=8_000_000), *rows])
@@ -185,7 +192,7 @@ def test_volume_in_mixed_precision_is_by_widths() -> None:
 
 
 def test_a_reason_is_given_for_the_bytes_it_makes_and_no_others() -> None:
-    """DeepSpeed's masters make 12 bytes of optimizer state a parameter; 20 are something else."""
+    """DeepSpeed's masters explain 12 bytes of optimizer state per parameter, but not 20."""
     for held, named in ((12, True), (20, False)):
         found = claims([record_of("ddp"), record_of("zero1", optimizer_bytes=held * N // 2)])
         claim = of(found, "zero1", "model state")
@@ -194,19 +201,19 @@ def test_a_reason_is_given_for_the_bytes_it_makes_and_no_others() -> None:
 
 
 def test_the_peer_is_torchs_own_with_the_same_options() -> None:
-    """Whatever ran first: a variant and Accelerate's DDP are no baseline while the plain one is there."""
+    """Whatever ran first, a variant and Accelerate's DDP are no baseline while the plain one is there."""
     plain, zero3 = record_of("ddp"), record_of("zero3")
     variant = record_of("ddp", "+strategy.options.static_graph=true", parameter_bytes=8 * N)
     wrapped = record_of("ddp", "strategy.engine=accelerate", parameter_bytes=8 * N)
     expected = of(claims([plain, zero3]), "zero3", "model state").measured
     found = claims([variant, wrapped, plain, zero3])
     assert [claim.measured for claim in of_state(found) if claim.label == "zero3"] == [expected]
-    assert of_state(claims([plain | {"versions": {"torch": "2.0.0"}}, zero3])) == []
-    assert of_state(claims([plain | {"corpus": "another"}, zero3])) == []
+    assert of_state(claims([dataclasses.replace(plain, versions={"torch": "2.0.0"}), zero3])) == []
+    assert of_state(claims([dataclasses.replace(plain, corpus="another"), zero3])) == []
 
 
 def test_the_papers_own_accounting_in_mixed_precision() -> None:
-    """16 bytes a parameter: 4 + 12/N, 2 + 14/N, 16/N; fp32 gradients are more, and say so."""
+    """The 16 bytes per parameter become 4 + 12/N, 2 + 14/N and 16/N; fp32 gradients are more, and the claim says so."""
     mixed, sizes = "precision=bf16_mixed", dict(zip(COLUMNS, (2 * N, 2 * N, 12 * N), strict=False))
     shares = {"zero1": (2, 2, 6), "zero2": (2, 1, 6), "zero3": (1, 1, 6)}
     rows = [
@@ -228,7 +235,7 @@ def test_the_papers_own_accounting_in_mixed_precision() -> None:
 
 @pytest.mark.parametrize("engine", ["deepspeed", "accelerate"])
 def test_what_deepspeed_does_otherwise_is_said(engine: str) -> None:
-    """Whoever calls it."""
+    """The reason is given whether torch or Accelerate calls DeepSpeed."""
     sent, by = 3 * N * 2, f"strategy.engine={engine}"
     again_flops = 13 * record_of("zero3", by).row["executed_flops"] // 10
     records = [
@@ -295,7 +302,7 @@ def test_a_column_that_is_missing_takes_its_claims_alone() -> None:
 
 
 def cells(text: str) -> Iterator[list[str]]:
-    """The rows of a page's table as a Markdown parser reads them."""
+    """Return the rows of a page's table as a Markdown parser reads them."""
     tokens = MarkdownIt("commonmark").enable("table").parse(text)
     row: list[str] = []
     for before, token in pairwise(tokens):
@@ -309,7 +316,7 @@ def cells(text: str) -> Iterator[list[str]]:
 
 
 def written(part: Callable[[View], list[Section]], records: list[Record]) -> str:
-    """The section of a report as Markdown, without a title."""
+    """Return the section of a report as Markdown, without a title."""
     return markdown.page("", part(View("", records))).removeprefix("# \n").strip()
 
 
@@ -328,7 +335,7 @@ def test_the_section_shows_every_claim_and_hostile_names_stay_text() -> None:
 
 
 def by_micro_batch(checkpointing: str, rest: int, more: int, **columns: Any) -> list[Record]:
-    """Micro-batches of 1, 2 and 4 sequences that keep `rest` and `more` bytes a sequence."""
+    """Return runs with micro-batches of 1, 2 and 4 sequences that keep `rest` and `more` bytes per sequence."""
     found = []
     for size in (4, 1, 2):
         batch = (f"train.micro_batch={size}", f"train.global_batch={size}", f"checkpointing={checkpointing}")

@@ -1,4 +1,4 @@
-"""The report's numbers, units and ratios, its width, and that hostile text stays text."""
+"""The report's numbers, units and ratios, its width, and hostile text, which stays text."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ from harness.report.sections import sections
 from harness.report.text import byte_unit, format_numbers
 from harness.report.view import View
 from harness.runner.record import config_columns
-from tests.support.commands import ROOT, compose_config
+from tests.support.commands import compose_config
 from tests.support.example_records import FAILED, HOSTILE, MIB, mixed, record_of, records, row
 from tests.support.tables import printed, terminal_cells
 
@@ -40,12 +40,12 @@ def stored(results_dir: Path, entries: list[Record]) -> Path:
 
 
 def page(name: str, entries: list[Record], problems: list[str]) -> str:
-    """report.md of these."""
+    """Return report.md of these records."""
     return markdown.page(name, sections(View(name, entries, problems)))
 
 
 def grids(text: str) -> dict[str, list[dict[str, str]]]:
-    """Every table of a page by its heading, as a Markdown parser reads it: a dict a row."""
+    """Return every table of a page by its heading, as a Markdown parser reads it, with a dict for each row."""
     found: dict[str, list[dict[str, str]]] = {}
     heading = ""
     lines: list[list[str]] = []
@@ -150,7 +150,7 @@ def test_failures_stay_in_place_with_their_reasons() -> None:
 
 
 def many_long(number: int) -> list[Record]:
-    """Rows whose names are long and wide and whose numbers are large, everything varying."""
+    """Return rows whose names are long and wide and whose numbers are large, and which vary in everything."""
     changes = [
         {"model": f"a-model-of-a-long-name-{n}", "measured_on": "NVIDIA H200 " * (1 + n % 4), "repeat": n}
         | {
@@ -265,7 +265,7 @@ STAGES = {"data_parallel": "fsdp", "dp_shard": 2, "pp": 2, "world_size": 4}
 def test_rows_that_differ_are_told_apart(
     several: list[tuple[Any, dict[str, Any]]], header: str, cells: list[str], labels: list[str]
 ) -> None:
-    """In the terminal, on the page and by their labels; a column only where it varies."""
+    """Rows differ in the terminal, on the page and in their labels; a column is shown only if it varies."""
     entries = [record_of(row(n, *named, **changes)) for n, (named, changes) in enumerate(several)]
     assert_told_apart(entries, header, cells, labels)
     assert header not in columns_of(entries[:1]) and header not in grids(page("demo", entries[:1], []))["Comparison"][0]
@@ -288,7 +288,7 @@ def assert_told_apart(entries: list[Record], header: str, cells: list[str], labe
 
 
 def test_every_axis_is_a_column_and_tells_rows_apart_alone() -> None:
-    """Whatever a row says of how it ran is an axis: two rows that differ in it are called differently."""
+    """Every column that describes how a row ran is an axis: two rows that differ in it have different labels."""
     other = {str: ("a", "b"), int: (1, 2), float: (0.0, 0.5), bool: (False, True)}
     for name in VARYING.keys() - {"otherwise"}:
         pair = [record_of(row(n, *TORCH) | {name: value}) for n, value in enumerate(other[COLUMN_TYPES[name]])]
@@ -300,14 +300,8 @@ def test_every_axis_is_a_column_and_tells_rows_apart_alone() -> None:
     assert made - others == VARYING.keys() - {"measured_on", "otherwise"}
 
 
-def test_the_readme_names_every_column() -> None:
-    section = (ROOT / "README.md").read_text().split("## How to read the columns")[1].split("\nBeside it:")[0]
-    named = {word for code in re.findall(r"`([^`]*)`", section) for word in code.split()}
-    assert set(COLUMN_TYPES) - named == set()
-
-
 def test_what_no_column_has_is_told_by_its_key() -> None:
-    """Of rows alike in every column, their configurations; -: has no such key."""
+    """Rows alike in every column are distinguished by keys of their configurations; -: marks a missing key."""
     entries = [record_of(row(n, *TORCH)) for n in range(3)] + [record_of(row(3, "zero1", "deepspeed", 1))]
     for entry, options in zip(entries, ({}, {"static_graph": True}, {"static_graph": False}, {}), strict=True):
         entry.config.update({"strategy": {"options": options}, "tracking": {"name": entry.row["run_id"]}})

@@ -1,4 +1,4 @@
-"""The result store: exact, whole or not at all, and never stopped by one bad file."""
+"""The result store: exact, whole or absent, and never stopped by one bad file."""
 
 import json
 import math
@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.records import provenance
+from harness.records.columns import COLUMN_NAMES, COLUMN_TYPES
 from harness.records.provenance import git_commit, version_differences, versions
 from harness.records.runs_csv import rows_of, write_runs_csv
-from harness.records.columns import COLUMN_NAMES, COLUMN_TYPES
 from harness.records.schema import Record
 from harness.records.store import read_all, read_record, write_record
 from harness.util.errors import UserError
@@ -68,7 +68,7 @@ PROMISED = [
 ]
 
 
-def record(run_id: str = "run", **row: Any) -> Record:
+def record(run_id: str = "run", **row: Any) -> dict[str, Any]:
     return {
         "row": {"run_id": run_id, "status": "ok"} | row,
         "ranks": [{"rank": 0}],
@@ -113,7 +113,7 @@ _ROWS = st.fixed_dictionaries(
 def test_any_row_survives_to_pandas(row: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     results = tmp_path_factory.mktemp("results")
     write_record(results / "run", record(**row))
-    assert read_record(results / "run")["row"].keys() == {"run_id", "status", *row}
+    assert read_record(results / "run").row.keys() == {"run_id", "status", *row}
     table = read_csv(written(results))
     assert len(table) == 1 and list(table)[: len(COLUMN_NAMES)] == list(COLUMN_NAMES)
     for column in {*COLUMN_NAMES, *row} - {"run_id", "status", "stale_reason"}:
@@ -159,8 +159,8 @@ def test_rows_come_in_order_of_start_then_id_and_unknown_columns_last(tmp_path: 
 def test_numbers_that_json_lacks_become_unknown_and_bytes_whole(tmp_path: Path) -> None:
     write_record(tmp_path, record(loss_last=math.nan, communication_bytes=10.6) | {"proof": {"x": [math.inf, (1,)]}})
     kept = read_record(tmp_path)
-    assert kept["row"]["loss_last"] is None and kept["row"]["communication_bytes"] == 11
-    assert kept["proof"] == {"x": [None, [1]]} and "NaN" not in (tmp_path / "record.json").read_text()
+    assert kept.row["loss_last"] is None and kept.row["communication_bytes"] == 11
+    assert kept.proof == {"x": [None, [1]]} and "NaN" not in (tmp_path / "record.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_corrupt_records_are_named_and_not_fatal(tmp_path: Path) -> None:
     (tmp_path / "folder" / "record.json").mkdir(parents=True)
     (tmp_path / "running").mkdir()
     found = read_all(tmp_path)
-    assert [entry["row"]["run_id"] for entry in found.records] == ["good"]
+    assert [entry.row["run_id"] for entry in found.records] == ["good"]
     named = {Path(problem.split(" ")[0]).parent.name for problem in found.problems}
     assert named == {*broken, "bytes", "folder"} and not any("\n" in problem for problem in found.problems)
     assert "schema_version=3 is not 2" in next(problem for problem in found.problems if "newer" in problem)
@@ -227,9 +227,9 @@ while True:
 
 
 def test_half_a_letter_is_replaced(tmp_path: Path) -> None:
-    """As JSON may have it, and neither pandas nor a file can."""
+    """JSON may contain it, but neither pandas nor a file can."""
     write_record(tmp_path / "half", record("half", strategy="\ud800 ddp", reason="whole: \U0001f600"))
-    row = read_record(tmp_path / "half")["row"]
+    row = read_record(tmp_path / "half").row
     assert (row["strategy"], row["reason"]) == ("? ddp", "whole: \U0001f600")
 
 
@@ -242,7 +242,8 @@ def test_a_kill_during_writing_leaves_a_whole_record(tmp_path: Path) -> None:
             time.sleep(0.013 * (attempt % 8))
             writer.send_signal(signal.SIGKILL)
         kept = read_record(run_dir)
-        assert {rank["number"] for rank in kept["ranks"]} == {kept["row"]["parameters"]} and len(kept["ranks"]) == 2000
+        assert len(kept.rank_entries) == 2000
+        assert {rank["number"] for rank in kept.rank_entries} == {kept.row["parameters"]}
         leftovers = len(list(run_dir.glob(".record.json.*.tmp")))
         if leftovers and attempt >= 5:
             break
@@ -258,7 +259,7 @@ def test_a_failed_write_leaves_the_old_and_no_litter(tmp_path: Path) -> None:
     target.mkdir()
     with pytest.raises(OSError):
         atomic_write_text(target, "text")
-    assert read_record(tmp_path)["row"]["parameters"] == 1
+    assert read_record(tmp_path).row["parameters"] == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "taken"]
 
 
