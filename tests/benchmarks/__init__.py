@@ -1,2 +1,1 @@
 """Benchmarks of the harness's own cost, which are started by hand."""
-

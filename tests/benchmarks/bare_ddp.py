@@ -1,10 +1,10 @@
-"""Data parallelism without the harness: what a practised engineer would hand to torchrun. No probe, no check.
+"""Data parallelism without the harness, as an experienced engineer would write it for torchrun: no probe, no checks.
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.benchmarks.bare_ddp FOLDER
 
 FOLDER holds the run.json of the same training; model, initial values and batches are the harness's own, so that both
-train the same thing. The first rank says when it is warm, and at last prints one line of JSON: losses are means over
-ranks, a step's seconds those of the slowest rank.
+train the same. The first rank prints a line when it is warm, and one line of JSON at the end: losses are means over
+ranks, and a step's seconds are those of the slowest rank.
 """
 
 import json

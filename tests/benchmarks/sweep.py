@@ -1,9 +1,9 @@
-"""What a whole sweep costs a combination: the real command with twenty runs beside a plain torchrun script.
+"""The cost of a whole sweep per combination: the real command with twenty runs beside a plain torchrun script.
 
     python -m tests.benchmarks.sweep --rounds 3 --out results/overhead_sweep.json
 
-Of each round the command's wall time over its runs (start of Python, composition, reference, every run, tracking,
-table and report) is set against the median of scripts run before and after it.
+In each round the command's wall time divided by its runs (start of Python, composition, reference, every run, tracking,
+table and report) is compared with the median of the scripts run before and after it.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def one_round(pair: Pair, runs: int, results: Path) -> dict[str, Any]:
 
 
 def sweep_seconds(runs: int, results: Path) -> float:
-    """As a user starts it, tracking included."""
+    """Return the seconds of a sweep that is started as a user starts it, tracking included."""
     command = [sys.executable, "-m", "harness", "-m", "strategy=ddp", "name=twenty", f"results_dir={results}"]
     command += [f"train.steps={STEPS}", f"repeats={runs}", "cluster.device=cpu"]
     began = time.perf_counter()

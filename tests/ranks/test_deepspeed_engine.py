@@ -1,4 +1,4 @@
-"""Real ranks over gloo: DeepSpeed against one plain process, what ranks hold, and what they send."""
+"""DeepSpeed on real ranks over gloo, compared with one plain process: training, held shards, and sent bytes."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ PRECISIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One run of STEPS steps on `world` ranks."""
+    """A run of STEPS steps on `world` ranks."""
 
     strategy: str
     world: int = 2
@@ -81,8 +81,7 @@ class Case:
             "data": {"name": "synthetic", "kind": "synthetic"}, "cluster": {"name": "local", "device": "cpu"},
             "train": train, "proof": {}, "tracking": {"name": "none"}, "world_size": self.world,
         }  # fmt: skip
-        config = read_run_config(values)
-        return config
+        return read_run_config(values)
 
 
 LITERATURE = [Case(f"zero{stage}") for stage in (1, 2, 3)]
@@ -109,7 +108,7 @@ CASES = EXACT + MIXED
 
 
 def batch_of(config: RunConfig, step: int) -> Batch:
-    """The global batch of a step: runs of counting tokens, so that there is something to learn."""
+    """Return the global batch of a step: runs of counting tokens, so that there is something to learn."""
     generator = torch.Generator().manual_seed(1000 + step)
     train = config.train
     first = torch.randint(0, config.model.vocab_size, (train.global_batch, 1), generator=generator)
@@ -118,20 +117,20 @@ def batch_of(config: RunConfig, step: int) -> Batch:
 
 
 def micro_batches(config: RunConfig, step: int, part: int, parts: int) -> list[Batch]:
-    """The part of a step's batch that one of `parts` ranks trains on."""
+    """Return the part of a step's batch that one of `parts` ranks trains on."""
     mine = [tensor.chunk(parts)[part] for tensor in batch_of(config, step)]
     split = [tensor.split(config.train.micro_batch) for tensor in mine]
     return [Batch(*pair) for pair in zip(*split, strict=True)]
 
 
 def wanted_of(case: Case) -> list[dict[str, Any]]:
-    """What one process finds; the same for all cases that differ only in their layout."""
+    """Return the result of one process, which is the same for all cases that differ only in their layout."""
     return reference(Case("zero1", case.world * case.accumulation, clipping=case.clipping, tied=case.tied))
 
 
 @functools.cache
 def reference(case: Case) -> list[dict[str, Any]]:
-    """One plain process: whole batch, fp32, torch's own AdamW and clipping."""
+    """Train the whole batch in one plain process in fp32, with torch's own AdamW and clipping."""
     config = case.config()
     train = config.train
     model = build_model(config.model)
@@ -152,7 +151,7 @@ def reference(case: Case) -> list[dict[str, Any]]:
 
 
 class Ready(Listener):
-    """Keeps the gradients of every step when they are ready."""
+    """A listener that keeps the gradients of every step when they are ready."""
 
     def __init__(self) -> None:
         self.gradients: list[list[Shard]] = []
@@ -206,7 +205,7 @@ def rank_main(rank: int, world: int, cases: Sequence[Case], port: int, folder: s
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[str, Any]]]:
-    """By case, what every rank measured."""
+    """Return the measurements of every rank by case."""
     torch.set_num_threads(1)
     os.environ.update(build_deepspeed_comm(Path("~/.cache/harness")))  # once, not by every rank
     folder = tmp_path_factory.mktemp("ranks")
@@ -222,7 +221,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[s
 
 
 def assembled(ranks: Sequence[Sequence[Shard]], slot: str) -> dict[str, Tensor]:
-    """Whole flattened tensors from the pieces of all ranks, which must cover every element."""
+    """Return whole flattened tensors from the pieces of all ranks, which must cover every element."""
     wholes: dict[str, Tensor] = {}
     for piece in (piece for pieces in ranks for piece in pieces if piece.state_name == slot):
         numel = 1

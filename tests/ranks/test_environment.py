@@ -1,4 +1,4 @@
-"""What a record says of its machine, never a secret; what ranks cost it; and what on it disturbed them."""
+"""The environment in a record: what the machine is without any secret, what ranks cost it, and what disturbed them."""
 
 import hashlib
 import json
@@ -129,7 +129,7 @@ def test_the_compiler_is_the_one_that_builds(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_devices_that_nvml_does_not_know_are_unknown() -> None:
-    """As on a machine without its driver; a count of devices alone makes nothing up."""
+    """On a machine without its driver nothing is invented from a count of devices alone."""
     pynvml = pytest.importorskip("pynvml")
     try:
         pynvml.nvmlInit()
@@ -161,7 +161,7 @@ SPIN = "import time, sys\nprint(flush=True)\nend = time.time() + 30\nwhile time.
 
 @contextmanager
 def busy_processes() -> Iterator[list[psutil.Process]]:
-    """One a core, running when the block begins."""
+    """Keep one process per core busy during the block."""
     started = [subprocess.Popen([sys.executable, "-c", SPIN], stdout=subprocess.PIPE) for _ in range(MACHINE.cores)]
     try:
         for process in started:
@@ -205,7 +205,7 @@ def test_helpers_are_asked_for_the_interval_alone() -> None:
 
 
 def test_ranks_and_everyone_else_are_all_who_keep_cores_busy() -> None:
-    """Two real ranks at once, and as their helpers whoever else lives here: then nobody is left to disturb them.
+    """Every process of the machine counts as a rank or its helper, so that nothing is left to disturb two real ranks.
 
     Processes that come and go meanwhile are missed, so this is tried again.
     """
@@ -224,7 +224,10 @@ def test_ranks_and_everyone_else_are_all_who_keep_cores_busy() -> None:
 
 
 def _started() -> object:
-    """What changes when a process starts or ends, even one that does both between two looks on Linux."""
+    """Return a value that changes when a process starts or ends.
+
+    On Linux it also changes for a process that starts and ends between two looks.
+    """
     stat = Path("/proc/stat")
     ever = [line for line in stat.read_text().splitlines() if line.startswith("processes")] if stat.exists() else []
     return ever, psutil.pids()

@@ -1,4 +1,4 @@
-"""What docs/development/extending.md shows is all it takes: its two files, put in place, are proven like everything else."""
+"""The two files that docs/development/extending.md shows are enough: once in place they are proven like the others."""
 
 import re
 import shutil
@@ -23,7 +23,7 @@ def block(language: str) -> str:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project with both files in place."""
+    """Return a copy of the project with both files in place."""
     here = tmp_path_factory.mktemp("extended")
     for folder in ("harness", "conf", "sweeps"):
         shutil.copytree(ROOT / folder, here / folder, ignore=shutil.ignore_patterns("__pycache__"))

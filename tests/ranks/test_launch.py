@@ -1,4 +1,4 @@
-"""The launcher with real processes: how a run ends, what is said of it, and that nothing is left of it."""
+"""The launcher with real processes: how a run ends, what reason it gives, and that no process is left."""
 
 import json
 import multiprocessing.forkserver
@@ -81,7 +81,10 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def cold_seconds(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """A first launch, imports in the forkserver included: what other tests left of one is stopped."""
+    """Return the seconds of a first launch, imports in the forkserver included.
+
+    A forkserver that other tests left is stopped first.
+    """
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
     outcome = launch(launch_entries.all_reduce, tmp_path_factory.mktemp("cold"), 2, device="cpu", timeout_seconds=120)
     assert outcome.status == "ok", outcome.reason
@@ -89,7 +92,7 @@ def cold_seconds(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 def parent(run_dir: Path, entry: str, kind: str, mark: str = "", node: str = "0:0") -> subprocess.Popen[str]:
-    """A parent process, whose every descendant bears the mark in its environment."""
+    """Start a parent process, whose every descendant has the mark in its environment."""
     command = [sys.executable, "-c", PARENT, entry, str(run_dir), kind, node]
     environment = os.environ | {"PYTHONPATH": str(ROOT), MARK: mark}
     return subprocess.Popen(
@@ -98,7 +101,7 @@ def parent(run_dir: Path, entry: str, kind: str, mark: str = "", node: str = "0:
 
 
 def bearing(mark: str) -> list[psutil.Process]:
-    """The living processes with that mark."""
+    """Return the living processes with that mark."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -146,7 +149,7 @@ def test_ranks_meet_and_say_so(tmp_path: Path, cold_seconds: float, capfd: pytes
 
 
 def test_forked_ranks_are_clean(tmp_path: Path, cold_seconds: float) -> None:
-    """No threads but the leash's own, no device, no process group, the preload really imported; and they can fork."""
+    """Forked ranks have no device, no process group and only the leash's threads; the preload is imported."""
     outcome = launch(launch_entries.describe, tmp_path, 2, device="cpu", timeout_seconds=60)
     assert outcome.status == "ok", outcome.reason
     for rank in range(2):
@@ -243,7 +246,7 @@ def test_signal_interrupts(tmp_path: Path, cold_seconds: float, number: signal.S
 
 
 def test_a_port_that_comes_again_is_no_other_runs() -> None:
-    """The kernel gives ports again: what the agent opens must be this run's server, and empty."""
+    """The kernel reuses ports, so the server that the agent opens must be this run's, and empty."""
     first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     first.set("left", "over")
     port = first.port
@@ -266,7 +269,7 @@ def test_signal_before_the_start_is_not_lost() -> None:
 
 
 def test_two_nodes(tmp_path: Path, cold_seconds: float) -> None:
-    """Two parents play a machine each; each starts and logs its own ranks."""
+    """Two parents act as a machine each, and each starts and logs its own ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -289,7 +292,7 @@ def test_tick_that_fails_is_seen(tmp_path: Path, cold_seconds: float) -> None:
 
 
 def test_cuda_start_on_this_machine(tmp_path: Path, cold_seconds: float) -> None:
-    """A device of another kind in the same parent, then the first again: each is forked from its own preload."""
+    """One parent starts another kind of device and then the first again; each is forked from its own preload."""
     outcome = launch(
         launch_entries.describe, tmp_path, 1, device="cpu", timeout_seconds=60, start=START_METHODS["cuda"]
     )
@@ -323,7 +326,7 @@ KILLS: list[tuple[str, float | None]] = [  # how the parent starts its ranks, se
 
 
 def kill_one(run_dir: Path, kind: str, after_seconds: float | None) -> float:
-    """How long any process of a parent lives on after it was killed."""
+    """Return how long any process of a parent lives on after the parent was killed."""
     run_dir.mkdir()
     mark = uuid.uuid4().hex
     process = parent(run_dir, "hangs_in_collective", kind, mark)

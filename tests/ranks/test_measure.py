@@ -1,4 +1,4 @@
-"""The meters against arithmetic: bytes of the allocator, of the collectives, and of what is held for backward."""
+"""The meters compared with arithmetic: bytes of the allocator, of collectives, and of tensors saved for backward."""
 
 import gc
 import json
@@ -41,7 +41,7 @@ EARLIER = [torch.ones(1000)]  # allocated before the counting allocator is there
 
 @pytest.fixture(scope="module")
 def allocator(tmp_path_factory: pytest.TempPathFactory) -> Allocator:
-    """Built by two callers at once; the compiler must have run once and left nothing half-made."""
+    """Build the allocator from two callers at once: the compiler must run once and leave nothing half-made."""
     cache = tmp_path_factory.mktemp("cache")
     log, compiler = cache / "log", cache / "compiler"
     compiler.write_text(f'#!/bin/sh\necho run >> {log}\nexec c++ "$@"\n')
@@ -63,7 +63,7 @@ ACTIONS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(ACTIONS)
 def test_allocator_agrees_with_a_model(allocator: Allocator, actions: list[tuple[str, int, int]]) -> None:
-    """Any history of tensors: live and peak are the plain sums, to the byte; the data stays aligned and intact."""
+    """For any history of tensors, live and peak are the plain sums to the byte; data stays aligned and intact."""
     held: list[tuple[Tensor, list[int]]] = []  # a tensor, and the size of its storage, shared with its views
     start, most = allocator.live_bytes(), 0
     allocator.reset_peak()
@@ -89,7 +89,7 @@ def test_allocator_agrees_with_a_model(allocator: Allocator, actions: list[tuple
 
 
 def test_allocator_edges(allocator: Allocator) -> None:
-    """What came before it is freed uncounted, failure is torch's own error, and threads lose nothing."""
+    """Earlier tensors are freed uncounted, failure is torch's own error, and threads lose nothing."""
     start = allocator.live_bytes()
     EARLIER.clear()
     with pytest.raises(torch.OutOfMemoryError, match="can't allocate memory"):
@@ -190,7 +190,7 @@ def test_axes_are_named_by_the_layout() -> None:
 
 
 class Block(nn.Module):
-    """x + B gelu(A x): backward needs x, the input of gelu and its output."""
+    """A block x + B gelu(A x), whose backward needs x, the input of gelu and its output."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def network() -> nn.Sequential:
 
 
 def held(model: nn.Module, blocks: nn.Module, checkpointed: bool = False) -> int:
-    """activation bytes of one forward and backward of the model that wraps these blocks"""
+    """Return the activation bytes of one forward and backward of the model that wraps these blocks."""
     meter = ActivationMeter(model)
     for block in blocks.children():
         block.meter = meter if checkpointed else None  # type: ignore[assignment]
@@ -236,7 +236,7 @@ def counted(action: Callable[[], object]) -> list[dict[str, Any]]:
 
 
 def on_a_rank(rank: int, folder: str) -> None:
-    """One of four real ranks: every figure it counts goes to a file."""
+    """Write every figure that one of four real ranks counts to a file."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -298,7 +298,7 @@ MODEL_BYTES = 4 * LAYERS * 2 * HIDDEN * INNER
 
 
 def test_volumes_are_the_literatures(ranks: list[dict[str, Any]]) -> None:
-    """DDP 2Ψ(n-1)/n and full sharding 3Ψ(n-1)/n, exactly; what is not sent is not counted (arXiv 1910.02054)."""
+    """DDP sends 2Ψ(n-1)/n and full sharding 3Ψ(n-1)/n, exactly, and nothing unsent is counted (arXiv 1910.02054)."""
     for figures in ranks:
         assert sum(entry["bytes_sent"] for entry in figures["ddp"]) == 2 * MODEL_BYTES * 3 / 4
         assert figures["ddp unsynchronised"] == []
@@ -308,7 +308,7 @@ def test_volumes_are_the_literatures(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_hybrid_sharding_splits_by_axis(ranks: list[dict[str, Any]]) -> None:
-    """Inside a shard group 3Ψ(G-1)/G, across R replicas 2(Ψ/G)(R-1)/R, each under its own axis."""
+    """A shard group sends 3Ψ(G-1)/G and R replicas send 2(Ψ/G)(R-1)/R, each under its own axis."""
     hybrid = layout(WORLD, dp_replicate=2, dp_shard=2)
     for figures in ranks:
         sent: dict[str, float] = {}
@@ -319,7 +319,7 @@ def test_hybrid_sharding_splits_by_axis(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_bytes_of_each_operation(ranks: list[dict[str, Any]]) -> None:
-    """One tensor of 64 bytes on four ranks, rank by rank."""
+    """Four ranks send one tensor of 64 bytes, and each rank counts its own part."""
     expected = {
         "all_reduce": [96.0] * 4,
         "all_gather": [192.0] * 4,
@@ -346,7 +346,7 @@ CHECKPOINTED = LAYERS * INPUT_BYTES + 2 * INNER_BYTES  # the inputs of all block
 
 
 def test_held_for_backward_is_the_same_under_every_wrapper(ranks: list[dict[str, Any]]) -> None:
-    """No wrapper's weights, gathered or not, count; checkpointing keeps the blocks' inputs and one block."""
+    """No wrapper's weights count, gathered or not; checkpointing keeps the blocks' inputs and one block."""
     assert [held(model := network(), model, ck) for ck in (False, True)] == [WHOLE, CHECKPOINTED]
     for figures in ranks:
         for name in ("ddp", "fsdp", "hybrid"):
@@ -377,7 +377,7 @@ def test_micro_batches_add_up_only_when_they_are_in_flight_together(checkpointed
 
 
 def test_the_meter_leaves_autograd_as_it_was() -> None:
-    """Same gradients to the bit, and a saved tensor changed in place is still an error."""
+    """Gradients are the same to the bit, and changing a saved tensor in place is still an error."""
     model = network().to(torch.bfloat16)
     data = torch.ones(BATCH, HIDDEN, dtype=torch.bfloat16)
     plain = torch.autograd.grad(model(data).sum(), list(model.parameters()))

@@ -1,4 +1,7 @@
-"""Random products of everything: each draw is proven or refused, never an error. More by the module's own command."""
+"""Random products of all options, each of which is proven or refused, but never an error.
+
+More of them are drawn by python -m tests.support.random_runs.
+"""
 
 from pathlib import Path
 
@@ -27,6 +30,6 @@ def test_a_random_run_is_proven_or_refused(results: Path, endings: dict[int, End
 
 
 def test_most_random_runs_are_run(endings: dict[int, Ending]) -> None:
-    """Refusing everything would prove nothing."""
+    """Most draws run, because refusing everything would prove nothing."""
     ran = sum(found.status == "ok" for found in endings.values())
     assert ran >= len(endings) / 2

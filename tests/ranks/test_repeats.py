@@ -1,4 +1,4 @@
-"""Repeated runs: that each is made, that they are one line of the comparison, and which differences they settle."""
+"""Repeated runs: each is made, they are one line of a comparison, and their spread decides which differences count."""
 
 import json
 import statistics
@@ -24,7 +24,7 @@ SMALL = ("strategy=ddp", "train.seq_len=32", "train.steps=3", "train.warmup_step
 
 
 def runs(strategy: str, first: int, speeds: list[float | None], **changes: Any) -> list[Record]:
-    """A run a speed, repeats 0, 1, ... of one configuration; None is a run that failed."""
+    """Return a run for each speed, as repeats 0, 1, ... of one configuration; None makes a run that failed."""
     engine, stage = ("deepspeed", int(strategy[4])) if strategy.startswith("zero") else ("torch", 0)
     made = []
     for repeat, speed in enumerate(speeds):
@@ -37,7 +37,7 @@ def runs(strategy: str, first: int, speeds: list[float | None], **changes: Any) 
 
 
 def repeated() -> list[Record]:
-    """Four lines that end ok, one of them but for a run, and one that fails as a whole."""
+    """Return four lines that end ok, one of them except for a run, and one that fails as a whole."""
     entries = [
         *runs("ddp", 1, [16000.0, 15000.0, 20000.0], mfu=0.413),
         *runs("zero1", 11, [15500.0, None, 15600.0], mfu=0.4),
@@ -70,7 +70,7 @@ single error: RuntimeError: shards differ
 
 
 def test_repeats_are_one_line() -> None:
-    """ddp is at its median, not at its mean of 17,000; zero2 is marked for its baseline's spread alone."""
+    """The line of ddp has its median, not its mean of 17,000, and zero2 is marked for its baseline's spread alone."""
     assert [line.rstrip() for line in printed(repeated(), 120)] == GOLDEN.splitlines()
 
 
@@ -99,7 +99,7 @@ SPREADS = (None, 0.0, 0.03, 0.2)
 
 @pytest.mark.parametrize("own", SPEEDS)
 def test_a_ratio_is_marked_where_the_difference_is_below_the_spread(own: list[float]) -> None:
-    """Each pair of a line and its baseline is a comparison of its own: another model."""
+    """Each pair of a line and its baseline is a comparison of its own, because its model is another."""
     pairs = list(product(SPEEDS, SPREADS, SPREADS))
     entries: list[Record] = []
     for n, (base, own_steps, base_steps) in enumerate(pairs):
@@ -128,7 +128,7 @@ def test_spreads() -> None:
 
 
 def changed(record: Record, **parts: Any) -> Record:
-    """A repeat 1 of a record, with whole parts of it replaced."""
+    """Return repeat 1 of a record, with whole parts of it replaced."""
     return replace(record.with_row(repeat=1, run_id="other"), **parts)
 
 

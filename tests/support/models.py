@@ -31,7 +31,7 @@ from harness.models.init_weights import materialize
 from harness.models.loss import loss_function
 from harness.probe import Listener, Probe
 
-# torch's counter does not know the attention kernel of CPUs, which does the operations of its other kernels.
+# torch's counter does not know the attention kernel of CPUs, which does the same operations as the kernels it knows.
 CPU_KERNEL = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (

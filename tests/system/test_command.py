@@ -1,4 +1,4 @@
-"""The command as a user meets it: one line for a mistake, a row for everything else."""
+"""The command as a user meets it: a mistake is one line of output, and everything else is a row."""
 
 import itertools
 import json
@@ -64,7 +64,10 @@ SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
         ("strategy=pp_1f1b strategy.schedule=zbv", "strategy.schedule=zbv is not known: choose gpipe, 1f1b,"),
         ("strategy=cp strategy.data_parallel=none", "strategy.cp=2 needs strategy.data_parallel"),
         ("strategy=ddp strategy.tp=2", "strategy.data_parallel=ddp cannot wrap a model that strategy.tp=2 shards"),
-        ("strategy=ddp_pp strategy.schedule=zero_bubble world_size=4", "strategy.data_parallel=ddp all-reduces gradients"),
+        (
+            "strategy=ddp_pp strategy.schedule=zero_bubble world_size=4",
+            "strategy.data_parallel=ddp all-reduces gradients",
+        ),
         ("strategy=pp_1f1b strategy.layers_per_stage=2", "strategy.layers_per_stage=2 is not a list: give it a list"),
         ("strategy=zero3 strategy.tp=2 world_size=4", "strategy.vocabulary_parallel=true: strategy.tp=2"),
         ("strategy=ddp strategy.engine=accelerate strategy.tp=2 world_size=4", "strategy.tp=2 is not supported by"),
@@ -76,7 +79,7 @@ SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 def test_a_mistake_is_one_line(
     overrides: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit 2, nothing on disk."""
+    """A mistake ends with exit status 2 and leaves nothing on disk."""
     arguments = [f"results_dir={tmp_path}/results", *overrides.split()]
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
@@ -113,7 +116,7 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(harness: Harness, tmp_pa
 
 
 def test_a_recorded_run_is_not_run_again(harness: Harness, tmp_path: Path) -> None:
-    """Unless force=true asks for it or other code made it; a change in what affects the result is another run."""
+    """A run is made again only with force=true or by other code; a key that affects the result makes another run."""
     results = tmp_path / "results"
     first = harness("name=again", *SMALL)
     assert first.returncode == 0, first.stderr
@@ -140,7 +143,7 @@ def test_a_recorded_run_is_not_run_again(harness: Harness, tmp_path: Path) -> No
 
 
 def test_a_snapshot_of_memory_is_kept_when_asked_for(harness: Harness, tmp_path: Path) -> None:
-    """In torch's own form and for every rank: played back, it reaches the peak that the allocator counted."""
+    """The snapshot of every rank has torch's own form and, played back, reaches the peak that the allocator counted."""
     assert harness("name=kept", "proof.reference=false", *SMALL).returncode == 0
     again = harness("name=kept", "proof.reference=false", "measure.memory_snapshot=true", *SMALL)
     assert "it has no memory snapshot" in again.stderr
@@ -157,7 +160,7 @@ def test_a_snapshot_of_memory_is_kept_when_asked_for(harness: Harness, tmp_path:
 
 @pytest.mark.long  # two commands at one sweep are killed in tests/system/test_random_kills.py
 def test_two_commands_share_a_folder(tmp_path: Path) -> None:
-    """Each run is made once, whoever makes it."""
+    """Each run is made once, by either command."""
     command = [sys.executable, "-m", "harness", f"results_dir={tmp_path}", "name=both", "tracking=none", *SMALL]
     both = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=120)[1] for process in both]
@@ -167,7 +170,7 @@ def test_two_commands_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_quick_comparison(tmp_path: Path) -> None:
-    """As the README has it, tracking included: under three minutes, all proven, readable from its files alone."""
+    """The README's comparison takes less than three minutes, is all proven, and is readable from its files alone."""
     began = time.monotonic()
     command = [sys.executable, "-m", "harness", "sweeps=quickstart", f"results_dir={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)

@@ -1,4 +1,4 @@
-"""Files cut short or filled with noise between two commands: made again, or of no consequence; never a wrong row."""
+"""Files that are truncated or filled with noise between two commands are made again or ignored, never a wrong row."""
 
 import random
 import shutil
@@ -34,7 +34,7 @@ def noisy(content: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed sweep's results, with a cache of their own beside them."""
+    """Return an undisturbed sweep's results, with a cache of their own beside them."""
     place = tmp_path_factory.mktemp("whole")
     done = command(place)
     assert done.returncode == 0, done.stderr
@@ -98,7 +98,7 @@ def test_what_is_damaged_spoils_no_row(
 @LONG
 @pytest.mark.parametrize("damage", [cut, noisy])
 def test_a_run_made_beside_what_is_damaged_is_right(place: Path, whole: Path, damage: Damage) -> None:
-    """One of the runs is gone: reference, corpus and allocator are looked at again, and made again."""
+    """One of the runs is missing, so that reference, corpus and allocator are read again, and made again."""
     (gone,) = place.glob("sweep/tp*")
     shutil.rmtree(gone)
     for pattern in ("sweep/references/*/ranks/*.json", "cache/corpus-*.bin", "cache/allocator/*/allocator-*.so"):

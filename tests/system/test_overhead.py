@@ -1,4 +1,4 @@
-"""The benchmark of the harness's own cost is whole, and both its sides train the same."""
+"""The benchmark of the harness's own cost is complete, and both its sides train the same."""
 
 import json
 import statistics
@@ -16,7 +16,10 @@ sys.path.insert(0, str(ROOT))
 
 @pytest.mark.long
 def test_one_pair(tmp_path: Path) -> None:
-    """The real command, with one pair of each kind. How the two sides compare is not asserted: machines are noisy."""
+    """The real command runs one pair of each kind.
+
+    How the two sides compare is not asserted, because machines are noisy.
+    """
     out = tmp_path / "folder" / "overhead.json"
     asked = ["--pairs", "1", "--steps", "2", "--steps-in-turns", "30", "--out", str(out)]
     command = [sys.executable, "-m", "tests.benchmarks.overhead", *asked]

@@ -88,7 +88,7 @@ LISTS = [command for command, arguments in CALLS if arguments[0] == "ls"]
 
 
 def test_no_command_is_left_out() -> None:
-    """A command that is new to the pages has to be run by one of the tests below, or by one that is named above."""
+    """A command that is new to the pages must be run by one of the tests below, or by one that is named above."""
     assert not set(commands()) - {*INSTALL, *KNOWN, *RUNS, *SUITES, *READERS, *LISTS}
     assert all(list(ROOT.glob(f"tests/*/{name}")) or (ROOT / name).exists() for name in ELSEWHERE.values())
     assert all(any(words in command for command in commands()) for words in ELSEWHERE)
@@ -97,7 +97,7 @@ def test_no_command_is_left_out() -> None:
 
 @pytest.mark.parametrize("command", RUNS)
 def test_a_run_composes(command: str) -> None:
-    """Each combination of the first values."""
+    """Each combination of the first values composes."""
     arguments = [argument for argument in harness_arguments(command) or () if not argument.startswith("-")]
     if "--cfg" in command:
         arguments.remove("job")
@@ -111,7 +111,7 @@ def test_every_sweep_of_the_repository_is_in_the_readme_and_the_other_way_round(
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """results/ with a small sweep under each name that the commands have."""
+    """Return results/ with a small sweep under each name that the commands have."""
     folder = tmp_path_factory.mktemp("readme") / "results"
     assert run_harness(folder, "-m", "name=quickstart", *SMALL).returncode == 0
     for name in ("a", "b", "NAME"):
@@ -140,7 +140,7 @@ def run_harness_command(command: str) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("command", RUNS + SUITES)
 def test_as_it_stands(command: str, tmp_path: Path) -> None:
-    """In a folder of its own, every sweep whole: half an hour on two cores."""
+    """Each sweep runs whole in a folder of its own, which takes half an hour on two cores."""
     for often, once in ONCE.items():
         command = command.replace(often, once)
     for name in ("conf", "sweeps", "harness", "tests"):

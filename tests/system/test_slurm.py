@@ -1,4 +1,4 @@
-"""Sweeps as jobs of a real Slurm, over one and two nodes, and what becomes of them when parts of it die."""
+"""Sweeps as jobs of a real Slurm over one and two nodes, and their outcomes when parts of it die."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def begun(slurm: Cluster, results: Path, *arguments: str) -> subprocess.Popen[st
 
 
 def ended(command: subprocess.Popen[str], status: int = 0) -> str:
-    """What it said on standard error."""
+    """Return what the command wrote on standard error."""
     said = command.communicate(timeout=240)[1]
     assert command.returncode == status, said
     return said
@@ -55,7 +55,10 @@ def row_of(results: Path, name: str) -> pd.Series:
 
 
 def rank_process(run_dir: Path, rank: int) -> psutil.Process:
-    """The process that writes that rank's log and runs its code: the youngest, as forkservers have older children."""
+    """Return the process that writes that rank's log and runs its code.
+
+    It is the youngest one, because forkservers have older children.
+    """
     log = str(run_dir / "logs" / f"rank_{rank}.log")
     found = []
     for process in psutil.process_iter():
@@ -72,7 +75,7 @@ def rank_process(run_dir: Path, rank: int) -> psutil.Process:
     ids=",".join,
 )
 def test_runs_over_two_nodes_train_the_same(slurm: Cluster, tmp_path: Path, strategies: list[str]) -> None:
-    """Each proven against the single process; the same command again submits nothing."""
+    """Each run is proven against the single process, and the same command again submits nothing."""
     sweep = ("-m", "name=two", f"strategy={','.join(strategies)}", "cluster.nodes=2", *SMALL)
     harness(slurm, tmp_path, *sweep)
     rows = read_rows(tmp_path, "two")
@@ -125,7 +128,14 @@ def test_a_cancelled_job_is_an_interrupted_row_and_is_run_again(slurm: Cluster, 
 @pytest.mark.long
 def test_a_script_is_written_to_be_submitted_by_hand(slurm: Cluster, tmp_path: Path) -> None:
     sweep = ("-m", "name=by_hand", "strategy=ddp", "train.seed=0,1", "proof.reference=false", *SMALL)
-    harness(slurm, tmp_path, *sweep, "hydra.launcher.submit=false", "hydra.launcher.setup=[echo set up]", "cluster.time=0:10:00")
+    harness(
+        slurm,
+        tmp_path,
+        *sweep,
+        "hydra.launcher.submit=false",
+        "hydra.launcher.setup=[echo set up]",
+        "cluster.time=0:10:00",
+    )
     script = tmp_path / "by_hand" / "sweep.sbatch"
     assert "#SBATCH --time=0:10:00\n" in script.read_text()
     before = slurm.jobs()
@@ -153,7 +163,7 @@ def job_number(job: str) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("lost", ["n1", "n2"])
 def test_a_lost_node_is_survived(slurm: Cluster, tmp_path: Path, lost: str) -> None:
-    """Whether it led or followed: Slurm requeues the job, which waits for the node and is run again."""
+    """Slurm requeues the job whether the lost node led or followed; the job waits for the node and runs again."""
     command = begun(slurm, tmp_path, "name=lost", "cluster.nodes=2", *LONGER)
     wait_for_step(tmp_path, "lost")
     slurm.kill_node(lost)
@@ -186,7 +196,7 @@ def test_jobs_of_other_needs_are_arrays_of_their_own(slurm: Cluster, tmp_path: P
 
 @pytest.mark.long
 def test_a_node_lost_for_good_is_a_row(slurm: Cluster, tmp_path: Path) -> None:
-    """Where the site does not requeue."""
+    """The site does not requeue jobs."""
     arguments = ("name=gone", "+hydra.launcher.additional_parameters={requeue: false, no_requeue: true}", *LONGER)
     command = begun(slurm, tmp_path, *arguments, "cluster.nodes=2")
     wait_for_step(tmp_path, "gone")

@@ -1,4 +1,4 @@
-"""How a real Slurm behaves where the launcher relies on it, and that the tests' cluster leaves nothing behind."""
+"""The behavior of a real Slurm that the launcher relies on, and the tests' cluster, which leaves nothing behind."""
 
 import subprocess
 import sys
@@ -67,7 +67,7 @@ def test_preempted_job_runs_again(slurm: Cluster) -> None:
 
 @pytest.mark.long
 def test_lost_node(slurm: Cluster) -> None:
-    """Its jobs are NODE_FAIL, or wait to be run again, and their tasks on the other node are killed."""
+    """Jobs of a lost node are NODE_FAIL or wait to run again, and their tasks on the other node are killed."""
     script = "srun bash -c 'touch $SLURM_JOB_ID.$SLURM_PROCID; exec sleep 600'"
     failed, again = (slurm.submit(script, "--nodes=2", option) for option in ("--no-requeue", "--requeue"))
     for job in (failed, again):  # a node lost while srun starts its tasks makes the job FAILED, requeue or not
@@ -90,7 +90,7 @@ def test_no_accounting(slurm: Cluster) -> None:
 
 
 def test_accounting(slurm: Cluster, tmp_path: Path) -> None:
-    """It comes to the same as squeue, some moments later; a second cluster can be had beside the first."""
+    """Accounting agrees with squeue some moments later, and a second cluster can run beside the first."""
     with cluster(tmp_path / "slurm", nodes=1, accounting=True) as accounted:
         job = accounted.submit("exit 3")
         accounted.wait_for_job(job, "FAILED")

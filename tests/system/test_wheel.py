@@ -1,4 +1,4 @@
-"""The wheel by itself: it carries conf/ and sweeps/, runs without the clone, and lets a user add files of their own."""
+"""The wheel alone carries conf/ and sweeps/, runs without the clone, and lets a user add files."""
 
 import os
 import shutil
@@ -43,7 +43,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(installed: Path, folder: Path, *arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
-    """Run the installed command in a folder. A planted clone of the package would be seen in where it comes from."""
+    """Run the installed command in a folder.
+
+    If a clone of the package were used instead, the origin of its modules would show it.
+    """
     environment = os.environ | {"PYTHONPATH": str(installed)}
     command = [sys.executable, "-P", "-m", "harness", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -65,7 +68,7 @@ def test_the_wheel_runs_without_the_clone(installed: Path, tmp_path: Path) -> No
 
 
 def test_files_of_the_current_folder_come_first(installed: Path, tmp_path: Path) -> None:
-    """A strategy, a model and a sweep of the user's own, and one that replaces a packaged file."""
+    """The folder has a strategy, a model and a sweep of the user's own, and one file that replaces a packaged file."""
     for group, name, text in (
         ("conf/strategy", "mine", "name: mine\ndata_parallel: ddp\ndp_replicate: -1\n"),
         ("conf/checkpointing", "none", "name: none\n"),

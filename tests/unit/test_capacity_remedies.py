@@ -1,4 +1,4 @@
-"""What a run that does not fit is told to choose instead: each remedy can be run itself, and fits."""
+"""The remedies offered for a run that does not fit: each can itself be run, and fits."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""The report's pictures: that what is drawn is what was measured, read from the SVG by other means than drew it."""
+"""The report's charts draw what was measured, as read back from the SVG independently of the code that drew it."""
 
 import itertools
 import json
@@ -56,7 +56,7 @@ PICTURES: dict[str, Callable[[View], Chart | None]] = {
 
 
 def record(number: int, strategy: str, gibs: float, tokens_per_second: float, **changes: Any) -> Record:
-    """An ok run on 2 ranks of so many GiB at its peak; its parts and times have all different sizes."""
+    """Return an ok run on 2 ranks with this peak in GiB, whose parts and times all have different sizes."""
     share = dict(zip(PARTS, (1 / 8, 1 / 4, 1 / 16, 1 / 32, 7 / 16, 1 / 64, 5 / 64), strict=True))
     seconds = 1024 / tokens_per_second
     row = {
@@ -114,7 +114,7 @@ def several() -> list[Record]:
 
 
 def growing() -> list[Record]:
-    """Two strategies on 2, 4 and 8 ranks."""
+    """Return two strategies on 2, 4 and 8 ranks."""
     speeds = {"ddp": (1000.0, 1800.0, 3000.0), "zero3": (900.0, 1700.0, 3300.0)}
     return [
         record(10 * at + world, strategy, 2.0, speed, world_size=world)
@@ -151,7 +151,7 @@ def hostile() -> list[Record]:
 
 
 def with_losses(folder: Path, records: list[Record]) -> View:
-    """The view of runs of which all but the second have their steps on file, and the third a broken line too."""
+    """Return the view of runs of which all but the second have their steps on file, and the third a broken line too."""
     found = View("demo", records, folders={entry.row["run_id"]: folder / entry.row["run_id"] for entry in records})
     for at, path in enumerate(found.folders.values()):
         path.mkdir(parents=True)
@@ -168,7 +168,7 @@ def _loss(run: int, step: int) -> float:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chart]:
-    """Every picture, of the runs that have something for it, and all pictures of hostile names."""
+    """Return every chart of the runs that have data for it, and all charts of hostile names."""
     views = {"scaling": View("demo", growing()), "batches": View("demo", batched())}
     usual = with_losses(tmp_path_factory.mktemp("usual"), several())
     found = {name: picture(views.get(name, usual)) for name, picture in PICTURES.items()}
@@ -184,7 +184,7 @@ def hiding(spec: Mapping[str, Any], *strategies: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def texts(drawn: dict[str, Chart]) -> dict[str, str]:
-    """Every picture as SVG, and all but the hostile with one strategy hidden; drawn by one process."""
+    """Return every chart as SVG, and all but the hostile ones with one strategy hidden, drawn by one process."""
     specs = {name: picture.spec for name, picture in drawn.items()}
     specs |= {f"hidden {name}": hiding(drawn[name].spec, "ddp") for name in PICTURES}
     return render.svgs(specs)
@@ -196,7 +196,7 @@ def trees(texts: dict[str, str]) -> dict[str, ElementTree.Element]:
 
 
 class Mark:
-    """One mark: what it says, and where it is in pixels from the plot's left and top."""
+    """A mark with its label and its position in pixels from the plot's left and top."""
 
     def __init__(self, element: ElementTree.Element) -> None:
         self.element = element
@@ -210,7 +210,7 @@ class Mark:
 
     @property
     def box(self) -> tuple[float, float]:
-        """Of a bar its left and its width; of a tick its left."""
+        """Return the left edge and the width of a bar, or the left edge of a tick."""
         path = re.match(r"M([-\d.]+),[-\d.]+h([-\d.]+)", self.element.attrib["d"])
         assert path
         return float(path[1]), float(path[2])
@@ -225,7 +225,7 @@ def marks(tree: ElementTree.Element, kind: str) -> list[Mark]:
 
 
 def axis(tree: ElementTree.Element, letter: str) -> Callable[[float], float]:
-    """From pixels to the axis's own figures, by two of its labelled ticks."""
+    """Return the map from pixels to the axis's own values, by two of its labelled ticks."""
     group = next(g for g in tree.iter() if g.attrib.get("aria-label", "").startswith(f"{letter}-axis"))
     at = "x" if letter == "X" else "y"
 
@@ -247,7 +247,7 @@ def title(tree: ElementTree.Element, letter: str) -> str:
 
 
 def rows(records: list[Record]) -> dict[str, dict[str, Any]]:
-    """Of the lines that are ok, by their label."""
+    """Return the rows of the lines that are ok, by their label."""
     kinds = {"none": "", "full": " full"}
     named = {f"{r.row['strategy']}{kinds[r.row['checkpointing']]}": r.row for r in records}
     return {label: row for label, row in named.items() if row["status"] == "ok"}
@@ -317,7 +317,7 @@ def test_every_part_of_a_step_is_as_long_as_its_time(trees: dict[str, ElementTre
 
 
 def front_by_sweep(known: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Fastest first, whoever needs less than all before; of equally fast ones the smallest."""
+    """Return the runs, fastest first, that need less memory than all before; of equally fast ones the smallest."""
     ordered = sorted(
         known, key=lambda label: (-known[label]["tokens_per_second"], known[label]["peak_allocated_bytes"])
     )
@@ -447,7 +447,7 @@ def test_hidden_strategies_leave_the_picture(trees: dict[str, ElementTree.Elemen
 
 
 def data_of(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """All rows of a spec, which lie under the name that a layer, or the whole, refers to."""
+    """Return all rows of a spec, which lie under the name that a layer, or the whole spec, refers to."""
     named = [part["data"]["name"] for part in (spec, *spec["layer"]) if "data" in part]
     assert set(named) == spec["datasets"].keys()
     for values in spec["datasets"].values():
@@ -543,7 +543,7 @@ DEFICIENCIES = {
 
 
 def lab(colour: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float, float]:
-    """CIELAB (D65) of what is seen of #rrggbb."""
+    """Return the CIELAB color (D65) of #rrggbb as it is seen."""
     plain = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in plain]
     linear = [min(1.0, max(0.0, sum(a * b for a, b in zip(row, linear, strict=True)))) for row in seen]
@@ -556,7 +556,7 @@ def lab(colour: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float,
 
 
 def nearest(colours: tuple[str, ...], seen: tuple[tuple[float, ...], ...]) -> float:
-    """The least CIE76 difference of two of them."""
+    """Return the least CIE76 difference between two of the colors."""
     found = [lab(colour, seen) for colour in colours]
     return min(sum((a - b) ** 2 for a, b in zip(p, q, strict=True)) ** 0.5 for p, q in itertools.combinations(found, 2))
 
@@ -583,7 +583,7 @@ def test_altair_waits_for_the_first_picture() -> None:
 
 
 def test_of_repeats_the_fullest_and_the_one_in_the_middle_are_drawn() -> None:
-    """Parts add up in one run alone: a line's medians and maxima have none."""
+    """Parts add up only within one run, because a line's medians and maxima have no parts."""
     gibs, speeds = (3.0, 5.0, 4.0), (1000.0, 3000.0, 2000.0)
     records = [
         record(n, "ddp", gib, tokens_per_second, repeat=n)

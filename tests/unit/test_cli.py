@@ -1,4 +1,4 @@
-"""The front of the command line: light, and harmless without arguments."""
+"""The start of the command line: it imports little, and does nothing harmful without arguments."""
 
 import json
 import resource

@@ -1,4 +1,4 @@
-"""The model is a causal decoder whatever its attention kernel, and starts the same under every layout."""
+"""The model is a causal decoder with every attention kernel, and starts the same under every layout."""
 
 import dataclasses
 

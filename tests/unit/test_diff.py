@@ -1,4 +1,4 @@
-"""Two folders side by side: what differs and nothing else, the right pairs, and ratios of B over A."""
+"""Two folders side by side: only what differs, the right pairs, and ratios of B over A."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ HOSTILE = "[red]r[/red] \x1b[31mred\x1b[0m\n:smile: | \u202edrow"
 
 
 def record(number: int, strategy: str, **row: Any) -> Record:
-    """An ok run on two ranks, with the configuration of one."""
+    """Return an ok run on two ranks, with the configuration of such a run."""
     return Record.from_json(
         {
             "row": {
@@ -68,7 +68,7 @@ def record(number: int, strategy: str, **row: Any) -> Record:
 
 
 def compared(tmp_path: Path, first: list[Record], second: list[Record], in_process: bool = True) -> list[str]:
-    """What the command prints, which reads two folders and writes nothing."""
+    """Return what the command prints, which reads two folders and writes nothing."""
     folders = tmp_path / "one", tmp_path / "two"
     for folder, records in zip(folders, (first, second), strict=True):
         for entry in records:
@@ -93,7 +93,7 @@ def cells(lines: list[str], name: str) -> list[str]:
 
 
 def section(lines: list[str], title: str) -> list[list[str]]:
-    """The rows of a table of changes."""
+    """Return the rows of a table of changes."""
     start = next(n for n, line in enumerate(lines) if line.startswith(title) and line.split()[-2:] == ["A", "B"])
     ends = ("Versions", "Environment", "Configuration", " ")
     end = next(n for n, line in enumerate(lines) if n > start and line.startswith(ends))
@@ -191,7 +191,9 @@ def test_what_no_column_shows_is_said_where_it_changed(tmp_path: Path) -> None:
 
 def test_repeats_are_one_line_and_their_range_is_the_spread(tmp_path: Path) -> None:
     first = [record(n, "ddp", repeat=n, tokens_per_second=speed) for n, speed in enumerate((900.0, 1000.0, 1100.0))]
-    close, far = ([record(1, "ddp", tokens_per_second=speed, step_seconds_iqr_ratio=0.001)] for speed in (1090.0, 1110.0))
+    close, far = (
+        [record(1, "ddp", tokens_per_second=speed, step_seconds_iqr_ratio=0.001)] for speed in (1090.0, 1110.0)
+    )
     assert cells(compared(tmp_path / "close", first, close), "ddp")[2:5] == ["1,000", "1,090", "1.09~"]
     assert cells(compared(tmp_path / "far", first, far), "ddp")[2:5] == ["1,000", "1,110", "1.11"]
 
@@ -209,7 +211,7 @@ def test_changed_ends_say_why_and_rows_of_one_folder_where_they_are(tmp_path: Pa
 
 
 def test_models_and_strategies_are_never_set_aside(tmp_path: Path) -> None:
-    """One row each, so every key is shared: and still they ran another thing."""
+    """With one row each every key is shared, and yet the two runs differ."""
     for name, change in (("strategy", {"name": "zero3", "layers_per_stage": None}), ("model", {"name": "7b"})):
         other = record(1, "ddp")
         other.config[name] = change
@@ -261,7 +263,7 @@ def test_folders_without_records_are_one_line_and_exit_2(tmp_path: Path, capsys:
 
 
 def test_lines_of_one_strategy_are_told_apart(tmp_path: Path) -> None:
-    """By columns where they differ in one, else by the keys of their configurations."""
+    """They are distinguished by columns if they differ in one, and else by the keys of their configurations."""
     first = [record(1, "ddp", engine="torch", compile=False), record(2, "ddp", engine="torch", compile=True)]
     first += [record(3, "ddp", engine="accelerate"), record(4, "ddp", engine="accelerate")]
     first[1].config["train"]["compile"] = True

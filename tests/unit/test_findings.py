@@ -1,4 +1,4 @@
-"""What a report says: golden tables and sentences, marks where the spread allows them, and files that agree."""
+"""The findings of a report: golden tables and sentences, marks only as the spread allows, and files that agree."""
 
 import itertools
 import re
@@ -30,7 +30,7 @@ GOLDEN = Path(__file__).parent / "golden_report.md"
 
 
 def line(first: int, strategy: str, engine: str, stage: int, speeds: list[float], **changes: Any) -> list[Record]:
-    """A run a speed that differ in nothing but their repeat; the parts of a step and of a peak are set shares."""
+    """Return a run for each speed that differ only in their repeat, with fixed shares of a step and of a peak."""
     made = []
     for repeat, speed in enumerate(speeds):
         step = 1024 / speed
@@ -49,7 +49,7 @@ def line(first: int, strategy: str, engine: str, stage: int, speeds: list[float]
 
 
 def example() -> list[Record]:
-    """Seven lines: three of repeated runs, one with checkpointing, one alone, one out of memory and one refused."""
+    """Return seven lines: three of repeated runs, one checkpointed, one alone, one out of memory and one refused."""
     full = {"checkpointing": "full", "activation_bytes": MIB // 2, "peak_allocated_bytes": 16 * MIB}
     sent = {"communication_bytes": 6 * PARAMETERS, "peak_allocated_bytes": 12 * MIB}
     refused = "strategy.tp=3 does not divide model.num_attention_heads=4: choose 1, 2 or 4"
@@ -64,19 +64,19 @@ def example() -> list[Record]:
 
 
 def texts(found: list[Section]) -> list[str]:
-    """Every sentence of these sections."""
+    """Return every sentence of these sections."""
     parts = [part for section in found for part in section.parts]
     prose = [part.text for part in parts if isinstance(part, Paragraph)]
     return prose + [said for part in parts if isinstance(part, BulletList) for _, said in part.items]
 
 
 def test_the_whole_report_is_exactly_as_it_was() -> None:
-    """On purpose changed? python tests/test_findings.py writes the file anew, to be read line by line."""
+    """If it changed on purpose, python -m tests.unit.test_findings writes the file anew, to be read line by line."""
     assert golden() == GOLDEN.read_text(encoding="utf-8")
 
 
 def golden() -> str:
-    """The report but for what differs between machines: versions."""
+    """Return the report without what differs between machines, which is versions."""
     page = markdown.page("example", sections(View("example", example())))
     page = re.sub(r" Made by python .*", "", page)
     return re.sub(r"## Versions and environment\n\n.*", "", page, flags=re.DOTALL)
@@ -110,7 +110,7 @@ def test_sentences_say_what_the_rows_say() -> None:
     [("tokens_per_second", 1.01), ("peak_allocated_bytes", 1024), ("communication_bytes", 2), ("activation_bytes", 3)],
 )
 def test_a_wrong_unit_changes_what_is_said(column: str, factor: float) -> None:
-    """The golden sentences stand on every one of these columns."""
+    """The golden sentences depend on every one of these columns."""
     spoiled = example()
     for record in spoiled[3:6] if column == "activation_bytes" else spoiled[9:10]:
         record.row[column] = type(record.row[column])(record.row[column] * factor)
@@ -131,7 +131,7 @@ def test_a_recommendation_keeps_to_its_limit(size: int, said: str) -> None:
 
 
 def test_settings_are_not_mixed() -> None:
-    """Of two world sizes each has sentences of its own, and none compares across."""
+    """Two world sizes have sentences of their own, and no sentence compares across them."""
     said = texts(findings(View("mixed", mixed())))
     assert {"Of world size 2:", "Of world size 4:"} <= set(said)
     other = [record_of(row(50 + n, s, "torch", 0, precision="bf16_mixed")) for n, s in enumerate(("ddp", "tp"))]
@@ -237,7 +237,7 @@ def test_any_column_is_a_pivot() -> None:
 
 
 def growing() -> list[Record]:
-    """Two strategies by two sizes of the model in 18 MiB a rank: one runs out of it at the larger."""
+    """Return two strategies at two sizes of the model in 18 MiB per rank, of which one runs out of it at the larger."""
     made = []
     for number, (strategy, size) in enumerate(itertools.product(("ddp", "zero3"), (1, 2))):
         changes: dict[str, Any] = {"parameters": size * 10**6, "memory_limit_bytes": 18 * MIB}
@@ -270,7 +270,7 @@ def test_the_memory_wall_is_the_largest_model_that_ran() -> None:
 
 
 def test_variants_of_a_strategy_are_not_one_curve() -> None:
-    """What scales is one way to run: a compiled run is not the larger world of one that is not."""
+    """A curve of scaling has one configuration: a compiled run is not the larger world of an uncompiled one."""
     ways = ((1, False, 1000.0), (2, False, 1500.0), (1, True, 4000.0), (2, True, 6400.0))
     entries = [
         record_of(row(n, "ddp", "torch", 0, world_size=world, compile=compiled, tokens_per_second=speed))
@@ -304,7 +304,7 @@ def stored(folder: Path, entries: list[Record]) -> Path:
 
 
 def test_several_folders_are_one_comparison(tmp_path: Path) -> None:
-    """The same run in both keeps its place and its own steps."""
+    """The same run in both folders keeps its place and its own steps."""
     folders = [stored(tmp_path / name, records()) for name in ("a", "b")]
     view = merge_folders([(folder, read_all(folder)) for folder in folders])
     assert len(view.records) == len(view.folders) == 2 * len(records()) and view.name == "a + b"

@@ -1,4 +1,4 @@
-"""The formulas of a step's operations against torch's own counter on the real model; the devices' peaks by name."""
+"""The formulas of a step's operations compared with torch's own counter on the real model, and device peaks by name."""
 
 import dataclasses
 
@@ -85,7 +85,7 @@ def test_how_the_world_is_divided_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "1b", "8b", "70b"])
 def test_palm_counts_six_operations_a_parameter_and_token(name: str) -> None:
-    """N are the parameters of matrices that multiply; 12 L h s for attention."""
+    """N is the parameters of matrices that multiply, and attention adds 12 L h s."""
     config = compose_config(f"model={name}", "train.seq_len=100")
     model = config.model
     norms = model.hidden_size * (2 * model.num_hidden_layers + 1)
@@ -122,7 +122,7 @@ def test_cuda_has_no_fused_kernel_for_grouped_heads_in_fp32() -> None:
 def test_a_run_is_held_to_the_operations_of_the_kernel_it_heard(
     asked_for: str, heard: str, counts: str, checkpointing: str
 ) -> None:
-    """What ran is torch's count of a CPU's kernel that does the same; with the other kernel it would be an error."""
+    """The run did torch's count of a CPU's equivalent kernel; another kernel's count would be an error."""
     both = (*SHORT, "train.seq_len=256", f"checkpointing={checkpointing}")
     config = compose_config(*both, *asked_for.split())
     ran = sum(counted(compose_config(*both, *counts.split())))

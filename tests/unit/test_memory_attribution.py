@@ -1,4 +1,4 @@
-"""Whose every block is: logs made by hand and at random, and the real allocator's own."""
+"""The owner of every block at the peak, on logs made by hand and at random, and with the real allocator's own log."""
 
 import itertools
 import pickle
@@ -61,7 +61,7 @@ def test_every_block_goes_to_its_role() -> None:
 
 
 def test_a_role_is_that_of_the_moment() -> None:
-    """Let go of before the peak, an activation is one no longer; a bucket is a gradient while it holds one."""
+    """An activation freed before the peak is one no longer, and a bucket is a gradient while it holds one."""
     told = notes()
     told.claim(4, 3, "activation", "held", is_owned=False)
     told.claim(3, 2, "gradient", "gradients")
@@ -89,7 +89,7 @@ def test_what_is_the_measurings_own_is_no_peak() -> None:
 
 
 def test_another_step_is_told_by_its_twin() -> None:
-    """Other addresses, copies of a backend's threads, and a temporary that they let go of late."""
+    """The steps differ in addresses, copies by a backend's threads, and a temporary that those threads free late."""
     lines = [(1, 100), (22, 70), (31, 40), (77, 500), (41, 30), (51, 8), (31, -40), (51, -8), (41, -30), (77, -500)]
     other = log_of(lines, standing=2, foreign=frozenset({3}))
     found = attribute_peak_by_example(other, log_of(STEP, standing=2), notes())
@@ -119,7 +119,7 @@ def test_blocks_that_only_the_example_asks_for_are_passed_over() -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[Line], int]:
-    """Blocks that come and go, the standing first."""
+    """Generate blocks that come and go, with the permanent ones first."""
     live: dict[int, int] = {}
     lines: list[Line] = []
     standing = draw(st.integers(0, 5))
@@ -136,7 +136,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Line], int]:
 
 @given(histories(), st.data())
 def test_the_parts_are_the_peak(history: tuple[list[Line], int], data: st.DataObject) -> None:
-    """Whatever is claimed, when and by whom: nothing is counted twice, nothing is left out."""
+    """For any claims in any order and phase, nothing is counted twice and nothing is left out."""
     lines, standing = history
     told = StepAnnotations()
     for _ in range(data.draw(st.integers(0, 20))):

@@ -1,4 +1,4 @@
-"""The memory prediction against the ZeRO paper, against autograd's saved tensors, and against itself."""
+"""The memory prediction compared with the ZeRO paper, with autograd's saved tensors, and with itself."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -82,7 +82,7 @@ def test_model_state_is_table_1_of_zero(parameters: float) -> None:
 def kept_bytes(
     parameters: Iterator[nn.Parameter], forward: Callable[[], Tensor], ignored: tuple[Tensor, ...] = ()
 ) -> int:
-    """Distinct storages that autograd saves in a forward, those of parameters and of `ignored` left out."""
+    """Return the bytes of the storages that autograd saves in a forward, without parameters and those in `ignored`."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*parameters, *ignored)}
     saved: dict[int, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""The memory prediction along the tensor and the pipeline axis: against DTensor, and torch's halves of a backward."""
+"""The memory prediction along the tensor and pipeline axes, compared with DTensor and torch's halves of a backward."""
 
 import dataclasses
 import math
@@ -59,7 +59,10 @@ CHECKPOINTINGS = pytest.mark.parametrize("checkpointing", ("none", "full"))
 def cut_model(
     tp: int, sequence_parallel: bool, precision: PrecisionConfig, checkpointing: str, model: ModelConfig
 ) -> Iterator[nn.Module]:
-    """The first of tp ranks' part of the model; a fake group's collectives move nothing, and take what they take."""
+    """Return the first of tp ranks' shard of the model.
+
+    The collectives of a fake group move nothing, but take the memory of real ones.
+    """
     dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
     try:
         module = build_model(model)
@@ -138,7 +141,7 @@ def layout_of(config: RunConfig, **degrees: object) -> Layout:
 @pytest.mark.parametrize("pp", (1, 2, 3))
 @pytest.mark.parametrize("model", (MODEL, GPT), ids=("llama", "gpt"))
 def test_parameters_are_those_of_the_plan_and_the_stage(model: ModelConfig, tp: int, pp: int) -> None:
-    """Of each matrix the fullest rank has a tp-th, rounded up; norms and biases behind a sum are whole."""
+    """The fullest rank has a tp-th of each matrix, rounded up; norms and biases after a sum are whole."""
     config = run(model)
     for stage in split_into_stages(model, layout_of(config, pp=pp)) if pp > 1 else [whole_model(model)]:
         expected = 0
@@ -170,7 +173,7 @@ def test_passes_are_taken_in_torchs_order(schedule: tuple[str, int], p: int, rou
 @pytest.mark.parametrize("v", (1, 2, 3))
 @pytest.mark.parametrize("p", (2, 3, 4, 8))
 def test_halved_backwards_are_taken_in_torchs_order(p: int, v: int) -> None:
-    """The first stage has no input to make a gradient for: torch runs its whole backward at the weights' turn."""
+    """The first stage's input needs no gradient, so torch runs its whole backward in place of the weights' half."""
     layout = laid_out("zero_bubble", p, v)
     expected = order_of_torch(layout, 3 * p)
     names = {"F": "forward", "I": "inputs", "W": "weights"}
@@ -203,7 +206,7 @@ def test_gpipe_keeps_every_micro_batch_and_1f1b_those_of_the_stages_from_here(
 
 
 def test_interleaving_keeps_more_of_the_stages_that_come_first() -> None:
-    """Four micro-batches through stages 0 and 2 of rank 0 of 2: F0 F0 F2 F2 F0, and the first backward is of stage 2.
+    """Four micro-batches go through stages 0 and 2 of rank 0 of 2: F0 F0 F2 F2 F0, and then a backward of stage 2.
 
     Stage 2 then has two passes, stage 0 three, and a fourth before stage 2's next backward.
     """
@@ -228,7 +231,7 @@ def test_every_micro_batch_has_its_buffers(schedule: str, virtual: int) -> None:
 
 @pytest.mark.parametrize(("schedule", "sent", "back"), (("gpipe", 4, 3), ("1f1b", 1, 1), ("zero_bubble", 4, 3)))
 def test_what_was_sent_piles_up_in_all_schedules_but_one(schedule: str, sent: int, back: int) -> None:
-    """Before the last of four backwards of two stages: all outputs sent on, and three gradients sent back."""
+    """Before the last of four backwards of two stages, all outputs and three gradients have been sent."""
     config = run(MODEL, BF16, global_batch=4)  # on a CPU it keeps fp32 copies of inputs, not what it received
     layout = layout_of(config, pp=2, schedule=schedule)
     for place, (stage, expected) in enumerate(zip(split_into_stages(MODEL, layout), (sent, back), strict=True)):
@@ -239,7 +242,7 @@ def test_what_was_sent_piles_up_in_all_schedules_but_one(schedule: str, sent: in
 
 
 def test_the_estimate_is_that_of_the_fullest_rank() -> None:
-    """1F1B keeps most on the first stage, GPipe where the logits are."""
+    """1F1B keeps most on the first stage, and GPipe on the stage of the logits."""
     config = run(shaped(num_hidden_layers=8), global_batch=8)
     assert estimate_memory(config, layout_of(config, pp=2), ADAM_FP32).loss_bytes == 0
     config = run(shaped(num_hidden_layers=8, vocab_size=4000), global_batch=8)
@@ -259,7 +262,7 @@ def test_the_estimate_is_that_of_the_fullest_rank() -> None:
 def test_a_backward_in_two_halves_fills_what_is_predicted(
     sizes: dict[str, Any], seq_len: int, place: int, precision: PrecisionConfig, checkpointing: str
 ) -> None:
-    """An inner and the last of three stages, by the functions of torch's zero bubble."""
+    """An inner and the last of three stages run through the functions of torch's zero bubble."""
     config = run(shaped(**sizes, num_hidden_layers=6, context_length=512), precision, checkpointing, seq_len=seq_len)
     layout = layout_of(config, pp=3, schedule="zero_bubble", layers_per_stage=(2, 2, 2))
     stage, dtype = split_into_stages(config.model, layout)[place], getattr(torch, precision.compute)
@@ -284,7 +287,10 @@ def test_a_backward_in_two_halves_fills_what_is_predicted(
 
 
 def played(config: RunConfig, layout: Layout, place: int) -> tuple[int, int]:
-    """A rank's step without its neighbours: the most bytes alive beside what it receives, and held for backward."""
+    """Return the most bytes alive in a rank's step beside its inputs, and the most saved for backward.
+
+    The step runs without its neighbors.
+    """
     stage, dtype, probe = (
         split_into_stages(config.model, layout)[place],
         getattr(torch, config.precision.compute),
@@ -362,7 +368,7 @@ def test_loss_parallel_needs_four_parts_of_the_logits() -> None:
 
 
 def test_no_model_is_offered_that_the_pipeline_cannot_take() -> None:
-    """1b ties its head to its embedding; 125m and tiny have fewer layers than 16 stages."""
+    """The model 1b ties its head to its embedding, and 125m and tiny have fewer layers than 16 stages."""
     config = run(model_named("7b"), global_batch=16)
     layout = layout_of(config, pp=16)
 

@@ -1,4 +1,4 @@
-"""A row's figures from two hand-made ranks that differ in everything: no rank left out, no unit changed."""
+"""A row's figures from two hand-made ranks that differ in everything: no rank is left out, and no unit changes."""
 
 from typing import Any
 
@@ -109,7 +109,7 @@ def test_what_the_profiler_did_not_see_is_unknown_and_no_zero() -> None:
 
 
 def test_a_gpu_waits_inside_its_phases_too() -> None:
-    """A CPU's rank that is said to wait there prepares the next message, and works."""
+    """A CPU's rank that waits there prepares the next message, so it works."""
     config = compose_config("train.steps=1")
     idle = {}
     for name in ("cpu", "NVIDIA H200"):
@@ -122,14 +122,14 @@ def test_a_gpu_waits_inside_its_phases_too() -> None:
 
 @pytest.mark.parametrize("fullest", range(3))
 def test_memory_is_the_fullest_ranks_wherever_it_is(fullest: int) -> None:
-    """Not the first's, as is often reported, nor the last's."""
+    """The fullest rank is neither the first, which is often reported, nor the last."""
     ranks = [rank(number, [1.0], 1500 if number == fullest else 1000) for number in range(3)]
     found = memory_columns(reports(*ranks))
     assert (found["peak_allocated_bytes"], found["peak_rank"], found["at_peak_temporary_bytes"]) == (1500, fullest, 850)
 
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
-    """Phases by the clock, of the slowest rank in the median step, each divided as the traced ones were."""
+    """Phases are by the clock, of the slowest rank in the median step, each divided as the traced phases were."""
     config = compose_config("train.steps=3")
     ranks = [rank(0, [1.0, 2.0, 9.0], 1000), rank(1, [3.0, 1.0, 1.0], 1500)]
     ranks[1]["phase_seconds"]["forward"][0] = 1.2  # 0.4 of the step
@@ -179,9 +179,9 @@ def test_what_is_outside_the_formula_is_named() -> None:
     layout, one = resolve_layout(config.strategy, 2), rank(1, [1.0], 1000)
     norm = one["profiled"]["communication"][0] | {"purpose": "clip_grads", "bytes_sent": 8.0}
     one["profiled"]["communication"].append(norm)
-    assert bytes_by_axis(layout, RankReport.from_json(one), {"dp_replicate": 90.0, "dp_shard": 0.0, "pp send": 0.0}) == [
-        {"axis": "dp_replicate", "bytes": 100.0, "formula_bytes": 90.0, "outside": {"clip_grads all_reduce": 8.0}}
-    ]
+    assert bytes_by_axis(
+        layout, RankReport.from_json(one), {"dp_replicate": 90.0, "dp_shard": 0.0, "pp send": 0.0}
+    ) == [{"axis": "dp_replicate", "bytes": 100.0, "formula_bytes": 90.0, "outside": {"clip_grads all_reduce": 8.0}}]
 
 
 def test_a_pipelines_idle_time_is_what_its_phases_leave() -> None:
@@ -200,4 +200,8 @@ def test_a_pipelines_idle_time_is_what_its_phases_leave() -> None:
     assert (first["bubble"], last["idle_share"]) == (5.5 / 3, pytest.approx(3.5 / 8.5))
     assert [(r["stages"], r["layers"], r["in_flight"]) for r in (first, last)] == [([0], [1], 1), ([1], [3], 2)]
     found = measured_columns(config, layout, reports(*ranks))
-    assert found["pipeline_bubble"] == pytest.approx(9 / 8) and found["pipeline_bubble_theory"] == 1 / 8 and found["max_in_flight_micro_batches"] == 2
+    assert (
+        found["pipeline_bubble"] == pytest.approx(9 / 8)
+        and found["pipeline_bubble_theory"] == 1 / 8
+        and found["max_in_flight_micro_batches"] == 2
+    )

@@ -1,4 +1,4 @@
-"""Every prepared model: its YAML loads, and the count it states is the count of the module built from it."""
+"""Every prepared model loads from its YAML, and the count it states is the count of the module built from it."""
 
 from pathlib import Path
 

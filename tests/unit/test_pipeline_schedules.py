@@ -1,4 +1,4 @@
-"""Bubbles and passes in flight: the formulas against torch's own schedules, played through with unit times."""
+"""Bubbles and passes in flight: the formulas compared with torch's own schedules, simulated with unit times."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # forward, whole backward, o
 
 
 def played(orders: Order, layout: Layout) -> float:
-    """When the last rank ends, each operation starting once what it needs is there."""
+    """Return when the last rank ends if each operation starts once its inputs are there."""
     ended: dict[tuple[int, str, int], float] = {}
     clock, turn = dict.fromkeys(orders, 0.0), dict.fromkeys(orders, 0)
     while any(turn[place] < len(actions) for place, actions in orders.items()):
