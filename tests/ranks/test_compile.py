@@ -65,8 +65,8 @@ def test_a_run_that_is_not_compiled_as_it_says_is_an_error(results: Path, fault:
 @pytest.mark.parametrize(
     ("overrides", "found"),
     [
-        ("strategy=pp_zero_bubble", "train.compile=true makes one operator of a layer's backward"),
-        ("strategy=ddp checkpointing=selective", "checkpointing=selective runs parts of a layer again"),
+        ("strategy=pp_zero_bubble", "train.compile=true fuses a layer's backward into one operator"),
+        ("strategy=ddp checkpointing=selective", "checkpointing=selective recomputes parts of a layer"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(overrides: str, found: str) -> None:

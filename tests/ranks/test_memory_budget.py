@@ -181,7 +181,8 @@ PLANNED = ("strategy=zero3", "model=350m", "train.seq_len=128", "train.global_ba
 
 
 def planned(*overrides: str) -> Plan:
-    return make_plan(compose_config(*PLANNED, *overrides), ROOMY)
+    config, command = compose(*PLANNED, *overrides)
+    return make_plan(config, ROOMY, command)
 
 
 def test_what_is_predicted_beyond_a_budget_is_refused_by_its_name() -> None:
