@@ -74,8 +74,8 @@ def layer_activations(shape: MicroBatchShape, checkpointing: CheckpointingConfig
     block = block_tensors(shape)
     if checkpointing.name == "attention":
         recomputed = recomputed_attention_tensors(shape)
-        kept = {name: size for name, size in block.items() if name not in recomputed}
-        return kept | {f"{name}.input": size for name, size in attention_inputs(shape).items() if name in recomputed}
+        saved = {name: size for name, size in block.items() if name not in recomputed}
+        return saved | {f"{name}.input": size for name, size in attention_inputs(shape).items() if name in recomputed}
     if not checkpointing.recomputes_layer(layer):
         return block
     saved = selectively_saved_tensors(shape) if checkpointing.name == "selective" else {}
@@ -87,8 +87,8 @@ def recomputed_tensors(shape: MicroBatchShape, checkpointing: CheckpointingConfi
 
     The layer's input is also its first norm's, if that keeps no fp32 copy.
     """
-    kept = layer_activations(shape, checkpointing, layer)
-    recomputed = {name: size for name, size in block_tensors(shape).items() if name not in kept}
-    if "input" in kept and (shape.width == FP32_BYTES or not shape.norm_is_decomposed):
+    saved = layer_activations(shape, checkpointing, layer)
+    recomputed = {name: size for name, size in block_tensors(shape).items() if name not in saved}
+    if "input" in saved and (shape.width == FP32_BYTES or not shape.norm_is_decomposed):
         del recomputed["input_layernorm.input"]
     return recomputed

@@ -33,7 +33,7 @@ def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: Check
     """Return the bytes that a pass through a stage keeps, with what the backward of its last layer recomputes."""
     last = stage.layer_indices[-1]
     block, norm = block_tensors(shape), head_tensors(shape, stage)
-    kept = layer_activations(shape, checkpointing, last)
+    saved = layer_activations(shape, checkpointing, last)
     recomputed = recomputed_tensors(shape, checkpointing, last)
     layers, head = saved_by_layers_bytes(shape, stage, checkpointing), sum(norm.values())
     before_scores = ("input_layernorm", "attention.query", "attention.key", "attention.value", "attention.future_mask")
@@ -42,13 +42,13 @@ def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: Check
     freed = sum(size for name, size in block.items() if name.startswith(freed_prefixes))
     recomputed_bytes = sum(recomputed.values())
     in_final_norm = layers + head - weight_pass_bytes(norm, shape) if stage.holds_head else 0
-    at_scores = layers - sum(kept.values()) + sum(until_scores.values())  # in forward
-    if "input" in kept:  # the layer is recomputed
+    at_scores = layers - sum(saved.values()) + sum(until_scores.values())  # in forward
+    if "input" in saved:  # the layer is recomputed
         consumed = consumed_by_recompute(shape, checkpointing)
         recomputed_bytes -= sum(consumed.values())
         at_scores = layers + sum(size for name, size in until_scores.items() if name in recomputed)
         at_scores -= sum(size for name, size in consumed.items() if name in ("q_proj", "k_proj", "v_proj"))
-        freed -= sum(size for name, size in kept.items() if name.startswith(freed_prefixes))
+        freed -= sum(size for name, size in saved.items() if name.startswith(freed_prefixes))
         return StageActivations(
             before_backward=layers + head,
             in_last_norm=max(in_final_norm, layers + recomputed_bytes - freed),

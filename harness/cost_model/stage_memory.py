@@ -211,7 +211,7 @@ def step_peaks(
     `gradients` is the bytes of each stage's gradients, and `keeps_gradients` whether they exist when a step begins.
     `keeps_sent` is whether tensors that were sent are kept until the end of the step.
     """
-    kept = dict.fromkeys(("gradients", "buffers", "activations", "loss", "temporaries"), 0)
+    totals = dict.fromkeys(("gradients", "buffers", "activations", "loss", "temporaries"), 0)
     has_gradients = [keeps_gradients or done > 0 for done in start.done]
     for index, cost in enumerate(costs):
         pending, awaiting = start.pending[index], start.awaiting_weight_grad[index]
@@ -221,12 +221,14 @@ def step_peaks(
         if index == start.stage:  # the pass itself is added below
             pending, awaiting = (pending, awaiting - 1) if start.kind == "weights" else (pending - 1, awaiting)
         passes = pending + awaiting
-        kept["gradients"] += gradients[index] if has_gradients[index] else 0
-        kept["activations"] += passes * cost.activations.before_backward
-        kept["buffers"] += sent * cost.output_bytes + sent_back * cost.input_bytes - passes * cost.received_input_bytes
-        kept["loss"] += pending * cost.log_probability_bytes
-        kept["temporaries"] += awaiting * cost.deferred_grad_bytes
+        totals["gradients"] += gradients[index] if has_gradients[index] else 0
+        totals["activations"] += passes * cost.activations.before_backward
+        totals["buffers"] += (
+            sent * cost.output_bytes + sent_back * cost.input_bytes - passes * cost.received_input_bytes
+        )
+        totals["loss"] += pending * cost.log_probability_bytes
+        totals["temporaries"] += awaiting * cost.deferred_grad_bytes
     own = costs[start.stage]
     for peak in backward_peaks(own, start.kind, 0 if has_gradients[start.stage] else gradients[start.stage]):
         peak["buffers"] = peak.get("buffers", 0) - (own.received_input_bytes if "activations" in peak else 0)
-        yield {name: size + peak.get(name, 0) for name, size in kept.items()}
+        yield {name: size + peak.get(name, 0) for name, size in totals.items()}

@@ -41,7 +41,7 @@ def why_not_deepspeed_engine(run: RecordedRun) -> Iterator[str]:
     from harness.engines.deepspeed.widths import reduces_to_owner_rank
 
     config, layout = run.config, run.layout
-    if layout.tp > 1:
+    if layout.tp_enabled:
         yield (
             f"strategy.tp={layout.tp} is reached by replacing layers with DeepSpeed's tensor-parallel ones, which no"
             " setting of DeepSpeed does"
@@ -57,9 +57,9 @@ def why_not_train(run: RecordedRun) -> Iterator[str]:
     """Yield why train.py, and torchrun.sh with it, cannot be written."""
     config, layout = run.config, run.layout
     yield from why_not_common(run)
-    if layout.cp > 1:
+    if layout.cp_enabled:
         yield f"strategy.cp={layout.cp} gathers keys and values in this project's attention"
-    if layout.pp > 1 and layout.world_size > layout.pp:
+    if layout.pp_enabled and layout.world_size > layout.pp:
         yield f"strategy.pp={layout.pp} is combined with other parallelisms: only a pipeline by itself is exported"
     if layout.offload != "none" and not layout.uses_deepspeed_zero:
         yield f"strategy.offload={layout.offload} with fully_shard is not exported"
@@ -68,7 +68,7 @@ def why_not_train(run: RecordedRun) -> Iterator[str]:
             f"strategy.dp_replicate={layout.dp_replicate} with ZeroRedundancyOptimizer over part of the ranks is not"
             " exported"
         )
-    if layout.tp > 1 and config.model.tie_word_embeddings:
+    if layout.tp_enabled and config.model.tie_word_embeddings:
         yield f"model.tie_word_embeddings=true is tied again by this project after strategy.tp={layout.tp} is applied"
     if layout.sequence_parallel and config.model.architecture.learned_positions:
         yield "strategy.sequence_parallel=true shards learned positions by this project's own parallel style"
@@ -84,9 +84,9 @@ def why_not_deepspeed(run: RecordedRun) -> Iterator[str]:
 def why_not_accelerate(run: RecordedRun) -> Iterator[str]:
     """Yield why accelerate.yaml and train_accelerate.py cannot be written."""
     layout = run.layout
-    if layout.pp > 1:
+    if layout.pp_enabled:
         yield "Accelerate has no pipeline parallelism for training"
-    if layout.tp > 1 or layout.cp > 1:
+    if layout.tp_enabled or layout.cp_enabled:
         yield "Accelerate's tensor and context parallelism need a model of transformers"
     if layout.world_size == 1:
         yield "one process needs no launcher"
