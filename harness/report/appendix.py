@@ -21,7 +21,7 @@ def failures(view: View) -> list[Section]:
 
 def disturbed(view: View) -> list[Section]:
     """Return the section on runs whose times something disturbed."""
-    return section("Disturbed runs", _by_cause(labels_by(view.table, "noise_warning")))
+    return section("Runs with a noise warning", _by_cause(labels_by(view.table, "noise_warning")))
 
 
 def stale(view: View) -> list[Section]:

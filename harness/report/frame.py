@@ -179,7 +179,7 @@ def shared_settings(table: pd.DataFrame) -> list[str]:
         phrases.append(f"{shared['global_batch']} × {shared['seq_len']} = {tokens:,} tokens a step")
     phrases += [f"micro-batch {shared['micro_batch']}"] if "micro_batch" in shared else []
     phrases += [f"on {shared['measured_on']}"] if "measured_on" in shared else []
-    phrases += [f"{shared['launch']} launch"] if "launch" in shared else []
+    phrases += [f"ranks launched as {shared['launch']}"] if "launch" in shared else []
     phrases += [
         value_text(name, shared[name]) for name, default in DEFAULTS.items() if shared.get(name, default) != default
     ]

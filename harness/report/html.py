@@ -16,8 +16,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from harness.records.columns import column
 from harness.report.document import Best, BulletList, Chart, Paragraph, Section, Table
-from harness.report.frame import column_values, distinct_values
+from harness.report.frame import STATE_COLUMNS, column_values, distinct_values
 from harness.report.text import MILLISECONDS, ONE, Unit, byte_unit, format_deviations, format_numbers
 from harness.report.view import View
 from harness.util.text import sanitize
@@ -28,31 +29,14 @@ _FOLDER = Path(__file__).parent / "page"
 
 _LONG = 36  # characters from which on a cell may wrap
 
-_TEXTS = {"strategy": "strategy", "checkpointing": "checkpointing", "status": "status", "precision": "precision"}
+_TEXTS = ("strategy", "checkpointing", "status", "precision", "engine", "model", "measured_on")
 
-_TEXTS |= {"engine": "engine", "model": "model", "measured_on": "device"}
+_MEMORY = ("peak_allocated_bytes", "state_bytes", *STATE_COLUMNS, "activation_bytes")
 
-_MEMORY = {
-    "peak_allocated_bytes": "peak memory",
-    "state_bytes": "model state",
-    "parameter_bytes": "parameters",
-    "gradient_bytes": "gradients",
-    "optimizer_bytes": "optimizer state",
-    "activation_bytes": "activations",
-}
-
-_COUNTS = {
-    "parameters": "model parameters",
-    "world_size": "world size",
-    "micro_batch": "micro-batch",
-    "global_batch": "global batch",
-    "seq_len": "sequence length",
-    "tp": "tp",
-    "cp": "cp",
-    "pp": "pp",
-    "dp_shard": "dp_shard",
-    "dp_replicate": "dp_replicate",
-}
+_COUNTS = (
+    *("parameters", "world_size", "micro_batch", "global_batch", "seq_len"),
+    *("tp", "cp", "pp", "dp_shard", "dp_replicate"),
+)
 
 
 @dataclass(frozen=True)
@@ -79,9 +63,7 @@ def build_explorer(view: View) -> ExplorerData | None:
             shown[name] = format_deviations(values) if name.endswith("_deviation") else format_numbers(values, unit)
     if len(numbers) < 2:
         return None
-    texts = {
-        name: title for name, title in _TEXTS.items() if name == "strategy" or len(distinct_values(table, name)) > 1
-    }
+    texts = {name: column(name).title for name in _TEXTS if name == "strategy" or len(distinct_values(table, name)) > 1}
     labels, strategies = column_values(table, "label"), [value or "" for value in column_values(table, "strategy")]
     cells_of = {name: [sanitize(value or "") for value in column_values(table, name)] for name in texts}
     rows: list[dict[str, str | float | None]] = []
@@ -102,16 +84,21 @@ def _numbers(table: Any) -> Iterator[tuple[str, str, Unit]]:
     memory = byte_unit([value for name in _MEMORY for value in column_values(table, name)])
     sent = byte_unit(column_values(table, "communication_bytes"))
     yield "tokens_per_second", "tokens a second", ONE
-    yield "peak_allocated_bytes", "peak memory", memory  # the second is the initial horizontal axis
+    yield (
+        "peak_allocated_bytes",
+        column("peak_allocated_bytes").title,
+        memory,
+    )  # the second is the initial horizontal axis
     yield "tokens_per_second_per_device", "tokens a second and device", ONE
     yield "step_seconds", "step time", MILLISECONDS
     yield "mfu", "MFU", Unit("%", 0.01)
     yield "pipeline_bubble", "bubble", ONE
-    yield from ((name, title, memory) for name, title in _MEMORY.items() if name != "peak_allocated_bytes")
+    yield "state_bytes", "model state", memory
+    yield from ((name, column(name).title, memory) for name in (*STATE_COLUMNS, "activation_bytes"))
     yield "communication_bytes", "sent by one rank in one step", sent
     yield "loss_deviation", "largest difference of a loss", ONE
     yield "grad_deviation", "largest difference of a gradient", ONE
-    yield from ((name, title, ONE) for name, title in _COUNTS.items() if len(distinct_values(table, name)) > 1)
+    yield from ((name, column(name).title, ONE) for name in _COUNTS if len(distinct_values(table, name)) > 1)
 
 
 @dataclass(frozen=True)

@@ -5,43 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.config.fingerprint import result_affecting_keys
+from harness.records.columns import column
 from harness.records.schema import Record, Row
-
-# The columns that are shown where they vary between the rows and said once where they do not, with their titles.
-VARYING = {
-    "model": "model",
-    "parameters": "parameters",
-    "engine": "engine",
-    "precision": "precision",
-    "world_size": "world",
-    "global_batch": "batch",
-    "seq_len": "seq_len",
-    "micro_batch": "micro",
-    "measured_on": "device",
-    "launch": "launch",
-    "repeat": "repeat",
-    "data_parallel": "data_parallel",
-    "zero_stage": "ZeRO",
-    "dp_replicate": "dp_replicate",
-    "dp_shard": "dp_shard",
-    "tp": "tp",
-    "cp": "cp",
-    "pp": "pp",
-    "schedule": "schedule",
-    "virtual_stages": "virtual",
-    "layers_per_stage": "layers",
-    "sequence_parallel": "sequence",
-    "vocabulary_parallel": "vocabulary cut",
-    "offload": "offload",
-    "offload_activations": "activations away",
-    "checkpointing_every": "every",
-    "compile": "compiled",
-    "loss_chunks": "loss chunks",
-    "fused_optimizer": "fused",
-    "attention": "attention",
-    "dropout": "dropout",
-    "otherwise": "otherwise",
-}
 
 # Strategy and world size determine these, unless rows that share both differ in them.
 SAID_BY_STRATEGY = (
@@ -49,6 +14,27 @@ SAID_BY_STRATEGY = (
     *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "vocabulary_parallel"),
     *("offload", "offload_activations"),
 )
+
+# Titles that are shorter than the registry's, for columns of a table and for labels, and one that no row has.
+_SHORT_TITLES = {
+    "parameters": "parameters",
+    "world_size": "world",
+    "global_batch": "batch",
+    "seq_len": "seq_len",
+    "micro_batch": "micro",
+    "zero_stage": "ZeRO",
+    "otherwise": "otherwise",
+}
+
+# The columns that are shown where they vary between the rows and said once where they do not, with their titles.
+VARYING = {
+    name: _SHORT_TITLES.get(name) or column(name).title
+    for name in (
+        *("model", "parameters", "engine", "precision", "world_size", "global_batch", "seq_len", "micro_batch"),
+        *("measured_on", "launch", "repeat", *SAID_BY_STRATEGY[1:]),
+        *("checkpointing_every", "compile", "loss_chunks", "fused_optimizer", "attention", "dropout", "otherwise"),
+    )
+}
 
 # Values that a label leaves out, and that are not mentioned where all rows share them.
 DEFAULTS = {

@@ -80,11 +80,7 @@ def comparison(view: View) -> list[Section]:
             if any(count > 1 for count in column_values(table, "runs"))
             else ""
         )
-        + (
-            " ‡ marks runs that something disturbed, listed below."
-            if any(column_values(table, "noise_warning"))
-            else ""
-        )
+        + (" ‡ marks runs with a noise warning, listed below." if any(column_values(table, "noise_warning")) else "")
         + (" † marks rows made by other versions, listed below." if distinct_values(table, "stale_reason") else "")
     )
     names = sum(not column.number for column in columns)

@@ -52,7 +52,7 @@ def pipeline_section(view: View) -> list[Section]:
         "idle ms": format_numbers([rank["idle_seconds"] for rank in ranks], MILLISECONDS),
         "bubble": format_fractions([rank["bubble"] for rank in ranks]),
         "formula": format_fractions(formulas),
-        "passes in flight": [str(rank["in_flight"]) for rank in ranks],
+        "micro-batches in flight": [str(rank["in_flight"]) for rank in ranks],
         f"activations {memory.name}": format_numbers(activation_bytes, memory),
     }
     rows = list(zip(*columns.values(), strict=True))
@@ -68,7 +68,7 @@ _ON_HOST = {"offloaded_bytes": "state on the host", "offloaded_activation_bytes"
 _BESIDE = {
     "peak_reserved_bytes": "peak reserved",
     "fragmentation_bytes": "fragmentation",
-    "non_torch_bytes": "outside torch",
+    "non_torch_bytes": "not allocated by torch",
     "peak_rss_bytes": "host process",
 }
 
@@ -100,7 +100,7 @@ def memory(view: View) -> list[Section]:
         columns[header] = format_numbers(column_values(table, name), unit)
         if compared:
             columns[f"× {header}"] = format_ratios(column_values(table, f"{name}_ratio"))
-    columns["peak of the least rank"] = format_numbers(_least_peaks(runs.records), unit)
+    columns["smallest peak of a rank"] = format_numbers(_least_peaks(runs.records), unit)
     for name, header in (on_host | _BESIDE).items():
         columns[header] = format_numbers(column_values(table, name), unit)
     columns = {header: cells for header, cells in columns.items() if any(cells)}
@@ -110,11 +110,12 @@ def memory(view: View) -> list[Section]:
         f"Memory ({unit.name})",
         run_table(table, columns),
         Paragraph(
-            "Each column is the maximum over ranks. Parameters and optimizer at rest between steps, gradients and"
-            " activations at their most; the parts need not be at their most at once, so they need not add up. The host"
-            " process is the most that was ever resident of one, interpreter and libraries included."
+            "Each column is the maximum over ranks. Parameters and optimizer state are measured between steps,"
+            " gradients and activations at their maximum during a step; these maxima need not coincide, so they need"
+            " not add up to the peak. Host process is the largest resident memory of any rank's process, with"
+            " interpreter and libraries."
             + "".join(_HOST_NOTES[name] for name in on_host)
-            + (f" × is over {compared}." if compared else "")
+            + (f" × is the value over that of {compared}." if compared else "")
         ),
     )
 
@@ -189,7 +190,8 @@ def time(view: View) -> list[Section]:
         speed_charts.step(view),
         run_table(table, {header: cells for header, cells in columns.items() if any(cells)}),
         Paragraph(
-            "Of the slowest rank in the median step; data to other add up to the step. Communication is exposed while"
+            "The parts are those of the slowest rank in the median step; from data to other they add up to the step."
+            " Communication is exposed while"
             " a collective is in flight and no operator computes, overlapped while one does: the shares are of two"
             " steps under torch's profiler, the phases of the timed steps. Other is what no phase accounts for. Spread"
             " is the interquartile range of the steps over their median; processor seconds are of all ranks for one"
@@ -208,10 +210,10 @@ def operations(view: View) -> list[Section]:
     rates = column_values(table, "model_flops_per_second_per_device")
     unit, rate = flop_unit([*model, *executed]), flop_unit(rates)
     columns = {
-        f"model {unit.name} a step": format_numbers(model, unit),
-        f"ran {unit.name} a step": format_numbers(executed, unit),
-        "ran / model": format_ratios(ratios),
-        f"model {rate.name}/s a device": format_numbers(rates, rate),
+        f"model {unit.name} per step": format_numbers(model, unit),
+        f"executed {unit.name} per step": format_numbers(executed, unit),
+        "executed / model": format_ratios(ratios),
+        f"model {rate.name}/s per device": format_numbers(rates, rate),
         "MFU %": format_percents(column_values(table, "mfu")),
         "HFU %": format_percents(column_values(table, "hfu")),
     }

@@ -5,26 +5,29 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from harness.records.columns import columns_aggregated_by
 from harness.records.provenance import versions
 from harness.records.schema import Record, Row
 from harness.report.comparability import group_by, repeat_key
+from harness.report.labels import STEP_PARTS
 
 # The page's explanation of the marks in the comparison.
 HOW_TO_READ = (
     "Runs that differ in nothing but their repeat are one line: the median of speed and time over those that ended ok,"
     " the maximum of memory and deviations; ± is half the range of their tokens per second over the median. A ratio of"
-    " tokens per second with a trailing ~ does not settle which is faster: the two lines' spreads meet; an unknown"
-    " one marks nothing. The spread of a line is ± where two of its runs or more ended ok, else half the interquartile"
+    " tokens per second with a trailing ~ does not settle which is faster: the difference is within the spread of the"
+    " two lines; an unknown spread marks nothing. The spread of a line is ± where two of its runs or more ended ok,"
+    " else half the interquartile"
     " range of the run's step times over their median, which says nothing of how runs differ: for that, repeat them"
     " (repeats=3)."
 )
 
-_MEDIAN = (
-    *("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "pipeline_bubble", "mfu", "hfu"),
-    *("model_flops_per_second_per_device", "cpu_seconds", "joules_per_token"),
-)
+# The parts of a step add up within one run only, so that no median represents them, and neither one of its percentile.
+_WITHIN_RUN = {*STEP_PARTS, "overlapped_communication_seconds", "step_seconds_p95"}
 
-_MAXIMUM = ("loss_deviation", "grad_deviation", "max_in_flight_micro_batches")
+_MEDIAN = set(columns_aggregated_by("median")) - _WITHIN_RUN
+
+_MAXIMUM = columns_aggregated_by("maximum")
 
 
 def merge_repeats(records: Sequence[Record]) -> list[Record]:

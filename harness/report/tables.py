@@ -71,14 +71,16 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
 
 def _caption(table: pd.DataFrame) -> list[str]:
     names = baseline_names(table)
-    return [f"× is of {sanitize(names)}"] if names else []
+    return [f"× is relative to {sanitize(names)}"] if names else []
 
 
 def _legend(columns: Sequence[Column]) -> list[str]:
     """Return what the marks in these columns mean."""
     meanings = {
-        "± half the range of tok/s between runs over their median": any(column.header[0] == "±" for column in columns),
-        f"{UNSETTLED_MARK} not settled: the spreads meet (±; of one run that of its steps)": any(
+        "± is half the range of tok/s between runs over their median": any(
+            column.header[0] == "±" for column in columns
+        ),
+        f"{UNSETTLED_MARK} the difference is within the spread (±; of a single run, that of its steps)": any(
             cell.endswith(UNSETTLED_MARK) for column in columns if column.number for cell in column.cells
         ),
     }
@@ -100,7 +102,7 @@ def _notes(table: pd.DataFrame, lines: Sequence[Record]) -> list[str]:
     for label, runs in labelled:
         for cause, name in _by_value(label, runs, lambda row: row.get("noise_warning")):
             disturbed.setdefault(cause, []).append(name)
-    notes += [f"{DISTURBED_MARK} disturbed, {cause}: {', '.join(labels)}" for cause, labels in disturbed.items()]
+    notes += [f"{DISTURBED_MARK} noise warning, {cause}: {', '.join(labels)}" for cause, labels in disturbed.items()]
     for kernel, labels in labels_by_kernel(table).items():
         notes.append(f"attention ran as {kernel}, not one kernel for all: {', '.join(labels)}")
     return [sanitize(note) for note in notes]

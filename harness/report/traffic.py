@@ -29,21 +29,21 @@ def _communication(view: View) -> list[Section]:
         numbers = format_numbers([size for size, _ in sent], unit)
         cells = [f"{text} ({calls:,})" if text else "" for text, (_, calls) in zip(numbers, sent, strict=True)]
         columns[f"{operation} on {axis}"] = cells
-    columns["in all"] = format_numbers(column_values(table, "communication_bytes"), unit)
+    columns["total"] = format_numbers(column_values(table, "communication_bytes"), unit)
     compared = baseline_names(table)
-    columns["× in all"] = (
+    columns["× total"] = (
         format_ratios(column_values(table, "communication_bytes_ratio")) if compared else [""] * len(table)
     )
     columns = {header: cells for header, cells in columns.items() if any(cells)}
     if not columns:
         return []
     return section(
-        f"Communication ({unit.name} a step)",
+        f"Communication ({unit.name} per step)",
         run_table(table, columns),
         Paragraph(
             "What the rank that sends most must send in one step under ring algorithms, counted from the operators that"
             " ran, by the mesh axis they ran along; calls in parentheses."
-            + (f" × is over {compared}." if compared else "")
+            + (f" × is the value over that of {compared}." if compared else "")
         ),
     )
 

@@ -51,8 +51,8 @@ def repeated() -> list[Record]:
 
 
 GOLDEN = """\
-tiny (1,048,576 parameters); fp32; checkpointing none; 8 × 128 = 1,024 tokens a step; micro-batch 4; on cpu; processes
-launch; × is of ddp
+tiny (1,048,576 parameters); fp32; checkpointing none; 8 × 128 = 1,024 tokens a step; micro-batch 4; on cpu; ranks
+launched as processes; × is relative to ddp
                                     ±            ×   MFU   step   peak     ×  state  comm.      ×    loss    grad
 strategy  world  status   tok/s     %  runs  tok/s     %     ms    MiB  peak    MiB    MiB  comm.    dev.    dev.
 ddp       2      ok      16,000  15.6     3  1.00   41.3   64.0  22.00  1.00  16.00   4.00   1.00  1.2e-7  4.6e-6
@@ -61,11 +61,11 @@ zero3     2      ok ‡     9,050   0.6     3  0.57   25.0  113.1  22.00  1.00  
 zero2     2      ok      17,000           1  1.06~         60.2  20.00  0.91  12.00   4.00   1.00  1.2e-7  4.6e-6
 single    1      error                    2
 not shown in 120 columns: tok/s /device, activ. MiB
-± half the range of tok/s between runs over their median
-~ not settled: the spreads meet (±; of one run that of its steps)
+± is half the range of tok/s between runs over their median
+~ the difference is within the spread (±; of a single run, that of its steps)
 zero1 repeat 1 error: RuntimeError: shards differ
 single error: RuntimeError: shards differ
-‡ disturbed, other processes used 0.8 of 2 cores: zero3 repeat 1
+‡ noise warning, other processes used 0.8 of 2 cores: zero3 repeat 1
 """
 
 
@@ -151,7 +151,7 @@ def test_only_what_differs_in_repeat_alone_is_one_line() -> None:
         lines = merge_repeats([first, other])
         assert [line.runs for line in lines] == [[first], [other]]
         assert len(set(column_values(records_frame(lines), "label"))) == 2
-    # As refused for values of which no configuration can be made: the row knows neither repeat nor world.
+    # The run was refused because no configuration could be made, so the row has neither repeat nor world.
     bare = {"run_id": "x", "name": "r", "status": "refused", "reason": "train.steps=0", "strategy": "ddp"}
     config = {"train": {"steps": 0}}
     refused = [Record(bare | {"run_id": str(n)}, config | {"repeat": n}) for n in range(3)]

@@ -206,7 +206,7 @@ def test_degrees_are_shown_where_strategy_and_world_do_not_say_them() -> None:
         for n, tp in enumerate((2, 4))
     ]
     entries = [record_of(entry) for entry in (*rows, row(9, "tp", "torch", 0, dp_replicate=1, dp_shard=1, tp=2))]
-    lines = printed(entries, 160)
+    lines = printed(entries, 200)
     assert next(line for line in lines if line.startswith("strategy")).split()[:5] == (
         ["strategy", "world", "dp_shard", "tp", "status"]
     )
@@ -243,9 +243,9 @@ STAGES = {"data_parallel": "fsdp", "dp_shard": 2, "pp": 2, "world_size": 4}
         ),
         (
             [(TORCH, {"checkpointing": "every_n", "checkpointing_every": every}) for every in (2, 4)],
-            "every",
+            "checkpointing every",
             ["2", "4"],
-            ["ddp every_n every 2", "ddp every_n every 4"],
+            ["ddp every_n checkpointing every 2", "ddp every_n checkpointing every 4"],
         ),
         (
             [(("cp", "torch", 0), {"data_parallel": means}) for means in ("none", "fsdp")],
@@ -255,9 +255,9 @@ STAGES = {"data_parallel": "fsdp", "dp_shard": 2, "pp": 2, "world_size": 4}
         ),
         (
             [(("tp", "torch", 0), {"vocabulary_parallel": cut}) for cut in (True, False)],
-            "vocabulary cut",
+            "vocabulary parallel",
             ["yes", "no"],
-            ["tp vocabulary cut yes", "tp vocabulary cut no"],
+            ["tp vocabulary parallel yes", "tp vocabulary parallel no"],
         ),
     ],
     ids=["engine", "compile", "zero_stage", "every", "data_parallel", "vocabulary"],
@@ -314,13 +314,14 @@ def test_what_no_column_has_is_told_by_its_key() -> None:
 def test_what_all_rows_share_is_said_where_it_is_not_as_usual() -> None:
     unusual = {"compile": True, "loss_chunks": 4, "dropout": 0.1, "fused_optimizer": False}
     entries = [record_of(row(n, name, "torch", 0, **unusual)) for n, name in enumerate(("ddp", "fsdp_no_shard"))]
-    assert printed(entries, 400)[0].split("; ")[-5:-1] == ["compiled yes", "loss chunks 4", "fused no", "dropout 0.1"]
+    options = ["compiled yes", "loss chunks 4", "fused optimizer no", "dropout 0.1"]
+    assert printed(entries, 400)[0].split("; ")[-5:-1] == options
 
 
 def test_one_row_is_still_measured_against_the_baseline_of_all() -> None:
     lines = printed(records(), 120, only={f"{5:010x}"})
     assert terminal_cells(lines, "zero3")[:5] == ["zero3", "ok", "12,346", "6,173", "0.77"]
-    assert "× is of ddp" in " ".join(lines) and not any(line.startswith("ddp") for line in lines)
+    assert "× is relative to ddp" in " ".join(lines) and not any(line.startswith("ddp") for line in lines)
     assert printed([], 120) == ["no runs recorded"]
 
 
@@ -386,8 +387,8 @@ def test_markdown_numbers_stand_under_their_headers() -> None:
     assert communication["zero3"]["all_gather on dp_shard"] == "4.00 (7)"
     assert communication["zero3"]["reduce_scatter on dp_shard"] == "2.00 (5)"
     assert communication["ddp"]["all_reduce on dp_replicate"] == "4.00 (3)"
-    assert communication["zero3"]["in all"] == "6.00" and communication["zero3"]["× in all"] == "1.50"
-    assert full["peak of the least rank"] == "8.50"
+    assert communication["zero3"]["total"] == "6.00" and communication["zero3"]["× total"] == "1.50"
+    assert full["smallest peak of a rank"] == "8.50"
     proof = {line["run"]: line for line in found["Proof"]}
     assert proof["ddp"] == {
         "run": "ddp",
@@ -413,7 +414,7 @@ def test_pipelines_have_a_row_a_rank_and_traffic_its_axes() -> None:
         "idle ms": "20.00",
         "bubble": "3.500",
         "formula": "0.375",
-        "passes in flight": "1",
+        "micro-batches in flight": "1",
         "activations MiB": "1.00",
     }
     assert found["Comparison"][4]["bubble"] == "0.329" and found["Comparison"][4]["bubble formula"] == "0.125"
