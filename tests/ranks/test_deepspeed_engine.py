@@ -306,7 +306,7 @@ def test_ranks_hold_what_widths_say(case: Case, outcomes: dict[Case, list[dict[s
         assert 0.98 * share <= most <= share + 2 * widths.gradients * 0.06 * total
 
 
-# Ring volume of a step over that of fp32 DDP, without accumulation: one for a reduction and one for a gather make two.
+# The ring volume of a step over that of fp32 DDP without accumulation, which is a reduction and a gather.
 VOLUMES = {case: {1: 1.0, 2: (case.accumulation + 1) / 2, 3: 1.5 * case.accumulation}[i % 3 + 1] for i, case in
            enumerate(LITERATURE + ACCUMULATED)}  # fmt: skip
 

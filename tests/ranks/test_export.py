@@ -20,7 +20,7 @@ from harness.runner.plan import make_plan
 from harness.worker import main as worker_main
 from tests.support.commands import ROOT, compose, compose_config, execute_run
 
-# Two micro-batches a rank at world 2, and clipping that clips.
+# Each rank has two micro-batches at world 2, and the norm is above the clipping threshold.
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
 
 TORCHRUN = ("sh", "torchrun.sh")

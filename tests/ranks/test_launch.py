@@ -31,8 +31,8 @@ GONE_SECONDS = 2.0  # what a killed parent's ranks have to be gone
 
 MARK = "LAUNCH_TEST_MARK"
 
-# A parent of its own: says when it launches and how that ended. `lean` and `warm` preload less than the product does,
-# to be quick; `warm` has its forkserver ready.
+# A parent process that prints when it launches and how that ended. `lean` and `warm` preload less than the product
+# does, to be quick; `warm` has its forkserver ready.
 PARENT = """
 import sys
 from pathlib import Path
@@ -59,7 +59,7 @@ outcome = go(entry)
 print(outcome.status, outcome.reason, flush=True)
 """
 
-# What the forkserver is like when it is ready to fork.
+# The state of the forkserver when it is ready to fork.
 PRELOADED = """
 import os
 os.environ["DS_ACCELERATOR"] = "cpu"

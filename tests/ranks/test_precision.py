@@ -17,7 +17,7 @@ LAYOUTS = {
     "bf16_mixed": "single,ddp,zero1,zero2,zero3,fsdp_full_shard,fsdp_shard_grad_op,fsdp_no_shard,tp,pp_interleaved",
 }
 
-# Bytes a parameter of parameters and optimizer at rest, where nothing is divided; a sharded engine trains its masters.
+# Bytes per parameter of parameters and optimizer at rest if nothing is sharded; a sharded engine trains its masters.
 STATE = {"bf16": (2, 4), "fp16_mixed": (2, 12), "bf16_mixed": (2, 12)}
 
 BOUND = {"bf16": 3e-2, "fp16_mixed": 1e-2, "bf16_mixed": 0.1}

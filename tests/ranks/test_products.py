@@ -19,7 +19,7 @@ from tests.support.commands import assert_not_proven, compose_config
 
 FSDP = "strategy.data_parallel=fsdp"
 
-# By world size: every product that has a name, and some that are overrides.
+# Every product that has a name, and some made by overrides, by world size.
 PRODUCTS = {
     4: (
         "fsdp_hybrid_shard strategy.dp_replicate=2",
@@ -60,7 +60,7 @@ MORE = [
     for checkpointing, precision in (("none", "fp32"), ("full", "bf16_mixed"))
 ]
 
-# At eight ranks, one each of what the tests beside this one prove at two and four.
+# One example at eight ranks of each product that other tests prove at two and four.
 WIDE = (
     "zero1_torch",
     "zero_offload",

@@ -24,7 +24,7 @@ STRATEGIES = dict.fromkeys(
 
 CHECKPOINTING = {2: ("none", "full"), 4: ("none",)}  # by world
 
-# 8 sequences in micro-batches of 2: two of them a rank at world 2, one at world 4.
+# The batch is 8 sequences in micro-batches of 2: two micro-batches per rank at world 2, one at world 4.
 BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=64", "train.steps=2", "train.warmup_steps=2")
 
 

@@ -49,9 +49,9 @@ def one_group(run_dir: str) -> None:
     plugin_of = fsdp.create_fsdp_plugin
 
     def plugin(config: Any, layout: Any, model: Any) -> FullyShardedDataParallelPlugin:
-        made = plugin_of(config, layout, model)
-        made.transformer_cls_names_to_wrap = []
-        return made
+        fsdp_plugin = plugin_of(config, layout, model)
+        fsdp_plugin.transformer_cls_names_to_wrap = []
+        return fsdp_plugin
 
     fsdp.create_fsdp_plugin = plugin
     told_to_shard(run_dir)
@@ -80,9 +80,9 @@ def main() -> None:
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     model = torch.nn.Linear(4, 4)
     prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    held = sum(parameter.numel() for parameter in prepared.parameters())
-    found = {"made": type(prepared).__name__, "held": held, "ranks": accelerator.num_processes}
-    atomic_write_json(Path(os.environ["FOUND"]) / f"{dist.get_rank()}.json", found)
+    numel = sum(parameter.numel() for parameter in prepared.parameters())
+    result = {"made": type(prepared).__name__, "held": numel, "ranks": accelerator.num_processes}
+    atomic_write_json(Path(os.environ["FOUND"]) / f"{dist.get_rank()}.json", result)
     dist.destroy_process_group()
 
 

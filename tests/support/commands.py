@@ -71,11 +71,11 @@ def execute_run(config: RunConfig, command: CommandConfig, entry: Callable[[str]
     return record
 
 
-def assert_not_proven(record: Record, found: str) -> None:
+def assert_not_proven(record: Record, words: str) -> None:
     """Check that the run is an error and that one of the problems its proof names contains these words."""
     problems = record.proof["problems"]
     assert record.row["status"] == "error"
-    assert any(found in problem for problem in problems), problems
+    assert any(words in problem for problem in problems), problems
 
 
 SMALL_BATCH = (

@@ -439,8 +439,8 @@ def loss_of_its_own(run_dir: str) -> None:
     step = engine.TorchEngine.step
 
     def spoiled(self: Any, micro_batches: Any) -> Any:
-        found = step(self, micro_batches)
-        return found._replace(loss=found.loss * (1.5 - rank()))
+        result = step(self, micro_batches)
+        return result._replace(loss=result.loss * (1.5 - rank()))
 
     engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
     worker_main.main(run_dir)
@@ -562,10 +562,10 @@ def stuck(run_dir: str) -> None:
 def stuck_in_a_step(run_dir: str) -> None:
     """Stop rank 1 in its second step."""
     step = engine.TorchEngine.step
-    taken = itertools.count()
+    step_numbers = itertools.count()
 
     def waiting(self: Any, micro_batches: Any) -> Any:
-        if rank() == 1 and next(taken) == 1:
+        if rank() == 1 and next(step_numbers) == 1:
             time.sleep(3600)
         return step(self, micro_batches)
 
@@ -576,12 +576,12 @@ def stuck_in_a_step(run_dir: str) -> None:
 def greedy(run_dir: str) -> None:
     """Touch more and more host memory in rank 1's second step, until the process is stopped."""
     step = engine.TorchEngine.step
-    taken, held = itertools.count(), []
+    step_numbers, blocks = itertools.count(), []
 
     def hungry(self: Any, micro_batches: Any) -> Any:
-        if rank() == 1 and next(taken) == 1:
+        if rank() == 1 and next(step_numbers) == 1:
             while True:
-                held.append(b"1" * 2**24)
+                blocks.append(b"1" * 2**24)
         return step(self, micro_batches)
 
     engine.TorchEngine.step = hungry  # type: ignore[method-assign]
@@ -719,9 +719,9 @@ def stale_copy(run_dir: str) -> None:
     def spoiled(self: Any, tensor: Any) -> Any:
         size = tensor.untyped_storage().nbytes()
         if size not in self.copies:
-            self.kept = [*getattr(self, "kept", []), made := activation_offload.HostCopy(tensor)]
-            self.copies[size] = made
-            self.probe.offloaded(made.host)
+            self.kept = [*getattr(self, "kept", []), host_copy := activation_offload.HostCopy(tensor)]
+            self.copies[size] = host_copy
+            self.probe.offloaded(host_copy.host)
         return self.copies[size]
 
     activation_offload.OffloadHooks.copy_once = spoiled  # type: ignore[method-assign]
@@ -781,10 +781,10 @@ def autotp_dropped(run_dir: str) -> None:
 def collective_mismatched(run_dir: str) -> None:
     """Call another collective on rank 1 than on the other ranks, in the second step."""
     step = engine.TorchEngine.step
-    taken = itertools.count()
+    step_numbers = itertools.count()
 
     def spoiled(self: Any, micro_batches: Any) -> Any:
-        if next(taken) == 1:
+        if next(step_numbers) == 1:
             dist.all_reduce(torch.zeros(8 if rank() == 1 else 2))
         return step(self, micro_batches)
 
@@ -795,11 +795,11 @@ def collective_mismatched(run_dir: str) -> None:
 def nan_later(run_dir: str) -> None:
     """Make the loss NaN from the third step on."""
     step = engine.TorchEngine.step
-    taken = itertools.count()
+    step_numbers = itertools.count()
 
     def spoiled(self: Any, micro_batches: Any) -> Any:
-        found = step(self, micro_batches)
-        return found._replace(loss=found.loss * float("nan")) if next(taken) >= 2 else found
+        result = step(self, micro_batches)
+        return result._replace(loss=result.loss * float("nan")) if next(step_numbers) >= 2 else result
 
     engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
     worker_main.main(run_dir)

@@ -55,7 +55,7 @@ class Ledger:
         problems = []
         for path in records_in(self.folder):
             try:
-                seen = path.stat()
+                status = path.stat()
                 is_ok = read_record(path.parent).row["status"] == "ok"
             except FileNotFoundError:  # the folder of a run that is started again
                 continue
@@ -64,7 +64,7 @@ class Ledger:
                     problems.append(f"half a record: {error}")
                 continue
             if is_ok:
-                written = (seen.st_ino, seen.st_mtime_ns)
+                written = (status.st_ino, status.st_mtime_ns)
                 if self.finished.setdefault(path, written) != written:
                     problems.append(f"a finished record was touched: {path.parent.name}")
                     self.finished[path] = written
@@ -79,8 +79,8 @@ def records_in(folder: Path) -> list[Path]:
 
 def rowless(folder: Path) -> list[str]:
     """Return the runs that were started and have no record, whatever became of their command."""
-    begun = {path.parents[1] for depth in ("*", "references/*") for path in folder.glob(f"sweep/{depth}/ranks/*")}
-    return sorted(f"{path.name} was begun and has no row" for path in begun if not RunFolder(path).record.exists())
+    started = {path.parents[1] for depth in ("*", "references/*") for path in folder.glob(f"sweep/{depth}/ranks/*")}
+    return sorted(f"{path.name} was begun and has no row" for path in started if not RunFolder(path).record.exists())
 
 
 def moment(folder: Path) -> str:
@@ -105,15 +105,17 @@ def litter(folder: Path) -> list[str]:
 
 def differences(folder: Path, undisturbed: Path) -> list[str]:
     """Return where the final table differs from the undisturbed sweep's; each combination has one row in both."""
-    expected, found = ({r.row["run_id"]: r.row for r in read_all(f / "sweep").records} for f in (undisturbed, folder))
-    problems = [f"{run_id} has no row" for run_id in expected.keys() - found.keys()]
-    problems += [f"{run_id} should not be" for run_id in found.keys() - expected.keys()]
-    for run_id in expected.keys() & found.keys():
-        before, after = stable(expected[run_id]), stable(found[run_id])
+    expected, actual = ({r.row["run_id"]: r.row for r in read_all(f / "sweep").records} for f in (undisturbed, folder))
+    problems = [f"{run_id} has no row" for run_id in expected.keys() - actual.keys()]
+    problems += [f"{run_id} should not be" for run_id in actual.keys() - expected.keys()]
+    for run_id in expected.keys() & actual.keys():
+        before, after = stable(expected[run_id]), stable(actual[run_id])
         for column in sorted(before.keys() | after.keys()):
-            one, other = before.get(column), after.get(column)
-            if one != other and not (one and other and column in NEARLY and abs(one - other) <= NEARLY[column] * one):
-                problems.append(f"{run_id}: {column} is {other}, undisturbed {one}")
+            value, other = before.get(column), after.get(column)
+            if value != other and not (
+                value and other and column in NEARLY and abs(value - other) <= NEARLY[column] * value
+            ):
+                problems.append(f"{run_id}: {column} is {other}, undisturbed {value}")
     with (folder / "sweep" / "runs.csv").open(newline="") as file:
         listed = [row["run_id"] for row in csv.DictReader(file)]
     if sorted(listed) != sorted(expected):

@@ -22,8 +22,8 @@ def all_reduce(run_dir: str) -> None:
     total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "DS_ACCELERATOR")
-    seen = {name: os.environ.get(name) for name in names} | {"path": os.environ["PATH"], "sum": total.item()}
-    (Path(run_dir) / f"seen_{dist.get_rank()}.json").write_text(json.dumps(seen))
+    result = {name: os.environ.get(name) for name in names} | {"path": os.environ["PATH"], "sum": total.item()}
+    (Path(run_dir) / f"seen_{dist.get_rank()}.json").write_text(json.dumps(result))
     print("printed")
     print("complained", file=sys.stderr)
     os.system("echo from a child process")
@@ -82,11 +82,11 @@ def describe(run_dir: str) -> None:
     """Write what this rank inherited: imported modules, CUDA, the process group, and the forkserver's threads."""
     modules = ("deepspeed", "torch.distributed.fsdp", "torch.distributed.pipelining")
     status = Path(f"/proc/{os.getppid()}/status")
-    seen = {
+    result = {
         "imported": [name for name in modules if name in sys.modules],
         "cuda_initialized": torch.cuda.is_initialized(),
         "process_group": dist.is_initialized(),
         "forked": _forked(),
         "forkserver_threads": int(status.read_text().split("Threads:")[1].split()[0]) if status.exists() else None,
     }
-    (Path(run_dir) / f"seen_{os.environ['RANK']}.json").write_text(json.dumps(seen))
+    (Path(run_dir) / f"seen_{os.environ['RANK']}.json").write_text(json.dumps(result))

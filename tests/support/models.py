@@ -81,12 +81,12 @@ def counted(config: RunConfig) -> tuple[int, int]:
     with FakeTensorMode():
         model = part_of(config, whole_model(config.model))
         for batch in micro_batches(config):
-            with counter() as found:
+            with counter() as flop_counter:
                 loss = loss_function(model(batch), batch)
-            forward += found.get_total_flops()
-            with counter() as found:
+            forward += flop_counter.get_total_flops()
+            with counter() as flop_counter:
                 loss.backward()  # type: ignore[no-untyped-call]
-            backward += found.get_total_flops()
+            backward += flop_counter.get_total_flops()
     return forward, backward
 
 
@@ -101,19 +101,19 @@ def counted_in_stages(config: RunConfig, layout: Layout) -> int:
     """
     batch = micro_batches(config)[0]
     size = (*batch.shape, config.model.hidden_size)
-    with Operators() as found:
+    with Operators() as operators:
         for stage in split_into_stages(config.model, layout):
             part = part_of(config, stage)
-            taken = batch.clone() if stage.holds_embedding else torch.zeros(size, requires_grad=True)
-            output = loss_function(part(taken), batch) if stage.holds_head else part(taken)
+            stage_input = batch.clone() if stage.holds_embedding else torch.zeros(size, requires_grad=True)
+            output = loss_function(part(stage_input), batch) if stage.holds_head else part(stage_input)
             back = None if stage.holds_head else [torch.zeros(size)]
             if stage.holds_embedding or layout.schedule != "zero_bubble":
-                stage_backward([output], back or [None], [taken])
+                stage_backward([output], back or [None], [stage_input])
             else:
-                _, groups = stage_backward_input([output], back, [taken], part.parameters())
+                _, groups = stage_backward_input([output], back, [stage_input], part.parameters())
                 with GraphExecGroup():
                     stage_backward_weight(part.parameters(), groups)
-    return found.flops
+    return operators.flops
 
 
 FP32 = PrecisionConfig("fp32", "float32", "float32", "float32", "float32")
@@ -158,8 +158,10 @@ def run(model: ModelConfig, precision: PrecisionConfig = FP32, checkpointing: st
     return read_run_config(values)
 
 
-def layout_of(config: RunConfig, stage: int, world_size: int, means: str = "none") -> Layout:
-    return resolve_layout(dataclasses.replace(config.strategy, zero_stage=stage, data_parallel=means), world_size)
+def layout_of(config: RunConfig, stage: int, world_size: int, data_parallel: str = "none") -> Layout:
+    return resolve_layout(
+        dataclasses.replace(config.strategy, zero_stage=stage, data_parallel=data_parallel), world_size
+    )
 
 
 def built(model: ModelConfig, dtype: torch.dtype, checkpointing: str = "none", stage: Stage | None = None) -> nn.Module:

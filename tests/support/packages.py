@@ -10,7 +10,7 @@ PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # daemons are no
 INSTALL_SECONDS = 600.0
 
 
-def found(*programs: str) -> str | None:
+def find_program(*programs: str) -> str | None:
     """Return the path of the first of these programs that is installed, or None."""
     return next((path for program in programs if (path := shutil.which(program, path=PATH))), None)
 
@@ -22,7 +22,7 @@ def install(name: str, programs: Sequence[str], packages: Sequence[str]) -> str:
     """
 
     def missing() -> list[str]:
-        return [program for program in programs if found(program) is None]
+        return [program for program in programs if find_program(program) is None]
 
     if not missing():
         return ""
@@ -30,7 +30,7 @@ def install(name: str, programs: Sequence[str], packages: Sequence[str]) -> str:
         return f"{name}'s {missing()[0]} is not installed; installing it takes root and apt-get"
     apt_get = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=120"]
     install_packages = [*apt_get, "install", "-y", "--no-install-recommends", *packages]
-    said = ""
+    message = ""
     for command in (install_packages, [*apt_get, "update"], install_packages):  # a fresh machine has old lists or none
         try:
             done = subprocess.run(
@@ -46,5 +46,5 @@ def install(name: str, programs: Sequence[str], packages: Sequence[str]) -> str:
             return f"{name} was not installed within {INSTALL_SECONDS:.0f} s"
         if not missing():
             return ""
-        said = (done.stderr.strip() or "no word").splitlines()[-1]
-    return f"{name} could not be installed: {said}"
+        message = (done.stderr.strip() or "no word").splitlines()[-1]
+    return f"{name} could not be installed: {message}"

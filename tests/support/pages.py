@@ -175,7 +175,7 @@ def browser() -> Iterator[Browser]:
     if why := packages.install("Chromium", ["chromium"], ["chromium"]):
         pytest.skip(why)
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=packages.found("chromium"), args=list(ARGUMENTS))
+        started = playwright.chromium.launch(executable_path=packages.find_program("chromium"), args=list(ARGUMENTS))
         try:
             yield started
         finally:

@@ -51,15 +51,15 @@ def start(
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f".said.{mark}"
     command = [*before, sys.executable, "-m", "harness", "-m", "name=sweep", f"results_dir={folder}", *TINY, *arguments]
-    given = os.environ | {MARK: mark, "PYTHONPATH": str(ROOT)} | (environment or {})
+    variables = os.environ | {MARK: mark, "PYTHONPATH": str(ROOT)} | (environment or {})
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, cwd=folder, env=given, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
     return Command(process, mark, log)
 
 
-def done(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+def run_to_end(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Run such a command to its end; return its exit status and its output."""
     command = start(folder, arguments, environment)
     return command.wait(), command.said()
@@ -67,15 +67,15 @@ def done(folder: Path, *arguments: str, environment: Mapping[str, str] | None = 
 
 def living(command: Command) -> list[psutil.Process]:
     """Return the processes of a command, without zombies, by its session or its mark, whichever they have kept."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             is_its = os.getsid(process.pid) == command.process.pid or process.environ().get(MARK) == command.mark
             if is_its and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                processes.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return processes
 
 
 def kind_of(process: psutil.Process, command: Command) -> str:
@@ -99,23 +99,23 @@ def kind_of(process: psutil.Process, command: Command) -> str:
 def of_kind(command: Command, kind: str) -> list[psutil.Process]:
     if kind == "parent":
         return [psutil.Process(command.process.pid)] if command.process.poll() is None else []
-    found = []
+    processes = []
     for process in living(command):
         try:
             if kind_of(process, command) == kind:
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
 def kill_one(command: Command, kind: str, chance: random.Random, number: int = signal.SIGKILL) -> bool:
     """Kill one process of that kind; return whether there was one."""
-    found = of_kind(command, kind)
-    if not found:
+    processes = of_kind(command, kind)
+    if not processes:
         return False
     try:
-        os.kill(chance.choice(found).pid, number)
+        os.kill(chance.choice(processes).pid, number)
     except ProcessLookupError:
         return False
     return True
@@ -123,9 +123,9 @@ def kill_one(command: Command, kind: str, chance: random.Random, number: int = s
 
 def seconds_until_gone(command: Command, patience: float) -> tuple[float, list[str]]:
     """Return how long processes of a dead command live on, and those left after `patience`, which are killed."""
-    began = time.monotonic()
-    while (left := living(command)) and time.monotonic() - began < patience:
+    started = time.monotonic()
+    while (left := living(command)) and time.monotonic() - started < patience:
         time.sleep(0.02)
     for process in left:
         process.kill()
-    return time.monotonic() - began, [str(process) for process in left]
+    return time.monotonic() - started, [str(process) for process in left]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness.records.store import read_all
 from tests.support.folder_invariants import Ledger, differences, litter, moment
-from tests.support.processes import PATIENCE_SECONDS, Command, done, kill_one, seconds_until_gone, start
+from tests.support.processes import PATIENCE_SECONDS, Command, kill_one, run_to_end, seconds_until_gone, start
 
 GONE_SECONDS = 10.0  # for what a dead command leaves, on a machine with other work
 
@@ -77,11 +77,11 @@ class Undisturbed:
 
 def undisturbed(way: Way, folder: Path) -> Undisturbed:
     """Run the sweep without kills first, so that everything that is built once exists afterwards."""
-    began = time.monotonic()
-    status, said = done(folder, *way.arguments)
+    started = time.monotonic()
+    status, output = run_to_end(folder, *way.arguments)
     if status != 0 or not read_all(folder / "sweep").records:
-        raise SystemExit(f"the undisturbed sweep ended with {status}: {said}")
-    return Undisturbed(folder, time.monotonic() - began)
+        raise SystemExit(f"the undisturbed sweep ended with {status}: {output}")
+    return Undisturbed(folder, time.monotonic() - started)
 
 
 def disturbed(way: Way, calm: Undisturbed, folder: Path, chance: random.Random, tally: Tally, most: int) -> None:
@@ -160,10 +160,10 @@ def strike(command: Command, kind: str, chance: random.Random) -> bool:
     if kind == "group SIGINT":  # Ctrl-C
         os.killpg(command.process.pid, signal.SIGINT)
         return True
-    what, _, name = kind.partition(" ")
+    process_kind, _, name = kind.partition(" ")
     ends_at = time.monotonic() + FIND_SECONDS
     while time.monotonic() < ends_at:
-        if kill_one(command, what, chance, getattr(signal, name or "SIGKILL")):
+        if kill_one(command, process_kind, chance, getattr(signal, name or "SIGKILL")):
             return True
         time.sleep(0.02)
     return False
@@ -173,17 +173,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    chance, tally, began = random.Random(asked.seed), Tally(), time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
+    arguments = parser.parse_args()
+    chance, tally, started = random.Random(arguments.seed), Tally(), time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
         calm: dict[tuple[str, ...], Undisturbed] = {}
-        while tally.kills.total() < asked.kills:
+        while tally.kills.total() < arguments.kills:
             way = chance.choices(list(WAYS), list(WAYS.values()))[0]
             if way.arguments not in calm:
-                calm[way.arguments] = undisturbed(way, Path(place, f"calm_{len(calm)}"))
-            most = min(chance.randint(4, 10), asked.kills - tally.kills.total())
-            disturbed(way, calm[way.arguments], Path(place, f"folder_{tally.folders}"), chance, tally, most)
-    report(tally, time.monotonic() - began)
+                calm[way.arguments] = undisturbed(way, Path(scratch, f"calm_{len(calm)}"))
+            most = min(chance.randint(4, 10), arguments.kills - tally.kills.total())
+            disturbed(way, calm[way.arguments], Path(scratch, f"folder_{tally.folders}"), chance, tally, most)
+    report(tally, time.monotonic() - started)
     raise SystemExit(1 if tally.violations else 0)
 
 

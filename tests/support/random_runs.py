@@ -32,11 +32,11 @@ def degrees(random_: random.Random, most: int) -> dict[str, int]:
     """Return random degrees of the five axes, whose product is at most `most` and mostly more than 1."""
     axes = ["dp_replicate", "dp_shard", "tp", "cp", "pp"]
     random_.shuffle(axes)
-    found, left = dict.fromkeys(axes, 1), most
+    degree_of, left = dict.fromkeys(axes, 1), most
     for axis in axes:
-        found[axis] = random_.choice([degree for degree in (1, 2, 2, 4) if degree <= left])
-        left //= found[axis]
-    return found
+        degree_of[axis] = random_.choice([degree for degree in (1, 2, 2, 4) if degree <= left])
+        left //= degree_of[axis]
+    return degree_of
 
 
 def draw(seed: int, most_ranks: int) -> list[str]:
@@ -48,21 +48,21 @@ def draw(seed: int, most_ranks: int) -> list[str]:
     degree = degrees(r, most_ranks)
     engine = r.choices(("torch", "deepspeed", "accelerate"), (75, 15, 10))[0]
     base = "single"
-    means, stage = r.choice([("none", 0), ("ddp", 0), ("ddp", 1), ("fsdp", 0), ("fsdp", 2), ("fsdp", 3)])
+    data_parallel, stage = r.choice([("none", 0), ("ddp", 0), ("ddp", 1), ("fsdp", 0), ("fsdp", 2), ("fsdp", 3)])
     if engine == "deepspeed" or (engine == "accelerate" and r.random() < 0.5):
-        means, stage = "none", r.choice((1, 2, 3))
+        data_parallel, stage = "none", r.choice((1, 2, 3))
         base = f"zero{stage}"  # with its options
         cut = r.choice((1, 1, 1, 2)) if engine == "deepspeed" else 1
         degree = dict.fromkeys(degree, 1) | {"dp_shard": r.choice((1, 2, 4)), "tp": cut}
     elif engine == "accelerate":
-        means, stage = "ddp", 0
+        data_parallel, stage = "ddp", 0
         degree = dict.fromkeys(degree, 1) | {"dp_replicate": r.choice((1, 2, 4))}
     if r.random() < 0.9:  # mostly leave out what the kind of data parallelism cannot do at all
-        if means == "none" and engine == "torch":
+        if data_parallel == "none" and engine == "torch":
             degree |= {"dp_replicate": 1, "dp_shard": 1, "cp": 1}
-        if means == "ddp":
+        if data_parallel == "ddp":
             degree |= {"tp": 1} if stage else {"dp_shard": 1, "tp": 1}
-        if (means, stage) == ("fsdp", 0):
+        if (data_parallel, stage) == ("fsdp", 0):
             degree |= {"dp_shard": 1}
     schedule = r.choice(("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"))
     virtual = r.choice((1, 2)) if schedule == "zero_bubble" else 2 if schedule == "interleaved_1f1b" else 1
@@ -88,12 +88,12 @@ def draw(seed: int, most_ranks: int) -> list[str]:
         *(f"strategy={base}", f"model={family}", *sorted(model)),
         f"world_size={math.prod(degree.values())}",
         *(f"strategy.{key}={value}" for key, value in degree.items()),
-        *(f"strategy.engine={engine}", f"strategy.data_parallel={means}", f"strategy.zero_stage={stage}"),
+        *(f"strategy.engine={engine}", f"strategy.data_parallel={data_parallel}", f"strategy.zero_stage={stage}"),
         *(f"strategy.schedule={schedule if degree['pp'] > 1 else '1f1b'}", f"strategy.virtual_stages={virtual}"),
         f"strategy.sequence_parallel={vocabulary and degree['tp'] > 1 and r.random() < 0.5}",
-        f"strategy.literature={(means, stage) != ('ddp', 1)}",
+        f"strategy.literature={(data_parallel, stage) != ('ddp', 1)}",
         f"strategy.vocabulary_parallel={vocabulary}",
-        f"strategy.offload={offload(r, engine, means, stage)}",
+        f"strategy.offload={offload(r, engine, data_parallel, stage)}",
         f"checkpointing={checkpointing}",
         f"checkpointing.offload_activations={checkpointing != 'selective' and r.random() < 0.15}",
         f"precision={r.choice(('fp32', 'fp32', 'fp32', 'bf16_mixed', 'bf16', 'fp16_mixed'))}",
@@ -105,32 +105,32 @@ def draw(seed: int, most_ranks: int) -> list[str]:
     ]
 
 
-def offload(r: random.Random, engine: str, means: str, stage: int) -> str:
+def offload(r: random.Random, engine: str, data_parallel: str, stage: int) -> str:
     """Return a kind of offload, mostly none, and otherwise mostly one that the engine supports."""
     if r.random() < 0.8:
         return "none"
     if engine == "deepspeed":
         return "parameters" if stage == 3 and r.random() < 0.5 else "optimizer"
-    return "parameters" if means == "fsdp" or r.random() < 0.1 else "none"
+    return "parameters" if data_parallel == "fsdp" or r.random() < 0.1 else "none"
 
 
 def ending(overrides: Sequence[str], results: Path) -> Ending:
     """Return how the run of these overrides ends; refused means before any of its processes started."""
     try:
         config, command = compose(*overrides, f"results_dir={results}", "name=random")
-        found = local_machine.detect_machine(config.cluster)
-        start_forkserver(found.device)
-        planned = make_plan(config, found, command)
+        machine = local_machine.detect_machine(config.cluster)
+        start_forkserver(machine.device)
+        plan = make_plan(config, machine, command)
     except UserError as error:
         return Ending("refused", str(error), {})
-    row = execute(planned, RunContext()).row
+    row = execute(plan, RunContext()).row
     return Ending(row["status"], row["reason"], row)
 
 
-def is_proven(found: Ending, overrides: Sequence[str]) -> bool:
+def is_proven(end: Ending, overrides: Sequence[str]) -> bool:
     """Return whether the run was compared with a single process too, as every run without dropout is."""
     drops = "model.dropout=0" not in overrides
-    return found.status == "ok" and (drops or found.row.get("grad_deviation") is not None)
+    return end.status == "ok" and (drops or end.row.get("grad_deviation") is not None)
 
 
 def main() -> None:
@@ -138,16 +138,16 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="the first draw's number; each is a seed")
     parser.add_argument("--world", type=int, default=8, help="ranks at most")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     counted: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(asked.first, asked.first + asked.draws):
-            began, overrides = time.monotonic(), draw(seed, asked.world)
-            found = ending(overrides, Path(folder))
-            status = "unproven" if found.status == "ok" and not is_proven(found, overrides) else found.status
+        for seed in range(arguments.first, arguments.first + arguments.draws):
+            started, overrides = time.monotonic(), draw(seed, arguments.world)
+            end = ending(overrides, Path(folder))
+            status = "unproven" if end.status == "ok" and not is_proven(end, overrides) else end.status
             counted[status] += 1
-            told = found.reason or str({name: found.row.get(name) for name in ("loss_deviation", "grad_deviation")})
-            print(f"{seed} {time.monotonic() - began:.0f} s {status}: {told[:300]}", flush=True)
+            detail = end.reason or str({name: end.row.get(name) for name in ("loss_deviation", "grad_deviation")})
+            print(f"{seed} {time.monotonic() - started:.0f} s {status}: {detail[:300]}", flush=True)
             if status not in ("ok", "refused"):
                 print("    " + " ".join(overrides), flush=True)
     print(dict(counted))

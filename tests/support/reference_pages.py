@@ -112,8 +112,8 @@ def type_text(annotation: str) -> str:
 
 def yaml_comments(path: Path) -> dict[str, str]:
     """Return the comments after the top-level keys of a YAML file."""
-    found = re.findall(r"^(\w+):[^#\n]*#\s*(.+)$", path.read_text(), re.MULTILINE) if path.exists() else []
-    return dict(found)
+    comments = re.findall(r"^(\w+):[^#\n]*#\s*(.+)$", path.read_text(), re.MULTILINE) if path.exists() else []
+    return dict(comments)
 
 
 def lead_comment(text: str) -> str:

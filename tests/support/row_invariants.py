@@ -26,16 +26,16 @@ def check_memory(row: dict[str, Any], ranks: Sequence[RankReport]) -> None:
     assert sum(parts.values()) == row["peak_allocated_bytes"], label
     assert all(size >= 0 for size in parts.values()), (label, parts)
     for rank in ranks:
-        found, profiled = at_peak_columns(rank), rank.profiled
-        whole = sum(size for name, size in found.items() if name.endswith("_bytes"))
+        columns, profiled = at_peak_columns(rank), rank.profiled
+        whole = sum(size for name, size in columns.items() if name.endswith("_bytes"))
         assert whole == rank.peak_allocated_bytes, label
-        assert found["at_peak_unmatched_bytes"] == found["at_peak_rounding_bytes"] == 0, (label, found)
+        assert columns["at_peak_unmatched_bytes"] == columns["at_peak_rounding_bytes"] == 0, (label, columns)
         whole_at_rest = sum(box_numel(held.box) for held in rank.parameter_shards if held.state_name == GATHERED)
         at_rest = rank.parameter_bytes - 4 * whole_at_rest
-        assert found["at_peak_parameter_bytes"] == at_rest, (label, found)
-        assert found["at_peak_optimizer_bytes"] == rank.optimizer_bytes, (label, found)
-        assert found["at_peak_activation_bytes"] <= profiled.activation_bytes, (label, found)
-        assert found["peak_phase"] != "between", label
+        assert columns["at_peak_parameter_bytes"] == at_rest, (label, columns)
+        assert columns["at_peak_optimizer_bytes"] == rank.optimizer_bytes, (label, columns)
+        assert columns["at_peak_activation_bytes"] <= profiled.activation_bytes, (label, columns)
+        assert columns["peak_phase"] != "between", label
         unnamed = [part for part in profiled.at_peak.parts if part.what == "from before the step"]
         assert sum(part.bytes for part in unnamed) < STANDING_BYTES, (label, unnamed)
 

@@ -13,13 +13,13 @@ SCHEDULES = {"interleaved_1f1b": ScheduleInterleaved1F1B, "zero_bubble": Schedul
 Order = dict[int, list[tuple[int, str, int]]]  # by rank: stage, operation, micro-batch
 
 
-def by_hand(schedule: str, p: int, place: int, micro_batches: int) -> list[tuple[int, str, int]]:
+def by_hand(schedule: str, p: int, rank: int, micro_batches: int) -> list[tuple[int, str, int]]:
     """Return one rank's order in GPipe or 1F1B, which torch writes as loops that send and receive."""
-    ahead = micro_batches if schedule == "gpipe" else min(micro_batches, p - place)
+    ahead = micro_batches if schedule == "gpipe" else min(micro_batches, p - rank)
     turns = [("F", index) for index in range(ahead)]
     for index in range(micro_batches):
         turns += [("B", index)] + ([("F", index + ahead)] if index + ahead < micro_batches else [])
-    return [(place, operation, index) for operation, index in turns]
+    return [(rank, operation, index) for operation, index in turns]
 
 
 def laid_out(schedule: str, p: int, v: int) -> Layout:
@@ -35,8 +35,8 @@ def order(layout: Layout, micro_batches: int) -> Order:
     schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = p, v, micro_batches
     schedule.number_of_rounds = max(1, micro_batches // p)
     schedule.microbatches_per_round = micro_batches // schedule.number_of_rounds
-    found = {place: schedule._calculate_single_rank_operations(place) for place in range(p)}
+    actions_by_rank = {place: schedule._calculate_single_rank_operations(place) for place in range(p)}
     return {
         place: [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in actions if a is not None]
-        for place, actions in found.items()
+        for place, actions in actions_by_rank.items()
     }

@@ -98,13 +98,13 @@ def install() -> str:
     return packages.install("Slurm", PROGRAMS, PACKAGES)
 
 
-def wait_for(look: Callable[[], T], seconds: float, what: str) -> T:
+def wait_for(look: Callable[[], T], seconds: float, description: str) -> T:
     """Return what `look` returns once that is true; fail after so many seconds."""
     deadline = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+    while not (result := look()):
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {description}"
         time.sleep(POLL_SECONDS)
-    return found
+    return result
 
 
 @dataclass(frozen=True)
@@ -205,18 +205,18 @@ class Cluster:
 def processes(name: str, node: str = "") -> list[psutil.Process]:
     """Return the processes of this cluster, daemons and jobs, or of one node of it; `info["name"]` is their name."""
     mark = {"SLURM_CLUSTER_NAME": name, **({"SLURMD_NODENAME": node} if node else {})}
-    found = []
+    members = []
     for process in psutil.process_iter(["name"]):
         with suppress(psutil.Error, OSError):
             if process.environ().items() >= mark.items() or Path(process.exe()).match(f"{name}-{node or '*'}"):
-                found.append(process)
-    return found
+                members.append(process)
+    return members
 
 
 def kill_all(find: Callable[[], list[psutil.Process]]) -> None:
     """Kill the processes until there are none: one that was just being started is found the next time."""
-    while found := find():
-        for process in found:
+    while remaining := find():
+        for process in remaining:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         time.sleep(POLL_SECONDS)
@@ -294,20 +294,20 @@ def cluster(folder: Path, *, nodes: int = 2, accounting: bool = False) -> Iterat
     write_private(folder / "munge.key", secrets.token_hex(64))
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
     environment = {**plain, "PATH": PATH, "SLURM_CONF": f"{folder}/slurm.conf"}
-    made = Cluster(name, folder, environment, {})
-    with ended(made):
+    started = Cluster(name, folder, environment, {})
+    with ended(started):
         files = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "seed")]
-        made.start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
-        made.wait_for_daemon("munged", (folder / "munge.socket").exists)
+        started.start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
+        started.wait_for_daemon("munged", (folder / "munge.socket").exists)
         if accounting:
-            start_accounting(made, accounting_port)
-        made.start("slurmctld", "slurmctld", "-D")
+            start_accounting(started, accounting_port)
+        started.start("slurmctld", "slurmctld", "-D")
         for node in names:
-            made.start_slurmd(node)
-        made.wait_for_daemon("slurmctld", lambda: connects(controller_port))
+            started.start_slurmd(node)
+        started.wait_for_daemon("slurmctld", lambda: connects(controller_port))
         for node in names:
-            made.wait_for_node(node, "idle")
-        yield made
+            started.wait_for_node(node, "idle")
+        yield started
 
 
 if __name__ == "__main__":
@@ -325,6 +325,6 @@ def wait_for_step(results: Path, name: str, step: int = 5) -> Path:
                     return path.parents[1]
         return None
 
-    found = wait_for(look, 120, f"{name} is at step {step}")
-    assert found is not None
-    return found
+    folder = wait_for(look, 120, f"{name} is at step {step}")
+    assert folder is not None
+    return folder

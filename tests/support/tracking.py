@@ -12,7 +12,7 @@ OFFLINE = {"name": "wandb", "mode": "offline", "project": "here", "entity": None
 ONLINE = OFFLINE | {"mode": "online"}
 
 
-def made(comparison: Path, number: int = 0, **row: Any) -> tuple[Path, Record]:
+def write_example_record(comparison: Path, number: int = 0, **row: Any) -> tuple[Path, Record]:
     """Write a record with two steps; return its folder and the record."""
     run_id = f"ddp-none-tiny-w2-{number:010d}"
     record = {

@@ -22,7 +22,7 @@ ANSWERS: dict[str, Any] = {
 class Run:
     """A run as the server stores it."""
 
-    given: dict[str, Any] = field(default_factory=dict)  # project, group, name, tags, job type
+    settings: dict[str, Any] = field(default_factory=dict)  # project, group, name, tags, job type
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -85,31 +85,38 @@ class Handler(BaseHTTPRequestHandler):
             self.stream(self.path.split("/")[-2], json.loads(body))
             self.answer({"exitcode": None, "limits": {}})
 
-    def graphql(self, asked: dict[str, Any]) -> Any:
-        found = re.search(r"(?:query|mutation)\s+(\w+)", asked["query"])
-        operation, given = found[1] if found else "", asked.get("variables") or {}
+    def graphql(self, query: dict[str, Any]) -> Any:
+        match = re.search(r"(?:query|mutation)\s+(\w+)", query["query"])
+        operation, variables = match[1] if match else "", query.get("variables") or {}
         if operation == "UpsertBucket":
-            run = self.server.runs.setdefault(given["name"], Run())
-            run.given |= {key: value for key, value in given.items() if value is not None}
-            run.config |= {key: entry["value"] for key, entry in json.loads(given.get("config") or "{}").items()}
-            project = {"id": "p", "name": run.given["project"], "entity": {"id": "e", "name": "me"}}
-            bucket = {"id": given["name"], "name": given["name"], "displayName": given["displayName"], "config": "{}"}
+            run = self.server.runs.setdefault(variables["name"], Run())
+            run.settings |= {key: value for key, value in variables.items() if value is not None}
+            run.config |= {key: entry["value"] for key, entry in json.loads(variables.get("config") or "{}").items()}
+            project = {"id": "p", "name": run.settings["project"], "entity": {"id": "e", "name": "me"}}
+            bucket = {
+                "id": variables["name"],
+                "name": variables["name"],
+                "displayName": variables["displayName"],
+                "config": "{}",
+            }
             bucket |= {"description": "", "sweepName": "", "historyLineCount": 0, "project": project}
             return {"upsertBucket": {"bucket": bucket, "inserted": True}}
         if operation == "CreateRunFiles":
-            files = [{"name": n, "uploadUrl": f"{self.server.url}/put/{given['run']}/{n}"} for n in given["files"]]
-            return {"createRunFiles": {"runID": given["run"], "uploadHeaders": [], "files": files}}
+            files = [
+                {"name": n, "uploadUrl": f"{self.server.url}/put/{variables['run']}/{n}"} for n in variables["files"]
+            ]
+            return {"createRunFiles": {"runID": variables["run"], "uploadHeaders": [], "files": files}}
         return ANSWERS[operation]
 
-    def stream(self, run_id: str, given: dict[str, Any]) -> None:
+    def stream(self, run_id: str, update: dict[str, Any]) -> None:
         run = self.server.runs[run_id]
-        files = given.get("files") or {}
+        files = update.get("files") or {}
         for name, into in (("wandb-history.jsonl", run.history), ("wandb-summary.json", [])):
             for line in files.get(name, {}).get("content", []):
                 into.append(json.loads(line))
             if name == "wandb-summary.json" and into:
                 run.summary = into[-1]
-        run.complete = run.complete or bool(given.get("complete"))
+        run.complete = run.complete or bool(update.get("complete"))
 
     def body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":

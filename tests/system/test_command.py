@@ -182,7 +182,7 @@ def test_the_quick_comparison(tmp_path: Path) -> None:
     assert set(rows.status) == {"ok"}
     assert max(map(len, done.stdout.splitlines())) <= 120
     assert f"{tmp_path}/quickstart/report.md" in done.stdout
-    # The report again, by its own command; and W&B's own reader on what tracking kept.
+    # The report is made again by its own command, and W&B's own reader reads what tracking stored.
     written = tmp_path / "quickstart" / "report.md"
     before = written.read_text()
     written.unlink()

@@ -109,7 +109,7 @@ def test_the_room_kept_back_is_taken_whole_or_not_at_all(small_disk: Path) -> No
     assert release(held) and not release(held)
 
 
-# Root may write everywhere: as anybody else it is bound by what a folder allows.
+# Root may write everywhere; without these capabilities it is bound by a folder's permissions, as any other user is.
 AS_ANYBODY = """
 import ctypes, os, sys
 for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH

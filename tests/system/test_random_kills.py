@@ -129,7 +129,7 @@ def test_a_clock_that_jumps_disturbs_nothing(tmp_path: Path) -> None:
     shifted = {"LD_PRELOAD": str(library), "CLOCK_OFFSET_FILE": str(offset)}
     began = time.monotonic()
     with jumping(offset):
-        status, said = random_kills.done(
+        status, said = random_kills.run_to_end(
             tmp_path, "strategy=ddp,tp", "proof.reference=false", "hang_seconds=60", environment=shifted
         )
     took = time.monotonic() - began

@@ -17,7 +17,7 @@ SMALL = ("strategy=single,ddp", "train.seq_len=32", "train.steps=2", "train.warm
 
 ONCE = {"--draws 200": "--draws 1", "--kills 100": "--kills 1"}  # what a suite does 200 or 100 times
 
-# Run by their own tests, which make what these need: an account, a cluster, the files of the page.
+# These commands are run by tests of their own, which make what they need: an account, a cluster, the files of the page.
 ELSEWHERE = {
     "-m pytest": ".ci/run",
     "hydra/launcher=slurm": "test_slurm.py",

@@ -13,7 +13,7 @@ from tests.support.slurm_cluster import Cluster, cluster, processes, wait_for
 
 LOST_SECONDS = 60.0  # for a dead node to be given up; on an idle machine it takes 10 to 15
 
-# A parent that is killed: it has a cluster with a job, says so, and waits.
+# A parent process to be killed: it starts a cluster with a job, prints that, and waits.
 PARENT = """
 import sys
 from pathlib import Path

@@ -142,7 +142,7 @@ def test_what_ran_out_of_memory_is_a_result_and_spares_larger_batches(harness: H
     assert rows.status.to_dict() == {1: "ok", 2: "oom", 4: "refused"}
     assert rows.reason[4].startswith(f"not tried: {rows.run_id[2]} ran out of memory at train.micro_batch=2")
     assert mtimes(tmp_path / "results").items() >= made.items()
-    # Again nothing is run; asked for alone, or without sparing, it is.
+    # The same command runs nothing; the run itself, or a sweep without sparing, runs it.
     made = mtimes(tmp_path / "results")
     assert harness("-m", "train.micro_batch=1,2,4", *sweep).returncode == 0
     assert mtimes(tmp_path / "results") == made

@@ -26,7 +26,7 @@ from harness.tracking import sync_state
 from harness.tracking.client import CLOSE_SECONDS, TrackingClient
 from harness.util.redact import redacted
 from tests.support.commands import ROOT
-from tests.support.tracking import OFFLINE, ONLINE, made
+from tests.support.tracking import OFFLINE, ONLINE, write_example_record
 from tests.support.wandb_server import Run, Server, serving
 
 KEY = "0123456789abcdef" * 2 + "PLANTED0"  # as long as W&B's
@@ -72,15 +72,15 @@ def check_sent(run: Run, run_dir: Path) -> None:
     assert column(run.history, "train/loss") == [5.5, 4.5]
     assert column(run.history, "train/step_seconds") == [0.25, 0.25]
     assert column(run.history, "memory/activation_bytes") == [12]
-    assert run.given["groupName"] == run_dir.parent.name and run.given["jobType"] == "run"
-    assert run.given["tags"] == ["ddp", "tiny", "none", "fp32", row["status"], "mine"]
+    assert run.settings["groupName"] == run_dir.parent.name and run.settings["jobType"] == "run"
+    assert run.settings["tags"] == ["ddp", "tiny", "none", "fp32", row["status"], "mine"]
     assert run.config["strategy"]["name"] == "ddp" and run.config["versions"] == {"torch": "2.13.0"}
 
 
 def test_offline_is_read_back_by_its_own_reader(tmp_path: Path) -> None:
     """Two runs overlap, one of them is read while it goes on, and then comes the table."""
     comparison, said = tmp_path / "mine", []
-    run_dir, _ = made(comparison, 0)
+    run_dir, _ = write_example_record(comparison, 0)
     (run_dir / "record.json").unlink()
     (run_dir / "ranks").mkdir()
     told = [heartbeat.HeartbeatWriter(run_dir, rank) for rank in range(2)]
@@ -89,7 +89,7 @@ def test_offline_is_read_back_by_its_own_reader(tmp_path: Path) -> None:
         beat("timed", 3 + rank)
     feed = TrackingClient(said.append, quiet_seconds=0.0)
     feed.start_run(OFFLINE, run_dir, {"strategy": {"name": "ddp", "tp": 1}})
-    other, _ = made(comparison, 1, status="oom", reason="no memory")
+    other, _ = write_example_record(comparison, 1, status="oom", reason="no memory")
     feed.finish_run(OFFLINE, other)
     patience = time.monotonic() + 20
     while not any(run_dir.glob("wandb/offline-run-*/run-*.wandb")) and time.monotonic() < patience:
@@ -97,7 +97,7 @@ def test_offline_is_read_back_by_its_own_reader(tmp_path: Path) -> None:
     time.sleep(1.2)
     told[0]("profiled", 9)
     time.sleep(1.2)
-    feed.finish_run(OFFLINE, made(comparison, 0)[0])
+    feed.finish_run(OFFLINE, write_example_record(comparison, 0)[0])
     feed.log_table(OFFLINE, comparison)
     feed.close()
     assert said == []
@@ -141,7 +141,7 @@ def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
     said: list[str] = []
     feed = TrackingClient(said.append, quiet_seconds=0.0)
     for number in range(2):
-        run_dir, record = made(tmp_path / "mine", number)
+        run_dir, record = write_example_record(tmp_path / "mine", number)
         feed.start_run(ONLINE, run_dir, record.config)
         feed.finish_run(ONLINE, run_dir)
         feed.finish_run(ONLINE, run_dir)  # once is enough
@@ -152,11 +152,11 @@ def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
     for run_dir in sorted(path.parent for path in (tmp_path / "mine").glob("*/record.json")):
         check_sent(server.runs[sync_state.read_sync_state(run_dir, "wandb").id], run_dir)  # type: ignore[union-attr]
     summary = server.runs[sync_state.read_sync_state(tmp_path / "mine", "wandb").id]  # type: ignore[union-attr]
-    assert summary.given["jobType"] == "summary" and summary.summary["rows"] == 2
+    assert summary.settings["jobType"] == "summary" and summary.summary["rows"] == 2
     assert any(name.startswith("media/table/runs") for name in summary.files)
     assert send(tmp_path / "mine") == 0
     assert capsys.readouterr().out == "0 runs sent; 2 were there already\n"
-    made(tmp_path / "mine", 1, started_at="2026-02-02T03:00:00+00:00")  # run anew
+    write_example_record(tmp_path / "mine", 1, started_at="2026-02-02T03:00:00+00:00")  # run anew
     assert send(tmp_path / "mine") == 0
     assert capsys.readouterr().out == "1 runs sent, and their table; 1 were there already\n"
     assert len(server.runs) == 4
@@ -174,7 +174,7 @@ class Played:
 
 
 FAULTS: dict[str, tuple[Callable[[Server], None] | None, Callable[[Server], None] | None]] = {
-    # What happens before anything is sent, and once a run is known to the server.
+    # The server may fail before anything is sent, or once it knows of a run.
     "hangs at the start": (lambda server: setattr(server, "misbehaves", ("graphql", 0)), None),
     "refuses with 500": (lambda server: setattr(server, "misbehaves", ("graphql", 500)), None),
     "refuses with 401": (lambda server: setattr(server, "misbehaves", ("graphql", 401)), None),
@@ -190,7 +190,7 @@ def play(fault: str, folder: Path, server: Server, feed: TrackingClient, said: l
     before, amid = FAULTS[fault]
     if before is not None:
         before(server)
-    run_dir, record = made(folder, 0)
+    run_dir, record = write_example_record(folder, 0)
     feed.start_run(ONLINE, run_dir, record.config)
     if amid is not None:
         patience = time.monotonic() + 30
@@ -199,7 +199,7 @@ def play(fault: str, folder: Path, server: Server, feed: TrackingClient, said: l
         amid(server)
     began = time.monotonic()
     for number in range(2):
-        feed.finish_run(ONLINE, made(folder, number)[0])
+        feed.finish_run(ONLINE, write_example_record(folder, number)[0])
     feed.log_table(ONLINE, folder)
     assert time.monotonic() - began < 1  # whatever the server does, a run does not wait
     feed.close()
@@ -269,7 +269,7 @@ def test_an_upload_that_fails_says_so_in_a_line(
     fault: str, tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.misbehaves = ("graphql", 0) if "start" in fault else ("file_stream", 401)
-    made(tmp_path / "mine")
+    write_example_record(tmp_path / "mine")
     began = time.monotonic()
     assert send(tmp_path / "mine", "--timeout", "3") == 1 and time.monotonic() - began < 12
     out, error = capsys.readouterr()
@@ -283,7 +283,7 @@ def test_without_a_key_nothing_is_tried(
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    made(tmp_path / "mine")
+    write_example_record(tmp_path / "mine")
     began = time.monotonic()
     assert send(tmp_path / "mine") == 1 and time.monotonic() - began < 10
     assert "run `wandb login`, or set WANDB_API_KEY" in capsys.readouterr().err
@@ -302,7 +302,7 @@ def test_a_tracker_that_stands_still_costs_nothing(tmp_path: Path) -> None:
     feed._start()
     assert feed.process is not None
     os.kill(feed.process.pid, signal.SIGSTOP)
-    run_dir, _ = made(tmp_path / "mine")
+    run_dir, _ = write_example_record(tmp_path / "mine")
 
     def hand_over() -> None:
         for number in range(20):
@@ -327,10 +327,10 @@ def test_a_tracker_that_stands_still_costs_nothing(tmp_path: Path) -> None:
 KILLED = """
 import sys, time
 from pathlib import Path
-from tests.system.test_tracking import OFFLINE, made
+from tests.system.test_tracking import OFFLINE, write_example_record
 from harness.tracking.client import TrackingClient
 feed = TrackingClient(print, quiet_seconds=0.0)
-run_dir, record = made(Path(sys.argv[1]))
+run_dir, record = write_example_record(Path(sys.argv[1]))
 (run_dir / "ranks").mkdir()
 (run_dir / "ranks" / "rank_00000.pulse").write_text('["timed", 3, null, 5]')
 feed.start_run(OFFLINE, run_dir, {})
@@ -361,7 +361,7 @@ def _size(folder: Path) -> int:
 
 def test_nothing_is_started_or_imported_for_none(tmp_path: Path) -> None:
     feed = TrackingClient(print)
-    run_dir, _ = made(tmp_path / "mine")
+    run_dir, _ = write_example_record(tmp_path / "mine")
     feed.start_run({"name": "none"}, run_dir, {})
     feed.finish_run({"name": "none"}, run_dir)
     feed.finish_run({"name": "wandb", "mode": "loud"}, run_dir)  # a row that is refused for it
@@ -416,7 +416,7 @@ def test_another_tracker_is_one_file_and_its_yaml(tmp_path: Path) -> None:
     for folder in ("harness", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "harness" / "tracking" / "trackers" / "lines.py").write_text(block)
-    made(tmp_path / "results" / "mine")
+    write_example_record(tmp_path / "results" / "mine")
     command = [sys.executable, "-m", "harness", "sync", "results/mine", "--tracker", "lines"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "1 runs sent, and their table; 0 were there already\n"

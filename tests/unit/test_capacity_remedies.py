@@ -16,7 +16,7 @@ BATCH = ("train.global_batch=16", "train.micro_batch=2", "train.seq_len=128", "d
 
 TWO = "strategy.tp=2 strategy.vocabulary_parallel=false"
 
-# Each with the kinds of remedy that must be offered where memory is a byte short, and no others.
+# Each run with the kinds of remedies that must be offered, and no others, if memory is one byte short.
 CASES = {
     "strategy=zero3": "checkpointing model world_size",
     "strategy=fsdp_full_shard precision=bf16_mixed": "checkpointing model world_size",

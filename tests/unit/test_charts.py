@@ -534,7 +534,7 @@ def test_data_without_anything_to_draw_have_no_picture() -> None:
     assert [name for name, picture in PICTURES.items() if picture(failed) or picture(View("demo", []))] == []
 
 
-# Machado, Oliveira, Fernandes 2009, severity 1: of linear RGB.
+# The matrices of Machado, Oliveira and Fernandes 2009 at severity 1, which apply to linear RGB.
 DEFICIENCIES = {
     "none": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),

@@ -91,8 +91,8 @@ def of(found: list[Claim], label: str, words: str) -> Claim:
     return claim
 
 
-# Label, how the claim starts, what the literature says at two ranks, what stands in its limit, and columns of the row
-# and of the peer it is held against that make its ratio.
+# The label, the claim's first words, the literature's figure at two ranks, a part of its limit, and the columns of the
+# row and of the peer whose ratio is compared with that figure.
 EXPECTED = [
     ("zero1", "model state", 16 / 12, "2× as N grows, 4× at", "optimizer_bytes", "ddp"),
     ("zero2", "model state", 16 / 10, "4× as N grows, 8× at", "optimizer_bytes", "ddp"),

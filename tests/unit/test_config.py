@@ -16,7 +16,7 @@ from harness.runner.rejected import fallback_run_id
 from harness.util.errors import UserError
 from tests.support.commands import ROOT, compose, compose_config
 
-# Run ids of the first release: the same configuration keeps its id, or every stored record is lost to reuse.
+# Run ids of the first release. The same configuration must keep its id, or no stored record could be reused.
 RUN_IDS = [
     ("strategy=ddp", "ddp-none-tiny-w2-bc34c732fe"),
     ("strategy=zero3 checkpointing=full precision=bf16_mixed world_size=4", "zero3-full-tiny-w4-eb5d2284ab"),

@@ -148,5 +148,5 @@ def test_an_unknown_device_has_no_peak() -> None:
     for name in ("cpu", "", "NVIDIA H100", "nvidia h200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H200 NVL 2"):
         assert peak_flops(name, "bfloat16") is None
     assert peak_flops("NVIDIA H200", "float64") is None and peak_flops("NVIDIA B200", "float32") is None
-    # No figure is one with sparsity or TF32 by mistake: fp32 without matrix cores is far below 16 bit.
+    # No figure may be one with sparsity or TF32: fp32 without matrix cores is far below 16 bit.
     assert all(peaks.get("float32", 0) <= peaks["bfloat16"] / 1.9 for peaks in PEAKS.values())

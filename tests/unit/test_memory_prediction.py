@@ -241,7 +241,7 @@ def test_7b_under_zero3_does_not_fit_24_gb_shared_by_two_ranks() -> None:
         assert f"{name} {size / 2**30:.1f}" in reason
     # Two layers gathered and one layer's gradient twice, all fp32: a layer is larger than the embedding.
     assert layer > embedding and f"buffers {4 * layer * 4 / 2**30:.1f}" in reason
-    # Kept by a layer on CPU: per norm 3 x h and a scalar a token; query, key, value and output; 4 x intermediate.
+    # A layer on a CPU keeps, per token, 3 x h and a scalar per norm; query, key, value and output; 4 x intermediate.
     kept = 32 * 128 * 4 * (2 * (3 * 4096 + 1) + 4 * 4096 + 32 + 4 * 11008)
     kept += 128 * (8 + 4 * (3 * 4096 + 1)) + 2 * 128 * 128 * 4  # token ids, the last norm, rotary tables
     log_probabilities = 128 * 32000 * 4

@@ -281,7 +281,7 @@ def test_a_backward_in_two_halves_fills_what_is_predicted(
     fills = [*backward_peaks(part, "inputs", 0), *backward_peaks(part, "weights", 0)]
     # The output, the gradient that goes back, and what is sent are the schedule's; so is the buffer of the input.
     predicted = max(sum(fill.values()) for fill in fills) - part.received_input_bytes + part.output_bytes
-    # Of LayerNorm's blocks, recomputed, a tensor a layer is not accounted for: up to 7 % of the peak.
+    # A recomputed block with LayerNorm has a tensor per layer that is not accounted for: up to 7 % of the peak.
     unknown = 0.08 if config.model.family == "gpt" and checkpointing == "full" else 0.05
     assert predicted == pytest.approx(live.peak_bytes, rel=unknown)
 

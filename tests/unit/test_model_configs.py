@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "conf" / "model"
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "hf")  # of which the size is its own
 
-# The counts these models are known by: a wrong size in a YAML cannot hide behind a count computed from it.
+# The published counts of these models, so that a wrong size in a YAML cannot hide behind a count computed from it.
 KNOWN = {
     "1b": 1_235_814_400,
     "3b": 3_212_749_824,
@@ -27,7 +27,7 @@ KNOWN = {
     "mistral_7b": 7_241_732_096,
 }
 
-# Named by their counts in their tables: GPT-3's and Megatron's to what their digits say, MPT's to a tenth.
+# Models named by their counts in published tables: GPT-3's and Megatron's agree to the digits given, MPT's to a tenth.
 ROUND = {
     "gpt_125m": 125e6,
     "gpt_350m": 356e6,
