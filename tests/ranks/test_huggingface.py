@@ -27,6 +27,7 @@ from harness.models import hf
 from harness.models.build import build_model
 from harness.models.init_weights import materialize
 from harness.proof.step import flops_problems
+from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.report.claims import claims
 from harness.runner.record import config_columns
@@ -184,7 +185,8 @@ def test_the_kernel_that_was_heard_decides_what_backward_makes_again(tmp_path: P
         assert made[["composed", "flash"][asked_fused]] == 4 * config.model.hf_info.step_flops
         for kernel, flops in made.items():
             for heard in made:
-                ranks = [{"devices": 1, "profiled": {"flops": flops, "attention_kernels": [heard]}}]
+                profiled = {"flops": flops, "attention_kernels": [heard]}
+                ranks = [RankReport.from_json({"devices": 1, "profiled": profiled})]
                 assert bool(flops_problems(config, layout, StateWidths(4, 4, 8, 4), ranks)) == (heard != kernel)
 
 

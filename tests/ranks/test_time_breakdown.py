@@ -158,4 +158,4 @@ def test_a_rank_that_waits_for_another_communicates_exposed(tmp_path: Path) -> N
     waiting, sleeping = (rank.time_breakdown.phases for rank in RunFolder(folder).read_rank_reports(2))
     assert waiting["backward"].exposed_seconds > 0.8 * slept > 2 * sleeping["backward"].exposed_seconds
     assert sleeping["forward"].seconds > slept > 2 * waiting["forward"].seconds
-    assert sleeping["forward"].exposed_seconds == 0
+    assert sleeping["forward"].exposed_seconds < 0.01 * slept  # the end of the norm's all-reduce may reach into it
