@@ -29,8 +29,8 @@ from harness.worker.batches import Batches
 
 
 def main(folder: str) -> None:
-    this = read_run_spec(Path(folder))
-    config, train, device = this.config, this.config.train, torch.device("cpu")
+    spec = read_run_spec(Path(folder))
+    config, train, device = spec.config, spec.config.train, torch.device("cpu")
     dist.init_process_group("gloo")
     model = build_model(config.model)
     materialize(model, config.model, train.seed, device, torch.float32)
@@ -43,7 +43,7 @@ def main(folder: str) -> None:
         weight_decay=train.weight_decay,
         fused=True,
     )
-    batches = Batches(this.corpus, config, this.layout, dist.get_rank(), device)
+    batches = Batches(spec.corpus, config, spec.layout, dist.get_rank(), device)
 
     def step(index: int) -> Tensor:
         micro_batches = batches(index)
@@ -75,12 +75,12 @@ def main(folder: str) -> None:
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     mean_losses /= dist.get_world_size()
     if dist.get_rank() == 0:
-        seen = {
+        result = {
             "step_seconds": statistics.median(seconds.tolist()),
             "seconds": seconds.tolist(),
             "losses": mean_losses.tolist(),
         }
-        print(json.dumps(seen), flush=True)
+        print(json.dumps(result), flush=True)
     dist.barrier()
 
 

@@ -51,7 +51,7 @@ RESAMPLES = 10_000
 
 FEWEST = 6  # ratios of which the least and the most enclose the median with 95 % (1 - 2 / 2^6 = 0.97)
 
-Seen = dict[str, Any]  # step_seconds, seconds (of each timed step), losses, wall_seconds
+Result = dict[str, Any]  # step_seconds, seconds (of each timed step), losses, wall_seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,51 +60,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, nargs="+", default=[10, 40], help="timed steps of whole runs")
     parser.add_argument("--steps-in-turns", type=int, default=150, help="timed steps of the runs that take turns")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "overhead.json")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        whole = [Pair(steps, Path(scratch) / str(steps)) for steps in asked.steps]
-        turns = Pair(asked.steps_in_turns, Path(scratch) / "turns")
+        whole = [Pair(steps, Path(scratch) / str(steps)) for steps in options.steps]
+        turns = Pair(options.steps_in_turns, Path(scratch) / "turns")
         report = {
-            "machine": this_machine(),
+            "machine": describe_machine(),
             "whole_runs": [
-                compared("wall_seconds", pair.steps, pair.one_after_the_other, asked.pairs, cold=1) for pair in whole
+                compare_sides("wall_seconds", pair.steps, pair.run_alternately, options.pairs, cold=1) for pair in whole
             ],
-            "steps_in_turns": compared("step_seconds", turns.steps, turns.in_turns, asked.pairs),
+            "steps_in_turns": compare_sides("step_seconds", turns.steps, turns.run_in_turns, options.pairs),
         }
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(report) + "\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report) + "\n")
     for comparison in report["whole_runs"]:
-        print("a whole run,", in_words(comparison))
-    print("a step,", in_words(report["steps_in_turns"]))
-    print(asked.out)
+        print("a whole run,", describe(comparison))
+    print("a step,", describe(report["steps_in_turns"]))
+    print(options.out)
     return 0
 
 
-def this_machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     from harness.config.schema import ClusterConfig
     from harness.launcher.rank_environment import rank_environment
     from harness.measure.environment import collect_environment
     from harness.records.provenance import git_commit, versions
     from harness.runner import local_machine
 
-    given = rank_environment("cpu", RANKS)
+    environment = rank_environment("cpu", RANKS)
     return {
         "versions": versions(),
         "commit": git_commit(),
         "environment": collect_environment(local_machine.detect_machine(ClusterConfig("local", device="cpu"))),
-        "ranks": {name: given[name] for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")},
+        "ranks": {name: environment[name] for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")},
     }
 
 
-def compared(key: str, steps: int, run: Callable[[int], dict[str, Seen]], pairs: int, cold: int = 0) -> dict[str, Any]:
+def compare_sides(
+    key: str, steps: int, run: Callable[[int], dict[str, Result]], pairs: int, cold: int = 0
+) -> dict[str, Any]:
     """Return the pairs of one kind and their ratios, harness over script, without the first `cold` ones."""
-    found = []
+    measured = []
     for index in range(cold + pairs):
-        seen = run(index)
-        agree(seen["bare"]["losses"], seen["harness"]["losses"])
-        found.append({"cold": index < cold, **seen, "ratio": seen["harness"][key] / seen["bare"][key]})
-    summary = summarised([pair["ratio"] for pair in found if not pair["cold"]])
-    return {"of": key, "steps": steps, "ratio": summary, "pairs": found}
+        results = run(index)
+        check_same_losses(results["bare"]["losses"], results["harness"]["losses"])
+        ratio = results["harness"][key] / results["bare"][key]
+        measured.append({"cold": index < cold, **results, "ratio": ratio})
+    summary = summarize([pair["ratio"] for pair in measured if not pair["cold"]])
+    return {"of": key, "steps": steps, "ratio": summary, "pairs": measured}
 
 
 class Pair:
@@ -126,16 +129,19 @@ class Pair:
         self.folder.mkdir(parents=True)
         job.write(self.folder)
 
-    def one_after_the_other(self, index: int) -> dict[str, Seen]:
-        order: list[tuple[str, Callable[[], Seen]]] = [("bare", lambda: self.script().end()), ("harness", self.row)]
+    def run_alternately(self, index: int) -> dict[str, Result]:
+        order: list[tuple[str, Callable[[], Result]]] = [
+            ("bare", lambda: self.start_script().finish()),
+            ("harness", self.run_row),
+        ]
         return {name: run() for name, run in (order if index % 2 else reversed(order))}
 
-    def in_turns(self, index: int) -> dict[str, Seen]:
-        script = self.script()
+    def run_in_turns(self, index: int) -> dict[str, Result]:
+        script = self.start_script()
         script.wait_until_warm()
         with taking_turns(script.command.pid, self.phase):
-            row = self.row()
-        return {"bare": script.end(), "harness": row}
+            row = self.run_row()
+        return {"bare": script.finish(), "harness": row}
 
     def phase(self) -> str:
         """Return the phase of the row's ranks."""
@@ -144,18 +150,18 @@ class Pair:
         beat = heartbeat.read_heartbeat(self.directory, 0)
         return beat.phase if beat else ""
 
-    def row(self) -> Seen:
+    def run_row(self) -> Result:
         from harness.runner import local_machine
         from harness.runner.context import RunContext
         from harness.runner.plan import make_plan
         from harness.runner.run import execute
 
-        began = time.perf_counter()
+        started = time.perf_counter()
         planned = make_plan(self.config, local_machine.detect_machine(self.config.cluster), self.command)
         record = execute(planned, RunContext())
-        wall_seconds = time.perf_counter() - began
+        wall_seconds = time.perf_counter() - started
         if record.row["status"] != "ok":
-            raise SystemExit(f"the harness's row is no row: {record.row['reason']}")
+            raise SystemExit(f"the harness's run ended without a measured row: {record.row['reason']}")
         lines = (planned.folder.path / "steps.jsonl").read_text().splitlines()
         entries = [json.loads(line) for line in lines[: self.config.train.warmup_steps + self.steps]]  # then profiled
         return {
@@ -165,38 +171,38 @@ class Pair:
             "wall_seconds": wall_seconds,
         }
 
-    def script(self) -> "Script":
+    def start_script(self) -> "Script":
         """Start the script as its user does."""
         from harness.launcher.rank_environment import rank_environment
 
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
         command += ["--master-port", str(free_port()), "-m", "tests.benchmarks.bare_ddp", str(self.folder)]
-        began, environment = time.perf_counter(), os.environ | rank_environment("cpu", RANKS)
+        started, environment = time.perf_counter(), os.environ | rank_environment("cpu", RANKS)
         messages = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the script)
         running = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=messages, text=True
         )
-        return Script(running, messages, began)
+        return Script(running, messages, started)
 
 
 @dataclass
 class Script:
     command: "subprocess.Popen[str]"
     messages: Any
-    began: float
+    started: float
 
     def wait_until_warm(self) -> None:
         assert self.command.stdout
         self.command.stdout.readline()
 
-    def end(self) -> Seen:
-        said, _ = self.command.communicate()
-        wall_seconds = time.perf_counter() - self.began
+    def finish(self) -> Result:
+        output, _ = self.command.communicate()
+        wall_seconds = time.perf_counter() - self.started
         if self.command.returncode != 0:
             self.messages.seek(0)
             raise SystemExit(f"the script failed:\n{self.messages.read()}")
-        seen: Seen = json.loads(said.splitlines()[-1])
-        return seen | {"wall_seconds": wall_seconds}
+        result: Result = json.loads(output.splitlines()[-1])
+        return result | {"wall_seconds": wall_seconds}
 
 
 @contextmanager
@@ -208,12 +214,12 @@ def taking_turns(script: int, phase: Callable[[], str]) -> Iterator[None]:
     done = threading.Event()
 
     def take() -> None:
-        scripts_turn = False
+        is_scripts_turn = False
         while not done.wait(TURN_SECONDS):
-            scripts_turn = not scripts_turn and phase() == "timed"
-            let_run(script, scripts_turn)
+            is_scripts_turn = not is_scripts_turn and phase() == "timed"
+            resume_one_side(script, is_scripts_turn)
 
-    let_run(script, False)
+    resume_one_side(script, False)
     turns = threading.Thread(target=take)
     turns.start()
     try:
@@ -221,23 +227,23 @@ def taking_turns(script: int, phase: Callable[[], str]) -> Iterator[None]:
     finally:
         done.set()
         turns.join()
-        let_run(script, None)
+        resume_one_side(script, None)
 
 
-def let_run(script: int, scripts_turn: bool | None) -> None:
+def resume_one_side(script: int, is_scripts_turn: bool | None) -> None:
     """Let one side's processes run and stop the other's; None lets both run."""
-    for process, is_script in below(script):
+    for process, is_script in descendants(script):
         with suppress(psutil.NoSuchProcess):
-            process.resume() if scripts_turn in (None, is_script) else process.suspend()
+            process.resume() if is_scripts_turn in (None, is_script) else process.suspend()
 
 
-def below(script: int) -> list[tuple[psutil.Process, bool]]:
+def descendants(script: int) -> list[tuple[psutil.Process, bool]]:
     """Return every process below this one, and whether it is one of the script's."""
-    found = []
+    processes = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            found += [(process, child.pid == script) for process in (child, *child.children(recursive=True))]
-    return found
+            processes += [(process, child.pid == script) for process in (child, *child.children(recursive=True))]
+    return processes
 
 
 def free_port() -> int:
@@ -247,14 +253,14 @@ def free_port() -> int:
         return port
 
 
-def agree(bare: Sequence[float], harness: Sequence[float]) -> None:
+def check_same_losses(bare: Sequence[float], harness: Sequence[float]) -> None:
     """Raise SystemExit if any step's losses differ."""
-    for step, (expected, found) in enumerate(zip(bare, harness, strict=True)):
-        if not abs(found - expected) <= LOSS_BOUND * abs(expected):
-            raise SystemExit(f"not the same training: loss {expected} in the script, {found} in step {step} of the row")
+    for step, (expected, loss) in enumerate(zip(bare, harness, strict=True)):
+        if not abs(loss - expected) <= LOSS_BOUND * abs(expected):
+            raise SystemExit(f"not the same training: loss {expected} in the script, {loss} in step {step} of the row")
 
 
-def summarised(ratios: Sequence[float]) -> dict[str, Any]:
+def summarize(ratios: Sequence[float]) -> dict[str, Any]:
     """Return the median and its 95 % interval by the bootstrap's percentiles (Efron 1979); None with too few ratios."""
     if not ratios:
         return {"median": None, "interval": None}
@@ -266,15 +272,17 @@ def summarised(ratios: Sequence[float]) -> dict[str, Any]:
     return {"median": statistics.median(ratios), "interval": interval}
 
 
-def in_words(comparison: dict[str, Any]) -> str:
-    def said(number: float | None) -> str:
+def describe(comparison: dict[str, Any]) -> str:
+    def format_ratio(number: float | None) -> str:
         return "unknown" if number is None else f"{number:.3f}"
 
-    ratio, cold = comparison["ratio"], [pair["ratio"] for pair in comparison["pairs"] if pair["cold"]]
-    interval = ratio["interval"]
-    within = f" (95 %: {said(interval[0])} to {said(interval[1])})" if interval else ""
-    counted = f"{comparison['steps']} steps, {len(comparison['pairs']) - len(cold)} pairs, harness over script"
-    return f"{counted}: {said(ratio['median'])}{within}" + "".join(f"; cold {said(one)}" for one in cold)
+    summary, interval = comparison["ratio"], comparison["ratio"]["interval"]
+    cold_ratios = [pair["ratio"] for pair in comparison["pairs"] if pair["cold"]]
+    within = f" (95 %: {format_ratio(interval[0])} to {format_ratio(interval[1])})" if interval else ""
+    counted = f"{comparison['steps']} steps, {len(comparison['pairs']) - len(cold_ratios)} pairs, harness over script"
+    return f"{counted}: {format_ratio(summary['median'])}{within}" + "".join(
+        f"; cold {format_ratio(ratio)}" for ratio in cold_ratios
+    )
 
 
 if __name__ == "__main__":

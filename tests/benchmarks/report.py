@@ -21,7 +21,7 @@ import orjson
 
 from harness.records.schema import Record
 from harness.records.store import read_all
-from tests.benchmarks.overhead import ROOT, this_machine
+from tests.benchmarks.overhead import ROOT, describe_machine
 
 COUNTS = (100, 1_000, 10_000)
 
@@ -32,20 +32,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Seconds a report takes by its number of runs.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "report_speed.json")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         real = real_records(Path(scratch))
-        folders = {count: many(real, count, Path(scratch) / f"of_{count}") for count in COUNTS}
-        rounds = [{count: seconds(folder) for count, folder in folders.items()} for _ in range(asked.rounds)]
-    medians = {count: statistics.median(one[count] for one in rounds) for count in COUNTS}
+        folders = {count: multiply_records(real, count, Path(scratch) / f"of_{count}") for count in COUNTS}
+        rounds = [{count: time_report(folder) for count, folder in folders.items()} for _ in range(options.rounds)]
+    medians = {count: statistics.median(seconds[count] for seconds in rounds) for count in COUNTS}
     growth = medians[COUNTS[-1]] / medians[COUNTS[0]]
     sizes = statistics.median(len(orjson.dumps(record)) for record in real)
-    report = {"machine": this_machine(), "record_bytes": sizes, "seconds": medians, "growth": growth, "rounds": rounds}
-    asked.out.write_text(json.dumps(report) + "\n")
+    report = {
+        "machine": describe_machine(),
+        "record_bytes": sizes,
+        "seconds": medians,
+        "growth": growth,
+        "rounds": rounds,
+    }
+    options.out.write_text(json.dumps(report) + "\n")
     for count, median in medians.items():
         print(f"{count:6,} runs: {median:.2f} s")
     print(f"{COUNTS[-1]:,} runs take {growth:.1f} times as long as {COUNTS[0]}")
-    print(asked.out)
+    print(options.out)
     return 0
 
 
@@ -55,11 +61,11 @@ def real_records(scratch: Path) -> list[Record]:
     return [record for record in read_all(scratch / "real").records if record.row["status"] == "ok"]
 
 
-def many(real: Sequence[Record], count: int, folder: Path) -> Path:
+def multiply_records(real: Sequence[Record], count: int, folder: Path) -> Path:
     """Return so many runs, which are the real ones with other batches and sequences, as in a sweep over those."""
-    places = zip(range(count), itertools.product(range(count), real), strict=False)
-    for number, (turn, record) in places:
-        batch, length = 8 * (1 + turn % 25), 128 * (1 + turn // 25)
+    runs = zip(range(count), itertools.product(range(count), real), strict=False)
+    for number, (round_number, record) in runs:
+        batch, length = 8 * (1 + round_number % 25), 128 * (1 + round_number // 25)
         train = record.config["train"] | {"global_batch": batch, "seq_len": length}
         speed = record.row["tokens_per_second"] * (1 + 0.1 * (number * 7919 % 101) / 101)
         row = record.row | {"global_batch": batch, "seq_len": length, "tokens_per_second": speed}
@@ -71,11 +77,11 @@ def many(real: Sequence[Record], count: int, folder: Path) -> Path:
     return folder
 
 
-def seconds(folder: Path) -> float:
+def time_report(folder: Path) -> float:
     command = [sys.executable, "-m", "harness", "report", str(folder)]
-    began = time.perf_counter()
+    started = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.overhead import ROOT, Pair, this_machine
+from tests.benchmarks.overhead import ROOT, Pair, describe_machine
 
 STEPS = 10
 
@@ -30,25 +30,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--runs", type=int, default=20, help="of each sweep")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "overhead_sweep.json")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         pair = Pair(STEPS, Path(scratch) / "pair")
-        rounds = [one_round(pair, asked.runs, Path(scratch) / str(index)) for index in range(asked.rounds)]
-    ratio = statistics.median(one["ratio"] for one in rounds)
-    report = {"machine": this_machine(), "steps": STEPS, "runs": asked.runs, "ratio": ratio, "rounds": rounds}
-    asked.out.write_text(json.dumps(report) + "\n")
-    seconds = statistics.median(one["sweep_seconds"] / asked.runs for one in rounds)
+        rounds = [run_round(pair, options.runs, Path(scratch) / str(index)) for index in range(options.rounds)]
+    ratio = statistics.median(result["ratio"] for result in rounds)
+    report = {"machine": describe_machine(), "steps": STEPS, "runs": options.runs, "ratio": ratio, "rounds": rounds}
+    options.out.write_text(json.dumps(report) + "\n")
+    seconds = statistics.median(result["sweep_seconds"] / options.runs for result in rounds)
     print(
-        f"a combination in a sweep of {asked.runs}, {STEPS} steps: {ratio:.3f} of the script's time ({seconds:.2f} s)"
+        f"a combination in a sweep of {options.runs}, {STEPS} steps: {ratio:.3f} of the script's time ({seconds:.2f} s)"
     )
-    print(asked.out)
+    print(options.out)
     return 0
 
 
-def one_round(pair: Pair, runs: int, results: Path) -> dict[str, Any]:
-    scripts = [pair.script().end()["wall_seconds"] for _ in range(SCRIPTS)]
+def run_round(pair: Pair, runs: int, results: Path) -> dict[str, Any]:
+    scripts = [pair.start_script().finish()["wall_seconds"] for _ in range(SCRIPTS)]
     seconds = sweep_seconds(runs, results)
-    scripts += [pair.script().end()["wall_seconds"] for _ in range(SCRIPTS)]
+    scripts += [pair.start_script().finish()["wall_seconds"] for _ in range(SCRIPTS)]
     ratio = seconds / runs / statistics.median(scripts)
     return {"sweep_seconds": seconds, "script_seconds": scripts, "ratio": ratio}
 
@@ -57,12 +57,12 @@ def sweep_seconds(runs: int, results: Path) -> float:
     """Return the seconds of a sweep that is started as a user starts it, tracking included."""
     command = [sys.executable, "-m", "harness", "-m", "strategy=ddp", "name=twenty", f"results_dir={results}"]
     command += [f"train.steps={STEPS}", f"repeats={runs}", "cluster.device=cpu"]
-    began = time.perf_counter()
+    started = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - began
-    made = len(list(results.glob("twenty/*/record.json")))
-    if done.returncode != 0 or made != runs:
-        raise SystemExit(f"the sweep made {made} of {runs} rows:\n{done.stderr}")
+    seconds = time.perf_counter() - started
+    recorded = len(list(results.glob("twenty/*/record.json")))
+    if done.returncode != 0 or recorded != runs:
+        raise SystemExit(f"the sweep recorded {recorded} of {runs} rows:\n{done.stderr}")
     return seconds
 
 

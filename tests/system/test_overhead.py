@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.overhead import TURN_SECONDS, agree, summarised
+from tests.benchmarks.overhead import TURN_SECONDS, check_same_losses, summarize
 from tests.support.commands import ROOT
 
 sys.path.insert(0, str(ROOT))
 
 
 @pytest.mark.long
-def test_one_pair(tmp_path: Path) -> None:
+def test_one_pair_of_each_kind_is_measured_and_written(tmp_path: Path) -> None:
     """The real command runs one pair of each kind.
 
     How the two sides compare is not asserted, because machines are noisy.
     """
     out = tmp_path / "folder" / "overhead.json"
-    asked = ["--pairs", "1", "--steps", "2", "--steps-in-turns", "30", "--out", str(out)]
-    command = [sys.executable, "-m", "tests.benchmarks.overhead", *asked]
+    options = ["--pairs", "1", "--steps", "2", "--steps-in-turns", "30", "--out", str(out)]
+    command = [sys.executable, "-m", "tests.benchmarks.overhead", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
@@ -49,15 +49,15 @@ def test_one_pair(tmp_path: Path) -> None:
     assert done.stdout.startswith("a whole run, 2 steps, 1 pairs, harness over script: ")
 
 
-@pytest.mark.parametrize("found", [[5.5, 5.0001], [5.5, float("nan")], [5.5]])
-def test_another_training_is_no_benchmark(found: list[float]) -> None:
+@pytest.mark.parametrize("losses", [[5.5, 5.0001], [5.5, float("nan")], [5.5]])
+def test_losses_that_differ_fail_the_benchmark(losses: list[float]) -> None:
     with pytest.raises((SystemExit, ValueError)):
-        agree([5.5, 5.0], found)
+        check_same_losses([5.5, 5.0], losses)
 
 
-def test_interval_holds_the_median() -> None:
+def test_the_interval_contains_the_median() -> None:
     ratios = [1.0, 1.02, 0.98, 1.01, 1.01, 1.4]
-    summary = summarised(ratios)
+    summary = summarize(ratios)
     low, high = summary["interval"]
     assert summary["median"] == 1.01 and 0.98 <= low < 1.01 < high <= 1.4
-    assert summarised(ratios) == summary  # one seed
+    assert summarize(ratios) == summary  # one seed
