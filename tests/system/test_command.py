@@ -19,7 +19,7 @@ SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ("strategy=nope", "strategy=nope is not known: choose 3d, cp, ddp, ddp_pp, dp,"),
         ("train.stepz=3", "train.stepz is not a key"),
@@ -76,21 +76,20 @@ SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
         ("tracking.mode=loud", "tracking.mode=loud is not known"),
     ],
 )
-def test_a_mistake_is_one_line(
-    overrides: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_mistake_prints_one_line_and_leaves_no_file(
+    overrides: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A mistake ends with exit status 2 and leaves nothing on disk."""
     arguments = [f"results_dir={tmp_path}/results", *overrides.split()]
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     printed = capfd.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
-    assert said in printed.err
+    assert message in printed.err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_impossible_combinations_of_a_sweep_are_rows(harness: Harness, tmp_path: Path) -> None:
+def test_an_impossible_combination_of_a_sweep_is_a_refused_row(harness: Harness, tmp_path: Path) -> None:
     sweep = ("strategy=ddp,dp", "train.micro_batch=1,3", "train.steps=1,0", "train.seq_len=32", "train.warmup_steps=1")
     done = harness("-m", "name=mixed", *sweep)
     assert done.returncode == 0, done.stderr
@@ -101,10 +100,10 @@ def test_impossible_combinations_of_a_sweep_are_rows(harness: Harness, tmp_path:
     assert "refused" in done.stdout and max(map(len, done.stdout.splitlines())) <= 120
 
 
-def test_what_cannot_fit_is_refused_with_the_arithmetic(harness: Harness, tmp_path: Path) -> None:
-    began = time.monotonic()
+def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic(harness: Harness, tmp_path: Path) -> None:
+    started = time.monotonic()
     done = harness("strategy=zero3", "model=70b", "name=big")
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - started < 60
     assert done.returncode == 1
     (row,) = read_rows(tmp_path / "results", "big").itertuples()
     assert row.status == "refused"
@@ -122,10 +121,10 @@ def test_a_recorded_run_is_not_run_again(harness: Harness, tmp_path: Path) -> No
     assert first.returncode == 0, first.stderr
     (run_dir,) = [path.parent for path in (results / "again").glob("*/record.json")]
     record = run_dir / "record.json"
-    made = record.stat().st_mtime_ns
+    recorded_at = record.stat().st_mtime_ns
 
     assert "is recorded" in harness("name=again", *SMALL).stderr
-    assert record.stat().st_mtime_ns == made
+    assert record.stat().st_mtime_ns == recorded_at
 
     changed = json.loads(record.read_text())
     changed["versions"]["torch"] = "2.0.0"
@@ -135,25 +134,25 @@ def test_a_recorded_run_is_not_run_again(harness: Harness, tmp_path: Path) -> No
 
     assert "is above the bound of this command" in harness("name=again", "proof.grad_bound.fp32=1e-12", *SMALL).stderr
 
-    made = record.stat().st_mtime_ns
+    recorded_at = record.stat().st_mtime_ns
     harness("name=again", "force=true", *SMALL)
-    assert record.stat().st_mtime_ns > made
+    assert record.stat().st_mtime_ns > recorded_at
     harness("name=again", "train.seed=1", *SMALL)
     assert len(read_rows(results, "again")) == 2
 
 
-def test_a_snapshot_of_memory_is_kept_when_asked_for(harness: Harness, tmp_path: Path) -> None:
+def test_a_memory_snapshot_is_recorded_on_request(harness: Harness, tmp_path: Path) -> None:
     """The snapshot of every rank has torch's own form and, played back, reaches the peak that the allocator counted."""
-    assert harness("name=kept", "proof.reference=false", *SMALL).returncode == 0
-    again = harness("name=kept", "proof.reference=false", "measure.memory_snapshot=true", *SMALL)
+    assert harness("name=snapshot", "proof.reference=false", *SMALL).returncode == 0
+    again = harness("name=snapshot", "proof.reference=false", "measure.memory_snapshot=true", *SMALL)
     assert "it has no memory snapshot" in again.stderr
-    (run_dir,) = [path.parent for path in (tmp_path / "results" / "kept").glob("*/record.json")]
+    (run_dir,) = [path.parent for path in (tmp_path / "results" / "snapshot").glob("*/record.json")]
     for rank in range(2):
         snapshot = pickle.loads(RunFolder(run_dir).memory_snapshot(rank).read_bytes())
         signs = {"alloc": 1, "free_completed": -1}
-        lines = [(entry["size"] * signs.get(entry["action"], 0)) for entry in snapshot["device_traces"][0]]
-        seen = json.loads(RunFolder(run_dir).rank_report(rank).read_text())["profiled"]
-        assert max(itertools.accumulate(lines)) == seen["peak_allocated_bytes"]
+        deltas = [(entry["size"] * signs.get(entry["action"], 0)) for entry in snapshot["device_traces"][0]]
+        profiled = json.loads(RunFolder(run_dir).rank_report(rank).read_text())["profiled"]
+        assert max(itertools.accumulate(deltas)) == profiled["peak_allocated_bytes"]
         assert any(frame["name"] == "backward" for entry in snapshot["device_traces"][0] for frame in entry["frames"])
         assert "<script" in trace_plot(snapshot)
 
@@ -163,19 +162,19 @@ def test_two_commands_share_a_folder(tmp_path: Path) -> None:
     """Each run is made once, by either command."""
     command = [sys.executable, "-m", "harness", f"results_dir={tmp_path}", "name=both", "tracking=none", *SMALL]
     both = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=120)[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert sum("reference single" in text for text in said) == 1
-    assert sum("is recorded" in text for text in said) == 1
+    messages = [process.communicate(timeout=120)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], messages
+    assert sum("reference single" in text for text in messages) == 1
+    assert sum("is recorded" in text for text in messages) == 1
 
 
-def test_the_quick_comparison(tmp_path: Path) -> None:
+def test_the_quick_comparison_is_proven_and_read_back(tmp_path: Path) -> None:
     """The README's comparison takes less than three minutes, is all proven, and is readable from its files alone."""
-    began = time.monotonic()
+    started = time.monotonic()
     command = [sys.executable, "-m", "harness", "sweeps=quickstart", f"results_dir={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert time.monotonic() - began < 180
+    assert time.monotonic() - started < 180
     rows = read_rows(tmp_path, "quickstart")
     data = ["single", "ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "fsdp_shard_grad_op"]
     assert list(rows.strategy) == [*data, "tp", "pp_1f1b"]
@@ -189,8 +188,8 @@ def test_the_quick_comparison(tmp_path: Path) -> None:
     again = [sys.executable, "-m", "harness", "report", str(tmp_path / "quickstart")]
     assert subprocess.run(again, cwd=ROOT, capture_output=True, check=False).returncode == 0
     assert written.read_text() == before
-    (kept,) = (tmp_path / "quickstart" / rows.run_id[1]).glob("wandb/offline-run-*/run-*.wandb")
-    reader = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--summary", "--json", str(kept)]
+    (wandb_file,) = (tmp_path / "quickstart" / rows.run_id[1]).glob("wandb/offline-run-*/run-*.wandb")
+    reader = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--summary", "--json", str(wandb_file)]
     read = subprocess.run(reader, capture_output=True, text=True, check=False)
     assert read.returncode == 0, read.stderr
     assert str(rows.peak_allocated_bytes[1]) in read.stdout

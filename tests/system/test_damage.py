@@ -35,24 +35,24 @@ def noisy(content: bytes) -> bytes:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an undisturbed sweep's results, with a cache of their own beside them."""
-    place = tmp_path_factory.mktemp("whole")
-    done = command(place)
+    folder = tmp_path_factory.mktemp("whole")
+    done = run_sweep(folder)
     assert done.returncode == 0, done.stderr
-    return place
+    return folder
 
 
-def command(place: Path) -> Done:
+def run_sweep(folder: Path) -> Done:
     token_file.cache_clear()  # as a new process would look for it
-    return run_harness(place, *SWEEP, f"data.cache={place / 'cache'}")
+    return run_harness(folder, *SWEEP, f"data.cache={folder / 'cache'}")
 
 
 @pytest.fixture
-def place(whole: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(whole, tmp_path / "place")
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "copy")
 
 
-def spoil(place: Path, pattern: str, damage: Damage) -> None:
-    (path,) = place.glob(pattern)
+def damage_file(folder: Path, pattern: str, damage: Damage) -> None:
+    (path,) = folder.glob(pattern)
     path.write_bytes(damage(path.read_bytes()))
 
 
@@ -72,68 +72,70 @@ EVERY_CHANGE = ("sweep/tp*/record.json", "sweep/references/*/ranks/rank_00000.js
 
 
 @pytest.mark.parametrize(
-    ("pattern", "makes_again", "damage"),
+    ("pattern", "is_run_again", "damage"),
     [
         pytest.param(*case, damage, marks=[] if damage is cut and case[0] in EVERY_CHANGE else [LONG])
         for case in CASES
         for damage in (cut, noisy, emptied)
     ],
 )
-def test_what_is_damaged_spoils_no_row(
-    place: Path, whole: Path, pattern: str, makes_again: bool, damage: Damage
+def test_a_damaged_file_spoils_no_row(
+    folder: Path, whole: Path, pattern: str, is_run_again: bool, damage: Damage
 ) -> None:
-    ledger = Ledger(place)
+    ledger = Ledger(folder)
     assert ledger.look() == []
-    spoil(place, pattern, damage)
-    if makes_again:
-        ledger.finished = {path: seen for path, seen in ledger.finished.items() if not path.match("tp*/record.json")}
-    done = command(place)
+    damage_file(folder, pattern, damage)
+    if is_run_again:
+        ledger.finished = {
+            path: written for path, written in ledger.finished.items() if not path.match("tp*/record.json")
+        }
+    done = run_sweep(folder)
     assert done.returncode == 0, done.stderr
     if "references" not in pattern:
         assert ledger.look() == []
-    assert differences(place, whole) == [] == litter(place)
-    assert makes_again == ("not a whole record" in done.stderr and "is run again" in done.stderr)
+    assert differences(folder, whole) == [] == litter(folder)
+    assert is_run_again == ("not a whole record" in done.stderr and "is run again" in done.stderr)
 
 
 @LONG
 @pytest.mark.parametrize("damage", [cut, noisy])
-def test_a_run_made_beside_what_is_damaged_is_right(place: Path, whole: Path, damage: Damage) -> None:
+def test_a_run_beside_damaged_files_has_the_right_row(folder: Path, whole: Path, damage: Damage) -> None:
     """One of the runs is missing, so that reference, corpus and allocator are read again, and made again."""
-    (gone,) = place.glob("sweep/tp*")
-    shutil.rmtree(gone)
+    (removed,) = folder.glob("sweep/tp*")
+    shutil.rmtree(removed)
     for pattern in ("sweep/references/*/ranks/*.json", "cache/corpus-*.bin", "cache/allocator/*/allocator-*.so"):
-        spoil(place, pattern, damage)
-    done = command(place)
+        damage_file(folder, pattern, damage)
+    done = run_sweep(folder)
     assert done.returncode == 0, done.stderr
     assert "reference single" in done.stderr
-    assert differences(place, whole) == [] == litter(place)
+    assert differences(folder, whole) == [] == litter(folder)
 
 
 @LONG
-def test_a_damaged_reference_record_is_made_again(place: Path, whole: Path) -> None:
-    (gone,) = place.glob("sweep/tp*")
-    shutil.rmtree(gone)
-    spoil(place, "sweep/references/*/record.json", noisy)
-    assert command(place).returncode == 0
-    assert differences(place, whole) == [] == litter(place)
+def test_a_damaged_reference_record_is_made_again(folder: Path, whole: Path) -> None:
+    (removed,) = folder.glob("sweep/tp*")
+    shutil.rmtree(removed)
+    damage_file(folder, "sweep/references/*/record.json", noisy)
+    assert run_sweep(folder).returncode == 0
+    assert differences(folder, whole) == [] == litter(folder)
 
 
 @pytest.mark.parametrize("damage", [cut, pytest.param(noisy, marks=LONG), pytest.param(emptied, marks=LONG)])
-def test_a_dead_commands_damaged_listing_goes(place: Path, damage: Damage) -> None:
-    left = place / "sweep" / ".locks" / "command-0123abcd.json"
-    left.write_bytes(damage(b'{"host": "elsewhere", "pid": 1, "began": 0.0, "side_by_side": 1, "runs": []}'))
-    left.with_suffix(".lock").touch()
-    assert command(place).returncode == 0
-    assert litter(place) == []
+def test_a_damaged_listing_of_a_dead_command_is_removed(folder: Path, damage: Damage) -> None:
+    listing = folder / "sweep" / ".locks" / "command-0123abcd.json"
+    listing.write_bytes(damage(b'{"host": "elsewhere", "pid": 1, "started_at": 0.0, "max_parallel": 1, "runs": []}'))
+    listing.with_suffix(".lock").touch()
+    assert run_sweep(folder).returncode == 0
+    assert litter(folder) == []
 
 
 @pytest.mark.parametrize("damage", [emptied, cut, noisy])
-def test_what_cannot_be_exported_is_one_line(
-    place: Path, damage: Damage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_an_export_of_a_damaged_run_prints_one_line(
+    folder: Path, damage: Damage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil(place, "sweep/tp*/run.json", damage)
-    (run_dir,) = place.glob("sweep/tp*")
+    damage_file(folder, "sweep/tp*/run.json", damage)
+    (run_dir,) = folder.glob("sweep/tp*")
     monkeypatch.setattr("sys.argv", ["export", str(run_dir)])
     assert export() == 2
-    said = capsys.readouterr().err
-    assert "run.json cannot be read" in said and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "run.json cannot be read" in message and message.count("\n") == 1

@@ -32,13 +32,13 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(place)]
+    mountpoint = tmp_path / "disk"
+    mountpoint.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(mountpoint)]
     if sys.platform != "linux" or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("a small file system needs root to be mounted")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    yield mountpoint
+    subprocess.run(["umount", "--lazy", str(mountpoint)], check=True)
 
 
 def fill(disk: Path) -> None:
@@ -50,15 +50,15 @@ def fill(disk: Path) -> None:
                     pass
 
 
-def while_running(results: Path, do: Callable[[], None]) -> threading.Thread:
+def call_while_running(results: Path, action: Callable[[], None]) -> threading.Thread:
     """Call this function as soon as a rank trains."""
 
     def wait() -> None:
         ends_at = time.monotonic() + 120
         while time.monotonic() < ends_at:
             runs = [path.parents[1] for path in results.glob("sweep/*/ranks/*.pulse")]
-            if any((beat := heartbeat.read_heartbeat(one, 0)) and beat.phase == "warm-up" for one in runs):
-                return do()
+            if any((beat := heartbeat.read_heartbeat(run, 0)) and beat.phase == "warm-up" for run in runs):
+                return action()
             time.sleep(0.005)
         return None
 
@@ -68,9 +68,9 @@ def while_running(results: Path, do: Callable[[], None]) -> threading.Thread:
 
 
 @pytest.mark.long
-def test_a_disk_that_fills_during_a_run(small_disk: Path, calm: Path) -> None:
+def test_a_disk_that_fills_during_a_run_is_an_error_row(small_disk: Path, calm: Path) -> None:
     """The run is an error row, the sweep stops, and no file is half-written; then the same command completes."""
-    filling = while_running(small_disk, lambda: fill(small_disk))
+    filling = call_while_running(small_disk, lambda: fill(small_disk))
     ended = run_harness(small_disk, *SWEEP, "sweep.skip_dominated=false")
     filling.join()
     assert ended.returncode == 1, (ended.stdout, ended.stderr)
@@ -78,8 +78,8 @@ def test_a_disk_that_fills_during_a_run(small_disk: Path, calm: Path) -> None:
         f"no disk space is left in {small_disk / 'sweep'}: 1 runs are not started; the same command continues with them"
         in ended.stderr
     )
-    found = read_all(small_disk / "sweep")
-    ((row,), problems) = ([record.row for record in found.records], found.problems)
+    stored = read_all(small_disk / "sweep")
+    ((row,), problems) = ([record.row for record in stored.records], stored.problems)
     assert (row["status"], problems) == ("error", []) and "No space left on device" in row["reason"]
     assert litter(small_disk) == []
     again = run_harness(small_disk, *SWEEP)
@@ -89,7 +89,7 @@ def test_a_disk_that_fills_during_a_run(small_disk: Path, calm: Path) -> None:
     assert differences(small_disk, calm) == []
 
 
-def test_a_disk_that_is_full_before_is_one_line(small_disk: Path) -> None:
+def test_a_disk_that_is_full_at_the_start_prints_one_line(small_disk: Path) -> None:
     fill(small_disk)
     ended = run_harness(small_disk, *SWEEP)
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -97,30 +97,30 @@ def test_a_disk_that_is_full_before_is_one_line(small_disk: Path) -> None:
     assert ended.stderr.count("\n") == 1
 
 
-def test_the_room_kept_back_is_taken_whole_or_not_at_all(small_disk: Path) -> None:
+def test_disk_space_is_reserved_whole_or_not_at_all(small_disk: Path) -> None:
     (small_disk / "some").write_bytes(bytes(DISK_BYTES - RESERVE_BYTES // 2))
-    held = small_disk / ".reserve"
+    reserve_file = small_disk / ".reserve"
     with pytest.raises(OSError):
-        reserve(held)
-    assert not held.exists()
+        reserve(reserve_file)
+    assert not reserve_file.exists()
     (small_disk / "some").unlink()
-    reserve(held)
-    assert held.stat().st_size == RESERVE_BYTES
-    assert release(held) and not release(held)
+    reserve(reserve_file)
+    assert reserve_file.stat().st_size == RESERVE_BYTES
+    assert release(reserve_file) and not release(reserve_file)
 
 
 # Root may write everywhere; without these capabilities it is bound by a folder's permissions, as any other user is.
-AS_ANYBODY = """
+DROP_CAPABILITIES = """
 import ctypes, os, sys
 for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
     ctypes.CDLL(None).prctl(24, capability)  # PR_CAPBSET_DROP
 os.execv(sys.argv[1], sys.argv[1:])
 """
 
-BOUND = (sys.executable, "-c", AS_ANYBODY)
+WITHOUT_ROOT_POWERS = (sys.executable, "-c", DROP_CAPABILITIES)
 
 
-def allow(folder: Path, mode: int) -> None:
+def change_modes(folder: Path, mode: int) -> None:
     for path, _, _ in os.walk(folder):
         Path(path).chmod(mode)
 
@@ -129,9 +129,9 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="root's power t
 
 
 @needs_linux
-def test_a_read_only_folder_is_one_line(tmp_path: Path) -> None:
+def test_a_read_only_folder_prints_one_line(tmp_path: Path) -> None:
     (tmp_path / "sweep").mkdir(mode=0o555)
-    refused = start(tmp_path, SWEEP[2:], before=BOUND)
+    refused = start(tmp_path, SWEEP[2:], before=WITHOUT_ROOT_POWERS)
     assert refused.wait() == 2
     rule = "cannot be written (Permission denied): choose another folder"
     assert refused.said().splitlines() == [f"results_dir: {tmp_path / 'sweep'} {rule}"]
@@ -139,12 +139,12 @@ def test_a_read_only_folder_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @needs_linux
-def test_a_folder_made_read_only_during_a_sweep_is_one_line(tmp_path: Path, calm: Path) -> None:
-    command = start(tmp_path, SWEEP[2:], before=BOUND)
-    while_running(tmp_path, lambda: allow(tmp_path / "sweep", 0o555)).join()
+def test_a_folder_that_becomes_read_only_during_a_sweep_prints_one_line(tmp_path: Path, calm: Path) -> None:
+    command = start(tmp_path, SWEEP[2:], before=WITHOUT_ROOT_POWERS)
+    call_while_running(tmp_path, lambda: change_modes(tmp_path / "sweep", 0o555)).join()
     status, last = command.wait(), command.said().splitlines()[-1]
     assert status == 2 and "Traceback" not in command.said(), command.said()
     assert "Permission denied" in last and str(tmp_path / "sweep") in last
-    allow(tmp_path / "sweep", 0o755)
+    change_modes(tmp_path / "sweep", 0o755)
     assert run_harness(tmp_path, *SWEEP).returncode == 0
     assert differences(tmp_path, calm) == [] == litter(tmp_path)

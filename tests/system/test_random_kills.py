@@ -49,7 +49,7 @@ def test_a_killed_sweep_comes_to_the_undisturbed_table(tmp_path: Path, capfd: py
     assert not tally.violations
 
 
-def test_an_end_that_is_none_of_the_others_is_found(tmp_path: Path) -> None:
+def test_the_invariants_detect_every_bad_end(tmp_path: Path) -> None:
     """The invariants detect a touched finished record, half a record, a table that differs, and files left behind."""
     sweep = ("-m", "name=sweep", "strategy=single", "proof.reference=false", *TINY)
     assert run_harness(tmp_path / "calm", *sweep).returncode == 0
@@ -71,21 +71,21 @@ def test_an_end_that_is_none_of_the_others_is_found(tmp_path: Path) -> None:
     assert "has no row" in differences(tmp_path / "other", tmp_path / "calm")[0]
 
 
-def of_strategies(results: Path) -> dict[str, Row]:
+def rows_by_strategy(results: Path) -> dict[str, Row]:
     return {record.row["strategy"]: record.row for record in read_all(results / "sweep").records}
 
 
 @pytest.mark.long
-def test_every_end_in_one_sweep_is_a_row_and_the_next_command_mends_them(
+def test_every_failure_of_a_sweep_is_a_row_and_is_run_again(
     harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep = ("-m", "name=sweep", "strategy=ddp,fsdp_full_shard,tp,single", *TINY, "train.warmup_steps=2")
     with monkeypatch.context() as patched:
         patched.setattr(sequential, "RunContext", functools.partial(RunContext, faults.each_its_own))
         assert harness(*sweep, "hang_seconds=30").returncode == 1
-    rows = of_strategies(tmp_path / "results")
-    found = {name: (row["status"], row["failed_in_phase"]) for name, row in rows.items() if row["status"] != "ok"}
-    assert found == {"ddp": ("oom", "warm-up"), "fsdp_full_shard": ("timeout", "warm-up"), "tp": ("error", "timed")}
+    rows = rows_by_strategy(tmp_path / "results")
+    failures = {name: (row["status"], row["failed_in_phase"]) for name, row in rows.items() if row["status"] != "ok"}
+    assert failures == {"ddp": ("oom", "warm-up"), "fsdp_full_shard": ("timeout", "warm-up"), "tp": ("error", "timed")}
     assert "the loss is not finite from step 2 on, in timed" in rows["tp"]["reason"]
     assert all(row["last_seen_rss_bytes"] > 2**26 for row in rows.values() if row["status"] != "ok")
     assert harness(*sweep, "retry=error,timeout,oom").returncode == 0
@@ -100,7 +100,7 @@ def test_a_collective_that_fails_is_an_error_row(tmp_path: Path) -> None:
 
 
 @contextmanager
-def jumping(offset: Path) -> Iterator[None]:
+def jumping_clock(offset: Path) -> Iterator[None]:
     """Set a clock file hours forward and back, again and again."""
     over = threading.Event()
 
@@ -127,16 +127,16 @@ def test_a_clock_that_jumps_disturbs_nothing(tmp_path: Path) -> None:
     source = Path(__file__).parents[1] / "support" / "clock.c"
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     shifted = {"LD_PRELOAD": str(library), "CLOCK_OFFSET_FILE": str(offset)}
-    began = time.monotonic()
-    with jumping(offset):
-        status, said = random_kills.run_to_end(
+    started = time.monotonic()
+    with jumping_clock(offset):
+        status, output = random_kills.run_to_end(
             tmp_path, "strategy=ddp,tp", "proof.reference=false", "hang_seconds=60", environment=shifted
         )
-    took = time.monotonic() - began
-    assert status == 0, said
+    seconds = time.monotonic() - started
+    assert status == 0, output
     days = set()
-    for row in of_strategies(tmp_path).values():
+    for row in rows_by_strategy(tmp_path).values():
         parts = [value for column, value in row.items() if column.endswith("_seconds") and value is not None]
-        assert all(0 <= seconds < took for seconds in [row["duration_seconds"], row["step_seconds"], *parts]), row
+        assert all(0 <= part < seconds for part in [row["duration_seconds"], row["step_seconds"], *parts]), row
         days.add(row["started_at"][:13])
     assert len(days) > 1  # the clock did jump

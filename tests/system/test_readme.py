@@ -37,7 +37,7 @@ ELSEWHERE = {
 
 def commands() -> list[str]:
     """Return what a reader may copy: lines of sh blocks, and inline code that starts a program of the environment."""
-    found: dict[str, None] = {}
+    copied: dict[str, None] = {}
     for page in PAGES:
         text = page.read_text()
         blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
@@ -45,8 +45,8 @@ def commands() -> list[str]:
         spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
         for line in (*lines, *spans):
             if re.match(r"(\.venv/bin/)?(python3?|wandb|pip|harness|accelerate) ", line) and not is_mention(line):
-                found[line.replace("\\|", "|")] = None
-    return list(found)
+                copied[line.replace("\\|", "|")] = None
+    return list(copied)
 
 
 def is_mention(line: str) -> bool:
@@ -104,7 +104,7 @@ def test_a_run_composes(command: str) -> None:
     assert compose_config(*(argument.split(",")[0] for argument in arguments)).model.name
 
 
-def test_every_sweep_of_the_repository_is_in_the_readme_and_the_other_way_round() -> None:
+def test_every_sweep_of_the_repository_is_documented_and_exists() -> None:
     named = set(re.findall(r"sweeps=(\w+)", "\n".join(RUNS)))
     assert named == {path.stem for path in (ROOT / "sweeps").glob("*.yaml")}
 
@@ -120,7 +120,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", READERS)
-def test_what_reads_results(command: str, results: Path) -> None:
+def test_a_command_that_reads_results_succeeds(command: str, results: Path) -> None:
     arguments = python_command(command)
     done = subprocess.run(arguments, cwd=results.parent, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -128,7 +128,7 @@ def test_what_reads_results(command: str, results: Path) -> None:
 
 
 @pytest.mark.parametrize("command", LISTS)
-def test_what_lists(command: str) -> None:
+def test_a_command_that_lists_prints_several_lines(command: str) -> None:
     assert run_harness_command(command).count("\n") > 1
 
 
@@ -139,10 +139,10 @@ def run_harness_command(command: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", RUNS + SUITES)
-def test_as_it_stands(command: str, tmp_path: Path) -> None:
+def test_a_command_runs_exactly_as_it_stands(command: str, tmp_path: Path) -> None:
     """Each sweep runs whole in a folder of its own, which takes half an hour on two cores."""
-    for often, once in ONCE.items():
-        command = command.replace(often, once)
+    for many, single in ONCE.items():
+        command = command.replace(many, single)
     for name in ("conf", "sweeps", "harness", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     arguments = python_command(command)

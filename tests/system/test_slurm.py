@@ -31,25 +31,25 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def begun(slurm: Cluster, results: Path, *arguments: str) -> subprocess.Popen[str]:
+def start_command(slurm: Cluster, results: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "harness", *arguments, f"results_dir={results}", *SLURM]
     return subprocess.Popen(
         command, cwd=ROOT, env=slurm.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def ended(command: subprocess.Popen[str], status: int = 0) -> str:
+def wait_for_end(command: subprocess.Popen[str], status: int = 0) -> str:
     """Return what the command wrote on standard error."""
-    said = command.communicate(timeout=240)[1]
-    assert command.returncode == status, said
-    return said
+    output = command.communicate(timeout=240)[1]
+    assert command.returncode == status, output
+    return output
 
 
 def harness(slurm: Cluster, results: Path, *arguments: str, status: int = 0) -> str:
-    return ended(begun(slurm, results, *arguments), status)
+    return wait_for_end(start_command(slurm, results, *arguments), status)
 
 
-def row_of(results: Path, name: str) -> pd.Series:
+def only_row(results: Path, name: str) -> pd.Series:
     (index,) = read_rows(results, name).index
     return read_rows(results, name).loc[index]
 
@@ -60,13 +60,13 @@ def rank_process(run_dir: Path, rank: int) -> psutil.Process:
     It is the youngest one, because forkservers have older children.
     """
     log = str(run_dir / "logs" / f"rank_{rank}.log")
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if any(str(Path(f"/proc/{process.pid}/fd/{fd}").readlink()) == log for fd in (1, 2)):
-                found.append(process)
-    assert found, log
-    return max(found, key=lambda process: process.create_time())
+                processes.append(process)
+    assert processes, log
+    return max(processes, key=lambda process: process.create_time())
 
 
 @pytest.mark.parametrize(
@@ -90,19 +90,19 @@ def test_runs_over_two_nodes_train_the_same(slurm: Cluster, tmp_path: Path, stra
 
 
 def test_a_killed_rank_of_another_node_is_named(slurm: Cluster, tmp_path: Path) -> None:
-    command = begun(slurm, tmp_path, "name=killed", "cluster.nodes=2", *LONGER)
+    command = start_command(slurm, tmp_path, "name=killed", "cluster.nodes=2", *LONGER)
     run_dir = wait_for_step(tmp_path, "killed")
     rank_process(run_dir, 3).kill()
-    ended(command, status=1)
-    row = row_of(tmp_path, "killed")
+    wait_for_end(command, status=1)
+    row = only_row(tmp_path, "killed")
     assert row.status == "error" and row.reason.startswith("rank 3 was killed by SIGKILL"), row.reason
     assert row.failed_in_phase == "timed" and row.last_seen_rss_bytes > 2**26
 
 
 @pytest.mark.long
-def test_a_parent_that_dies_finds_its_jobs_again(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_command_reuses_the_jobs_of_a_killed_command(slurm: Cluster, tmp_path: Path) -> None:
     sweep = ("-m", "name=again", "train.seed=0,1", *LONGER)
-    first = begun(slurm, tmp_path, *sweep)
+    first = start_command(slurm, tmp_path, *sweep)
     wait_for_step(tmp_path, "again")
     first.kill()
     first.communicate()
@@ -114,15 +114,15 @@ def test_a_parent_that_dies_finds_its_jobs_again(slurm: Cluster, tmp_path: Path)
 
 @pytest.mark.long
 def test_a_cancelled_job_is_an_interrupted_row_and_is_run_again(slurm: Cluster, tmp_path: Path) -> None:
-    command = begun(slurm, tmp_path, "name=cancelled", *LONGER)
+    command = start_command(slurm, tmp_path, "name=cancelled", *LONGER)
     wait_for_step(tmp_path, "cancelled")
     (job,) = (job for job, state in slurm.jobs().items() if state == "RUNNING")
     slurm.run("scancel", job)
-    ended(command, status=1)
-    row = row_of(tmp_path, "cancelled")
+    wait_for_end(command, status=1)
+    row = only_row(tmp_path, "cancelled")
     assert row.status == "interrupted", row.reason
     harness(slurm, tmp_path, "name=cancelled", *LONGER)
-    assert row_of(tmp_path, "cancelled").status == "ok"
+    assert only_row(tmp_path, "cancelled").status == "ok"
 
 
 @pytest.mark.long
@@ -147,12 +147,12 @@ def test_a_script_is_written_to_be_submitted_by_hand(slurm: Cluster, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_preempted_run_is_requeued_and_done(slurm: Cluster, tmp_path: Path) -> None:
-    command = begun(slurm, tmp_path, "name=preempted", "cluster.partition=low", "cluster.nodes=2", *LONGER)
+def test_a_preempted_run_is_requeued_and_completed(slurm: Cluster, tmp_path: Path) -> None:
+    command = start_command(slurm, tmp_path, "name=preempted", "cluster.partition=low", "cluster.nodes=2", *LONGER)
     run_dir = wait_for_step(tmp_path, "preempted")
     slurm.submit("sleep 3", "--partition=high", "--nodes=2", "--exclusive")
-    ended(command)
-    assert row_of(tmp_path, "preempted").status == "ok"
+    wait_for_end(command)
+    assert only_row(tmp_path, "preempted").status == "ok"
     assert "Restarts=1" in slurm.run("scontrol", "show", "job", "-o", max(slurm.jobs(), key=job_number)) or run_dir
 
 
@@ -162,31 +162,31 @@ def job_number(job: str) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("lost", ["n1", "n2"])
-def test_a_lost_node_is_survived(slurm: Cluster, tmp_path: Path, lost: str) -> None:
+def test_a_run_survives_a_lost_node(slurm: Cluster, tmp_path: Path, lost: str) -> None:
     """Slurm requeues the job whether the lost node led or followed; the job waits for the node and runs again."""
-    command = begun(slurm, tmp_path, "name=lost", "cluster.nodes=2", *LONGER)
+    command = start_command(slurm, tmp_path, "name=lost", "cluster.nodes=2", *LONGER)
     wait_for_step(tmp_path, "lost")
     slurm.kill_node(lost)
     slurm.wait_for_node(lost, "down*", "down")
     slurm.start_slurmd(lost)
-    ended(command)
-    assert row_of(tmp_path, "lost").status == "ok"
+    wait_for_end(command)
+    assert only_row(tmp_path, "lost").status == "ok"
 
 
 @pytest.mark.long
 def test_a_slurmd_that_is_killed_and_a_node_that_is_drained_do_not_end_a_run(slurm: Cluster, tmp_path: Path) -> None:
-    command = begun(slurm, tmp_path, "name=slurmd", "cluster.nodes=2", *LONGER)
+    command = start_command(slurm, tmp_path, "name=slurmd", "cluster.nodes=2", *LONGER)
     wait_for_step(tmp_path, "slurmd")
     slurm.drain("n1")
     slurm.kill_slurmd("n2")
     time.sleep(1)
     slurm.start_slurmd("n2")
-    ended(command)
+    wait_for_end(command)
     slurm.resume("n1")
-    assert row_of(tmp_path, "slurmd").status == "ok"
+    assert only_row(tmp_path, "slurmd").status == "ok"
 
 
-def test_jobs_of_other_needs_are_arrays_of_their_own(slurm: Cluster, tmp_path: Path) -> None:
+def test_jobs_that_need_different_nodes_are_separate_arrays(slurm: Cluster, tmp_path: Path) -> None:
     sweep = ("-m", "name=needs", "strategy=ddp", "cluster.nodes=1,2", "train.seed=0,1", *SMALL)
     harness(slurm, tmp_path, *sweep, "hydra.launcher.submit=false")
     scripts = [path.read_text() for path in sorted((tmp_path / "needs").glob("*.sbatch"))]
@@ -195,29 +195,29 @@ def test_jobs_of_other_needs_are_arrays_of_their_own(slurm: Cluster, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_node_lost_for_good_is_a_row(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_node_lost_for_good_is_an_error_row(slurm: Cluster, tmp_path: Path) -> None:
     """The site does not requeue jobs."""
     arguments = ("name=gone", "+hydra.launcher.additional_parameters={requeue: false, no_requeue: true}", *LONGER)
-    command = begun(slurm, tmp_path, *arguments, "cluster.nodes=2")
+    command = start_command(slurm, tmp_path, *arguments, "cluster.nodes=2")
     wait_for_step(tmp_path, "gone")
     slurm.kill_node("n1")
-    ended(command, status=1)
+    wait_for_end(command, status=1)
     slurm.start_slurmd("n1")
-    row = row_of(tmp_path, "gone")
+    row = only_row(tmp_path, "gone")
     assert row.status == "error" and "NODE_FAIL" in row.reason
 
 
 @pytest.mark.long
-def test_with_accounting(tmp_path: Path) -> None:
+def test_a_run_on_a_cluster_with_accounting(tmp_path: Path) -> None:
     missing = slurm_cluster.install()
     if missing:
         pytest.skip(missing)
     with slurm_cluster.cluster(tmp_path / "slurm", accounting=True) as cluster:
         harness(cluster, tmp_path, "name=accounted", "strategy=ddp", "cluster.nodes=2", *SMALL)
-        assert row_of(tmp_path, "accounted").status == "ok"
+        assert only_row(tmp_path, "accounted").status == "ok"
         assert "COMPLETED" in cluster.run("sacct", "-n", "-X", "-o", "State")
 
 
-def test_a_queue_that_refuses_is_one_line(slurm: Cluster, tmp_path: Path) -> None:
-    said = harness(slurm, tmp_path, "name=nowhere", "cluster.partition=nowhere", *LONGER, status=2)
-    assert "invalid partition" in said.splitlines()[-1]
+def test_a_job_that_the_queue_refuses_prints_one_line(slurm: Cluster, tmp_path: Path) -> None:
+    output = harness(slurm, tmp_path, "name=nowhere", "cluster.partition=nowhere", *LONGER, status=2)
+    assert "invalid partition" in output.splitlines()[-1]

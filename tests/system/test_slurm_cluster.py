@@ -27,32 +27,32 @@ with cluster(Path(sys.argv[1])) as slurm:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if why := slurm_cluster.install():
-        pytest.skip(why)
-    with cluster(tmp_path_factory.mktemp("slurm")) as made:
-        yield made
+    if problem := slurm_cluster.install():
+        pytest.skip(problem)
+    with cluster(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
 
 
 def names(cluster: str, node: str = "") -> set[str]:
     return {process.info["name"] for process in processes(cluster, node)}
 
 
-def test_job_of_two_tasks(slurm: Cluster) -> None:
+def test_a_job_of_two_tasks_runs_one_on_each_node(slurm: Cluster) -> None:
     names = ("NODEID", "PROCID", "LOCALID", "GTIDS", "LAUNCH_NODE_IPADDR", "JOB_NODELIST", "RESTART_COUNT")
     write = f"echo {' '.join(f'${{SLURM_{name}:--}}' for name in names)} > $SLURM_JOB_ID.$SLURM_PROCID"
     job = slurm.submit(f"srun bash -c '{write}'", "--nodes=2")
     assert slurm.wait_for_job(job, "COMPLETED", "FAILED") == "COMPLETED"
-    said = [(slurm.folder / f"{job}.{task}").read_text().strip() for task in range(2)]
-    assert said == ["0 0 0 0 127.0.0.1 n[1-2] -", "1 1 0 1 127.0.0.1 n[1-2] -"]
+    outputs = [(slurm.folder / f"{job}.{task}").read_text().strip() for task in range(2)]
+    assert outputs == ["0 0 0 0 127.0.0.1 n[1-2] -", "1 1 0 1 127.0.0.1 n[1-2] -"]
 
 
-def test_array(slurm: Cluster) -> None:
+def test_tasks_of_an_array_end_apart(slurm: Cluster) -> None:
     job = slurm.submit("exit $SLURM_ARRAY_TASK_ID", "--array=0-1")
     assert [slurm.wait_for_job(f"{job}_{task}", "COMPLETED", "FAILED") for task in (0, 1)] == ["COMPLETED", "FAILED"]
 
 
 @pytest.mark.long
-def test_preempted_job_runs_again(slurm: Cluster) -> None:
+def test_a_preempted_job_runs_again(slurm: Cluster) -> None:
     low = slurm.submit(
         "echo restarts ${SLURM_RESTART_COUNT:-none}; [ $SLURM_RESTART_COUNT ] || sleep 600",
         *("--nodes=2", "--exclusive", "--open-mode=append"),
@@ -61,12 +61,12 @@ def test_preempted_job_runs_again(slurm: Cluster) -> None:
     high = slurm.submit("true", "--nodes=2", "--exclusive", "--partition=high")
     assert slurm.wait_for_job(high, "COMPLETED", "FAILED") == "COMPLETED"
     assert slurm.wait_for_job(low, "COMPLETED", "FAILED") == "COMPLETED"
-    said = [line for line in (slurm.folder / f"{low}.out").read_text().splitlines() if line.startswith("restarts")]
-    assert said == ["restarts none", "restarts 1"]
+    lines = [line for line in (slurm.folder / f"{low}.out").read_text().splitlines() if line.startswith("restarts")]
+    assert lines == ["restarts none", "restarts 1"]
 
 
 @pytest.mark.long
-def test_lost_node(slurm: Cluster) -> None:
+def test_jobs_of_a_lost_node_fail_or_are_requeued(slurm: Cluster) -> None:
     """Jobs of a lost node are NODE_FAIL or wait to run again, and their tasks on the other node are killed."""
     script = "srun bash -c 'touch $SLURM_JOB_ID.$SLURM_PROCID; exec sleep 600'"
     failed, again = (slurm.submit(script, "--nodes=2", option) for option in ("--no-requeue", "--requeue"))
@@ -83,13 +83,13 @@ def test_lost_node(slurm: Cluster) -> None:
     assert slurm.wait_for_job(again, "CANCELLED") == "CANCELLED"
 
 
-def test_no_accounting(slurm: Cluster) -> None:
+def test_a_cluster_without_accounting_has_no_sacct(slurm: Cluster) -> None:
     with pytest.raises(subprocess.CalledProcessError) as error:
         slurm.run("sacct")
     assert error.value.__notes__ == ["Slurm accounting storage is disabled\n"]
 
 
-def test_accounting(slurm: Cluster, tmp_path: Path) -> None:
+def test_accounting_agrees_with_the_queue(slurm: Cluster, tmp_path: Path) -> None:
     """Accounting agrees with squeue some moments later, and a second cluster can run beside the first."""
     with cluster(tmp_path / "slurm", nodes=1, accounting=True) as accounted:
         job = accounted.submit("exit 3")
@@ -97,7 +97,7 @@ def test_accounting(slurm: Cluster, tmp_path: Path) -> None:
         wait_for(lambda: f"{job}|FAILED|3:0" in accounted.run("sacct", "-nPXo", "JobID,State,ExitCode"), 60, "sacct")
 
 
-def test_nothing_is_left_by_a_killed_parent(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_killed_parent_leaves_no_process(slurm: Cluster, tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path / "slurm")],
         cwd=ROOT,

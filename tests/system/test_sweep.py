@@ -39,23 +39,23 @@ from tests.support.slurm_cluster import wait_for_step
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
 
-def item(name: str, turn: int, *overrides: str) -> QueuedRun:
-    return QueuedRun(*compose("name=order", *overrides), None, name, turn)
+def queued(name: str, repeat: int, *overrides: str) -> QueuedRun:
+    return QueuedRun(*compose("name=order", *overrides), None, name, repeat)
 
 
-def test_cheap_runs_come_first_each_once_and_repeats_in_turns() -> None:
-    asked = [
-        item("large", 0, "model=125m"),
-        item("large again", 1, "model=125m"),
-        item("batch", 0, "train.global_batch=16"),
-        item("ddp", 0),
-        item("zero3", 0, "strategy=zero3"),
-        item("ddp", 0),
-        item("ddp again", 1),
-        item("short", 0, "train.steps=1"),
+def test_cheap_runs_come_first_each_once_and_repeats_last() -> None:
+    queue = [
+        queued("large", 0, "model=125m"),
+        queued("large again", 1, "model=125m"),
+        queued("batch", 0, "train.global_batch=16"),
+        queued("ddp", 0),
+        queued("zero3", 0, "strategy=zero3"),
+        queued("ddp", 0),
+        queued("ddp again", 1),
+        queued("short", 0, "train.steps=1"),
     ]
     names = ["short", "ddp", "zero3", "batch", "large", "ddp again", "large again"]
-    assert [one.name for one in deduplicate_and_sort(asked)] == names
+    assert [run.name for run in deduplicate_and_sort(queue)] == names
 
 
 @pytest.mark.parametrize(
@@ -68,24 +68,24 @@ def test_cheap_runs_come_first_each_once_and_repeats_in_turns() -> None:
         (["2d"], (172800, None, None)),
     ],
 )
-def test_budgets(stated: list[Any], limits: tuple[Any, ...]) -> None:
-    found = stop_after.parse_stop_after(stated)
-    assert (found.seconds, found.runs, found.failures) == limits
-    assert not found.exceeded_limit() or found.seconds == 0
-    found.started, found.failed = 20, 3
-    assert bool(found.exceeded_limit()) == (found.runs is not None or found.failures is not None)
+def test_a_budget_is_parsed_and_limits(stated: list[Any], limits: tuple[Any, ...]) -> None:
+    limit = stop_after.parse_stop_after(stated)
+    assert (limit.seconds, limit.runs, limit.failures) == limits
+    assert not limit.exceeded_limit() or limit.seconds == 0
+    limit.started, limit.failed = 20, 3
+    assert bool(limit.exceeded_limit()) == (limit.runs is not None or limit.failures is not None)
 
 
 @pytest.mark.parametrize("wrong", ["soon", "8 hours", "1.5runs", "-1h", "runs"])
-def test_what_is_no_budget_is_said(wrong: str) -> None:
+def test_a_wrong_budget_is_an_error_with_the_choices(wrong: str) -> None:
     with pytest.raises(UserError, match="choose a time such as 90m or 8h, 20runs, or 3failures"):
         stop_after.parse_stop_after([wrong])
 
 
-def test_commas_of_lists_make_no_sweep() -> None:
-    given = ["strategy=ddp,tp", "retry=error,timeout", "-m", "stop_after=8h", "retry=[oom]"]
-    taken = ["-m", "strategy=ddp,tp", "retry=[error,timeout]", "stop_after=[8h]", "retry=[oom]"]
-    assert overrides.normalize_overrides(given) == taken
+def test_a_comma_in_a_list_starts_no_sweep() -> None:
+    arguments = ["strategy=ddp,tp", "retry=error,timeout", "-m", "stop_after=8h", "retry=[oom]"]
+    normalized = ["-m", "strategy=ddp,tp", "retry=[error,timeout]", "stop_after=[8h]", "retry=[oom]"]
+    assert overrides.normalize_overrides(arguments) == normalized
 
 
 @dataclass
@@ -101,51 +101,51 @@ class Sized:
 
 
 @given(sizes=st.integers(1, 10), fitting=st.integers(0, 10), predicted=st.integers(0, 10))
-def test_the_largest_micro_batch_is_found_however_wrong_the_prediction(
+def test_a_search_finds_the_largest_micro_batch_however_wrong_the_prediction(
     sizes: int, fitting: int, predicted: int
 ) -> None:
     """No size is tried twice, and the size above the result is known not to fit."""
     plans: Any = [Sized(2**index) for index in range(sizes)]
     search = MicroBatchSearch(plans, lambda plan: plan.size < 2**predicted)
-    tried, at = [], search.first
-    while at is not None:
-        tried.append(at.size)
-        at = search.next(Record({"status": "ok" if at.size < 2**fitting else "oom"}))
+    tried, plan = [], search.first
+    while plan is not None:
+        tried.append(plan.size)
+        plan = search.next(Record({"status": "ok" if plan.size < 2**fitting else "oom"}))
     largest = min(fitting, sizes) - 1
     assert len(set(tried)) == len(tried)
     assert (f" {2**largest} fits" if largest >= 0 else ": no micro-batch is ok") in search.result()
     assert largest == sizes - 1 or 2 ** (largest + 1) in tried
 
 
-def test_a_search_ends_at_a_failure_that_says_nothing_of_size() -> None:
+def test_a_search_ends_at_a_failure_that_is_not_about_memory() -> None:
     plans: Any = [Sized(1), Sized(2), Sized(4)]
     search = MicroBatchSearch(plans, lambda plan: plan.size < 4)
     assert search.next(Record({"status": "error"})) is None
     assert search.result().endswith(": no micro-batch is ok; 2 is error")
 
 
-def test_the_largest_micro_batch_of_a_run(harness: Harness, tmp_path: Path) -> None:
+def test_a_run_finds_its_largest_micro_batch(harness: Harness, tmp_path: Path) -> None:
     done = harness("name=max", "strategy=ddp", "train.micro_batch=max", "proof.reference=false", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "train.micro_batch=max of ddp-none-tiny-w2: 4 fits" in done.stderr
     assert list(read_rows(tmp_path / "results", "max").micro_batch) == [4]
 
 
-def test_what_ran_out_of_memory_is_a_result_and_spares_larger_batches(harness: Harness, tmp_path: Path) -> None:
+def test_a_run_out_of_memory_is_a_result_and_spares_larger_batches(harness: Harness, tmp_path: Path) -> None:
     sweep = ("name=spared", "strategy=ddp", "proof.reference=false", *SMALL)
     config, command = compose(*sweep, f"results_dir={tmp_path}/results", "train.micro_batch=2")
     assert execute_run(config, command, faults.exhausted).row["status"] == "oom"
-    made = mtimes(tmp_path / "results")
+    recorded_at = mtimes(tmp_path / "results")
     done = harness("-m", "train.micro_batch=1,2,4", *sweep)
     assert done.returncode == 0, done.stderr
     rows = read_rows(tmp_path / "results", "spared").set_index("micro_batch")
     assert rows.status.to_dict() == {1: "ok", 2: "oom", 4: "refused"}
     assert rows.reason[4].startswith(f"not tried: {rows.run_id[2]} ran out of memory at train.micro_batch=2")
-    assert mtimes(tmp_path / "results").items() >= made.items()
+    assert mtimes(tmp_path / "results").items() >= recorded_at.items()
     # The same command runs nothing; the run itself, or a sweep without sparing, runs it.
-    made = mtimes(tmp_path / "results")
+    recorded_at = mtimes(tmp_path / "results")
     assert harness("-m", "train.micro_batch=1,2,4", *sweep).returncode == 0
-    assert mtimes(tmp_path / "results") == made
+    assert mtimes(tmp_path / "results") == recorded_at
     assert harness("train.micro_batch=4", *sweep).returncode == 0
 
 
@@ -153,18 +153,18 @@ def mtimes(results: Path) -> dict[str, int]:
     return {path.parent.name: path.stat().st_mtime_ns for path in results.glob("*/*/record.json")}
 
 
-def test_ends_are_kept_or_tried_again_as_asked(harness: Harness, tmp_path: Path) -> None:
-    run = ("name=tried", "strategy=ddp", "proof.reference=false", *SMALL)
+def test_retry_names_the_failures_that_are_run_again(harness: Harness, tmp_path: Path) -> None:
+    run = ("name=retried", "strategy=ddp", "proof.reference=false", *SMALL)
     assert harness("timeout_seconds=0.1", *run).returncode == 1
-    kept = harness("retry=error,oom", *run)
-    assert kept.returncode == 1 and "is recorded as timeout; retry=timeout runs it again" in kept.stderr
+    repeated = harness("retry=error,oom", *run)
+    assert repeated.returncode == 1 and "is recorded as timeout; retry=timeout runs it again" in repeated.stderr
     again = harness("retry=error,timeout", *run)
     assert again.returncode == 0 and "is run again, it ended as timeout" in again.stderr
     assert harness("retry=never", *run).stderr.startswith("retry=never is not known: choose error, timeout, oom")
 
 
 @pytest.mark.long
-def test_a_spent_budget_leaves_the_rest_to_the_next_command(harness: Harness, tmp_path: Path) -> None:
+def test_a_command_continues_after_a_spent_budget(harness: Harness, tmp_path: Path) -> None:
     sweep = ("-m", "name=spent", "strategy=ddp,tp", "proof.reference=false", *SMALL)
     first = harness("stop_after=1runs", *sweep)
     assert (
@@ -179,12 +179,18 @@ def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> No
     sweep = ("-m", "name=beside", "strategy=single", "train.seed=0,1,2", "proof.reference=false", *SMALL)
     done = harness("sweep.parallel=2", "train.steps=30", *sweep)
     assert done.returncode == 0, done.stderr
-    found = read_all(tmp_path / "results" / "beside").records
-    assert len(found) == 3 and all(len(record.rank_entries[0]["cores"]) == 1 for record in found)
-    spans = [(start_of(record), start_of(record) + record.row["duration_seconds"], record) for record in found]
-    beside = [(one, other) for (b, e, one), (b2, e2, other) in itertools.combinations(spans, 2) if b < e2 and b2 < e]
-    assert beside  # two did run at the same time
-    for pair in beside:
+    records = read_all(tmp_path / "results" / "beside").records
+    assert len(records) == 3 and all(len(record.rank_entries[0]["cores"]) == 1 for record in records)
+    spans = [
+        (start_seconds(record), start_seconds(record) + record.row["duration_seconds"], record) for record in records
+    ]
+    overlapping = [
+        (first, second)
+        for (start, end, first), (start_2, end_2, second) in itertools.combinations(spans, 2)
+        if start < end_2 and start_2 < end
+    ]
+    assert overlapping  # two did run at the same time
+    for pair in overlapping:
         assert set.isdisjoint(*(set(record.rank_entries[0]["cores"]) for record in pair))
     too_many = harness("sweep.parallel=99", *sweep)
     assert "sweep.parallel=99 is more than the" in read_rows(tmp_path / "results", "beside").reason.dropna().iloc[-1]
@@ -194,41 +200,41 @@ def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> No
 @given(
     worlds=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=12), parallel=st.sampled_from(["auto", 2, 5])
 )
-def test_devices_are_given_to_one_run_at_a_time(worlds: list[int], parallel: int | str) -> None:
+def test_a_device_belongs_to_one_run_at_a_time(worlds: list[int], parallel: int | str) -> None:
     """The machine has eight devices, and its sixteen cores are divided with them."""
     slots = ParallelExecutor(parallel, [], ProgressDisplay())
     slots.devices, slots.cores = [str(index) for index in range(8)], list(range(16))
     for world in worlds:
-        asked: Any = SimpleNamespace(plan=SimpleNamespace(layout=SimpleNamespace(world_size=world)))
-        found = slots.free_devices_and_cores(asked)
+        queue_item: Any = SimpleNamespace(plan=SimpleNamespace(layout=SimpleNamespace(world_size=world)))
+        free = slots.free_devices_and_cores(queue_item)
         used = [device for slot in slots.slots for device in slot.devices]
-        if found is None:
+        if free is None:
             assert len(used) + world > 8 or len(slots.slots) == parallel
             continue
-        assert len(found[0]) == world and len(found[1]) == 2 * world
-        slots.slots.append(WorkerSlot(None, None, asked, *found))  # type: ignore[arg-type]
-    for of in ("devices", "cores"):
-        given_out = [one for slot in slots.slots for one in getattr(slot, of)]
-        assert len(set(given_out)) == len(given_out)
+        assert len(free[0]) == world and len(free[1]) == 2 * world
+        slots.slots.append(WorkerSlot(None, None, queue_item, *free))  # type: ignore[arg-type]
+    for resource in ("devices", "cores"):
+        assigned = [index for slot in slots.slots for index in getattr(slot, resource)]
+        assert len(set(assigned)) == len(assigned)
     slots.slots.clear()
     slots.close()
 
 
-def asleep(pipe: Connection) -> None:
+def wait_for_input(pipe: Connection) -> None:
     pipe.poll(60)
 
 
-def test_a_process_killed_while_idle_is_let_go_and_a_server_killed_as_it_forks_replaced() -> None:
+def test_a_dead_idle_process_is_dropped_and_a_dead_forkserver_replaced() -> None:
     slots, context = ParallelExecutor(2, [], ProgressDisplay()), multiprocessing.get_context("forkserver")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=asleep, args=(theirs,))
+    own_end, other_end = context.Pipe()
+    process = context.Process(target=wait_for_input, args=(other_end,))
     forkserver.ensure_running()
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     os.kill(server, signal.SIGSTOP)
     threading.Timer(0.5, os.kill, (server, signal.SIGKILL)).start()  # it has been asked, and has not answered
     start_process(process)
-    theirs.close()
-    idle = WorkerSlot(process, mine)
+    other_end.close()
+    idle = WorkerSlot(process, own_end)
     slots.slots.append(idle)
     process.kill()
     process.join()
@@ -236,34 +242,34 @@ def test_a_process_killed_while_idle_is_let_go_and_a_server_killed_as_it_forks_r
     slots.close()
 
 
-def start_of(record: Record) -> float:
+def start_seconds(record: Record) -> float:
     return datetime.fromisoformat(record.row["started_at"]).timestamp()
 
 
-def test_a_sweep_is_seen_from_another_shell_alive_and_dead(tmp_path: Path) -> None:
+def test_status_shows_a_running_and_a_killed_sweep(tmp_path: Path) -> None:
     sweep = ("-m", "name=seen", "strategy=ddp,tp", "proof.reference=false", "train.seq_len=32", "train.steps=400")
     command = [sys.executable, "-m", "harness", *sweep, f"results_dir={tmp_path}", "tracking=none"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
         run_dir = wait_for_step(tmp_path, "seen")
         comparison = ComparisonFolder(run_dir.parent)
-        seen = list(status.status_lines(comparison, status.read_status(comparison)))
-        assert seen[0].endswith("no run recorded, 1 running")
-        assert seen[1].startswith(f"  {run_dir.name}: ") and " of 406, " in seen[1] and "MiB on its" in seen[1]
-        assert f"command {process.pid} on " in seen[2] and "is running: 0 of 2 runs" in seen[2]
+        lines = list(status.status_lines(comparison, status.read_status(comparison)))
+        assert lines[0].endswith("no run recorded, 1 running")
+        assert lines[1].startswith(f"  {run_dir.name}: ") and " of 406, " in lines[1] and "MiB on its" in lines[1]
+        assert f"command {process.pid} on " in lines[2] and "is running: 0 of 2 runs" in lines[2]
     finally:
         process.kill()
         process.wait()
-    seen = list(status.status_lines(comparison, status.read_status(comparison)))
-    assert seen[0].endswith(": 1 interrupted")
-    assert "has exited: 0 of 2 runs are recorded; the same command continues with the others" in seen[1]
+    lines = list(status.status_lines(comparison, status.read_status(comparison)))
+    assert lines[0].endswith(": 1 interrupted")
+    assert "has exited: 0 of 2 runs are recorded; the same command continues with the others" in lines[1]
 
 
-def test_what_is_left_is_a_line_through_what_was_seen() -> None:
+def test_the_remaining_time_is_extrapolated_from_finished_runs() -> None:
     assert command_file.seconds_left([], [1.0]) is None and command_file.seconds_left([(1, 5)], []) == 0
     assert command_file.seconds_left([(1, 5), (1, 7)], [1, 1, 9]) == pytest.approx(18)
-    found = command_file.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9])
-    assert found is not None and math.isclose(found, 13 + 17)
+    seconds = command_file.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9])
+    assert seconds is not None and math.isclose(seconds, 13 + 17)
     assert command_file.seconds_left([(1e9, 5), (3e9, 9)], [5e9, 7e9], max_parallel=2) == pytest.approx(15)
     assert command_file.seconds_left([(1, 9), (3, 5)], [5]) == pytest.approx(7)  # never less for more
     assert [format_duration(seconds) for seconds in (40, 720, 12600)] == ["40 s", "12 min", "3.5 h"]

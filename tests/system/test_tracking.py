@@ -39,8 +39,8 @@ def inspect(folder: Path, *options: str) -> Any:
     """Read a run's own file with W&B's reader."""
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     reader = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", *options, "--json", str(path)]
-    told = subprocess.run(reader, capture_output=True, text=True, check=True).stdout
-    return json.loads(told) if options else [json.loads(line) for line in told.splitlines()]
+    output = subprocess.run(reader, capture_output=True, text=True, check=True).stdout
+    return json.loads(output) if options else [json.loads(line) for line in output.splitlines()]
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
@@ -57,10 +57,10 @@ def send(folder: Path, *options: str) -> int:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    with serving() as found:
-        monkeypatch.setenv("WANDB_BASE_URL", found.url)
+    with serving() as stub:
+        monkeypatch.setenv("WANDB_BASE_URL", stub.url)
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-        yield found
+        yield stub
 
 
 def check_sent(run: Run, run_dir: Path) -> None:
@@ -77,30 +77,30 @@ def check_sent(run: Run, run_dir: Path) -> None:
     assert run.config["strategy"]["name"] == "ddp" and run.config["versions"] == {"torch": "2.13.0"}
 
 
-def test_offline_is_read_back_by_its_own_reader(tmp_path: Path) -> None:
+def test_offline_runs_are_read_back_by_wandbs_own_reader(tmp_path: Path) -> None:
     """Two runs overlap, one of them is read while it goes on, and then comes the table."""
-    comparison, said = tmp_path / "mine", []
+    comparison, messages = tmp_path / "mine", []
     run_dir, _ = write_example_record(comparison, 0)
     (run_dir / "record.json").unlink()
     (run_dir / "ranks").mkdir()
-    told = [heartbeat.HeartbeatWriter(run_dir, rank) for rank in range(2)]
-    for rank, beat in enumerate(told):
+    heartbeats = [heartbeat.HeartbeatWriter(run_dir, rank) for rank in range(2)]
+    for rank, beat in enumerate(heartbeats):
         beat.allocated_bytes = lambda rank=rank: 100 + rank  # type: ignore[misc]
         beat("timed", 3 + rank)
-    feed = TrackingClient(said.append, quiet_seconds=0.0)
+    feed = TrackingClient(messages.append, quiet_seconds=0.0)
     feed.start_run(OFFLINE, run_dir, {"strategy": {"name": "ddp", "tp": 1}})
     other, _ = write_example_record(comparison, 1, status="oom", reason="no memory")
     feed.finish_run(OFFLINE, other)
-    patience = time.monotonic() + 20
-    while not any(run_dir.glob("wandb/offline-run-*/run-*.wandb")) and time.monotonic() < patience:
+    deadline = time.monotonic() + 20
+    while not any(run_dir.glob("wandb/offline-run-*/run-*.wandb")) and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(1.2)
-    told[0]("profiled", 9)
+    heartbeats[0]("profiled", 9)
     time.sleep(1.2)
     feed.finish_run(OFFLINE, write_example_record(comparison, 0)[0])
     feed.log_table(OFFLINE, comparison)
     feed.close()
-    assert said == []
+    assert messages == []
     rows = history(run_dir)
     assert set(column(rows, "live/step")) <= {3, 4} and column(rows, "live/step")[-1] == 4
     assert column(rows, "live/rank_0/phase")[-1] == "profiled" and column(rows, "live/allocated_bytes")[-1] == 101
@@ -135,11 +135,11 @@ def check_table(comparison: Path, summary: dict[str, Any]) -> None:
     assert [row["tokens_per_second"] for row in rows] == [1000.5] * 2 and "mfu" not in table["columns"]
 
 
-def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
+def test_online_runs_are_complete_and_a_sync_sends_nothing_again(
     tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said: list[str] = []
-    feed = TrackingClient(said.append, quiet_seconds=0.0)
+    messages: list[str] = []
+    feed = TrackingClient(messages.append, quiet_seconds=0.0)
     for number in range(2):
         run_dir, record = write_example_record(tmp_path / "mine", number)
         feed.start_run(ONLINE, run_dir, record.config)
@@ -148,7 +148,7 @@ def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
     feed.log_table(ONLINE, run_dir.parent)
     feed.log_table(ONLINE, run_dir.parent)
     feed.close()
-    assert said == [] and len(server.runs) == 3
+    assert messages == [] and len(server.runs) == 3
     for run_dir in sorted(path.parent for path in (tmp_path / "mine").glob("*/record.json")):
         check_sent(server.runs[sync_state.read_sync_state(run_dir, "wandb").id], run_dir)  # type: ignore[union-attr]
     summary = server.runs[sync_state.read_sync_state(tmp_path / "mine", "wandb").id]  # type: ignore[union-attr]
@@ -166,9 +166,9 @@ def test_online_has_it_all_and_an_upload_finds_nothing_to_do(
 
 
 @dataclass
-class Played:
+class Outcome:
     seconds: float
-    said: list[str]
+    messages: list[str]
     folder: Path
     server: Server
 
@@ -186,119 +186,121 @@ FAULTS: dict[str, tuple[Callable[[Server], None] | None, Callable[[Server], None
 }
 
 
-def play(fault: str, folder: Path, server: Server, feed: TrackingClient, said: list[str]) -> Played:
+def send_with_fault(fault: str, folder: Path, server: Server, feed: TrackingClient, messages: list[str]) -> Outcome:
     before, amid = FAULTS[fault]
     if before is not None:
         before(server)
     run_dir, record = write_example_record(folder, 0)
     feed.start_run(ONLINE, run_dir, record.config)
     if amid is not None:
-        patience = time.monotonic() + 30
-        while not server.runs and time.monotonic() < patience:
+        deadline = time.monotonic() + 30
+        while not server.runs and time.monotonic() < deadline:
             time.sleep(0.05)
         amid(server)
-    began = time.monotonic()
+    started = time.monotonic()
     for number in range(2):
         feed.finish_run(ONLINE, write_example_record(folder, number)[0])
     feed.log_table(ONLINE, folder)
-    assert time.monotonic() - began < 1  # whatever the server does, a run does not wait
+    assert time.monotonic() - started < 1  # whatever the server does, a run does not wait
     feed.close()
-    return Played(time.monotonic() - began, said, folder, server)
+    return Outcome(time.monotonic() - started, messages, folder, server)
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Played]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Outcome]]:
     """Run all cases at once, because their time is spent waiting."""
-    found: dict[str, Played] = {}
+    results: dict[str, Outcome] = {}
     threads = []
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_API_KEY", KEY)
         for fault in FAULTS:
             server = stack.enter_context(serving())
             patch.setenv("WANDB_BASE_URL", server.url)
-            said: list[str] = []
-            feed = TrackingClient(said.append, quiet_seconds=0.0)
+            messages: list[str] = []
+            feed = TrackingClient(messages.append, quiet_seconds=0.0)
             feed._start()  # with this server in its environment
 
             def run(
-                fault: str = fault, server: Server = server, feed: TrackingClient = feed, said: list[str] = said
+                fault: str = fault, server: Server = server, feed: TrackingClient = feed, messages: list[str] = messages
             ) -> None:
-                found[fault] = play(fault, tmp_path_factory.mktemp("fault") / "mine", server, feed, said)
+                results[fault] = send_with_fault(
+                    fault, tmp_path_factory.mktemp("fault") / "mine", server, feed, messages
+                )
 
             threads.append(threading.Thread(target=run))
             threads[-1].start()
         for thread in threads:
             thread.join()
-        yield found
+        yield results
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_the_server_does(fault: str, played: dict[str, Played]) -> None:
+def test_a_bad_server_costs_seconds_and_one_line(fault: str, outcomes: dict[str, Outcome]) -> None:
     """A bad server costs seconds and is reported in a line, and nothing counts as sent that was not."""
-    this = played[fault]
-    assert this.seconds < CLOSE_SECONDS + 1.5
-    assert len(this.said) == 1 and this.said[0].startswith("tracking: "), this.said
-    assert this.said[0].endswith(f"`harness sync {this.folder}` sends all of it")
+    outcome = outcomes[fault]
+    assert outcome.seconds < CLOSE_SECONDS + 1.5
+    assert len(outcome.messages) == 1 and outcome.messages[0].startswith("tracking: "), outcome.messages
+    assert outcome.messages[0].endswith(f"`harness sync {outcome.folder}` sends all of it")
     if fault == "hangs at the end":
-        assert "Timed out" in this.said[0]  # W&B's own limit, before ours
-    run_dirs = sorted(path.parent for path in this.folder.glob("*/record.json"))
+        assert "Timed out" in outcome.messages[0]  # W&B's own limit, before ours
+    run_dirs = sorted(path.parent for path in outcome.folder.glob("*/record.json"))
     if "401" in fault:  # known at once: there is time to keep everything for W&B too
-        assert all(inspect(folder, "--summary")["state"] == "finished" for folder in (*run_dirs, this.folder))
-    told = [sync_state.read_sync_state(run_dir, "wandb") for run_dir in run_dirs]
-    assert len(told) == 2 and all(entry is None or entry.sent_at is None for entry in told)
+        assert all(inspect(folder, "--summary")["state"] == "finished" for folder in (*run_dirs, outcome.folder))
+    states = [sync_state.read_sync_state(run_dir, "wandb") for run_dir in run_dirs]
+    assert len(states) == 2 and all(entry is None or entry.sent_at is None for entry in states)
 
 
 @pytest.mark.parametrize("fault", ["hangs at the start", "refuses data with 401", "dies amid a run"])
-def test_what_was_not_sent_is_sent_by_an_upload(
-    fault: str, played: dict[str, Played], server: Server, capsys: pytest.CaptureFixture[str]
+def test_a_sync_sends_the_runs_that_were_not_sent(
+    fault: str, outcomes: dict[str, Outcome], server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    this = played[fault]
-    run_dirs = sorted(path.parent for path in this.folder.glob("*/record.json"))
-    told = [sync_state.read_sync_state(run_dir, "wandb") for run_dir in run_dirs]
-    assert send(this.folder) == 0
+    outcome = outcomes[fault]
+    run_dirs = sorted(path.parent for path in outcome.folder.glob("*/record.json"))
+    states = [sync_state.read_sync_state(run_dir, "wandb") for run_dir in run_dirs]
+    assert send(outcome.folder) == 0
     assert capsys.readouterr().out == "2 runs sent, and their table; 0 were there already\n"
     assert len(server.runs) == 3
-    for run_dir, entry in zip(run_dirs, told, strict=True):
-        now = sync_state.read_sync_state(run_dir, "wandb")
-        assert now is not None and (entry is None or now.id == entry.id)
-        check_sent(server.runs[now.id], run_dir)
+    for run_dir, entry in zip(run_dirs, states, strict=True):
+        state = sync_state.read_sync_state(run_dir, "wandb")
+        assert state is not None and (entry is None or state.id == entry.id)
+        check_sent(server.runs[state.id], run_dir)
 
 
 @pytest.mark.parametrize("fault", ["hangs at the start", "refuses data with 401"])
-def test_an_upload_that_fails_says_so_in_a_line(
+def test_a_sync_that_fails_prints_one_line(
     fault: str, tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.misbehaves = ("graphql", 0) if "start" in fault else ("file_stream", 401)
     write_example_record(tmp_path / "mine")
-    began = time.monotonic()
-    assert send(tmp_path / "mine", "--timeout", "3") == 1 and time.monotonic() - began < 12
+    started = time.monotonic()
+    assert send(tmp_path / "mine", "--timeout", "3") == 1 and time.monotonic() - started < 12
     out, error = capsys.readouterr()
     assert out == "0 runs sent; 0 were there already\n"
     assert error.startswith("the rest was not sent: W&B") and error.count("\n") == 1
     assert KEY not in error
 
 
-def test_without_a_key_nothing_is_tried(
+def test_a_sync_without_a_key_sends_nothing(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     write_example_record(tmp_path / "mine")
-    began = time.monotonic()
-    assert send(tmp_path / "mine") == 1 and time.monotonic() - began < 10
+    started = time.monotonic()
+    assert send(tmp_path / "mine") == 1 and time.monotonic() - started < 10
     assert "run `wandb login`, or set WANDB_API_KEY" in capsys.readouterr().err
     assert server.bytes_received == b""
 
 
-def test_a_folder_without_runs_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sync_of_a_folder_without_runs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert send(tmp_path / "none") == 2 and send(tmp_path) == 2
     assert capsys.readouterr().err.count("\n") == 2
 
 
-def test_a_tracker_that_stands_still_costs_nothing(tmp_path: Path) -> None:
+def test_a_stopped_tracker_delays_no_run(tmp_path: Path) -> None:
     """The tracker's process is stopped, and the pipe to it is soon full."""
-    said: list[str] = []
-    feed = TrackingClient(said.append)
+    messages: list[str] = []
+    feed = TrackingClient(messages.append)
     feed._start()
     assert feed.process is not None
     os.kill(feed.process.pid, signal.SIGSTOP)
@@ -315,10 +317,10 @@ def test_a_tracker_that_stands_still_costs_nothing(tmp_path: Path) -> None:
     if handing.is_alive():
         feed.process.kill()
         pytest.fail("handing over waits for the tracker")
-    began = time.monotonic()
+    started = time.monotonic()
     feed.close(1.0)
-    assert time.monotonic() - began < 3
-    assert said == [
+    assert time.monotonic() - started < 3
+    assert messages == [
         f"tracking: 20 runs were not tracked within 1 s; `harness sync {tmp_path / 'mine'}` sends all of it"
     ]
     assert feed.process.poll() == -signal.SIGKILL
@@ -339,13 +341,13 @@ time.sleep(60)
 """
 
 
-def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_the_tracker_ends_with_a_killed_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path / "mine")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        patience = time.monotonic() + 30
-        while not _size(tmp_path) and time.monotonic() < patience:  # until the first values are in the file
+        deadline = time.monotonic() + 30
+        while not _size(tmp_path) and time.monotonic() < deadline:  # until the first values are in the file
             time.sleep(0.1)
         family = child.children(recursive=True)
         parent.kill()
@@ -359,7 +361,7 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("mine/*/wandb/offline-run-*/run-*.wandb"))
 
 
-def test_nothing_is_started_or_imported_for_none(tmp_path: Path) -> None:
+def test_tracking_none_starts_and_imports_nothing(tmp_path: Path) -> None:
     feed = TrackingClient(print)
     run_dir, _ = write_example_record(tmp_path / "mine")
     feed.start_run({"name": "none"}, run_dir, {})
@@ -381,22 +383,22 @@ def test_no_secret_is_written_anywhere(tmp_path: Path) -> None:
     command += [f"tracking.tags=[],[{word}],['https://me:PLANTED2@there']"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    found = read_all(tmp_path / "mine").records
-    assert [record.row["status"] for record in found] == ["ok", "refused", "refused"]
-    assert found[0].environment["variables"]["UCX_NOTE"] == "[secret]"  # it was there to be found
-    assert found[1].row["reason"].startswith("tracking.tags holds a secret") and "[secret]" in str(found[2].config)
-    decoded = [json.dumps(inspect(tmp_path / "mine" / record.row["run_id"])) for record in found]
+    records = read_all(tmp_path / "mine").records
+    assert [record.row["status"] for record in records] == ["ok", "refused", "refused"]
+    assert records[0].environment["variables"]["UCX_NOTE"] == "[secret]"  # it was there to be found
+    assert records[1].row["reason"].startswith("tracking.tags holds a secret") and "[secret]" in str(records[2].config)
+    decoded = [json.dumps(inspect(tmp_path / "mine" / record.row["run_id"])) for record in records]
     decoded.append(json.dumps(inspect(tmp_path / "mine")))
     files = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    places = files | {f"decoded {i}": text.encode() for i, text in enumerate(decoded)}
-    places["terminal"] = (done.stdout + done.stderr).encode()
-    leaks = [(place, secret) for place, content in places.items() for secret in PLANTED if secret.encode() in content]
+    contents = files | {f"decoded {i}": text.encode() for i, text in enumerate(decoded)}
+    contents["terminal"] = (done.stdout + done.stderr).encode()
+    leaks = [(name, secret) for name, content in contents.items() for secret in PLANTED if secret.encode() in content]
     assert not leaks and len(files) > 30
     assert "[secret]" in decoded[0]
     assert not any(f'"{key}"' in text for text in decoded for key in ("host", "program", "executable", "args", "email"))
 
 
-def test_redaction_leaves_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redaction_changes_only_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SERVICE_TOKEN", "0123456789abcdef")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("MY_SECRET_FOLDER", "/home/me/secrets")
@@ -409,10 +411,10 @@ def test_redaction_leaves_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         assert redacted(harmless) == harmless
 
 
-def test_another_tracker_is_one_file_and_its_yaml(tmp_path: Path) -> None:
+def test_a_documented_tracker_works_as_one_file(tmp_path: Path) -> None:
     """The tracker of docs/development/extending.md works once its files are in place."""
     page = (ROOT / "docs" / "development" / "extending.md").read_text()
-    (block,) = [found for found in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def connect(" in found]
+    (block,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def connect(" in code]
     for folder in ("harness", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "harness" / "tracking" / "trackers" / "lines.py").write_text(block)

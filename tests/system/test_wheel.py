@@ -55,10 +55,10 @@ def run(installed: Path, folder: Path, *arguments: str, check: bool = True) -> "
 
 
 def test_the_wheel_runs_without_the_clone(installed: Path, tmp_path: Path) -> None:
-    said = run(installed, tmp_path, "--help").stdout
-    assert "quickstart" in said and "zero3" in said
-    where = [sys.executable, "-P", "-c", "import harness; print(harness.__file__)"]
-    path = subprocess.run(where, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(installed)}, capture_output=True)
+    overview = run(installed, tmp_path, "--help").stdout
+    assert "quickstart" in overview and "zero3" in overview
+    locate = [sys.executable, "-P", "-c", "import harness; print(harness.__file__)"]
+    path = subprocess.run(locate, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(installed)}, capture_output=True)
     assert path.stdout.decode().startswith(str(installed))
     run(installed, tmp_path, "-m", "strategy=ddp,tp", "name=wheel", *SMALL)
     rows = pd.read_csv(tmp_path / "results" / "wheel" / "runs.csv")
