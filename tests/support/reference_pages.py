@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/reference: configuration, command line, strategies.
+"""Write the generated pages of docs/reference: configuration, columns, command line, strategies.
 
 `python -m tests.support.reference_pages` writes them; tests/unit/test_docs.py checks that they are current.
 """
@@ -7,6 +7,7 @@ import ast
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ import harness.config.schema
 from harness.cli.commands import COMMANDS
 from harness.cli.help import help_text
 from harness.config.locations import PACKAGED_CONF
+from harness.records.columns_page import columns_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,9 +84,12 @@ def default(node: ast.AnnAssign) -> object:
 
 
 def comment(lines: list[str], node: ast.AnnAssign) -> str:
-    """Return the comment after a field, '' if it has none."""
-    line = lines[(node.end_lineno or node.lineno) - 1]
-    return line[node.end_col_offset :].partition("#")[2].strip()
+    """Return the comment after a field, else the comment lines directly above it, else ''."""
+    last = lines[(node.end_lineno or node.lineno) - 1]
+    if after := last[node.end_col_offset :].partition("#")[2].strip():
+        return after
+    above = itertools.takewhile(lambda line: line.strip().startswith("#"), reversed(lines[: node.lineno - 1]))
+    return " ".join(reversed([line.strip().lstrip("#: ") for line in above]))
 
 
 def cell(text: object) -> str:
@@ -133,9 +138,10 @@ def configuration() -> str:
     text = [
         "# Configuration",
         NOTE,
-        "Any key can be set on the command line, such as `train.steps=20`; `harness --cfg job` prints all of them.",
-        "A configuration group is chosen by its name, such as `model=125m`: the file `conf/model/125m.yaml` sets its",
-        "keys. Files in `conf/` and `sweeps/` of the current folder come before those of the installed harness.",
+        "Every key can be set on the command line, as in `train.steps=20`; `harness --cfg job` prints all of them.",
+        "A configuration group is a set of keys that one file sets: `model=125m` takes those of",
+        "`conf/model/125m.yaml`. Files in `conf/` and `sweeps/` of the current folder come before those of the",
+        "installed harness. The default is the value of a key that neither command line nor file sets.",
         "",
         "## Top-level keys",
         "",
@@ -172,7 +178,9 @@ def choices(group: str) -> Iterator[str]:
         values = yaml.safe_load(path.read_text()) or {}
         about = lead_comment(path.read_text()) or values.get("source", "")
         if "parameters" in values and values.get("family") != "hf":
-            about = f"{values['family']}, {values['parameters'] / 1e6:,.1f} million parameters. {values['source']}"
+            source = values["source"]
+            source = source[:1].upper() + source[1:] if source.startswith(("the ", "this ")) else source
+            about = f"{values['family']}, {values['parameters'] / 1e6:,.1f} million parameters. {source}."
         yield f"| `{path.stem}` | {cell(about)} |"
 
 
@@ -220,7 +228,8 @@ def strategies() -> str:
         NOTE,
         "A strategy is a file in `conf/strategy/`. Every key can be overridden, such as `strategy=tp strategy.tp=4`:",
         "[configuration](configuration.md#strategy) explains them, [choosing a strategy](../guides/strategies.md) says",
-        "how they combine. A degree of -1 is whatever is left of the world.",
+        "how they combine. A degree of -1 is the world size divided by the other degrees. The settings of a library,",
+        "such as the sizes of DeepSpeed's buckets, are the `options` in the file.",
     ]
     listed: set[str] = set()
     for family, members in FAMILIES.items():
@@ -247,6 +256,7 @@ def pages() -> dict[Path, str]:
     with chdir(ROOT):
         return {
             folder / "configuration.md": configuration(),
+            folder / "columns.md": columns_page(),
             folder / "command-line.md": command_line(),
             folder / "strategies.md": strategies(),
         }
