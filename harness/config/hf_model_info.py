@@ -15,7 +15,7 @@ class HFModelInfo:
     shapes: dict[str, tuple[int, ...]]  # of every parameter; a tied one appears once
     layers: tuple[str, ...]  # paths of the decoder layers
     head: str  # path of the head
-    tensor_plan: dict[str, str]  # tensor-parallel style by module path: a key of partition.SHARD_DIM or the library's
+    tensor_plan: dict[str, str]  # tensor-parallel style by module path: a key of tensor_plan.SHARD_DIM or the library's
     # Paths of modules in layers that the recomputation of a checkpointed layer does not run to their end.
     not_recomputed_modules: tuple[str, ...] = field(metadata={"old_key": "unfinished"})
     # Whether all of these are nn.Linear modules, and none calls torch's functions in another way.
@@ -26,7 +26,3 @@ class HFModelInfo:
     # The scores that backward recomputes in a fused attention kernel, wherever there is one.
     attention_recompute_flops: int = field(metadata={"old_key": "remade_flops"})
     checkpoint_recompute_flops: int = field(metadata={"old_key": "again_flops"})  # what full checkpointing adds
-
-    def is_in_decoder_layer(self, name: str) -> bool:
-        """Return whether a parameter or module is part of a decoder layer."""
-        return any(name.startswith(f"{layer}.") for layer in self.layers)

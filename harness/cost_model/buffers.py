@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from harness.config.schema import ModelConfig, RunConfig
 from harness.layout.layout import Layout
-from harness.layout.parameters import embedding_shapes
+from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, local_numel
 from harness.layout.state_widths import StateWidths
 
@@ -24,12 +24,12 @@ def fsdp_groups(model: ModelConfig, layout: Layout, stages: Iterable[Stage]) -> 
 
 
 def fsdp_group_name(parameter: str, model: ModelConfig) -> str:
-    """Return the name of a parameter's group: the path of its layer, `embedding` or `head`."""
-    paths = model.hf_info.layers if model.hf_info else (".".join(parameter.split(".")[:2]),)
-    layer = next((path for path in paths if parameter.startswith(f"{path}.")), None)
-    if layer is not None and (model.hf_info or layer.startswith("layers.")):
-        return layer
-    return "embedding" if parameter in embedding_shapes(model) and not model.tie_word_embeddings else "head"
+    """Return the name of a parameter's group: `layers.` and the index of its layer, `embedding` or `head`."""
+    profile = model_profile(model)
+    layer = profile.layer_index(parameter)
+    if layer is not None:
+        return f"layers.{layer}"
+    return "embedding" if parameter in profile.embedding_shapes and not model.tie_word_embeddings else "head"
 
 
 def buffer_tensors(config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage]) -> dict[str, int]:

@@ -2,12 +2,13 @@
 
 from collections import defaultdict
 
-from harness.config.hf_model_info import HFModelInfo
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import must_recompute_last_projection, recomputed_layers
+from harness.layout.decoder_profile import norm_shapes
 from harness.layout.layout import Layout
-from harness.layout.parameters import norm_shapes, numel
+from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, local_numel, stages_of_rank
+from harness.layout.shapes import numel
 from harness.layout.state_widths import StateWidths
 
 # A layout moves tensors. A collective of at most this many elements carries norms, flags or counts, which no formula
@@ -89,8 +90,8 @@ def tp_bytes(config: RunConfig, layout: Layout, stage: Stage, allreduces_per_lay
     """
     if not layout.tp_enabled:
         return {}
-    if config.model.hf_info is not None:
-        return hf_tp_bytes(config, layout, config.model.hf_info)
+    if model_profile(config.model).communicates_per_matrix:
+        return per_matrix_tp_bytes(config, layout)
     train, model = config.train, config.model
     micro_batches = layout.grad_accumulation_steps(train)
     vocabulary_is_cut = layout.vocabulary_parallel
@@ -134,32 +135,29 @@ def cp_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:
     return ring_fraction(layout.cp) * passes * tokens * keys_and_values * config.precision.compute_bytes
 
 
-def hf_tp_bytes(config: RunConfig, layout: Layout, hf_info: HFModelInfo) -> dict[str, float]:
-    """Return the bytes that a rank sends along the tensor-parallel axis for a model with a plan of its own.
+def per_matrix_tp_bytes(config: RunConfig, layout: Layout) -> dict[str, float]:
+    """Return the bytes that a rank sends along the tensor-parallel axis where every matrix communicates by itself.
 
-    Every matrix is summed by itself: a column-parallel one its input's gradient, a row-parallel one its output. A
-    vocabulary-parallel embedding sums its output; a gathered output is gathered in forward. A layer's second forward,
-    where it has one, sums and gathers again for all modules that it runs to their end.
+    A column-parallel matrix sums its input's gradient, a row-parallel one its output. A vocabulary-parallel embedding
+    sums its output; a gathered output is gathered in forward. A layer's second forward, where it has one, sums and
+    gathers again for all modules that it runs to their end.
     """
-    train, ring = config.train, ring_fraction(layout.tp)
-    recomputed_prefixes = tuple(
-        f"{path}." for index, path in enumerate(hf_info.layers) if config.checkpointing.recomputes_layer(index)
-    )
-    summed = gathered = 0.0
-    for path, style in hf_info.tensor_plan.items():
-        weight = hf_info.shapes.get(f"{path}.weight")
-        if weight is None:
+    train, ring, profile = config.train, ring_fraction(layout.tp), model_profile(config.model)
+    summed = gathered = 0.0  # features per token
+    for name, shape in profile.parameter_shapes.items():
+        module, _, leaf = name.rpartition(".")
+        style, layer = profile.tp_style(module), profile.layer_index(name)
+        if leaf != "weight" or style is None:
             continue
-        outputs, inputs = weight
-        forwards = 2 if path.startswith(recomputed_prefixes) and path not in hf_info.not_recomputed_modules else 1
-        if style in ("column", "gathered"):
+        outputs, inputs = shape
+        is_recomputed = layer is not None and config.checkpointing.recomputes_layer(layer)
+        forwards = 2 if is_recomputed and profile.recomputes_to_end(module) else 1
+        if style in ("column", "gathered", "vocabulary"):
             summed += inputs
         if style == "gathered":
             gathered += outputs * forwards
         if style == "row":
             summed += outputs * forwards
-        if style == "vocabulary":
-            summed += inputs
     tokens = layout.grad_accumulation_steps(train) * train.micro_batch * train.seq_len
     bytes_per_feature = tokens * config.precision.compute_bytes
     return {"all_reduce": 2 * ring * bytes_per_feature * summed, "all_gather": ring * bytes_per_feature * gathered}

@@ -12,15 +12,12 @@ multiply by all of it.
 """
 
 from harness.config.schema import RunConfig
+from harness.layout import decoder_profile
 from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, split_into_stages, whole_model
 
 BACKWARD = 2  # forwards that a backward costs: a product for the input's gradient, and one for the weight's
-
-
-def step_tokens(config: RunConfig) -> int:
-    """Return the number of tokens of a step."""
-    return config.train.global_batch * config.train.seq_len
 
 
 def attention_product_flops(config: RunConfig) -> int:
@@ -28,33 +25,17 @@ def attention_product_flops(config: RunConfig) -> int:
 
     They are queries with keys, and scores with values.
     """
-    return 2 * step_tokens(config) * config.train.seq_len * config.model.hidden_size
-
-
-def last_projection_flops(config: RunConfig) -> int:
-    """Return the operations per step of a layer's last matrix, down_proj."""
-    return 2 * step_tokens(config) * config.model.hidden_size * config.model.intermediate_size
+    return decoder_profile.attention_product_flops(config.model, config.train.global_batch, config.train.seq_len)
 
 
 def layer_flops(config: RunConfig) -> int:
-    """Return the operations per step of one layer's forward: q and o, k and v, the MLP's matrices, attention."""
-    model = config.model
-    if model.hf_info is not None:
-        return config.train.global_batch * model.hf_info.layers_flops // model.num_hidden_layers
-    key_value_size = model.num_key_value_heads * model.head_dim
-    projections = 2 * model.hidden_size * (model.hidden_size + key_value_size)
-    mlp = (len(model.architecture.widening) + 1) * last_projection_flops(config)
-    return 2 * step_tokens(config) * projections + mlp + 2 * attention_product_flops(config)
+    """Return the operations per step of one layer's forward."""
+    return model_profile(config.model).layer_flops(config.train.global_batch, config.train.seq_len)
 
 
 def head_flops(config: RunConfig) -> int:
-    """Return the operations per step of the head's forward; a tied head multiplies all the same.
-
-    A Hugging Face model has there all that is not in its layers.
-    """
-    if config.model.hf_info is not None:
-        return config.train.global_batch * (config.model.hf_info.forward_flops - config.model.hf_info.layers_flops)
-    return 2 * step_tokens(config) * config.model.hidden_size * config.model.vocab_size
+    """Return the operations per step of the forward of all that is not in layers; a tied head counts as well."""
+    return model_profile(config.model).head_flops(config.train.global_batch, config.train.seq_len)
 
 
 def model_flops(config: RunConfig) -> int:
@@ -100,9 +81,7 @@ def takes_fused_kernel(config: RunConfig, device: str) -> bool:
         return False
     if device == "cuda":
         return config.precision.compute != "float32" or model.num_key_value_heads == model.num_attention_heads
-    if model.hf_info is not None:  # its dropout may lie outside attention
-        return model.hf_info.step_flops > (1 + BACKWARD) * model.hf_info.forward_flops
-    return model.dropout == 0
+    return model_profile(model).has_fused_attention_on_cpu
 
 
 def replicated_head_flops(config: RunConfig, layout: Layout) -> int:
@@ -141,21 +120,17 @@ def recomputed_flops(
     `recomputes_last_projection` is true. Selective checkpointing takes all other products from the first forward.
     `fused` is whether one kernel computes attention, by default as expected on a CPU.
     """
-    model = config.model
+    model, train, checkpointing = config.model, config.train, config.checkpointing
     stages = split_into_stages(model, layout) if layout.pp_enabled else [whole_model(model)]
     calls = sum(recomputed_layers(config, layout, stage) for stage in stages)
-    if (
-        model.hf_info is not None
-        and calls
-        and not (recomputes_last_projection and model.hf_info.not_recomputed_are_linear)
-    ):
-        return config.train.global_batch * model.hf_info.checkpoint_recompute_flops * calls // model.num_hidden_layers
-    runs_whole_layer = recomputes_last_projection or must_recompute_last_projection(config)
-    not_run = 0 if runs_whole_layer else last_projection_flops(config)
-    whole_layer = layer_flops(config) - 2 * causal_skipped_flops(config, layout)
-    is_fused = takes_fused_kernel(config, "cpu") if fused is None else fused
-    per_layer = {"selective": 0, "attention": attention_recompute_flops(config, layout, is_fused)}
-    return calls * per_layer.get(config.checkpointing.name, whole_layer - not_run)
+    if checkpointing.name == "selective":
+        return 0
+    if checkpointing.name == "attention":
+        is_fused = takes_fused_kernel(config, "cpu") if fused is None else fused
+        return calls * attention_recompute_flops(config, layout, is_fused)
+    runs_to_end = recomputes_last_projection or train.compile
+    flops = model_profile(model).recompute_flops(calls, train.global_batch, train.seq_len, runs_to_end)
+    return flops - calls * 2 * causal_skipped_flops(config, layout)
 
 
 def must_recompute_last_projection(config: RunConfig) -> bool:
@@ -202,7 +177,6 @@ def recomputed_scores_flops(config: RunConfig, layout: Layout) -> int:
 
     A fused kernel keeps no scores (arXiv 2205.14135, algorithm 4).
     """
-    model = config.model
-    if model.hf_info is not None:
-        return config.train.global_batch * model.hf_info.attention_recompute_flops
-    return model.num_hidden_layers * (attention_product_flops(config) - causal_skipped_flops(config, layout))
+    model, train = config.model, config.train
+    flops = model_profile(model).recomputed_score_flops(train.global_batch, train.seq_len)
+    return flops - model.num_hidden_layers * causal_skipped_flops(config, layout)

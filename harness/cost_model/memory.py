@@ -15,6 +15,7 @@ from harness.cost_model.pipeline import BackwardStart, backward_starts
 from harness.cost_model.stage_activations import host_gradient_bytes
 from harness.cost_model.stage_memory import Bytes, StageCost, held_parameter_count, stage_costs, step_peaks
 from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, local_numel, split_into_stages, whole_model
 from harness.layout.state_widths import StateWidths
 
@@ -65,10 +66,10 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
 
     `device` is cpu or cuda: torch keeps different tensors on each. Model state is ZeRO's (arXiv 1910.02054, section 5).
     The peak is the worst moment of the step's backwards (at a loss, at a head, in a last layer, in its attention, or at
-    an end), or it is the optimizer's. A Hugging Face model has a lower bound of it. Raises UserError if the global
-    batch leaves a remainder.
+    an end), or it is the optimizer's. A model whose activations are not known has a lower bound of it. Raises
+    UserError if the global batch leaves a remainder.
     """
-    if config.model.hf_info is not None:
+    if not model_profile(config.model).activations_are_known:
         return lower_bound_estimate(config, layout, widths, device)
     ranks = (
         estimate_rank_memory(config, layout, widths, device, pp_rank, stages=rank_stages(config.model, layout, pp_rank))
@@ -78,8 +79,8 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
 
 
 def prediction_columns(config: RunConfig, layout: Layout, widths: StateWidths, device: str) -> dict[str, int | None]:
-    """Return the row's predicted columns; empty for a Hugging Face model, whose activations are not known."""
-    if config.model.hf_info is not None:
+    """Return the row's predicted columns; empty for a model whose activations are not known."""
+    if not model_profile(config.model).activations_are_known:
         return {"predicted_peak_bytes": None, "predicted_activation_bytes": None}
     activations = (activation_bytes(config, layout, device, pp_rank) for pp_rank in range(layout.pp))
     memory = estimate_memory(config, layout, widths, device)
@@ -87,7 +88,7 @@ def prediction_columns(config: RunConfig, layout: Layout, widths: StateWidths, d
 
 
 def lower_bound_estimate(config: RunConfig, layout: Layout, widths: StateWidths, device: str) -> MemoryEstimate:
-    """Return the state and buffers of a Hugging Face model, which are the least that its peak can be."""
+    """Return state and buffers alone, which are the least that the peak of a model with unknown activations can be."""
     stage = whole_model(config.model)
     total = held_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp)
     parameter_bytes, gradient_bytes, optimizer_bytes = (

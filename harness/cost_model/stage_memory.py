@@ -29,7 +29,7 @@ from harness.cost_model.stage_activations import (
     without_offloaded_activations,
 )
 from harness.layout.layout import Layout
-from harness.layout.parameters import parameter_shapes
+from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, is_vocab_sharded, tp_shard_dim
 
 Bytes = dict[str, int]  # by what fills them: gradients, buffers, activations, loss, temporaries
@@ -43,7 +43,7 @@ def held_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_t
     """
     vocabulary_parts = tp if vocabulary_tp is None else vocabulary_tp
     count = 0
-    for name, shape in parameter_shapes(model).items():
+    for name, shape in model_profile(model).parameter_shapes.items():
         if stage.holds(name):
             parts = vocabulary_parts if is_vocab_sharded(name, model) else tp
             dim = tp_shard_dim(name, model)

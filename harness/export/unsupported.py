@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from harness.export.recorded_run import RecordedRun
+from harness.layout.model_profile import model_profile
 
 SCRIPTED_ENGINES = ("torch", "deepspeed", "accelerate")  # the engines whose layouts script.py can write
 
@@ -13,7 +14,7 @@ def why_not_common(run: RecordedRun) -> Iterator[str]:
     model, checkpointing, precision = config.model, config.checkpointing, config.precision
     if layout.engine not in SCRIPTED_ENGINES:
         yield f"strategy.engine={layout.engine} has no script: choose one of {', '.join(SCRIPTED_ENGINES)}"
-    if model.hf_info is not None:
+    if not model_profile(model).is_project_decoder:
         yield f"model={model.name} is built by transformers, and exported scripts build this project's decoder"
     if model.dropout:
         yield f"model.dropout={model.dropout} needs masks that follow the layout, which a short script does not draw"

@@ -5,40 +5,17 @@ from dataclasses import dataclass
 
 from harness.config.schema import ModelConfig
 from harness.layout.layout import Layout
-from harness.layout.parameters import embedding_shapes, head_shapes, layer_parameter_count, numel, parameter_shapes
+from harness.layout.model_profile import model_profile
+from harness.layout.parameters import layer_parameter_count
+from harness.layout.shapes import numel
+from harness.layout.tensor_plan import SHARD_DIM
 from harness.util.errors import UserError
-
-# How tensor parallelism cuts a module's weight of shape (out, in) (Megatron-LM, arXiv 1909.08053): a column-parallel
-# layer computes its own outputs from the whole input, and the row-parallel one behind it sums over the ranks; embedding
-# and head are cut along the vocabulary. Every rank has all of a module that is not named here.
-TENSOR_PLAN = {
-    "embed_tokens": "vocabulary",
-    "self_attn.q_proj": "column",
-    "self_attn.k_proj": "column",
-    "self_attn.v_proj": "column",
-    "self_attn.o_proj": "row",
-    "mlp.gate_proj": "column",
-    "mlp.up_proj": "column",
-    "mlp.down_proj": "row",
-    "lm_head": "vocabulary",
-}
-
-# The dimension of a weight that each style cuts; a bias is cut as its outputs are. A gathered module is column-parallel
-# and its output is made whole.
-SHARD_DIM = {"vocabulary": 0, "column": 0, "gathered": 0, "row": 1}
-
-
-def tp_style(module: str, model: ModelConfig) -> str | None:
-    """Return the style in which the plan cuts a module, by its path in the model; None if it stays whole."""
-    if model.hf_info is not None:
-        return model.hf_info.tensor_plan.get(module)
-    return next((style for name, style in TENSOR_PLAN.items() if module == name or module.endswith(f".{name}")), None)
 
 
 def tp_shard_dim(parameter: str, model: ModelConfig) -> int | None:
     """Return the dimension of a parameter, by its plain name, that tensor parallelism cuts; None if it stays whole."""
     module, _, leaf = parameter.rpartition(".")
-    style = tp_style(module, model)
+    style = model_profile(model).tp_style(module)
     if leaf == "bias":  # cut with the outputs that a rank computes alone; whole behind a sum over the ranks
         return 0 if style in ("column", "gathered") else None
     return None if style is None else SHARD_DIM[style]
@@ -46,7 +23,7 @@ def tp_shard_dim(parameter: str, model: ModelConfig) -> int | None:
 
 def is_vocab_sharded(parameter: str, model: ModelConfig) -> bool:
     """Return whether tensor parallelism cuts a parameter along the vocabulary."""
-    return tp_style(parameter.rpartition(".")[0], model) == "vocabulary"
+    return model_profile(model).tp_style(parameter.rpartition(".")[0]) == "vocabulary"
 
 
 def tp_shard_dim_under(parameter: str, model: ModelConfig, layout: Layout) -> int | None:
@@ -130,14 +107,14 @@ def local_numel(model: ModelConfig, layout: Layout, stage: Stage) -> dict[str, f
 
     They are an even share: fractions where a dimension cannot be cut evenly.
     """
-    shapes = parameter_shapes(model).items()
+    shapes = model_profile(model).parameter_shapes.items()
     return {name: math.prod(shape) / tp_shards(name, model, layout) for name, shape in shapes if stage.holds(name)}
 
 
 def embedding_and_head_in_layers(model: ModelConfig) -> tuple[float, float]:
     """Return the parameters of the embedding, and of head and final norm, in units of a decoder layer's parameters."""
-    layer = layer_parameter_count(model)
-    return numel(embedding_shapes(model)) / layer, numel(head_shapes(model)) / layer
+    layer, profile = layer_parameter_count(model), model_profile(model)
+    return numel(profile.embedding_shapes) / layer, numel(profile.head_shapes) / layer
 
 
 def balanced_layers(depth: int, first: float, last: float, count: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ def build_model(model: ModelConfig, stage: Stage | None = None) -> Decoder:
     if model.hf_info is not None:
         from harness.models import hf_library
 
-        return hf_library.build_hf_model(model)  # type: ignore[return-value]
+        return hf_library.build_hf_model(model, model.hf_info)  # type: ignore[return-value]
     with torch.device("meta"):
         return Decoder(model, stage or whole_model(model))
 

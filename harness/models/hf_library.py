@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.config.hf_model_info import HFModelInfo
 from harness.config.schema import ModelConfig
 from harness.util.errors import UserError
 from harness.util.text import one_line
@@ -47,12 +48,11 @@ def instantiate(config: Any, attention: str, path: object) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def build_hf_model(model: ModelConfig) -> nn.Module:
+def build_hf_model(model: ModelConfig, info: HFModelInfo) -> nn.Module:
     """Return the model that a run trains: parameters on the meta device, buffers on the host with their values."""
     from accelerate import init_empty_weights
 
-    assert model.hf_info is not None
-    config = load_hf_config(model.hf_info.config, model.path)
+    config = load_hf_config(info.config, model.path)
     with init_empty_weights(include_buffers=False):
         built = instantiate(config, ATTENTION_IMPLEMENTATIONS[model.attention], model.path)
     built.tie_weights()  # type: ignore[operator]  # init_empty_weights replaced each parameter and undid the tying

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from harness.config.schema import ModelConfig, PrecisionConfig
 from harness.layout.layout import Layout
-from harness.layout.parameters import parameter_shapes
+from harness.layout.model_profile import model_profile
 from harness.layout.partition import local_numel, stages_of_rank, tp_shard_dim_under, tp_shards
 from harness.layout.state_widths import STATE_KINDS, StateWidths
-from harness.records.rank_report import Box, HeldShard, RankReport
+from harness.records.rank_report import RankReport
+from harness.records.tensor_shards import Box, HeldShard
 from harness.tensors.shard import GATHERED
 
 MASTER_BYTES, MOMENTS_BYTES = 4, 8  # per parameter element, in fp32
@@ -88,7 +89,7 @@ def gradient_problems(
     """Return which ranks of ZeRO stage 2 or 3 held more gradients than their share and a few single ones in transit."""
     if layout.zero_stage < 2 or layout.shard_count("gradients") == 1:
         return []
-    largest = max(math.prod(shape) for shape in parameter_shapes(model).values())
+    largest = max(math.prod(shape) for shape in model_profile(model).parameter_shapes.values())
     problems = []
     for rank in ranks:
         share = sum(rank_shares(model, layout, rank.rank, layout.shard_count("gradients")).values())
@@ -135,7 +136,7 @@ def build_peak_problems(
     """
     if not layout.pp_enabled:
         return []
-    largest = max(math.prod(shape) for shape in parameter_shapes(model).values()) * MASTER_BYTES
+    largest = max(math.prod(shape) for shape in model_profile(model).parameter_shapes.values()) * MASTER_BYTES
     problems = []
     for rank in ranks:
         width = widths.parameters + max(0, widths.optimizer - MOMENTS_BYTES)  # and masters, where the engine has them
@@ -173,7 +174,7 @@ def _ownership_problems(
     kind: str, by_rank: Sequence[list[OwnedShard]], model: ModelConfig, layout: Layout, shards: int
 ) -> Iterator[str]:
     """Yield parameters whose elements are not all there, or are on more or fewer ranks than the layout has copies."""
-    shapes = parameter_shapes(model)
+    shapes = model_profile(model).parameter_shapes
     owners: dict[tuple[str, str], dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, owned in enumerate(by_rank):
         for shard in owned:
@@ -204,7 +205,7 @@ def _share_problems(
     """Yield parameters of other stages that a rank holds, and states of which it holds more than its equal share."""
     shares = rank_shares(model, layout, rank, shards)
     total = math.ceil(sum(shares.values()))
-    shapes = parameter_shapes(model)
+    shapes = model_profile(model).parameter_shapes
     by_rows = sum(_largest_shard_numel(name, shapes[name], model, layout, shards) for name in shares)
     numel: Counter[str] = Counter()
     for shard in owned:

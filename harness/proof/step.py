@@ -10,6 +10,7 @@ from harness.cost_model.flops import executed_flops_with, recomputed_layers
 from harness.cost_model.memory import offloaded_activation_bytes
 from harness.cost_model.pipeline import max_in_flight_micro_batches
 from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
 from harness.layout.partition import stages_of_rank
 from harness.layout.state_widths import StateWidths
 from harness.metrics.kernels import attention_kernels
@@ -69,8 +70,9 @@ def kernel_problems(config: RunConfig, ranks: Sequence[RankReport]) -> list[str]
 def compile_problems(config: RunConfig, rank: RankReport) -> list[str]:
     """Return where layers ran otherwise than train.compile says, and where the compiler ran in the timed steps."""
     problems, is_compiled = [], config.train.compile
-    # The activation function of a library's model may be many operators, and such a model is never compiled.
-    if config.model.hf_info is None and rank.devices == 1 and rank.profiled.layers_compiled != is_compiled:
+    # The activation function of a library's model, which is never compiled, may be many operators.
+    is_observable = model_profile(config.model).supports_compile and rank.devices == 1
+    if is_observable and rank.profiled.layers_compiled != is_compiled:
         mode = "operator by operator" if is_compiled else "compiled"
         problems.append(f"rank {rank.rank} ran its layers {mode}, and train.compile={str(is_compiled).lower()}")
     if rank.graphs_in_timed_steps:

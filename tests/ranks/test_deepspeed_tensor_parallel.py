@@ -13,7 +13,8 @@ from harness.engines.base import load_engine
 from harness.engines.deepspeed.shards import ParamSlice
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout
-from harness.layout.parameters import parameter_count, parameter_shapes
+from harness.layout.model_profile import model_profile
+from harness.layout.parameters import parameter_count
 from harness.proof.layout import _overlap, box_numel
 from harness.records.schema import Record
 from harness.runner import local_machine
@@ -80,7 +81,7 @@ def test_what_is_offloaded_goes_through_buffers_of_a_ranks_part(precision: str, 
     config = compose_config("strategy=zero_offload", *TWO.split(), f"precision={precision}")
     found = resolve_layout(config.strategy, 4)
     widths = load_engine("deepspeed").state_widths(config, found)
-    shapes = parameter_shapes(config.model)
+    shapes = model_profile(config.model).parameter_shapes
     halved = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers") and len(shape) == 2)
     own = parameter_count(config.model) - halved // 2
     table = config.model.vocab_size * config.model.hidden_size

@@ -20,7 +20,8 @@ from harness.cost_model.stage_memory import held_parameter_count
 from harness.engines.base import load_engine
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout
-from harness.layout.parameters import parameter_count, parameter_shapes
+from harness.layout.model_profile import model_profile
+from harness.layout.parameters import parameter_count
 from harness.layout.partition import local_numel, whole_model
 from harness.layout.state_widths import StateWidths
 from harness.models import hf
@@ -73,7 +74,9 @@ def test_a_model_is_what_the_library_makes(tmp_path: Path, kind: str) -> None:
     attention = "eager" if kind == "gptj" else "flash"
     model = config_of(folder(tmp_path, kind), f"model.attention={attention}").model
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **MODELS[kind]))
-    assert parameter_shapes(model) == {name: tuple(weight.shape) for name, weight in theirs.named_parameters()}
+    assert model_profile(model).parameter_shapes == {
+        name: tuple(weight.shape) for name, weight in theirs.named_parameters()
+    }
     assert parameter_count(model) == sum(weight.numel() for weight in theirs.parameters()) == model.parameters
     ours = build_model(model)
     assert all(parameter.is_meta for parameter in ours.parameters())
@@ -147,8 +150,8 @@ def test_a_rank_holds_its_part_of_every_layer(tmp_path: Path, kind: str) -> None
     own = int(sum(local_numel(model, layout, whole_model(model)).values()))
     layers = [
         shape
-        for name, shape in parameter_shapes(model).items()
-        if model.hf_info and model.hf_info.is_in_decoder_layer(name)
+        for name, shape in model_profile(model).parameter_shapes.items()
+        if model_profile(model).layer_index(name) is not None
     ]
     assert own < parameter_count(model) - sum(math.prod(shape) for shape in layers if len(shape) == 2) / 2 + 1
     assert held_parameter_count(model, whole_model(model), 2) == own

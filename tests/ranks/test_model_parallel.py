@@ -1,12 +1,10 @@
 """Tensor and pipeline parallelism: every strategy is proven in one real sweep and compared with the papers."""
 
 import itertools
-import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pandas as pd
 import pytest
 
 from harness.config.command import read_run_config
@@ -14,63 +12,35 @@ from harness.config.schema import RunConfig
 from harness.cost_model.memory import activation_bytes
 from harness.cost_model.pipeline import bubble_ratio, max_in_flight_micro_batches
 from harness.layout.layout import Layout, resolve_layout
-from harness.layout.parameters import parameter_shapes
+from harness.layout.model_profile import model_profile
 from harness.layout.partition import split_into_stages, tp_shard_dim
 from harness.records.rank_report import RankReport
-from harness.records.run_folder import RunFolder
-from harness.records.schema import Record
-from tests.support import faults, row_invariants
-from tests.support.commands import compose, execute_run, read_rows, run_harness
+from tests.support import faults
+from tests.support.combinations import (
+    CHECKPOINTING,
+    MODEL_PARALLEL,
+    PIPELINE,
+    PIPELINE_SIZE,
+    SEQ_LEN,
+    SEQUENCES,
+    TENSOR,
+    TENSOR_SIZE,
+    VOCABULARY,
+    model_parallel,
+)
+from tests.support.commands import compose, execute_run, run_folder
 
-TENSOR = ("tp", "tp_sp")
-
-PIPELINE = ("pp_gpipe", "pp_1f1b", "pp_interleaved", "pp_zero_bubble")
-
-WORLDS = (2, 4)
-
-CHECKPOINTING = {2: ("none", "full"), 4: ("none",)}  # by world; the rest of the grid is test_four_ranks_run_again
-
-SEQUENCES, SEQ_LEN, VOCABULARY = 2, 32, 258  # a vocabulary that four ranks cannot halve
-
-
-class Size(NamedTuple):
-    """The size of a model and its batch.
-
-    Tensor parallelism is slow on a CPU because of a hundred small operators a layer, and a pipeline needs layers to
-    divide.
-    """
-
-    layers: int
-    micro_batches: int
-
-    def overrides(self) -> tuple[str, ...]:
-        model = f"model.num_hidden_layers={self.layers} model.num_key_value_heads=4 model.vocab_size={VOCABULARY}"
-        batch = f"train.global_batch={SEQUENCES * self.micro_batches} train.micro_batch={SEQUENCES}"
-        return (*model.split(), *batch.split(), f"train.seq_len={SEQ_LEN}", "train.steps=1", "train.warmup_steps=2")
-
-
-SIZES = {("single", *TENSOR): Size(layers=2, micro_batches=2), PIPELINE: Size(layers=8, micro_batches=4)}
-
-TENSOR_SIZE, PIPELINE_SIZE = SIZES.values()
+WORLDS = tuple(CHECKPOINTING)
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """Return every record of the sweep by strategy, checkpointing and world, with its `folder` added."""
-    results = tmp_path_factory.mktemp("parallel")
-    for (strategies, size), (world, kinds) in itertools.product(SIZES.items(), CHECKPOINTING.items()):
-        sweep = (f"world_size={world}", f"strategy={','.join(strategies)}", f"checkpointing={','.join(kinds)}")
-        done = run_harness(results, "-m", "name=parallel", *sweep, *size.overrides())
-        assert done.returncode == 0, done.stderr[-3000:]
-    rows: pd.DataFrame = read_rows(results, "parallel")
-    assert set(rows.status) == {"ok"}, rows[["run_id", "status", "reason"]].to_string()
-    found = {}
-    for row in rows.itertuples():
-        folder = results / "parallel" / str(row.run_id)
-        record = json.loads((folder / "record.json").read_text())
-        record["rank_files"] = RunFolder(folder).read_rank_reports(int(row.world_size))
-        found[str(row.strategy), str(row.checkpointing), int(row.world_size)] = record
-    return found
+def records(results: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Return every record by strategy, checkpointing and world size, with its rank reports added."""
+    records = {}
+    for record in (combination.record(results) for combination in MODEL_PARALLEL):
+        row, reports = record.row, run_folder(results, record).read_rank_reports(record.row["world_size"])
+        records[row["strategy"], row["checkpointing"], row["world_size"]] = record.to_json() | {"rank_files": reports}
+    return records
 
 
 def config_of(record: dict[str, Any]) -> tuple[RunConfig, Layout]:
@@ -80,7 +50,7 @@ def config_of(record: dict[str, Any]) -> tuple[RunConfig, Layout]:
 
 def test_every_combination_trains_the_same(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
     combinations = {
-        (one, kind, world) for one in TENSOR + PIPELINE for world in WORLDS for kind in CHECKPOINTING[world]
+        (strategy, kind, world) for strategy in TENSOR + PIPELINE for world in WORLDS for kind in CHECKPOINTING[world]
     }
     assert set(records) == combinations | {("single", checkpointing, 1) for checkpointing in ("none", "full")}
     for key in combinations:
@@ -92,13 +62,9 @@ def test_every_combination_trains_the_same(records: dict[tuple[str, str, int], d
 
 
 @pytest.mark.long
-def test_four_ranks_run_again(tmp_path: Path) -> None:
-    for strategies, size in SIZES.items():
-        sweep = ("world_size=4", f"strategy={','.join(strategies)}", "checkpointing=full")
-        done = run_harness(tmp_path, "-m", "name=again", *sweep, *size.overrides())
-        assert done.returncode == 0, done.stderr[-3000:]
-    rows = read_rows(tmp_path, "again")
-    assert set(rows.strategy) == {"single", *TENSOR, *PIPELINE} and set(rows.status) == {"ok"}
+@pytest.mark.parametrize("strategy", TENSOR + PIPELINE)
+def test_four_ranks_with_checkpointing_are_proven(results: Path, strategy: str) -> None:
+    assert model_parallel(strategy, 4, "full").record(results).row["status"] == "ok"
 
 
 def sent(rank: RankReport, *operations: str) -> float:
@@ -162,9 +128,11 @@ def test_a_stage_holds_its_own_layers_only(
     all_stages = split_into_stages(config.model, layout)
     for rank in record["rank_files"]:
         own = all_stages[rank.rank :: world]
-        expected = {name for name in parameter_shapes(config.model) if any(stage.holds(name) for stage in own)}
+        expected = {
+            name for name in model_profile(config.model).parameter_shapes if any(stage.holds(name) for stage in own)
+        }
         assert {name for name, *_ in rank.parameter_shards} == expected
-        elements = sum(math.prod(parameter_shapes(config.model)[name]) for name in expected)
+        elements = sum(math.prod(model_profile(config.model).parameter_shapes[name]) for name in expected)
         assert rank.parameter_bytes == 4 * elements and rank.optimizer_bytes == 8 * elements
         assert rank.start_peak_bytes < 4 * elements + 16 * VOCABULARY * config.model.hidden_size
 
@@ -229,13 +197,6 @@ def test_tensor_parallel_divides_what_lies_between_its_matrices(
     along_the_sequence = token * (2 * layers + 1) * (2 * hidden + 1)  # the norms' outputs are gathered, and kept so
     saved += (1 - 1 / world) * along_the_sequence
     assert activations["single"] - activations["tp_sp"] == pytest.approx(saved, rel=0.05)
-
-
-def test_the_parts_are_the_whole(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
-    for record in records.values():
-        row_invariants.check_memory(record["row"], record["rank_files"])
-        row_invariants.check_time(record["row"])  # steps here are too short for 2 %
-        row_invariants.check_bytes(Record.from_json(record))
 
 
 def test_the_rank_that_peaks_is_named(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:

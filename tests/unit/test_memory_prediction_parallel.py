@@ -28,7 +28,7 @@ from harness.cost_model.stage_activations import stage_activations
 from harness.cost_model.stage_memory import backward_peaks, held_parameter_count, stage_costs, step_peaks
 from harness.engines.torch.tensor_parallel import apply_tensor_parallel
 from harness.layout.layout import Layout, resolve_layout
-from harness.layout.parameters import parameter_shapes
+from harness.layout.model_profile import model_profile
 from harness.layout.partition import split_into_stages, tp_shard_dim, whole_model
 from harness.measure.activations import ActivationMeter
 from harness.models.activation_checkpoint import apply_checkpointing
@@ -145,7 +145,7 @@ def test_parameters_are_those_of_the_plan_and_the_stage(model: ModelConfig, tp: 
     config = run(model)
     for stage in split_into_stages(model, layout_of(config, pp=pp)) if pp > 1 else [whole_model(model)]:
         expected = 0
-        for name, shape in parameter_shapes(model).items():
+        for name, shape in model_profile(model).parameter_shapes.items():
             cut = tp_shard_dim(name, model)
             local = [-(-size // tp) if index == cut else size for index, size in enumerate(shape)]
             expected += math.prod(local) if stage.holds(name) else 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from harness.engines.base import Engine
 from harness.engines.torch.compatibility import DDP_OPTIONS
+from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateWidths
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def fsdp_unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") 
         yield f"strategy.options={config.strategy.options} apply to strategy.data_parallel=ddp only: choose {{}}"
     if config.model.tie_word_embeddings:
         yield f"{subject}: model.tie_word_embeddings=true shares a weight between two groups of FSDP2; choose false"
-    if config.model.hf_info is not None:
+    if not model_profile(config.model).is_project_decoder:
         yield f"{subject}: FSDP2 is tested for built-in models only, not model={config.model.name}; choose tiny"
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from harness.layout.model_profile import model_profile
+
 if TYPE_CHECKING:
     from harness.config.schema import RunConfig
     from harness.hardware.machine import Machine
@@ -58,8 +60,8 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
             yield f"strategy.{axis}={getattr(layout, axis)} {unsupported}: choose 1"
     if layout.tp_enabled:
         yield from tensor_parallel_unsupported(config, layout)
-    biases = config.model.hf_info is None and config.model.architecture.biases
-    if config.checkpointing.name == "selective" and biases and replaces_linear_function(config, layout):
+    profile = model_profile(config.model)
+    if config.checkpointing.name == "selective" and profile.has_biases and replaces_linear_function(config, layout):
         yield (
             f"checkpointing=selective saves products to which DeepSpeed's linear function of stage 3 adds the biases of"
             f" model={config.model.name} in place, a second time in the recomputation: choose none or full, or"
@@ -81,7 +83,8 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
 def tensor_parallel_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
     """Yield every reason why AutoTP's layers cannot train this layout."""
     tp = f"strategy.tp={layout.tp}"
-    if config.model.hf_info is not None or config.model.architecture.biases:
+    profile = model_profile(config.model)
+    if not profile.is_project_decoder or profile.has_biases:
         yield f"{tp} of DeepSpeed is tested for matrices without biases, not model={config.model.name}: choose 1"
     if config.checkpointing.name == "selective":
         yield f"checkpointing=selective saves products that {tp} of DeepSpeed then sums in place: choose none or full"

@@ -2,8 +2,8 @@
 
 This follows the source of DeepSpeed 0.19.8 (module_inject/layers.py, utils/groups.py). Its mesh is (data, tensor),
 tensor innermost, like ours. A column-parallel layer sums the gradient of its input, a row-parallel one its output.
-AutoTP would find the layers by their names; here harness.layout.partition names them, so that each weight is sharded as
-soon as it is created.
+AutoTP would find the layers by their names; here harness.layout.tensor_plan names them, so that each weight is sharded
+as soon as it is created.
 """
 
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 from harness.config.schema import RunConfig
 from harness.engines.deepspeed.shards import ParamSlice, ParamSlices
 from harness.layout.layout import Layout
-from harness.layout.partition import SHARD_DIM, tp_style
+from harness.layout.model_profile import model_profile
+from harness.layout.tensor_plan import SHARD_DIM
 from harness.models.decoder import Decoder
 from harness.models.init_weights import initial_value
 
@@ -34,8 +35,9 @@ def apply_tensor_parallel(
     layers = {"column": LinearLayer, "row": LinearAllreduce}
     meta = AutoTPMeta.from_model_config(config.model)
     param_slices: ParamSlices = {}
+    profile = model_profile(config.model)
     for path, module in list(model.named_modules()):
-        style = tp_style(path, config.model)
+        style = profile.tp_style(path)
         if style not in layers:
             continue
         assert isinstance(module, nn.Linear)

@@ -102,11 +102,11 @@ def gathers_per_micro_batch(config: "RunConfig") -> float:
     It does so twice, and a third time for a layer that is recomputed, selectively too, except its last projection: the
     recomputation stops before it unless dropout follows it. A tied embedding has two uses.
     """
-    from harness.layout.parameters import layer_parameter_count, numel, parameter_count, unrecomputed_shapes
+    from harness.layout.parameters import layer_parameter_count, parameter_count, unrecomputed_parameter_count
 
     model = config.model
     recomputed = 2 * model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
-    skipped = 0 if model.dropout > 0 else numel(unrecomputed_shapes(model))
+    skipped = 0 if model.dropout > 0 else unrecomputed_parameter_count(model)
     layer = layer_parameter_count(model) - skipped
     recomputed += layer * sum(map(config.checkpointing.recomputes_layer, range(model.num_hidden_layers)))
     return 2 + recomputed / parameter_count(model)

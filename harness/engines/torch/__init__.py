@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from harness.engines.base import Engine
 from harness.engines.torch.compatibility import unsupported as unsupported
+from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateWidths
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     for part in parts:
         part.sequence_chunks = layout.sequence_chunks(rank, config.train.seq_len)
         if layout.tp_enabled:
-            if config.model.hf_info is not None:
+            if model_profile(config.model).communicates_per_matrix:
                 apply_hf_tensor_plan(part, config.model, mesh["tp"])
             else:
                 apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)

@@ -1,4 +1,4 @@
-"""Tensor parallelism by DTensor, along the plan in harness.layout.partition (Megatron-LM, arXiv 1909.08053).
+"""Tensor parallelism by DTensor, along the plan in harness.layout.tensor_plan (Megatron-LM, arXiv 1909.08053).
 
 Between the matrices the model works on plain tensors: whole hidden states, or with sequence parallelism
 (arXiv 2205.05198) this rank's part of the sequence, on which dropout, norms and the residual stream work.
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from harness.config.schema import ModelConfig
-from harness.layout.partition import tp_style
+from harness.layout.model_profile import model_profile
 from harness.models.decoder import Decoder, Head
 from harness.models.init_weights import local_box
 
@@ -42,8 +42,9 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
         (Head, "vocabulary"): VocabularyParallelHead(input_layouts=outside, use_local_output=False),
         (nn.Embedding, "vocabulary"): VocabularyParallelEmbedding(outside),
     }
+    profile = model_profile(model.config)
     for path, module in list(model.named_modules()):
-        style = tp_style(path, model.config)
+        style = profile.tp_style(path)
         if style is not None:
             parallelize_module(module, mesh, styles[type(module), style])
         elif sequence_parallel and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
@@ -68,8 +69,9 @@ def apply_hf_tensor_plan(module: nn.Module, model: ModelConfig, mesh: DeviceMesh
         "row": RowwiseParallel(),
         "vocabulary": VocabularyParallelEmbedding(Replicate()),
     }
+    profile = model_profile(model)
     for path, part in list(module.named_modules()):
-        style = tp_style(path, model)
+        style = profile.tp_style(path)
         if style is not None and part._parameters:
             parallelize_module(part, mesh, styles[style])
 

@@ -1,0 +1,164 @@
+"""The profile of a causal language model of the transformers library, read off its trace (HFModelInfo)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from harness.config.hf_model_info import HFModelInfo
+from harness.config.schema import ModelConfig, RunConfig
+from harness.config.validation import divisors_text
+from harness.layout.layout import Layout
+from harness.layout.shapes import Shapes
+from harness.layout.tensor_plan import SHARD_DIM
+
+
+@dataclass(frozen=True)
+class HFProfile:
+    """A ModelProfile of a traced model.
+
+    The trace has the operations of one sequence of train.seq_len tokens, so that the argument `seq_len` of the methods
+    is not used again.
+    """
+
+    model: ModelConfig
+    info: HFModelInfo
+    communicates_per_matrix = True
+    supports_pipeline = False
+    supports_compile = False
+    is_project_decoder = False
+    activations_are_known = False
+
+    @property
+    def parameter_shapes(self) -> Shapes:
+        """The shape of every parameter by the library's name of it; a tied one appears once."""
+        return self.info.shapes
+
+    @property
+    def embedding_shapes(self) -> Shapes:
+        """The shapes of all parameters that are neither in decoder layers nor in the head."""
+        head = self.head_shapes
+        named = self.info.shapes.items()
+        return {name: shape for name, shape in named if name not in head and self.layer_index(name) is None}
+
+    @property
+    def head_shapes(self) -> Shapes:
+        """The shapes of the head's parameters."""
+        prefix = f"{self.info.head}."
+        return {name: shape for name, shape in self.info.shapes.items() if name.startswith(prefix)}
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether modules of the decoder layers, norms included, have biases."""
+        return any(name.endswith(".bias") and self.layer_index(name) is not None for name in self.info.shapes)
+
+    def layer_index(self, name: str) -> int | None:
+        """Return the index of the decoder layer that a parameter or module is part of; None if it is part of none."""
+        paths = enumerate(self.info.layers)
+        return next((index for index, path in paths if name.startswith(f"{path}.")), None)
+
+    def recomputes_to_end(self, module: str) -> bool:
+        """Return whether the second forward of a checkpointed layer ran this module to its end when it was traced."""
+        return module not in self.info.not_recomputed_modules
+
+    def tp_style(self, module: str) -> str | None:
+        """Return the style of a module in the library's own plan, by its path; None if it stays whole."""
+        return self.info.tensor_plan.get(module)
+
+    @property
+    def has_fused_attention_on_cpu(self) -> bool:
+        """Whether the trace, in training, ran more in backward than the two forwards that a backward costs.
+
+        The model's dropout alone does not tell, as it may lie outside attention.
+        """
+        return self.info.step_flops > 3 * self.info.forward_flops
+
+    def layer_flops(self, sequences: int, seq_len: int) -> int:
+        """Return the operations of the forward of an average decoder layer."""
+        return sequences * self.info.layers_flops // self.model.num_hidden_layers
+
+    def head_flops(self, sequences: int, seq_len: int) -> int:
+        """Return the operations of the forward of all that is not in decoder layers."""
+        return sequences * (self.info.forward_flops - self.info.layers_flops)
+
+    def recompute_flops(self, layers: int, sequences: int, seq_len: int, runs_to_end: bool) -> int:
+        """Return the operations of so many second forwards, as they were traced or as whole layers.
+
+        Only linear modules at the end of a layer run to their end under an engine that recomputes the last projection.
+        """
+        if runs_to_end and self.info.not_recomputed_are_linear:
+            return layers * self.layer_flops(sequences, seq_len)
+        return sequences * self.info.checkpoint_recompute_flops * layers // self.model.num_hidden_layers
+
+    def recomputed_score_flops(self, sequences: int, seq_len: int) -> int:
+        """Return the operations that backward ran again in a fused attention kernel when it was traced."""
+        return sequences * self.info.attention_recompute_flops
+
+    def incompatibilities(self, config: RunConfig, layout: Layout) -> Iterator[str]:
+        """Yield what needs code of this project in the place of the library's."""
+        name, checkpointing, train = self.model.name, config.checkpointing, config.train
+        if checkpointing.offload_activations:
+            yield (
+                "checkpointing.offload_activations=true needs the decoder layers of this project, and"
+                f" model={name} is a library's: choose false"
+            )
+        if train.seq_len > self.model.context_length:
+            yield (
+                f"train.seq_len={train.seq_len} is more than the {self.model.context_length} tokens of"
+                f" model={name}: choose that many or fewer"
+            )
+        if checkpointing.name in ("selective", "attention"):
+            yield (
+                f"checkpointing={checkpointing.name} needs the decoder layers of this project, and model={name} is a"
+                " library's: choose none, full or every_n"
+            )
+        if train.loss_chunks > 1:
+            yield (
+                f"train.loss_chunks={train.loss_chunks} needs the head of this project, and model={name} is a"
+                " library's: choose 1"
+            )
+        if train.compile:
+            yield f"train.compile=true is not supported for model={name}, which is a library's: choose false"
+        if layout.cp_enabled:
+            yield (
+                f"strategy.cp={layout.cp} needs the attention of this project, and model={name} is a library's:"
+                " choose 1"
+            )
+        if layout.pp_enabled:
+            yield f"strategy.pp={layout.pp} needs a model cut into stages, and model={name} is a library's: choose 1"
+        if layout.sequence_parallel:
+            yield f"strategy.sequence_parallel=true is not part of the plan of model={name}: choose false"
+        if layout.tp_enabled:
+            yield from self.tensor_parallel_incompatibilities(layout.tp)
+
+    def tensor_parallel_incompatibilities(self, tp: int) -> Iterator[str]:
+        """Yield why so many tensor-parallel ranks cannot divide the model by the library's own plan."""
+        name = self.model.name
+        if not self.info.tensor_plan:
+            model_type = self.info.config["model_type"]
+            yield (
+                f"strategy.tp={tp} needs a tensor-parallel plan, and model={name} ({model_type}) brings none: choose 1"
+            )
+        for path, style in self.info.tensor_plan.items():
+            dimension, shape = SHARD_DIM.get(style), self.info.shapes.get(f"{path}.weight")
+            if dimension is None:
+                yield (
+                    f"strategy.tp={tp}: the tensor-parallel plan of model={name} has {path} as {style}, which is not"
+                    " supported: choose 1"
+                )
+                return
+            if shape is not None and shape[dimension] % tp:
+                yield (
+                    f"strategy.tp={tp} does not divide dimension {dimension} of {path} in model={name}, which is"
+                    f" {shape[dimension]}: choose a divisor"
+                )
+                return
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            size = getattr(self.model, key)
+            if size % tp:
+                yield f"strategy.tp={tp} does not divide {key}={size} of model={name}: choose {divisors_text(size)}"
+        if self.model.tie_word_embeddings:
+            yield f"model.tie_word_embeddings=true of model={name} ties what strategy.tp={tp} cuts apart: choose false"
+        if self.model.dropout:
+            yield (
+                f"model.dropout={self.model.dropout} of model={name} is the library's, which draws other masks on every"
+                f" rank of strategy.tp={tp}: choose 0"
+            )
