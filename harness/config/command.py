@@ -6,11 +6,12 @@ Nothing here changes what a run measures, so nothing here is part of a run's ide
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from harness.config.from_dict import from_dict
 from harness.config.schema import RunConfig
 from harness.config.validation import require, require_one_of
+from harness.config.values import ConfigValues
 from harness.util.errors import UserError
 
 RetryableStatus = Literal["error", "timeout", "oom"]  # what was interrupted is always run again
@@ -20,24 +21,29 @@ RetryableStatus = Literal["error", "timeout", "oom"]  # what was interrupted is 
 class ProofConfig:
     """The bounds that every run must keep; a run above one of them is an error."""
 
-    reference: bool = True  # whether every run is compared with a single process that trains the same
-    loss_bound: dict[str, float] = field(default_factory=dict)  # relative, by precision
-    grad_bound: dict[str, float] = field(default_factory=dict)  # relative, by precision
+    reference: bool = True  # Whether every run is compared with a single process that trains the same.
+    # The largest relative deviation of any step's loss from the reference, by precision.
+    loss_bound: dict[str, float] = field(default_factory=dict)
+    # The largest relative deviation of any parameter's gradient from the reference, by precision.
+    grad_bound: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class MeasureConfig:
     """What a run writes down beside its record."""
 
-    memory_snapshot: bool = False  # of every rank's profiled step, for torch's memory viewer
+    # Whether every rank writes the allocations of its profiled step, for torch's memory viewer.
+    memory_snapshot: bool = False
 
 
 @dataclass(frozen=True)
 class SweepConfig:
     """How one command works through its runs."""
 
-    parallel: int | str = 1  # runs side by side, each on devices or cores of its own; auto: as many as have devices
-    skip_dominated: bool = True  # whether what ran out of memory at a smaller batch or depth is not tried at a larger
+    # The number of runs at the same time, each on its own devices or cores; auto runs as many as have devices.
+    parallel: int | str = 1
+    # Whether a run is refused that is at least as large as one that has run out of memory, in batch or depth.
+    skip_dominated: bool = True
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.parallel, int) and self.parallel >= 1
@@ -49,11 +55,12 @@ class SweepConfig:
 class TrackingConfig:
     """Where runs are tracked. Whether there is a tracker of that name is for the command line to check."""
 
-    name: str
-    mode: str = "offline"  # offline or online
-    project: str = "harness"
-    entity: str | None = None  # user or team; null: the account's own default
-    tags: tuple[str, ...] = ()  # of every run, beside those that say what it is
+    name: str  # The name of the tracker.
+    mode: str = "offline"  # Whether runs are only written into their folders (offline) or also sent (online).
+    project: str = "harness"  # The project of the tracker that has the runs.
+    entity: str | None = None  # The user or team; null means the account's default.
+    # Tags of every run, besides strategy, model, checkpointing, precision and status.
+    tags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_one_of("tracking.mode", self.mode, ("offline", "online"))
@@ -72,28 +79,30 @@ def _between_attempts(default: Any) -> Any:
 class CommandConfig:
     """How a command goes about its runs: where results go, what is retried, when it stops."""
 
-    name: str = "runs"  # of the comparison: the folder in results_dir
-    results_dir: str = "results"
+    name: str = "runs"  # The name of the comparison, which is its folder in results_dir.
+    results_dir: str = "results"  # The folder of all comparisons.
     proof: ProofConfig = field(default_factory=ProofConfig)
     tracking: TrackingConfig = field(default_factory=lambda: TrackingConfig("none"))
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig, metadata={"names_rejected": False})
-    repeats: int = 1  # runs of one configuration, from RunConfig.repeat on; each of them is a run of its own
-    timeout_seconds: float = 1800.0
-    hang_seconds: float = 600.0  # without progress of any rank
-    preflight: bool = True  # whether what cannot fit is refused before a process starts
-    retry: tuple[RetryableStatus, ...] = _between_attempts(())  # runs that ended so are run again
-    stop_after: tuple[str | int | float, ...] = _between_attempts(())  # 8h, 20runs, 3failures: no run starts then
-    force: bool = _between_attempts(False)  # whether what is recorded is run again
+    repeats: int = 1  # How many times each configuration is measured, numbered from `repeat` on.
+    timeout_seconds: float = 1800.0  # The time limit of one run in seconds, from the start of its ranks.
+    hang_seconds: float = 600.0  # The seconds without progress of any rank after which a run has failed.
+    preflight: bool = True  # Whether a run that is predicted not to fit into memory is refused before a process starts.
+    # The statuses whose runs are run again: error, timeout, oom; interrupted runs always are.
+    retry: tuple[RetryableStatus, ...] = _between_attempts(())
+    # The limits after which no further run starts, such as 8h, 20runs or 3failures.
+    stop_after: tuple[str | int | float, ...] = _between_attempts(())
+    force: bool = _between_attempts(False)  # Whether runs that are already recorded are run again.
 
     def __post_init__(self) -> None:
         require(self.repeats >= 1, "repeats", self.repeats, "is not a positive whole number: choose 1 or more")
         for key in ("timeout_seconds", "hang_seconds"):
             require(getattr(self, key) > 0, key, getattr(self, key), "is not positive: choose seconds")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> ConfigValues:
         """Return the configuration in plain values."""
-        return dataclasses.asdict(self)
+        return cast("ConfigValues", dataclasses.asdict(self))
 
 
 RUN_KEYS = tuple(entry.name for entry in dataclasses.fields(RunConfig))
@@ -133,6 +142,6 @@ def read_command_config(values: Mapping[str, Any]) -> CommandConfig:
     return command
 
 
-def merge_values(config: RunConfig, command: CommandConfig) -> dict[str, Any]:
-    """Return both halves as one dictionary of plain values, as a record and a tracker have them."""
+def merge_values(config: RunConfig, command: CommandConfig) -> ConfigValues:
+    """Return both halves as one configuration in plain values, as a record and a tracker have it."""
     return command.to_dict() | config.to_dict()

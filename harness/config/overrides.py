@@ -1,11 +1,11 @@
 """The syntax of overrides: arguments as Hydra takes them, its errors in one line, and repeated runs."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
+from harness.config.values import ConfigValues
 from harness.util.text import one_line
 
 
@@ -35,7 +35,7 @@ def as_list_override(argument: str) -> str:
     return f"{key}=[{value}]" if key in LIST_KEYS and value and not value.startswith("[") else argument
 
 
-def expand_repeats(values: dict[str, Any]) -> list[dict[str, Any]]:
+def expand_repeats(values: ConfigValues) -> list[ConfigValues]:
     """Return the values of each repeat of a combination; impossible counts stay one, which the schema then refuses."""
     first, repeats = values.get("repeat"), values.get("repeats")
     if type(first) is not int or type(repeats) is not int or repeats < 1:

@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from harness.config.schema import ModelConfig, RunConfig
+from harness.config.model import ModelConfig
+from harness.config.schema import RunConfig
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, local_numel

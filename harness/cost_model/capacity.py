@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from harness.config.byte_size import format_bytes
-from harness.config.schema import ModelConfig, RunConfig
+from harness.config.model import ModelConfig
+from harness.config.schema import RunConfig
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout

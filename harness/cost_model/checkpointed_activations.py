@@ -1,6 +1,6 @@
 """The tensors that one decoder layer keeps under each kind of checkpointing, and recomputes. Imports no torch."""
 
-from harness.config.schema import CheckpointingConfig
+from harness.config.checkpointing import CheckpointingConfig
 from harness.cost_model.activations import block_tensors
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
 

@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.config.schema import ModelConfig, RunConfig
+from harness.config.model import ModelConfig
+from harness.config.schema import RunConfig
 from harness.cost_model.activations import loss_tensors
 from harness.cost_model.buffers import buffer_tensors, keeps_grad_buffers, unsharded_grad_bytes
 from harness.cost_model.pipeline import BackwardStart, backward_starts

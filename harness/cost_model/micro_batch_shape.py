@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from harness.config.schema import DTYPE_BYTES, ModelConfig, RunConfig
+from harness.config.model import ModelConfig
+from harness.config.precision import DTYPE_BYTES
+from harness.config.schema import RunConfig
 from harness.layout.layout import Layout
 
 FP32_BYTES = 4

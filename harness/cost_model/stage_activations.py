@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.config.schema import CheckpointingConfig
+from harness.config.checkpointing import CheckpointingConfig
 from harness.cost_model.activations import block_tensors, dropout_masks, norm_tensors
 from harness.cost_model.checkpointed_activations import (
     consumed_by_recompute,

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.config.schema import ModelConfig, RunConfig
+from harness.config.model import ModelConfig
+from harness.config.schema import RunConfig
 from harness.cost_model.activations import (
     block_backward_bytes,
     deferred_weight_grad_inputs,

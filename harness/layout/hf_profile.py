@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from harness.config.hf_model_info import HFModelInfo
-from harness.config.schema import ModelConfig, RunConfig
+from harness.config.model import ModelConfig
+from harness.config.schema import RunConfig
 from harness.config.validation import divisors_text
 from harness.layout.layout import Layout
 from harness.layout.shapes import Shapes

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.config.schema import DataParallel, Offload, Schedule, StrategyConfig, TrainConfig
+from harness.config.schema import TrainConfig
+from harness.config.strategy import DataParallel, Offload, Schedule, StrategyConfig
 from harness.util.errors import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first, in the order of ranks

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-from harness.config.schema import ModelConfig, RunConfig
+from harness.config.model import ModelConfig
+from harness.config.schema import RunConfig
 from harness.layout.decoder_profile import DecoderProfile
 from harness.layout.hf_profile import HFProfile
 from harness.layout.layout import Layout

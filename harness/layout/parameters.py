@@ -1,6 +1,6 @@
 """The counts of a model's parameters, from its configuration alone."""
 
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 from harness.layout.model_profile import model_profile
 from harness.layout.shapes import Shapes, numel
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.parameters import layer_parameter_count

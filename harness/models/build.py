@@ -2,7 +2,8 @@
 
 import torch
 
-from harness.config.schema import ModelConfig, RunConfig
+from harness.config.model import ModelConfig
+from harness.config.schema import RunConfig
 from harness.layout.partition import Stage, whole_model
 from harness.models.activation_checkpoint import apply_checkpointing, apply_loss_chunks
 from harness.models.activation_offload import offload_activations

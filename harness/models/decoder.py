@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 from harness.layout.partition import Stage
 from harness.models.dropout_rng import rank_local_rng
 from harness.models.loss import loss_function

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 from harness.models.hf_library import ATTENTION_IMPLEMENTATIONS, load_hf_config
 from harness.models.hf_tracing import trace_model
 from harness.util.errors import UserError

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.hf_model_info import HFModelInfo
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 from harness.util.errors import UserError
 from harness.util.text import one_line
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 
 
 def generator(seed: int, purpose: str, device: torch.device) -> torch.Generator:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
-from harness.config.schema import ModelConfig, PrecisionConfig
+from harness.config.model import ModelConfig
+from harness.config.precision import PrecisionConfig
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import local_numel, stages_of_rank, tp_shard_dim_under, tp_shards

@@ -1,8 +1,8 @@
-"""The report's section on the literature: what papers say of a strategy at this layout, beside what was measured."""
+"""The report's section on the literature: the figures of papers at this layout, compared with the measurement."""
 
 from collections.abc import Iterator, Sequence
 
-from harness.config.schema import RECOMPUTING_MODES
+from harness.config.checkpointing import RECOMPUTING_MODES
 from harness.cost_model.flops import executed_flops_with, takes_fused_kernel
 from harness.records.rank_report import FUSED_KERNELS
 from harness.records.schema import Record
@@ -76,7 +76,7 @@ def _state_bytes(run: ClaimRun) -> float | None:
 
 def _widths(run: ClaimRun, accounting: dict[str, int], stage: int, shards: int) -> Iterator[str]:
     """Yield a phrase for each kind of state whose bytes differ from the accounting, with the cause if it is known."""
-    fsdp, deepspeed = run.degrees.get("data_parallel") == "fsdp", run.zero_by_deepspeed
+    fsdp, deepspeed = (run.record.layout or {}).get("data_parallel") == "fsdp", run.zero_by_deepspeed
     mixed, offloaded = run.row.get("precision") != "fp32", run.row.get("offload") not in (None, "none")
     for kind, column in zip(_STATE, STATE_COLUMNS, strict=True):
         measured, parameters = run.number(column), run.number("parameters")
@@ -109,7 +109,7 @@ def _widths(run: ClaimRun, accounting: dict[str, int], stage: int, shards: int) 
 
 def partitions_by_parameter(run: ClaimRun) -> bool:
     """Return whether the optimizer divides its state by whole parameters, as ZeroRedundancyOptimizer does."""
-    return run.degrees.get("data_parallel") == "ddp" and run.row.get("zero_stage") == 1
+    return (run.record.layout or {}).get("data_parallel") == "ddp" and run.row.get("zero_stage") == 1
 
 
 def _volume(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
@@ -128,7 +128,8 @@ def _volume(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
         3: (k * (1 + 2 * g) / 2, "1.5× at k = 1, 3k/2×"),
     }
     paper = papers.get(stage)
-    strategy, tied = run.groups.get("strategy") or {}, (run.groups.get("model") or {}).get("tie_word_embeddings")
+    config_groups = run.record.config
+    strategy, tied = config_groups.get("strategy") or {}, (config_groups.get("model") or {}).get("tie_word_embeddings")
     deepspeed, recomputes = run.zero_by_deepspeed, config.checkpointing.name in RECOMPUTING_MODES
     reasons = {
         "DeepSpeed's defaults are not the paper's method": deepspeed and strategy.get("literature") is False,
@@ -199,7 +200,7 @@ def literature(view: View) -> list[Section]:
     view_claims = claims(view.lines, column_values(view.line_medians, "label"))
     if not view_claims:
         return []
-    header = ["run", "claim", "source", "the paper's figure", "verdict", "at this layout", "measured"]
+    header = ["run", "claim", "source", "paper's figure", "verdict", "expected at this layout", "measured"]
     rows = [
         [
             *(claim.label, claim.claim, claim.source, claim.limit, _verdict(claim)),
@@ -209,15 +210,15 @@ def literature(view: View) -> list[Section]:
     ]
     free = [claim for claim in view_claims if not claim.required]
     return section(
-        "The literature beside the measurement",
+        "Comparison with the literature",
         Table(header, rows, label_columns=5),
         Paragraph(
-            f"{sum(claim.agrees for claim in free)} of the {len(free)} that may differ agree: within {EXACT:.0%} in"
-            f" bytes and operations, {TIMED:.0%} in time. Those marked as proven are conditions of every row that is"
-            " ok; bytes sent are counted under ring algorithms on both sides. The paper's figure is for its own model"
-            " or in its limit, beside it what it comes to at this layout, model and these widths: of activations and"
-            " operations that is the planner's count, by the paper's method. Each run is held against its peer of the"
-            " same model, training, precision, batch, checkpointing and versions."
+            f"{sum(claim.agrees for claim in free)} of the {len(free)} claims that may differ agree: within {EXACT:.0%}"
+            f" for bytes and operations and {TIMED:.0%} for times. Claims marked as proven hold for every row that is"
+            " ok, because the proof requires them. Bytes sent are counted under ring algorithms on both sides. The"
+            " paper's figure is for its own model or in its limit; the figure expected at this layout is for this model and"
+            " these dtypes. For activations and operations it is the cost model's count by the paper's method. Each"
+            " run is compared with a run of the same model, training, precision, batch, checkpointing and versions."
         ),
     )
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 from harness.launcher.multinode import NodeGroup
 from harness.launcher.rank_entry import worker_entry
 from harness.records.rank_report import RankReport
+from harness.records.schema import Cells
 
 LogFn = Callable[[str], None]  # called with one line for the user
 
@@ -32,4 +32,4 @@ class Reference:
 
     rank: RankReport | None  # the report of its only rank
     note: str  # what was compared with, or why nothing was
-    failure: dict[str, Any] | None = None  # status and reason of a row that cannot be proven because this run failed
+    failure: Cells | None = None  # status and reason of a row that cannot be proven because this run failed

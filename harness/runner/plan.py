@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from harness.config.command import CommandConfig
 from harness.config.fingerprint import make_run_id
-from harness.config.schema import ModelConfig, RunConfig
+from harness.config.model import ModelConfig
+from harness.config.schema import RunConfig
 from harness.cost_model import capacity
 from harness.data.corpus import Corpus, prepare_corpus
 from harness.engines.base import load_engine
@@ -36,7 +37,7 @@ class Plan:
     @property
     def comparison(self) -> ComparisonFolder:
         """The folder of the comparison that the run, or the run it is the reference of, belongs to."""
-        return ComparisonFolder(comparison_folder(self.command.to_dict()))
+        return comparison_folder(self.command.name, self.command.results_dir)
 
     @property
     def nodes(self) -> int:
@@ -58,7 +59,7 @@ def make_plan(
     widths = load_engine(layout.engine).state_widths(config, layout)
     corpus = prepare_corpus(config.data, config.train.seq_len)
     run_id = make_run_id(config, machine.fingerprint, layout.world_size, corpus.fingerprint)
-    comparison = ComparisonFolder(comparison_folder(command.to_dict()))
+    comparison = comparison_folder(command.name, command.results_dir)
     folder = RunFolder(comparison.references / run_id) if is_reference else comparison.run(run_id)
     return Plan(config, command, machine, layout, widths, corpus, run_id, folder)
 

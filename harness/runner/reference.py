@@ -2,9 +2,11 @@
 
 import dataclasses
 
-from harness.config.schema import CheckpointingConfig, StrategyConfig
+from harness.config.checkpointing import CheckpointingConfig
+from harness.config.strategy import StrategyConfig
 from harness.launcher.rank_entry import worker_entry
 from harness.records.rank_report import RankReport
+from harness.records.schema import Cells
 from harness.runner.context import Reference, RunContext
 from harness.runner.launch_run import launch_run
 from harness.runner.plan import Plan, capacity_problem, make_plan
@@ -35,7 +37,7 @@ def get_reference(plan: Plan, context: RunContext) -> Reference:
     if status == "oom":
         return Reference(None, f"skipped, the single process ran out of memory: {reason}")
     if status != "ok" or rank is None:
-        failure = {"status": status, "reason": f"nothing to compare with, the single process failed: {reason}"}
+        failure: Cells = {"status": status, "reason": f"nothing to compare with, the single process failed: {reason}"}
         return Reference(None, "failed", failure)
     return Reference(rank, f"compared with {single.run_id}")
 

@@ -2,19 +2,20 @@
 
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 import yaml
 
 from harness.config.command import read_run_config
 from harness.config.from_dict import from_dict
 from harness.config.locations import conf_folders, files_in
-from harness.config.schema import ModelConfig, RunConfig
+from harness.config.model import ModelConfig
+from harness.config.schema import RunConfig
+from harness.config.values import ConfigValues, GroupValues
 from harness.util.errors import UserError
 from harness.util.redact import keys_holding_secrets
 
 
-def resolve_run_config(values: dict[str, Any]) -> RunConfig:
+def resolve_run_config(values: ConfigValues) -> RunConfig:
     """Return what composed values measure; a model of model.family=hf is filled in from its own configuration.
 
     Raises UserError for impossible values, and for a secret, which run file and record would keep.
@@ -39,8 +40,8 @@ def load_model_presets() -> list[ModelConfig]:
     return [from_dict(ModelConfig, values) for values in presets if values["family"] != "hf"]
 
 
-def _hf_model_filler() -> Callable[[dict[str, Any], int | None], dict[str, Any]]:
+def _hf_model_filler() -> Callable[[GroupValues, int | None], GroupValues]:
     """Return the function that fills the values of a Hugging Face model; it loads torch, so it is imported by name."""
-    fill: Callable[[dict[str, Any], int | None], dict[str, Any]]
-    fill = importlib.import_module("harness.models.hf").fill_model_config
+    module = importlib.import_module("harness.models.hf")
+    fill: Callable[[GroupValues, int | None], GroupValues] = module.fill_model_config
     return fill

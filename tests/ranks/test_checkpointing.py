@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.config.schema import CheckpointingConfig, PrecisionConfig, RunConfig
+from harness.config.checkpointing import CheckpointingConfig
+from harness.config.precision import PrecisionConfig
+from harness.config.schema import RunConfig
 from harness.cost_model.capacity import capacity_problem
 from harness.cost_model.flops import (
     attention_product_flops,

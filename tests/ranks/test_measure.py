@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
 from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
-from harness.config.schema import StrategyConfig
+from harness.config.strategy import StrategyConfig
 from harness.engines.deepspeed.shm_collective import _clear_stale_lock
+from harness.launcher.forkserver import start_forkserver
 from harness.layout.layout import Layout, group_axes, resolve_layout
 from harness.measure.activations import ActivationMeter
 from harness.measure.collective_rules import has_rule
@@ -290,7 +292,8 @@ def on_a_rank(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(on_a_rank, (str(folder),), nprocs=WORLD)  # type: ignore[attr-defined,no-untyped-call]
+    start_forkserver("cpu")  # it has imported torch
+    start_processes(on_a_rank, (str(folder),), nprocs=WORLD, start_method="forkserver")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
@@ -369,7 +372,7 @@ def test_micro_batches_add_up_only_when_they_are_in_flight_together(checkpointed
             for loss in losses:
                 loss.backward()
         del losses, loss
-        assert meter._held_bytes == 0
+        assert meter._saved_bytes == 0
     finally:
         gc.enable()
     assert one_by_one == (CHECKPOINTED if checkpointed else WHOLE)

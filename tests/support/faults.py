@@ -23,7 +23,7 @@ import harness.models.build
 import harness.models.decoder
 import harness.models.init_weights
 import harness.models.loss
-from harness.config.schema import CheckpointingConfig
+from harness.config.checkpointing import CheckpointingConfig
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import initialize as deepspeed_initialize
 from harness.engines.torch import (

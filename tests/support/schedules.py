@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-from harness.config.schema import StrategyConfig
+from harness.config.strategy import StrategyConfig
 from harness.layout.layout import Layout, resolve_layout
 
 SCHEDULES = {"interleaved_1f1b": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}

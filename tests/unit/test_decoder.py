@@ -8,7 +8,7 @@ import yaml
 from torch import Tensor
 
 from harness.config.from_dict import from_dict
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 from harness.models.build import build_model
 from harness.models.decoder import Decoder
 from harness.models.init_weights import initial_value, materialize

@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harness.config.schema import CheckpointingConfig, ModelConfig, PrecisionConfig, RunConfig
+from harness.config.checkpointing import CheckpointingConfig
+from harness.config.model import ModelConfig
+from harness.config.precision import PrecisionConfig
+from harness.config.schema import RunConfig
 from harness.cost_model.activations import block_tensors
 from harness.cost_model.capacity import capacity_problem
 from harness.cost_model.memory import PROCESS_BYTES, estimate_memory

@@ -18,7 +18,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import GraphExecGroup
 
-from harness.config.schema import CheckpointingConfig, ModelConfig, PrecisionConfig, RunConfig
+from harness.config.checkpointing import CheckpointingConfig
+from harness.config.model import ModelConfig
+from harness.config.precision import PrecisionConfig
+from harness.config.schema import RunConfig
 from harness.cost_model.activations import block_tensors, logits_bytes, loss_tensors
 from harness.cost_model.capacity import capacity_problem
 from harness.cost_model.memory import activation_bytes, estimate_memory, estimate_rank_memory
@@ -100,7 +103,7 @@ def test_a_rank_of_tensor_parallelism_keeps_what_is_predicted(
     with cut_model(tp, sequence_parallel, precision, checkpointing, model) as module:
         with ActivationMeter(module) as meter:
             loss = loss_function(module(tokens), tokens)
-        measured = meter.held_bytes
+        measured = meter.saved_bytes
         del loss
     one = MicroBatchShape(model, 2, 64, precision.compute, tp=tp, sequence_parallel=sequence_parallel)
     targets_bytes = 8 * tokens.numel()

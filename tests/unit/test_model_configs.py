@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from harness.config.from_dict import from_dict
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 from harness.layout.parameters import parameter_count
 from harness.models.build import build_model
 

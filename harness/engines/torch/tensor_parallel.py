@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 from harness.layout.model_profile import model_profile
 from harness.models.decoder import Decoder, Head
 from harness.models.init_weights import local_box

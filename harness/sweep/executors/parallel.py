@@ -1,28 +1,25 @@
 """The executor that makes runs side by side on one machine, each in a process with devices or cores of its own."""
 
 import multiprocessing
-import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
-from harness.config.schema import ClusterConfig, ModelConfig
+from harness.config.model import ModelConfig
+from harness.config.schema import ClusterConfig
+from harness.config.values import ConfigValues
 from harness.hardware.machine import Machine, usable_cores
 from harness.hardware.nvml import visible_device_ids
 from harness.launcher.forkserver import FORKSERVER, start_forkserver
 from harness.launcher.monitor import HANDLED
-from harness.records.schema import Record
-from harness.runner.context import RunContext
+from harness.records.schema import Cells, Record
 from harness.runner.launch_run import write_row
-from harness.runner.plan import Plan
-from harness.runner.run import execute
 from harness.sweep.display import ProgressDisplay
 from harness.sweep.executors.base import local_machine, stored_record
+from harness.sweep.executors.parallel_worker import raise_interrupt, set_signal_handlers, worker_loop
 from harness.sweep.queued_run import QueuedRun, plan_run
 from harness.util.errors import UserError
 from harness.util.locks import run_lock
@@ -81,7 +78,7 @@ class ParallelExecutor:
         size = len(self.cores) // parts
         return [tuple(self.cores[index * size : (index + 1) * size]) for index in range(parts)]
 
-    def plan_run(self, values: dict[str, Any], repeat_index: int) -> QueuedRun:
+    def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
         """Return the planned run of composed values."""
         return plan_run(values, repeat_index, self.machine)
 
@@ -214,70 +211,12 @@ class ParallelExecutor:
             signal.signal(number, handler)
 
 
-def raise_interrupt(*_: object) -> None:
-    """Raise KeyboardInterrupt; a signal handler."""
-    raise KeyboardInterrupt
-
-
-def set_signal_handlers(handler: Callable[..., None]) -> None:
-    """Set the handler of the signals that end a command; one that is ignored, as nohup does, stays ignored."""
-    for number in HANDLED:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
 def record_of_killed_worker(run: QueuedRun, exit_code: int) -> Record | None:
     """Return the record of a run whose worker process was killed; None if another command works on it by now."""
     assert run.plan is not None
     end = signal.Signals(-exit_code).name if exit_code < 0 else f"code {exit_code}"
-    ending = {"status": "error", "reason": f"the process that ran it ended with {end}"}
+    ending: Cells = {"status": "error", "reason": f"the process that ran it ended with {end}"}
     with run_lock(run.plan.folder.lock, wait=False) as is_mine:
         if not is_mine:
             return None
         return stored_record(run, lambda _: None) or write_row(run.plan, ending)
-
-
-def worker_loop(pipe: Connection, models: list[ModelConfig]) -> None:
-    """Make the runs that come through the pipe, until the command closes it or dies; runs in the worker process.
-
-    A signal while ranks run ends them, and the run gets its record.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=die_with, args=(parent.sentinel,), daemon=True).start()
-    set_signal_handlers(raise_interrupt)
-    while True:
-        try:
-            plan, devices, cores = pipe.recv()
-        except (EOFError, KeyboardInterrupt):
-            return
-        if devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, cores)
-        try:
-            pipe.send(("done", execute_plan(plan, pipe, models)))
-        except KeyboardInterrupt:  # before ranks were started, or after they ended
-            pipe.send(("done", None))
-        except (OSError, UserError) as error:
-            pipe.send(("raised", error))
-
-
-def execute_plan(plan: Plan, pipe: Connection, models: list[ModelConfig]) -> Record | None:
-    """Make one run and return its record; the folder that its ranks write to and log lines go into the pipe."""
-    sent_folder: Path | None = None
-
-    def send_folder(folder: Path) -> None:
-        nonlocal sent_folder
-        if folder != sent_folder:
-            sent_folder = folder
-            pipe.send(("folder", folder))
-
-    context = RunContext(models=models, on_progress=send_folder, log=lambda line: pipe.send(("log", line)))
-    return execute(plan, context)
-
-
-def die_with(sentinel: int) -> None:
-    """Kill this process when the process of the sentinel ends."""
-    wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,9 +1,10 @@
 """The executor that makes one run after another in this process."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from harness.config.schema import ClusterConfig, ModelConfig
+from harness.config.model import ModelConfig
+from harness.config.schema import ClusterConfig
+from harness.config.values import ConfigValues
 from harness.hardware.machine import Machine
 from harness.launcher.forkserver import start_forkserver
 from harness.launcher.multinode import NodeGroup
@@ -25,7 +26,7 @@ class SequentialExecutor:
         self.models, self.display, self.nodes = models, display, nodes
         self.done: list[tuple[QueuedRun, Record | None]] = []
 
-    def plan_run(self, values: dict[str, Any], repeat_index: int) -> QueuedRun:
+    def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
         """Return the planned run of composed values."""
         return plan_run(values, repeat_index, self.machine)
 

@@ -1,0 +1,80 @@
+"""The configuration of a model: the sizes of a transformer under the keys of a Hugging Face config.json."""
+
+from dataclasses import dataclass, field
+
+from harness.config.architecture import ARCHITECTURES, Architecture
+from harness.config.hf_model_info import HFModelInfo
+from harness.config.validation import divisors_text, require, require_one_of, require_positive
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a transformer, and what its layers are made of."""
+
+    name: str  # The name of the model, which is the value of the row's column `model`.
+    family: str  # The architecture: llama, gpt, or hf for a model of the transformers library.
+    hidden_size: int  # The size of the hidden states between layers.
+    num_hidden_layers: int  # The number of decoder layers.
+    num_attention_heads: int  # The number of query heads in each layer.
+    num_key_value_heads: int  # The number of key and value heads, each shared by equally many query heads.
+    intermediate_size: int  # The inner size of the MLP.
+    vocab_size: int  # The number of tokens that the model knows.
+    tie_word_embeddings: bool  # Whether the output head uses the weight of the token embedding.
+    context_length: int  # The most tokens that a sequence may have.
+    # The number of parameters that the model has in the sizes of its file; it only documents the file.
+    parameters: int
+    source: str  # The publication or configuration that the sizes are from.
+    attention: str = "flash"  # The attention kernel: flash is torch's fused one, eager stores the scores.
+    dropout: float = 0.0  # The dropout probability, at least 0 and below 1; family llama has none.
+    rope_theta: float = 10000.0  # The base of the rotary position embedding, for family llama.
+    rms_norm_eps: float = 1e-5  # The epsilon of RMSNorm, for family llama.
+    layer_norm_epsilon: float = 1e-5  # The epsilon of LayerNorm, for family gpt.
+    initializer_range: float = 0.02  # The standard deviation of the initial weights.
+    # The file or folder from which family hf takes its configuration.
+    path: str | None = field(default=None, metadata={"identity": False})
+    # The trace of a model of family hf.
+    hf_info: HFModelInfo | None = field(default=None, metadata={"old_key": "asked"})
+
+    def __post_init__(self) -> None:
+        require_one_of("model.family", self.family, (*ARCHITECTURES, "hf"))
+        require_one_of("model.attention", self.attention, ("flash", "eager"))
+        require_positive(
+            "model", self, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+        )
+        require_positive("model", self, "intermediate_size", "vocab_size", "context_length")
+        if self.family in ARCHITECTURES:  # the transformers library has built its models, and so accepted their sizes
+            self._check_architecture()
+
+    def _check_architecture(self) -> None:
+        """Raise UserError where dropout or heads do not suit the family's decoder layers."""
+        if self.architecture.dropout:
+            rule = "must be in [0, 1): choose 0 or more, below 1"
+            require(0 <= self.dropout < 1, "model.dropout", self.dropout, rule)
+        else:
+            rule = f"is not part of the {self.family} family: choose 0"
+            require(self.dropout == 0, "model.dropout", self.dropout, rule)
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        # Rotary position embedding rotates pairs of a head's elements.
+        unit, even = (heads, "equal") if self.architecture.learned_positions else (2 * heads, "even")
+        require(
+            self.hidden_size % unit == 0,
+            "model.hidden_size",
+            self.hidden_size,
+            f"does not give model.num_attention_heads={heads} heads of {even} size: choose a multiple of {unit}",
+        )
+        require(
+            heads % groups == 0,
+            "model.num_key_value_heads",
+            groups,
+            f"does not divide model.num_attention_heads={heads}: choose {divisors_text(heads)}",
+        )
+
+    @property
+    def architecture(self) -> Architecture:
+        """The parts of a decoder layer; KeyError is raised for the family hf, whose layers only the library knows."""
+        return ARCHITECTURES[self.family]
+
+    @property
+    def head_dim(self) -> int:
+        """The size of one attention head."""
+        return self.hidden_size // self.num_attention_heads

@@ -1,0 +1,59 @@
+"""The configuration of a strategy: the engine, and how ranks divide the work."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from harness.config.validation import require, require_one_of, require_positive
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+DataParallel = Literal["none", "ddp", "fsdp"]
+Offload = Literal["none", "optimizer", "parameters"]
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """One strategy as the user writes it; a degree of -1 is whatever is left of the world (see resolve_layout)."""
+
+    name: str  # The name of the strategy, which is the value of the row's column `strategy`.
+    engine: str = "torch"  # The library that trains: the name of a module in harness/engines.
+    # The wrapper of PyTorch for data parallelism: ddp is DistributedDataParallel, fsdp is fully_shard (FSDP2).
+    data_parallel: DataParallel = "none"
+    # The ZeRO stage: dp_shard divides nothing (0), the optimizer state (1), also gradients (2), also parameters (3).
+    zero_stage: int = 0
+    dp_replicate: int = 1  # The number of copies of the model, or of the group of ranks that shards it.
+    # The number of ranks that divide model state by zero_stage; the data-parallel degree is dp_replicate x dp_shard.
+    dp_shard: int = 1
+    tp: int = 1  # The tensor-parallel degree: the number of ranks that divide every matrix.
+    # Whether tensor-parallel ranks also divide norms and the residual stream, along the sequence.
+    sequence_parallel: bool = False
+    # Whether tensor-parallel ranks also divide embedding and output head; otherwise each rank has both as a whole.
+    vocabulary_parallel: bool = True
+    cp: int = 1  # The context-parallel degree: the number of ranks that divide every sequence.
+    pp: int = 1  # The pipeline-parallel degree: the number of ranks that divide the layers.
+    schedule: Schedule = "1f1b"  # The order of a pipeline's forwards and backwards.
+    virtual_stages: int = 1  # The number of pipeline stages on each rank, for schedules that interleave them.
+    # The number of decoder layers in each pipeline stage, in order; null balances the stages by their parameters.
+    layers_per_stage: tuple[int, ...] | None = None
+    # The model state that the host's memory holds: optimizer moves optimizer state and gradients, parameters moves all.
+    offload: Offload = "none"
+    # Whether bytes sent and shares of model state must be those of the published methods; others make the run an error.
+    literature: bool = True
+    options: dict[str, Any] = field(default_factory=dict)  # Settings of the engine, which are passed on as they are.
+
+    def __post_init__(self) -> None:
+        require_one_of("strategy.zero_stage", self.zero_stage, (0, 1, 2, 3))
+        require_positive("strategy", self, "virtual_stages")
+        for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
+            degree = getattr(self, axis)
+            rule = "is not a degree: choose 1 or more, or -1 for whatever is left of the world"
+            require(degree == -1 or degree >= 1, f"strategy.{axis}", degree, rule)
+
+    @property
+    def gradient_as_bucket_view(self) -> bool:
+        """Whether DistributedDataParallel's gradients are views of its buckets, held once; torch's default is false."""
+        return bool(self.options.get("gradient_as_bucket_view", True))
+
+    @property
+    def ddp_options(self) -> dict[str, Any]:
+        """Keyword arguments of DistributedDataParallel."""
+        return self.options | {"gradient_as_bucket_view": self.gradient_as_bucket_view}
