@@ -1,7 +1,7 @@
 """The API of `import harness` for notebooks and scripts: recorded runs as a table, and what a run would need."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 import pandas as pd
@@ -10,6 +10,7 @@ from harness.config.hydra import register_resolvers, to_container
 from harness.config.locations import PACKAGED_CONF
 from harness.config.overrides import composition_error
 from harness.config.schema import RunConfig
+from harness.config.values import ConfigValues
 from harness.cost_model.memory import MemoryEstimate
 from harness.cost_model.memory import estimate_memory as estimate_config_memory
 from harness.engines.base import load_engine
@@ -69,7 +70,7 @@ def compose_run_config(*overrides: str) -> RunConfig:
             composed = hydra.compose("config", list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(composition_error(error)) from None
-    return resolve_run_config(to_container(composed))
+    return resolve_run_config(cast("ConfigValues", to_container(composed)))
 
 
 def _typed_column(name: str, values: list[Any]) -> Any:

@@ -3,40 +3,40 @@
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from harness.config.locations import conf_folders, files_in, sweeps_folders
+from harness.config.values import GroupValues
 from harness.util.errors import UserError, run_command
 from harness.util.text import sanitize
 
-Describe = Callable[[dict[str, Any], str], str]
+Describe = Callable[[GroupValues, str], str]
 
 
-def about_model(values: dict[str, Any], comment: str) -> str:
+def describe_model(values: GroupValues, comment: str) -> str:
     """Return the family, size and source of a model."""
     if values.get("family") == "hf":
         return comment
     return f"{values['family']}, {values['parameters'] / 1e6:,.1f} million parameters; {values['source']}"
 
 
-def about_strategy(values: dict[str, Any], comment: str) -> str:
+def describe_strategy(values: GroupValues, comment: str) -> str:
     """Return the comment of a strategy's file, or its keys if it has none."""
     keys = ", ".join(f"{key}={value}" for key, value in values.items() if key != "name")
     return comment or keys or "one process"
 
 
-def about_comment(values: dict[str, Any], comment: str) -> str:
+def describe_by_comment(values: GroupValues, comment: str) -> str:
     """Return the comment at the top of a file."""
     return comment
 
 
 LISTS: dict[str, tuple[Callable[[], dict[str, Path]], Describe]] = {
-    "strategies": (lambda: files_in(conf_folders(), "strategy"), about_strategy),
-    "models": (lambda: files_in(conf_folders(), "model"), about_model),
-    "clusters": (lambda: files_in(conf_folders(), "cluster"), about_comment),
-    "sweeps": (lambda: files_in(sweeps_folders(), ""), about_comment),
+    "strategies": (lambda: files_in(conf_folders(), "strategy"), describe_strategy),
+    "models": (lambda: files_in(conf_folders(), "model"), describe_model),
+    "clusters": (lambda: files_in(conf_folders(), "cluster"), describe_by_comment),
+    "sweeps": (lambda: files_in(sweeps_folders(), ""), describe_by_comment),
 }
 
 

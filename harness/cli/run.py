@@ -1,4 +1,4 @@
-"""The command that runs: its combinations are composed, run as one sweep, shown, and compared in a table."""
+"""The command that makes runs: its combinations are composed, run as one sweep, shown, and compared in a table."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,6 +20,7 @@ from harness.config.hydra import register_resolvers, to_container
 from harness.config.locations import PACKAGED_CONF
 from harness.config.overrides import composition_error, expand_repeats, normalize_overrides
 from harness.config.validation import require_one_of
+from harness.config.values import ConfigValues, GroupValues
 from harness.records.run_folder import ComparisonFolder, comparison_folder
 from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
@@ -48,11 +49,11 @@ SWEEP_STATUSES = {"ok", "oom", "refused"}  # results of a sweep; any other statu
 
 
 class RunCommand:
-    """One command that runs. Hydra calls on_composed() for each combination; then follow execute() and finish()."""
+    """One command that makes runs. Hydra calls on_composed() for each combination; execute() and finish() follow."""
 
     def __init__(self) -> None:
-        self.requested: list[dict[str, Any]] = []  # the values of every combination
-        self.launcher: dict[str, Any] = {}  # the keys of hydra.launcher
+        self.requested: list[ConfigValues] = []  # the values of every combination
+        self.launcher: GroupValues = {}  # the keys of hydra.launcher
         self.scripts: list[Path] = []  # to submit by hand
         self.records: list[Record] = []
         self.comparison: ComparisonFolder | None = None
@@ -69,11 +70,11 @@ class RunCommand:
         if self.user_error is not None:
             return
         try:
-            values = to_container(composed)
+            values = cast("ConfigValues", to_container(composed))
             if not self.is_sweep:  # whoever runs a single configuration wants it tried
                 values["sweep"] |= {"skip_dominated": False}
             self.launcher = to_container(hydra_config.launcher)
-            self.comparison = ComparisonFolder(comparison_folder(values))
+            self.comparison = comparison_folder(values["name"], values["results_dir"])
             self.requested.append(values)
             self.display.show_composed(len(self.requested))
         except UserError as error:
@@ -132,12 +133,13 @@ class RunCommand:
                     self.record_rejected(values, str(error))
         return runs
 
-    def record_rejected(self, values: dict[str, Any], reason: str) -> None:
+    def record_rejected(self, values: ConfigValues, reason: str) -> None:
         """Write the row of an impossible combination, and show and track it."""
         record = write_rejected(values, reason)
         self.records.append(record)
         self.display.run_rejected(record)
-        self.tracking_client.finish_run(values["tracking"], comparison_folder(values) / record.run_id)
+        comparison = comparison_folder(values["name"], values["results_dir"])
+        self.tracking_client.finish_run(values["tracking"], comparison.run(record.run_id).path)
 
     def on_started(self, run: QueuedRun) -> None:
         """Show that a run is started."""

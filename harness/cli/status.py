@@ -43,7 +43,7 @@ def status_lines(comparison: ComparisonFolder, status: ComparisonStatus) -> Iter
     """Yield the lines of `harness status`."""
     loaded = status.loaded
     counts = Counter(record.status for record in loaded.records)
-    summary = ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "no run recorded"
+    summary = ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "no run is recorded"
     yield f"{comparison.path}: {summary}" + (f", {len(loaded.running)} running" if loaded.running else "")
     for record in loaded.running:
         yield f"  {run_line(comparison, record)}"
@@ -58,7 +58,7 @@ def status_lines(comparison: ComparisonFolder, status: ComparisonStatus) -> Iter
 
 
 def run_line(comparison: ComparisonFolder, record: Record) -> str:
-    """Return where a running run is: the step and phase of the rank that is furthest behind."""
+    """Return the progress of a running run: the step and phase of the rank that is furthest behind."""
     folder = comparison.run(record.run_id).path
     ranks = range(record.row.get("world_size") or 1)
     beats = [beat for rank in ranks if (beat := heartbeat.read_heartbeat(folder, rank))]

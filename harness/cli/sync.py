@@ -12,7 +12,7 @@ from harness.records.store import read_all
 from harness.tracking.base import tracker_names
 from harness.tracking.sync import ANSWER_SECONDS, sync_comparison
 from harness.util.errors import UserError, run_command
-from harness.util.text import sanitize
+from harness.util.text import count_text, sanitize
 
 
 def requested_tracking(folder: Path, tracker: str, project: str | None, entity: str | None) -> TrackingConfig:
@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nonlocal failed
         target = requested_tracking(options.folder, options.tracker, options.project, options.entity)
         sent = sync_comparison(options.folder, target, print_error, options.again, max(options.timeout, 1.0))
-        table = ", and their table" if sent.table and not sent.problem else ""
-        print(f"{sent.runs} runs sent{table}; {sent.already} were there already")
+        table = " and the table" if sent.table and not sent.problem else ""
+        print(f"sent {count_text(sent.runs, 'run')}{table}; the tracker had {sent.already} before")
         if sent.problem:
             failed = True
             print_error(f"the rest was not sent: {sent.problem}")

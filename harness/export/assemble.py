@@ -31,7 +31,7 @@ def assemble(
     settings = dict.fromkeys(
         [
             f"STEPS = {train.total_steps}",
-            f"MICRO_BATCHES = {run.micro_batches}  # a rank and step: {train.global_batch} sequences in micro-batches"
+            f"MICRO_BATCHES = {run.micro_batches}  # per rank and step: {train.global_batch} sequences in micro-batches"
             f" of {train.micro_batch} over {layout.dp} data-parallel ranks",
             *(snippet.settings for snippet in snippets if snippet.settings),
         ]

@@ -24,7 +24,7 @@ class RecordedRun:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches a rank and step."""
+        """The number of micro-batches that a rank runs in a step."""
         return self.layout.grad_accumulation_steps(self.config.train)
 
     @property

@@ -15,9 +15,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2), linux/prctl.h: the signal this process gets wh
 
 _PARENT, _SELF = os.getppid(), os.getpid()  # of the forkserver, which imports this
 
-_LIBC = (
-    ctypes.CDLL(None) if sys.platform == "linux" else None
-)  # loaded before the fork, so that a child only has to call
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before the fork: a child only calls it
 
 _tied = False  # whether this process is a rank
 

@@ -59,15 +59,15 @@ class ActivationMeter:
         self._offloaded: set[int] = set()  # identities of storages on the host whose content was saved on the device
         self._offloaded_bytes = 0
         self._modules = tuple(model.modules())
-        self._held_bytes = 0
+        self._saved_bytes = 0
         self._holders: Counter[int] = Counter()  # by storage: the number of handles that keep it
         self._recomputed: set[int] = set()  # identities of storages that count until they are freed
         self._hooks: saved_tensors_hooks | None = None
 
     @property
-    def held_bytes(self) -> int:
+    def saved_bytes(self) -> int:
         """The bytes saved for backward at present."""
-        return self._held_bytes
+        return self._saved_bytes
 
     def __enter__(self) -> "ActivationMeter":
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
@@ -145,7 +145,7 @@ class ActivationMeter:
                 self._count(storage, storage.bytes)
                 self._report(storage, True)
             self._holders[identity] += 1
-        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        self.peak_bytes = max(self.peak_bytes, self._saved_bytes)
         self.peak_offloaded_bytes = max(self.peak_offloaded_bytes, self._offloaded_bytes)
 
     def _release(self, saved_storages: dict[int, Storage]) -> None:
@@ -159,7 +159,7 @@ class ActivationMeter:
 
     def _count(self, storage: Storage, size: int) -> None:
         if self._is_counted(storage):
-            self._held_bytes += size
+            self._saved_bytes += size
         if storage.identity in self._offloaded:
             self._offloaded_bytes += size
 

@@ -3,13 +3,12 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 
-from harness.measure import memory_snapshot
 from harness.measure.allocation_log import AllocationLog, StepAnnotations
+from harness.measure.memory_snapshot import MemorySnapshot, snapshot_of_host
 from harness.measure.native_allocator import Allocator
 
 _SIGNS = {"alloc": 1, "free_requested": -1}  # actions in torch's history that change what is allocated
@@ -28,7 +27,7 @@ class AllocationLogger:
         """Stop logging and return the log."""
         raise NotImplementedError
 
-    def snapshot(self, annotations: StepAnnotations) -> dict[str, Any]:
+    def snapshot(self, annotations: StepAnnotations) -> MemorySnapshot:
         """Return what was logged, for torch's viewer. Call end() first."""
         raise NotImplementedError
 
@@ -51,9 +50,9 @@ class CpuAllocationLog(AllocationLogger):
         self.log = AllocationLog(np.arange(len(addresses)), addresses, sizes, foreign, self.initial_count)
         return self.log
 
-    def snapshot(self, annotations: StepAnnotations) -> dict[str, Any]:
+    def snapshot(self, annotations: StepAnnotations) -> MemorySnapshot:
         """Return what was logged, for torch's viewer. Call end() first."""
-        return memory_snapshot.snapshot_of_host(self.log, annotations)
+        return snapshot_of_host(self.log, annotations)
 
 
 class CudaAllocationLog(AllocationLogger):
@@ -65,7 +64,7 @@ class CudaAllocationLog(AllocationLogger):
         self.started = self.position()
         self.initial_blocks = self._live_blocks(torch.cuda.memory._snapshot(device))
 
-    def _live_blocks(self, snapshot: dict[str, Any]) -> list[tuple[int, int]]:
+    def _live_blocks(self, snapshot: MemorySnapshot) -> list[tuple[int, int]]:
         """Return address and requested bytes of every block in use."""
         return [
             (block["address"], block["requested_size"])
@@ -81,8 +80,8 @@ class CudaAllocationLog(AllocationLogger):
 
     def end(self) -> AllocationLog:
         """Stop logging and return the log."""
-        self.final_snapshot: dict[str, Any] = torch.cuda.memory._snapshot(self.device)
-        history: list[dict[str, Any]] = self.final_snapshot["device_traces"][self.device.index]
+        self.final_snapshot: MemorySnapshot = torch.cuda.memory._snapshot(self.device)
+        history = self.final_snapshot["device_traces"][self.device.index]
         torch.cuda.memory._record_memory_history(None)
         lines = [(self.started, address, size) for address, size in self.initial_blocks]
         for entry in history:
@@ -92,7 +91,7 @@ class CudaAllocationLog(AllocationLogger):
         self.is_complete = sum(sizes) == sum(size for _, size in self._live_blocks(self.final_snapshot))
         return AllocationLog(moments, addresses, sizes, np.zeros_like(sizes), len(self.initial_blocks))
 
-    def snapshot(self, annotations: StepAnnotations) -> dict[str, Any]:
+    def snapshot(self, annotations: StepAnnotations) -> MemorySnapshot:
         """Return torch's own snapshot. Call end() first."""
         return self.final_snapshot
 

@@ -31,7 +31,7 @@ SENT_PER_BYTE: dict[str, Callable[[int], float]] = {
 class CollectiveCall:
     """The arguments of one operator by name, and its process group."""
 
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # tensors, lists of them, numbers, and whatever the operator takes
     group: dist.ProcessGroup | None
 
     @property

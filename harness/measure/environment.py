@@ -9,13 +9,14 @@ import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import psutil
 import torch
 
 from harness.hardware.machine import Machine
 from harness.hardware.nvml import NvmlError, driver_version, visible_devices
+from harness.util.files import JsonObject
 from harness.util.redact import may_hold_secret
 
 # Prefixes of variables of libraries and of the launcher that change speed or numerics.
@@ -40,6 +41,28 @@ PACKAGES = {
     "triton": "triton",
 }
 
+
+class HostFacts(TypedDict):
+    """The facts about the machine's host, beside those that harness.hardware.machine knows."""
+
+    host_memory_bytes: int
+    system: str
+    processor: str | None
+    physical_cores: int | None
+    frequency_governor: str | None
+    instructions: str
+    libc: str | None
+
+
+class DeviceFacts(TypedDict):
+    """The facts about the machine's GPUs; None is unknown, and so is everything without a GPU."""
+
+    driver: str | None
+    device_names: list[str] | None
+    power_limits_watts: list[float | None] | None
+    topology: list[list[str | None]] | None  # the connection from each device (row) to each other (column)
+
+
 _CPUINFO = Path("/proc/cpuinfo")
 
 _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
@@ -47,7 +70,7 @@ _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
 def collect_environment(
     machine: Machine, threads: int | None = None, rank_variables: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the environment in plain values, None where unknown. What cannot change in a process is looked up once.
 
     `threads` is the number of each rank, where known. `rank_variables` are the environment variables that ranks have
@@ -89,7 +112,7 @@ def _homes() -> tuple[str, ...]:
 
 
 @functools.cache
-def _host() -> dict[str, Any]:
+def _host() -> HostFacts:
     return {
         "host_memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -156,22 +179,23 @@ def _first_line(command: list[str]) -> str | None:
 
 
 @functools.cache
-def _devices(count: int) -> dict[str, Any]:
+def _devices(count: int) -> DeviceFacts:
     """Return the driver's version and, of every visible device, its name, power limit and connections to the others."""
-    unknown = dict.fromkeys(("driver", "device_names", "power_limits_watts", "topology"))
+    unknown = DeviceFacts(driver=None, device_names=None, power_limits_watts=None, topology=None)
     if not count:
         return unknown
     try:
         devices = visible_devices(count)
     except NvmlError:
         return unknown
-    driver, names = driver_version(), [device.name() for device in devices]
-    if driver is None or None in names:
+    driver = driver_version()
+    names = [name for device in devices if (name := device.name()) is not None]
+    if driver is None or len(names) < len(devices):
         return unknown
     connections = [[device.connection_to(other) for other in devices] for device in devices]
     return {
         "driver": driver,
         "device_names": names,
         "power_limits_watts": [device.power_limit_watts() for device in devices],
-        "topology": connections if count > 1 else None,  # from each device (row) to each other (column)
+        "topology": connections if count > 1 else None,
     }

@@ -13,7 +13,7 @@ import torch
 from harness.layout.state_widths import StateKind
 from harness.models.init_weights import generator
 from harness.probe import Listener, ShardSource
-from harness.records.rank_report import TensorFingerprint
+from harness.records.tensor_shards import TensorFingerprint
 from harness.tensors.shard import Shard
 
 

@@ -32,14 +32,14 @@ class OwnershipRecorder:
         self.is_paused = False
 
     def start(self) -> None:
-        """Start to log, and claim the state that is held between steps."""
+        """Start logging, and claim the state that is held between steps."""
         self.memory.reset_peak()
         self.logger = self.memory.begin_log() if self.memory.can_log else None
         with self.pause():
             self._claim_state()
 
     def end(self) -> None:
-        """Stop to log."""
+        """Stop logging."""
         self._update_peak()
         if self.logger is not None:
             self.log = self.logger.end()
@@ -116,8 +116,8 @@ class OwnershipRecorder:
     def at_peak(self, timed_log: AllocationLog | None) -> AtPeak | None:
         """Return what filled memory at the peak of the timed steps, or else of this step.
 
-        The peak is that of `timed_log` if that is given and its step was like this one. Raise RuntimeError if the peak
-        of this step's log is not the allocator's.
+        The peak is that of `timed_log` unless it is None or its step requested other blocks. Raise RuntimeError if the
+        peak of this step's log is not the allocator's.
         """
         if self.log is None or not (self.logger and self.logger.is_complete):
             return None

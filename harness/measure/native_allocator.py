@@ -71,9 +71,9 @@ def build_allocator(cache: Path) -> Path:
     Raise UserError without a compiler, and RuntimeError with the compiler's output if it fails.
     """
     folder = make_extension_folder(cache, "allocator", _SOURCE.read_text() + " ".join(_COMPILER_FLAGS), "torch")
-    built = _find_library(folder)
-    if built is not None:
-        return built
+    library = _find_library(folder)
+    if library is not None:
+        return library
     require_compiler()
     with FileLock(folder / "build.lock"):
         return _find_library(folder) or _compile(folder / f"allocator.{os.getpid()}.tmp")

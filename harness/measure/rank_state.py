@@ -7,12 +7,12 @@ from torch import Tensor
 
 from harness.layout.state_widths import StateKind
 from harness.probe import ShardSource
-from harness.records.rank_report import HeldShard
+from harness.records.tensor_shards import StateShard
 from harness.tensors.shard import BUCKET, GATHERED, STAGING, Shard
 from harness.tensors.storage import element_bytes, storage_bytes
 
 
-def held_bytes(engine: ShardSource, kind: StateKind) -> int:
+def state_bytes(engine: ShardSource, kind: StateKind) -> int:
     """Return the bytes of one kind of state that this rank holds now.
 
     Distinct storages count whole, padding included; views into buckets count by their own elements.
@@ -37,9 +37,9 @@ def _bytes(shards: Iterable[Shard]) -> int:
     return storage_bytes(own) + element_bytes(bucket_views)
 
 
-def held_shards(engine: ShardSource, kind: StateKind) -> list[HeldShard]:
+def state_shards(engine: ShardSource, kind: StateKind) -> list[StateShard]:
     """Return the shards of one kind of state that this rank holds now."""
     return [
-        HeldShard(p.name, p.state_name, tuple(p.shape), p.box, str(p.local.dtype).removeprefix("torch."))
+        StateShard(p.name, p.state_name, tuple(p.shape), p.box, str(p.local.dtype).removeprefix("torch."))
         for p in engine.local_shards(kind)
     ]

@@ -19,7 +19,7 @@ from harness.measure.gradient_fingerprint import GradientFingerprints
 from harness.measure.kernels import KernelUse
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import OwnershipRecorder
-from harness.measure.rank_state import bytes_by_device, held_bytes, held_shards
+from harness.measure.rank_state import bytes_by_device, state_bytes, state_shards
 from harness.probe import Listener, Probe, ShardSource
 from harness.records.rank_report import ProfiledStep
 from harness.tensors.flops import operator_flops
@@ -112,7 +112,7 @@ class StepListener(Listener):
         with self.recorder.pause():
             self.gradient_fingerprints.gradients_ready(engine)
             self.gradient_bytes_by_device = bytes_by_device(engine, "gradients")
-            shards = held_shards(engine, "gradients")
+            shards = state_shards(engine, "gradients")
             self.gradient_dtypes = {shard.dtype for shard in shards if shard.state_name != STAGING}
 
     def on_operator(self, name: str, started: int) -> None:
@@ -133,7 +133,7 @@ class StepListener(Listener):
         self.sampled_peak_bytes = max(self.sampled_peak_bytes, peak)
         with self.recorder.pause():
             self.recorder.claim_gradients()
-            self.peak_gradient_bytes = max(self.peak_gradient_bytes, held_bytes(self.engine, "gradients"))
+            self.peak_gradient_bytes = max(self.peak_gradient_bytes, state_bytes(self.engine, "gradients"))
 
     def on_collective(self, collective: Collective) -> None:
         """Claim the buffers of a collective: those of a data-parallel all-gather are gathered parameters."""

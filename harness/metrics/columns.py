@@ -1,26 +1,24 @@
 """The measured columns of a finished run's row, and the entries of its steps."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from harness.config.schema import PROFILED_STEPS, TRACED_STEPS, RunConfig
 from harness.layout.layout import Layout
 from harness.metrics.disturbance import disturbance_text
 from harness.metrics.kernels import kernel_columns
 from harness.metrics.memory import max_known, memory_columns, peak_rank
-from harness.metrics.step_time import bubble_columns, step_seconds, step_time_columns
+from harness.metrics.step_time import bubble_columns, median_step_seconds, step_seconds, step_time_columns
 from harness.metrics.throughput import throughput_columns
 from harness.metrics.traffic import sent_bytes
 from harness.records.rank_report import RankReport
-from harness.records.schema import Row
+from harness.records.schema import Cells, StepEntry
 
 
-def measured_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> Row:
+def measured_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> Cells:
     """Return the measured columns. Memory is the maximum over ranks; a step takes as long as its slowest rank."""
-    time = step_time_columns(layout, ranks)
     return {
-        **throughput_columns(config, ranks, time["step_seconds"]),
-        **time,
+        **throughput_columns(config, ranks, median_step_seconds(ranks)),
+        **step_time_columns(layout, ranks),
         **memory_columns(ranks),
         **resource_columns(config, ranks),
         **kernel_columns(config, ranks),
@@ -33,7 +31,7 @@ def measured_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankRepo
     }
 
 
-def resource_columns(config: RunConfig, ranks: Sequence[RankReport]) -> Row:
+def resource_columns(config: RunConfig, ranks: Sequence[RankReport]) -> Cells:
     """Return processor seconds per step and joules per token over all ranks, and the peak memory of any process."""
     usages = [rank.host_usage for rank in ranks]
     energies = [usage.energy_joules for usage in usages if usage.energy_joules is not None]
@@ -50,7 +48,7 @@ def communication_bytes(ranks: Sequence[RankReport]) -> int | None:
     return round(max(map(sent_bytes, ranks))) if all(rank.devices == 1 for rank in ranks) else None
 
 
-def training_columns(ranks: Sequence[RankReport]) -> Row:
+def training_columns(ranks: Sequence[RankReport]) -> Cells:
     """Return the first and the last loss, and how many steps were skipped because gradients overflowed."""
     losses = mean_losses(ranks)
     return {
@@ -60,7 +58,7 @@ def training_columns(ranks: Sequence[RankReport]) -> Row:
     }
 
 
-def step_entries(config: RunConfig, ranks: Sequence[RankReport]) -> list[dict[str, Any]]:
+def step_entries(config: RunConfig, ranks: Sequence[RankReport]) -> list[StepEntry]:
     """Return one entry per step for steps.jsonl: the world's mean loss, the gradient norm, the slowest rank's time."""
     losses, norms = mean_losses(ranks), ranks[0].grad_norms
     seconds, phases = step_seconds(ranks), step_phases(config)
@@ -84,8 +82,8 @@ def step_phases(config: RunConfig) -> list[str]:
 
 def mean_losses(ranks: Sequence[RankReport]) -> list[float | None]:
     """Return the mean loss of every step over the ranks; None where a rank's loss is not finite."""
-    means: list[float | None] = []
+    mean_by_step: list[float | None] = []
     for losses in zip(*(rank.losses for rank in ranks), strict=True):
         finite = [loss for loss in losses if loss is not None]
-        means.append(sum(finite) / len(finite) if len(finite) == len(losses) else None)
-    return means
+        mean_by_step.append(sum(finite) / len(finite) if len(finite) == len(losses) else None)
+    return mean_by_step

@@ -12,8 +12,8 @@ TICK_SECONDS = 0.01
 
 OTHERS_SHARE = 0.1  # of the cores' time, used by other processes
 
-# The share of the cores' time that anybody uses. Below it no process waits for a core, even if two logical cores
-# share a physical one.
+# The share of the cores' time that all processes use together. Below it no process waits for a core, even if two
+# logical cores share a physical one.
 CROWDED_SHARE = 0.5
 
 STOLEN_SHARE = 0.05  # of the cores' time, given to other virtual machines

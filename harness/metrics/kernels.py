@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from harness.config.schema import RunConfig
 from harness.records.rank_report import COMPOSED, RankReport
-from harness.records.schema import Row
+from harness.records.schema import Cells
 
 
-def kernel_columns(config: RunConfig, ranks: Sequence[RankReport]) -> Row:
+def kernel_columns(config: RunConfig, ranks: Sequence[RankReport]) -> Cells:
     """Return the attention kernel that ran; several are joined by +, and none is empty."""
     return {"attention_kernel": "+".join(attention_kernels(config, ranks)) or None}
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from harness.records.rank_report import MEMORY_ROLES, RankReport
-from harness.records.schema import Row
+from harness.records.schema import Cells
 
 # The share of a peak by which the profiled step may differ from the timed ones and still explain them.
 UNMATCHED = 0.05
@@ -13,8 +13,8 @@ UNMATCHED = 0.05
 ROUNDING = 0.2
 
 
-def memory_columns(ranks: Sequence[RankReport]) -> Row:
-    """Return maxima over ranks. What fills the peak is told of the rank with the highest peak."""
+def memory_columns(ranks: Sequence[RankReport]) -> Cells:
+    """Return maxima over ranks, and what fills the peak of the rank with the highest one."""
     fullest = peak_rank(ranks)
     # A process that drives several devices does so in threads and with copies that the meters do not observe.
     is_observed = all(rank.devices == 1 for rank in ranks)
@@ -60,7 +60,7 @@ def fragmentation_bytes(rank: RankReport) -> int | None:
     return rank.peak_reserved_bytes - rank.peak_allocated_bytes
 
 
-def at_peak_columns(rank: RankReport) -> Row:
+def at_peak_columns(rank: RankReport) -> Cells:
     """Return what filled the peak of the timed steps; the parts add up to it.
 
     On CUDA the blocks are those of the profiled step, as they were requested: `rounding` is what torch's allocator

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from harness.config.schema import RunConfig
 from harness.cost_model import pipeline
@@ -10,7 +9,7 @@ from harness.layout.layout import Layout
 from harness.layout.partition import stages_of_rank
 from harness.probe import COMPUTE_PHASES
 from harness.records.rank_report import OUTSIDE_PHASES, PhaseShare, RankReport
-from harness.records.schema import Row
+from harness.records.schema import Cells, PipelineEntry
 
 # The column that the computing of each phase counts to.
 PHASE_COLUMNS = {
@@ -35,14 +34,19 @@ def step_seconds(ranks: Sequence[RankReport]) -> list[float]:
     return [max(times) for times in zip(*(rank.step_seconds for rank in ranks), strict=True)]
 
 
-def step_time_columns(layout: Layout, ranks: Sequence[RankReport]) -> Row:
+def median_step_seconds(ranks: Sequence[RankReport]) -> float:
+    """Return the median duration of the timed steps."""
+    return statistics.median(step_seconds(ranks))
+
+
+def step_time_columns(layout: Layout, ranks: Sequence[RankReport]) -> Cells:
     """Return the median step, its spread, and its parts, which add up to it.
 
     For an even number of steps the parts are the mean of those of the two steps in the middle.
     """
     steps = step_seconds(ranks)
     ordered = sorted(steps)
-    median = statistics.median(steps)
+    median = median_step_seconds(ranks)
     middle = {steps.index(ordered[(len(steps) - 1) // 2]), steps.index(ordered[len(steps) // 2])}
     parts = [step_time_parts(layout, slowest_rank(ranks, step), step) for step in sorted(middle)]
     return {
@@ -105,19 +109,19 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
 
-def bubble_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> Row:
+def bubble_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> Cells:
     """Return the pipeline's idle time over its working time, of all stages together, and the papers' formula for it."""
     stages = pipeline_entries(config, layout, ranks)
     if not stages:
         return {}
-    idle, working = (sum(stage[key] for stage in stages) for key in ("idle_seconds", "working_seconds"))
+    idle, working = sum(s["idle_seconds"] for s in stages), sum(s["working_seconds"] for s in stages)
     return {
         "pipeline_bubble": idle / working,
         "pipeline_bubble_theory": pipeline.bubble_ratio(layout, layout.grad_accumulation_steps(config.train)),
     }
 
 
-def pipeline_entries(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> list[dict[str, Any]]:
+def pipeline_entries(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> list[PipelineEntry]:
     """Return one entry per rank of a pipeline: its stages and layers, and the medians of its times over timed steps.
 
     The idle time is what a step takes beside data, forward, backward and optimizer: sending, and waiting for other
@@ -126,7 +130,7 @@ def pipeline_entries(config: RunConfig, layout: Layout, ranks: Sequence[RankRepo
     return [stage_times(config, layout, rank) for rank in ranks] if layout.pp_enabled else []
 
 
-def stage_times(config: RunConfig, layout: Layout, rank: RankReport) -> dict[str, Any]:
+def stage_times(config: RunConfig, layout: Layout, rank: RankReport) -> PipelineEntry:
     """Return the entry of one rank of a pipeline."""
     stages = stages_of_rank(config.model, layout, rank.rank)
     phases = rank.phase_seconds

@@ -6,10 +6,10 @@ from harness.config.schema import RunConfig
 from harness.cost_model.flops import model_flops
 from harness.hardware.peak_flops import peak_flops
 from harness.records.rank_report import RankReport
-from harness.records.schema import Row
+from harness.records.schema import Cells
 
 
-def throughput_columns(config: RunConfig, ranks: Sequence[RankReport], step_seconds: float) -> Row:
+def throughput_columns(config: RunConfig, ranks: Sequence[RankReport], step_seconds: float) -> Cells:
     """Return the throughput of the whole world, over the whole step.
 
     MFU counts the operations that the model needs, HFU those that ran (arXiv 2204.02311, appendix B), both over the

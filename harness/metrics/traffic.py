@@ -2,11 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from harness.cost_model.communication import LAYOUT
 from harness.layout.layout import Layout, group_axes
 from harness.records.rank_report import RankReport
+from harness.records.schema import CommunicationEntry, TrafficEntry
 
 
 def rank_sending_most(ranks: Sequence[RankReport]) -> RankReport:
@@ -19,7 +19,7 @@ def sent_bytes(rank: RankReport) -> float:
     return sum(traffic.bytes_sent for traffic in rank.profiled.communication)
 
 
-def communication_entries(layout: Layout, rank: RankReport) -> list[dict[str, Any]]:
+def communication_entries(layout: Layout, rank: RankReport) -> list[CommunicationEntry]:
     """Return what one rank sends in a step by operation, mesh axis, dtype and purpose.
 
     `sizes` maps the bytes that a call moved to the number of such calls.
@@ -38,7 +38,7 @@ def communication_entries(layout: Layout, rank: RankReport) -> list[dict[str, An
     ]
 
 
-def bytes_by_axis(layout: Layout, rank: RankReport, expected: Mapping[str, float]) -> list[dict[str, Any]]:
+def bytes_by_axis(layout: Layout, rank: RankReport, expected: Mapping[str, float]) -> list[TrafficEntry]:
     """Return one entry per mesh axis: the layout's bytes, the formula's, and those of other senders by their name.
 
     `expected` is keyed by axis, or by axis and operation, as harness.cost_model.communication returns it.
@@ -53,7 +53,7 @@ def bytes_by_axis(layout: Layout, rank: RankReport, expected: Mapping[str, float
             outside[entry["axis"]][f"{entry['purpose']} {entry['operation']}"] += entry["bytes"]
     for key, size in expected.items():
         formula[key.split(" ")[0]] += size
-    entries = [
+    entries: list[TrafficEntry] = [
         {"axis": axis, "bytes": sent[axis], "formula_bytes": formula[axis], "outside": dict(outside[axis])}
         for axis in sorted({*sent, *formula, *outside})
     ]

@@ -11,9 +11,9 @@ from harness.config.precision import PrecisionConfig
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import local_numel, stages_of_rank, tp_shard_dim_under, tp_shards
-from harness.layout.state_widths import STATE_KINDS, StateWidths
+from harness.layout.state_widths import STATE_KINDS, StateKind, StateWidths
 from harness.records.rank_report import RankReport
-from harness.records.tensor_shards import Box, HeldShard
+from harness.records.tensor_shards import Box, StateShard
 from harness.tensors.shard import GATHERED
 
 MASTER_BYTES, MOMENTS_BYTES = 4, 8  # per parameter element, in fp32
@@ -90,10 +90,10 @@ def gradient_problems(
     """Return which ranks of ZeRO stage 2 or 3 held more gradients than their share and a few single ones in transit."""
     if layout.zero_stage < 2 or layout.shard_count("gradients") == 1:
         return []
-    largest = max(math.prod(shape) for shape in model_profile(model).parameter_shapes.values())
+    largest = largest_parameter_numel(model)
     problems = []
     for rank in ranks:
-        share = sum(rank_shares(model, layout, rank.rank, layout.shard_count("gradients")).values())
+        share = rank_numel(model, layout, rank.rank, "gradients")
         width = widths.gradients + widths.host_gradients
         allowed = 1.05 * width * share + 3 * width * largest
         peak = rank.profiled.gradient_bytes
@@ -137,15 +137,15 @@ def build_peak_problems(
     """
     if not layout.pp_enabled:
         return []
-    largest = max(math.prod(shape) for shape in model_profile(model).parameter_shapes.values()) * MASTER_BYTES
+    largest_bytes = largest_parameter_numel(model) * MASTER_BYTES
     problems = []
     for rank in ranks:
         width = widths.parameters + max(0, widths.optimizer - MOMENTS_BYTES)  # and masters, where the engine has them
         if layout.data_parallel == "ddp":
             width += widths.gathered  # DistributedDataParallel's buckets
-        share = width * sum(rank_shares(model, layout, rank.rank, layout.shard_count("parameters")).values())
+        share = width * rank_numel(model, layout, rank.rank, "parameters")
         peak = rank.start_peak_bytes
-        if peak is not None and peak > share + 3 * largest:
+        if peak is not None and peak > share + 3 * largest_bytes:
             problems.append(
                 f"rank {rank.rank} held {peak} bytes while it was built, and its stages take {share:.0f} bytes"
             )
@@ -158,7 +158,17 @@ def rank_shares(model: ModelConfig, layout: Layout, rank: int, shards: int) -> d
     return {name: elements / shards for stage in stages for name, elements in stage.items()}
 
 
-def _reported_shards(rank: RankReport, kind: str) -> Sequence[HeldShard]:
+def rank_numel(model: ModelConfig, layout: Layout, rank: int, kind: StateKind) -> float:
+    """Return the elements of one kind of state that the layout gives to a rank."""
+    return sum(rank_shares(model, layout, rank, layout.shard_count(kind)).values())
+
+
+def largest_parameter_numel(model: ModelConfig) -> int:
+    """Return the number of elements of the model's largest parameter."""
+    return max(map(math.prod, model_profile(model).parameter_shapes.values()))
+
+
+def _reported_shards(rank: RankReport, kind: str) -> Sequence[StateShard]:
     return rank.parameter_shards if kind == "parameters" else rank.optimizer_shards
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from harness.layout.layout import Layout
-from harness.records.rank_report import Box, RankReport, TensorFingerprint
+from harness.records.rank_report import RankReport
+from harness.records.tensor_shards import Box, TensorFingerprint
 
 SAME_TOLERANCE = 1e-6  # relative; the same operations on the same numbers may differ by this
 

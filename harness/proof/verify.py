@@ -1,10 +1,8 @@
 """The verdict on a finished run: it is proven and has figures, or it is an error that says what is not proven."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from harness.config.command import ProofConfig
 from harness.config.schema import RunConfig
@@ -39,7 +37,7 @@ from harness.proof.training import (
     overflow_problems,
 )
 from harness.records.rank_report import RankReport
-from harness.records.schema import Row
+from harness.records.schema import Cells, ProofEntry, RecordParts, StepEntry
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,15 @@ class FinishedRun:
     expected_bytes: Sequence[dict[str, float]] = field(default=())  # that each rank sends in the papers
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a finished run: columns of its row, parts of its record, and its steps if it is proven."""
+
+    columns: Cells
+    parts: RecordParts
+    steps: Sequence[StepEntry] = ()
+
+
 def verify_run(
     config: RunConfig,
     bounds: ProofConfig,
@@ -64,8 +71,8 @@ def verify_run(
     ranks: Sequence[RankReport],
     reference: RankReport | None,
     reference_note: str,
-) -> tuple[Row, dict[str, Any]]:
-    """Return the columns of the row, and the other parts of the record, of a run that is proven or an error."""
+) -> Verdict:
+    """Return the verdict on a run whose ranks all finished: it is proven, or an error."""
     expected = [expected_bytes(config, layout, widths, rank.rank) for rank in ranks]
     run = FinishedRun(config, bounds, layout, widths, ranks, reference, reference_note, expected)
     deviation = None if reference is None else compare_training(reference, ranks, config.precision.compute)
@@ -80,9 +87,9 @@ def verify_run(
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         columns |= {"status": "error", "reason": f"not proven: {problems[0]}{more}"}
-        return columns, {"proof": proof | {"problems": problems}}
+        return Verdict(columns, {"proof": proof | {"problems": problems}})
     columns |= {"status": "ok", "reason": ""} | measured_columns(config, layout, ranks)
-    return columns, {"proof": proof} | evidence(run)
+    return Verdict(columns, RecordParts(proof=proof) | evidence(run), step_entries(config, ranks))
 
 
 def prove_layout(run: FinishedRun) -> list[str]:
@@ -130,34 +137,40 @@ def deviation_limits(run: FinishedRun) -> dict[str, float]:
     return {quantity: bound[run.config.precision.name] for quantity, bound in bounds.items()}
 
 
-def deviation_columns(deviation: Deviation | None) -> Row:
+def deviation_columns(deviation: Deviation | None) -> Cells:
     """Return the columns of the deviations from the reference; a deviation that is not finite is empty."""
     if deviation is None:
         return {}
     return {"loss_deviation": _finite(deviation.loss), "grad_deviation": _finite(deviation.gradient)}
 
 
-def proof_entry(run: FinishedRun, layout_problems: Sequence[str], deviation: Deviation | None) -> dict[str, Any]:
+def proof_entry(run: FinishedRun, layout_problems: Sequence[str], deviation: Deviation | None) -> ProofEntry:
     """Return the record's part on the proof."""
-    entry: dict[str, Any] = {
+    entry: ProofEntry = {
         "layout": "failed" if layout_problems else "proven",
         "reference": run.reference_note,
         "expected_communication_bytes": run.expected_bytes,
     }
     if deviation is not None:
         limits = deviation_limits(run)
-        entry |= dataclasses.asdict(deviation) | {f"{quantity}_bound": limit for quantity, limit in limits.items()}
+        entry |= {
+            "loss": deviation.loss,
+            "loss_where": deviation.loss_where,
+            "gradient": deviation.gradient,
+            "gradient_where": deviation.gradient_where,
+            "loss_bound": limits["loss"],
+            "gradient_bound": limits["gradient"],
+        }
     return entry
 
 
-def evidence(run: FinishedRun) -> dict[str, Any]:
-    """Return the record's parts that only a proven run has: traffic, pipeline and steps."""
+def evidence(run: FinishedRun) -> RecordParts:
+    """Return the record's parts that only a proven run has: communication, traffic and pipeline."""
     sender = rank_sending_most(run.ranks)
     return {
         "communication": communication_entries(run.layout, sender),
         "traffic": bytes_by_axis(run.layout, sender, run.expected_bytes[run.ranks.index(sender)]),
         "pipeline": pipeline_entries(run.config, run.layout, run.ranks),
-        "steps": step_entries(run.config, run.ranks),
     }
 
 

@@ -6,7 +6,9 @@ of its own beyond these, such as at_peak_gradient_bytes: names that end in _byte
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from harness.records.schema import Row
 
 Aggregate = Literal["", "maximum", "median", "sum"]  # over ranks or repeats; "" where it is the same for all
 
@@ -43,14 +45,28 @@ class Column:
     better: Better
     group: Group
     help: str
+    short_title: str = ""  # for labels and narrow tables; empty where the title is short enough
+
+    @property
+    def label(self) -> str:
+        """The short title, or the title if there is none."""
+        return self.short_title or self.title
 
 
 def _text(name: str, group: Group, title: str, help: str) -> Column:
     return Column(name, str, "", title, "", "", group, help)
 
 
-def _count(name: str, group: Group, title: str, help: str, aggregate: Aggregate = "", better: Better = "") -> Column:
-    return Column(name, int, "", title, aggregate, better, group, help)
+def _count(
+    name: str,
+    group: Group,
+    title: str,
+    help: str,
+    aggregate: Aggregate = "",
+    better: Better = "",
+    short_title: str = "",
+) -> Column:
+    return Column(name, int, "", title, aggregate, better, group, help, short_title)
 
 
 def _bool(name: str, group: Group, title: str, help: str) -> Column:
@@ -77,12 +93,18 @@ COLUMNS: tuple[Column, ...] = (
     _text("status", "run", "status", "How the run ended: ok, oom, refused, timeout, error or interrupted."),
     _text("reason", "run", "reason", "Why the run is not ok; empty for a run that is."),
     _text("model", "model", "model", "The name of the model."),
-    _count("parameters", "model", "model parameters", "The number of parameters of the whole model."),
+    _count(
+        "parameters",
+        "model",
+        "model parameters",
+        "The number of parameters of the whole model.",
+        short_title="parameters",
+    ),
     _text("strategy", "layout", "strategy", "The name of the strategy, a file in conf/strategy."),
-    _text("engine", "layout", "engine", "The library that implements the strategy: torch, deepspeed or accelerate."),
+    _text("engine", "layout", "engine", "The engine that trains: torch, deepspeed, accelerate or nn_data_parallel."),
     _text("checkpointing", "options", "checkpointing", "The kind of activation checkpointing."),
     _text("precision", "options", "precision", "The precision: fp32, bf16_mixed, fp16_mixed or bf16."),
-    _count("world_size", "layout", "world size", "The number of ranks."),
+    _count("world_size", "layout", "world size", "The number of ranks.", short_title="world"),
     _count("dp_replicate", "layout", "dp_replicate", "The number of replicas of the sharded data-parallel group."),
     _count("dp_shard", "layout", "dp_shard", "The number of ranks that shard the state within a replica."),
     _count("tp", "layout", "tp", "The degree of tensor parallelism."),
@@ -96,8 +118,10 @@ COLUMNS: tuple[Column, ...] = (
     ),
     _count("micro_batch", "batch", "micro-batch", "The sequences in one micro-batch of a data-parallel rank."),
     _count("grad_accumulation", "batch", "accumulation", "The micro-batches that a data-parallel rank runs per step."),
-    _count("global_batch", "batch", "global batch", "The sequences in one step of the whole world."),
-    _count("seq_len", "batch", "sequence length", "The tokens in one sequence."),
+    _count(
+        "global_batch", "batch", "global batch", "The sequences in one step of the whole world.", short_title="batch"
+    ),
+    _count("seq_len", "batch", "sequence length", "The tokens in one sequence.", short_title="seq_len"),
     _float(
         "tokens_per_second",
         "throughput",
@@ -184,7 +208,7 @@ COLUMNS: tuple[Column, ...] = (
     ),
     _seconds("predicted_step_seconds", "predicted step time", "The step time that the cost model predicts."),
     _text("measured_on", "run", "device", "The device that the run was measured on, such as cpu or NVIDIA H200."),
-    _text("launch", "run", "launch", "How ranks were launched; `processes` means that every rank is a real process."),
+    _text("launch", "run", "launch", "How ranks were launched: `processes` means that every rank is a real process."),
     _count("repeat", "run", "repeat", "Which repeat of the same configuration this run is, starting at 0."),
     _text("started_at", "run", "started", "When the run started, in ISO 8601 and UTC."),
     _float("duration_seconds", "run", "seconds", "duration", "The duration of the whole run, from start to end."),
@@ -334,11 +358,14 @@ COLUMNS: tuple[Column, ...] = (
         "",
     ),
     _count(
-        "checkpointing_every", "options", "checkpointing every", "Every how many layers one is checkpointed, above 1."
+        "checkpointing_every",
+        "options",
+        "checkpointing every",
+        "One of so many decoder layers is checkpointed; empty for 1.",
     ),
     _count("loss_chunks", "options", "loss chunks", "Into how many chunks the computation of the loss is split."),
     _bool("compile", "options", "compiled", "Whether the layers are compiled."),
-    _text("attention", "options", "attention", "The kind of attention that the model is configured with."),
+    _text("attention", "options", "attention", "The attention that is configured: flash (a fused kernel) or eager."),
     _text("attention_kernel", "options", "attention kernel", "The attention kernel that was observed on all ranks."),
     _bool("fused_optimizer", "options", "fused optimizer", "Whether the optimizer's fused kernel is used."),
     _float("dropout", "options", "probability", "dropout", "The probability of dropout."),
@@ -456,6 +483,6 @@ def columns_aggregated_by(aggregate: Aggregate) -> tuple[str, ...]:
     return tuple(entry.name for entry in COLUMNS if entry.aggregate == aggregate)
 
 
-def with_current_names(row: dict[str, Any]) -> dict[str, Any]:
+def with_current_names(row: Row) -> Row:
     """Return a row of schema version 1 with the columns' current names."""
     return {RENAMED_COLUMNS.get(name, name): value for name, value in row.items()}

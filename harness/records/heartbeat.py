@@ -18,7 +18,7 @@ LINE_BYTES = 256  # one write of a fixed length, so that a reader never sees a p
 
 
 class Heartbeat(NamedTuple):
-    """The state of a rank when it was last heard of."""
+    """The progress and memory that a rank last reported."""
 
     phase: str
     step: int

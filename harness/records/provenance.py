@@ -7,10 +7,9 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
-from typing import Any
 
 import harness
-from harness.records.schema import Record
+from harness.records.schema import Commit, Record
 
 SOURCES = Path(harness.__file__).parent
 
@@ -43,29 +42,27 @@ def _code() -> str:
 
 
 @functools.cache
-def git_commit() -> dict[str, Any] | None:
+def git_commit() -> Commit | None:
     """Return the commit of the harness's sources and whether they differ from it; None outside a repository."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(SOURCES), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20, env=environment)
-        return done.stdout.strip()
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20, env=environment)
+        return result.stdout.strip()
 
     try:
-        git(
-            "ls-files", "--error-unmatch", "__init__.py"
-        )  # sources installed inside another repository do not belong to it
+        git("ls-files", "--error-unmatch", "__init__.py")  # fails for sources installed inside another repository
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def version_differences(record: Record, installed: dict[str, str | None]) -> list[str]:
-    """Return where the versions that made a record differ from the installed ones, as ["torch 2.12.0 → 2.13.0"].
+    """Return which versions of a record differ from the installed ones, such as ["torch 2.12.0 → 2.13.0"].
 
     A package that is not installed now makes nothing stale: reports are read where training is not installed.
     """
-    made_by = record.versions
-    changed = [key for key, version in installed.items() if version is not None and made_by.get(key) != version]
-    return [f"{key} {made_by.get(key) or 'unknown'} → {installed[key]}" for key in changed]
+    recorded = record.versions
+    changed = [key for key, version in installed.items() if version is not None and recorded.get(key) != version]
+    return [f"{key} {recorded.get(key) or 'unknown'} → {installed[key]}" for key in changed]

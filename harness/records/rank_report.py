@@ -1,11 +1,12 @@
 """The report that every rank writes when it ends: what it measured, or why it failed."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension of a whole tensor
+from harness.records.json_fields import FromJson, keyed, to_plain
+from harness.records.tensor_shards import StateShard, TensorFingerprint, read_fingerprints, read_shards
+from harness.util.files import JsonObject
 
 # What a block of memory can be used for. Where several claim a block, the first of these counts. "gathered" is a
 # parameter made whole for compute, "communication" a buffer of a collective, "temporary" whatever nothing else claims.
@@ -16,26 +17,6 @@ OUTSIDE_PHASES = "rest"  # the name for the time of a step outside its phases
 COMPOSED = "composed"  # attention composed of matrix products and a softmax: torch's math, or the model's own
 
 FUSED_KERNELS = ("flash", "cudnn", "efficient")  # attention kernels that do not materialize the scores
-
-
-class TensorFingerprint(NamedTuple):
-    """A rank's shard of a tensor, reduced to two numbers. Not-a-number is None once it was written to a file."""
-
-    name: str
-    shape: tuple[int, ...]  # of the whole tensor
-    box: Box
-    square: float | None  # sum of squares
-    projection: float | None  # inner product with the parameter's random vector of unit variance
-
-
-class HeldShard(NamedTuple):
-    """A rank's shard of a parameter, gradient or optimizer state, without its values."""
-
-    name: str
-    state_name: str  # which optimizer state it is; empty for the values themselves
-    shape: tuple[int, ...]  # of the whole tensor
-    box: Box
-    dtype: str
 
 
 class PeakPart(NamedTuple):
@@ -71,55 +52,6 @@ class TimeBreakdown(NamedTuple):
         return cls(values["seconds"], phases, values["overlapped_seconds"])
 
 
-_AS_ARRAY = (TensorFingerprint, HeldShard)  # written as JSON arrays, for there are many
-
-
-def _key(name: str, read: Any = None) -> Any:
-    """Return metadata for a field that has another name in the file, or whose value is read by a function."""
-    return {"key": name, "read": read}
-
-
-def _read_fingerprints(entries: Sequence[Sequence[Any]]) -> list[TensorFingerprint]:
-    return [
-        TensorFingerprint(name, tuple(shape), tuple((start, stop) for start, stop in box), square, projection)
-        for name, shape, box, square, projection in entries
-    ]
-
-
-def _read_shards(entries: Sequence[Sequence[Any]]) -> list[HeldShard]:
-    return [
-        HeldShard(name, state_name, tuple(shape), tuple((start, stop) for start, stop in box), dtype)
-        for name, state_name, shape, box, dtype in entries
-    ]
-
-
-class FromJson:
-    """A frozen dataclass that is read from JSON: unknown keys are ignored, and missing ones leave the default."""
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build the dataclass from the values of a file."""
-        known: dict[str, Any] = {}
-        for entry in dataclasses.fields(cls):  # type: ignore[arg-type]
-            value = values.get(entry.metadata.get("key", entry.name))
-            if value is not None:
-                read = entry.metadata.get("read")
-                known[entry.name] = read(value) if read else value
-        return cls(**known)
-
-
-def to_plain(value: Any) -> Any:
-    """Return dataclasses and named tuples as the plain values that a file has of them."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        entries = dataclasses.fields(value)
-        return {e.metadata.get("key", e.name): to_plain(getattr(value, e.name)) for e in entries}
-    if isinstance(value, tuple) and hasattr(value, "_asdict") and not isinstance(value, _AS_ARRAY):
-        return {key: to_plain(entry) for key, entry in value._asdict().items()}
-    if isinstance(value, Mapping):
-        return {key: to_plain(entry) for key, entry in value.items()}
-    return [to_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
-
-
 @dataclass(frozen=True)
 class Traffic(FromJson):
     """The data that a rank must send in one kind of operation within one group of global ranks.
@@ -145,7 +77,7 @@ class AtPeak(FromJson):
     bytes: int = 0
     parts: Sequence[PeakPart] = field(
         default=(),
-        metadata=_key("parts", lambda parts: [PeakPart(part["role"], part["what"], part["bytes"]) for part in parts]),
+        metadata=keyed("parts", lambda parts: [PeakPart(part["role"], part["what"], part["bytes"]) for part in parts]),
     )
 
 
@@ -162,7 +94,7 @@ class HostUsage(FromJson):
     core_seconds: float = 0.0  # of these cores, busy, idle or stolen; by the same clock as the next two
     busy_seconds: float = 0.0  # of these cores in user and system mode, for any process of this machine
     stolen_seconds: float | None = None  # of these cores, given to other virtual machines; known on Linux only
-    peak_rss_bytes: int | None = field(default=None, metadata=_key("peak_host_bytes"))  # shared pages included
+    peak_rss_bytes: int | None = field(default=None, metadata=keyed("peak_host_bytes"))  # shared pages included
     energy_joules: float | None = None  # of this rank's devices; unknown for steps that are too short to measure
     clocks_lowered: list[str] | None = None  # reasons: "power limit", "heat", "power brake", "hardware"
     device_pids: list[int] | None = None  # processes on this rank's devices, this process included
@@ -173,18 +105,18 @@ class ProfiledStep(FromJson):
     """The measurements of the one step in which every operator is observed."""
 
     gradient_bytes: int = 0  # the most during the step
-    gradient_bytes_by_device: Mapping[str, int] = field(default_factory=dict, metadata=_key("placed_gradients"))
+    gradient_bytes_by_device: Mapping[str, int] = field(default_factory=dict, metadata=keyed("placed_gradients"))
     gradient_dtypes: Sequence[str] = ()  # of the reduced gradients
     activation_bytes: int = 0  # the most held for backward during the step, on the device
     offloaded_activation_bytes: int = 0  # the most that activation offload held on the host
     recomputations: int = 0  # second forwards of checkpointed parts
-    max_in_flight_micro_batches: int = field(default=0, metadata=_key("in_flight"))  # whose backward was not finished
+    max_in_flight_micro_batches: int = field(default=0, metadata=keyed("in_flight"))  # whose backward was not finished
     split_backwards: int = 0  # backwards whose first half, for inputs, left the gradients of weights alone
     flops: int = 0  # of matrix products and attention, second forwards included
     peak_allocated_bytes: int | None = None
-    at_peak: AtPeak | None = field(default=None, metadata=_key("at_peak", AtPeak.from_json))  # None: not counted
+    at_peak: AtPeak | None = field(default=None, metadata=keyed("at_peak", AtPeak.from_json))  # None: not counted
     communication: Sequence[Traffic] = field(
-        default=(), metadata=_key("communication", lambda entries: [Traffic.from_json(entry) for entry in entries])
+        default=(), metadata=keyed("communication", lambda entries: [Traffic.from_json(entry) for entry in entries])
     )
     attention_kernels: Sequence[str] = ()
     optimizers: Sequence[str] = ()  # implementations of the optimizer's step
@@ -209,48 +141,48 @@ class RankReport(FromJson):
     grad_norms: Sequence[float | None] = ()
     step_seconds: Sequence[float] = ()
     phase_seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    host_usage: HostUsage = field(default=HostUsage(), metadata=_key("used", HostUsage.from_json))
+    host_usage: HostUsage = field(default=HostUsage(), metadata=keyed("used", HostUsage.from_json))
     first_gradients: Sequence[TensorFingerprint] = field(
-        default=(), metadata=_key("first_gradients", _read_fingerprints)
+        default=(), metadata=keyed("first_gradients", read_fingerprints)
     )
-    first_moments: Sequence[TensorFingerprint] = field(default=(), metadata=_key("first_moments", _read_fingerprints))
+    first_moments: Sequence[TensorFingerprint] = field(default=(), metadata=keyed("first_moments", read_fingerprints))
     last_parameters: Sequence[TensorFingerprint] = field(
-        default=(), metadata=_key("last_parameters", _read_fingerprints)
+        default=(), metadata=keyed("last_parameters", read_fingerprints)
     )
-    last_masters: Sequence[TensorFingerprint] = field(default=(), metadata=_key("last_masters", _read_fingerprints))
+    last_masters: Sequence[TensorFingerprint] = field(default=(), metadata=keyed("last_masters", read_fingerprints))
     graphs_in_timed_steps: int = 0  # compiled in them
-    time_breakdown: TimeBreakdown | None = field(default=None, metadata=_key("traced", TimeBreakdown.from_json))
-    profiled: ProfiledStep = field(default=ProfiledStep(), metadata=_key("profiled", ProfiledStep.from_json))
+    time_breakdown: TimeBreakdown | None = field(default=None, metadata=keyed("traced", TimeBreakdown.from_json))
+    profiled: ProfiledStep = field(default=ProfiledStep(), metadata=keyed("profiled", ProfiledStep.from_json))
     peak_allocated_bytes: int | None = None  # in the timed steps, as the next four
     peak_reserved_bytes: int | None = None
-    non_torch_bytes: int | None = field(default=None, metadata=_key("outside_bytes"))
-    num_alloc_retries: int | None = field(default=None, metadata=_key("allocation_retries"))
-    num_ooms: int | None = field(default=None, metadata=_key("out_of_memory_errors"))
-    last_gradients: Sequence[TensorFingerprint] = field(default=(), metadata=_key("last_gradients", _read_fingerprints))
+    non_torch_bytes: int | None = field(default=None, metadata=keyed("outside_bytes"))
+    num_alloc_retries: int | None = field(default=None, metadata=keyed("allocation_retries"))
+    num_ooms: int | None = field(default=None, metadata=keyed("out_of_memory_errors"))
+    last_gradients: Sequence[TensorFingerprint] = field(default=(), metadata=keyed("last_gradients", read_fingerprints))
     devices: int = 1  # that this process drives
     skipped_steps: int = 0  # because gradients overflowed
     device_name: str = ""
     start_peak_bytes: int | None = None  # the most while the engine was built
-    dropout_seed: int | None = field(default=None, metadata=_key("masks_seed"))
-    dropout_rng_ranks: Sequence[int | None] = field(default=(), metadata=_key("masks_ranks"))
+    dropout_seed: int | None = field(default=None, metadata=keyed("masks_seed"))
+    dropout_rng_ranks: Sequence[int | None] = field(default=(), metadata=keyed("masks_ranks"))
     parameter_bytes: int = 0
     optimizer_bytes: int = 0
-    host_state: Sequence[str] = field(default=(), metadata=_key("on_host"))  # kinds of state offloaded to the host
-    state_bytes_by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict, metadata=_key("placed"))
-    parameter_shards: Sequence[HeldShard] = field(default=(), metadata=_key("parameters", _read_shards))
-    optimizer_shards: Sequence[HeldShard] = field(default=(), metadata=_key("optimizer", _read_shards))
+    host_state: Sequence[str] = field(default=(), metadata=keyed("on_host"))  # kinds of state offloaded to the host
+    state_bytes_by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict, metadata=keyed("placed"))
+    parameter_shards: Sequence[StateShard] = field(default=(), metadata=keyed("parameters", read_shards))
+    optimizer_shards: Sequence[StateShard] = field(default=(), metadata=keyed("optimizer", read_shards))
 
     phase: str = ""  # where a failed rank was last, and what it held there
     step: int = 0
     allocated_bytes: int | None = None
-    rss_bytes: int | None = field(default=None, metadata=_key("host_bytes"))
+    rss_bytes: int | None = field(default=None, metadata=keyed("host_bytes"))
     error: str = ""  # the exception's class
     reason: str = ""
     traceback: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the plain values that the rank's file has: the measurements of an ok rank, the failure of others."""
-        values: dict[str, Any] = to_plain(self)
+        values: JsonObject = to_plain(self)
         left_out = _OF_FAILED_RANKS if self.status == "ok" else values.keys() - _IDENTIFYING - _OF_FAILED_RANKS
         return {key: value for key, value in values.items() if key not in left_out}
 
@@ -266,6 +198,6 @@ LONG_KEYS = (
 )
 
 
-def to_record_entry(report: RankReport) -> dict[str, Any]:
+def to_record_entry(report: RankReport) -> JsonObject:
     """Return the part of a rank's report that stands in the run's record."""
     return {key: value for key, value in report.to_json().items() if key not in LONG_KEYS}

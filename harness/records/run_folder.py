@@ -24,7 +24,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from harness.records.rank_report import RankReport
 from harness.util.errors import UserError
@@ -181,10 +180,9 @@ class ComparisonFolder:
                 yield RunFolder(path.parent)
 
 
-def comparison_folder(values: dict[str, Any]) -> Path:
-    """Return the folder for the runs of a comparison. Raise UserError if `name` is not a plain folder name."""
-    name = str(values.get("name"))
+def comparison_folder(name: str, results_dir: str) -> ComparisonFolder:
+    """Return the folder of a comparison by its keys. Raise UserError if `name` is not a plain folder name."""
     rule = "cannot name a folder of results: choose letters, digits, '.', '_' and '-', first a letter or digit"
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is None:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", str(name)) is None:  # a number, if the command line says so
         raise UserError(f"name={name} {rule}")
-    return Path(str(values.get("results_dir"))) / name
+    return ComparisonFolder(Path(str(results_dir)) / str(name))

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from harness.config.command import split_values
 from harness.config.from_dict import from_dict
@@ -12,6 +11,7 @@ from harness.config.schema import RunConfig
 from harness.data.corpus import Corpus
 from harness.layout.layout import Layout
 from harness.records.run_folder import RunFolder
+from harness.util.files import JsonObject
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,7 @@ class RunSpec:
     device: str  # cpu | cuda
     threads: int  # per rank
     allocator: str | None = None  # the counting allocator's library, if it could be built
-    environment: dict[str, str] = field(
-        default_factory=dict
-    )  # variables that every rank sets before it builds its engine
+    environment: dict[str, str] = field(default_factory=dict)  # that every rank sets before it builds its engine
     memory_snapshot: bool = False  # whether every rank writes one of its profiled step
 
     def write(self, run_dir: Path) -> None:
@@ -37,7 +35,7 @@ class RunSpec:
 
 def read_run_spec(run_dir: Path) -> RunSpec:
     """Return what the run file says. Raise OSError or UserError if it is missing or damaged."""
-    values: dict[str, Any] = json.loads(RunFolder(run_dir).spec.read_text())
+    values: JsonObject = json.loads(RunFolder(run_dir).spec.read_text())
     values["config"] = split_values(values["config"])[0]  # older run files also have how the command went about it
     spec: RunSpec = from_dict(RunSpec, values)
     return spec

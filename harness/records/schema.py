@@ -1,18 +1,103 @@
-"""The record of a run: everything that is known of it, whatever its end."""
+"""The record of a run, everything that is known of it, and the types of its parts."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self, TypedDict
 
+from harness.config.values import ConfigValues
 from harness.records.rank_report import RankReport
+from harness.util.files import JsonObject
 
-Row = dict[str, Any]  # the columns of one run, by name: harness.records.columns
+Cell = str | int | float | bool | None  # None: the value is unknown
+
+Cells = dict[str, Cell]  # the values of some columns of a row, by the columns' names
+
+# A whole row as it is read. The store has checked that every cell has its column's type (harness.records.columns).
+Row = dict[str, Any]
 
 SCHEMA_VERSION = 2  # version 1 has other names of columns: harness.records.columns.RENAMED_COLUMNS
 
 STATUSES = ("ok", "oom", "refused", "timeout", "error", "interrupted")
+
+
+class Commit(TypedDict):
+    """The commit of the harness's sources."""
+
+    commit: str
+    dirty: bool  # whether the sources differ from it
+
+
+class ProofEntry(TypedDict, total=False):
+    """The result of a run's proof. The deviations are missing where nothing was compared."""
+
+    layout: Literal["proven", "failed"]
+    reference: str  # what the run was compared with, or why it was not
+    expected_communication_bytes: Sequence[Mapping[str, float]]  # of each rank, by axis, or by axis and operation
+    loss: float
+    loss_where: str
+    gradient: float
+    gradient_where: str
+    loss_bound: float
+    gradient_bound: float
+    problems: Sequence[str]
+
+
+class CommunicationEntry(TypedDict):
+    """The data that a rank sends in a step in one operation along one mesh axis."""
+
+    operation: str
+    axis: str
+    dtype: str
+    purpose: str
+    bytes: float
+    count: int
+    sizes: Mapping[int, int]  # the number of calls by the bytes that they moved, which are text in a file
+
+
+class TrafficEntry(TypedDict):
+    """The data that a rank sends in a step along one mesh axis, beside the formula's."""
+
+    axis: str
+    bytes: float
+    formula_bytes: float
+    outside: Mapping[str, float]  # by function and operation: what no formula counts
+
+
+class PipelineEntry(TypedDict):
+    """The work of one rank of a pipeline in a step."""
+
+    rank: int
+    stages: Sequence[int]
+    layers: Sequence[int]  # of each stage
+    working_seconds: float
+    idle_seconds: float
+    idle_share: float
+    bubble: float
+    in_flight: int  # micro-batches, at the most
+    activation_bytes: int
+
+
+class StepEntry(TypedDict):
+    """One line of steps.jsonl: a training step."""
+
+    step: int
+    phase: str  # of the run: warm-up, timed, traced or profiled
+    loss: float | None
+    grad_norm: float | None
+    seconds: float | None  # of timed steps
+
+
+class RecordParts(TypedDict, total=False):
+    """The parts of a record that only some runs have."""
+
+    proof: ProofEntry
+    communication: Sequence[CommunicationEntry]
+    traffic: Sequence[TrafficEntry]
+    pipeline: Sequence[PipelineEntry]
+    notes: Sequence[str]
+    corpus: str
 
 
 @dataclass(frozen=True)
@@ -23,16 +108,16 @@ class Record:
     """
 
     row: Row
-    config: dict[str, Any] = field(default_factory=dict)
-    layout: dict[str, Any] | None = None  # None for a run whose layout could not be resolved
-    rank_entries: list[dict[str, Any]] = field(default_factory=list)  # the ranks' reports without their long lists
-    environment: dict[str, Any] = field(default_factory=dict)
+    config: ConfigValues = field(default_factory=ConfigValues)
+    layout: JsonObject | None = None  # None for a run whose layout could not be resolved
+    rank_entries: list[JsonObject] = field(default_factory=list)  # the ranks' reports without their long lists
+    environment: JsonObject = field(default_factory=dict)
     versions: dict[str, str | None] = field(default_factory=dict)
-    commit: dict[str, Any] | None = None  # of the harness's sources; None outside a repository
-    proof: dict[str, Any] = field(default_factory=dict)
-    communication: list[dict[str, Any]] = field(default_factory=list)  # of the rank that sends most, by operation
-    traffic: list[dict[str, Any]] = field(default_factory=list)  # of that rank by mesh axis, beside the formula's
-    pipeline: list[dict[str, Any]] = field(default_factory=list)  # the stages and idle time of every rank
+    commit: Commit | None = None  # None outside a repository
+    proof: ProofEntry = field(default_factory=ProofEntry)
+    communication: list[CommunicationEntry] = field(default_factory=list)  # of the rank that sends most, by operation
+    traffic: list[TrafficEntry] = field(default_factory=list)  # of that rank by mesh axis, beside the formula's
+    pipeline: list[PipelineEntry] = field(default_factory=list)  # the stages and idle time of every rank
     notes: list[str] = field(default_factory=list)
     corpus: str = ""  # the fingerprint of the training data
     schema_version: int = SCHEMA_VERSION
@@ -46,7 +131,7 @@ class Record:
         known = {name: value for name, value in names.items() if name in _FIELDS and value is not None}
         return cls(**known, parts=tuple(key for key in values if _NAMES.get(key, key) in _FIELDS))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the values of the record's file."""
         return {key: getattr(self, _NAMES.get(key, key)) for key in self.parts}
 
@@ -65,7 +150,7 @@ class Record:
         """How the run ended, one of STATUSES."""
         return str(self.row["status"])
 
-    def with_row(self, **columns: Any) -> "Record":
+    def with_row(self, **columns: Cell) -> "Record":
         """Return the record with other values in some columns of its row."""
         return dataclasses.replace(self, row=self.row | columns)
 

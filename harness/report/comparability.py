@@ -1,10 +1,11 @@
-"""What two runs must have in common to be compared: for a ratio, for a claim, as repeats, as points of one curve."""
+"""The keys that comparable runs share: for a ratio, for a claim, as repeats and as points of one curve."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from harness.config.fingerprint import result_affecting_keys
+from harness.config.values import ConfigValues
 from harness.records.provenance import version_differences
 from harness.records.schema import Record, Row
 from harness.report.labels import VARYING, flattened
@@ -24,10 +25,10 @@ PARTITION_COLUMNS = (
     *("data_parallel", "vocabulary_parallel"),
 )
 
-# What is known of a run before it starts. Rows without a configuration are told apart by these columns alone.
+# The columns known before a run starts. Rows without a configuration are distinguished by these columns alone.
 _CONFIGURED_COLUMNS = ("strategy", "checkpointing", "parameters", *(name for name in VARYING if name != "repeat"))
 
-# The first two name a curve.
+# The columns in which the points of a curve may be equal; the first two name the curve.
 CURVE_COLUMNS = ("strategy", "checkpointing", "parameters", *VARYING)
 
 
@@ -50,7 +51,7 @@ def claim_key(record: Record) -> str:
 
 
 def repeat_key(record: Record, installed_versions: dict[str, str | None]) -> str:
-    """Return a key that is equal for records that differ in nothing but `repeat`, the code that made them included."""
+    """Return a key that is equal for repeats: records with the same versions that differ in nothing but `repeat`."""
     config = {key: value for key, value in result_affecting_keys(record.config).items() if key != "repeat"}
     configured = [record.row.get(name) for name in _CONFIGURED_COLUMNS]
     environment = record.environment
@@ -59,12 +60,12 @@ def repeat_key(record: Record, installed_versions: dict[str, str | None]) -> str
     return json.dumps([config, configured, host, differences], sort_keys=True, default=str)
 
 
-def curve_key(row: Row, config: dict[str, Any], free: Sequence[str]) -> tuple[Any, ...]:
+def curve_key(row: Row, config: ConfigValues, free: Sequence[str]) -> tuple[Any, ...]:
     """Return a key that is equal for the points of one curve.
 
-    They are equal in all that tells rows apart but for the columns `free`, which change along the curve, and in the
-    groups `model` and `strategy` of their configurations, of which no column says everything. The values of
-    CURVE_COLUMNS without `free` come first, in that order.
+    They are equal in all columns that distinguish rows except the columns `free`, which change along the curve, and in
+    the groups `model` and `strategy` of their configurations, parts of which no column has. The values of CURVE_COLUMNS
+    without `free` come first, in that order.
     """
     groups = flattened({name: config.get(name) for name in ("model", "strategy")})
     options = {key: value for key, value in groups.items() if key.rsplit(".", 1)[-1] not in free}

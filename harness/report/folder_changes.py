@@ -1,4 +1,4 @@
-"""What differs between two folders of results, and the pairs of their runs that ran the same."""
+"""The differences between two folders of results, and the pairs of runs with the same configuration."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from harness.report.labels import flattened
 # compare, if they differ for all of them.
 _DEFINING = ("model.", "strategy.", "checkpointing.")
 
-# Where no configuration was recorded, these columns say what ran.
+# These columns identify a run whose configuration was not recorded.
 _DEFINING_COLUMNS = (
     *("model", "strategy", "engine", "checkpointing", "precision", "world_size", "micro_batch", "global_batch"),
     *("seq_len", "zero_stage", "schedule", "virtual_stages", "data_parallel", "vocabulary_parallel"),
@@ -28,16 +28,16 @@ Changes = dict[str, tuple[str, str]]  # by key, the values of A and of B
 
 
 class Pair(NamedTuple):
-    """The lines of both folders that ran the same; the side of a folder without such a line is None."""
+    """The lines of both folders with the same configuration; a folder without such a line has None."""
 
     first: Record | None
     second: Record | None
 
 
 def origin(record: Record) -> Flat:
-    """Return the versions and the commit that made a record."""
-    commit = record.commit or {}
-    name = commit.get("commit") and f"{str(commit['commit'])[:12]}{' and changes' if commit.get('dirty') else ''}"
+    """Return the versions and the commit that a record was made with."""
+    commit = record.commit
+    name = f"{commit['commit'][:12]}{' and changes' if commit.get('dirty') else ''}" if commit else None
     return flattened(record.versions) | {"commit": name}
 
 
@@ -93,7 +93,9 @@ def _join(values: Sequence[str] | None) -> str:
 
 
 def pairs(first: Sequence[Record], second: Sequence[Record], configuration: Changes) -> list[Pair]:
-    """Return the pairs of lines that ran the same but for what changed for all of them; then the lines without a pair.
+    """Return the pairs of lines with the same configuration, followed by the lines without a pair.
+
+    Configuration keys that changed for all runs are ignored.
 
     If a folder has several such lines, for instance made by different versions, the latest of both are the pair.
     """
@@ -112,7 +114,7 @@ def pairs(first: Sequence[Record], second: Sequence[Record], configuration: Chan
 
 
 def _run_key(line: Record, ignored: set[str]) -> str:
-    """Return a key that is equal for lines that ran the same.
+    """Return a key that is equal for lines with the same configuration.
 
     A key that an older version of the harness did not have counts as null.
     """

@@ -1,4 +1,4 @@
-"""What a run needs besides its plan: the ranks' entry, somebody to report to, and the reference to compare with."""
+"""The needs of a run besides its plan: the ranks' entry point, callbacks for progress, and the reference."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

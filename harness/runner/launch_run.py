@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from harness.cost_model import memory
 from harness.engines.base import load_engine
@@ -16,7 +16,7 @@ from harness.measure.native_allocator import build_allocator
 from harness.proof.verify import verify_run
 from harness.records.rank_report import RankReport
 from harness.records.run_spec import RunSpec
-from harness.records.schema import Record
+from harness.records.schema import Cells, Record, RecordParts, StepEntry
 from harness.records.store import read_record, write_record
 from harness.runner.context import Reference, RunContext
 from harness.runner.plan import Plan
@@ -33,19 +33,19 @@ def launch_run(plan: Plan, context: RunContext, reference: Reference) -> Record:
 
     A record with status `interrupted` stands while they run, so that one remains if this command dies.
     """
-    started = {"started_at": datetime.now(UTC).isoformat()}
+    started: Cells = {"started_at": datetime.now(UTC).isoformat()}
     try:
-        write_row(plan, {"status": "interrupted", "reason": STARTED} | started)
+        write_row(plan, {"status": "interrupted", "reason": STARTED, **started})
         notes = prepare_run_folder(plan)
     except (RuntimeError, OSError, UserError) as error:
         reason = f"before any rank was started: {one_line(error)}"
-        return write_row(plan, {"status": "error", "reason": reason} | started)
+        return write_row(plan, {"status": "error", "reason": reason, **started})
     for note in notes:
         context.log(note)
     outcome = run_ranks(plan, context)
-    ending, ranks, extra = judge_run(plan, outcome, reference)
-    ending |= started | {"duration_seconds": outcome.seconds}
-    return write_row(plan, ending, ranks, extra | {"notes": notes})
+    judged = judge_run(plan, outcome, reference)
+    ending = judged.ending | started | {"duration_seconds": outcome.seconds}
+    return write_row(plan, ending, judged.ranks, judged.parts | {"notes": notes}, judged.steps)
 
 
 def prepare_run_folder(plan: Plan) -> list[str]:
@@ -98,39 +98,53 @@ def run_ranks(plan: Plan, context: RunContext) -> LaunchOutcome:
     )
 
 
-def judge_run(
-    plan: Plan, outcome: LaunchOutcome, reference: Reference
-) -> tuple[dict[str, Any], Sequence[RankReport], dict[str, Any]]:
-    """Return the columns that say how the run ended, the rank reports, and what else belongs in the record."""
-    ending: dict[str, Any] = {"status": outcome.status, "reason": outcome.reason}
-    extra: dict[str, Any] = {}
+@dataclass(frozen=True)
+class JudgedRun:
+    """A run that has ended: the columns that say how, its ranks' reports, and what its proof adds to the record."""
+
+    ending: Cells
+    ranks: Sequence[RankReport]
+    parts: RecordParts
+    steps: Sequence[StepEntry]
+
+
+def judge_run(plan: Plan, outcome: LaunchOutcome, reference: Reference) -> JudgedRun:
+    """Return how the run ended; a run whose ranks all finished is ok only if it is proven."""
+    ending: Cells = {"status": outcome.status, "reason": outcome.reason}
+    parts = RecordParts()
+    steps: Sequence[StepEntry] = ()
     try:
         ranks = plan.folder.read_rank_reports(plan.layout.world_size)
     except ValueError as error:
         ranks, ending = [], {"status": "error", "reason": f"a rank's report is damaged: {one_line(error)}"}
     if ending["status"] == "ok":
-        ending, extra = verify_run(
+        verdict = verify_run(
             plan.config, plan.command.proof, plan.layout, plan.widths, ranks, reference.rank, reference.note
         )
+        ending, parts, steps = verdict.columns, verdict.parts, verdict.steps
     if ending["status"] != "ok":
         failed_in = {"failed_in_phase": ending["failed_in_phase"]} if "failed_in_phase" in ending else {}
         world_size = plan.layout.world_size
         ending |= failure_columns(plan.config, plan.folder, world_size, outcome, ranks) | failed_in
-    return ending, ranks, extra
+    return JudgedRun(ending, ranks, parts, steps)
 
 
 def write_row(
-    plan: Plan, ending: dict[str, Any], ranks: Sequence[RankReport] = (), extra: dict[str, Any] | None = None
+    plan: Plan,
+    ending: Cells,
+    ranks: Sequence[RankReport] = (),
+    parts: RecordParts | None = None,
+    steps: Sequence[StepEntry] = (),
 ) -> Record:
     """Write the run's record, and its steps if it has any, and return it. On a full disk, write the row alone.
 
     `ending` has the columns that say how the run ended. Raises OSError if even the row cannot be written.
     """
     if not plan.config.train.compile:  # what a compiled layer keeps and makes is the compiler's choice
-        ending |= memory.prediction_columns(plan.config, plan.layout, plan.widths, plan.machine.device)
-    extra = (extra or {}) | {"corpus": plan.corpus.fingerprint}
+        ending = ending | memory.prediction_columns(plan.config, plan.layout, plan.widths, plan.machine.device)
+    parts = (parts or RecordParts()) | {"corpus": plan.corpus.fingerprint}
     try:
-        return write_record_files(plan, ending, ranks, extra)
+        return write_record_files(plan, ending, ranks, parts, steps)
     except OSError as error:
         if not is_disk_full(error):
             raise
@@ -139,15 +153,14 @@ def write_row(
         status = "error" if ending["status"] == "ok" else ending["status"]
         end = ending["reason"] or "the ranks finished"
         reason = f"{end}; {one_line(error)}: free some disk space and run it again"
-        return write_record_files(plan, known | {"status": status, "reason": reason}, (), {})
+        return write_record_files(plan, known | {"status": status, "reason": reason}, (), RecordParts(), ())
 
 
 def write_record_files(
-    plan: Plan, ending: dict[str, Any], ranks: Sequence[RankReport], extra: dict[str, Any]
+    plan: Plan, ending: Cells, ranks: Sequence[RankReport], parts: RecordParts, steps: Sequence[StepEntry]
 ) -> Record:
     """Write record.json and steps.jsonl, and return the record as it is read back. Raises OSError."""
-    steps = extra.pop("steps", [])
-    record = build_record(plan.config, plan.command, plan.machine, plan.layout, plan.run_id, ending, ranks, extra)
+    record = build_record(plan.config, plan.command, plan.machine, plan.layout, plan.run_id, ending, ranks, parts)
     plan.folder.path.mkdir(parents=True, exist_ok=True)
     if steps:
         atomic_write_text(plan.folder.steps, "".join(json.dumps(step) + "\n" for step in steps))

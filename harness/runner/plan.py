@@ -89,7 +89,7 @@ def capacity_problem(plan: Plan, models: Sequence[ModelConfig]) -> str | None:
     machine, world_size = plan.machine, plan.layout.world_size
     devices = machine.devices * machine.nodes
     if machine.device == "cuda" and world_size > devices:
-        return f"world_size={world_size} needs {world_size} CUDA devices, {devices} are there: choose {devices}"
+        return f"world_size={world_size} needs {world_size} CUDA devices, and {devices} are available: choose {devices}"
     if not plan.command.preflight:
         return None
 

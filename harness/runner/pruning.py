@@ -4,20 +4,24 @@ Both runs have the same memory budget, as they are the same in everything but th
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from harness.config.fingerprint import result_affecting_keys
+from harness.config.values import ConfigValues
 from harness.cost_model.memory import estimate_memory
 from harness.records.provenance import version_differences, versions
 from harness.records.schema import Record, Row
 from harness.records.store import read_record
 from harness.runner.plan import Plan
 from harness.util.errors import UserError
+from harness.util.files import JsonObject
 
 # What may differ between two comparable runs, by group: the sizes that grow, and what follows from them.
 _SIZES = {"train": ("micro_batch", "global_batch"), "model": ("num_hidden_layers", "parameters")}
 
-_GROWING = (("model", "num_hidden_layers"), ("train", "micro_batch"))
+Size = tuple[Literal["model", "train"], str]  # a group and its key
+
+_GROWING: tuple[Size, ...] = (("model", "num_hidden_layers"), ("train", "micro_batch"))
 
 
 def pruning_reason(plan: Plan) -> str | None:
@@ -55,16 +59,16 @@ def comparable_oom_records(plan: Plan) -> Iterator[Record]:
             yield record
 
 
-def without_sizes(values: dict[str, Any]) -> dict[str, Any]:
+def without_sizes(values: ConfigValues) -> JsonObject:
     """Return what affects a run's result without its sizes, in the types that JSON has, for any repeat."""
     affecting = result_affecting_keys(values)
     for group, names in _SIZES.items():
         affecting[group] = {key: value for key, value in affecting[group].items() if key not in names}
-    plain: dict[str, Any] = _as_json(affecting | {"repeat": 0})  # if one repeat ran out of memory, all would
+    plain: JsonObject = _as_json(affecting | {"repeat": 0})  # if one repeat ran out of memory, all would
     return plain
 
 
-def grown_sizes(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str]]:
+def grown_sizes(before: ConfigValues, after: ConfigValues) -> list[Size]:
     """Return the group and key of every size that is larger than before; none if any is smaller."""
     pairs = {(group, key): (before[group][key], after[group][key]) for group, key in _GROWING}
     if any(new < old for old, new in pairs.values()):

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from harness.config.command import CommandConfig, merge_values
 from harness.config.schema import RunConfig
@@ -18,7 +17,7 @@ from harness.records import heartbeat
 from harness.records.provenance import git_commit, versions
 from harness.records.rank_report import RankReport, to_record_entry
 from harness.records.run_folder import RunFolder
-from harness.records.schema import Record, Row
+from harness.records.schema import Cells, Record, RecordParts
 from harness.runner import preflight
 
 
@@ -28,13 +27,14 @@ def build_record(
     machine: Machine,
     layout: Layout | None,
     run_id: str,
-    ending: Row,
+    ending: Cells,
     ranks: Sequence[RankReport] = (),
-    extra: dict[str, Any] | None = None,
+    parts: RecordParts | None = None,
 ) -> Record:
     """Return everything known of one run.
 
-    `ending` has its status, reason and figures; `layout` is None where none could be resolved.
+    `ending` has its status, reason and figures; `layout` is None where none could be resolved; `parts` are those that
+    only some runs have.
     """
     row = config_columns(config, layout) | {
         "name": command.name,
@@ -55,14 +55,14 @@ def build_record(
             "environment": collect_environment(machine, threads, variables),
             "versions": versions(),
             "commit": git_commit(),
-            **(extra or {}),
+            **(parts or {}),
         }
     )
 
 
-def config_columns(config: RunConfig, layout: Layout | None) -> Row:
+def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
     """Return the columns that are known before anything runs; without a layout there are no degrees."""
-    row: Row = {
+    row: Cells = {
         "model": config.model.name,
         "parameters": parameter_count(config.model),
         "attention": config.model.attention,
@@ -101,7 +101,7 @@ def config_columns(config: RunConfig, layout: Layout | None) -> Row:
 
 def failure_columns(
     config: RunConfig, folder: RunFolder, world_size: int, outcome: LaunchOutcome, ranks: Sequence[RankReport]
-) -> Row:
+) -> Cells:
     """Return the columns of a run that failed: its phase, and the most memory that a rank last reported.
 
     The phase is that of the rank to blame, else of the rank that is furthest behind. A rank that ran out of memory
@@ -112,12 +112,12 @@ def failure_columns(
     blamed = exhausted.rank if exhausted else next((failure.rank for failure in outcome.failures), None)
     if blamed not in beats:
         blamed = min(beats, key=lambda rank: beats[rank].step, default=None)
-    row: Row = {"failed_in_phase": beats[blamed].phase if blamed in beats else None}
+    row: Cells = {"failed_in_phase": beats[blamed].phase if blamed in beats else None}
     row["last_seen_allocated_bytes"] = max_known(beat.allocated_bytes for beat in beats.values())
     row["last_seen_rss_bytes"] = max_known(beat.host_bytes for beat in beats.values())
     if outcome.status == "error" and exhausted:
         row["status"] = "oom"
         budget = config.cluster.memory_budget
         under = "" if budget is None else f" under cluster.memory_budget={budget}"
-        row["reason"] = f"rank {exhausted.rank} in {exhausted.phase}{under}: {exhausted.reason}"
+        row["reason"] = f"rank {exhausted.rank} ran out of memory in phase {exhausted.phase}{under}: {exhausted.reason}"
     return row

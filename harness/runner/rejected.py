@@ -1,15 +1,15 @@
 """The rows of a sweep's combinations that are impossible as configured: no process is started for them."""
 
 from datetime import UTC, datetime
-from typing import Any
 
 from harness.config.command import BETWEEN_ATTEMPTS, CommandConfig, read_command_config
 from harness.config.fingerprint import make_run_id, short_hash, with_old_keys
 from harness.config.schema import RunConfig
+from harness.config.values import ConfigValues
 from harness.hardware.machine import Machine
 from harness.records.provenance import git_commit, versions
-from harness.records.run_folder import ComparisonFolder, comparison_folder
-from harness.records.schema import Record
+from harness.records.run_folder import comparison_folder
+from harness.records.schema import Cells, Record
 from harness.records.store import write_record
 from harness.runner.local_machine import detect_machine
 from harness.runner.record import build_record
@@ -18,9 +18,9 @@ from harness.runner.reuse import ensure_writable, stored_rejection
 from harness.util.errors import UserError
 
 
-def write_rejected(values: dict[str, Any], reason: str) -> Record:
+def write_rejected(values: ConfigValues, reason: str) -> Record:
     """Write and return the record of a combination that cannot be run."""
-    ensure_writable(ComparisonFolder(comparison_folder(values)))
+    ensure_writable(comparison_folder(values["name"], values["results_dir"]))
     try:
         config, command = resolve_run_config(values), read_command_config(values)
         return rejected_config(config, command, detect_machine(config.cluster), reason)
@@ -32,17 +32,17 @@ def rejected_config(config: RunConfig, command: CommandConfig, machine: Machine,
     """Write and return the record of a configuration that cannot be run on this machine."""
     world_size = config.world_size or machine.world_size
     run_id = make_run_id(config, machine.fingerprint, world_size, corpus="")
-    folder = ComparisonFolder(comparison_folder(command.to_dict())).run(run_id)
+    folder = comparison_folder(command.name, command.results_dir).run(run_id)
     stored = stored_rejection(folder, command.force)
     if stored is not None:
         return stored
-    ending = {"status": "refused", "reason": reason, "world_size": world_size}
+    ending: Cells = {"status": "refused", "reason": reason, "world_size": world_size}
     record = build_record(config, command, machine, None, run_id, ending)
     write_record(folder.path, record)
     return record
 
 
-def fallback_run_id(values: dict[str, Any]) -> str:
+def fallback_run_id(values: ConfigValues) -> str:
     """Return the run id of values of which no configuration can be made.
 
     Any of the values may be the impossible one, so all of them are hashed, except those that may change from one
@@ -55,16 +55,21 @@ def fallback_run_id(values: dict[str, Any]) -> str:
     return "-".join((names["strategy"], names["checkpointing"], names["model"], short_hash(with_old_keys(hashed))))
 
 
-def group_names(values: dict[str, Any]) -> dict[str, str]:
+def group_names(values: ConfigValues) -> dict[str, str]:
     """Return the columns of a row that name what is run."""
-    groups = ("model", "strategy", "checkpointing", "precision")
-    return {group: str(values[group]["name"] or values[group].get("family")) for group in groups}
+    groups = {
+        "model": values["model"],
+        "strategy": values["strategy"],
+        "checkpointing": values["checkpointing"],
+        "precision": values["precision"],
+    }
+    return {name: str(group["name"] or group.get("family")) for name, group in groups.items()}
 
 
-def rejected_values(values: dict[str, Any], reason: str, status: str = "refused") -> Record:
+def rejected_values(values: ConfigValues, reason: str, status: str = "refused") -> Record:
     """Write and return the record of values of which no configuration can be made, or whose job vanished."""
     run_id = fallback_run_id(values)
-    comparison = ComparisonFolder(comparison_folder(values))
+    comparison = comparison_folder(values["name"], values["results_dir"])
     folder = comparison.run(run_id)
     stored = stored_rejection(folder, bool(values.get("force")))
     if stored is not None:

@@ -16,11 +16,11 @@ from harness.util.locks import run_lock
 def execute(plan: Plan, context: RunContext) -> Record | None:
     """Return the run's record: the stored one if it can be reused, else a new one.
 
-    Return None if another command is working on the run. Raises OSError if the disk is too full for even the row that
-    says so.
+    Return None if another command is working on the run. Raises OSError if the disk is too full for the record of even
+    that failure.
     """
-    with run_lock(plan.folder.lock, wait=False) as is_mine:
-        return run_locked(plan, context) if is_mine else None
+    with run_lock(plan.folder.lock, wait=False) as is_acquired:
+        return run_locked(plan, context) if is_acquired else None
 
 
 def run_locked(plan: Plan, context: RunContext) -> Record:

@@ -15,7 +15,7 @@ from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.sweep import command_file
-from harness.util.text import sanitize
+from harness.util.text import count_text, sanitize
 
 if TYPE_CHECKING:
     from harness.sweep.queued_run import QueuedRun
@@ -85,7 +85,8 @@ class ProgressDisplay:
         self.left.setdefault(run, run.cost)
         self.total = max(self.total, self.position)
         if not self.console.is_terminal:
-            ranks = f": {run.plan.layout.world_size} ranks, {run.plan.machine.device}" if run.plan else ""
+            plan = run.plan
+            ranks = f": {count_text(plan.layout.world_size, 'rank')}, {plan.machine.device}" if plan else ""
             self.print_line(f"{label}{ranks}")
         elif self.status is None:
             self.status = self.console.status(Text(f"{label}: preparing"))
@@ -134,7 +135,7 @@ class ProgressDisplay:
         return f", about {format_duration(max(0.0, left - spent))} left"
 
     def run_ended(self, run: "QueuedRun", record: Record, is_new: bool) -> None:
-        """Show a run's record, made now or stored before."""
+        """Show a run's record, new or stored before."""
         progress = self.running.pop(run, None)
         cost = self.left.pop(run, None)
         if progress is None:  # the record was stored before
@@ -165,8 +166,8 @@ class ProgressDisplay:
 
     def label(self, name: str, repeat: int | None) -> str:
         """Return a run's number among those of the command, and its name."""
-        which = f" repeat {repeat}" if self.has_repeats and repeat is not None else ""
-        return f"[{self.position}/{self.total}] {name}{which}"
+        suffix = f" repeat {repeat}" if self.has_repeats and repeat is not None else ""
+        return f"[{self.position}/{self.total}] {name}{suffix}"
 
     def print_line(self, line: str) -> None:
         """Print a line that stays."""

@@ -1,8 +1,8 @@
 """The search behind train.micro_batch=max: the largest micro-batch that fits, found by running candidates."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from harness.config.values import ConfigValues
 from harness.records.schema import Record
 from harness.runner.plan import Plan
 from harness.util.errors import UserError
@@ -10,13 +10,13 @@ from harness.util.errors import UserError
 MAX = "max"
 
 
-def wants_max_micro_batch(values: dict[str, Any]) -> bool:
+def wants_max_micro_batch(values: ConfigValues) -> bool:
     """Return whether composed values have train.micro_batch=max."""
     train = values.get("train")
     return isinstance(train, dict) and train.get("micro_batch") == MAX
 
 
-def candidates(values: dict[str, Any]) -> list[dict[str, Any]]:
+def candidates(values: ConfigValues) -> list[ConfigValues]:
     """Return the values with every micro-batch that divides the global batch, smallest first. Raises UserError."""
     batch = values["train"].get("global_batch")
     if type(batch) is not int or batch < 1:
@@ -27,7 +27,7 @@ def candidates(values: dict[str, Any]) -> list[dict[str, Any]]:
     return [values | {"train": values["train"] | {"micro_batch": size}} for size in sizes]
 
 
-def feasible_plans(values: dict[str, Any], plan: Callable[[dict[str, Any]], Plan]) -> list[Plan]:
+def feasible_plans(values: ConfigValues, plan: Callable[[ConfigValues], Plan]) -> list[Plan]:
     """Return the plans of the candidates that can be run. Raises the UserError of the smallest if none can."""
     plans: list[Plan] = []
     first_error: UserError | None = None

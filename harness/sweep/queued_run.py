@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from harness.config.command import CommandConfig, read_command_config
 from harness.config.schema import ClusterConfig, RunConfig
+from harness.config.values import ConfigValues
 from harness.cost_model.flops import model_flops
 from harness.hardware.machine import Machine
 from harness.records.run_folder import ComparisonFolder, comparison_folder
@@ -31,7 +31,7 @@ class QueuedRun:
     @property
     def comparison(self) -> ComparisonFolder:
         """The folder of the comparison that the run belongs to."""
-        return ComparisonFolder(comparison_folder(self.command.to_dict()))
+        return comparison_folder(self.command.name, self.command.results_dir)
 
     @property
     def cost(self) -> float:
@@ -47,7 +47,7 @@ def deduplicate_and_sort(runs: Iterable[QueuedRun]) -> list[QueuedRun]:
     return sorted(unique.values(), key=lambda run: (run.repeat_index, run.cost))
 
 
-def plan_run(values: dict[str, Any], repeat_index: int, machine_of: Callable[[ClusterConfig], Machine]) -> QueuedRun:
+def plan_run(values: ConfigValues, repeat_index: int, machine_of: Callable[[ClusterConfig], Machine]) -> QueuedRun:
     """Return the run of composed values, or the first run of the search that they want. Raises UserError."""
     search = None
     if wants_max_micro_batch(values):
@@ -58,6 +58,6 @@ def plan_run(values: dict[str, Any], repeat_index: int, machine_of: Callable[[Cl
     return QueuedRun(plan.config, plan.command, plan, plan.run_id, repeat_index, search)
 
 
-def _plan(values: dict[str, Any], machine_of: Callable[[ClusterConfig], Machine]) -> Plan:
+def _plan(values: ConfigValues, machine_of: Callable[[ClusterConfig], Machine]) -> Plan:
     config, command = resolve_run_config(values), read_command_config(values)
     return make_plan(config, machine_of(config.cluster), command)

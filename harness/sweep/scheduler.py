@@ -8,6 +8,7 @@ from harness.sweep.executors.base import Executor, SweepObserver
 from harness.sweep.queued_run import QueuedRun
 from harness.sweep.stop_after import StopAfter
 from harness.util.disk_reserve import has_free_space
+from harness.util.text import count_text
 
 RETRY_SECONDS = 0.5  # before a run that another command works on is tried again
 
@@ -58,9 +59,8 @@ class Scheduler:
                 continue
             reason = self.stop_after.exceeded_limit() or self.disk_full_reason(run)
             if reason:
-                self.observer.log(
-                    f"{reason}: {len(self.waiting)} runs are not started; the same command continues with them"
-                )
+                remaining = count_text(len(self.waiting), "run")
+                self.observer.log(f"{reason} with {remaining} to go: the same command continues")
                 self.waiting.clear()
                 return
             self.waiting.remove(run)

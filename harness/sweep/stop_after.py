@@ -26,13 +26,13 @@ class StopAfter:
     failed: int = 0  # runs
 
     def exceeded_limit(self) -> str:
-        """Return the limit that is reached, such as "20 runs"; '' while none is."""
+        """Return that a limit is reached, such as "stop_after=20runs is reached"; '' while none is."""
         if self.seconds is not None and time.monotonic() - self.started_at >= self.seconds:
-            return f"{self.seconds:g} s"
+            return f"stop_after={self.seconds:g}s is reached"
         if self.runs is not None and self.started >= self.runs:
-            return f"{self.runs} runs"
+            return f"stop_after={self.runs}runs is reached"
         if self.failures is not None and self.failed >= self.failures:
-            return f"{self.failures} failures"
+            return f"stop_after={self.failures}failures is reached"
         return ""
 
     def count_failure(self, status: str) -> None:

@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from harness.config.command import TrackingConfig
 from harness.config.from_dict import from_dict
+from harness.config.values import ConfigValues, GroupValues
+from harness.tracking.messages import Answer, Message, Task
 from harness.util.errors import UserError
 
 CLOSE_SECONDS = 10.0  # the longest that close() waits for everything handed over to be tracked
@@ -50,15 +51,15 @@ class TrackingClient:
         self.is_sync_hint_logged = False  # whether the user already knows the command that sends the data later
         self.lock = threading.Lock()  # runs are started in the thread that monitors them
 
-    def start_run(self, tracking: dict[str, Any], run_dir: Path, config: dict[str, Any]) -> None:
+    def start_run(self, tracking: GroupValues, run_dir: Path, config: ConfigValues) -> None:
         """Announce that a run has started; its folder exists."""
-        self._hand_over("start_run", tracking, run_dir, run_dir.parent, config=config)
+        self._hand_over("start_run", tracking, run_dir, run_dir.parent, config)
 
-    def finish_run(self, tracking: dict[str, Any], run_dir: Path) -> None:
+    def finish_run(self, tracking: GroupValues, run_dir: Path) -> None:
         """Announce that a run's record is in its folder, also if the run never started."""
         self._hand_over("finish_run", tracking, run_dir, run_dir.parent)
 
-    def log_table(self, tracking: dict[str, Any], folder: Path) -> None:
+    def log_table(self, tracking: GroupValues, folder: Path) -> None:
         """Announce that a sweep is over, so that the table of the whole folder is logged."""
         self._hand_over("log_table", tracking, folder, folder)
 
@@ -85,7 +86,14 @@ class TrackingClient:
             with self.lock:
                 self._exchange(ends_at)
 
-    def _hand_over(self, do: str, tracking: dict[str, Any], folder: Path, comparison: Path, **more: Any) -> None:
+    def _hand_over(
+        self,
+        task: Task,
+        tracking: GroupValues,
+        folder: Path,
+        comparison: Path,
+        config_values: ConfigValues | None = None,
+    ) -> None:
         try:
             config: TrackingConfig = from_dict(TrackingConfig, tracking, "tracking")
         except UserError:  # the row was refused because of these very keys
@@ -96,10 +104,18 @@ class TrackingClient:
         with self.lock:
             if self.process is None and not self._start():
                 return
-            if do != "start_run":
+            if task != "start_run":
                 self.pending[str(folder)] = comparison
-            message = {"do": do, "tracking": tracking, "folder": str(folder), "upload": self.upload_seconds}
-            self._send(message | {"hint": sync_hint(comparison)} | more)
+            message: Message = {
+                "do": task,
+                "tracking": tracking,
+                "folder": str(folder),
+                "upload": self.upload_seconds,
+                "hint": sync_hint(comparison),
+            }
+            if config_values is not None:
+                message["config"] = config_values
+            self._send(message)
             self._exchange(0.0)
 
     def _start(self) -> bool:
@@ -121,7 +137,7 @@ class TrackingClient:
                 self.log(f"tracking: its process cannot be started ({error.strerror}); nothing is tracked")
         return self.process is not None
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Message) -> None:
         self.unsent += json.dumps(message, default=str).encode() + b"\n"
 
     def _exchange(self, ends_at: float) -> None:
@@ -153,7 +169,7 @@ class TrackingClient:
         for line in lines:
             self._receive(json.loads(line))
 
-    def _receive(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: Answer) -> None:
         if "done" in message:
             self.pending.pop(message["done"], None)
             self.results[message["done"]] = message["problem"]

@@ -9,7 +9,7 @@ from harness.config.command import TrackingConfig
 from harness.records import heartbeat
 from harness.records.columns import COLUMN_NAMES
 from harness.records.run_folder import RunFolder
-from harness.records.schema import Record
+from harness.records.schema import Record, StepEntry
 from harness.tracking.base import Scalar, TrackedRun, Values
 from harness.util.redact import redacted
 
@@ -34,7 +34,7 @@ def finished_run(run_dir: Path, id: str, record: Record, tracking: TrackingConfi
     return TrackedRun(id, row["run_id"], run_dir.parent.name, run_dir, redacted(config), (*names, *tracking.tags))
 
 
-def step_values(run_dir: Path) -> list[dict[str, Any]]:
+def step_values(run_dir: Path) -> list[StepEntry]:
     """Return index, phase, loss, gradient norm and seconds of every step; empty if the run did not train to its end."""
     path = RunFolder(run_dir).steps
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

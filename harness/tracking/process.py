@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
@@ -24,6 +24,7 @@ from harness.config.from_dict import from_dict
 from harness.records.store import read_all, read_record
 from harness.tracking import payload, sync_state
 from harness.tracking.base import TrackedRun, Tracker, TrackerUnavailableError, connect, tracked_id
+from harness.tracking.messages import Answer, Message
 from harness.util.redact import redacted
 from harness.util.text import one_line
 
@@ -36,8 +37,6 @@ WAIT_SECONDS = 0.2  # for the parent's next message
 ORPHAN_SECONDS = 3.0  # what trackers have to complete their files after the parent has died
 
 NICENESS = 19  # the lowest priority: measured runs come first
-
-Message = dict[str, Any]
 
 
 class StartedRun(NamedTuple):
@@ -83,7 +82,7 @@ class TrackingProcess:
                         waiting.append(message)
             if waiting and (is_closing or not self.is_quiet()):
                 message = waiting.pop(0)
-                self.send(done=message["folder"], problem=self.handle(message))
+                self.send({"done": message["folder"], "problem": self.handle(message)})
             elif time.monotonic() >= next_update:
                 next_update = time.monotonic() + LIVE_SECONDS
                 self.update_live_runs()
@@ -110,14 +109,14 @@ class TrackingProcess:
                     self.failures[config] = str(error)
                     self.trackers.pop(config, None)  # not closed, which could take long; it ends with this process
                     if not message["upload"]:
-                        kept = "runs are kept on disk"
-                        self.send(log=f"tracking: {error}; {kept}; {message['hint']}", has_hint=True)
+                        line = f"tracking: {error}; runs are kept on disk; {message['hint']}"
+                        self.send({"log": line, "has_hint": True})
             if config.mode == "online" and not message["upload"]:
                 self.track(config, message)
             return self.failures[config]
         except Exception as error:  # not the network's fault: log it and go on with the next run
             problem = one_line(f"{type(error).__name__}: {error}")
-            self.send(log=f"tracking: {Path(message['folder']).name} could not be tracked ({problem})")
+            self.send({"log": f"tracking: {Path(message['folder']).name} could not be tracked ({problem})"})
             return problem
 
     def track(self, config: TrackingConfig, message: Message) -> None:
@@ -176,7 +175,7 @@ class TrackingProcess:
                 if figures := payload.live_figures(Path(folder)):
                     self.trackers[config].log_live(run, {"seconds": seconds} | figures)
 
-    def send(self, **message: Any) -> None:
+    def send(self, message: Answer) -> None:
         """Send a message to the parent: the answer about a folder, or a line for the user."""
         with suppress(OSError):  # the parent is gone
             self.channel.sendall(json.dumps(redacted(message)).encode() + b"\n")

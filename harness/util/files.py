@@ -7,6 +7,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+JsonObject = dict[str, Any]  # an object of JSON, where it is read from or written to a file or another process
+
 
 def atomic_write_text(path: Path, text: str) -> None:
     """Write text in UTF-8 with atomic_write_bytes; lone surrogates are escaped."""

@@ -1,9 +1,14 @@
-"""Text reduced to one printable line."""
+"""Text for the user: reduced to one printable line, and counts of things."""
 
 
 def one_line(message: object) -> str:
     """Return any message as a single line with white space folded, for a table cell or a terminal."""
     return " ".join(str(message).split())
+
+
+def count_text(count: int, noun: str) -> str:
+    """Return a count with its noun, such as 1 run or 2 runs."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def sanitize(text: object) -> str:

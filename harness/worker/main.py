@@ -19,7 +19,7 @@ from harness.measure.kernels import attention_backend_priority
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_limit import MemoryLimit
 from harness.measure.native_allocator import load_allocator
-from harness.measure.rank_state import bytes_by_device, held_bytes, held_shards
+from harness.measure.rank_state import bytes_by_device, state_bytes, state_shards
 from harness.models.dropout_rng import dropout_rng_ranks, dropout_seed
 from harness.probe import Probe
 from harness.records.heartbeat import HeartbeatWriter
@@ -143,16 +143,16 @@ def report_of_training(report: RankReport, measurements: RankMeasurements, engin
         device_name=torch.cuda.get_device_name() if measurements.device.type == "cuda" else "cpu",
         dropout_seed=torch.initial_seed(),
         dropout_rng_ranks=dropout_rng_ranks(engine.model),
-        parameter_bytes=held_bytes(engine, "parameters"),
-        optimizer_bytes=held_bytes(engine, "optimizer"),
+        parameter_bytes=state_bytes(engine, "parameters"),
+        optimizer_bytes=state_bytes(engine, "optimizer"),
         host_state=sorted(engine.host_state),
         state_bytes_by_device={
             "parameters": bytes_by_device(engine, "parameters"),
             "gradients": profiled.gradient_bytes_by_device,
             "optimizer": bytes_by_device(engine, "optimizer"),
         },
-        parameter_shards=held_shards(engine, "parameters"),
-        optimizer_shards=held_shards(engine, "optimizer"),
+        parameter_shards=state_shards(engine, "parameters"),
+        optimizer_shards=state_shards(engine, "optimizer"),
     )
 
 

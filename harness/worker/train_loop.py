@@ -19,7 +19,8 @@ from harness.measure.step_timer import StepTimes
 from harness.measure.time_breakdown import STEP_PHASE, StepTrace
 from harness.models import compile
 from harness.probe import Probe
-from harness.records.rank_report import HostUsage, ProfiledStep, TensorFingerprint, TimeBreakdown
+from harness.records.rank_report import HostUsage, ProfiledStep, TimeBreakdown
+from harness.records.tensor_shards import TensorFingerprint
 
 
 @dataclass(frozen=True)

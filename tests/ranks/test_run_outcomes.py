@@ -36,7 +36,7 @@ def results(results: Path) -> Path:
 def test_memory_that_runs_out_is_an_oom_row(results: Path, fault: Callable[[str], None], strategy: str) -> None:
     row = run_with(results, fault, f"strategy={strategy}").row
     assert row["status"] == "oom" and row["failed_in_phase"] == "warm-up"
-    assert "rank 1 in warm-up" in row["reason"] and "memory" in row["reason"]
+    assert "rank 1 ran out of memory in phase warm-up" in row["reason"]
     check_last(row)
 
 
@@ -67,7 +67,7 @@ def test_a_hang_ends_early_and_leaves_every_ranks_stacks(results: Path) -> None:
     assert "was in warm-up, step 1, in " in row["reason"] and row["duration_seconds"] < 15
     check_last(row)
     folder = folder_of(results, record)
-    assert (stack_dump.main_thread_location(folder, 1) or "").startswith("waiting (faults.py:")
+    assert (stack_dump.main_thread_location(folder, 1) or "").startswith("waiting (endings.py:")
     assert "harness/worker/train_loop.py" in RunFolder(folder).stacks(0).read_text()
 
 

@@ -42,4 +42,4 @@ def test_without_arguments_help_is_shown_and_nothing_is_trained() -> None:
 
 def test_status_needs_no_torch(tmp_path: Path) -> None:
     heavy, printed, _ = imported("status", str(tmp_path))
-    assert "torch" not in heavy and "no run recorded" in printed
+    assert "torch" not in heavy and "no run is recorded" in printed

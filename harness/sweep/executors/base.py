@@ -1,8 +1,9 @@
 """The interface of executors and of those who watch a sweep, and what executors on one machine share."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from harness.config.schema import ClusterConfig
+from harness.config.values import ConfigValues
 from harness.hardware.machine import Machine
 from harness.records.schema import Record
 from harness.runner.context import LogFn
@@ -26,14 +27,14 @@ def stored_record(run: QueuedRun, log: LogFn) -> Record | None:
 
 
 class Executor(Protocol):
-    """Makes runs: in this process, side by side in others, or as jobs of a cluster."""
+    """The part of a command that makes runs: in this process, side by side in others, or as jobs of a cluster."""
 
     @property
     def max_parallel(self) -> int:
         """How many runs it makes at once."""
         ...
 
-    def plan_run(self, values: dict[str, Any], repeat_index: int) -> QueuedRun:
+    def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
         """Return the run of composed values, planned if its machine is known. Raises UserError if it is impossible."""
         ...
 
@@ -66,7 +67,7 @@ class Executor(Protocol):
 
 
 class SweepObserver(Protocol):
-    """Follows the progress of a sweep."""
+    """The part of a command that follows the progress of its sweep."""
 
     def on_started(self, run: QueuedRun) -> None:
         """Handle the start of a run."""

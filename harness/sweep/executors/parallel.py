@@ -55,7 +55,10 @@ def start_process(process: Any) -> None:
 
 
 class ParallelExecutor:
-    """Gives every run as many devices as it has ranks, with their share of the cores; on a CPU, an equal core set."""
+    """The executor of runs side by side.
+
+    Every run has as many devices as ranks, with their share of the cores; on a CPU every run has an equal set of cores.
+    """
 
     def __init__(self, parallel: int | str, models: Sequence[ModelConfig], display: ProgressDisplay) -> None:
         self.models, self.display = models, display
@@ -216,7 +219,7 @@ def record_of_killed_worker(run: QueuedRun, exit_code: int) -> Record | None:
     assert run.plan is not None
     end = signal.Signals(-exit_code).name if exit_code < 0 else f"code {exit_code}"
     ending: Cells = {"status": "error", "reason": f"the process that ran it ended with {end}"}
-    with run_lock(run.plan.folder.lock, wait=False) as is_mine:
-        if not is_mine:
+    with run_lock(run.plan.folder.lock, wait=False) as is_acquired:
+        if not is_acquired:
             return None
         return stored_record(run, lambda _: None) or write_row(run.plan, ending)

@@ -18,7 +18,7 @@ from harness.sweep.queued_run import QueuedRun, plan_run
 
 
 class SequentialExecutor:
-    """Makes one run after another in this process; in a cluster's job, over the nodes that it leads."""
+    """The executor of one run after another in this process; in a cluster's job, over the nodes that it leads."""
 
     max_parallel = 1
 

@@ -22,6 +22,9 @@ MOST_IN_ARRAY = 1000  # Slurm's own limit unless a site sets another: MaxArraySi
 SPARE_SECONDS = 300.0  # of a job, beside what a run and its reference may take
 
 
+Option = str | int | float | bool | None  # the value of an option of sbatch; True: it has none; None: it is not set
+
+
 @dataclass(frozen=True)
 class SlurmResources:
     """The keys of hydra.launcher: what a job requests. They are those of Hydra's submitit launcher, and `submit`."""
@@ -41,7 +44,7 @@ class SlurmResources:
     array_parallelism: int = 256
     setup: tuple[str, ...] = ()
     srun_args: tuple[str, ...] = ()
-    additional_parameters: dict[str, Any] = field(default_factory=dict)
+    additional_parameters: dict[str, Any] = field(default_factory=dict)  # further options, passed on as they are
 
 
 def sbatch_directives(resources: SlurmResources, config: RunConfig, command: CommandConfig) -> str:
@@ -52,7 +55,7 @@ def sbatch_directives(resources: SlurmResources, config: RunConfig, command: Com
     if cpus is None and gpus is None:
         cpus = cluster.gpus_per_node or CPU_RANKS
     minutes = math.ceil((2 * command.timeout_seconds + SPARE_SECONDS) / 60)
-    options: dict[str, Any] = {
+    options: dict[str, Option] = {
         "job-name": f"harness-{command.name}",
         "nodes": resources.nodes or cluster.nodes,
         "ntasks-per-node": 1,
@@ -97,28 +100,28 @@ def batch_script(directives: str, resources: SlurmResources, files: Sequence[Pat
 
 def submit(script: str, folder: Path) -> str:
     """Submit a batch script and return the number of its job array. Raises UserError with sbatch's own message."""
-    done = run_slurm_command("sbatch", "--parsable", standard_input=script, cwd=folder)
-    if done is None or done.returncode:
-        reason = "sbatch is not installed, or does not answer" if done is None else one_line(done.stderr)
+    result = run_slurm_command("sbatch", "--parsable", standard_input=script, cwd=folder)
+    if result is None or result.returncode:
+        reason = "sbatch is not installed, or does not answer" if result is None else one_line(result.stderr)
         raise UserError(f"hydra/launcher=slurm: {reason}")
-    return done.stdout.strip().partition(";")[0]
+    return result.stdout.strip().partition(";")[0]
 
 
 def squeue_states(jobs: set[str]) -> dict[str, str] | None:
     """Return the states of those jobs (such as 12_3) that are still in the queue; None if Slurm does not answer."""
     if not jobs:
         return {}
-    done = run_slurm_command("squeue", "--me", "--noheader", "--array", "--format=%i %T")
-    if done is None or done.returncode:
+    result = run_slurm_command("squeue", "--me", "--noheader", "--array", "--format=%i %T")
+    if result is None or result.returncode:
         return None
-    states = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line.strip())
+    states = dict(line.split(maxsplit=1) for line in result.stdout.splitlines() if " " in line.strip())
     return {job: state for job, state in states.items() if job in jobs}
 
 
 def final_state(job: str) -> str:
     """Return the state in which a job ended, such as NODE_FAIL; '' if Slurm no longer knows the job."""
-    done = run_slurm_command("scontrol", "show", "job", "--oneliner", job)
-    fields = done.stdout.split() if done is not None and not done.returncode else []
+    result = run_slurm_command("scontrol", "show", "job", "--oneliner", job)
+    fields = result.stdout.split() if result is not None and not result.returncode else []
     return next((entry.partition("=")[2] for entry in fields if entry.startswith("JobState=")), "")
 
 

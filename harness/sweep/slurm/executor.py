@@ -1,6 +1,6 @@
 """The executor that makes runs as jobs of Slurm.
 
-What counts are files (harness.sweep.slurm.mailbox) and the runs' records, not what Slurm says of its jobs.
+It relies on files (harness.sweep.slurm.mailbox) and on the runs' records more than on what Slurm says of its jobs.
 """
 
 import shutil
@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from harness.config.command import read_command_config
 from harness.config.from_dict import from_dict
+from harness.config.values import ConfigValues, GroupValues
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_record, write_record
@@ -28,6 +28,7 @@ from harness.sweep.slurm.mailbox import job_key, message_file, read_run_ids, sub
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json, atomic_write_text
 from harness.util.locks import is_locked, run_lock
+from harness.util.text import count_text
 
 POLL_SECONDS = 1.0
 
@@ -39,7 +40,7 @@ class SubmittedRun:
     """A combination that is submitted, or to be submitted, as a job."""
 
     run: QueuedRun
-    values: dict[str, Any]
+    values: ConfigValues
     job: str | None = None  # 12, or 12_3 of an array; None: not submitted yet
     missing_since: float | None = None  # time.monotonic() at which the job was not in the queue any more
     started_runs: list[str] = field(default_factory=list)  # run ids
@@ -50,13 +51,16 @@ class SubmittedRun:
 
 
 class SlurmExecutor:
-    """Submits all its runs, in arrays, and waits for the answers. Jobs outlive this command; the next finds them."""
+    """The executor that submits all its runs, in arrays, and waits for the answers.
 
-    def __init__(self, launcher: dict[str, Any], display: ProgressDisplay) -> None:
+    Jobs outlive this command, and the next command finds them again.
+    """
+
+    def __init__(self, launcher: GroupValues, display: ProgressDisplay) -> None:
         keys = {key: value for key, value in launcher.items() if key != "_target_"}
         self.resources: SlurmResources = from_dict(SlurmResources, keys, "hydra.launcher")
         self.display = display
-        self.values: dict[QueuedRun, dict[str, Any]] = {}
+        self.values: dict[QueuedRun, ConfigValues] = {}
         self.submitted: dict[QueuedRun, SubmittedRun] = {}
         self.polled_at = 0.0
 
@@ -65,7 +69,7 @@ class SlurmExecutor:
         """How many jobs run at once."""
         return self.resources.array_parallelism
 
-    def plan_run(self, values: dict[str, Any], repeat_index: int) -> QueuedRun:
+    def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
         """Return the run of composed values, which its node plans. Raises UserError if it is no configuration."""
         config = resolve_run_config(candidates(values)[0] if wants_max_micro_batch(values) else values)
         command = read_command_config(values)
@@ -115,16 +119,16 @@ class SlurmExecutor:
         for comparison in comparisons:
             comparison.jobs.mkdir(parents=True, exist_ok=True)
             with run_lock(ComparisonFolder(comparison.jobs).lock("submission")):
-                mine = [submitted for submitted in new if submitted.run.comparison == comparison]
-                jobs = {submitted.run: submitted_job(submitted.message()) for submitted in mine}
+                selected = [submitted for submitted in new if submitted.run.comparison == comparison]
+                jobs = {submitted.run: submitted_job(submitted.message()) for submitted in selected}
                 queued = commands.squeue_states({job for job in jobs.values() if job})
                 if queued is None:
                     raise UserError("hydra/launcher=slurm: squeue does not answer which jobs are in the queue")
-                for submitted in mine:
+                for submitted in selected:
                     job = jobs[submitted.run]
                     submitted.job = job if job in queued else None
-                fresh = [submitted for submitted in mine if submitted.job is None]
-                for directives, group in group_by_resources(self.resources, fresh):
+                unsubmitted = [submitted for submitted in selected if submitted.job is None]
+                for directives, group in group_by_resources(self.resources, unsubmitted):
                     self.submit_array(comparison.jobs, directives, group)
 
     def submit_array(self, jobs: Path, directives: str, group: Sequence[SubmittedRun]) -> None:
@@ -140,7 +144,7 @@ class SlurmExecutor:
         for index, submitted in enumerate(group):
             submitted.job = f"{number}_{index}"
             atomic_write_json(submitted.message(), {"values": submitted.values, "job": submitted.job})
-        self.display.print_line(f"Slurm job {number}: {len(group)} runs")
+        self.display.print_line(f"Slurm job {number}: {count_text(len(group), 'run')}")
 
     def poll_run(self, submitted: SubmittedRun, states: dict[str, str] | None) -> Record | None:
         """Return the record of a run whose node answered, or whose job vanished without an answer."""
@@ -164,7 +168,7 @@ class SlurmExecutor:
         return record_of_vanished_job(submitted)
 
     def interrupt(self) -> list[tuple[QueuedRun, Record]]:
-        """End nothing: the jobs continue, and the user is told how to come back to them or to end them."""
+        """End nothing: the jobs continue. Print how to come back to them and how to end them."""
         numbers = sorted({str(entry.job).partition("_")[0] for entry in self.submitted.values() if entry.job})
         if numbers:
             self.display.print_line(
@@ -181,8 +185,8 @@ def write_scripts(executor: SlurmExecutor, runs: Sequence[QueuedRun]) -> list[Pa
     scripts = []
     for comparison in dict.fromkeys(run.comparison for run in runs):
         comparison.jobs.mkdir(parents=True, exist_ok=True)
-        mine = [SubmittedRun(run, executor.values[run]) for run in runs if run.comparison == comparison]
-        for number, (directives, group) in enumerate(group_by_resources(executor.resources, mine)):
+        selected = [SubmittedRun(run, executor.values[run]) for run in runs if run.comparison == comparison]
+        for number, (directives, group) in enumerate(group_by_resources(executor.resources, selected)):
             for entry in group:
                 atomic_write_json(entry.message(), {"values": entry.values, "job": None})
             files = [entry.message().resolve() for entry in group]

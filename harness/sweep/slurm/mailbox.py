@@ -1,22 +1,22 @@
 """The messages between a command and the nodes of its jobs: files, as either side may be gone for a while.
 
 results/NAME/.jobs/KEY.json          the values of a combination, and the job that was submitted for it
-results/NAME/.jobs/KEY.begun.json    the runs that its node made of it, as soon as they are started
+results/NAME/.jobs/KEY.begun.json    the runs that its node has started for it
 results/NAME/.jobs/KEY.answer.json   the same, once all of them have their record
 """
 
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from harness.config.fingerprint import result_affecting_keys, short_hash, with_old_keys
+from harness.config.values import ConfigValues
 from harness.records.run_folder import ComparisonFolder
 from harness.sweep.slurm import commands
 
 
-def job_key(values: dict[str, Any]) -> str:
-    """Return the hash of all that affects the result, as far as it is known before a node is."""
+def job_key(values: ConfigValues) -> str:
+    """Return the hash of all that affects the result, as far as it is known before the node is."""
     return short_hash(with_old_keys(result_affecting_keys(values)))
 
 

@@ -7,8 +7,8 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
+from harness.config.values import ConfigValues
 from harness.launcher.multinode import NodeGroup, rendezvous
 from harness.records.schema import Record
 from harness.runner.rejected import write_rejected
@@ -27,7 +27,7 @@ SPARE_SECONDS = 60.0  # before the job's time is up, to end and record a run
 
 
 class NodeObserver:
-    """Answers the waiting command, in files beside that of the values."""
+    """The observer that answers the waiting command, in files beside that of the values."""
 
     def __init__(self, path: Path, display: ProgressDisplay) -> None:
         self.path, self.display = path, display
@@ -72,14 +72,14 @@ def main() -> int:
 
 
 def join_nodes(count: int, rank: int) -> NodeGroup:
-    """Return the group of the job's nodes, once all of them are there."""
+    """Return the group of the job's nodes, once all of them have joined."""
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
-    port = FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", 0)) % PORTS if count > 1 else 0  # 0: any, as nobody comes
+    port = FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", 0)) % PORTS if count > 1 else 0  # 0: any free port
     end = os.environ.get("SLURM_JOB_END_TIME")
     return rendezvous(count, rank, address, port, float(end) - SPARE_SECONDS if end else None)
 
 
-def lead(path: Path, values: dict[str, Any], nodes: NodeGroup) -> None:
+def lead(path: Path, values: ConfigValues, nodes: NodeGroup) -> None:
     """Make the runs of the combination as the job's first node, and write the answer."""
     display = ProgressDisplay()
     observer = NodeObserver(path, display)

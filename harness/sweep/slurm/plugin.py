@@ -13,6 +13,8 @@ from typing import Any
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
 
+from harness.config.values import GroupValues
+
 PACKAGE = "hydra_plugins.harness"  # Hydra accepts launchers of the package hydra_plugins alone
 
 
@@ -36,6 +38,6 @@ def register_launcher() -> None:
     Plugins.instance().register(SlurmLauncher)
 
 
-def is_selected(launcher: dict[str, Any]) -> bool:
+def is_selected(launcher: GroupValues) -> bool:
     """Return whether these keys of hydra.launcher are those of our launcher."""
     return launcher.get("_target_") == f"{PACKAGE}.{SlurmLauncher.__name__}"
