@@ -77,7 +77,7 @@ def capacity_problem(
     if fits_machine:
         limit = f"cluster.memory_budget={config.cluster.memory_budget} is less"
     else:
-        limit = f"{format_bytes(available_bytes)} are there"
+        limit = f"{format_bytes(available_bytes)} are available"
         if device == "cpu" and ranks_on_host > 1:
             needs += f" x {ranks_on_host} ranks on one host = {format_bytes(rank_bytes * ranks_on_host)}"
     parts = {**memory.at_peak, "process": process_bytes}
@@ -106,7 +106,7 @@ def host_capacity_problem(
     keys += ["checkpointing.offload_activations=true"] if config.checkpointing.offload_activations else []
     return (
         f"{' and '.join(keys)} of model={config.model.name} needs {format_bytes(needed // ranks_on_host)} a rank x"
-        f" {ranks_on_host} ranks of the host = {format_bytes(needed)}, {format_bytes(available_bytes)} are there:"
+        f" {ranks_on_host} ranks of the host = {format_bytes(needed)}, {format_bytes(available_bytes)} are available:"
         " choose less offload, a smaller model, or preflight=false to try"
     )
 

@@ -14,7 +14,7 @@ from harness.cost_model.activations import loss_tensors
 from harness.cost_model.buffers import buffer_tensors, keeps_grad_buffers, unsharded_grad_bytes
 from harness.cost_model.pipeline import BackwardStart, backward_starts
 from harness.cost_model.stage_activations import host_gradient_bytes
-from harness.cost_model.stage_memory import Bytes, StageCost, held_parameter_count, stage_costs, step_peaks
+from harness.cost_model.stage_memory import Bytes, StageCost, local_parameter_count, stage_costs, step_peaks
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, local_numel, split_into_stages, whole_model
@@ -91,7 +91,7 @@ def prediction_columns(config: RunConfig, layout: Layout, widths: StateWidths, d
 def lower_bound_estimate(config: RunConfig, layout: Layout, widths: StateWidths, device: str) -> MemoryEstimate:
     """Return state and buffers alone, which are the least that the peak of a model with unknown activations can be."""
     stage = whole_model(config.model)
-    total = held_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp)
+    total = local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp)
     parameter_bytes, gradient_bytes, optimizer_bytes = (
         -(-width * total // layout.shard_count(kind))
         for kind, width in (

@@ -36,7 +36,7 @@ from harness.layout.partition import Stage, is_vocab_sharded, tp_shard_dim
 Bytes = dict[str, int]  # by what fills them: gradients, buffers, activations, loss, temporaries
 
 
-def held_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int | None = None) -> int:
+def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int | None = None) -> int:
     """Return the number of a stage's parameters on the tensor-parallel rank that has most of them.
 
     Matrices are cut as the plan says, and the norms are not. `vocabulary_tp` is the number of parts of embedding and
@@ -153,7 +153,7 @@ def stage_costs(config: RunConfig, layout: Layout, device: str, stages: Sequence
                 activations,
                 weight_pass_activations=(at_layer, at_matrix),
                 keeps_received_input=norm_keeps_input or checkpointing.recomputes_layer(stage.first_layer),
-                parameter_count=held_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp),
+                parameter_count=local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp),
                 has_16_bit_grads=config.precision.is_mixed,
                 unsharded_grad_bytes=unsharded_grad_bytes(config, layout, [stage]),
                 offloaded_bytes=offloaded,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from harness.config.schema import RunConfig
-from harness.cost_model.stage_memory import held_parameter_count
+from harness.cost_model.stage_memory import local_parameter_count
 from harness.layout.layout import Layout
 from harness.layout.parameters import parameter_count
 from harness.layout.partition import stages_of_rank, whole_model
@@ -16,7 +16,7 @@ def tensor_parallel(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     if t < 2 or t != run.degree("world_size"):
         return
     if config is not None and layout is not None:
-        count = held_parameter_count(config.model, whole_model(config.model), t, layout.vocabulary_tp)
+        count = local_parameter_count(config.model, whole_model(config.model), t, layout.vocabulary_tp)
         uncut = "norms" if layout.vocabulary_parallel else "norms and vocabulary"
         yield from compare_claim(
             run,
@@ -72,7 +72,7 @@ def pipeline(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     schedule = run.row.get("schedule")
     formulas = {"zero_bubble": "(p − 1)/(3vm)", "interleaved_1f1b": "(p − 1)/(vm)"}
     formula, measured = run.number("pipeline_bubble_theory") or 0.0, run.number("pipeline_bubble") or 0.0
-    cores, threads = (run.environment.get(key) or 0 for key in ("cores", "threads"))
+    cores, threads = (run.record.environment.get(key) or 0 for key in ("cores", "threads"))
     shared = run.row.get("measured_on") == "cpu" and cores < run.degree("world_size") * threads
     reasons = {
         "ranks share the processor's cores and wait for them too": shared,
@@ -94,7 +94,7 @@ def pipeline(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
 def _largest_stages(config: RunConfig, layout: Layout) -> int:
     """Return the number of parameters on the rank of a pipeline that holds most."""
     ranks = (stages_of_rank(config.model, layout, rank) for rank in range(layout.world_size))
-    return max(sum(held_parameter_count(config.model, stage, 1) for stage in stages) for stages in ranks)
+    return max(sum(local_parameter_count(config.model, stage, 1) for stage in stages) for stages in ranks)
 
 
 def _in_flight(run: ClaimRun) -> Iterator[Claim]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from harness.config.fingerprint import fingerprint
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import executed_flops, model_flops, takes_fused_kernel
 from harness.cost_model.memory import lower_bound_estimate
-from harness.cost_model.stage_memory import held_parameter_count
+from harness.cost_model.stage_memory import local_parameter_count
 from harness.engines.base import load_engine
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout
@@ -35,8 +36,8 @@ from harness.runner.record import config_columns
 from harness.runner.resolve import resolve_run_config
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
-from tests.support import faults
-from tests.support.commands import Harness, assert_not_proven, compose, compose_config, execute_run
+from tests.support import commands, faults
+from tests.support.commands import Harness, assert_not_proven, compose_config
 from tests.support.models import model_named
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
@@ -118,8 +119,8 @@ def test_what_is_asked_is_what_our_formula_says(tmp_path: Path, attention: str, 
         ("gpt2", "strategy=ddp checkpointing=full"),
     ],
 )
-def test_a_run_is_proven(tmp_path: Path, kind: str, overrides: str) -> None:
-    record = run_with(tmp_path, kind, *overrides.split())
+def test_a_run_is_proven(results: Path, kind: str, overrides: str) -> None:
+    record = run_with(results, kind, *overrides.split())
     row = record.row
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["model"] == f"small-{kind}" and row["parameters"] == record.config["model"]["parameters"]
@@ -136,10 +137,8 @@ def test_a_run_is_proven(tmp_path: Path, kind: str, overrides: str) -> None:
         assert row["parameter_bytes"] == held.parameter_bytes and row["optimizer_bytes"] == held.optimizer_bytes
 
 
-def run_with(tmp_path: Path, kind: str, *overrides: str, entry: Any = worker_main.main) -> Record:
-    model = ("model=hf", f"model.path={folder(tmp_path, kind)}", *BATCH)
-    config, command = compose(*model, f"results_dir={tmp_path}", "world_size=2", *overrides)
-    return execute_run(config, command, entry)
+def run_with(results: Path, kind: str, *overrides: str, entry: Callable[[str], None] = worker_main.main) -> Record:
+    return commands.run_with(results, entry, "model=hf", f"model.path={folder(results, kind)}", *BATCH, *overrides)
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2", "gpt_neox"))
@@ -154,7 +153,7 @@ def test_a_rank_holds_its_part_of_every_layer(tmp_path: Path, kind: str) -> None
         if model_profile(model).layer_index(name) is not None
     ]
     assert own < parameter_count(model) - sum(math.prod(shape) for shape in layers if len(shape) == 2) / 2 + 1
-    assert held_parameter_count(model, whole_model(model), 2) == own
+    assert local_parameter_count(model, whole_model(model), 2) == own
     widths = load_engine("torch").state_widths(config, layout)
     assert lower_bound_estimate(config, layout, widths, "cpu").parameter_bytes == 4 * own
 
@@ -197,26 +196,31 @@ def test_the_kernel_that_was_heard_decides_what_backward_makes_again(tmp_path: P
 @pytest.mark.parametrize("kind", ("llama", "qwen2", "gpt_neox", "gpt2", "gptj"))
 @pytest.mark.parametrize("checkpointing", ("none", "full"))
 @pytest.mark.parametrize("precision", ("fp32", "bf16_mixed"))
-def test_every_layout_is_proven(tmp_path: Path, kind: str, checkpointing: str, precision: str) -> None:
+def test_every_layout_is_proven(results: Path, kind: str, checkpointing: str, precision: str) -> None:
     strategies = ["ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard"]
     strategies += ["tp"] if kind in ("llama", "qwen2", "gpt_neox") else []
     for strategy in strategies:
-        given = [f"strategy={strategy}", f"checkpointing={checkpointing}", f"precision={precision}", "model.dropout=0"]
-        given += ["model.attention=eager"] if kind == "gptj" else []
-        row = run_with(tmp_path, kind, *given).row
+        options = [
+            f"strategy={strategy}",
+            f"checkpointing={checkpointing}",
+            f"precision={precision}",
+            "model.dropout=0",
+        ]
+        options += ["model.attention=eager"] if kind == "gptj" else []
+        row = run_with(results, kind, *options).row
         assert (row["status"], row["reason"]) == ("ok", ""), strategy
 
 
 @pytest.mark.parametrize(
-    ("fault", "overrides", "found"),
+    ("fault", "overrides", "problem"),
     [
         (faults.rows_not_summed, "strategy=tp", "0.69 x the"),
         (faults.layer_of_library_twice, "strategy=ddp", "a step ran"),
     ],
 )
-def test_a_fault_is_an_error(tmp_path: Path, fault: Any, overrides: str, found: str) -> None:
-    record = run_with(tmp_path, "llama", *overrides.split(), entry=fault)
-    assert_not_proven(record, found)
+def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], overrides: str, problem: str) -> None:
+    record = run_with(results, "llama", *overrides.split(), entry=fault)
+    assert_not_proven(record, problem)
 
 
 @pytest.mark.parametrize(

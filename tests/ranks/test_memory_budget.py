@@ -201,7 +201,7 @@ def test_what_is_predicted_beyond_a_budget_is_refused_by_its_name() -> None:
         assert capacity_problem(planned(*short, remedy), PREPARED) is None, remedy
     assert capacity_problem(planned(*short, "preflight=false"), PREPARED) is None
     small = dataclasses.replace(ROOMY, free_bytes=(2**30,))  # of both limits the machine's is said
-    assert "1.0 GiB are there" in (
+    assert "1.0 GiB are available" in (
         capacity_problem(dataclasses.replace(planned(*short), machine=small), PREPARED) or ""
     )
 

@@ -31,7 +31,8 @@ from harness.records.schema import Record
 from harness.runner import local_machine
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
-from tests.support import commands, faults, row_invariants
+from tests.support import commands, faults, replayed_faults, row_invariants
+from tests.support.combinations import Combination
 from tests.support.commands import assert_not_proven, compose_config
 
 CPU = torch.device("cpu")
@@ -111,7 +112,10 @@ def check(results: Path, case: str, world: int) -> None:
 @pytest.mark.parametrize(
     ("fault", "case", "problem"),
     [
-        (faults.offload_dropped, "strategy=zero_offload", "was built to keep nothing on the host"),
+        pytest.param(
+            *(faults.offload_dropped, "strategy=zero_offload", "was built to keep nothing on the host"),
+            marks=pytest.mark.long,  # replayed below
+        ),
         (
             faults.shards_not_offloaded,
             "strategy=fsdp_full_shard strategy.offload=parameters",
@@ -124,6 +128,11 @@ def check(results: Path, case: str, world: int) -> None:
 def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], case: str, problem: str) -> None:
     record = run_with(results, fault, case)
     assert_not_proven(record, problem)
+
+
+def test_an_offload_that_is_not_reported_is_an_error(results: Path) -> None:
+    problems = replayed_faults.problems_of(results, Combination("zero_offload"), replayed_faults.offload_dropped)
+    assert any("was built to keep nothing on the host" in problem for problem in problems), problems
 
 
 def rank_on_gpu(**placed: dict[str, int]) -> RankReport:
@@ -206,7 +215,7 @@ def test_what_the_host_cannot_hold_is_refused_before_a_start() -> None:
     sizes = {"available_bytes": 2**40, "ranks_on_host": 8, "device": "cuda", "models": []}
     reason = capacity.capacity_problem(config, found, widths, host_available_bytes=64 * 2**30, **sizes)  # type: ignore[arg-type]
     assert reason is not None and reason.startswith("strategy.offload=optimizer of model=7b needs ")
-    assert "8 ranks of the host" in reason and "64.0 GiB are there: choose" in reason
+    assert "8 ranks of the host" in reason and "64.0 GiB are available: choose" in reason
     assert capacity.capacity_problem(config, found, widths, host_available_bytes=2**40, **sizes) is None  # type: ignore[arg-type]
 
 
@@ -247,7 +256,7 @@ def test_each_storage_is_copied_once_and_gradients_are_the_same_bits(checkpointi
     assert meter.peak_offloaded_bytes == expected and device_bytes == [0, 0]
     layers = config.model.num_hidden_layers
     assert counted.copies == (layers + 2 if checkpointing == "full" else counted.copies)
-    assert meter._offloaded_bytes == meter.held_bytes == 0 and not meter._offloaded
+    assert meter._offloaded_bytes == meter.saved_bytes == 0 and not meter._offloaded
 
 
 def test_a_tensor_changed_after_it_was_copied_is_copied_again() -> None:

@@ -18,7 +18,7 @@ def write_runs(folder: Path) -> None:
         write_record(folder / record.run_id, record)
 
 
-def test_recorded_runs_are_a_table_with_types(tmp_path: Path) -> None:
+def test_recorded_runs_load_as_a_typed_table(tmp_path: Path) -> None:
     write_runs(tmp_path)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "record.json").write_text("{")
@@ -31,12 +31,12 @@ def test_recorded_runs_are_a_table_with_types(tmp_path: Path) -> None:
     assert len(table.attrs["problems"]) == 1 and "broken" in table.attrs["problems"][0]
 
 
-def test_a_folder_that_is_missing_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_folder_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(harness.UserError, match="is not a directory"):
         harness.load(tmp_path / "nowhere")
 
 
-def test_memory_is_estimated_for_a_cluster_that_is_not_here() -> None:
+def test_memory_is_estimated_for_another_cluster() -> None:
     cluster = ("model=7b", "cluster.device=cuda", "cluster.gpus_per_node=8")
     parts = [harness.estimate_memory(*cluster, f"strategy={name}") for name in ("ddp", "zero3")]
     assert all(isinstance(part, harness.MemoryEstimate) for part in parts)
@@ -52,13 +52,13 @@ def test_memory_is_estimated_for_a_cluster_that_is_not_here() -> None:
         (("train.steps=0",), "train.steps=0 is not a positive whole number"),
     ],
 )
-def test_an_impossible_configuration_is_one_line(overrides: tuple[str, ...], problem: str) -> None:
+def test_an_impossible_configuration_is_a_user_error_of_one_line(overrides: tuple[str, ...], problem: str) -> None:
     with pytest.raises(harness.UserError, match=problem) as error:
         harness.estimate_memory(*overrides)
     assert "\n" not in str(error.value)
 
 
-def test_an_estimate_needs_no_torch_and_the_package_alone_nothing_heavy() -> None:
+def test_importing_loads_nothing_heavy_and_estimating_memory_no_torch() -> None:
     heavy = ("torch", "hydra", "pandas")
     code = (
         "import json, sys, harness\n"
@@ -66,11 +66,11 @@ def test_an_estimate_needs_no_torch_and_the_package_alone_nothing_heavy() -> Non
         "harness.estimate_memory('strategy=fsdp_full_shard', 'world_size=8')\n"
         "print(json.dumps('torch' in sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [[], False]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [json.loads(line) for line in process.stdout.splitlines()] == [[], False]
 
 
-def test_the_api_is_listed_and_nothing_else_is_found() -> None:
+def test_dir_lists_the_api_and_other_names_raise_attribute_error() -> None:
     assert {"load", "estimate_memory", "RunConfig", "Layout"} <= set(dir(harness))
     with pytest.raises(AttributeError, match="no attribute 'train'"):
         _ = harness.train  # type: ignore[attr-defined]

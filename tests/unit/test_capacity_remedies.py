@@ -14,7 +14,7 @@ from tests.support.models import PREPARED
 
 BATCH = ("train.global_batch=16", "train.micro_batch=2", "train.seq_len=128", "data=synthetic")
 
-TWO = "strategy.tp=2 strategy.vocabulary_parallel=false"
+WITHOUT_VOCABULARY_TP = "strategy.tp=2 strategy.vocabulary_parallel=false"
 
 # Each run with the kinds of remedies that must be offered, and no others, if memory is one byte short.
 CASES = {
@@ -26,8 +26,8 @@ CASES = {
     "strategy=pp_zero_bubble": "checkpointing model",
     "strategy=pp_1f1b train.compile=true": "checkpointing model",
     "strategy=tp train.compile=true": "checkpointing model",
-    f"strategy=zero1 {TWO}": "checkpointing model world_size",
-    f"strategy=zero2 {TWO} precision=bf16_mixed": "checkpointing model world_size",
+    f"strategy=zero1 {WITHOUT_VOCABULARY_TP}": "checkpointing model world_size",
+    f"strategy=zero2 {WITHOUT_VOCABULARY_TP} precision=bf16_mixed": "checkpointing model world_size",
     "strategy=single checkpointing=selective": "checkpointing model",
 }
 
@@ -36,16 +36,17 @@ CASES = {
 def test_every_remedy_is_itself_accepted_and_fits(case: str) -> None:
     overrides = ("model=350m", "world_size=4", "model.tie_word_embeddings=false", *BATCH, *case.split())
     device = "cpu" if "offload" in case else "cuda"  # of a GPU's memory full saves nothing beside offload
-    roomy = Machine(device, "", 1, 4, devices=64, free_bytes=(2**45,) * 64, cores=2)
-    this = make_plan(compose_config(*overrides), roomy)
-    needed = capacity.needed_bytes(estimate_memory(this.config, this.layout, this.widths, device), 4, device)
-    short = dataclasses.replace(roomy, free_bytes=(needed - 1,) * 64)
-    reason = capacity_problem(dataclasses.replace(this, machine=short), PREPARED)
+    large_machine = Machine(device, "", 1, 4, devices=64, free_bytes=(2**45,) * 64, cores=2)
+    plan = make_plan(compose_config(*overrides), large_machine)
+    needed = capacity.needed_bytes(estimate_memory(plan.config, plan.layout, plan.widths, device), 4, device)
+    small_machine = dataclasses.replace(large_machine, free_bytes=(needed - 1,) * 64)
+    reason = capacity_problem(dataclasses.replace(plan, machine=small_machine), PREPARED)
     assert reason is not None
-    named = r"(checkpointing=\w+|model=\w+|world_size=\d+(?: and train\.global_batch=\d+)?)[^,]* \("
-    remedies = re.findall(named, reason.partition(": choose ")[2])
+    pattern = r"(checkpointing=\w+|model=\w+|world_size=\d+(?: and train\.global_batch=\d+)?)[^,]* \("
+    remedies = re.findall(pattern, reason.partition(": choose ")[2])
     assert {remedy.partition("=")[0] for remedy in remedies} == set(CASES[case].split()), reason
     for remedy in remedies:
         assert (
-            capacity_problem(make_plan(compose_config(*overrides, *remedy.split(" and ")), short), PREPARED) is None
+            capacity_problem(make_plan(compose_config(*overrides, *remedy.split(" and ")), small_machine), PREPARED)
+            is None
         ), remedy

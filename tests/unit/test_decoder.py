@@ -19,7 +19,7 @@ TINY: ModelConfig = from_dict(ModelConfig, yaml.safe_load((ROOT / "conf" / "mode
 CPU = torch.device("cpu")
 
 
-def made(attention: str = "flash", tied: bool = False) -> Decoder:
+def initialized_decoder(attention: str = "flash", tied: bool = False) -> Decoder:
     config = dataclasses.replace(TINY, attention=attention, tie_word_embeddings=tied)
     model = build_model(config)
     materialize(model, config, 0, CPU, torch.float32)
@@ -31,32 +31,34 @@ def tokens(seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("attention", ["flash", "eager"])
-def test_no_token_sees_a_later_one(attention: str) -> None:
-    model, some, other = made(attention), tokens(1), tokens(2)
-    mixed = torch.cat((some[:, :20], other[:, 20:]), dim=1)
-    torch.testing.assert_close(model(mixed)[:, :20], model(some)[:, :20])
-    assert not torch.allclose(model(mixed)[:, 20:], model(some)[:, 20:])
+def test_attention_is_causal(attention: str) -> None:
+    model, first, second = initialized_decoder(attention), tokens(1), tokens(2)
+    mixed = torch.cat((first[:, :20], second[:, 20:]), dim=1)
+    torch.testing.assert_close(model(mixed)[:, :20], model(first)[:, :20])
+    assert not torch.allclose(model(mixed)[:, 20:], model(first)[:, 20:])
 
 
-def test_order_matters() -> None:
+def test_logits_depend_on_the_order_of_tokens() -> None:
     """Without positions the last token's logits would not change with the order of those before it."""
-    model, some = made(), tokens(1)
-    swapped = some.clone()
-    swapped[:, [3, 7]] = some[:, [7, 3]]
-    assert (model(swapped)[:, -1] - model(some)[:, -1]).abs().max() > 1e-4
+    model, first = initialized_decoder(), tokens(1)
+    swapped = first.clone()
+    swapped[:, [3, 7]] = first[:, [7, 3]]
+    assert (model(swapped)[:, -1] - model(first)[:, -1]).abs().max() > 1e-4
 
 
-def test_kernels_agree() -> None:
-    torch.testing.assert_close(made("flash")(tokens(1)), made("eager")(tokens(1)), rtol=1e-4, atol=1e-5)
+def test_attention_kernels_compute_the_same_logits() -> None:
+    torch.testing.assert_close(
+        initialized_decoder("flash")(tokens(1)), initialized_decoder("eager")(tokens(1)), rtol=1e-4, atol=1e-5
+    )
 
 
-def test_tied_weights_are_one() -> None:
-    model = made(tied=True)
+def test_tied_weights_are_the_same_parameter() -> None:
+    model = initialized_decoder(tied=True)
     assert model.lm_head.weight is model.embed_tokens.weight
     assert "lm_head.weight" not in dict(model.named_parameters())
 
 
-def test_initial_values_follow_from_seed_and_name_alone() -> None:
+def test_initial_values_depend_only_on_seed_and_name() -> None:
     shape = torch.Size((8, 4))
     value = initial_value("layers.0.mlp.up_proj.weight", shape, TINY, 0, CPU)
     assert torch.equal(value, initial_value("layers.0.mlp.up_proj.weight", shape, TINY, 0, CPU))

@@ -34,7 +34,7 @@ ATTENTION = pytest.mark.parametrize("attention", ["flash", "eager"])
 
 @CASES
 @ATTENTION
-def test_forward_and_backward_are_what_torch_counts(sizes: list[str], attention: str) -> None:
+def test_operations_of_forward_and_backward_equal_torchs_count(sizes: list[str], attention: str) -> None:
     config = compose_config(*SHORT, *sizes, f"model.attention={attention}")
     forward, backward = counted(config)
     assert forward == pytest.approx(model_flops(config) / 3, rel=1e-9)
@@ -47,23 +47,28 @@ def test_forward_and_backward_are_what_torch_counts(sizes: list[str], attention:
 
 @CASES
 @ATTENTION
-def test_full_checkpointing_runs_again_what_the_formula_says(sizes: list[str], attention: str) -> None:
+def test_recomputed_operations_equal_torchs_count(sizes: list[str], attention: str) -> None:
     config = compose_config(*SHORT, *sizes, f"model.attention={attention}", "checkpointing=full")
     plain = dataclasses.replace(config, checkpointing=dataclasses.replace(config.checkpointing, name="none"))
-    ran = sum(counted(config))
-    more = ran - sum(counted(plain))
-    assert more == recomputed_flops(config, alone(config)) > 0 == recomputed_flops(plain, alone(plain))
-    assert ran == executed_flops(config, alone(config))
+    executed = sum(counted(config))
+    additional = executed - sum(counted(plain))
+    assert additional == recomputed_flops(config, alone(config)) > 0 == recomputed_flops(plain, alone(plain))
+    assert executed == executed_flops(config, alone(config))
     assert model_flops(config) == model_flops(plain)
     # An engine whose second forward does not stop early runs the whole layer again, never the head.
-    again = recomputed_flops(config, alone(config), recomputes_last_projection=True)
-    assert more < again == config.model.num_hidden_layers * layer_flops(config) < model_flops(config) / 3
+    with_last_projection = recomputed_flops(config, alone(config), recomputes_last_projection=True)
+    assert (
+        additional
+        < with_last_projection
+        == config.model.num_hidden_layers * layer_flops(config)
+        < model_flops(config) / 3
+    )
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("pp", [2, 4])
-def test_stages_share_the_step_and_halves_run_their_forwards_twice(schedule: str, checkpointing: str, pp: int) -> None:
+def test_operations_of_pipeline_stages_equal_torchs_count(schedule: str, checkpointing: str, pp: int) -> None:
     overrides = ["strategy=pp_1f1b", f"strategy.schedule={schedule}", f"checkpointing={checkpointing}"]
     config = compose_config(*overrides, "train.global_batch=1", f"world_size={pp}")
     layout = resolve_layout(config.strategy, pp)
@@ -75,16 +80,16 @@ def test_stages_share_the_step_and_halves_run_their_forwards_twice(schedule: str
         assert recomputed_flops(config, layout) == single * (2 - first if twice else 1)
 
 
-def test_how_the_world_is_divided_changes_nothing() -> None:
+def test_operations_are_the_same_under_every_layout() -> None:
     config = compose_config("checkpointing=full")
-    found = set()
+    flops = set()
     for strategy in ("single", "ddp", "zero3", "fsdp_full_shard", "tp", "tp_sp", "pp_gpipe", "pp_interleaved"):
-        found.add(executed_flops(config, resolve_layout(compose_config(f"strategy={strategy}").strategy, 2)))
-    assert len(found) == 1
+        flops.add(executed_flops(config, resolve_layout(compose_config(f"strategy={strategy}").strategy, 2)))
+    assert len(flops) == 1
 
 
 @pytest.mark.parametrize("name", ["tiny", "1b", "8b", "70b"])
-def test_palm_counts_six_operations_a_parameter_and_token(name: str) -> None:
+def test_model_flops_equal_palms_formula(name: str) -> None:
     """N is the parameters of matrices that multiply, and attention adds 12 L h s."""
     config = compose_config(f"model={name}", "train.seq_len=100")
     model = config.model
@@ -107,7 +112,7 @@ def test_cuda_has_no_fused_kernel_for_grouped_heads_in_fp32() -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "attention"])
 @pytest.mark.parametrize(
-    ("asked_for", "heard", "counts"),
+    ("overrides", "observed", "counts"),
     [
         ("model=gpt_tiny model.dropout=0.1", "flash", "model=gpt_tiny model.dropout=0"),  # cuda: its kernels drop
         ("model=gpt_tiny model.dropout=0.1", "composed", "model=gpt_tiny model.dropout=0.1"),  # cpu
@@ -119,16 +124,16 @@ def test_cuda_has_no_fused_kernel_for_grouped_heads_in_fp32() -> None:
         ("model=tiny model.attention=eager", "composed", "model=tiny model.attention=eager"),
     ],
 )
-def test_a_run_is_held_to_the_operations_of_the_kernel_it_heard(
-    asked_for: str, heard: str, counts: str, checkpointing: str
+def test_the_proof_expects_the_operations_of_the_observed_kernel(
+    overrides: str, observed: str, counts: str, checkpointing: str
 ) -> None:
     """The run did torch's count of a CPU's equivalent kernel; another kernel's count would be an error."""
     both = (*SHORT, "train.seq_len=256", f"checkpointing={checkpointing}")
-    config = compose_config(*both, *asked_for.split())
-    ran = sum(counted(compose_config(*both, *counts.split())))
-    other = "composed" if heard in FUSED_KERNELS else "flash"
-    for kernel, problems in ((heard, 0), (other, 1)):
-        ranks = [RankReport(profiled=ProfiledStep(flops=ran, attention_kernels=[kernel]))]
+    config = compose_config(*both, *overrides.split())
+    executed = sum(counted(compose_config(*both, *counts.split())))
+    other = "composed" if observed in FUSED_KERNELS else "flash"
+    for kernel, problems in ((observed, 0), (other, 1)):
+        ranks = [RankReport(profiled=ProfiledStep(flops=executed, attention_kernels=[kernel]))]
         assert len(flops_problems(config, alone(config), StateWidths(4, 4, 8, 4), ranks)) == problems
 
 
@@ -140,7 +145,7 @@ def test_a_run_is_held_to_the_operations_of_the_kernel_it_heard(
         *(("NVIDIA GeForce RTX 4090", 165), ("AMD Instinct MI300X", 1307)),
     ],
 )
-def test_dense_peaks_as_published(name: str, teraflops: int) -> None:
+def test_peaks_are_the_published_dense_ones(name: str, teraflops: int) -> None:
     assert peak_flops(name, "bfloat16") == peak_flops(name, "float16") == teraflops * 1e12
 
 

@@ -33,11 +33,11 @@ Sources = dict[str, str]  # module name -> source
 
 def sources() -> Sources:
     """Return the source of every module of the package by its dotted name."""
-    found = {}
+    modules = {}
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
-    return found
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return modules
 
 
 def imports(name: str, modules: Sources) -> Iterator[str]:
@@ -60,16 +60,17 @@ def layer_problems(modules: Sources) -> list[str]:
     """Return one line for every import that breaks the rule."""
     problems = []
     for name in sorted(modules):
-        here = package_of(name)
-        if here and here not in POSITION and here != "__main__":
+        package = package_of(name)
+        if package and package not in POSITION and package != "__main__":
             problems.append(f"{name} is in no layer")
         for target in imports(name, modules):
-            there = package_of(target) if target.startswith("harness.") else ""
-            if there in FORBIDDEN.get(here, ()):
+            target_package = package_of(target) if target.startswith("harness.") else ""
+            if target_package in FORBIDDEN.get(package, ()):
                 problems.append(f"{name} imports {target}")
-            if here in POSITION and there in POSITION and here != there and POSITION[there] >= POSITION[here]:
+            both_have_layers = package in POSITION and target_package in POSITION
+            if both_have_layers and package != target_package and POSITION[target_package] >= POSITION[package]:
                 problems.append(f"{name} imports {target}, which is not to its left")
-            if here in WITHOUT_TORCH and target.split(".")[0] == "torch":
+            if package in WITHOUT_TORCH and target.split(".")[0] == "torch":
                 problems.append(f"{name} imports torch")
     return problems
 
@@ -80,7 +81,7 @@ def cycles(modules: Sources) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    components: list[list[str]] = []
 
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
@@ -94,12 +95,12 @@ def cycles(modules: Sources) -> list[list[str]]:
             group = stack[stack.index(name) :]
             del stack[stack.index(name) :]
             if len(group) > 1:
-                found.append(sorted(group))
+                components.append(sorted(group))
 
     for name in graph:
         if name not in index:
             visit(name)
-    return found
+    return components
 
 
 def test_every_package_imports_only_to_its_left() -> None:
@@ -129,13 +130,13 @@ def test_no_modules_import_each_other() -> None:
         ("harness.attic", "", "harness.attic is in no layer"),
     ],
 )
-def test_a_planted_import_is_found(module: str, line: str, problem: str) -> None:
+def test_a_forbidden_import_is_reported(module: str, line: str, problem: str) -> None:
     modules = sources()
     modules[module] = modules.get(module, "") + f"\n{line}\n"
     assert any(problem in entry for entry in layer_problems(modules))
 
 
-def test_a_planted_cycle_is_found_though_it_is_lazy() -> None:
+def test_a_lazy_import_cycle_is_reported() -> None:
     modules = sources()
     modules["harness.util.errors"] += "\ndef f():\n    from harness.util import locks\n"
     assert any("harness.util.errors" in group for group in cycles(modules))

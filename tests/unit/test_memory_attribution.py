@@ -1,4 +1,4 @@
-"""The owner of every block at the peak, on logs made by hand and at random, and with the real allocator's own log."""
+"""The owner of every block at the peak, on handwritten and random logs, and with the log of the real allocator."""
 
 import itertools
 import pickle
@@ -22,36 +22,36 @@ Line = tuple[int, int]  # address, bytes; negative: freed
 
 def log_of(lines: list[Line], standing: int = 0, foreign: frozenset[int] = frozenset()) -> AllocationLog:
     addresses, sizes = np.array(lines, np.int64).reshape(-1, 2).T
-    strangers = np.array([at in foreign for at in range(len(lines))], np.int64)
-    return AllocationLog(np.arange(len(lines)), addresses, sizes, strangers, standing)
+    is_foreign = np.array([at in foreign for at in range(len(lines))], np.int64)
+    return AllocationLog(np.arange(len(lines)), addresses, sizes, is_foreign, standing)
 
 
-def parts(found: memory_attribution.PeakMemory | None) -> dict[tuple[str, str], int]:
-    assert found is not None
-    return {(part.role, part.what): part.bytes for part in found.parts}
+def parts(peak: memory_attribution.PeakMemory | None) -> dict[tuple[str, str], int]:
+    assert peak is not None
+    return {(part.role, part.what): part.bytes for part in peak.parts}
 
 
 # A parameter of 100 and a bucket of 70 stand; an activation of 40 comes, a gradient of 30, a temporary of 8.
 STEP: list[Line] = [(1, 100), (2, 70), (3, 40), (4, 30), (5, 8), (5, -8), (3, -40), (4, -30)]
 
 
-def notes() -> StepAnnotations:
-    found = StepAnnotations()
-    found.claim(2, 1, "parameter", "at rest")
-    found.claim(3, 3, "activation", "held")
-    found.claim(7, 3, "activation", "held", is_owned=False)
-    found.claim(6, 4, "gradient", "gradients")  # seen after the peak
-    found.claim(6, 2, "communication", "bucket")
-    found.claim(7, 2, "gradient", "gradients")  # what the bucket holds for a while
-    found.operators = [OpSpan(2, 3, "aten::mm"), OpSpan(4, 6, "aten::add")]
-    found.phases = [OpSpan(2, 4, "forward"), OpSpan(4, 8, "backward")]
-    return found
+def example_annotations() -> StepAnnotations:
+    annotations = StepAnnotations()
+    annotations.claim(2, 1, "parameter", "at rest")
+    annotations.claim(3, 3, "activation", "held")
+    annotations.claim(7, 3, "activation", "held", is_owned=False)
+    annotations.claim(6, 4, "gradient", "gradients")  # seen after the peak
+    annotations.claim(6, 2, "communication", "bucket")
+    annotations.claim(7, 2, "gradient", "gradients")  # what the bucket holds for a while
+    annotations.operators = [OpSpan(2, 3, "aten::mm"), OpSpan(4, 6, "aten::add")]
+    annotations.phases = [OpSpan(2, 4, "forward"), OpSpan(4, 8, "backward")]
+    return annotations
 
 
-def test_every_block_goes_to_its_role() -> None:
-    found = attribute_peak(log_of(STEP, standing=2), notes())
-    assert (found.moment, found.bytes) == (4, 248)
-    assert parts(found) == {
+def test_every_block_has_the_role_of_its_claim() -> None:
+    peak = attribute_peak(log_of(STEP, standing=2), example_annotations())
+    assert (peak.moment, peak.bytes) == (4, 248)
+    assert parts(peak) == {
         ("parameter", "at rest"): 100,
         ("gradient", "gradients"): 30,
         ("activation", "held"): 40,
@@ -60,40 +60,40 @@ def test_every_block_goes_to_its_role() -> None:
     }
 
 
-def test_a_role_is_that_of_the_moment() -> None:
+def test_the_latest_claim_before_the_peak_decides_the_role() -> None:
     """An activation freed before the peak is one no longer, and a bucket is a gradient while it holds one."""
-    told = notes()
-    told.claim(4, 3, "activation", "held", is_owned=False)
-    told.claim(3, 2, "gradient", "gradients")
-    found = parts(attribute_peak(log_of(STEP, standing=2), told))
-    assert found["temporary", "kept since forward"] == 40
-    assert found["gradient", "gradients"] == 100 and ("communication", "bucket") not in found
-    told.claim(4, 2, "gradient", "gradients", is_owned=False)
-    assert ("gradient", "gradients") in parts(attribute_peak(log_of(STEP, standing=2), told))
-    assert parts(attribute_peak(log_of(STEP, standing=2), told))["gradient", "gradients"] == 30
+    annotations = example_annotations()
+    annotations.claim(4, 3, "activation", "held", is_owned=False)
+    annotations.claim(3, 2, "gradient", "gradients")
+    peak = parts(attribute_peak(log_of(STEP, standing=2), annotations))
+    assert peak["temporary", "kept since forward"] == 40
+    assert peak["gradient", "gradients"] == 100 and ("communication", "bucket") not in peak
+    annotations.claim(4, 2, "gradient", "gradients", is_owned=False)
+    assert ("gradient", "gradients") in parts(attribute_peak(log_of(STEP, standing=2), annotations))
+    assert parts(attribute_peak(log_of(STEP, standing=2), annotations))["gradient", "gradients"] == 30
 
 
-def test_a_claim_dies_with_its_block() -> None:
+def test_a_claim_ends_when_its_block_is_freed() -> None:
     lines = [(1, 10), (1, -10), (1, 20)]
-    told = StepAnnotations()
-    told.claim(1, 1, "gradient", "gradients")
-    assert parts(attribute_peak(log_of(lines), told)) == {("temporary", memory_attribution.BETWEEN): 20}
+    annotations = StepAnnotations()
+    annotations.claim(1, 1, "gradient", "gradients")
+    assert parts(attribute_peak(log_of(lines), annotations)) == {("temporary", memory_attribution.BETWEEN): 20}
 
 
-def test_what_is_the_measurings_own_is_no_peak() -> None:
-    told = notes()
+def test_allocations_during_pauses_are_no_peak() -> None:
+    annotations = example_annotations()
     lines = [*STEP[:5], (9, 1000), (9, -1000), *STEP[5:]]
-    assert attribute_peak(log_of(lines, standing=2), told).bytes == 1248
-    told.pauses = [OpSpan(5, 7, "measuring")]
-    assert attribute_peak(log_of(lines, standing=2), told).bytes == 248
+    assert attribute_peak(log_of(lines, standing=2), annotations).bytes == 1248
+    annotations.pauses = [OpSpan(5, 7, "measuring")]
+    assert attribute_peak(log_of(lines, standing=2), annotations).bytes == 248
 
 
-def test_another_step_is_told_by_its_twin() -> None:
+def test_roles_of_another_step_follow_from_an_annotated_example() -> None:
     """The steps differ in addresses, copies by a backend's threads, and a temporary that those threads free late."""
     lines = [(1, 100), (22, 70), (31, 40), (77, 500), (41, 30), (51, 8), (31, -40), (51, -8), (41, -30), (77, -500)]
     other = log_of(lines, standing=2, foreign=frozenset({3}))
-    found = attribute_peak_by_example(other, log_of(STEP, standing=2), notes())
-    assert parts(found) == {
+    peak = attribute_peak_by_example(other, log_of(STEP, standing=2), example_annotations())
+    assert parts(peak) == {
         ("parameter", "at rest"): 100,
         ("gradient", "gradients"): 30,
         ("activation", "held"): 40,
@@ -102,15 +102,17 @@ def test_another_step_is_told_by_its_twin() -> None:
         ("temporary", "aten::add"): 8,
     }
     unlike = [*lines[:2], (31, 41), *lines[3:]]
-    assert attribute_peak_by_example(log_of(unlike, standing=2), log_of(STEP, standing=2), notes()) is None
-
-
-def test_blocks_that_only_the_example_asks_for_are_passed_over() -> None:
-    example = [*STEP[:3], (8, 3), (8, -3), *STEP[3:]]
-    told = StepAnnotations()
-    told.claim(6, 4, "gradient", "gradients")
     assert (
-        parts(attribute_peak_by_example(log_of(STEP, standing=2), log_of(example, standing=2), told))[
+        attribute_peak_by_example(log_of(unlike, standing=2), log_of(STEP, standing=2), example_annotations()) is None
+    )
+
+
+def test_blocks_that_only_the_example_allocates_are_skipped() -> None:
+    example = [*STEP[:3], (8, 3), (8, -3), *STEP[3:]]
+    annotations = StepAnnotations()
+    annotations.claim(6, 4, "gradient", "gradients")
+    assert (
+        parts(attribute_peak_by_example(log_of(STEP, standing=2), log_of(example, standing=2), annotations))[
             "gradient", "gradients"
         ]
         == 30
@@ -135,26 +137,28 @@ def histories(draw: st.DrawFn) -> tuple[list[Line], int]:
 
 
 @given(histories(), st.data())
-def test_the_parts_are_the_peak(history: tuple[list[Line], int], data: st.DataObject) -> None:
+def test_parts_add_up_to_the_peak(history: tuple[list[Line], int], data: st.DataObject) -> None:
     """For any claims in any order and phase, nothing is counted twice and nothing is left out."""
     lines, standing = history
-    told = StepAnnotations()
+    annotations = StepAnnotations()
     for _ in range(data.draw(st.integers(0, 20))):
         role = data.draw(st.sampled_from(MEMORY_ROLES[:-1]))
         moment = data.draw(st.integers(standing, len(lines)))  # what stands was there before anybody claims
         address = data.draw(st.integers(1, 30))
-        told.claim(moment, address, role, "x", is_owned=data.draw(st.booleans()))
+        annotations.claim(moment, address, role, "x", is_owned=data.draw(st.booleans()))
     log = log_of(lines, standing)
     totals = list(itertools.accumulate(size for _, size in lines))
-    found = attribute_peak(log, told)
-    assert found.bytes == max(totals[max(0, standing - 1) :]) == sum(part.bytes for part in found.parts)
-    twin = attribute_peak_by_example(log, log, told)
-    assert twin is None or parts(twin) == parts(found)
+    peak = attribute_peak(log, annotations)
+    assert peak.bytes == max(totals[max(0, standing - 1) :]) == sum(part.bytes for part in peak.parts)
+    twin = attribute_peak_by_example(log, log, annotations)
+    assert twin is None or parts(twin) == parts(peak)
 
 
-def test_a_log_is_read_by_torchs_viewer(tmp_path: Path) -> None:
+def test_torchs_viewer_reads_the_snapshot(tmp_path: Path) -> None:
     path = tmp_path / "memory" / "rank.pickle"
-    memory_snapshot.write_snapshot(path, memory_snapshot.snapshot_of_host(log_of(STEP, standing=2), notes()))
+    memory_snapshot.write_snapshot(
+        path, memory_snapshot.snapshot_of_host(log_of(STEP, standing=2), example_annotations())
+    )
     read: dict[str, Any] = pickle.loads(path.read_bytes())
     entries = read["device_traces"][0]
     assert [entry["action"] for entry in entries].count("alloc") == 5
@@ -165,17 +169,17 @@ def test_a_log_is_read_by_torchs_viewer(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_log_of_a_gpu_is_its_allocators() -> None:
+def test_a_gpu_log_attributes_blocks_of_its_allocator() -> None:
     from harness.measure.memory import DeviceMemory
 
     memory = DeviceMemory(torch.device("cuda", 0))
-    kept = torch.empty(1 << 20, device="cuda")
+    first = torch.empty(1 << 20, device="cuda")
     history = memory.begin_log()
     other = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
-    told = StepAnnotations()
-    told.claim(history.position(), kept.untyped_storage().data_ptr(), "parameter", "kept")
-    told.claim(history.position(), other.untyped_storage().data_ptr(), "gradient", "other")
+    annotations = StepAnnotations()
+    annotations.claim(history.position(), first.untyped_storage().data_ptr(), "parameter", "first")
+    annotations.claim(history.position(), other.untyped_storage().data_ptr(), "gradient", "other")
     del other
-    found = attribute_peak(history.end(), told)
-    sums = {part.role: part.bytes for part in found.parts}
+    peak = attribute_peak(history.end(), annotations)
+    sums = {part.role: part.bytes for part in peak.parts}
     assert sums["parameter"] == 4 << 20 and sums["gradient"] == 3 << 20

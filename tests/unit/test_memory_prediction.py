@@ -62,7 +62,7 @@ TABLE_1 = {
 
 
 @pytest.mark.parametrize("parameters", TABLE_1)
-def test_model_state_is_table_1_of_zero(parameters: float) -> None:
+def test_model_state_equals_table_1_of_zero(parameters: float) -> None:
     # A llama whose size is the table's to 5e-6: one wide MLP takes up what the other sizes leave.
     hidden, layers = 1024, 1
     base = shaped(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8)
@@ -72,8 +72,8 @@ def test_model_state_is_table_1_of_zero(parameters: float) -> None:
     config = run(model, BF16)
     for world_size, row in TABLE_1[parameters].items():
         for stage, printed in enumerate(row, start=1):
-            found = estimate_memory(config, layout_of(config, stage, world_size), PAPER)
-            state = (found.parameter_bytes + found.gradient_bytes + found.optimizer_bytes) / GB
+            memory = estimate_memory(config, layout_of(config, stage, world_size), PAPER)
+            state = (memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes) / GB
             decimals = len(printed.partition(".")[2])
             unit = 10.0**-decimals  # some cells of the table are truncated, the others rounded
             assert -unit / 2 - 1e-3 <= state - float(printed) < unit, (world_size, stage, state, printed)
@@ -82,22 +82,22 @@ def test_model_state_is_table_1_of_zero(parameters: float) -> None:
 # --- activations: the table against what autograd really keeps
 
 
-def kept_bytes(
+def bytes_saved_by_autograd(
     parameters: Iterator[nn.Parameter], forward: Callable[[], Tensor], ignored: tuple[Tensor, ...] = ()
 ) -> int:
     """Return the bytes of the storages that autograd saves in a forward, without parameters and those in `ignored`."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*parameters, *ignored)}
     saved: dict[int, Tensor] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
-    found = sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in known)
+    total = sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in known)
     del result
-    return found
+    return total
 
 
 @st.composite
@@ -124,12 +124,12 @@ SEQUENCES, SEQ_LENS, COMPUTES = st.integers(1, 4), st.integers(8, 96), st.sample
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(model=shapes(), sequences=SEQUENCES, seq_len=SEQ_LENS, compute=COMPUTES, kind=st.sampled_from(("none", "full")))
-def test_activations_are_what_autograd_keeps(
+def test_predicted_activations_equal_those_saved_by_autograd(
     model: ModelConfig, sequences: int, seq_len: int, compute: str, kind: str
 ) -> None:
     module = built(model, getattr(torch, compute), kind)
     tokens = torch.zeros(sequences, seq_len, dtype=torch.int64)
-    measured = kept_bytes(module.parameters(), lambda: module(tokens))
+    measured = bytes_saved_by_autograd(module.parameters(), lambda: module(tokens))
     predicted = stage_activations(
         MicroBatchShape(model, sequences, seq_len, compute), whole_model(model), CheckpointingConfig(kind)
     ).before_backward
@@ -138,12 +138,14 @@ def test_activations_are_what_autograd_keeps(
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(model=shapes(), sequences=SEQUENCES, seq_len=SEQ_LENS, compute=COMPUTES)
-def test_block_table_is_what_one_block_keeps(model: ModelConfig, sequences: int, seq_len: int, compute: str) -> None:
+def test_tensors_of_a_layer_equal_those_saved_by_autograd(
+    model: ModelConfig, sequences: int, seq_len: int, compute: str
+) -> None:
     dtype = getattr(torch, compute)
     block = built(model, dtype).get_submodule("layers.0")
     hidden = torch.zeros(sequences, seq_len, model.hidden_size, dtype=dtype, requires_grad=True)
     tables = () if model.architecture.learned_positions else rotary_tables(((0, seq_len),), model, hidden.device, dtype)
-    measured = kept_bytes(block.parameters(), lambda: block(hidden, *tables), tables)
+    measured = bytes_saved_by_autograd(block.parameters(), lambda: block(hidden, *tables), tables)
     assert sum(block_tensors(MicroBatchShape(model, sequences, seq_len, compute)).values()) == pytest.approx(
         measured, rel=0.05
     )
@@ -152,16 +154,16 @@ def test_block_table_is_what_one_block_keeps(model: ModelConfig, sequences: int,
 @pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
 @pytest.mark.parametrize("checkpointing", ("none", "full"))
 @pytest.mark.parametrize("name", ("tiny", "gpt_tiny"))
-def test_tiny_keeps_what_is_predicted(name: str, precision: PrecisionConfig, checkpointing: str) -> None:
+def test_the_tiny_models_save_the_predicted_bytes(name: str, precision: PrecisionConfig, checkpointing: str) -> None:
     model = model_named(name)
     module = built(model, getattr(torch, precision.compute), checkpointing)
     tokens = torch.zeros(4, 128, dtype=torch.int64)
-    measured = kept_bytes(module.parameters(), lambda: loss_function(module(tokens), tokens))
-    kept = stage_activations(
+    measured = bytes_saved_by_autograd(module.parameters(), lambda: loss_function(module(tokens), tokens))
+    saved = stage_activations(
         MicroBatchShape(model, 4, 128, precision.compute), whole_model(model), CheckpointingConfig(checkpointing)
     ).before_backward
     log_probabilities = 4 * 128 * model.vocab_size * 4
-    assert kept + log_probabilities == pytest.approx(measured, rel=0.05)
+    assert saved + log_probabilities == pytest.approx(measured, rel=0.05)
 
 
 FAMILIES = {"llama": {"name": "tiny"}, "gpt": {"name": "gpt_tiny", "dropout": 0.1}}
@@ -172,7 +174,7 @@ FAMILIES = {"llama": {"name": "tiny"}, "gpt": {"name": "gpt_tiny", "dropout": 0.
 @pytest.mark.parametrize("attention", ("flash", "eager"))
 @pytest.mark.parametrize("checkpointing", ("none", "full"))
 @pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
-def test_peak_of_forward_and_backward_is_what_was_alive(
+def test_predicted_peak_equals_the_measured_peak(
     sizes: dict[str, int], family: dict[str, Any], attention: str, checkpointing: str, precision: PrecisionConfig
 ) -> None:
     model = shaped(**family, attention=attention, context_length=512, **sizes)
@@ -197,16 +199,16 @@ def test_peak_of_forward_and_backward_is_what_was_alive(
 @given(
     name=st.sampled_from(("tiny", "125m", "1b", "8b", "70b")),
     precision=st.sampled_from((FP32, BF16)),
-    means=st.sampled_from(("none", "fsdp")),
+    data_parallel=st.sampled_from(("none", "fsdp")),
     stage=st.sampled_from((2, 3)),
     exponent=st.integers(1, 9),
     micro_batch=st.sampled_from((1, 4)),
 )
-def test_more_shards_and_checkpointing_never_need_more(
-    name: str, precision: PrecisionConfig, means: str, stage: int, exponent: int, micro_batch: int
+def test_more_shards_or_checkpointing_never_need_more_memory(
+    name: str, precision: PrecisionConfig, data_parallel: str, stage: int, exponent: int, micro_batch: int
 ) -> None:
     config = run(model_named(name), precision, micro_batch=micro_batch)
-    few, many = (layout_of(config, stage, 2**power, means) for power in (exponent, exponent + 1))
+    few, many = (layout_of(config, stage, 2**power, data_parallel) for power in (exponent, exponent + 1))
     sharded_less, sharded_more = (estimate_memory(config, layout, ADAM_FP32) for layout in (few, many))
     assert sharded_more.peak_bytes <= sharded_less.peak_bytes
     full = dataclasses.replace(config, checkpointing=CheckpointingConfig("full"))
@@ -216,15 +218,17 @@ def test_more_shards_and_checkpointing_never_need_more(
 
 
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
-def test_peak_is_made_of_its_parts(stage: int) -> None:
+def test_the_peak_is_the_sum_of_its_parts(stage: int) -> None:
     config = run(model_named("125m"), BF16, "full")
-    found = estimate_memory(config, layout_of(config, stage, 8), PAPER)
-    parts = ("parameters", found.parameter_bytes), ("optimizer", found.optimizer_bytes)
-    assert all(found.at_peak[name] == size for name, size in parts)
-    assert found.peak_bytes == sum(found.at_peak.values())
+    memory = estimate_memory(config, layout_of(config, stage, 8), PAPER)
+    parts = ("parameters", memory.parameter_bytes), ("optimizer", memory.optimizer_bytes)
+    assert all(memory.at_peak[name] == size for name, size in parts)
+    assert memory.peak_bytes == sum(memory.at_peak.values())
 
 
-def refused(config: RunConfig, layout: Layout, device: str, available: float, ranks: int = 2) -> str | None:
+def reported_capacity_problem(
+    config: RunConfig, layout: Layout, device: str, available: float, ranks: int = 2
+) -> str | None:
     return capacity_problem(
         config, layout, ADAM_FP32, available_bytes=int(available), ranks_on_host=ranks, device=device, models=PREPARED
     )
@@ -233,7 +237,7 @@ def refused(config: RunConfig, layout: Layout, device: str, available: float, ra
 def test_7b_under_zero3_does_not_fit_24_gb_shared_by_two_ranks() -> None:
     config = run(model_named("7b"))
     layout = layout_of(config, 3, 2)
-    reason = refused(config, layout, "cpu", 24e9)
+    reason = reported_capacity_problem(config, layout, "cpu", 24e9)
     assert reason is not None and "\n" not in reason
 
     psi = 6_738_415_616  # Llama-2-7B; fp32 AdamW: 4 + 4 + 8 bytes, halved
@@ -245,42 +249,45 @@ def test_7b_under_zero3_does_not_fit_24_gb_shared_by_two_ranks() -> None:
     # Two layers gathered and one layer's gradient twice, all fp32: a layer is larger than the embedding.
     assert layer > embedding and f"buffers {4 * layer * 4 / 2**30:.1f}" in reason
     # A layer on a CPU keeps, per token, 3 x h and a scalar per norm; query, key, value and output; 4 x intermediate.
-    kept = 32 * 128 * 4 * (2 * (3 * 4096 + 1) + 4 * 4096 + 32 + 4 * 11008)
-    kept += 128 * (8 + 4 * (3 * 4096 + 1)) + 2 * 128 * 128 * 4  # token ids, the last norm, rotary tables
+    saved = 32 * 128 * 4 * (2 * (3 * 4096 + 1) + 4 * 4096 + 32 + 4 * 11008)
+    saved += 128 * (8 + 4 * (3 * 4096 + 1)) + 2 * 128 * 128 * 4  # token ids, the last norm, rotary tables
     log_probabilities = 128 * 32000 * 4
-    assert estimate_memory(config, layout, ADAM_FP32).activation_bytes == kept + log_probabilities
-    assert f"activations {kept / 2**30:.1f}" in reason
+    assert estimate_memory(config, layout, ADAM_FP32).activation_bytes == saved + log_probabilities
+    assert f"activations {saved / 2**30:.1f}" in reason
     rank = estimate_memory(config, layout, ADAM_FP32).peak_bytes + PROCESS_BYTES["cpu"]
     assert sum(state.values()) < rank < 1.25 * sum(state.values())
     assert f"{rank / 2**30:.1f} GiB a rank x 2 ranks on one host = {2 * rank / 2**30:.1f} GiB" in reason
-    assert f"{24e9 / 2**30:.1f} GiB are there" in reason
+    assert f"{24e9 / 2**30:.1f} GiB are available" in reason
     assert "model=350m" in reason or "model=1b" in reason
     assert "preflight=false" in reason
 
 
-def test_what_the_reason_offers_does_fit() -> None:
+def test_the_offered_remedies_fit() -> None:
     config = run(model_named("7b"), global_batch=2)
-    reason = refused(config, layout_of(config, 3, 2), "cuda", 24e9) or ""
+    reason = reported_capacity_problem(config, layout_of(config, 3, 2), "cuda", 24e9) or ""
     world_size = int(reason.partition("world_size=")[2].split()[0])
     global_batch = int(reason.partition("train.global_batch=")[2].split()[0])
     offered = run(model_named("7b"), global_batch=global_batch)
-    assert refused(offered, layout_of(offered, 3, world_size), "cuda", 24e9) is None
-    assert refused(offered, layout_of(offered, 3, world_size // 2), "cuda", 24e9) is not None
+    assert reported_capacity_problem(offered, layout_of(offered, 3, world_size), "cuda", 24e9) is None
+    assert reported_capacity_problem(offered, layout_of(offered, 3, world_size // 2), "cuda", 24e9) is not None
     smaller = model_named(reason.partition("model=7b")[2].partition("model=")[2].split()[0])
-    assert refused(dataclasses.replace(config, model=smaller), layout_of(config, 3, 2), "cuda", 24e9) is None
+    assert (
+        reported_capacity_problem(dataclasses.replace(config, model=smaller), layout_of(config, 3, 2), "cuda", 24e9)
+        is None
+    )
 
 
-def test_what_fits_is_not_refused_to_the_byte() -> None:
+def test_a_run_that_needs_exactly_the_free_memory_fits() -> None:
     config = run(model_named("tiny"), global_batch=8)
     layout = layout_of(config, 0, 2, "ddp")
-    found = estimate_memory(config, layout, ADAM_FP32)
-    exactly = 2 * (found.peak_bytes + found.process_bytes)
-    assert refused(config, layout, "cpu", exactly) is None
-    assert refused(config, layout, "cpu", exactly - 1) is not None
+    memory = estimate_memory(config, layout, ADAM_FP32)
+    exactly = 2 * (memory.peak_bytes + memory.process_bytes)
+    assert reported_capacity_problem(config, layout, "cpu", exactly) is None
+    assert reported_capacity_problem(config, layout, "cpu", exactly - 1) is not None
 
 
-def test_on_cuda_a_device_has_one_rank() -> None:
+def test_ranks_do_not_share_a_cuda_device() -> None:
     config = run(model_named("tiny"), global_batch=8)
     layout = layout_of(config, 0, 2, "ddp")
-    found = estimate_memory(config, layout, ADAM_FP32, "cuda")
-    assert refused(config, layout, "cuda", found.peak_bytes + found.process_bytes, ranks=8) is None
+    memory = estimate_memory(config, layout, ADAM_FP32, "cuda")
+    assert reported_capacity_problem(config, layout, "cuda", memory.peak_bytes + memory.process_bytes, ranks=8) is None

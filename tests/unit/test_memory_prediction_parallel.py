@@ -28,7 +28,7 @@ from harness.cost_model.memory import activation_bytes, estimate_memory, estimat
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.pipeline import backward_starts, schedule_order
 from harness.cost_model.stage_activations import stage_activations
-from harness.cost_model.stage_memory import backward_peaks, held_parameter_count, stage_costs, step_peaks
+from harness.cost_model.stage_memory import backward_peaks, local_parameter_count, stage_costs, step_peaks
 from harness.engines.torch.tensor_parallel import apply_tensor_parallel
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.model_profile import model_profile
@@ -53,7 +53,7 @@ CPU = torch.device("cpu")
 
 PRECISIONS = pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
 
-PLACES = pytest.mark.parametrize("place", (0, pytest.param(1, marks=pytest.mark.long), 2))
+PP_RANKS = pytest.mark.parametrize("pp_rank", (0, pytest.param(1, marks=pytest.mark.long), 2))
 
 CHECKPOINTINGS = pytest.mark.parametrize("checkpointing", ("none", "full"))
 
@@ -78,15 +78,15 @@ def cut_model(
         dist.destroy_process_group()
 
 
-def test_tensor_parallelism_halves_what_lies_between_matrices() -> None:
-    one, two = (block_tensors(MicroBatchShape(MODEL, 2, 64, "float32", tp=tp)) for tp in (1, 2))
-    norms = {name for name in one if "layernorm" in name}
-    assert {name for name in one if two[name] == one[name]} == norms
-    assert {name for name in one if 2 * two[name] == one[name]} == one.keys() - norms
+def test_tensor_parallelism_halves_the_tensors_between_matrices() -> None:
+    whole, halved = (block_tensors(MicroBatchShape(MODEL, 2, 64, "float32", tp=tp)) for tp in (1, 2))
+    norms = {name for name in whole if "layernorm" in name}
+    assert {name for name in whole if halved[name] == whole[name]} == norms
+    assert {name for name in whole if 2 * halved[name] == whole[name]} == whole.keys() - norms
     cut = block_tensors(MicroBatchShape(MODEL, 2, 64, "float32", tp=2, sequence_parallel=True))
     outputs = {name for name in norms if name.endswith(".output")}  # gathered for the projections
-    assert {name for name in one if cut[name] == one[name]} == outputs
-    assert {name for name in one if 2 * cut[name] == one[name]} == one.keys() - outputs
+    assert {name for name in whole if cut[name] == whole[name]} == outputs
+    assert {name for name in whole if 2 * cut[name] == whole[name]} == whole.keys() - outputs
 
 
 @pytest.mark.parametrize("tp", (2, 4))
@@ -95,7 +95,7 @@ def test_tensor_parallelism_halves_what_lies_between_matrices() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @PRECISIONS
 @CHECKPOINTINGS
-def test_a_rank_of_tensor_parallelism_keeps_what_is_predicted(
+def test_a_tensor_parallel_rank_saves_the_predicted_bytes(
     tp: int, sequence_parallel: bool, attention: str, family: str, precision: PrecisionConfig, checkpointing: str
 ) -> None:
     tokens = torch.zeros(2, 64, dtype=torch.int64)
@@ -105,10 +105,10 @@ def test_a_rank_of_tensor_parallelism_keeps_what_is_predicted(
             loss = loss_function(module(tokens), tokens)
         measured = meter.saved_bytes
         del loss
-    one = MicroBatchShape(model, 2, 64, precision.compute, tp=tp, sequence_parallel=sequence_parallel)
+    shape = MicroBatchShape(model, 2, 64, precision.compute, tp=tp, sequence_parallel=sequence_parallel)
     targets_bytes = 8 * tokens.numel()
-    kept = stage_activations(one, whole_model(model), CheckpointingConfig(checkpointing)).before_backward
-    predicted = kept + logits_bytes(one) + targets_bytes
+    saved_by_stages = stage_activations(shape, whole_model(model), CheckpointingConfig(checkpointing)).before_backward
+    predicted = saved_by_stages + logits_bytes(shape) + targets_bytes
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
@@ -117,7 +117,7 @@ def test_a_rank_of_tensor_parallelism_keeps_what_is_predicted(
 @pytest.mark.parametrize("family", FAMILIES)
 @PRECISIONS
 @CHECKPOINTINGS
-def test_peak_of_a_rank_of_tensor_parallelism(
+def test_predicted_peak_of_a_tensor_parallel_rank_equals_the_measured_peak(
     sizes: dict[str, int], tp: int, sequence_parallel: bool, family: str, precision: PrecisionConfig, checkpointing: str
 ) -> None:
     tokens = torch.zeros(2, 64, dtype=torch.int64)
@@ -143,7 +143,7 @@ def layout_of(config: RunConfig, **degrees: object) -> Layout:
 @pytest.mark.parametrize("tp", (1, 2, 4))
 @pytest.mark.parametrize("pp", (1, 2, 3))
 @pytest.mark.parametrize("model", (MODEL, GPT), ids=("llama", "gpt"))
-def test_parameters_are_those_of_the_plan_and_the_stage(model: ModelConfig, tp: int, pp: int) -> None:
+def test_a_ranks_parameters_follow_from_plan_and_stage(model: ModelConfig, tp: int, pp: int) -> None:
     """The fullest rank has a tp-th of each matrix, rounded up; norms and biases after a sum are whole."""
     config = run(model)
     for stage in split_into_stages(model, layout_of(config, pp=pp)) if pp > 1 else [whole_model(model)]:
@@ -152,7 +152,7 @@ def test_parameters_are_those_of_the_plan_and_the_stage(model: ModelConfig, tp: 
             cut = tp_shard_dim(name, model)
             local = [-(-size // tp) if index == cut else size for index, size in enumerate(shape)]
             expected += math.prod(local) if stage.holds(name) else 0
-        assert held_parameter_count(model, stage, tp) == expected
+        assert local_parameter_count(model, stage, tp) == expected
 
 
 # --- pipelines: passes kept, in torch's order
@@ -164,111 +164,111 @@ def test_parameters_are_those_of_the_plan_and_the_stage(model: ModelConfig, tp: 
     p=st.integers(2, 8),
     rounds=st.integers(1, 4),
 )
-def test_passes_are_taken_in_torchs_order(schedule: tuple[str, int], p: int, rounds: int) -> None:
+def test_passes_run_in_the_order_of_torchs_schedules(schedule: tuple[str, int], p: int, rounds: int) -> None:
     layout = laid_out(schedule[0], p, schedule[1])
     expected = order_of_torch(layout, p * rounds)
     names = {"F": "forward", "B": "backward"}
-    for place in range(p):
-        turns = [(names[kind], stage // p) for stage, kind, _ in expected[place]]
-        assert list(schedule_order(layout, p * rounds, place)) == turns
+    for pp_rank in range(p):
+        passes = [(names[kind], stage // p) for stage, kind, _ in expected[pp_rank]]
+        assert list(schedule_order(layout, p * rounds, pp_rank)) == passes
 
 
 @pytest.mark.parametrize("v", (1, 2, 3))
 @pytest.mark.parametrize("p", (2, 3, 4, 8))
-def test_halved_backwards_are_taken_in_torchs_order(p: int, v: int) -> None:
+def test_split_backwards_run_in_the_order_of_torchs_schedules(p: int, v: int) -> None:
     """The first stage's input needs no gradient, so torch runs its whole backward in place of the weights' half."""
     layout = laid_out("zero_bubble", p, v)
     expected = order_of_torch(layout, 3 * p)
     names = {"F": "forward", "I": "inputs", "W": "weights"}
-    for place in range(p):
-        turns = [
+    for pp_rank in range(p):
+        passes = [
             ("backward", 0) if (stage, kind) == (0, "W") else (names[kind], stage // p)
-            for stage, kind, _ in expected[place]
+            for stage, kind, _ in expected[pp_rank]
             if (stage, kind) != (0, "I")
         ]
-        assert list(schedule_order(layout, 3 * p, place)) == turns
+        assert list(schedule_order(layout, 3 * p, pp_rank)) == passes
 
 
 @pytest.mark.parametrize("micro_batches", (4, 6, 12))
 @PRECISIONS
-def test_gpipe_keeps_every_micro_batch_and_1f1b_those_of_the_stages_from_here(
+def test_gpipe_saves_all_micro_batches_and_1f1b_at_most_one_per_following_stage(
     micro_batches: int, precision: PrecisionConfig
 ) -> None:
     p = 4
     config = run(shaped(num_hidden_layers=8), precision, global_batch=micro_batches)
-    for place, stage in enumerate(split_into_stages(config.model, layout_of(config, pp=p))):
-        one = MicroBatchShape(config.model, 1, 128, precision.compute)
-        saved = stage_activations(one, stage, CheckpointingConfig("none")).before_backward
-        kept = saved + logits_bytes(one) * stage.holds_head
-        gpipe, one_f_one_b = (
-            activation_bytes(config, layout_of(config, pp=p, schedule=schedule), "cpu", place)
+    for pp_rank, stage in enumerate(split_into_stages(config.model, layout_of(config, pp=p))):
+        shape = MicroBatchShape(config.model, 1, 128, precision.compute)
+        saved = stage_activations(shape, stage, CheckpointingConfig("none")).before_backward
+        saved_by_stages = saved + logits_bytes(shape) * stage.holds_head
+        gpipe_bytes, bytes_of_1f1b = (
+            activation_bytes(config, layout_of(config, pp=p, schedule=schedule), "cpu", pp_rank)
             for schedule in ("gpipe", "1f1b")
         )
-        assert gpipe == micro_batches * kept
-        assert one_f_one_b == min(micro_batches, p - place) * kept
+        assert gpipe_bytes == micro_batches * saved_by_stages
+        assert bytes_of_1f1b == min(micro_batches, p - pp_rank) * saved_by_stages
 
 
-def test_interleaving_keeps_more_of_the_stages_that_come_first() -> None:
+def test_interleaving_saves_more_passes_of_earlier_stages() -> None:
     """Four micro-batches go through stages 0 and 2 of rank 0 of 2: F0 F0 F2 F2 F0, and then a backward of stage 2.
 
     Stage 2 then has two passes, stage 0 three, and a fourth before stage 2's next backward.
     """
     config = run(shaped(num_hidden_layers=8), global_batch=4)
     layout = layout_of(config, pp=2, schedule="interleaved_1f1b", virtual_stages=2)
-    one = MicroBatchShape(config.model, 1, 128, "float32")
+    shape = MicroBatchShape(config.model, 1, 128, "float32")
     first, _, third, _ = (
-        stage_activations(one, stage, CheckpointingConfig("none")).before_backward
+        stage_activations(shape, stage, CheckpointingConfig("none")).before_backward
         for stage in split_into_stages(config.model, layout)
     )
     assert activation_bytes(config, layout, "cpu", 0) == max(3 * first + 2 * third, 4 * first + third)
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)))
-def test_every_micro_batch_has_its_buffers(schedule: str, virtual: int) -> None:
+def test_every_micro_batch_has_its_own_receive_buffers(schedule: str, virtual: int) -> None:
     config = run(shaped(num_hidden_layers=8), BF16, global_batch=6)
     layout = layout_of(config, pp=2, schedule=schedule, virtual_stages=virtual)
-    found = estimate_memory(config, layout, ADAM_FP32)
+    memory = estimate_memory(config, layout, ADAM_FP32)
     ends = 2 * virtual - 1  # each of a rank's stages receives from both sides, less one end of the model
-    assert found.communication_buffer_bytes == ends * 6 * 128 * config.model.hidden_size * 2
+    assert memory.communication_buffer_bytes == ends * 6 * 128 * config.model.hidden_size * 2
 
 
 @pytest.mark.parametrize(("schedule", "sent", "back"), (("gpipe", 4, 3), ("1f1b", 1, 1), ("zero_bubble", 4, 3)))
-def test_what_was_sent_piles_up_in_all_schedules_but_one(schedule: str, sent: int, back: int) -> None:
+def test_sent_tensors_accumulate_in_all_schedules_but_1f1b(schedule: str, sent: int, back: int) -> None:
     """Before the last of four backwards of two stages, all outputs and three gradients have been sent."""
     config = run(MODEL, BF16, global_batch=4)  # on a CPU it keeps fp32 copies of inputs, not what it received
     layout = layout_of(config, pp=2, schedule=schedule)
-    for place, (stage, expected) in enumerate(zip(split_into_stages(MODEL, layout), (sent, back), strict=True)):
+    for pp_rank, (stage, expected) in enumerate(zip(split_into_stages(MODEL, layout), (sent, back), strict=True)):
         parts = stage_costs(config, layout, "cpu", [stage])
-        last = [moment for moment in backward_starts(layout, 4, place) if moment.kind != "weights"][-1]
+        last = [moment for moment in backward_starts(layout, 4, pp_rank) if moment.kind != "weights"][-1]
         fill = next(step_peaks(parts, [0], keeps_gradients=False, start=last, keeps_sent=schedule != "1f1b"))
-        assert fill["buffers"] == expected * 128 * MODEL.hidden_size * 2, place
+        assert fill["buffers"] == expected * 128 * MODEL.hidden_size * 2, pp_rank
 
 
-def test_the_estimate_is_that_of_the_fullest_rank() -> None:
+def test_the_estimate_is_of_the_rank_with_the_highest_peak() -> None:
     """1F1B keeps most on the first stage, and GPipe on the stage of the logits."""
     config = run(shaped(num_hidden_layers=8), global_batch=8)
     assert estimate_memory(config, layout_of(config, pp=2), ADAM_FP32).loss_bytes == 0
     config = run(shaped(num_hidden_layers=8, vocab_size=4000), global_batch=8)
     layout = layout_of(config, pp=2, schedule="gpipe")
-    found = estimate_memory(config, layout, ADAM_FP32)
-    assert found.loss_bytes == 3 * 128 * 4000 * 4
-    assert found.parameter_bytes == 4 * held_parameter_count(
+    memory = estimate_memory(config, layout, ADAM_FP32)
+    assert memory.loss_bytes == 3 * 128 * 4000 * 4
+    assert memory.parameter_bytes == 4 * local_parameter_count(
         config.model, split_into_stages(config.model, layout)[1], 1
     )
 
 
 @pytest.mark.parametrize("sizes", ({}, {"vocab_size": 4000}, {"intermediate_size": 1024}, {"name": "gpt_tiny"}))
 @pytest.mark.parametrize("seq_len", (128, 512))
-@pytest.mark.parametrize("place", (1, 2))
+@pytest.mark.parametrize("pp_rank", (1, 2))
 @PRECISIONS
 @CHECKPOINTINGS
-def test_a_backward_in_two_halves_fills_what_is_predicted(
-    sizes: dict[str, Any], seq_len: int, place: int, precision: PrecisionConfig, checkpointing: str
+def test_predicted_peak_of_a_split_backward_equals_the_measured_peak(
+    sizes: dict[str, Any], seq_len: int, pp_rank: int, precision: PrecisionConfig, checkpointing: str
 ) -> None:
     """An inner and the last of three stages run through the functions of torch's zero bubble."""
     config = run(shaped(**sizes, num_hidden_layers=6, context_length=512), precision, checkpointing, seq_len=seq_len)
     layout = layout_of(config, pp=3, schedule="zero_bubble", layers_per_stage=(2, 2, 2))
-    stage, dtype = split_into_stages(config.model, layout)[place], getattr(torch, precision.compute)
+    stage, dtype = split_into_stages(config.model, layout)[pp_rank], getattr(torch, precision.compute)
     module = built(config.model, dtype, checkpointing, stage)
     for parameter in module.parameters() if precision is FP32 else ():
         parameter.grad = torch.zeros_like(parameter)  # accumulated into; in mixed precision the masters' are
@@ -285,17 +285,17 @@ def test_a_backward_in_two_halves_fills_what_is_predicted(
     # The output, the gradient that goes back, and what is sent are the schedule's; so is the buffer of the input.
     predicted = max(sum(fill.values()) for fill in fills) - part.received_input_bytes + part.output_bytes
     # A recomputed block with LayerNorm has a tensor per layer that is not accounted for: up to 7 % of the peak.
-    unknown = 0.08 if config.model.family == "gpt" and checkpointing == "full" else 0.05
-    assert predicted == pytest.approx(live.peak_bytes, rel=unknown)
+    tolerance = 0.08 if config.model.family == "gpt" and checkpointing == "full" else 0.05
+    assert predicted == pytest.approx(live.peak_bytes, rel=tolerance)
 
 
-def played(config: RunConfig, layout: Layout, place: int) -> tuple[int, int]:
+def measured_step(config: RunConfig, layout: Layout, pp_rank: int) -> tuple[int, int]:
     """Return the most bytes alive in a rank's step beside its inputs, and the most saved for backward.
 
     The step runs without its neighbors.
     """
     stage, dtype, probe = (
-        split_into_stages(config.model, layout)[place],
+        split_into_stages(config.model, layout)[pp_rank],
         getattr(torch, config.precision.compute),
         Probe(),
     )
@@ -310,76 +310,76 @@ def played(config: RunConfig, layout: Layout, place: int) -> tuple[int, int]:
     halves: list[list[dict[str, Any]]] = []
     sent: list[Tensor | None] = []
     with ActivationMeter(module) as meter, probe.listen(Recomputing(meter)), Live() as live:
-        for kind, _ in schedule_order(layout, count, place):
+        for kind, _ in schedule_order(layout, count, pp_rank):
             if kind == "forward":
-                taken = arriving.pop(0)
-                waiting.append((taken, module(taken, tokens) if stage.holds_head else module(taken)))
+                stage_input = arriving.pop(0)
+                waiting.append((stage_input, module(stage_input, tokens) if stage.holds_head else module(stage_input)))
                 sent += [] if stage.holds_head or layout.schedule == "1f1b" else [waiting[-1][1].detach()]
             elif kind == "weights":
                 with GraphExecGroup():
                     stage_backward_weight(module.parameters(), halves.pop(0))
             else:
-                taken, output = waiting.pop(0)
+                stage_input, output = waiting.pop(0)
                 outputs, back = [output], None if stage.holds_head else [received[-1 - len(waiting)].detach()]
                 del output
                 if kind == "inputs":
-                    made, groups = stage_backward_input(outputs, back, [taken], module.parameters())
+                    input_grads, groups = stage_backward_input(outputs, back, [stage_input], module.parameters())
                     halves.append(groups)
-                    taken.grad = None
+                    stage_input.grad = None
                 else:
-                    made = stage_backward(outputs, back or [None], [taken])
-                sent += [*made] if layout.schedule != "1f1b" else []
-                del outputs, made, taken
+                    input_grads = stage_backward(outputs, back or [None], [stage_input])
+                sent += [*input_grads] if layout.schedule != "1f1b" else []
+                del outputs, input_grads, stage_input
     return live.peak_bytes, meter.peak_bytes
 
 
 @pytest.mark.parametrize("schedule", ("gpipe", "1f1b", "zero_bubble"))
-@PLACES
+@PP_RANKS
 @pytest.mark.parametrize("vocab_size", (256, 4000))
 @CHECKPOINTINGS
-def test_a_step_of_a_pipelines_rank_fills_what_is_predicted(
-    schedule: str, place: int, vocab_size: int, checkpointing: str
+def test_predicted_peak_of_a_pipeline_rank_equals_the_measured_peak(
+    schedule: str, pp_rank: int, vocab_size: int, checkpointing: str
 ) -> None:
     config = run(shaped(num_hidden_layers=6, vocab_size=vocab_size), FP32, checkpointing, global_batch=6)
     layout = layout_of(config, pp=3, schedule=schedule, layers_per_stage=(2, 2, 2))
-    live_bytes, _ = played(config, layout, place)
-    held = split_into_stages(config.model, layout)[place]
-    found = estimate_rank_memory(config, layout, ADAM_FP32, "cpu", place, [held])
-    standing = found.parameter_bytes + found.optimizer_bytes + found.communication_buffer_bytes
-    assert found.peak_bytes - standing == pytest.approx(live_bytes, rel=0.05)
+    live_bytes, _ = measured_step(config, layout, pp_rank)
+    stage = split_into_stages(config.model, layout)[pp_rank]
+    memory = estimate_rank_memory(config, layout, ADAM_FP32, "cpu", pp_rank, [stage])
+    constant_bytes = memory.parameter_bytes + memory.optimizer_bytes + memory.communication_buffer_bytes
+    assert memory.peak_bytes - constant_bytes == pytest.approx(live_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("schedule", ("gpipe", "1f1b", "zero_bubble"))
-@PLACES
+@PP_RANKS
 @pytest.mark.parametrize(
     "family", ({}, pytest.param({"name": "gpt_tiny"}, marks=pytest.mark.long), {"name": "gpt_tiny", "dropout": 0.1})
 )
 @CHECKPOINTINGS
-def test_a_pipelines_rank_keeps_what_is_predicted(
-    schedule: str, place: int, family: dict[str, Any], checkpointing: str
+def test_a_pipeline_rank_saves_the_predicted_bytes(
+    schedule: str, pp_rank: int, family: dict[str, Any], checkpointing: str
 ) -> None:
     config = run(shaped(**family, num_hidden_layers=6, vocab_size=1000), BF16, checkpointing, global_batch=6)
     layout = layout_of(config, pp=3, schedule=schedule, layers_per_stage=(2, 2, 2))
-    _, kept_bytes = played(config, layout, place)
-    assert activation_bytes(config, layout, "cpu", place) == pytest.approx(kept_bytes, rel=0.02)
+    _, saved_bytes = measured_step(config, layout, pp_rank)
+    assert activation_bytes(config, layout, "cpu", pp_rank) == pytest.approx(saved_bytes, rel=0.02)
 
 
-def test_loss_parallel_needs_four_parts_of_the_logits() -> None:
+def test_a_vocabulary_parallel_loss_needs_four_tensors_of_logits() -> None:
     whole_logits = 2 * 64 * 330 * 4
     assert sum(loss_tensors(MicroBatchShape(MODEL, 2, 64, "float32")).values()) == 3 * whole_logits
     assert sum(loss_tensors(MicroBatchShape(MODEL, 2, 64, "float32", tp=2)).values()) == 2 * whole_logits
 
 
-def test_no_model_is_offered_that_the_pipeline_cannot_take() -> None:
+def test_no_model_is_offered_that_cannot_be_cut_into_the_stages() -> None:
     """The model 1b ties its head to its embedding, and 125m and tiny have fewer layers than 16 stages."""
     config = run(model_named("7b"), global_batch=16)
     layout = layout_of(config, pp=16)
 
-    def offered(available_bytes: float) -> str:
+    def offered_remedies(available_bytes: float) -> str:
         need = {"available_bytes": int(available_bytes), "ranks_on_host": 1, "device": "cuda", "models": PREPARED}
         reason = capacity_problem(config, layout, ADAM_FP32, **need)  # type: ignore[arg-type]
         assert reason is not None
         return reason.partition("choose")[2]
 
-    assert "model=350m" in offered(9e9) and "model=1b" not in offered(9e9)
-    assert "model=" not in offered(1e9)
+    assert "model=350m" in offered_remedies(9e9) and "model=1b" not in offered_remedies(9e9)
+    assert "model=" not in offered_remedies(1e9)

@@ -55,12 +55,12 @@ def load(name: str) -> ModelConfig:
     return model
 
 
-def test_the_prepared_models_are_there() -> None:
+def test_the_prepared_models_exist() -> None:
     assert {"tiny", "125m", "350m", "10b", *KNOWN} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stated_count_is_that_of_the_built_module(name: str) -> None:
+def test_stated_parameter_count_is_that_of_the_built_module(name: str) -> None:
     model = load(name)
     assert model.name == name and model.source
     module = build_model(model)
@@ -69,12 +69,12 @@ def test_stated_count_is_that_of_the_built_module(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_stated_count_is_the_known_one(name: str) -> None:
+def test_stated_parameter_count_is_the_published_one(name: str) -> None:
     assert load(name).parameters == KNOWN[name]
 
 
 @pytest.mark.parametrize("name", ROUND)
-def test_stated_count_is_the_published_one_rounded(name: str) -> None:
+def test_stated_parameter_count_rounds_to_the_published_one(name: str) -> None:
     model = load(name)
     assert model.family == "gpt" and model.intermediate_size == 4 * model.hidden_size
     assert model.parameters == pytest.approx(ROUND[name], rel=0.02)

@@ -63,7 +63,7 @@ def test_names_and_sizes() -> None:
         ("a.py", "\n" * (FILE_LINES + 1), f"a.py has {FILE_LINES + 1} lines"),
     ],
 )
-def test_a_planted_name_or_size_is_found(name: str, source: str, problem: str) -> None:
+def test_a_forbidden_name_or_size_is_reported(name: str, source: str, problem: str) -> None:
     assert problems(name, source) == [problem]
 
 
