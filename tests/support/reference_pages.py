@@ -90,8 +90,11 @@ def dataclass_fields() -> dict[str, list[tuple[str, str, object, str]]]:
 
 def default(node: ast.AnnAssign) -> object:
     """Return the default of a field if it is a plain value, else the ellipsis."""
+    value = node.value
+    if isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:  # such as _no_identity(None)
+        value = value.args[0]
     try:
-        return ... if node.value is None else ast.literal_eval(node.value)
+        return ... if value is None else ast.literal_eval(value)
     except ValueError:  # a call, such as field(...)
         return ...
 
@@ -163,10 +166,10 @@ def configuration() -> str:
     comments = yaml_comments(PACKAGED_CONF / "config.yaml")
     groups = {name for name, _, _ in GROUPS}
     for owner in ("CommandConfig", "RunConfig"):
-        for name, kind, _, about in fields[owner]:
+        for name, kind, value, about in fields[owner]:
             if name not in groups:
                 about = comments.get(name, about)
-                text.append(f"| `{name}` | {type_text(kind)} | {code(config.get(name, ...))} | {cell(about)} |")
+                text.append(f"| `{name}` | {type_text(kind)} | {code(config.get(name, value))} | {cell(about)} |")
     for group, owner, is_listed in GROUPS:
         defaults = PACKAGED_CONF / group / "default.yaml"
         values = yaml.safe_load(defaults.read_text()) if defaults.exists() else {}
@@ -193,7 +196,7 @@ def choices(group: str) -> Iterator[str]:
         if "parameters" in values and values.get("family") != "hf":
             source = values["source"]
             source = source[:1].upper() + source[1:] if source.startswith(("the ", "this ")) else source
-            about = f"{values['family']}, {values['parameters'] / 1e6:,.1f} million parameters. {source}."
+            about = f"Family {values['family']}, {values['parameters'] / 1e6:,.1f} million parameters. {source}."
         yield f"| `{path.stem}` | {cell(about)} |"
 
 

@@ -47,6 +47,17 @@ def test_generated_pages_are_current(page: tuple[Path, str]) -> None:
     assert path.read_text() == text, "run python -m tests.support.reference_pages"
 
 
+def test_every_key_and_column_has_a_meaning_in_a_sentence() -> None:
+    """A meaning is a sentence or a noun phrase: it begins with a capital letter and ends with a period."""
+    meanings = []
+    for path, text in reference_pages.pages().items():
+        for row in re.findall(r"^\| `\w[\w.]*` \| (.+) \|$", text, re.MULTILINE):
+            cells = row.split(" | ")
+            meanings.append(cells[0] if path.name == "strategies.md" else cells[-1])
+    assert len(meanings) > 200
+    assert [meaning for meaning in meanings if not re.fullmatch(r"[A-Z0-9].*\.", meaning)] == []
+
+
 def test_the_readme_is_short_and_has_its_two_commands() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 130
