@@ -1,5 +1,6 @@
 """The fixtures that the tests of whole runs share: a results directory and the harness's command."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,15 @@ from tests.support.commands import Done, Harness, run_harness
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the one results directory in which the runs of all tests are recorded, and reused."""
-    return tmp_path_factory.mktemp("results")
+    """Return the one results directory in which the runs of all tests are recorded, and reused.
+
+    All of pytest-xdist's test processes share it: the harness locks a run that is being made.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # its own folder lies in that of the whole session
+        folder = folder.parent
+    (folder / "results").mkdir(exist_ok=True)
+    return folder / "results"
 
 
 @pytest.fixture

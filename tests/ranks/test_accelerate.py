@@ -1,21 +1,20 @@
 """Accelerate's sharded layouts: DeepSpeed's really runs on a CPU, and fully_shard's are refused there with a reason."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness.engines import accelerate as accelerate_engine
+from harness.launcher.launch import launch
 from harness.records.schema import Record
 from harness.runner import local_machine
 from harness.runner.plan import make_plan
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
 from tests.support import accelerate_entries, commands
-from tests.support.commands import ROOT, compose_config
+from tests.support.commands import compose_config
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Re
 
 @pytest.mark.parametrize("overrides", ["strategy=zero1"])
 def test_deepspeed_through_accelerate_is_proven_on_a_cpu(results: Path, overrides: str) -> None:
-    proven(run_with(results, worker_main.main, "world_size=2", *overrides.split()))
+    assert_proven(run_with(results, worker_main.main, "world_size=2", *overrides.split()))
 
 
 @pytest.mark.long
@@ -45,14 +44,14 @@ def test_deepspeed_through_accelerate_is_proven_on_a_cpu(results: Path, override
     ],
 )
 def test_more_of_deepspeed_through_accelerate(results: Path, overrides: str) -> None:
-    proven(run_with(results, worker_main.main, "world_size=2", *overrides.split()))
+    assert_proven(run_with(results, worker_main.main, "world_size=2", *overrides.split()))
 
 
 @pytest.mark.parametrize("overrides", ["world_size=2 strategy=fsdp_full_shard"])
 @pytest.mark.usefixtures("allowed")
-def test_what_a_gpu_would_run_is_proven_where_accelerate_is_told_to_shard(results: Path, overrides: str) -> None:
+def test_fully_shard_through_accelerate_is_proven(results: Path, overrides: str) -> None:
     """Accelerate's own prepare shards over gloo without a GPU, and every proof applies to the row."""
-    proven(run_with(results, accelerate_entries.told_to_shard, *overrides.split()))
+    assert_proven(run_with(results, accelerate_entries.sharded_on_cpu, *overrides.split()))
 
 
 @pytest.mark.long
@@ -66,11 +65,11 @@ def test_what_a_gpu_would_run_is_proven_where_accelerate_is_told_to_shard(result
     ],
 )
 @pytest.mark.usefixtures("allowed")
-def test_more_of_what_a_gpu_would_run(results: Path, overrides: str) -> None:
-    proven(run_with(results, accelerate_entries.told_to_shard, *overrides.split()))
+def test_more_of_fully_shard_through_accelerate(results: Path, overrides: str) -> None:
+    assert_proven(run_with(results, accelerate_entries.sharded_on_cpu, *overrides.split()))
 
 
-def proven(record: Record) -> None:
+def assert_proven(record: Record) -> None:
     row = record.row
     assert (row["status"], row["reason"], row["engine"]) == ("ok", "", "accelerate")
     assert record.proof["layout"] == "proven"
@@ -79,9 +78,13 @@ def proven(record: Record) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "strategy", "found"),
+    ("fault", "strategy", "reason"),
     [
-        (accelerate_entries.left_alone, "fsdp_full_shard", "Accelerate made a DistributedDataParallel of the model"),
+        (
+            accelerate_entries.sharding_ignored,
+            "fsdp_full_shard",
+            "Accelerate made a DistributedDataParallel of the model",
+        ),
         pytest.param(
             *(accelerate_entries.one_group, "fsdp_full_shard", "groups of 4 layers and ends"), marks=pytest.mark.long
         ),
@@ -93,15 +96,15 @@ def proven(record: Record) -> None:
     ],
 )
 @pytest.mark.usefixtures("allowed")
-def test_another_layout_than_asked_for_is_an_error(
-    results: Path, fault: Callable[[str], None], strategy: str, found: str
+def test_another_layout_than_configured_is_an_error(
+    results: Path, fault: Callable[[str], None], strategy: str, reason: str
 ) -> None:
     row = run_with(results, fault, "world_size=2", f"strategy={strategy}", "proof.reference=false").row
-    assert row["status"] == "error" and found in row["reason"]
+    assert row["status"] == "error" and reason in row["reason"]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "reason"),
     [
         ("strategy=fsdp_full_shard", "Accelerate silently drops sharding on CPU"),
         ("strategy=zero1 precision=bf16_mixed", "Accelerate leaves DeepSpeed its BF16_Optimizer"),
@@ -112,26 +115,17 @@ def test_another_layout_than_asked_for_is_an_error(
         ("strategy=single world_size=1", "Accelerate wraps data parallelism"),
     ],
 )
-def test_what_it_would_do_otherwise_is_refused(overrides: str, said: str) -> None:
+def test_combinations_that_accelerate_runs_otherwise_are_refused(overrides: str, reason: str) -> None:
     config = compose_config("strategy.engine=accelerate", "world_size=2", *commands.SMALL_BATCH, *overrides.split())
     with pytest.raises(UserError) as refused:
         make_plan(config, local_machine.detect_machine(config.cluster))
-    assert said in str(refused.value)
+    assert reason in str(refused.value)
 
 
 def test_accelerate_drops_sharding_on_a_cpu(tmp_path: Path) -> None:
     """Accelerate on a CPU makes DistributedDataParallel with all of the model on every rank, so it is refused there."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {"FOUND": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, accelerate_entries.__file__],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    outcome = launch(accelerate_entries.prepare_linear, tmp_path, 2, device="cpu", timeout_seconds=180)
+    assert outcome.status == "ok", outcome.reason
     for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found == {"made": "DistributedDataParallel", "held": 4 * 4 + 4, "ranks": 2}
+        result = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert result == {"wrapper": "DistributedDataParallel", "elements": 4 * 4 + 4, "ranks": 2}

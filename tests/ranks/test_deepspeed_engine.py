@@ -15,7 +15,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from harness.config.command import read_run_config
 from harness.config.schema import RunConfig
@@ -24,11 +24,12 @@ from harness.engines.base import Batch, Engine, load_engine
 from harness.engines.deepspeed.compatibility import SUPPORTED_OPTIONS
 from harness.engines.deepspeed.shm_collective import build_deepspeed_comm
 from harness.hardware.machine import Machine
+from harness.launcher.forkserver import start_forkserver
 from harness.layout.layout import AXES, resolve_layout
 from harness.layout.state_widths import STATE_KINDS, StateKind
 from harness.measure.communication import bytes_sent
 from harness.measure.memory import DeviceMemory
-from harness.measure.rank_state import held_bytes
+from harness.measure.rank_state import state_bytes
 from harness.measure.step_profiler import profile_step
 from harness.models.build import build_model
 from harness.models.init_weights import initial_value, materialize
@@ -188,15 +189,17 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         "gradients": ready.gradients,
         "traffic": seen.communication,
         "most_gradient_bytes": seen.gradient_bytes,
-        "rest": {kind: held_bytes(engine, kind) for kind in STATE_KINDS},
+        "rest": {kind: state_bytes(engine, kind) for kind in STATE_KINDS},
     }
     engine.close()
     return outcome
 
 
-def rank_main(rank: int, world: int, cases: Sequence[Case], port: int, folder: str) -> None:
+def rank_main(
+    rank: int, world: int, cases: Sequence[Case], environment: dict[str, str], port: int, folder: str
+) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
+    os.environ.update(environment, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
     for case in cases:
         torch.save(run_case(case, rank), Path(folder) / f"{CASES.index(case)}-{rank}.pt")
@@ -207,13 +210,16 @@ def rank_main(rank: int, world: int, cases: Sequence[Case], port: int, folder: s
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[str, Any]]]:
     """Return the measurements of every rank by case."""
     torch.set_num_threads(1)
-    os.environ.update(build_deepspeed_comm(Path("~/.cache/harness")))  # once, not by every rank
+    environment = build_deepspeed_comm(Path("~/.cache/harness"))  # once, not by every rank
     folder = tmp_path_factory.mktemp("ranks")
+    start_forkserver("cpu")  # it has imported torch and DeepSpeed
     for world in (2, 4):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        spawn(rank_main, (world, [case for case in CASES if case.world == world], port, str(folder)), nprocs=world)
+        cases = [case for case in CASES if case.world == world]
+        arguments = (world, cases, environment, port, str(folder))
+        start_processes(rank_main, arguments, nprocs=world, start_method="forkserver")
     return {
         case: [torch.load(folder / f"{index}-{rank}.pt", weights_only=False) for rank in range(case.world)]
         for index, case in enumerate(CASES)

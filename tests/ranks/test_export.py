@@ -18,28 +18,18 @@ from harness.runner import local_machine
 from harness.runner.launch_run import build_run_spec, write_row
 from harness.runner.plan import make_plan
 from harness.worker import main as worker_main
-from tests.support.commands import ROOT, compose, compose_config, execute_run
-
-# Each rank has two micro-batches at world 2, and the norm is above the clipping threshold.
-BATCH = ("train.global_batch=8", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
+from tests.support.commands import ROOT, SMALL_BATCH, compose, compose_config, run_folder, run_with
 
 TORCHRUN = ("sh", "torchrun.sh")
 
 ACCELERATE = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train_accelerate.py")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("export")
-
-
 def recorded(results: Path, overrides: str) -> Path:
     """Return the folder of a run."""
-    asked = (f"results_dir={results}", "name=export", "proof.reference=false", "world_size=2", *BATCH)
-    config, command_config = compose(*asked, *overrides.split())
-    row = execute_run(config, command_config, worker_main.main).row
-    assert (row["status"], row["reason"]) == ("ok", "")
-    return results / "export" / row["run_id"]
+    record = run_with(results, worker_main.main, *overrides.split())
+    assert (record.status, record.row["reason"]) == ("ok", "")
+    return run_folder(results, record).path
 
 
 def losses(directory: Path, launch: tuple[str, ...]) -> list[float]:
@@ -210,7 +200,7 @@ def test_deepspeed_reads_its_file_as_the_run_was(results: Path) -> None:
 
 def written(results: Path, overrides: str) -> Path:
     """Export a run whose files were left without training it."""
-    asked = (f"results_dir={results}", "name=untrained", "proof.reference=false", "world_size=2", *BATCH)
+    asked = (f"results_dir={results}", "name=untrained", "proof.reference=false", "world_size=2", *SMALL_BATCH)
     config, command_config = compose(*asked, *overrides.split())
     planned = make_plan(config, local_machine.detect_machine(config.cluster), command_config)
     planned.folder.path.mkdir(parents=True, exist_ok=True)
@@ -245,7 +235,7 @@ def test_what_would_train_otherwise_is_not_written(
 def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A missing run and a run that is not `ok` end with exit status 2 and leave nothing on disk."""
     assert command.main([str(tmp_path / "nope")]) == 2
-    config, command_config = compose(f"results_dir={tmp_path}", "name=refused", "world_size=2", *BATCH)
+    config, command_config = compose(f"results_dir={tmp_path}", "name=refused", "world_size=2", *SMALL_BATCH)
     planned = make_plan(config, local_machine.detect_machine(config.cluster), command_config)
     write_row(planned, {"status": "refused", "reason": "it does not fit"})
     assert command.main([str(planned.folder.path)]) == 2

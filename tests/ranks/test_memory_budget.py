@@ -104,8 +104,11 @@ def test_a_byte_less_is_out_of_memory_and_ends_every_rank(results: Path, unbound
     config, ended = made(results, f"strategy={strategy}", f"cluster.memory_budget={budget}")
     row = ended.row
     assert (row["status"], row["memory_limit_bytes"], row["failed_in_phase"]) == ("oom", budget, "timed"), row["reason"]
-    blamed = re.match(r"rank (\d) ran out of memory in phase timed under cluster.memory_budget=(\d+): (\d+) bytes requested, (\d+)"
-                      r" allocated, of a budget of \2 bytes$", row["reason"])  # fmt: skip
+    blamed = re.match(
+        r"rank (\d) ran out of memory in phase timed under cluster.memory_budget=(\d+): (\d+) bytes requested, (\d+)"
+        r" allocated, of a budget of \2 bytes$",
+        row["reason"],
+    )
     assert blamed is not None, row["reason"]
     rank, limit, asked, held = map(int, blamed.groups())
     assert held <= limit < held + asked and row["last_seen_allocated_bytes"] <= limit == budget

@@ -2,20 +2,14 @@
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from harness.records.run_folder import RunFolder
-from harness.records.store import read_record
 from tests.support import row_invariants
-from tests.support.commands import read_rows, run_harness
+from tests.support.combinations import in_precision
+from tests.support.commands import read_rows, run_folder, run_harness
 
 SMALL = ("train.global_batch=4", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
-
-LAYOUTS = {
-    "bf16": "single,ddp,zero1,zero3,fsdp_full_shard,tp_sp,pp_zero_bubble",
-    "fp16_mixed": "single,ddp,fsdp_full_shard,fsdp_shard_grad_op,tp_sp,pp_zero_bubble",
-    "bf16_mixed": "single,ddp,zero1,zero2,zero3,fsdp_full_shard,fsdp_shard_grad_op,fsdp_no_shard,tp,pp_interleaved",
-}
 
 # Bytes per parameter of parameters and optimizer at rest if nothing is sharded; a sharded engine trains its masters.
 STATE = {"bf16": (2, 4), "fp16_mixed": (2, 12), "bf16_mixed": (2, 12)}
@@ -26,15 +20,12 @@ BOUND = {"bf16": 3e-2, "fp16_mixed": 1e-2, "bf16_mixed": 0.1}
 @pytest.mark.parametrize(
     "precision", ["bf16_mixed", *(pytest.param(name, marks=pytest.mark.long) for name in ("fp16_mixed", "bf16"))]
 )
-def test_a_precision_is_the_same_in_every_layout(tmp_path: Path, precision: str) -> None:
-    sweep = (f"strategy={LAYOUTS[precision]}", "world_size=2", f"precision={precision}")
-    done = run_harness(tmp_path, "-m", "name=p", *sweep, *SMALL)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = read_rows(tmp_path, "p").set_index("strategy")
-    for run_id in rows.run_id:
-        folder = tmp_path / "p" / run_id
-        row = read_record(folder).row
-        row_invariants.check_memory(row, RunFolder(folder).read_rank_reports(row["world_size"]))
+def test_a_precision_is_the_same_in_every_layout(results: Path, precision: str) -> None:
+    records = [combination.record(results) for combination in in_precision(precision)]
+    for record in records:
+        ranks = run_folder(results, record).read_rank_reports(record.row["world_size"])
+        row_invariants.check_memory(record.row, ranks)
+    rows = pd.DataFrame([record.row for record in records]).set_index("strategy")
     assert set(rows.status) == {"ok"} and set(rows.skipped_steps) == {0}
     whole = rows.loc[["single", "ddp"]]
     parameters, optimizer = STATE[precision]
@@ -43,7 +34,7 @@ def test_a_precision_is_the_same_in_every_layout(tmp_path: Path, precision: str)
     assert rows.drop("single").grad_deviation.min() >= 0 and 0 < rows.grad_deviation.max() < BOUND[precision]
 
 
-def test_steps_that_overflow_are_left_out_in_every_layout(tmp_path: Path) -> None:
+def test_overflowed_steps_are_skipped_in_every_layout(tmp_path: Path) -> None:
     """The scale is halved until gradients fit; skipped steps are counted, and the rest is proven as usual."""
     overrides = ("precision=fp16_mixed", "precision.initial_loss_scale=4e6", "train.warmup_steps=8", "world_size=2")
     layouts = "strategy=ddp,fsdp_full_shard,pp_1f1b"
@@ -55,7 +46,7 @@ def test_steps_that_overflow_are_left_out_in_every_layout(tmp_path: Path) -> Non
     assert rows.grad_deviation.max() < BOUND["fp16_mixed"]
 
 
-def test_a_scale_that_never_fits_is_said(tmp_path: Path) -> None:
+def test_a_loss_scale_that_never_fits_is_an_error(tmp_path: Path) -> None:
     overrides = ("precision=fp16_mixed", "precision.initial_loss_scale=1e30", "strategy=single")
     done = run_harness(tmp_path, "name=never", *SMALL, *overrides)
     assert done.returncode == 1

@@ -154,8 +154,8 @@ def test_a_rank_that_waits_for_another_communicates_exposed(tmp_path: Path) -> N
     record = execute_run(config, command, faults.slow_rank)
     assert record.row["status"] == "ok", record.row["reason"]
     folder = tmp_path / command.name / record.row["run_id"]
-    slept = 2 * 2 * faults.SLOW_SECONDS  # two traced steps of two micro-batches
+    slept = 2 * 2 * faults.SLOW_RANK_SECONDS  # two traced steps of two micro-batches
     waiting, sleeping = (rank.time_breakdown.phases for rank in RunFolder(folder).read_rank_reports(2))
     assert waiting["backward"].exposed_seconds > 0.8 * slept > 2 * sleeping["backward"].exposed_seconds
     assert sleeping["forward"].seconds > slept > 2 * waiting["forward"].seconds
-    assert sleeping["forward"].exposed_seconds < 0.01 * slept  # the end of the norm's all-reduce may reach into it
+    assert sleeping["forward"].exposed_seconds < 0.05 * slept  # the end of the norm's all-reduce may reach into it

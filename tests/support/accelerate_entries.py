@@ -1,6 +1,5 @@
 """Entry points of ranks for the tests of Accelerate: its sharding on a CPU, and faults planted in it."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from harness.util.files import atomic_write_json
 from harness.worker import main as worker_main
 
 
-def told_to_shard(run_dir: str) -> None:
+def sharded_on_cpu(run_dir: str) -> None:
     """Make Accelerate shard on a CPU by setting the state that it would detect on a machine with GPUs."""
 
     def accelerator_of(config: Any, layout: Any, model: Any) -> Accelerator:
@@ -33,7 +32,7 @@ def told_to_shard(run_dir: str) -> None:
     worker_main.main(run_dir)
 
 
-def left_alone(run_dir: str) -> None:
+def sharding_ignored(run_dir: str) -> None:
     """Leave Accelerate as it is on a CPU, where it ignores the plugin for sharding."""
     plugin_of = fsdp.create_fsdp_plugin
 
@@ -54,13 +53,13 @@ def one_group(run_dir: str) -> None:
         return fsdp_plugin
 
     fsdp.create_fsdp_plugin = plugin
-    told_to_shard(run_dir)
+    sharded_on_cpu(run_dir)
 
 
 def root_left_gathered(run_dir: str) -> None:
     """Keep the norm and the root gathered from forward to backward, which is Accelerate's own default."""
     FSDPModule.set_reshard_after_forward = lambda *arguments: None  # type: ignore[method-assign]
-    told_to_shard(run_dir)
+    sharded_on_cpu(run_dir)
 
 
 def other_stage(run_dir: str) -> None:
@@ -75,16 +74,12 @@ def other_stage(run_dir: str) -> None:
     worker_main.main(run_dir)
 
 
-def main() -> None:
-    """Write what Accelerate makes of a model on a CPU with a plugin for fully_shard, in two processes of torchrun."""
+def prepare_linear(run_dir: str) -> None:
+    """Write what Accelerate makes of a model on a CPU with a plugin for fully_shard."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     model = torch.nn.Linear(4, 4)
     prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     numel = sum(parameter.numel() for parameter in prepared.parameters())
-    result = {"made": type(prepared).__name__, "held": numel, "ranks": accelerator.num_processes}
-    atomic_write_json(Path(os.environ["FOUND"]) / f"{dist.get_rank()}.json", result)
+    result = {"wrapper": type(prepared).__name__, "elements": numel, "ranks": accelerator.num_processes}
+    atomic_write_json(Path(run_dir) / f"{dist.get_rank()}.json", result)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,8 @@
 """The harness as a user calls it, and its parts: configurations, rows, and runs that tests share."""
 
 import io
+import time
+import zlib
 from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -64,10 +66,13 @@ def compose_config(*overrides: str) -> RunConfig:
 
 
 def execute_run(config: RunConfig, command: CommandConfig, entry: Callable[[str], None]) -> Record:
-    """Return the record of one run whose ranks run `entry`: harness.worker.main.main, or a fault of tests.support."""
+    """Return the record of one run whose ranks run `entry`: harness.worker.main.main, or a fault of tests.support.
+
+    If another test process works on the same run, wait for it and reuse its record.
+    """
     planned = make_plan(config, local_machine.detect_machine(config.cluster), command)
-    record = execute(planned, RunContext(entry))
-    assert record is not None
+    while (record := execute(planned, RunContext(entry))) is None:
+        time.sleep(0.1)
     return record
 
 
@@ -93,12 +98,13 @@ COMPARISON = "shared"  # the comparison of all runs that run_with() makes: its r
 def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
     """Return the record of a small run on two ranks, unless the overrides say otherwise.
 
-    A run without a fault is made once and then reused from its record. A run with one is always made: it is the first
-    repeat of its configuration, so that it has the same reference and leaves the record without a fault alone.
+    Every run is made once and then reused from its record, by all tests and test processes. A run with a fault is a
+    repeat of its configuration with a number of its own, so that it has the same reference and leaves the record
+    without a fault alone.
     """
-    own = () if entry is worker_main.main else ("repeat=1", "force=true")
-    to = (f"results_dir={results}", f"name={COMPARISON}", "world_size=2")
-    config, command = compose(*to, *own, *SMALL_BATCH, *overrides)
+    fault = () if entry is worker_main.main else (f"repeat={zlib.crc32(entry.__qualname__.encode())}",)
+    folder = (f"results_dir={results}", f"name={COMPARISON}", "world_size=2")
+    config, command = compose(*folder, *fault, *SMALL_BATCH, *overrides)
     return execute_run(config, command, entry)
 
 

@@ -10,7 +10,7 @@ import vl_convert
 from playwright.sync_api import Browser, sync_playwright
 
 from harness.report.document import Best, BulletList, Chart, Paragraph, Section, Table
-from harness.report.html import ExplorerData
+from harness.report.explorer import ExplorerData
 from tests.support import packages
 
 # Chromium's own network requests are switched off, so that every request that a test sees is the page's.

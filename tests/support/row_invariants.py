@@ -1,5 +1,6 @@
 """The invariants of every finished row: its parts add up to the whole, in memory, time and bytes."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,14 +10,15 @@ from harness.metrics.memory import at_peak_columns
 from harness.metrics.step_time import PARTS
 from harness.proof.layout import box_numel
 from harness.records.rank_report import RankReport
+from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.tensors.shard import GATHERED
 
 STANDING_BYTES = 64 * 1024  # rotary tables, losses and counters, which have no role between steps
 
-# Python's time between phases, for steps so short that 2 % of them is less. A rank without a core of its own may lose
-# this much there.
-GLUE_SECONDS = {2: 0.01, 4: 0.025}  # by world size
+# Python's time between phases, for steps so short that 2 % of them is less. A rank that shares its core with others
+# loses several of the kernel's time slices there; the median over rows is the tighter bound.
+GLUE_SECONDS = 0.1
 
 
 def check_memory(row: dict[str, Any], ranks: Sequence[RankReport]) -> None:
@@ -48,8 +50,7 @@ def check_time(row: dict[str, Any]) -> float:
     parts = {name: row[name] for name in PARTS}
     assert sum(parts.values()) == pytest.approx(row["step_seconds"]), row["run_id"]
     assert all(seconds >= 0 for seconds in parts.values()), (row["run_id"], parts)
-    glue = GLUE_SECONDS[max(2, row["world_size"])]
-    assert parts["other_seconds"] <= max(0.02 * row["step_seconds"], glue), (row["run_id"], parts)
+    assert parts["other_seconds"] <= max(0.02 * row["step_seconds"], GLUE_SECONDS), (row["run_id"], parts)
     assert all(parts[f"{name}_seconds"] > 0 for name in ("data", "forward", "backward", "optimizer")), row["run_id"]
     if row["world_size"] > 1:
         assert parts["exposed_communication_seconds"] + parts["idle_seconds"] > 0, row["run_id"]
@@ -66,3 +67,12 @@ def check_bytes(record: Record) -> None:
     if record.config["strategy"]["literature"]:
         for entry in record.traffic:
             assert entry["bytes"] == pytest.approx(entry["formula_bytes"], rel=0.05, abs=4096), record.run_id
+
+
+def check_steps(folder: RunFolder, record: Record) -> None:
+    """Check that every step is kept beside the record, with its phase, its loss and its gradient norm."""
+    steps = [json.loads(line) for line in folder.steps.read_text().splitlines()]
+    train = record.config["train"]
+    phases = ["warm-up"] * train["warmup_steps"] + ["timed"] * train["steps"] + ["traced"] * 2 + ["profiled"]
+    assert [step["phase"] for step in steps] == phases, record.run_id
+    assert all(step["loss"] > 0 and step["grad_norm"] > 0 for step in steps), record.run_id

@@ -1,0 +1,113 @@
+"""The combinations of strategy, world size and options whose runs the tests of ranks share.
+
+Each is run once in the session's results directory, and every test reads its record from there.
+"""
+
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.records.schema import Record
+from harness.worker import main as worker_main
+from tests.support.commands import run_with
+
+
+class Combination(NamedTuple):
+    """A run of a few steps that must be proven."""
+
+    strategy: str
+    world_size: int = 2
+    options: tuple[str, ...] = ()  # further overrides
+
+    def __str__(self) -> str:
+        return " ".join((self.strategy, f"world_size={self.world_size}", *self.options))
+
+    def record(self, results: Path) -> Record:
+        """Return the record of its run, which is made only if no test made it before."""
+        overrides = (f"strategy={self.strategy}", f"world_size={self.world_size}", *self.options)
+        return run_with(results, worker_main.main, *overrides)
+
+
+class Size(NamedTuple):
+    """The size of a model and its batch.
+
+    Tensor parallelism is slow on a CPU because of a hundred small operators a layer, and a pipeline needs layers to
+    divide.
+    """
+
+    layers: int
+    micro_batches: int
+
+    def options(self) -> tuple[str, ...]:
+        """Return the overrides that set these sizes."""
+        model = f"model.num_hidden_layers={self.layers} model.num_key_value_heads=4 model.vocab_size={VOCABULARY}"
+        batch = f"train.global_batch={SEQUENCES * self.micro_batches} train.micro_batch={SEQUENCES}"
+        return (*model.split(), *batch.split(), f"train.seq_len={SEQ_LEN}")
+
+
+CHECKPOINTING = {2: ("none", "full"), 4: ("none",)}  # by world size
+
+# --- data parallelism, by engine
+
+STRATEGIES = dict.fromkeys(
+    ("single", "ddp", "zero1_torch", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard"), "torch"
+) | dict.fromkeys(("zero1", "zero2", "zero3", "zero1_defaults", "zero2_defaults", "zero3_defaults"), "deepspeed")
+
+
+def _data_parallel() -> list[Combination]:
+    combinations = [Combination("single", 1, (f"checkpointing={kind}",)) for kind in CHECKPOINTING[2]]
+    for world_size, kinds in CHECKPOINTING.items():
+        for kind in kinds:
+            options = (f"checkpointing={kind}",)
+            combinations += [Combination(name, world_size, options) for name in STRATEGIES if name != "single"]
+            combinations.append(Combination("ddp", world_size, ("strategy.engine=accelerate", *options)))
+    return combinations
+
+
+DATA_PARALLEL = _data_parallel()
+
+# --- tensor and pipeline parallelism
+
+SEQUENCES, SEQ_LEN, VOCABULARY = 2, 32, 258  # a vocabulary that four ranks cannot halve
+
+TENSOR = ("tp", "tp_sp")
+
+PIPELINE = ("pp_gpipe", "pp_1f1b", "pp_interleaved", "pp_zero_bubble")
+
+TENSOR_SIZE, PIPELINE_SIZE = Size(layers=2, micro_batches=2), Size(layers=8, micro_batches=4)
+
+SIZES = dict.fromkeys(("single", *TENSOR), TENSOR_SIZE) | dict.fromkeys(PIPELINE, PIPELINE_SIZE)
+
+
+def model_parallel(strategy: str, world_size: int = 2, checkpointing: str = "none") -> Combination:
+    """Return the combination of a strategy of tensor or pipeline parallelism, in the size that suits it."""
+    return Combination(strategy, world_size, (f"checkpointing={checkpointing}", *SIZES[strategy].options()))
+
+
+MODEL_PARALLEL = [
+    model_parallel(strategy, world_size, kind)
+    for world_size, kinds in CHECKPOINTING.items()
+    for kind, strategy in itertools.product(kinds, TENSOR + PIPELINE)
+] + [model_parallel("single", 1, kind) for kind in CHECKPOINTING[2]]
+
+# --- precision: the layouts in which each must mean the same
+
+PRECISION_LAYOUTS = {
+    "bf16": "single,ddp,zero1,zero3,fsdp_full_shard,tp_sp,pp_zero_bubble",
+    "fp16_mixed": "single,ddp,fsdp_full_shard,fsdp_shard_grad_op,tp_sp,pp_zero_bubble",
+    "bf16_mixed": "single,ddp,zero1,zero2,zero3,fsdp_full_shard,fsdp_shard_grad_op,fsdp_no_shard,tp,pp_interleaved",
+}
+
+
+def in_precision(precision: str) -> list[Combination]:
+    """Return one combination for each layout of this precision."""
+    return [
+        Combination(strategy, 1 if strategy == "single" else 2, (f"precision={precision}",))
+        for strategy in PRECISION_LAYOUTS[precision].split(",")
+    ]
+
+
+# Every strategy's kind at its defaults, which faults are planted in.
+DEFAULTS = [Combination(name) for name in ("tp", "tp_sp", "pp_1f1b", "pp_gpipe", "pp_zero_bubble")]
+
+COMBINATIONS = [*DATA_PARALLEL, *MODEL_PARALLEL, *in_precision("bf16_mixed"), *DEFAULTS]

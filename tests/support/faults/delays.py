@@ -1,0 +1,55 @@
+"""Delays of known length, which are no faults."""
+
+import time
+from typing import Any
+
+import harness.models.activation_checkpoint
+import harness.models.build
+import harness.models.decoder
+import harness.models.init_weights
+import harness.models.loss
+from harness.engines.torch import (
+    engine,
+)
+from harness.worker import main as worker_main
+from tests.support.faults.rank import rank
+
+SLOW_SECONDS = 0.05  # for every forward of the last stage
+
+SLOW_RANK_SECONDS = 0.15  # for every forward of rank 1: much longer than a busy kernel's time slices
+
+
+def slow_last_stage(run_dir: str) -> None:
+    """Delay every forward of the last stage, so that the other stages wait for it; this is not a fault."""
+    forward = harness.models.decoder.Decoder.forward
+
+    def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
+        time.sleep(SLOW_SECONDS if self.lm_head is not None else 0)
+        return forward(self, hidden, targets)
+
+    harness.models.decoder.Decoder.forward = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
+
+
+def slow_steps(run_dir: str) -> None:
+    """Delay every step by more than a second; this is not a fault."""
+    step = engine.TorchEngine.step
+
+    def spoiled(self: Any, micro_batches: Any) -> Any:
+        time.sleep(1.2)
+        return step(self, micro_batches)
+
+    engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
+
+
+def slow_rank(run_dir: str) -> None:
+    """Delay every forward on rank 1; this is not a fault."""
+    forward = harness.models.decoder.Decoder.forward
+
+    def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
+        time.sleep(SLOW_RANK_SECONDS if rank() == 1 else 0)
+        return forward(self, hidden, targets)
+
+    harness.models.decoder.Decoder.forward = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)

@@ -1,0 +1,207 @@
+"""Faults planted in the reports of a recorded run's ranks, in milliseconds.
+
+Each changes the reports as a planted fault of tests.support.faults does with real ranks, whose run is marked long. The
+run itself was proven, so that the problems are those of the change alone.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.config.command import read_run_config
+from harness.engines.base import load_engine
+from harness.layout.layout import resolve_layout
+from harness.proof.verify import verify_run
+from harness.records.rank_report import RankReport, Traffic
+from harness.records.run_folder import RunFolder
+from harness.records.tensor_shards import StateShard, TensorFingerprint
+from tests.support.combinations import Combination
+from tests.support.commands import COMPARISON, compose, run_folder
+
+Reports = list[RankReport]
+
+Fault = Callable[[Reports], Reports]
+
+Change = dataclasses.replace
+
+
+def problems_of(results: Path, combination: Combination, fault: Fault) -> list[str]:
+    """Return the problems that the proof names in the recorded run after the fault has changed its reports."""
+    record = combination.record(results)
+    assert record.status == "ok", record.row["reason"]
+    config = read_run_config(record.config)
+    layout = resolve_layout(config.strategy, record.row["world_size"])
+    widths = load_engine(layout.engine).state_widths(config, layout)
+    ranks = run_folder(results, record).read_rank_reports(layout.world_size)
+    note, reference = record.proof["reference"], None
+    if note.startswith("compared with "):
+        folder = RunFolder(results / COMPARISON / "references" / note.removeprefix("compared with "))
+        (reference,) = folder.read_rank_reports(1)
+    bounds = compose()[1].proof
+    assert verify_run(config, bounds, layout, widths, ranks, reference, note)[0]["status"] == "ok"
+    row, parts = verify_run(config, bounds, layout, widths, fault(ranks), reference, note)
+    assert row["status"] == "error"
+    problems: list[str] = parts["proof"]["problems"]
+    return problems
+
+
+def profiled(ranks: Sequence[RankReport], **values: Any) -> Reports:
+    """Return the reports with these values in their profiled step."""
+    return [Change(rank, profiled=Change(rank.profiled, **values)) for rank in ranks]
+
+
+def traffic(ranks: Sequence[RankReport], change: Callable[[Traffic], Traffic | None]) -> Reports:
+    """Return the reports with every entry of traffic changed, or left out where the change returns None."""
+    changed = [[change(entry) for entry in rank.profiled.communication] for rank in ranks]
+    entries = [[entry for entry in of_rank if entry is not None] for of_rank in changed]
+    return [Change(r, profiled=Change(r.profiled, communication=e)) for r, e in zip(ranks, entries, strict=True)]
+
+
+def scaled(entry: Traffic, factor: float) -> Traffic:
+    sizes = {round(size * factor): count for size, count in entry.sizes.items()}
+    return Change(entry, bytes_sent=entry.bytes_sent * factor, sizes=sizes)
+
+
+def whole(shard: Any) -> Any:
+    """Return a shard or fingerprint that covers the whole tensor."""
+    return shard._replace(box=tuple((0, size) for size in shard.shape))
+
+
+# --- volume
+
+
+def uncounted(ranks: Reports) -> Reports:
+    """Leave out one kind of operation."""
+    return traffic(ranks, lambda entry: None if entry.operation == "reduce_scatter" else entry)
+
+
+def lower_stage(ranks: Reports) -> Reports:
+    """Send two thirds of the gradients' bytes, as ZeRO-1 sends of ZeRO-2's."""
+    return traffic(ranks, lambda entry: scaled(entry, 2 / 3))
+
+
+def boundary_sent_twice(ranks: Reports) -> Reports:
+    """Send every activation to the next stage a second time."""
+    return traffic(ranks, lambda entry: scaled(entry, 2) if entry.operation == "send" else entry)
+
+
+def sequence_whole(ranks: Reports) -> Reports:
+    """Send the sums of sequence parallelism as all-reduces."""
+
+    def change(entry: Traffic) -> Traffic:
+        is_scattered = entry.operation in ("reduce_scatter", "all_gather")
+        return Change(entry, operation="all_reduce") if is_scattered else entry
+
+    return traffic(ranks, change)
+
+
+# --- operations
+
+
+def layer_twice(ranks: Reports) -> Reports:
+    """Run every layer a second time in forward."""
+    return [Change(rank, profiled=Change(rank.profiled, flops=rank.profiled.flops * 4 // 3)) for rank in ranks]
+
+
+def never_recomputed(ranks: Reports) -> Reports:
+    """Run no forward a second time."""
+    return profiled(ranks, recomputations=0)
+
+
+def other_schedule(ranks: Reports) -> Reports:
+    """Keep every micro-batch in flight, as GPipe does."""
+    return profiled(ranks, max_in_flight_micro_batches=4)
+
+
+def weights_not_put_off(ranks: Reports) -> Reports:
+    """Compute the weights' gradients in zero bubble's backward for inputs as well."""
+    return profiled(ranks, split_backwards=0)
+
+
+# --- state
+
+
+def other_optimizer(ranks: Reports) -> Reports:
+    """Hold no moments, as plain SGD."""
+    return [Change(rank, optimizer_shards=[], optimizer_bytes=0) for rank in ranks]
+
+
+def summed_in_16_bit(ranks: Reports) -> Reports:
+    """Sum gradients in the data type of the compute."""
+    return profiled(ranks, gradient_dtypes=["bfloat16"])
+
+
+def tensor_parallel_dropped(ranks: Reports) -> Reports:
+    """Hold every parameter whole on every rank."""
+    return [Change(rank, parameter_shards=[whole(shard) for shard in rank.parameter_shards]) for rank in ranks]
+
+
+def whole_gradient(ranks: Reports) -> Reports:
+    """Hold the embedding's gradient whole on every rank."""
+
+    def change(gradient: TensorFingerprint) -> Any:
+        return whole(gradient) if gradient.name == "embed_tokens.weight" else gradient
+
+    return [Change(rank, first_gradients=[change(gradient) for gradient in rank.first_gradients]) for rank in ranks]
+
+
+def other_layers(ranks: Reports) -> Reports:
+    """Hold the first stage's layers on both stages."""
+
+    def change(shard: StateShard) -> StateShard:
+        name = shard.name.replace("layers.2.", "layers.0.").replace("layers.3.", "layers.1.")
+        return shard._replace(name=name)
+
+    return [Change(rank, parameter_shards=[change(shard) for shard in rank.parameter_shards]) for rank in ranks]
+
+
+def whole_model_built(ranks: Reports) -> Reports:
+    """Make all of the model's weights on every stage while it is built."""
+    peak = sum(rank.parameter_bytes for rank in ranks)
+    return [Change(rank, start_peak_bytes=(rank.start_peak_bytes or 0) + peak) for rank in ranks]
+
+
+def offload_dropped(ranks: Reports) -> Reports:
+    """Keep no state on the host."""
+    return [Change(rank, host_state=[]) for rank in ranks]
+
+
+# --- training
+
+
+def halved(ranks: Reports) -> Reports:
+    """Halve the gradient of one small parameter."""
+
+    def change(gradient: TensorFingerprint) -> TensorFingerprint:
+        if gradient.name != "layers.1.input_layernorm.weight":
+            return gradient
+        assert gradient.square is not None and gradient.projection is not None
+        return gradient._replace(square=gradient.square / 4, projection=gradient.projection / 2)
+
+    moments = ("first_gradients", "last_gradients")
+    return [Change(rank, **{moment: [*map(change, getattr(rank, moment))] for moment in moments}) for rank in ranks]
+
+
+def not_finite(ranks: Reports) -> Reports:
+    """Report a loss that is not a number, which files have as null."""
+    return [Change(rank, losses=[None] * len(rank.losses)) for rank in ranks]
+
+
+def loss_of_its_own(ranks: Reports) -> Reports:
+    """Report another loss on each rank, with the right mean."""
+    return [Change(rank, losses=[(loss or 0) * (1.5 - rank.rank) for loss in rank.losses]) for rank in ranks]
+
+
+def norms_drift(ranks: Reports) -> Reports:
+    """Never update rank 1's masters of the norms."""
+
+    def change(master: TensorFingerprint) -> TensorFingerprint:
+        return master._replace(square=float(master.shape[0])) if "norm" in master.name else master
+
+    return [ranks[0], Change(ranks[1], last_masters=[change(master) for master in ranks[1].last_masters])]
+
+
+def heads_drop_alike(ranks: Reports) -> Reports:
+    """Drop the same elements of attention on all tensor-parallel ranks."""
+    return [Change(rank, dropout_rng_ranks=[None]) for rank in ranks]
