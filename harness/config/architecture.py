@@ -12,10 +12,10 @@ class Architecture:
     learned_positions: bool  # whether positions are a learned table; else rotary, in attention
     widening: tuple[str, ...]  # the MLP's matrices from hidden_size to intermediate_size
     # Tensors of intermediate_size kept for backward, in the order of the forward; the last is down_proj's input.
-    mlp_keeps: tuple[str, ...]
+    mlp_saved_tensors: tuple[str, ...]
     # At the fullest moment of the MLP's backward, beyond what is kept: tensors of intermediate_size, and gradients of
     # matrices.
-    mlp_backward: tuple[int, int]
+    mlp_backward_peak: tuple[int, int]
     # Whether embeddings, attention weights, and what joins the residual stream can have dropout (arXiv 1706.03762).
     dropout: bool
 
@@ -32,8 +32,8 @@ ARCHITECTURES = {
         biases=False,
         learned_positions=False,
         widening=("gate_proj", "up_proj"),
-        mlp_keeps=("gate", "up", "silu", "product"),
-        mlp_backward=(2, 0),
+        mlp_saved_tensors=("gate", "up", "silu", "product"),
+        mlp_backward_peak=(2, 0),
         dropout=False,
     ),
     # GPT-2 and GPT-3 (arXiv 2005.14165) as Megatron-LM cuts them. Backward at down_proj: gradients of GELU's output and
@@ -43,8 +43,8 @@ ARCHITECTURES = {
         biases=True,
         learned_positions=True,
         widening=("up_proj",),
-        mlp_keeps=("up", "product"),
-        mlp_backward=(1, 1),
+        mlp_saved_tensors=("up", "product"),
+        mlp_backward_peak=(1, 1),
         dropout=True,
     ),
 }

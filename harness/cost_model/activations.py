@@ -54,7 +54,7 @@ def block_tensors(shape: MicroBatchShape) -> dict[str, int]:
         **{f"attention.{name}": size for name, size in attention_tensors(shape).items()},
         **dropout_masks(shape, "attention.mask"),
         **norm_tensors("post_attention_layernorm", shape),
-        **{f"mlp.{name}": inner for name in shape.model.architecture.mlp_keeps},
+        **{f"mlp.{name}": inner for name in shape.model.architecture.mlp_saved_tensors},
         **dropout_masks(shape, "mlp.mask"),
     }
 
@@ -69,7 +69,7 @@ def block_backward_bytes(shape: MicroBatchShape) -> int:
     inner = shape.tokens * shape.model.intermediate_size * shape.width // shape.tp
     gathered = shape.tokens * shape.model.hidden_size * shape.width if shape.sequence_parallel else 0
     matrix = shape.model.hidden_size * shape.model.intermediate_size * shape.width // shape.tp
-    tensors, matrices = shape.model.architecture.mlp_backward
+    tensors, matrices = shape.model.architecture.mlp_backward_peak
     return max(tensors * inner + matrices * matrix, inner + gathered, 2 * gathered) + shape.hidden_bytes
 
 

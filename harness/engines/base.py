@@ -76,7 +76,7 @@ class Engine(Protocol):
     def named_buffers(self) -> "Iterable[tuple[str, str, Tensor]]":
         """Yield (role, label, tensor) for every buffer that this rank holds now beside its shards.
 
-        The role is one of harness.records.schema.MEMORY_ROLES. Tensors that pass through a collective are observed
+        The role is one of harness.records.rank_report.MEMORY_ROLES. Tensors that pass through a collective are observed
         there and need not be named.
         """
         ...

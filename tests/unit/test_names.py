@@ -18,12 +18,15 @@ TABLES = {"records/columns.py"}  # as long as what they list
 
 
 def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the line and name of every function, class and parameter."""
+    """Yield the line and name of every function, class, parameter, variable, attribute and alias that is defined."""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node.lineno, node.name
-        elif isinstance(node, ast.arg):
-            yield node.lineno, node.arg
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case ast.ExceptHandler(name=str(name)) | ast.alias(asname=str(name)) | ast.MatchAs(name=str(name)):
+                yield node.lineno, name
 
 
 def long_functions(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -59,6 +62,10 @@ def test_names_and_sizes() -> None:
         ("a.py", "class made:\n    pass\n", "a.py:1: made is a forbidden name"),
         ("a.py", "class A:\n    def b(self, *, this=0):\n        pass\n", "a.py:2: this is a forbidden name"),
         ("a.py", "b = lambda one: one\n", "a.py:1: one is a forbidden name"),
+        ("a.py", "kept = [1]\n", "a.py:1: kept is a forbidden name"),
+        ("a.py", "b = [taken for taken in c]\n", "a.py:1: taken is a forbidden name"),
+        ("a.py", "b.seen = 1\n", "a.py:1: seen is a forbidden name"),
+        ("a.py", "import b as given\n", "a.py:1: given is a forbidden name"),
         ("a.py", "def b():\n" + "    pass\n" * FUNCTION_LINES, f"a.py:1: b has {FUNCTION_LINES + 1} lines"),
         ("a.py", "\n" * (FILE_LINES + 1), f"a.py has {FILE_LINES + 1} lines"),
     ],
@@ -68,4 +75,4 @@ def test_a_forbidden_name_or_size_is_reported(name: str, source: str, problem: s
 
 
 def test_compounds_are_no_forbidden_names() -> None:
-    assert problems("a.py", "def found_layouts(asked_for, *, one_line):\n    held = 1\n") == []
+    assert problems("a.py", "def found_layouts(asked_for, *, one_line):\n    held_bytes = 1\n") == []

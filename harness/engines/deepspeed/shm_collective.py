@@ -53,7 +53,7 @@ def _is_complete(folder: Path) -> bool:
         return False
 
 
-def _build_deepspeed_comm_here(folder: Path) -> None:
+def _build_deepspeed_comm_in_process(folder: Path) -> None:
     """Build the operator in this process; until that is complete no rank starts, so our lock excludes every builder."""
     with FileLock(folder / "build.lock"):
         if _is_complete(folder):
@@ -79,4 +79,4 @@ def _clear_stale_lock(lock: Path) -> None:
 
 
 if __name__ == "__main__":
-    _build_deepspeed_comm_here(Path(sys.argv[1]))
+    _build_deepspeed_comm_in_process(Path(sys.argv[1]))
