@@ -40,7 +40,7 @@ def buffer_tensors(config: RunConfig, layout: Layout, widths: StateWidths, stage
     buffers: dict[str, int] = {"engine": widths.buffer_bytes}
     if layout.data_parallel == "ddp":
         # DDP's buckets are as large as the model in its own width. As bucket views fp32 gradients lie in them; in mixed
-        # precision the buckets are there beside the fp32 gradients.
+        # precision the buckets exist beside the fp32 gradients.
         copies = int(config.precision.is_mixed) + int(not config.strategy.gradient_as_bucket_view)
         buffers["ddp_buckets"] = round(copies * total * config.precision.compute_bytes)
     if layout.data_parallel == "fsdp" and layout.zero_stage < 3:  # whole from forward to the end of backward

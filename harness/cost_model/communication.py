@@ -11,11 +11,11 @@ from harness.layout.partition import Stage, local_numel, stages_of_rank
 from harness.layout.shapes import numel
 from harness.layout.state_widths import StateWidths
 
-# A layout moves tensors. A collective of at most this many elements carries norms, flags or counts, which no formula
-# has: such a call goes by the name of the function that made it.
+# A collective of at most this many elements carries norms, flags or counts, which no formula has: its purpose in the
+# record is the name of the function that called it.
 SCALARS = 8
 
-LAYOUT = "layout"  # the purpose of all other calls
+LAYOUT = "layout"  # the purpose of all other collectives, which move the tensors of the layout
 
 LOSS_SUMS = 3  # all-reduces of one fp32 number per token in a vocabulary-parallel loss: maximum, sum, target's logit
 

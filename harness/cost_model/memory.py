@@ -133,7 +133,7 @@ def estimate_rank_memory(
     resident = {"parameters": parameter_bytes, "optimizer": optimizer_bytes}
     host_bytes = 0
     if device == "cpu":  # the host's memory is the device's
-        gradients = [own + offloaded for own, offloaded in zip(gradients, host_gradients, strict=True)]
+        gradients = [sum(sizes) for sizes in zip(gradients, host_gradients, strict=True)]
     else:
         offloaded_state = [resident.pop(kind) for kind in layout.offloaded_state if kind in resident]
         host_bytes = sum(offloaded_state) + sum(host_gradients) + widths.host_buffer_bytes

@@ -74,10 +74,11 @@ def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: Check
 
 
 def weight_grad_only_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> tuple[int, int]:
-    """Return the bytes kept when a backward for weights alone enters the last layer, and when it comes to its end.
+    """Return the bytes saved when a backward for weights alone reaches the last layer, and when it reaches its end.
 
-    It takes the layers from first to last, and its end is the last matrix. It frees what the gradients are computed
-    from, and all else at its end: where layers are recomputed, all of every second forward.
+    It goes through the layers from first to last, and ends with the last matrix. It frees the tensors from which it
+    computes gradients at once and all others at its end; where layers are recomputed, these include every tensor of a
+    second forward.
     """
     block, norm = block_tensors(shape), head_tensors(shape, stage)
     head, left = sum(norm.values()), saved_by_layers_bytes(shape, stage, checkpointing)

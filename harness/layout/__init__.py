@@ -1,1 +1,1 @@
-"""The arrangement of ranks, the partition of a model among them, and what both must agree on. Imports no torch."""
+"""The arrangement of ranks, the profile of a model, and its partition among the ranks. Imports no torch."""

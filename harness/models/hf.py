@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from harness.config.model import ModelConfig
+from harness.config.values import GroupValues
 from harness.models.hf_library import ATTENTION_IMPLEMENTATIONS, load_hf_config
 from harness.models.hf_tracing import trace_model
 from harness.util.errors import UserError
@@ -23,7 +24,7 @@ from harness.util.text import one_line
 MODEL_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "initializer_range")
 
 
-def fill_model_config(model: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
+def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
     """Return the values of conf/model/hf.yaml, filled with those of the model at `path`.
 
     Raise UserError if there is no such model, or if it is not a causal language model.

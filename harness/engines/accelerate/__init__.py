@@ -100,7 +100,7 @@ def backing_engine(layout: "Layout") -> "EngineModule":
 
 
 def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
-    """Return what the wrapped engine's ranks need."""
+    """Return the environment variables of the wrapped engine's ranks."""
     return backing_engine(layout).rank_environment(layout, machine, cache)
 
 
