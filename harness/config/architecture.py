@@ -7,16 +7,19 @@ from dataclasses import dataclass
 class Architecture:
     """The parts of a decoder layer, four attention projections, two norms and an MLP, that differ by family."""
 
-    norm: str  # rms: a scale alone (arXiv 1910.07467); layer: also a mean and a bias (arXiv 1607.06450)
-    biases: bool  # whether the layers' matrices have biases; the head has none
-    learned_positions: bool  # whether positions are a learned table; else rotary, in attention
-    widening: tuple[str, ...]  # the MLP's matrices from hidden_size to intermediate_size
-    # Tensors of intermediate_size kept for backward, in the order of the forward; the last is down_proj's input.
+    # The kind of norm: rms has a scale alone (arXiv 1910.07467), layer also subtracts the mean and has a bias (arXiv
+    # 1607.06450).
+    norm: str
+    biases: bool  # Whether the matrices of the layers have biases; the head never has one.
+    learned_positions: bool  # Whether a learned table embeds positions; otherwise attention rotates queries and keys.
+    widening: tuple[str, ...]  # The matrices of the MLP from hidden_size to intermediate_size.
+    # The tensors of intermediate_size that the MLP saves for backward, in the order of its forward; the last is the
+    # input of down_proj.
     mlp_saved_tensors: tuple[str, ...]
-    # At the fullest moment of the MLP's backward, beyond what is kept: tensors of intermediate_size, and gradients of
-    # matrices.
+    # The numbers of tensors of intermediate_size, and of gradients of matrices, that exist beside the saved tensors when
+    # the MLP's backward needs most memory.
     mlp_backward_peak: tuple[int, int]
-    # Whether embeddings, attention weights, and what joins the residual stream can have dropout (arXiv 1706.03762).
+    # Whether embeddings, attention weights, and the branches of the residual stream can have dropout (arXiv 1706.03762).
     dropout: bool
 
     @property

@@ -11,18 +11,21 @@ class HFModelInfo:
     FLOPs are those of one sequence of train.seq_len tokens, as it runs on a CPU.
     """
 
-    config: dict[str, Any]  # its config.json, from which the ranks build it
-    shapes: dict[str, tuple[int, ...]]  # of every parameter; a tied one appears once
-    layers: tuple[str, ...]  # paths of the decoder layers
-    head: str  # path of the head
-    tensor_plan: dict[str, str]  # tensor-parallel style by module path: a key of tensor_plan.SHARD_DIM or the library's
-    # Paths of modules in layers that the recomputation of a checkpointed layer does not run to their end.
+    config: dict[str, Any]  # The contents of its config.json, from which the ranks build it.
+    shapes: dict[str, tuple[int, ...]]  # The shape of every parameter by its name; a tied one appears once.
+    layers: tuple[str, ...]  # The paths of the decoder layers, in order.
+    head: str  # The path of the head.
+    # The tensor-parallel style of each module by its path: a key of harness.layout.tensor_plan.SHARD_DIM, or the name that
+    # the library has for a style that is not supported.
+    tensor_plan: dict[str, str]
+    # The paths of modules in layers that the recomputation of a checkpointed layer does not run to their end.
     not_recomputed_modules: tuple[str, ...] = field(metadata={"old_key": "unfinished"})
     # Whether all of these are nn.Linear modules, and none calls torch's functions in another way.
     not_recomputed_are_linear: bool = field(metadata={"old_key": "unfinished_are_linear"})
-    forward_flops: int
-    layers_flops: int  # the part of forward in the decoder layers
-    step_flops: int  # forward and backward
-    # The scores that backward recomputes in a fused attention kernel, wherever there is one.
+    forward_flops: int  # The FLOPs of forward.
+    layers_flops: int  # The part of forward_flops in the decoder layers.
+    step_flops: int  # The FLOPs of forward and backward.
+    # The FLOPs of the scores that backward recomputes wherever a fused kernel computes attention.
     attention_recompute_flops: int = field(metadata={"old_key": "remade_flops"})
-    checkpoint_recompute_flops: int = field(metadata={"old_key": "again_flops"})  # what full checkpointing adds
+    # The FLOPs that full checkpointing adds to step_flops.
+    checkpoint_recompute_flops: int = field(metadata={"old_key": "again_flops"})
