@@ -16,10 +16,10 @@ class Architecture:
     # The tensors of intermediate_size that the MLP saves for backward, in the order of its forward; the last is the
     # input of down_proj.
     mlp_saved_tensors: tuple[str, ...]
-    # The numbers of tensors of intermediate_size, and of gradients of matrices, that exist beside the saved tensors when
-    # the MLP's backward needs most memory.
+    # The numbers of tensors of intermediate_size, and of gradients of matrices, that exist beside the saved tensors
+    # when the MLP's backward needs most memory.
     mlp_backward_peak: tuple[int, int]
-    # Whether embeddings, attention weights, and the branches of the residual stream can have dropout (arXiv 1706.03762).
+    # Whether embeddings, attention weights and the residual stream's branches can have dropout (arXiv 1706.03762).
     dropout: bool
 
     @property

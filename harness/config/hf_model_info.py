@@ -15,8 +15,8 @@ class HFModelInfo:
     shapes: dict[str, tuple[int, ...]]  # The shape of every parameter by its name; a tied one appears once.
     layers: tuple[str, ...]  # The paths of the decoder layers, in order.
     head: str  # The path of the head.
-    # The tensor-parallel style of each module by its path: a key of harness.layout.tensor_plan.SHARD_DIM, or the name that
-    # the library has for a style that is not supported.
+    # The tensor-parallel style of each module by its path: a key of harness.layout.tensor_plan.SHARD_DIM, or the
+    # library's name of a style that is not supported.
     tensor_plan: dict[str, str]
     # The paths of modules in layers that the recomputation of a checkpointed layer does not run to their end.
     not_recomputed_modules: tuple[str, ...] = field(metadata={"old_key": "unfinished"})
