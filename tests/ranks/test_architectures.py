@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 256, (2, 48), generator=torch.Generator().manual_seed(1))
 
 
-def made(model: ModelConfig) -> Decoder:
+def model_with_random_biases(model: ModelConfig) -> Decoder:
     module = build_model(model)
     materialize(module, model, 0, CPU, torch.float32)
     with torch.no_grad():  # norms of 1 and biases of 0 would hide that they are where they belong
@@ -53,7 +53,7 @@ def made(model: ModelConfig) -> Decoder:
 def test_our_llama_is_that_of_transformers(groups: int, tied: bool, attention: str) -> None:
     changes: dict[str, Any] = {"num_key_value_heads": groups, "tie_word_embeddings": tied, "attention": attention}
     model = dataclasses.replace(model_named("tiny"), rope_theta=5000.0, **changes)
-    ours = made(model)
+    ours = model_with_random_biases(model)
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     config = transformers.LlamaConfig(
         **{key: getattr(model, key) for key in (*keys, "vocab_size", "tie_word_embeddings", "rms_norm_eps")},
@@ -71,7 +71,7 @@ def test_our_llama_is_that_of_transformers(groups: int, tied: bool, attention: s
 @pytest.mark.parametrize("attention", ("flash", "eager"))
 def test_our_gpt_is_gpt2_of_transformers(tied: bool, attention: str) -> None:
     model = dataclasses.replace(model_named("gpt_tiny"), tie_word_embeddings=tied, attention=attention)
-    ours = made(model)
+    ours = model_with_random_biases(model)
     config = transformers.GPT2Config(
         n_embd=model.hidden_size,
         n_layer=model.num_hidden_layers,
@@ -91,17 +91,17 @@ def as_gpt2(weights: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]
     """Rename our parameters to GPT-2's, which has transposed matrices and one projection for query, key and value."""
     names = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn.o_proj": "attn.c_proj"}
     names |= {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
-    found = {f"transformer.ln_f.{what}": weights[f"norm.{what}"] for what in ("weight", "bias")}
-    found |= {"transformer.wte.weight": weights["embed_tokens.weight"], "lm_head.weight": weights["lm_head.weight"]}
-    found["transformer.wpe.weight"] = weights["embed_positions.weight"]
+    renamed = {f"transformer.ln_f.{leaf}": weights[f"norm.{leaf}"] for leaf in ("weight", "bias")}
+    renamed |= {"transformer.wte.weight": weights["embed_tokens.weight"], "lm_head.weight": weights["lm_head.weight"]}
+    renamed["transformer.wpe.weight"] = weights["embed_positions.weight"]
     for index in range(model.num_hidden_layers):
-        for what in ("weight", "bias"):
+        for leaf in ("weight", "bias"):
             layer, theirs = f"layers.{index}.", f"transformer.h.{index}."
             for ours, name in names.items():
-                found[f"{theirs}{name}.{what}"] = weights[f"{layer}{ours}.{what}"].t()
-            parts = [weights[f"{layer}self_attn.{name}_proj.{what}"] for name in "qkv"]
-            found[f"{theirs}attn.c_attn.{what}"] = torch.cat(parts).t()
-    return found
+                renamed[f"{theirs}{name}.{leaf}"] = weights[f"{layer}{ours}.{leaf}"].t()
+            parts = [weights[f"{layer}self_attn.{name}_proj.{leaf}"] for name in "qkv"]
+            renamed[f"{theirs}attn.c_attn.{leaf}"] = torch.cat(parts).t()
+    return renamed
 
 
 def test_biases_start_at_zero_and_norms_at_one() -> None:
@@ -114,10 +114,10 @@ def test_biases_start_at_zero_and_norms_at_one() -> None:
 
 
 def dropping(share: float = 0.5) -> Decoder:
-    return made(dataclasses.replace(model_named("gpt_tiny"), dropout=share))
+    return model_with_random_biases(dataclasses.replace(model_named("gpt_tiny"), dropout=share))
 
 
-def test_dropout_is_there_and_scales() -> None:
+def test_dropout_changes_the_output_and_keeps_its_scale() -> None:
     module = dropping()
     torch.manual_seed(0)
     first, second = module(TOKENS), module(TOKENS)
@@ -127,9 +127,9 @@ def test_dropout_is_there_and_scales() -> None:
     torch.testing.assert_close(module.eval()(TOKENS), dropping(0.0)(TOKENS))
 
 
-def test_a_second_forward_drops_the_same_for_shared_and_own_masks() -> None:
+def test_a_recomputed_forward_drops_the_same_elements() -> None:
     """With checkpointing, gradients equal those without, also where attention has masks of the rank's own."""
-    found = []
+    gradients = []
     for checkpointed in (False, True):
         module = dropping()
         for block in module.layers_by_index().values():
@@ -138,21 +138,21 @@ def test_a_second_forward_drops_the_same_for_shared_and_own_masks() -> None:
                 checkpoint_block(block, lambda: (nullcontext(), Probe().recompute()))
         torch.manual_seed(0)
         module(TOKENS, TOKENS).backward()
-        found.append([parameter.grad for parameter in module.parameters()])
-    for plain, again in zip(*found, strict=True):
+        gradients.append([parameter.grad for parameter in module.parameters()])
+    for plain, again in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, again, rtol=1e-6, atol=1e-9)
 
 
-def test_ranks_that_share_what_comes_in_drop_heads_of_their_own() -> None:
+def test_tensor_parallel_ranks_drop_different_heads() -> None:
     drawn = []
     for rank in (0, 1, None):
         torch.manual_seed(0)
         with rank_local_rng(rank):
             inside = torch.rand(8)
         drawn.append((inside, torch.rand(8)))
-    (one, after_one), (two, after_two), (shared, after_none) = drawn
-    assert not torch.equal(one, two) and not torch.equal(one, shared)
-    assert torch.equal(after_one, after_two) and not torch.equal(after_one, after_none)
+    (first, after_first), (second, after_second), (shared, after_shared) = drawn
+    assert not torch.equal(first, second) and not torch.equal(first, shared)
+    assert torch.equal(after_first, after_second) and not torch.equal(after_first, after_shared)
 
 
 def layout(**degrees: Any) -> Layout:
@@ -160,9 +160,9 @@ def layout(**degrees: Any) -> Layout:
     return resolve_layout(strategy, 4)
 
 
-def test_seeds_follow_what_a_rank_holds() -> None:
-    def groups(found: Layout) -> list[int]:
-        seeds = [dropout_seed(0, found, rank) for rank in range(4)]
+def test_dropout_seeds_follow_the_layout() -> None:
+    def groups(layout_of_ranks: Layout) -> list[int]:
+        seeds = [dropout_seed(0, layout_of_ranks, rank) for rank in range(4)]
         return [seeds.index(seed) for seed in seeds]
 
     assert groups(layout(dp_shard=4)) == [0, 1, 2, 3] == groups(layout(pp=4)) == groups(layout(cp=4))
@@ -175,7 +175,7 @@ def test_seeds_follow_what_a_rank_holds() -> None:
 DROPPING = ("model=gpt_tiny", "model.dropout=0.1")
 
 
-def test_dropout_can_be_repeated_and_compares_with_nothing(results: Path) -> None:
+def test_dropout_is_repeatable_and_has_no_reference(results: Path) -> None:
     """Tensor-parallel ranks agree on what they share, or their norms and losses would differ."""
     records = [
         run_with(results, worker_main.main, *DROPPING, "strategy=tp", "checkpointing=full", f"force={force}")
@@ -191,7 +191,7 @@ def test_dropout_can_be_repeated_and_compares_with_nothing(results: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fault", "overrides", "found"),
+    ("fault", "overrides", "problem"),
     [
         (faults.masks_of_their_own, (*DROPPING, "strategy=tp"), "the global gradient norm is not the same"),
         pytest.param(
@@ -211,10 +211,10 @@ def test_dropout_can_be_repeated_and_compares_with_nothing(results: Path) -> Non
     ],
 )
 def test_a_fault_is_an_error(
-    results: Path, fault: Callable[[str], None], overrides: tuple[str, ...], found: str
+    results: Path, fault: Callable[[str], None], overrides: tuple[str, ...], problem: str
 ) -> None:
     record = run_with(results, fault, *overrides)
-    assert_not_proven(record, found)
+    assert_not_proven(record, problem)
 
 
 def test_heads_that_drop_alike_are_an_error(results: Path) -> None:
@@ -224,7 +224,7 @@ def test_heads_that_drop_alike_are_an_error(results: Path) -> None:
     assert any(expected in problem for problem in problems), problems
 
 
-def test_a_bias_is_held_against_its_module() -> None:
+def test_a_biases_gradient_is_relative_to_its_modules() -> None:
     """The gradient of a key's bias is only rounding; a gradient that is really wrong is still found."""
 
     def rank(bias: float) -> RankReport:
@@ -239,7 +239,7 @@ def test_a_bias_is_held_against_its_module() -> None:
 # --- the paper's block
 
 
-def test_the_block_keeps_what_the_paper_says_and_what_it_does_not() -> None:
+def test_activations_of_a_block_are_the_papers() -> None:
     """The figures are those of Korthikanti et al. (arXiv 2205.05198).
 
     They are sbh(34 + 5as/h) bytes a layer in 16 bit, and 14.9 GB in the example of 10B parameters.

@@ -61,7 +61,7 @@ ATTENTION = pytest.mark.parametrize("attention", ("flash", "eager"))
 
 @KIND
 @ATTENTION
-def test_what_runs_again_is_what_torch_counts(kind: str, attention: str) -> None:
+def test_recomputed_operations_are_those_torch_counts(kind: str, attention: str) -> None:
     config = compose_config(
         "strategy=single", "train.global_batch=2", f"checkpointing={kind}", f"model.attention={attention}"
     )
@@ -81,7 +81,7 @@ def test_what_runs_again_is_what_torch_counts(kind: str, attention: str) -> None
 
 
 @pytest.mark.parametrize("kind", ("attention", "every_n"))
-def test_a_backward_in_halves_runs_again_what_is_counted(kind: str) -> None:
+def test_a_split_backward_recomputes_the_counted_operations(kind: str) -> None:
     """An inner stage runs its layers twice more, but attention's core once, because its second half has no weights."""
     config = compose_config(
         *("strategy=pp_zero_bubble", f"checkpointing={kind}", "train.global_batch=1", "world_size=2"),
@@ -115,32 +115,34 @@ def trained(config: RunConfig) -> tuple[int, int]:
 @ATTENTION
 @pytest.mark.parametrize("sizes", ({"intermediate_size": 768}, LONG), ids=("mlp", "long"))
 @pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
-def test_what_is_kept_and_filled(kind: str, attention: str, sizes: dict[str, int], precision: PrecisionConfig) -> None:
+def test_saved_and_peak_bytes_are_as_predicted(
+    kind: str, attention: str, sizes: dict[str, int], precision: PrecisionConfig
+) -> None:
     """Predictions are within 1 % of the saved bytes, tensor by tensor, and within 5 % of the peak bytes alive."""
     seq_len, layers = (256, 2) if sizes is LONG else (64, 3)
     model = shaped(attention=attention, num_hidden_layers=layers, **sizes)
     config = run(model, precision, micro_batch=2, global_batch=4, seq_len=seq_len)
     config = dataclasses.replace(config, checkpointing=KINDS[kind])
     layout = layout_of(config, 0, 1)
-    held, alive = trained(config)
-    assert activation_bytes(config, layout, "cpu", 0) == pytest.approx(held, rel=0.01)
+    saved, alive = trained(config)
+    assert activation_bytes(config, layout, "cpu", 0) == pytest.approx(saved, rel=0.01)
     at_peak = estimate_memory(config, layout, ADAM_FP32).at_peak
     transient = sum(size for name, size in at_peak.items() if name not in ("parameters", "gradients", "optimizer"))
     tokens = 8 * 2 * seq_len  # from outside
     assert transient - tokens == pytest.approx(alive, rel=0.05)
 
 
-def test_the_more_runs_again_the_less_is_kept() -> None:
+def test_more_recomputation_saves_less_for_backward() -> None:
     config = run(model_named("7b"), BF16)
     kinds = [CheckpointingConfig("none"), *(KINDS[k] for k in ("attention", "every_n", "selective"))]
-    kept = [
+    saved = [
         activation_bytes(dataclasses.replace(config, checkpointing=kind), layout_of(config, 3, 2), "cuda", 0)
         for kind in (*kinds, CheckpointingConfig("full"))
     ]
-    assert kept[0] > kept[1] > kept[3] > kept[4] and kept[0] > kept[2] > kept[4]
+    assert saved[0] > saved[1] > saved[3] > saved[4] and saved[0] > saved[2] > saved[4]
 
 
-def test_selective_checkpointing_is_offered_where_it_is_enough() -> None:
+def test_selective_checkpointing_is_a_remedy_where_it_is_enough() -> None:
     config = run(model_named("1b"), BF16, micro_batch=8, global_batch=8, seq_len=2048)
     layout = layout_of(config, 0, 1)
 
@@ -162,7 +164,7 @@ def test_selective_checkpointing_is_offered_where_it_is_enough() -> None:
 
 
 @pytest.mark.parametrize("overrides", (("full", 2), ("every_n", 1), ("every_n", 0), ("half", 1)))
-def test_an_interval_that_means_nothing_is_refused(overrides: tuple[str, int]) -> None:
+def test_an_invalid_checkpointing_interval_is_refused(overrides: tuple[str, int]) -> None:
     with pytest.raises(UserError, match=r"checkpointing.*choose"):
         CheckpointingConfig(*overrides)
 
@@ -170,14 +172,14 @@ def test_an_interval_that_means_nothing_is_refused(overrides: tuple[str, int]) -
 BIASED = ("strategy=zero3", "model=gpt_tiny", "checkpointing=selective")
 
 
-def test_biases_that_would_be_added_twice_are_refused(results: Path) -> None:
+def test_selective_checkpointing_of_biases_under_zero3_is_refused(results: Path) -> None:
     """DeepSpeed's linear function of stage 3 adds biases in place to the product that selective checkpointing keeps."""
     with pytest.raises(UserError, match="adds the biases of model=gpt_tiny in place"):
         run_with(results, worker_main.main, *BIASED)
 
 
 @pytest.mark.long
-def test_biases_added_twice_are_found(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_biases_added_twice_are_an_error(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = "+strategy.options.memory_efficient_linear=false"
     assert run_with(results, worker_main.main, *BIASED, own).row["status"] == "ok"
     monkeypatch.setattr(compatibility, "replaces_linear_function", lambda *_: False)
@@ -185,7 +187,7 @@ def test_biases_added_twice_are_found(results: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.long
-def test_selective_checkpointing_is_proven_where_it_is_hardest(results: Path) -> None:
+def test_selective_checkpointing_recomputes_collectives(results: Path) -> None:
     """Collectives are among what runs again."""
     record = run_with(results, worker_main.main, "strategy=tp_sp", "checkpointing=selective")
     row = record.row
@@ -203,7 +205,7 @@ def test_every_kind_is_proven_in_every_layout(results: Path, strategy: str, kind
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind", "found"),
+    ("fault", "kind", "problem"),
     [
         (faults.products_not_kept, "selective", "a step ran"),
         (
@@ -215,8 +217,8 @@ def test_every_kind_is_proven_in_every_layout(results: Path, strategy: str, kind
         (faults.never_recomputed, "attention", "0 second forwards"),
     ],
 )
-def test_other_checkpointing_than_claimed_is_an_error(
-    results: Path, fault: Callable[[str], None], kind: str, found: str
+def test_other_checkpointing_than_configured_is_an_error(
+    results: Path, fault: Callable[[str], None], kind: str, problem: str
 ) -> None:
     record = run_with(results, fault, "strategy=ddp", f"checkpointing={kind}")
-    assert_not_proven(record, found)
+    assert_not_proven(record, problem)

@@ -38,7 +38,7 @@ SHORT = ("train.compile=true", "train.steps=1", "train.warmup_steps=2", "model.n
         ),
     ],
 )
-def test_a_compiled_run_is_heard_as_it_is_timed(results: Path, strategy: str) -> None:
+def test_a_compiled_run_is_counted_exactly(results: Path, strategy: str) -> None:
     """Compiled products remain operators, so that operations, memory and volume are exact; the reference is eager."""
     record = run_with(results, worker_main.main, *SHORT, *f"strategy={strategy}".split())
     row = record.row
@@ -54,23 +54,23 @@ def test_a_compiled_run_is_heard_as_it_is_timed(results: Path, strategy: str) ->
 
 
 @pytest.mark.parametrize("fault", [faults.never_compiled, pytest.param(faults.compiled_again, marks=pytest.mark.long)])
-def test_a_run_that_is_not_compiled_as_it_says_is_an_error(results: Path, fault: Callable[[str], None]) -> None:
+def test_a_run_that_is_not_compiled_is_an_error(results: Path, fault: Callable[[str], None]) -> None:
     record = run_with(results, fault, *SHORT, "strategy=ddp")
     assert record.row["status"] == "error"
-    found = {"never_compiled": "ran its layers operator by operator", "compiled_again": "in the timed steps"}
+    expected = {"never_compiled": "ran its layers operator by operator", "compiled_again": "in the timed steps"}
     problems = record.proof["problems"]
-    assert any(found[fault.__name__] in problem for problem in problems), problems
+    assert any(expected[fault.__name__] in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize(
-    ("overrides", "found"),
+    ("overrides", "reason"),
     [
         ("strategy=pp_zero_bubble", "train.compile=true fuses a layer's backward into one operator"),
         ("strategy=ddp checkpointing=selective", "checkpointing=selective recomputes parts of a layer"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(overrides: str, found: str) -> None:
+def test_unsupported_compilation_is_refused(overrides: str, reason: str) -> None:
     config = compose_config("train.compile=true", "world_size=2", *overrides.split())
     layout = resolve_layout(config.strategy, 2)
     problems = list(preflight.compile_problems(config, layout, local_machine.detect_machine(config.cluster)))
-    assert any(found in problem and "choose" in problem for problem in problems)
+    assert any(reason in problem and "choose" in problem for problem in problems)

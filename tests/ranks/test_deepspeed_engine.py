@@ -124,7 +124,7 @@ def micro_batches(config: RunConfig, step: int, part: int, parts: int) -> list[B
     return [Batch(*pair) for pair in zip(*split, strict=True)]
 
 
-def wanted_of(case: Case) -> list[dict[str, Any]]:
+def reference_of(case: Case) -> list[dict[str, Any]]:
     """Return the result of one process, which is the same for all cases that differ only in their layout."""
     return reference(Case("zero1", case.world * case.accumulation, clipping=case.clipping, tied=case.tied))
 
@@ -182,13 +182,13 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         else:
             with profile_step(engine, probe, DeviceMemory(device), config.train.seed, layout) as profiled:
                 results.append(engine.step(batches))
-    seen = profiled.result(timed_log=None)
+    measured = profiled.result(timed_log=None)
     outcome = started | {
         "losses": [float(result.loss) for result in results if result.loss is not None],
         "norms": [float(result.grad_norm) for result in results],
         "gradients": ready.gradients,
-        "traffic": seen.communication,
-        "most_gradient_bytes": seen.gradient_bytes,
+        "traffic": measured.communication,
+        "most_gradient_bytes": measured.gradient_bytes,
         "rest": {kind: state_bytes(engine, kind) for kind in STATE_KINDS},
     }
     engine.close()
@@ -250,24 +250,24 @@ def parameters_of(case: Case) -> int:
     return MODEL["parameters"] - (MODEL["vocab_size"] * MODEL["hidden_size"] if case.tied else 0)  # type: ignore
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def relative(value: Tensor, expected: Tensor) -> float:
+    return float((value - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_trains_as_one_process(case: Case, outcomes: dict[Case, list[dict[str, Any]]]) -> None:
-    wanted, ranks = wanted_of(case), outcomes[case]
+    expected, ranks = reference_of(case), outcomes[case]
     for step in range(STEPS):
         loss = sum(rank["losses"][step] for rank in ranks) / case.world
-        assert loss == pytest.approx(wanted[step]["loss"], rel=1e-5)
+        assert loss == pytest.approx(expected[step]["loss"], rel=1e-5)
         for rank in ranks:
-            assert rank["norms"][step] == pytest.approx(wanted[step]["norm"], rel=1e-5)
+            assert rank["norms"][step] == pytest.approx(expected[step]["norm"], rel=1e-5)
         if step == STEPS - 1:
             break  # that step was profiled
-        found = assembled([rank["gradients"][step] for rank in ranks], "")
-        assert found.keys() == wanted[step]["gradients"].keys()
-        for name, gradient in wanted[step]["gradients"].items():
-            assert relative(found[name], gradient.view(-1)) < (1e-5 if step == 0 else 1e-4), name
+        gradients = assembled([rank["gradients"][step] for rank in ranks], "")
+        assert gradients.keys() == expected[step]["gradients"].keys()
+        for name, gradient in expected[step]["gradients"].items():
+            assert relative(gradients[name], gradient.view(-1)) < (1e-5 if step == 0 else 1e-4), name
 
 
 @pytest.mark.parametrize("case", MIXED, ids=str)
@@ -275,23 +275,23 @@ def test_mixed_precision_starts_from_exact_masters(case: Case, outcomes: dict[Ca
     config, ranks = case.config(), outcomes[case]
     masters = assembled([rank["masters"] for rank in ranks], "master")
     parameters = assembled([rank["parameters"] for rank in ranks], "")
-    wanted = wanted_of(case)
-    for name, gradient in wanted[0]["gradients"].items():
+    expected = reference_of(case)
+    for name, gradient in expected[0]["gradients"].items():
         start = initial_value(name, gradient.shape, config.model, config.train.seed, torch.device("cpu")).view(-1)
         assert torch.equal(masters[name], start), name
         assert torch.equal(parameters[name], start.bfloat16().float()), name
     for step in range(STEPS):
         loss = sum(rank["losses"][step] for rank in ranks) / case.world
-        assert loss == pytest.approx(wanted[step]["loss"], rel=5e-3)
+        assert loss == pytest.approx(expected[step]["loss"], rel=5e-3)
         if step == STEPS - 1:
             break  # that step was profiled
-        found = assembled([rank["gradients"][step] for rank in ranks], "")
-        for name, gradient in wanted[step]["gradients"].items():
-            assert relative(found[name], gradient.view(-1)) < 0.05, name
+        gradients = assembled([rank["gradients"][step] for rank in ranks], "")
+        for name, gradient in expected[step]["gradients"].items():
+            assert relative(gradients[name], gradient.view(-1)) < 0.05, name
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_ranks_hold_what_widths_say(case: Case, outcomes: dict[Case, list[dict[str, Any]]]) -> None:
+def test_state_has_the_engines_widths(case: Case, outcomes: dict[Case, list[dict[str, Any]]]) -> None:
     config, total = case.config(), parameters_of(case)
     layout = resolve_layout(config.strategy, case.world)
     widths = load_engine("deepspeed").state_widths(config, layout)
@@ -324,7 +324,7 @@ VOLUMES |= dict(zip(FOUR, (1.0, 1.5, 1.85), strict=True))  # layers are gathered
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_sends_the_papers_volume(case: Case, outcomes: dict[Case, list[dict[str, Any]]]) -> None:
+def test_volume_is_the_papers(case: Case, outcomes: dict[Case, list[dict[str, Any]]]) -> None:
     config = case.config()
     layout = resolve_layout(config.strategy, case.world)
     plain = 2 * 4 * parameters_of(case) * (case.world - 1) / case.world
@@ -355,14 +355,14 @@ MACHINE = Machine("cpu", "cpu", nodes=1, ranks_per_node=2, devices=0, free_bytes
         ({"options": {"stage": 3}}, "options.stage=3", f"choose among {', '.join(SUPPORTED_OPTIONS)}"),
     ],
 )
-def test_refuses_what_it_cannot_do(changes: dict[str, Any], key: str, remedy: str) -> None:
+def test_unsupported_strategies_are_refused(changes: dict[str, Any], key: str, remedy: str) -> None:
     config = Case("zero2").config()
     config = dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, **changes))
-    (found,) = load_engine("deepspeed").unsupported(config, resolve_layout(config.strategy, 2), MACHINE)
-    assert found == f"strategy.{key} is not supported by strategy.engine=deepspeed: {remedy}"
+    (problem,) = load_engine("deepspeed").unsupported(config, resolve_layout(config.strategy, 2), MACHINE)
+    assert problem == f"strategy.{key} is not supported by strategy.engine=deepspeed: {remedy}"
 
 
-def test_takes_every_strategy_there_is() -> None:
+def test_every_case_is_supported() -> None:
     for case in CASES:
         config = case.config()
         assert not list(
@@ -370,7 +370,7 @@ def test_takes_every_strategy_there_is() -> None:
         )
 
 
-def test_options_are_keys_that_deepspeed_knows() -> None:
+def test_supported_options_are_deepspeeds_own() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}

@@ -59,7 +59,7 @@ def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: s
 
 
 @pytest.mark.parametrize(
-    ("fault", "found"),
+    ("fault", "problem"),
     [
         (faults.autotp_rows_not_summed, "along tp all_reduce, which is 0.71 x the"),
         (faults.autotp_not_marked, "first moments"),  # clipped by a norm that is too small
@@ -70,24 +70,24 @@ def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: s
         ),
     ],
 )
-def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], found: str) -> None:
+def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], problem: str) -> None:
     record = run_with(results, fault, "strategy=zero1_tp", 2)
-    assert_not_proven(record, found)
+    assert_not_proven(record, problem)
 
 
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16_mixed", 2)])
-def test_what_is_offloaded_goes_through_buffers_of_a_ranks_part(precision: str, width: int) -> None:
+def test_offload_buffers_have_the_size_of_a_ranks_part(precision: str, width: int) -> None:
     """On four ranks the embedding is whole and the layers' matrices are halves, and ZeRO divides both by two."""
     config = compose_config("strategy=zero_offload", *TWO.split(), f"precision={precision}")
-    found = resolve_layout(config.strategy, 4)
-    widths = load_engine("deepspeed").state_widths(config, found)
+    layout = resolve_layout(config.strategy, 4)
+    widths = load_engine("deepspeed").state_widths(config, layout)
     shapes = model_profile(config.model).parameter_shapes
     halved = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers") and len(shape) == 2)
     own = parameter_count(config.model) - halved // 2
     table = config.model.vocab_size * config.model.hidden_size
     half_matrix = config.model.intermediate_size * config.model.hidden_size // 2
     assert widths.host_buffer_bytes == width * (max(table, half_matrix) + own // 2)
-    whole = dataclasses.replace(found, tp=1)
+    whole = dataclasses.replace(layout, tp=1)
     assert load_engine("deepspeed").state_widths(config, whole).host_buffer_bytes > widths.host_buffer_bytes
 
 
@@ -101,19 +101,19 @@ def test_what_is_offloaded_goes_through_buffers_of_a_ranks_part(precision: str, 
         ("strategy=zero1_tp strategy.tp=4", "strategy.tp=4 does not divide model.num_key_value_heads=2"),
     ],
 )
-def test_what_it_cannot_do_is_refused(overrides: str, reason: str) -> None:
+def test_unsupported_combinations_are_refused(overrides: str, reason: str) -> None:
     config = compose_config(*overrides.split(), "world_size=4")
-    found = resolve_layout(config.strategy, 4)
-    engine = load_engine(found.engine)
+    layout = resolve_layout(config.strategy, 4)
+    engine = load_engine(layout.engine)
     problems = [
-        *incompatibilities(config, found),
-        *engine.unsupported(config, found, local_machine.detect_machine(config.cluster)),
+        *incompatibilities(config, layout),
+        *engine.unsupported(config, layout, local_machine.detect_machine(config.cluster)),
     ]
     assert len(problems) == 1 and reason in problems[0] and "choose" in problems[0]
 
 
 @pytest.mark.parametrize("box", [((0, 5), (0, 6)), ((2, 5), (0, 6)), ((0, 5), (0, 3)), ((0, 5), (3, 6))])
-def test_any_part_of_a_shard_is_boxes_of_the_whole(box: tuple[tuple[int, int], ...]) -> None:
+def test_a_range_of_a_shard_is_at_most_three_boxes(box: tuple[tuple[int, int], ...]) -> None:
     """Every [start, stop) of the flattened shard belongs exactly where its boxes say."""
     whole = np.arange(30).reshape(5, 6)
     shard = ParamSlice("w", (5, 6), box)
@@ -121,14 +121,14 @@ def test_any_part_of_a_shard_is_boxes_of_the_whole(box: tuple[tuple[int, int], .
     for start, stop in itertools.combinations(range(flat.size + 1), 2):
         parts = list(shard.boxes(start, stop))
         assert len(parts) <= 3 and [parts[0][0], parts[-1][1]] == [start, stop]
-        for first, end, shape, place in parts:
+        for first, end, shape, target in parts:
             assert np.array_equal(
-                whole.reshape(shape)[tuple(slice(*edges) for edges in place)].reshape(-1), flat[first:end]
+                whole.reshape(shape)[tuple(slice(*edges) for edges in target)].reshape(-1), flat[first:end]
             )
-        assert sum(box_numel(place) for *_, place in parts) == stop - start
+        assert sum(box_numel(target) for *_, target in parts) == stop - start
 
 
-def test_boxes_that_overlap_are_found_wherever_they_are_sorted() -> None:
+def test_overlapping_boxes_are_detected_in_any_order() -> None:
     apart = [((0, 3), (0, 2)), ((0, 3), (2, 4)), ((3, 4), (0, 4))]
     assert not _overlap(apart)
     assert _overlap([((0, 4), (0, 1)), ((0, 1), (1, 4)), ((3, 4), (0, 4))])  # the first and the last alone

@@ -44,7 +44,7 @@ SECRET_WORDS = ("key", "TOKEN", "Secret", "PASSWORD", "passwd", "AUTH", "credent
     word=st.sampled_from(SECRET_WORDS),
     after=st.text("ABCz_9", max_size=4),
 )
-def test_a_secret_name_is_left_out_whatever_stands_around_it(prefix: str, before: str, word: str, after: str) -> None:
+def test_variables_with_secret_names_are_left_out(prefix: str, before: str, word: str, after: str) -> None:
     assert not relevant_variables({prefix + before + word + after: CANARY}, ())
 
 
@@ -60,12 +60,12 @@ def test_a_secret_name_is_left_out_whatever_stands_around_it(prefix: str, before
         f"auth_token={CANARY}",
     ],
 )
-def test_a_secret_value_is_left_out_of_any_name(value: str) -> None:
+def test_variables_with_secret_values_are_left_out(value: str) -> None:
     for name in (*VARIABLES, *(f"{prefix}X" for prefix in PREFIXES)):
         assert not relevant_variables({name: value}, ())
 
 
-def test_only_chosen_names_pass_and_pass_whole() -> None:
+def test_relevant_variables_are_recorded_unchanged() -> None:
     others = ("PATH", "HOME", "USER", "AWS_REGION", "WANDB_MODE", "SLURM_JOB_ID", "SLURM_JOB_USER", "XNCCL_DEBUG", "CC")
     chosen = {
         "NCCL_DEBUG": "INFO",
@@ -92,32 +92,32 @@ def test_only_chosen_names_pass_and_pass_whole() -> None:
         ("/real/me/lib", "~/lib"),
     ],
 )
-def test_the_home_is_a_tilde(value: str, shown: str) -> None:
+def test_the_home_folder_is_written_as_a_tilde(value: str, shown: str) -> None:
     assert relevant_variables({"LD_LIBRARY_PATH": value}, ("/home/me", "/real/me")) == {"LD_LIBRARY_PATH": shown}
 
 
-def test_the_real_environment_is_read_with_its_home_and_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     home = str(Path.home())
     monkeypatch.setenv("NCCL_TOPO_FILE", f"{home}/topology.xml")
     monkeypatch.setenv("NCCL_AUTH", CANARY)
-    found = collect_environment(MACHINE)
-    assert found["variables"]["NCCL_TOPO_FILE"] == "~/topology.xml" and CANARY not in json.dumps(found)
+    environment = collect_environment(MACHINE)
+    assert environment["variables"]["NCCL_TOPO_FILE"] == "~/topology.xml" and CANARY not in json.dumps(environment)
     monkeypatch.delenv("NCCL_TOPO_FILE")
     assert "NCCL_TOPO_FILE" not in collect_environment(MACHINE)["variables"]
 
 
-def test_existing_keys_stay_and_everything_is_plain() -> None:
-    found = collect_environment(MACHINE, threads=3)
-    assert found["device"] == MACHINE.device and found["device_name"] == MACHINE.device_name
-    assert (found["devices"], found["cores"], found["threads"]) == (MACHINE.devices, MACHINE.cores, 3)
-    assert found["host_memory_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert found["system"].split()[0] == os.uname().sysname and isinstance(found["variables"], dict)
-    assert json.loads(json.dumps(found)) == found
-    assert not any(value in ("", -1) for value in found.values()), found
-    assert found["numpy"] and found["processor"] and found["instructions"]
+def test_the_environment_is_plain_json() -> None:
+    environment = collect_environment(MACHINE, threads=3)
+    assert environment["device"] == MACHINE.device and environment["device_name"] == MACHINE.device_name
+    assert (environment["devices"], environment["cores"], environment["threads"]) == (MACHINE.devices, MACHINE.cores, 3)
+    assert environment["host_memory_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert environment["system"].split()[0] == os.uname().sysname and isinstance(environment["variables"], dict)
+    assert json.loads(json.dumps(environment)) == environment
+    assert not any(value in ("", -1) for value in environment.values()), environment
+    assert environment["numpy"] and environment["processor"] and environment["instructions"]
 
 
-def test_the_compiler_is_the_one_that_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_compiler_is_that_of_the_variable_cxx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "my c++"
     compiler.write_text("#!/bin/sh\necho own compiler 1.2.3 $1\necho second line\n")
     compiler.chmod(0o755)
@@ -136,11 +136,11 @@ def test_devices_that_nvml_does_not_know_are_unknown() -> None:
         pytest.skip("this machine has NVIDIA's driver")
     except pynvml.NVMLError:
         pass
-    found = collect_environment(replace(MACHINE, devices=2))
-    assert [found[key] for key in ("driver", "device_names", "power_limits_watts", "topology")] == [None] * 4
+    environment = collect_environment(replace(MACHINE, devices=2))
+    assert [environment[key] for key in ("driver", "device_names", "power_limits_watts", "topology")] == [None] * 4
 
 
-def test_it_costs_less_than_a_millisecond_from_the_second_call_on() -> None:
+def test_collecting_the_environment_again_takes_less_than_a_millisecond() -> None:
     collect_environment(MACHINE)
     seconds = []
     for _ in range(20):
@@ -183,7 +183,7 @@ def used_while(work: Callable[[], None], helpers: list[psutil.Process] | None = 
 QUIET_STEPS = [0.05, 0.051, 0.049, 0.05, 0.052, 0.05, 0.05, 0.049, 0.051, 0.05]
 
 
-def test_real_busy_processes_are_others() -> None:
+def test_busy_processes_are_reported_as_a_disturbance() -> None:
     with busy_processes():
         used = used_while(lambda: spin(0.8))
     assert re.search(
@@ -193,7 +193,7 @@ def test_real_busy_processes_are_others() -> None:
     assert used["helper_cpu_seconds"] < 0.2 * used["seconds"]  # of whoever started the tests
 
 
-def test_helpers_are_asked_for_the_interval_alone() -> None:
+def test_helpers_processor_time_is_that_of_the_interval() -> None:
     def theirs() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in helpers)
 
@@ -204,7 +204,7 @@ def test_helpers_are_asked_for_the_interval_alone() -> None:
         assert 0 < used["helper_cpu_seconds"] <= theirs() - first + 0.01
 
 
-def test_ranks_and_everyone_else_are_all_who_keep_cores_busy() -> None:
+def test_busy_time_is_that_of_ranks_and_helpers() -> None:
     """Every process of the machine counts as a rank or its helper, so that nothing is left to disturb two real ranks.
 
     Processes that come and go meanwhile are missed, so this is tried again.
@@ -216,10 +216,10 @@ def test_ranks_and_everyone_else_are_all_who_keep_cores_busy() -> None:
             ranks = list(pool.map(_rank, [pids, pids]))
             alone = _started() == before
         assert {rank["pid"] for rank in ranks} == pids and len(pids) == 2
-        said = disturbance_text(QUIET_STEPS, [HostUsage(**rank) for rank in ranks])
-        if "other processes" not in said:
+        text = disturbance_text(QUIET_STEPS, [HostUsage(**rank) for rank in ranks])
+        if "other processes" not in text:
             return
-        assert not alone, said
+        assert not alone, text
     pytest.skip("processes come and go on this machine all the time")
 
 
@@ -243,7 +243,7 @@ def _rank(ranks: set[int]) -> dict[str, Any]:
     return used_while(lambda: spin(0.6), others)
 
 
-def test_processor_time_is_that_of_all_threads_and_of_the_interval() -> None:
+def test_processor_time_is_that_of_all_threads_in_the_interval() -> None:
     seconds: list[float] = []
 
     def work() -> None:
@@ -258,7 +258,7 @@ def test_processor_time_is_that_of_all_threads_and_of_the_interval() -> None:
     assert used["energy_joules"] is None and used["clocks_lowered"] is None and used["device_pids"] is None
 
 
-def test_begin_and_end_cost_far_less_than_a_millisecond() -> None:
+def test_metering_host_usage_takes_less_than_a_millisecond() -> None:
     seconds = []
     for _ in range(50):
         begin = time.perf_counter()
@@ -267,15 +267,15 @@ def test_begin_and_end_cost_far_less_than_a_millisecond() -> None:
     assert min(seconds) < 0.001
 
 
-def test_peak_of_the_host_is_the_processs_own_and_outlives_what_filled_it() -> None:
-    held = bytearray(500 * 2**20)
+def test_peak_rss_is_the_processs_own_and_stays_after_a_free() -> None:
+    filled = bytearray(500 * 2**20)
     probe = "from harness.measure.host_usage import peak_rss_bytes; print(peak_rss_bytes())"
     started = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
     before = peak_rss_bytes()
-    assert before is not None and len(held) < before
+    assert before is not None and len(filled) < before
     assert 2**20 < int(started.stdout) < 450 * 2**20  # torch alone; ru_maxrss would say what this process held
     more = bytearray(before)
-    del more, held
+    del more, filled
     after = peak_rss_bytes()
     assert after is not None and after > before + 200 * 2**20
 
@@ -298,7 +298,7 @@ PAIR = [RANK, RANK | {"pid": 11}]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({}, ""),
         ({"busy_seconds": 18.5 + 4.0}, ""),  # a tenth of the cores, and the ticks' doubt
@@ -317,11 +317,11 @@ PAIR = [RANK, RANK | {"pid": 11}]
         ({"device_pids": [11, 77, 10]}, "other processes on a device (77)"),
     ],
 )
-def test_what_disturbs_is_said_in_words(changes: dict[str, Any], said: str) -> None:
-    assert disturbance_text(QUIET_STEPS, [HostUsage(**rank | changes) for rank in PAIR]) == said
+def test_disturbances_are_named(changes: dict[str, Any], text: str) -> None:
+    assert disturbance_text(QUIET_STEPS, [HostUsage(**rank | changes) for rank in PAIR]) == text
 
 
-def test_each_host_is_judged_by_its_own_ranks_and_by_the_least_of_them() -> None:
+def test_each_host_is_judged_by_its_own_ranks() -> None:
     crowded = RANK | {"host": "b", "busy_seconds": 30.0}
     assert (
         disturbance_text([], [HostUsage(**rank) for rank in (*PAIR, crowded)])
@@ -336,7 +336,7 @@ def test_each_host_is_judged_by_its_own_ranks_and_by_the_least_of_them() -> None
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("steps", "text"),
     [
         ([0.1] * 8 + [9.0], ""),  # one slow step
         ([0.1, 0.1, 0.1, 0.2, 0.2, 0.2, 0.2, 0.2], ""),  # too few
@@ -349,8 +349,8 @@ def test_each_host_is_judged_by_its_own_ranks_and_by_the_least_of_them() -> None
         (QUIET_STEPS, ""),
     ],
 )
-def test_a_trend_is_more_than_bound_and_scatter(steps: list[float], said: str) -> None:
-    assert trend_text(steps) == said
+def test_a_trend_is_more_than_bound_and_scatter(steps: list[float], text: str) -> None:
+    assert trend_text(steps) == text
 
 
 @pytest.mark.parametrize(("steps", "wrongly"), [(10, 0.03), (50, 0.005)])

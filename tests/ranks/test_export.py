@@ -48,9 +48,9 @@ def losses(directory: Path, launch: tuple[str, ...]) -> list[float]:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-4000:]
-    said = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert [int(words[1]) for words in said] == list(range(len(said)))
-    return [float(words[3]) for words in said]
+    steps = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert [int(words[1]) for words in steps] == list(range(len(steps)))
+    return [float(words[3]) for words in steps]
 
 
 def of_the_run(directory: Path) -> list[float]:
@@ -113,14 +113,14 @@ def test_a_script_that_lost_a_line_trains_otherwise(results: Path, lost: str) ->
     directory = recorded(results, "strategy=ddp train.micro_batch=4")
     assert command.main([str(directory)]) == 0
     script = directory / "export" / "train.py"
-    kept = [line for line in script.read_text().splitlines(keepends=True) if not line.strip().startswith(lost)]
-    script.write_text("".join(kept))
+    remaining = [line for line in script.read_text().splitlines(keepends=True) if not line.strip().startswith(lost)]
+    script.write_text("".join(remaining))
     assert losses(directory, TORCHRUN) != pytest.approx(of_the_run(directory), rel=1e-4)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("overrides", ["strategy=zero2", "strategy=zero3", "strategy=fsdp_full_shard"])
-def test_precision_of_the_libraries_own(results: Path, overrides: str) -> None:
+def test_mixed_precision_of_the_exported_script(results: Path, overrides: str) -> None:
     """Compute is in 16 bit over fp32 masters that start from the fp32 values, as in the run."""
     directory = recorded(results, f"{overrides} precision=bf16_mixed")
     assert command.main([str(directory)]) == 0
@@ -138,16 +138,16 @@ def test_more_by_accelerate(results: Path, overrides: str) -> None:
     trains_alike(directory, ACCELERATE, bound=1e-4 if "bf16" not in overrides else 1e-3)
 
 
-def test_what_a_format_cannot_say_is_not_written(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_express_the_run_is_not_written(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each file that is left out is one line of output, and its earlier export is removed."""
     directory = recorded(results, "strategy=pp_1f1b")
     (directory / "export").mkdir(exist_ok=True)
     (directory / "export" / "accelerate.yaml").write_text("old")
     assert command.main([str(directory)]) == 0
-    said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert said["accelerate.yaml"] == "not written, Accelerate has no pipeline parallelism for training"
-    assert said["deepspeed.json"].startswith("not written, strategy=pp_1f1b is torch's own")
-    assert said["train.py"] == str(directory.resolve() / "export" / "train.py")
+    notes = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert notes["accelerate.yaml"] == "not written, Accelerate has no pipeline parallelism for training"
+    assert notes["deepspeed.json"].startswith("not written, strategy=pp_1f1b is torch's own")
+    assert notes["train.py"] == str(directory.resolve() / "export" / "train.py")
     assert {path.name for path in (directory / "export").iterdir()} == {"train.py", "torchrun.sh"}
 
 
@@ -164,17 +164,17 @@ def test_what_a_format_cannot_say_is_not_written(results: Path, capsys: pytest.C
         ("strategy=zero3", DistributedType.DEEPSPEED, {"deepspeed_config_file": "deepspeed.json"}),
     ],
 )
-def test_accelerate_reads_its_file(
+def test_accelerate_reads_the_exported_file(
     results: Path, overrides: str, kind: DistributedType, expected: dict[str, object]
 ) -> None:
     """Accelerate's own classes, which refuse unknown keys, read the file; the wrapped classes are the model's."""
-    found = load_config_from_file(str(written(results, overrides) / "accelerate.yaml"))
-    assert isinstance(found, ClusterConfig)
-    assert (found.distributed_type, found.num_processes, found.num_machines) == (kind, 2, 1)
-    assert found.mixed_precision == (None if kind == DistributedType.DEEPSPEED else "no")
-    assert expected.items() <= (found.fsdp_config | found.deepspeed_config).items()
+    values = load_config_from_file(str(written(results, overrides) / "accelerate.yaml"))
+    assert isinstance(values, ClusterConfig)
+    assert (values.distributed_type, values.num_processes, values.num_machines) == (kind, 2, 1)
+    assert values.mixed_precision == (None if kind == DistributedType.DEEPSPEED else "no")
+    assert expected.items() <= (values.fsdp_config | values.deepspeed_config).items()
     if kind == DistributedType.FSDP:
-        groups = found.fsdp_config["fsdp_transformer_layer_cls_to_wrap"].split(",")
+        groups = values.fsdp_config["fsdp_transformer_layer_cls_to_wrap"].split(",")
         config = compose_config(overrides)
         model = build_model(config.model)
         classes = {
@@ -186,33 +186,33 @@ def test_accelerate_reads_its_file(
         assert set(groups) == classes | {type(block).__name__ for block in model.layers_by_index().values()}
 
 
-def test_deepspeed_reads_its_file_as_the_run_was(results: Path) -> None:
+def test_deepspeed_reads_the_exported_file(results: Path) -> None:
     """DeepSpeed's own configuration class, which raises on unknown keys, reads the stage and every option."""
-    found = json.loads((written(results, "strategy=zero3 precision=bf16_mixed") / "deepspeed.json").read_text())
+    values = json.loads((written(results, "strategy=zero3 precision=bf16_mixed") / "deepspeed.json").read_text())
     config = compose_config("strategy=zero3")
-    read = DeepSpeedZeroConfig(**found["zero_optimization"])
+    read = DeepSpeedZeroConfig(**values["zero_optimization"])
     assert read.stage == 3 and read.param_persistence_threshold == 0
-    assert config.strategy.options.items() <= found["zero_optimization"].items()
-    assert found["bf16"] == {"enabled": True} and found["data_types"] == {"grad_accum_dtype": "fp32"}
-    accumulation = found["gradient_accumulation_steps"]
-    assert found["train_batch_size"] == 2 * found["train_micro_batch_size_per_gpu"] * accumulation == 8
+    assert config.strategy.options.items() <= values["zero_optimization"].items()
+    assert values["bf16"] == {"enabled": True} and values["data_types"] == {"grad_accum_dtype": "fp32"}
+    accumulation = values["gradient_accumulation_steps"]
+    assert values["train_batch_size"] == 2 * values["train_micro_batch_size_per_gpu"] * accumulation == 8
 
 
 def written(results: Path, overrides: str) -> Path:
     """Export a run whose files were left without training it."""
-    asked = (f"results_dir={results}", "name=untrained", "proof.reference=false", "world_size=2", *SMALL_BATCH)
-    config, command_config = compose(*asked, *overrides.split())
+    folder = (f"results_dir={results}", "name=untrained", "proof.reference=false", "world_size=2", *SMALL_BATCH)
+    config, command_config = compose(*folder, *overrides.split())
     planned = make_plan(config, local_machine.detect_machine(config.cluster), command_config)
     planned.folder.path.mkdir(parents=True, exist_ok=True)
-    this, _ = build_run_spec(planned)
-    this.write(planned.folder.path)
+    spec, _ = build_run_spec(planned)
+    spec.write(planned.folder.path)
     write_row(planned, {"status": "ok", "reason": ""})
     assert command.main([str(planned.folder.path)]) == 0
     return planned.folder.path / "export"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "reason"),
     [
         ("strategy=cp", "strategy.cp=2 gathers keys and values"),
         ("strategy=ddp precision=bf16_mixed", "precision=bf16_mixed keeps fp32 masters beside 16-bit copies"),
@@ -223,16 +223,16 @@ def written(results: Path, overrides: str) -> Path:
         ("strategy=ddp precision=fp16_mixed", "precision=fp16_mixed is not exported"),
     ],
 )
-def test_what_would_train_otherwise_is_not_written(
-    results: Path, overrides: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_a_script_that_would_train_otherwise_is_not_written(
+    results: Path, overrides: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = written(results, overrides)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train.py: "))
-    assert line.startswith("train.py: not written, ") and said in line
+    assert line.startswith("train.py: not written, ") and reason in line
     assert not (target / "train.py").exists() and not (target / "torchrun.sh").exists()
 
 
-def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_export_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A missing run and a run that is not `ok` end with exit status 2 and leave nothing on disk."""
     assert command.main([str(tmp_path / "nope")]) == 2
     config, command_config = compose(f"results_dir={tmp_path}", "name=refused", "world_size=2", *SMALL_BATCH)
@@ -246,7 +246,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not (planned.folder.path / "export").exists()
 
 
-def test_elsewhere_the_script_names_the_run(results: Path, tmp_path: Path) -> None:
+def test_a_script_in_another_folder_names_the_run(results: Path, tmp_path: Path) -> None:
     directory = recorded(results, "strategy=pp_1f1b")
     assert command.main([str(directory), "--to", str(tmp_path / "mine")]) == 0
     assert f"read_run_spec(Path('{directory.resolve()}'))" in (tmp_path / "mine" / "train.py").read_text()

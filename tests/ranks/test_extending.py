@@ -16,20 +16,20 @@ SMALL = ("train.global_batch=8", "train.micro_batch=1", "train.seq_len=32", "tra
 
 
 def block(language: str) -> str:
-    found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-    assert found is not None
-    return found[1]
+    match = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    assert match is not None
+    return match[1]
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the project with both files in place."""
-    here = tmp_path_factory.mktemp("extended")
+    root = tmp_path_factory.mktemp("extended")
     for folder in ("harness", "conf", "sweeps"):
-        shutil.copytree(ROOT / folder, here / folder)  # with compiled modules, which save seconds
-    (here / "conf" / "strategy" / "wide_pipeline.yaml").write_text(block("yaml"))
-    (here / "harness" / "engines" / "by_hand.py").write_text(block("python"))
-    return here
+        shutil.copytree(ROOT / folder, root / folder)  # with compiled modules, which save seconds
+    (root / "conf" / "strategy" / "wide_pipeline.yaml").write_text(block("yaml"))
+    (root / "harness" / "engines" / "by_hand.py").write_text(block("python"))
+    return root
 
 
 def statuses(clone: Path, name: str, *overrides: str) -> list[tuple[str, str]]:
@@ -39,12 +39,12 @@ def statuses(clone: Path, name: str, *overrides: str) -> list[tuple[str, str]]:
     return list(zip(rows.status, rows.reason.astype(object).fillna(""), strict=True))
 
 
-def test_a_combination_is_one_yaml(clone: Path) -> None:
+def test_a_strategy_is_added_by_one_yaml_file(clone: Path) -> None:
     assert statuses(clone, "yaml", "strategy=wide_pipeline", "world_size=4") == [("ok", "")]
 
 
 @pytest.mark.long
-def test_an_engine_is_one_file(clone: Path) -> None:
+def test_an_engine_is_added_by_one_file(clone: Path) -> None:
     by_hand = ("strategy=ddp", "strategy.engine=by_hand", "strategy.data_parallel=none", "world_size=2")
     assert statuses(clone, "engine", *by_hand, "precision=fp32,bf16_mixed") == [("ok", "")] * 2
     ((status, reason),) = statuses(clone, "refused", *by_hand, "strategy.tp=2", "world_size=4")

@@ -70,7 +70,7 @@ def config_of(path: Path, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_model_is_what_the_library_makes(tmp_path: Path, kind: str) -> None:
+def test_a_model_equals_the_librarys(tmp_path: Path, kind: str) -> None:
     """Shapes are the library's, and so are the buffers that no checkpoint has: rotary frequencies, sines, scales."""
     attention = "eager" if kind == "gptj" else "flash"
     model = config_of(folder(tmp_path, kind), f"model.attention={attention}").model
@@ -93,18 +93,20 @@ def test_a_model_is_what_the_library_makes(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("attention", ("flash", "eager"))
 @pytest.mark.parametrize("checkpointing", ("none", "full"))
-def test_what_is_asked_is_what_our_formula_says(tmp_path: Path, attention: str, checkpointing: str) -> None:
+def test_operations_of_a_library_model_are_those_of_our_formula(
+    tmp_path: Path, attention: str, checkpointing: str
+) -> None:
     """The library's llama does as many operations as ours, also when recomputing and in a fused kernel's backward."""
     both = (f"model.attention={attention}", f"checkpointing={checkpointing}", "strategy=single")
-    asked = config_of(folder(tmp_path, "llama"), *both)
+    library = config_of(folder(tmp_path, "llama"), *both)
     same = dataclasses.replace(
         model_named("tiny"), **SIZES, intermediate_size=128, num_key_value_heads=2, attention=attention
     )
-    ours = dataclasses.replace(asked, model=same)
-    alone = resolve_layout(asked.strategy, 1)
-    assert model_flops(asked) == model_flops(ours)
-    assert executed_flops(asked, alone) == executed_flops(ours, alone)
-    assert executed_flops(asked, alone, recomputes_last_projection=True) == executed_flops(ours, alone, "cpu", True)
+    ours = dataclasses.replace(library, model=same)
+    alone = resolve_layout(library.strategy, 1)
+    assert model_flops(library) == model_flops(ours)
+    assert executed_flops(library, alone) == executed_flops(ours, alone)
+    assert executed_flops(library, alone, recomputes_last_projection=True) == executed_flops(ours, alone, "cpu", True)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +135,8 @@ def test_a_run_is_proven(results: Path, kind: str, overrides: str) -> None:
     assert model_flops(stored) == row["model_flops"]
     layout = resolve_layout(stored.strategy, 2)
     if layout.tp > 1:
-        held = lower_bound_estimate(stored, layout, load_engine("torch").state_widths(stored, layout), "cpu")
-        assert row["parameter_bytes"] == held.parameter_bytes and row["optimizer_bytes"] == held.optimizer_bytes
+        estimate = lower_bound_estimate(stored, layout, load_engine("torch").state_widths(stored, layout), "cpu")
+        assert row["parameter_bytes"] == estimate.parameter_bytes and row["optimizer_bytes"] == estimate.optimizer_bytes
 
 
 def run_with(results: Path, kind: str, *overrides: str, entry: Callable[[str], None] = worker_main.main) -> Record:
@@ -142,7 +144,7 @@ def run_with(results: Path, kind: str, *overrides: str, entry: Callable[[str], N
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2", "gpt_neox"))
-def test_a_rank_holds_its_part_of_every_layer(tmp_path: Path, kind: str) -> None:
+def test_a_tensor_parallel_rank_holds_its_share_of_every_layer(tmp_path: Path, kind: str) -> None:
     """The proof of shards checks this, so the claim on parameters holds, but not for a model whose layers are whole."""
     config = config_of(folder(tmp_path, kind), "strategy=tp")
     layout, model = resolve_layout(config.strategy, 2), config.model
@@ -157,39 +159,40 @@ def test_a_rank_holds_its_part_of_every_layer(tmp_path: Path, kind: str) -> None
     widths = load_engine("torch").state_widths(config, layout)
     assert lower_bound_estimate(config, layout, widths, "cpu").parameter_bytes == 4 * own
 
-    def verdicts(held: int) -> list[bool]:
+    def verdicts(elements: int) -> list[bool]:
         single = config_of(folder(tmp_path, kind), "strategy=single")
-        sizes = ((config, layout, held), (single, resolve_layout(single.strategy, 1), parameter_count(model)))
-        found = [
+        sizes = ((config, layout, elements), (single, resolve_layout(single.strategy, 1), parameter_count(model)))
+        records = [
             Record(
-                config_columns(one, its) | {"run_id": str(its.tp), "status": "ok", "parameter_bytes": 4 * size},
-                one.to_dict(),
-                its.to_dict(),
+                config_columns(config_, layout_)
+                | {"run_id": str(layout_.tp), "status": "ok", "parameter_bytes": 4 * size},
+                config_.to_dict(),
+                layout_.to_dict(),
             )
-            for one, its, size in sizes
+            for config_, layout_, size in sizes
         ]
-        return [claim.agrees for claim in claims(found) if claim.required and claim.claim.startswith("parameters")]
+        return [claim.agrees for claim in claims(records) if claim.required and claim.claim.startswith("parameters")]
 
     assert verdicts(own) == [True] and verdicts(parameter_count(model)) == [False]
 
 
-def test_the_kernel_that_was_heard_decides_what_backward_makes_again(tmp_path: Path) -> None:
+def test_the_observed_attention_kernel_decides_the_expected_operations(tmp_path: Path) -> None:
     """The model is inspected on a CPU and run on a GPU: math takes fp32's grouped heads, and a fused kernel drops."""
-    for kind, asked_fused in (("llama", True), ("gpt2", False)):
+    for kind, is_fused in (("llama", True), ("gpt2", False)):
         config = config_of(folder(tmp_path, kind), "strategy=single")
         layout, scores = (
             resolve_layout(config.strategy, 1),
             2 * 2 * 32**2 * 64 * 4,
         )  # a product of each layer, four sequences
         assert config.model.hf_info is not None
-        assert takes_fused_kernel(config, "cpu") == asked_fused
-        made = {"composed": model_flops(config), "flash": model_flops(config) + scores}
-        assert made[["composed", "flash"][asked_fused]] == 4 * config.model.hf_info.step_flops
-        for kernel, flops in made.items():
-            for heard in made:
-                profiled = {"flops": flops, "attention_kernels": [heard]}
+        assert takes_fused_kernel(config, "cpu") == is_fused
+        expected = {"composed": model_flops(config), "flash": model_flops(config) + scores}
+        assert expected[["composed", "flash"][is_fused]] == 4 * config.model.hf_info.step_flops
+        for kernel, flops in expected.items():
+            for reported in expected:
+                profiled = {"flops": flops, "attention_kernels": [reported]}
                 ranks = [RankReport.from_json({"devices": 1, "profiled": profiled})]
-                assert bool(flops_problems(config, layout, StateWidths(4, 4, 8, 4), ranks)) == (heard != kernel)
+                assert bool(flops_problems(config, layout, StateWidths(4, 4, 8, 4), ranks)) == (reported != kernel)
 
 
 @pytest.mark.long
@@ -234,7 +237,7 @@ def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], overri
         ("llama", "train.seq_len=129", "train.seq_len=129 is more than the 128 tokens"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, kind: str, overrides: str, found: str) -> None:
+def test_incompatible_strategies_are_refused(tmp_path: Path, kind: str, overrides: str, found: str) -> None:
     config = config_of(folder(tmp_path, kind), "world_size=2", *overrides.split())
     problems = list(incompatibilities(config, resolve_layout(config.strategy, config.world_size or 2)))
     assert any(problem.startswith(found) and "choose" in problem for problem in problems), problems
@@ -247,7 +250,7 @@ def complaint(model: dict[str, Any]) -> str:
     return str(raised.value)
 
 
-def test_what_is_no_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_model_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "model.path is missing" in complaint({"path": None})
     assert "does not exist" in complaint({"path": str(tmp_path / "nowhere")})
     (tmp_path / "config.json").write_text("{")
@@ -265,13 +268,13 @@ def test_what_is_no_model_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "pip install 'training-harness[hf]'" in complaint({"path": str(folder(tmp_path, "llama"))})
 
 
-def test_a_mistake_on_the_command_line_leaves_nothing_behind(tmp_path: Path, harness: Harness) -> None:
+def test_an_invalid_path_leaves_no_files(tmp_path: Path, harness: Harness) -> None:
     done = harness("model=hf", f"model.path={tmp_path / 'nowhere'}")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "does not exist" in done.stderr
     assert not (tmp_path / "results").exists()
 
 
-def test_a_model_has_its_own_name_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_models_identity_does_not_depend_on_its_folder(tmp_path: Path) -> None:
     first, second = folder(tmp_path, "llama"), tmp_path / "elsewhere" / "small-llama"
     second.mkdir(parents=True)
     file = second / "config.json"

@@ -152,7 +152,7 @@ def test_ranks_run_a_collective_and_log_their_output(
     assert outcome.seconds < cold_seconds
 
 
-def test_forked_ranks_are_clean(tmp_path: Path, cold_seconds: float) -> None:
+def test_forked_ranks_have_no_device_and_no_process_group(tmp_path: Path, cold_seconds: float) -> None:
     """Forked ranks have no device, no process group and only the leash's threads; the preload is imported."""
     outcome = launch(launch_entries.describe, tmp_path, 2, device="cpu", timeout_seconds=60)
     assert outcome.status == "ok", outcome.reason
@@ -203,7 +203,7 @@ def test_a_killed_rank_is_named_before_its_peers(tmp_path: Path, cold_seconds: f
         assert "its log ends: a word before the end" in outcome.reason
 
 
-def test_silent_exit_is_an_error(tmp_path: Path, cold_seconds: float) -> None:
+def test_a_silent_exit_of_a_rank_is_an_error(tmp_path: Path, cold_seconds: float) -> None:
     outcome = launch(launch_entries.one_leaves, tmp_path, 2, device="cpu", timeout_seconds=60)
     assert outcome.status == "error"
     assert outcome.reason.startswith("rank 1 exited with code 0 before it had finished")
@@ -270,7 +270,7 @@ def test_signal_before_the_start_is_not_lost() -> None:
     assert watch.stop_reason == "interrupted"
 
 
-def test_two_nodes(tmp_path: Path, cold_seconds: float) -> None:
+def test_two_nodes_run_one_collective(tmp_path: Path, cold_seconds: float) -> None:
     """Two parents act as a machine each, and each starts and logs its own ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -293,7 +293,7 @@ def test_an_exception_of_a_tick_is_raised(tmp_path: Path, cold_seconds: float) -
     assert (tmp_path / "seen_1.json").exists()
 
 
-def test_cuda_start_on_this_machine(tmp_path: Path, cold_seconds: float) -> None:
+def test_a_parent_starts_ranks_of_two_kinds_of_device(tmp_path: Path, cold_seconds: float) -> None:
     """One parent starts another kind of device and then the first again; each is forked from its own preload."""
     outcome = launch(
         launch_entries.describe, tmp_path, 1, device="cpu", timeout_seconds=60, start=START_METHODS["cuda"]
@@ -302,7 +302,7 @@ def test_cuda_start_on_this_machine(tmp_path: Path, cold_seconds: float) -> None
     assert json.loads((tmp_path / "seen_0.json").read_text())["imported"] == []
 
 
-def test_two_parents_at_once(tmp_path: Path, cold_seconds: float) -> None:
+def test_two_parents_launch_at_once(tmp_path: Path, cold_seconds: float) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     theirs.mkdir()
     process = parent(theirs, "all_reduce", "lean")

@@ -67,25 +67,25 @@ ACTIONS = st.lists(
 @given(ACTIONS)
 def test_allocator_agrees_with_a_model(allocator: Allocator, actions: list[tuple[str, int, int]]) -> None:
     """For any history of tensors, live and peak are the plain sums to the byte; data stays aligned and intact."""
-    held: list[tuple[Tensor, list[int]]] = []  # a tensor, and the size of its storage, shared with its views
+    tensors: list[tuple[Tensor, list[int]]] = []  # a tensor, and the size of its storage, shared with its views
     start, most = allocator.live_bytes(), 0
     allocator.reset_peak()
 
     def live() -> int:
-        return sum({id(size): size[0] for _, size in held}.values())
+        return sum({id(size): size[0] for _, size in tensors}.values())
 
     for action, size, index in actions:
         if action == "allocate":
-            held.append((torch.full((size,), 7, dtype=torch.uint8), [size]))
-            assert held[-1][0].data_ptr() % 64 == 0
-        elif held and action == "free":
-            held.pop(index % len(held))
-        elif held and action == "view":
-            held.append((held[index % len(held)][0][:0], held[index % len(held)][1]))
-        elif held and action == "resize":
+            tensors.append((torch.full((size,), 7, dtype=torch.uint8), [size]))
+            assert tensors[-1][0].data_ptr() % 64 == 0
+        elif tensors and action == "free":
+            tensors.pop(index % len(tensors))
+        elif tensors and action == "view":
+            tensors.append((tensors[index % len(tensors)][0][:0], tensors[index % len(tensors)][1]))
+        elif tensors and action == "resize":
             most = max(most, live() + size)  # torch takes the new block before it frees the old one
-            held[index % len(held)][0].untyped_storage().resize_(size)
-            held[index % len(held)][1][0] = size
+            tensors[index % len(tensors)][0].untyped_storage().resize_(size)
+            tensors[index % len(tensors)][1][0] = size
         most = max(most, live())
         assert allocator.live_bytes() - start == live()
     assert allocator.peak_bytes() - start == most
@@ -113,7 +113,7 @@ def test_allocator_edges(allocator: Allocator) -> None:
     assert 299 <= allocator.peak_bytes() - start <= 4 * 299
 
 
-def test_no_compiler_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     problem = compiler_problem()
@@ -122,7 +122,7 @@ def test_no_compiler_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.Monke
         build_allocator(tmp_path)
 
 
-def test_the_lock_of_a_killed_build_goes_and_a_young_one_is_waited_for(tmp_path: Path) -> None:
+def test_stale_build_locks_are_removed_and_recent_ones_waited_for(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     lock.touch()
     os.utime(lock, (time.time() - 3600,) * 2)
@@ -222,7 +222,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(*[Block(HIDDEN, INNER) for _ in range(LAYERS)])
 
 
-def held(model: nn.Module, blocks: nn.Module, checkpointed: bool = False) -> int:
+def activation_bytes_of(model: nn.Module, blocks: nn.Module, checkpointed: bool = False) -> int:
     """Return the activation bytes of one forward and backward of the model that wraps these blocks."""
     meter = ActivationMeter(model)
     for block in blocks.children():
@@ -253,7 +253,7 @@ def on_a_rank(rank: int, folder: str) -> None:
         figures[name] = counted(lambda: ddp(data).sum().backward())
     with ddp.no_sync():
         figures["ddp unsynchronised"] = counted(lambda: ddp(data).sum().backward())
-    figures["held by ddp"] = [held(ddp, ddp.module, ck) for ck in (False, True)]
+    figures["saved by ddp"] = [activation_bytes_of(ddp, ddp.module, ck) for ck in (False, True)]
 
     meshes = {
         "fsdp": init_device_mesh("cpu", (WORLD,)),
@@ -265,7 +265,7 @@ def on_a_rank(rank: int, folder: str) -> None:
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
         for _ in range(2):
             figures[name] = counted(lambda model=model: model(data).sum().backward())  # type: ignore[misc]
-        figures[f"held by {name}"] = [held(model, model, ck) for ck in (False, True)]
+        figures[f"saved by {name}"] = [activation_bytes_of(model, model, ck) for ck in (False, True)]
         figures[f"parameters of {name}"] = storage_bytes(model.parameters())
 
     tensor, parts = torch.ones(16), [torch.ones(16) for _ in range(WORLD)]
@@ -301,7 +301,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 MODEL_BYTES = 4 * LAYERS * 2 * HIDDEN * INNER
 
 
-def test_volumes_are_the_literatures(ranks: list[dict[str, Any]]) -> None:
+def test_volumes_are_exactly_those_of_the_literature(ranks: list[dict[str, Any]]) -> None:
     """DDP sends 2Ψ(n-1)/n and full sharding 3Ψ(n-1)/n, exactly, and nothing unsent is counted (arXiv 1910.02054)."""
     for figures in ranks:
         assert sum(entry["bytes_sent"] for entry in figures["ddp"]) == 2 * MODEL_BYTES * 3 / 4
@@ -349,12 +349,12 @@ WHOLE = LAYERS * (INPUT_BYTES + 2 * INNER_BYTES)
 CHECKPOINTED = LAYERS * INPUT_BYTES + 2 * INNER_BYTES  # the inputs of all blocks, and one block's own
 
 
-def test_held_for_backward_is_the_same_under_every_wrapper(ranks: list[dict[str, Any]]) -> None:
+def test_saved_activations_are_the_same_under_every_wrapper(ranks: list[dict[str, Any]]) -> None:
     """No wrapper's weights count, gathered or not; checkpointing keeps the blocks' inputs and one block."""
-    assert [held(model := network(), model, ck) for ck in (False, True)] == [WHOLE, CHECKPOINTED]
+    assert [activation_bytes_of(model := network(), model, ck) for ck in (False, True)] == [WHOLE, CHECKPOINTED]
     for figures in ranks:
         for name in ("ddp", "fsdp", "hybrid"):
-            assert figures[f"held by {name}"] == [WHOLE, CHECKPOINTED], name
+            assert figures[f"saved by {name}"] == [WHOLE, CHECKPOINTED], name
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -388,9 +388,9 @@ def test_the_meter_leaves_autograd_as_it_was() -> None:
     with (meter := ActivationMeter(model)):
         measured = torch.autograd.grad(model(data).sum(), list(model.parameters()))
         assert all(torch.equal(a, b) for a, b in zip(plain, measured, strict=True))
-        kept = torch.ones(4, requires_grad=True).exp()
-        total = kept.sum()
-        kept.detach().mul_(2)
+        saved = torch.ones(4, requires_grad=True).exp()
+        total = saved.sum()
+        saved.detach().mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             total.backward()  # type: ignore[no-untyped-call]
     assert meter.peak_bytes > 0

@@ -42,14 +42,14 @@ RUN = ("data=synthetic", "train.seq_len=64", "train.steps=2", "train.warmup_step
         (1e9, 10**9),  # as YAML reads it
     ],
 )
-def test_sizes(text: str | int | float, size: int) -> None:
+def test_byte_sizes_are_parsed(text: str | int | float, size: int) -> None:
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize(
     "wrong", ["", "lots", "24 gib", "24Gb", "-1GiB", "0", "0.5B", "1.5", "1e3GiB", 1e30, "٣GB", "9999999999GiB"]
 )
-def test_what_is_no_size_is_said_with_what_is(wrong: str | float) -> None:
+def test_an_invalid_size_is_refused_with_examples(wrong: str | float) -> None:
     with pytest.raises(
         UserError, match=f"^a.key={re.escape(str(wrong))} is not a size .*: choose .* GiB, .* KB, B,"
     ) as e:
@@ -57,7 +57,7 @@ def test_what_is_no_size_is_said_with_what_is(wrong: str | float) -> None:
     assert "\n" not in str(e.value)
 
 
-def test_a_size_is_read_as_it_was_said() -> None:
+def test_byte_sizes_are_formatted() -> None:
     assert [format_bytes(size) for size in (5, 2048, 113_246_208, 24 * 2**30)] == [
         "5 B",
         "2.0 KiB",
@@ -74,14 +74,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("budget")
 
 
-def made(results: Path, *overrides: str) -> tuple[RunConfig, Record]:
+def budget_run(results: Path, *overrides: str) -> tuple[RunConfig, Record]:
     config, command = compose(f"results_dir={results}", "name=budget", *RUN, *overrides)
     return config, execute_run(config, command, worker_main.main)
 
 
 @pytest.fixture(scope="module", params=["ddp", "pp_1f1b"])
 def unbounded(results: Path, request: pytest.FixtureRequest) -> tuple[str, Record]:
-    _, record = made(results, f"strategy={request.param}")
+    _, record = budget_run(results, f"strategy={request.param}")
     assert record.row["status"] == "ok" and record.row["memory_limit_bytes"] is None
     return request.param, record
 
@@ -90,18 +90,18 @@ def test_a_budget_of_the_peak_changes_nothing(results: Path, unbounded: tuple[st
     """The unsharded reference needs more than a pipeline's rank, and the budget does not apply to it."""
     strategy, free = unbounded
     peak = free.row["peak_allocated_bytes"]
-    _, held = made(results, f"strategy={strategy}", f"cluster.memory_budget={peak}")
-    assert (held.row["status"], held.row["memory_limit_bytes"]) == ("ok", peak), held.row["reason"]
-    assert held.row["run_id"] != free.row["run_id"]
+    _, limited = budget_run(results, f"strategy={strategy}", f"cluster.memory_budget={peak}")
+    assert (limited.row["status"], limited.row["memory_limit_bytes"]) == ("ok", peak), limited.row["reason"]
+    assert limited.row["run_id"] != free.row["run_id"]
     for figure in ("peak_allocated_bytes", "loss_first", "loss_last", "loss_deviation", "grad_deviation"):
-        assert held.row[figure] == free.row[figure] is not None
-    assert held.proof["reference"] == free.proof["reference"]
+        assert limited.row[figure] == free.row[figure] is not None
+    assert limited.proof["reference"] == free.proof["reference"]
 
 
 def test_a_byte_less_is_out_of_memory_and_ends_every_rank(results: Path, unbounded: tuple[str, Record]) -> None:
     strategy, free = unbounded
     budget = free.row["peak_allocated_bytes"] - 1
-    config, ended = made(results, f"strategy={strategy}", f"cluster.memory_budget={budget}")
+    config, ended = budget_run(results, f"strategy={strategy}", f"cluster.memory_budget={budget}")
     row = ended.row
     assert (row["status"], row["memory_limit_bytes"], row["failed_in_phase"]) == ("oom", budget, "timed"), row["reason"]
     blamed = re.match(
@@ -110,8 +110,8 @@ def test_a_byte_less_is_out_of_memory_and_ends_every_rank(results: Path, unbound
         row["reason"],
     )
     assert blamed is not None, row["reason"]
-    rank, limit, asked, held = map(int, blamed.groups())
-    assert held <= limit < held + asked and row["last_seen_allocated_bytes"] <= limit == budget
+    rank, limit, requested, allocated = map(int, blamed.groups())
+    assert allocated <= limit < allocated + requested and row["last_seen_allocated_bytes"] <= limit == budget
     assert row["duration_seconds"] < 30 and row.get("peak_allocated_bytes") is None
     if strategy == "pp_1f1b":  # the other holds less, and came to its end when this one was gone
         fullest = free.row["peak_rank"]
@@ -146,7 +146,7 @@ def check_dominated(config: RunConfig, command: CommandConfig) -> None:
 # ---------------------------------------------------------------- before anything runs
 
 
-def test_no_budget_is_no_part_of_a_runs_identity_and_a_budget_is_however_written() -> None:
+def test_a_budget_is_part_of_a_runs_identity_however_it_is_written() -> None:
     none, written, counted = (
         result_affecting_keys(compose_config("strategy=ddp", f"cluster.memory_budget={budget}").to_dict())
         for budget in ("null", "108MiB", 113_246_208)
@@ -155,7 +155,7 @@ def test_no_budget_is_no_part_of_a_runs_identity_and_a_budget_is_however_written
     assert written == counted != none
 
 
-def test_a_cpu_that_cannot_count_cannot_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_on_a_cpu_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = compose_config("strategy=ddp", "cluster.memory_budget=1GiB", "data=synthetic")
     machine = detect_machine(config.cluster)
     make_plan(config, machine)
@@ -166,7 +166,7 @@ def test_a_cpu_that_cannot_count_cannot_refuse(tmp_path: Path, monkeypatch: pyte
     make_plan(dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, memory_budget=None)), machine)
 
 
-def test_a_device_has_a_limit_of_its_own() -> None:
+def test_a_budget_above_the_devices_memory_is_refused() -> None:
     gpus = Machine("cuda", "", 1, 2, devices=2, free_bytes=(2**34,) * 2, cores=2, device_bytes=2**34)
     limits = {}
     for budget in ("null", "16GiB", "17GiB"):
@@ -188,7 +188,7 @@ def planned(*overrides: str) -> Plan:
     return make_plan(config, ROOMY, command)
 
 
-def test_what_is_predicted_beyond_a_budget_is_refused_by_its_name() -> None:
+def test_a_run_predicted_to_exceed_its_budget_is_refused() -> None:
     free = planned("train.micro_batch=2")
     peak = estimate_memory(free.config, free.layout, free.widths, "cpu").peak_bytes
     assert capacity_problem(free, PREPARED) is None
@@ -209,7 +209,7 @@ def test_what_is_predicted_beyond_a_budget_is_refused_by_its_name() -> None:
     )
 
 
-def test_the_search_for_a_micro_batch_begins_below_the_budget() -> None:
+def test_the_micro_batch_search_starts_below_the_budget() -> None:
     sizes = (1, 2, 4)
     two = planned("train.micro_batch=2")
     budget = estimate_memory(two.config, two.layout, two.widths, "cpu").peak_bytes

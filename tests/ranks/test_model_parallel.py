@@ -86,7 +86,7 @@ def test_tensor_parallel_sends_two_sums_a_layer_each_way(
 
 
 @pytest.mark.parametrize(("world", "strategy"), list(itertools.product(WORLDS, PIPELINE)))
-def test_a_pipeline_sends_boundaries_forth_and_back(
+def test_a_pipeline_sends_boundary_activations_and_their_gradients(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
 ) -> None:
     """A pipeline sends 2 x micro-batches x boundary activations, summed over all ranks and boundaries."""
@@ -99,22 +99,22 @@ def test_a_pipeline_sends_boundaries_forth_and_back(
 
 
 @pytest.mark.parametrize(("world", "strategy"), list(itertools.product(WORLDS, TENSOR)))
-def test_cut_matrices_are_exactly_a_share(
+def test_sharded_matrices_are_exactly_one_share(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
 ) -> None:
     model = config_of(records[strategy, "none", world])[0].model
     for rank in records[strategy, "none", world]["rank_files"]:
         for name, _, shape, box, _ in rank.parameter_shards:
-            held = [stop - start for start, stop in box]
+            sizes = [stop - start for start, stop in box]
             dimension = tp_shard_dim(name, model)
             assert (dimension is None) == ("norm" in name)
             whole = list(shape)
             if dimension is not None and shape[dimension] != VOCABULARY:
-                assert held[dimension] * world == whole[dimension]
+                assert sizes[dimension] * world == whole[dimension]
             elif dimension is not None:
-                assert held[dimension] <= math.ceil(VOCABULARY / world)
-                whole[dimension] = held[dimension]
-            assert [size for axis, size in enumerate(held) if axis != dimension] == [
+                assert sizes[dimension] <= math.ceil(VOCABULARY / world)
+                whole[dimension] = sizes[dimension]
+            assert [size for axis, size in enumerate(sizes) if axis != dimension] == [
                 size for axis, size in enumerate(whole) if axis != dimension
             ]
 
@@ -142,40 +142,40 @@ def test_micro_batches_in_flight_show_in_the_activations(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int, checkpointing: str
 ) -> None:
     """GPipe keeps all micro-batches on every stage, while 1F1B keeps as many as there are stages from this one on."""
-    for place in range(world):
-        kept = {}
+    for stage in range(world):
+        saved = {}
         for strategy in PIPELINE:
             record = records[strategy, checkpointing, world]
-            profiled = record["rank_files"][place].profiled
+            profiled = record["rank_files"][stage].profiled
             _, layout = config_of(record)
             assert profiled.max_in_flight_micro_batches == max_in_flight_micro_batches(
-                layout, PIPELINE_SIZE.micro_batches, place
+                layout, PIPELINE_SIZE.micro_batches, stage
             ), (
                 strategy,
-                place,
+                stage,
             )
-            kept[strategy] = profiled.activation_bytes
+            saved[strategy] = profiled.activation_bytes
         assert (
-            records["pp_gpipe", checkpointing, world]["rank_files"][place].profiled.max_in_flight_micro_batches
+            records["pp_gpipe", checkpointing, world]["rank_files"][stage].profiled.max_in_flight_micro_batches
             == PIPELINE_SIZE.micro_batches
         )
         if checkpointing == "none":
-            ratio = min(PIPELINE_SIZE.micro_batches, world - place) / PIPELINE_SIZE.micro_batches
-            assert kept["pp_1f1b"] == pytest.approx(kept["pp_gpipe"] * ratio, rel=0.02)
+            ratio = min(PIPELINE_SIZE.micro_batches, world - stage) / PIPELINE_SIZE.micro_batches
+            assert saved["pp_1f1b"] == pytest.approx(saved["pp_gpipe"] * ratio, rel=0.02)
 
 
-def test_activations_are_what_the_block_keeps(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
+def test_activations_are_as_predicted_on_every_rank(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
     """On every rank and tensor by tensor, sharded, whole and sequence-parallel activations are as planned."""
     for key, record in records.items():
         config, layout = config_of(record)
         for rank in record["rank_files"]:
-            place = layout.coordinates(rank.rank)["pp"]
-            predicted = activation_bytes(config, layout, "cpu", place)
-            assert rank.profiled.activation_bytes == pytest.approx(predicted, rel=0.03), (key, place)
+            stage = layout.coordinates(rank.rank)["pp"]
+            predicted = activation_bytes(config, layout, "cpu", stage)
+            assert rank.profiled.activation_bytes == pytest.approx(predicted, rel=0.03), (key, stage)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_tensor_parallel_divides_what_lies_between_its_matrices(
+def test_tensor_parallel_divides_the_activations_between_its_matrices(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int
 ) -> None:
     """Korthikanti et al. leave 10 of 34 sbh whole and divide 24; in this block the norms' activations stay whole.
@@ -206,7 +206,7 @@ def test_the_rank_that_peaks_is_named(records: dict[tuple[str, str, int], dict[s
         assert record["row"]["peak_allocated_bytes"] == max(peaks), key
 
 
-def test_the_bubble_stands_beside_the_formula(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
+def test_the_bubble_is_recorded_beside_its_formula(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
     for (strategy, _, world), record in records.items():
         row, entries = record["row"], record["pipeline"]
         if strategy not in PIPELINE:
@@ -225,7 +225,7 @@ def test_the_bubble_stands_beside_the_formula(records: dict[tuple[str, str, int]
             assert entry["working_seconds"] + entry["idle_seconds"] <= max(rank.step_seconds)
 
 
-def test_a_stage_that_waits_is_idle(tmp_path: Path) -> None:
+def test_a_waiting_stage_is_idle(tmp_path: Path) -> None:
     """The last stage is delayed by a known time, which the first spends idle and the last working."""
     micro_batches = 8
     overrides = ("strategy=pp_1f1b", "world_size=2", "train.micro_batch=1", "train.seq_len=16", "train.warmup_steps=1")

@@ -73,14 +73,14 @@ LONG = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_is_proven_and_explained(results: Path, case: str) -> None:
+def test_offload_is_proven_and_predicted(results: Path, case: str) -> None:
     check(results, case, world=2)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("case", CASES + LONG)
-def test_is_proven_and_explained_everywhere(results: Path, case: str, world: int) -> None:
+def test_offload_is_proven_in_every_layout(results: Path, case: str, world: int) -> None:
     check(results, f"{case} model.num_hidden_layers=8", world)
 
 
@@ -92,16 +92,16 @@ def check(results: Path, case: str, world: int) -> None:
     if row["precision"] == "fp32":
         assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
     config = read_run_config(record.config)
-    found = resolve_layout(config.strategy, world)
-    widths = load_engine(found.engine).state_widths(config, found)
-    share = row["parameters"] / found.dp_shard
-    if found.offload != "none" and config.strategy.literature:
-        least = widths.gradients * row["parameters"] / found.shard_count("gradients") + widths.host_gradients * share
+    layout = resolve_layout(config.strategy, world)
+    widths = load_engine(layout.engine).state_widths(config, layout)
+    share = row["parameters"] / layout.dp_shard
+    if layout.offload != "none" and config.strategy.literature:
+        least = widths.gradients * row["parameters"] / layout.shard_count("gradients") + widths.host_gradients * share
         allowed = 1.02 * least + 4 * widths.host_gradients * config.model.vocab_size * config.model.hidden_size
         assert 0.98 * least <= row["gradient_bytes"] <= allowed
         assert row["optimizer_bytes"] == pytest.approx(widths.optimizer * share, rel=0.02)
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
-    moved = max(offloaded_activation_bytes(config, found, "cpu", place) for place in range(found.pp))
+    moved = max(offloaded_activation_bytes(config, layout, "cpu", stage) for stage in range(layout.pp))
     assert (row["offloaded_activation_bytes"] or 0) == moved
     assert row["offloaded_bytes"] is None  # the device is the host
     ranks = commands.run_folder(results, record).read_rank_reports(world)
@@ -139,24 +139,24 @@ def rank_on_gpu(**placed: dict[str, int]) -> RankReport:
     return RankReport(device_name="NVIDIA H200", host_state=["gradients", "optimizer"], state_bytes_by_device=placed)
 
 
-def test_on_a_gpu_every_piece_must_be_where_offload_says() -> None:
+def test_state_on_the_wrong_device_is_a_problem() -> None:
     config = compose_config("strategy=zero_offload", "world_size=1")
-    found = resolve_layout(config.strategy, 1)
+    layout = resolve_layout(config.strategy, 1)
     right = {"parameters": {"cuda": 8}, "gradients": {"cpu": 4}, "optimizer": {"cpu": 12}}
-    assert placement_problems(found, [rank_on_gpu(**right)]) == []
-    on_device = placement_problems(found, [rank_on_gpu(**right | {"optimizer": {"cpu": 8, "cuda": 4}})])
+    assert placement_problems(layout, [rank_on_gpu(**right)]) == []
+    on_device = placement_problems(layout, [rank_on_gpu(**right | {"optimizer": {"cpu": 8, "cuda": 4}})])
     assert on_device == ["optimizer: rank 0 holds 4 bytes on cuda, and strategy.offload=optimizer places them on cpu"]
-    moved_too = placement_problems(found, [rank_on_gpu(**right | {"parameters": {"cpu": 8}})])
+    moved_too = placement_problems(layout, [rank_on_gpu(**right | {"parameters": {"cpu": 8}})])
     assert moved_too == ["parameters: rank 0 holds 8 bytes on cpu, and strategy.offload=optimizer places them on cuda"]
-    not_asked = dataclasses.replace(found, offload="none")
-    assert len(placement_problems(not_asked, [rank_on_gpu(**right)])) == 3
+    without_offload = dataclasses.replace(layout, offload="none")
+    assert len(placement_problems(without_offload, [rank_on_gpu(**right)])) == 3
 
 
 def refusals_of(*overrides: str, on: Machine | None = None) -> list[str]:
     config = compose_config(*overrides, "world_size=2")
-    found = resolve_layout(config.strategy, 2)
+    layout = resolve_layout(config.strategy, 2)
     return list(
-        load_engine(found.engine).unsupported(config, found, on or local_machine.detect_machine(config.cluster))
+        load_engine(layout.engine).unsupported(config, layout, on or local_machine.detect_machine(config.cluster))
     )
 
 
@@ -170,53 +170,53 @@ def refusals_of(*overrides: str, on: Machine | None = None) -> list[str]:
         ("strategy=ddp strategy.engine=accelerate strategy.offload=optimizer", "by strategy.engine=accelerate"),
     ],
 )
-def test_what_cannot_be_offloaded_is_refused(overrides: str, reason: str) -> None:
-    (found,) = refusals_of(*overrides.split())
-    assert found.startswith("strategy.offload=") and reason in found and "choose" in found
+def test_unsupported_offload_is_refused(overrides: str, reason: str) -> None:
+    (problem,) = refusals_of(*overrides.split())
+    assert problem.startswith("strategy.offload=") and reason in problem and "choose" in problem
 
 
-def test_data_parallel_threads_offload_no_activations() -> None:
+def test_nn_data_parallel_refuses_activation_offload() -> None:
     gpus = Machine("cuda", "NVIDIA H200", 1, 2, devices=2, free_bytes=(2**34,) * 2, cores=2)
     config = compose_config("strategy=dp", "train.micro_batch=2", ACTIVATIONS)
-    (found,) = load_engine("nn_data_parallel").unsupported(config, resolve_layout(config.strategy, 1), gpus)
-    assert found.startswith("checkpointing.offload_activations=true is lost when nn.DataParallel copies the model")
+    (problem,) = load_engine("nn_data_parallel").unsupported(config, resolve_layout(config.strategy, 1), gpus)
+    assert problem.startswith("checkpointing.offload_activations=true is lost when nn.DataParallel copies the model")
 
 
 @pytest.mark.parametrize("strategy", ["zero_offload", "zero3 strategy.offload=parameters", "fsdp_full_shard"])
-def test_a_gpu_is_planned_without_what_lies_on_the_host(strategy: str) -> None:
+def test_offloaded_state_is_not_planned_on_the_gpu(strategy: str) -> None:
     offload = () if "zero" in strategy else ("strategy.offload=parameters",)
     config = compose_config(f"strategy={strategy.split()[0]}", *strategy.split()[1:], *offload, "model=7b", ACTIVATIONS)
-    found = resolve_layout(config.strategy, 8)
+    layout = resolve_layout(config.strategy, 8)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=8, micro_batch=1))
-    widths = load_engine(found.engine).state_widths(config, found)
-    there, all_in_one = (estimate_memory(config, found, widths, device) for device in ("cuda", "cpu"))
+    widths = load_engine(layout.engine).state_widths(config, layout)
+    on_gpu, on_cpu = (estimate_memory(config, layout, widths, device) for device in ("cuda", "cpu"))
     share = config.model.parameters / 8
     state = (
-        widths.optimizer + widths.host_gradients + widths.parameters * ("parameters" in found.offloaded_state)
+        widths.optimizer + widths.host_gradients + widths.parameters * ("parameters" in layout.offloaded_state)
     ) * share
-    moved = offloaded_activation_bytes(config, found, "cuda", 0)
-    assert there.host_bytes == pytest.approx(state + widths.host_buffer_bytes + moved, rel=1e-3)
-    assert there.at_peak.keys().isdisjoint({"optimizer", *found.offloaded_state} - {"gradients"})
-    assert all_in_one.host_bytes == 0 and all_in_one.peak_bytes > there.peak_bytes + 0.9 * state
-    kept = dataclasses.replace(
+    moved = offloaded_activation_bytes(config, layout, "cuda", 0)
+    assert on_gpu.host_bytes == pytest.approx(state + widths.host_buffer_bytes + moved, rel=1e-3)
+    assert on_gpu.at_peak.keys().isdisjoint({"optimizer", *layout.offloaded_state} - {"gradients"})
+    assert on_cpu.host_bytes == 0 and on_cpu.peak_bytes > on_gpu.peak_bytes + 0.9 * state
+    without_offload = dataclasses.replace(
         config, checkpointing=dataclasses.replace(config.checkpointing, offload_activations=False)
     )
-    on_device = activation_bytes(config, found, "cuda", 0)
+    on_device = activation_bytes(config, layout, "cuda", 0)
     of_last_layer = moved // config.model.num_hidden_layers
-    rest = activation_bytes(kept, found, "cuda", 0) - moved
+    rest = activation_bytes(without_offload, layout, "cuda", 0) - moved
     assert rest <= on_device <= rest + of_last_layer
-    assert activation_bytes(kept, found, "cpu", 0) == activation_bytes(config, found, "cpu", 0)
+    assert activation_bytes(without_offload, layout, "cpu", 0) == activation_bytes(config, layout, "cpu", 0)
 
 
-def test_what_the_host_cannot_hold_is_refused_before_a_start() -> None:
+def test_offload_beyond_the_hosts_memory_is_refused() -> None:
     config = compose_config("strategy=zero_offload", "model=7b", "train.global_batch=8")
-    found = resolve_layout(config.strategy, 8)
-    widths = load_engine(found.engine).state_widths(config, found)
+    layout = resolve_layout(config.strategy, 8)
+    widths = load_engine(layout.engine).state_widths(config, layout)
     sizes = {"available_bytes": 2**40, "ranks_on_host": 8, "device": "cuda", "models": []}
-    reason = capacity.capacity_problem(config, found, widths, host_available_bytes=64 * 2**30, **sizes)  # type: ignore[arg-type]
+    reason = capacity.capacity_problem(config, layout, widths, host_available_bytes=64 * 2**30, **sizes)  # type: ignore[arg-type]
     assert reason is not None and reason.startswith("strategy.offload=optimizer of model=7b needs ")
     assert "8 ranks of the host" in reason and "64.0 GiB are available: choose" in reason
-    assert capacity.capacity_problem(config, found, widths, host_available_bytes=2**40, **sizes) is None  # type: ignore[arg-type]
+    assert capacity.capacity_problem(config, layout, widths, host_available_bytes=2**40, **sizes) is None  # type: ignore[arg-type]
 
 
 class Counted(Listener):
@@ -251,8 +251,8 @@ def test_each_storage_is_copied_once_and_gradients_are_the_same_bits(checkpointi
         gradients.append([parameter.grad for parameter in model.parameters()])
         device_bytes.append(meter.peak_bytes)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))  # type: ignore[arg-type]
-    one = MicroBatchShape(config.model, 2, 32, "float32")
-    expected = saved_by_layers_bytes(one, whole_model(config.model), config.checkpointing) - 64 * 8  # token ids stay
+    shape = MicroBatchShape(config.model, 2, 32, "float32")
+    expected = saved_by_layers_bytes(shape, whole_model(config.model), config.checkpointing) - 64 * 8  # token ids stay
     assert meter.peak_offloaded_bytes == expected and device_bytes == [0, 0]
     layers = config.model.num_hidden_layers
     assert counted.copies == (layers + 2 if checkpointing == "full" else counted.copies)
@@ -277,13 +277,13 @@ def test_a_tensor_changed_after_it_was_copied_is_copied_again() -> None:
     assert factor.grad is not None and factor.grad.tolist() == [7.0] * 3
 
 
-def test_an_unknown_key_is_a_mistake() -> None:
+def test_an_unknown_key_of_checkpointing_is_refused() -> None:
     with pytest.raises(UserError, match="offload_activations"):
         compose_config("+checkpointing.offload_activation=true")
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_the_norm_of_gradients_on_the_host_lies_where_ranks_can_sum_it(dtype: torch.dtype) -> None:
+def test_the_gradient_norm_lies_on_the_device_in_fp32(dtype: torch.dtype) -> None:
     """The norm is in fp32 whatever the gradients' data type, because 16 bits cannot represent 3001."""
     gradients = [torch.ones(3001, dtype=dtype), torch.full((2,), 0.5, dtype=dtype)]
     assert squared_grad_norm(gradients, torch.device("cpu")).item() == pytest.approx(3001.5, rel=1e-6)

@@ -126,7 +126,7 @@ def test_the_grid_is_proven(results: Path, overrides: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("overrides", WIDE)
-def test_the_rest_is_proven_at_eight_ranks(results: Path, overrides: str) -> None:
+def test_other_combinations_are_proven_at_eight_ranks(results: Path, overrides: str) -> None:
     check(results, record_of(results, 8, overrides), parts=False)
 
 
@@ -138,7 +138,7 @@ def test_a_compiled_product_is_proven(results: Path, overrides: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "overrides", "fault", "found"),
+    ("world", "overrides", "fault", "problem"),
     [
         (2, "cp", faults.keys_in_other_order, "loss deviates"),
         pytest.param(2, "cp", faults.positions_from_the_start, "gradient deviates", marks=pytest.mark.long),
@@ -155,10 +155,10 @@ def test_a_compiled_product_is_proven(results: Path, overrides: str) -> None:
     ],
 )
 def test_a_fault_is_an_error(
-    results: Path, world: int, overrides: str, fault: Callable[[str], None], found: str
+    results: Path, world: int, overrides: str, fault: Callable[[str], None], problem: str
 ) -> None:
     record = record_of(results, world, overrides, fault)
-    assert_not_proven(record, found)
+    assert_not_proven(record, problem)
 
 
 WRONG = (
@@ -173,18 +173,18 @@ WRONG = (
 
 
 @pytest.mark.parametrize(("overrides", "reason"), WRONG)
-def test_a_wrong_pair_is_refused(results: Path, overrides: str, reason: str) -> None:
+def test_an_incompatible_pair_is_refused(results: Path, overrides: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         record_of(results, 4, overrides)
 
 
-def test_a_wrong_pair_is_wrong(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_pair_would_train_something_else(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused pair would run to its end without averaging its gradients, and the proof would make it an error."""
     monkeypatch.setattr(torch_engine, "unsupported", lambda *_: iter(()))
     assert_not_proven(record_of(results, 4, WRONG[0][0]), "gradient deviates")
 
 
-def test_the_named_defaults_are_the_contract() -> None:
+def test_default_degrees_of_named_strategies() -> None:
     """The defaults are: tp, cp and pp_* fill the world; fsdp_tp has tp 2, tp_pp 2 x 2, and 3d tp 2 and pp 2.
 
     Hybrid sharding shards inside a node.

@@ -144,13 +144,13 @@ def test_a_fault_in_the_ranks_is_an_error(
     assert row.get("tokens_per_second") is None and row.get("peak_allocated_bytes") is None
 
 
-def test_missing_synchronisation_shows_in_gradients_too(results: Path) -> None:
+def test_missing_synchronization_shows_in_the_gradients(results: Path) -> None:
     """Each rank's copy is compared separately, because their average would be right."""
     record = run_with(results, faults.unsynchronized, "strategy=ddp")
     assert record.row["grad_deviation"] > 0.1
 
 
-def test_a_reference_that_fails_leaves_nothing_to_prove(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_reference_is_an_error(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ordinary = worker_main.main
     monkeypatch.setattr(reference, "worker_entry", faults.not_finite)
     row = run_with(results, ordinary, "strategy=ddp", "train.seed=5").row
@@ -158,12 +158,12 @@ def test_a_reference_that_fails_leaves_nothing_to_prove(results: Path, monkeypat
     assert row["reason"].startswith("nothing to compare with, the single process failed: not proven: the loss is not")
 
 
-def test_a_block_that_is_not_logged_is_no_row_of_figures(results: Path) -> None:
+def test_a_block_missing_in_the_memory_log_is_an_error(results: Path) -> None:
     row = run_with(results, faults.block_unlogged, "strategy=ddp").row
     assert row["status"] == "error" and "are logged at the peak of" in row["reason"]
 
 
-def test_a_copy_that_some_ranks_lack_is_no_copy() -> None:
+def test_an_incomplete_copy_of_a_tensor_is_not_a_number() -> None:
     """Two ranks hold shards A and B, and a third holds A too: it has no counterpart, so it cannot agree."""
     halves = (((0, 2),), ((2, 4),))
 
@@ -177,14 +177,12 @@ def test_a_copy_that_some_ranks_lack_is_no_copy() -> None:
     assert first == (4.0, 2.0) and all(map(math.isnan, second))
 
 
-def test_a_loss_that_is_no_number_is_lost_in_no_mean() -> None:
+def test_a_missing_loss_makes_the_mean_not_a_number() -> None:
     assert _mean([1.0, 3.0]) == 2.0 and math.isnan(_mean([1.0, None])) and math.isnan(_mean([]))
 
 
-@pytest.mark.parametrize(("moment", "held_to"), [("first_gradients", 0.5), ("last_gradients", 0.1)])
-def test_a_gradient_below_the_rounding_of_the_others_is_held_to_that_at_the_last_step(
-    moment: str, held_to: float
-) -> None:
+@pytest.mark.parametrize(("moment", "expected"), [("first_gradients", 0.5), ("last_gradients", 0.1)])
+def test_a_gradient_below_rounding_errors_is_compared_with_them_at_the_last_step(moment: str, expected: float) -> None:
     """At the first step, and in fp32, every gradient is compared with itself however small it is."""
     small = 0.2 * 2.0**-8  # of the average; between two 16-bit runs it may differ by as much as itself
 
@@ -195,9 +193,9 @@ def test_a_gradient_below_the_rounding_of_the_others_is_held_to_that_at_the_last
         losses = {"rank": 0, "losses": [1.0], "grad_norms": [1.0]}
         return RankReport.from_json(losses | moments | {moment: entries})
 
-    def found(query: float, compute: str) -> float:
+    def deviation(query: float, compute: str) -> float:
         return compare_training(rank(2 * small), [rank(query)], compute).gradient
 
-    assert found(small, "float32") == pytest.approx(0.5)
-    assert found(small, "bfloat16") == pytest.approx(held_to)
-    assert found(2.0, "bfloat16") > 100  # larger than it should be, it is found
+    assert deviation(small, "float32") == pytest.approx(0.5)
+    assert deviation(small, "bfloat16") == pytest.approx(expected)
+    assert deviation(2.0, "bfloat16") > 100  # larger than it should be, it is found

@@ -25,11 +25,11 @@ def endings() -> dict[int, Ending]:
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + DRAWS))
 def test_a_random_run_is_proven_or_refused(results: Path, endings: dict[int, Ending], seed: int) -> None:
     overrides = draw(seed, RANKS)
-    found = endings[seed] = ending(overrides, results)
-    assert found.status == "refused" or is_proven(found, overrides), (found, " ".join(overrides))
+    end = endings[seed] = ending(overrides, results)
+    assert end.status == "refused" or is_proven(end, overrides), (end, " ".join(overrides))
 
 
 def test_most_random_runs_are_run(endings: dict[int, Ending]) -> None:
     """Most draws run, because refusing everything would prove nothing."""
-    ran = sum(found.status == "ok" for found in endings.values())
+    ran = sum(end.status == "ok" for end in endings.values())
     assert ran >= len(endings) / 2

@@ -26,14 +26,14 @@ SMALL = ("strategy=ddp", "train.seq_len=32", "train.steps=3", "train.warmup_step
 def runs(strategy: str, first: int, speeds: list[float | None], **changes: Any) -> list[Record]:
     """Return a run for each speed, as repeats 0, 1, ... of one configuration; None makes a run that failed."""
     engine, stage = ("deepspeed", int(strategy[4])) if strategy.startswith("zero") else ("torch", 0)
-    made = []
+    records = []
     for repeat, speed in enumerate(speeds):
         figures = FAILED | {"status": "error", "reason": "RuntimeError: shards differ"}
         if speed is not None:
             figures = {"tokens_per_second": speed, "tokens_per_second_per_device": speed / 2}
             figures |= {"step_seconds": 1024 / speed, "peak_allocated_bytes": (20 + repeat) * MIB}
-        made.append(record_of(row(first + repeat, strategy, engine, stage, repeat=repeat, **(changes | figures))))
-    return made
+        records.append(record_of(row(first + repeat, strategy, engine, stage, repeat=repeat, **(changes | figures))))
+    return records
 
 
 def repeated() -> list[Record]:
@@ -69,13 +69,13 @@ single error: RuntimeError: shards differ
 """
 
 
-def test_repeats_are_one_line() -> None:
+def test_repeats_of_a_run_are_one_row() -> None:
     """The line of ddp has its median, not its mean of 17,000, and zero2 is marked for its baseline's spread alone."""
     assert [line.rstrip() for line in printed(repeated(), 120)] == GOLDEN.splitlines()
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
-def test_narrow_tables_leave_the_legend_of_what_they_leave_out(width: int) -> None:
+def test_narrow_tables_omit_the_legend_of_omitted_columns(width: int) -> None:
     lines = printed(repeated(), width)
     assert max(map(len, lines)) <= width
     header = next(line for line in lines if line.startswith("strategy")).split()
@@ -87,7 +87,7 @@ def test_narrow_tables_leave_the_legend_of_what_they_leave_out(width: int) -> No
     assert terminal_cells(lines, "zero1")[:4] == ["zero1", "2", "ok", "2/3"]
 
 
-def test_no_column_speaks_of_repeats_where_there_are_none() -> None:
+def test_runs_without_repeats_have_no_column_of_them() -> None:
     text = "\n".join(printed([run for run in repeated() if run.row["repeat"] == 0], 130))
     assert "runs" not in text and "±" not in text.replace("(±", "") and "1/1" not in text
 
@@ -118,7 +118,7 @@ def test_a_ratio_is_marked_where_the_difference_is_below_the_spread(own: list[fl
         assert (cell, baseline) == (f"{ratio:.2f}" + "~" * (difference < sum(scatter)), "1.00")
 
 
-def test_spreads() -> None:
+def test_the_relative_range_is_the_spread() -> None:
     assert relative_range([100.0, None, 110.0, 104.0]) == pytest.approx(5 / 104)
     assert relative_range([100.0, None]) is None and relative_range([]) is None
     assert not is_unsettled(1.0, None, None) and not is_unsettled(None, 0.5, 0.5)
@@ -132,7 +132,7 @@ def changed(record: Record, **parts: Any) -> Record:
     return replace(record.with_row(repeat=1, run_id="other"), **parts)
 
 
-def test_only_what_differs_in_repeat_alone_is_one_line() -> None:
+def test_only_runs_that_differ_in_repeat_alone_are_merged() -> None:
     (first,) = runs("ddp", 1, [1000.0])
     first.config.update({"train": {"seed": 0}, "repeat": 0, "name": "a", "force": False})
     assert len(merge_repeats([first, changed(first)])) == 1
@@ -156,11 +156,11 @@ def test_only_what_differs_in_repeat_alone_is_one_line() -> None:
     config = {"train": {"steps": 0}}
     refused = [Record(bare | {"run_id": str(n)}, config | {"repeat": n}) for n in range(3)]
     assert [len(line.runs) for line in merge_repeats(refused)] == [3]
-    kept = {"data": {"cache": "/a", "path": "x"}, "measure": {"memory_snapshot": True}, "cluster": {"name": "local"}}
-    assert result_affecting_keys(kept) == {"data": {"path": "x"}, "cluster": {}}
+    values = {"data": {"cache": "/a", "path": "x"}, "measure": {"memory_snapshot": True}, "cluster": {"name": "local"}}
+    assert result_affecting_keys(values) == {"data": {"path": "x"}, "cluster": {}}
 
 
-def test_parts_that_add_up_in_one_run_are_not_mixed_from_several() -> None:
+def test_parts_of_a_whole_come_from_one_run() -> None:
     entries = runs("ddp", 1, [1000.0, 1100.0])
     for entry, part in zip(entries, (8, 9), strict=True):
         entry.row.update({"at_peak_parameter_bytes": 4 * MIB, "at_peak_other_bytes": part * MIB, "idle_seconds": part})
@@ -185,8 +185,8 @@ def test_parts_that_add_up_in_one_run_are_not_mixed_from_several() -> None:
 )
 def test_values_of_each_repeat(values: dict[str, Any], numbers: list[Any]) -> None:
     each = expand_repeats(values | {"name": "r"})
-    assert [one["repeat"] for one in each] == numbers
-    assert all(one["repeats"] == (1 if len(numbers) > 1 else values["repeats"]) for one in each)
+    assert [entry["repeat"] for entry in each] == numbers
+    assert all(entry["repeats"] == (1 if len(numbers) > 1 else values["repeats"]) for entry in each)
 
 
 def test_every_repeat_is_run_and_recorded(harness: Harness, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_every_repeat_is_run_and_recorded(harness: Harness, tmp_path: Path) -> N
     assert "\nddp repeat 2 timeout: " in more.stdout
 
 
-def test_repeats_in_a_sweep_and_of_what_is_impossible(harness: Harness, tmp_path: Path) -> None:
+def test_repeats_of_runs_and_of_refused_runs_in_a_sweep(harness: Harness, tmp_path: Path) -> None:
     done = harness("-m", "name=s", "strategy=ddp,dp", "train.steps=1,0", "repeat=3", "repeats=2", *SMALL[1:2])
     assert done.returncode == 0, done.stderr
     rows = read_rows(tmp_path / "results", "s")
@@ -227,13 +227,15 @@ def test_repeats_in_a_sweep_and_of_what_is_impossible(harness: Harness, tmp_path
     ]
 
 
-@pytest.mark.parametrize(("wrong", "said"), [("0", "is not a positive whole number"), ("x", "is not a whole number")])
-def test_a_wrong_number_of_repeats_is_one_line(
-    wrong: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("wrong", "message"), [("0", "is not a positive whole number"), ("x", "is not a whole number")]
+)
+def test_an_invalid_number_of_repeats_is_a_one_line_error(
+    wrong: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([f"results_dir={tmp_path}/results", f"repeats={wrong}"]) == 2
     printed = capfd.readouterr().err
-    assert printed.startswith(f"repeats={wrong} {said}") and printed.count("\n") == 1
+    assert printed.startswith(f"repeats={wrong} {message}") and printed.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -33,7 +33,7 @@ def results(results: Path) -> Path:
 
 
 @pytest.mark.parametrize(("fault", "strategy"), [(faults.exhausted, "ddp"), (faults.exhausted_in_a_stage, "pp_1f1b")])
-def test_memory_that_runs_out_is_an_oom_row(results: Path, fault: Callable[[str], None], strategy: str) -> None:
+def test_running_out_of_memory_is_an_oom_row(results: Path, fault: Callable[[str], None], strategy: str) -> None:
     row = run_with(results, fault, f"strategy={strategy}").row
     assert row["status"] == "oom" and row["failed_in_phase"] == "warm-up"
     assert "rank 1 ran out of memory in phase warm-up" in row["reason"]
@@ -53,7 +53,7 @@ def test_a_killed_rank_is_named(results: Path) -> None:
     assert "rank 1" in row["reason"] and "SIGKILL" in row["reason"]
 
 
-def test_a_time_limit_is_a_timeout_and_says_who_was_late(results: Path) -> None:
+def test_a_time_limit_is_a_timeout_that_names_the_late_ranks(results: Path) -> None:
     row = run_with(results, faults.stuck, "strategy=ddp", "timeout_seconds=8").row
     assert row["status"] == "timeout" and "killed at its time limit, after " in row["reason"]
     assert "; unfinished: rank 0, 1; rank 1 had sent no heartbeat" in row["reason"]
@@ -75,7 +75,7 @@ def folder_of(results: Path, record: Record) -> Path:
     return results / commands.COMPARISON / record.run_id
 
 
-def test_a_run_that_gets_on_is_no_hang_and_leaves_no_stacks(results: Path) -> None:
+def test_a_slow_run_is_not_a_hang(results: Path) -> None:
     """The limit may be short compared with the whole run, as long as no step takes that long."""
     record = run_with(results, faults.slow_steps, "strategy=ddp", "hang_seconds=6")
     assert record.row["status"] == "ok" and record.row["duration_seconds"] > 6
@@ -110,7 +110,7 @@ if __name__ == "__main__":
 """
 
 
-def test_the_kernels_kill_for_want_of_memory_is_an_oom(tmp_path: Path, small_group: Path) -> None:
+def test_a_kill_by_the_kernel_for_memory_is_an_oom(tmp_path: Path, small_group: Path) -> None:
     """The run has a control group of its own, so that the kernel really kills it."""
     command = [sys.executable, "-c", IN_GROUP, str(small_group), str(tmp_path)]
     done = subprocess.run(
@@ -128,20 +128,20 @@ def test_the_kernels_kill_for_want_of_memory_is_an_oom(tmp_path: Path, small_gro
         ({}, 0),
     ],
 )
-def test_kills_are_counted_where_the_kernel_tells_of_them(tmp_path: Path, files: dict[str, str], kills: int) -> None:
+def test_oom_kills_are_counted_in_the_process_group(tmp_path: Path, files: dict[str, str], kills: int) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert oom_kills.oom_kill_count(tmp_path, tmp_path / "cgroups") == kills
 
 
-def test_a_beat_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_heartbeat_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     assert heartbeat.read_heartbeat(tmp_path, 0) is None
-    told = heartbeat.HeartbeatWriter(tmp_path, 0)
-    told("a rather long phase", 123)
-    assert heartbeat.read_heartbeat(tmp_path, 0) == ("a rather long phase", 123, None, told.last.host_bytes)
-    told("short")
-    assert (heartbeat.read_heartbeat(tmp_path, 0) or told.last).phase == "short"
+    writer = heartbeat.HeartbeatWriter(tmp_path, 0)
+    writer("a rather long phase", 123)
+    assert heartbeat.read_heartbeat(tmp_path, 0) == ("a rather long phase", 123, None, writer.last.host_bytes)
+    writer("short")
+    assert (heartbeat.read_heartbeat(tmp_path, 0) or writer.last).phase == "short"
     RunFolder(tmp_path).heartbeat(0).write_text('["cut')
     assert heartbeat.read_heartbeat(tmp_path, 0) is None

@@ -31,15 +31,15 @@ CHUNKS = 4
 SHORT = ("train.steps=1", "train.warmup_steps=2", "train.global_batch=4", "train.micro_batch=2", "train.seq_len=160")
 
 
-def test_a_loss_in_parts_runs_the_head_once_more() -> None:
+def test_a_chunked_loss_recomputes_the_head() -> None:
     config = compose_config("strategy=single", "train.global_batch=1", f"train.loss_chunks={CHUNKS}")
     with FakeTensorMode():
         model = Decoder(config.model, whole_model(config.model))
         apply_loss_chunks(model, CHUNKS, Probe())
         tokens = torch.zeros(1, config.train.seq_len, dtype=torch.int64)
-        with counter() as found:
+        with counter() as operations:
             model(tokens, tokens).backward()
-    assert found.get_total_flops() == executed_flops(config, alone(config))
+    assert operations.get_total_flops() == executed_flops(config, alone(config))
     plain = dataclasses.replace(config, train=dataclasses.replace(config.train, loss_chunks=1))
     assert executed_flops(config, alone(config)) - executed_flops(plain, alone(plain)) == head_flops(config)
     assert model_flops(config) == model_flops(plain)
@@ -47,7 +47,7 @@ def test_a_loss_in_parts_runs_the_head_once_more() -> None:
 
 @pytest.mark.parametrize("vocab_size", (256, 8000))
 @pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
-def test_a_loss_in_parts_is_the_same_and_keeps_one_parts_logits(vocab_size: int, precision: PrecisionConfig) -> None:
+def test_a_chunked_loss_is_the_same_and_saves_one_chunk_of_logits(vocab_size: int, precision: PrecisionConfig) -> None:
     model = shaped(vocab_size=vocab_size, num_hidden_layers=2)
     module, probe = build_model(model), Probe()
     materialize(module, model, 0, torch.device("cpu"), getattr(torch, precision.compute))
@@ -79,19 +79,19 @@ def test_a_loss_in_parts_is_the_same_and_keeps_one_parts_logits(vocab_size: int,
 
 
 @pytest.mark.parametrize(
-    ("overrides", "found"),
+    ("overrides", "reason"),
     [
         ("train.loss_chunks=3", "train.loss_chunks=3 does not divide the 128 tokens of a micro-batch: choose"),
         ("strategy=pp_zero_bubble train.loss_chunks=4", "train.loss_chunks=4 saves nothing under strategy.schedule"),
     ],
 )
-def test_parts_that_cannot_be_are_refused(overrides: str, found: str) -> None:
+def test_invalid_loss_chunks_are_refused(overrides: str, reason: str) -> None:
     config = compose_config(*overrides.split(), "world_size=2")
-    assert any(found in problem for problem in incompatibilities(config, resolve_layout(config.strategy, 2)))
+    assert any(reason in problem for problem in incompatibilities(config, resolve_layout(config.strategy, 2)))
 
 
 @pytest.mark.parametrize("strategy", ("tp_sp", "zero3"))
-def test_a_loss_in_parts_trains_the_same(results: Path, strategy: str) -> None:
+def test_a_chunked_loss_trains_the_same(results: Path, strategy: str) -> None:
     """If the sequence is sharded over ranks, the chunks are cut from the whole sequence (torchtitan issue 3412)."""
     record = run_with(results, worker_main.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={CHUNKS}")
     row = record.row
@@ -105,13 +105,13 @@ def test_a_loss_in_parts_trains_the_same(results: Path, strategy: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ("single", "ddp", "zero1", "fsdp_full_shard", "fsdp_no_shard", "tp", "pp_1f1b"))
 @pytest.mark.parametrize("chunks", (2, 5, 64))
-def test_a_loss_in_parts_is_proven_in_every_layout(results: Path, strategy: str, chunks: int) -> None:
+def test_a_chunked_loss_is_proven_in_every_layout(results: Path, strategy: str, chunks: int) -> None:
     row = run_with(results, worker_main.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={chunks}").row
     assert (row["status"], row["reason"]) == ("ok", "")
 
 
 @pytest.mark.parametrize("strategy", ("ddp", "tp"))
-def test_the_foreach_optimizers_temporaries_are_planned(results: Path, strategy: str) -> None:
+def test_temporaries_of_the_foreach_optimizer_are_predicted(results: Path, strategy: str) -> None:
     """The batch is so small that the peak is in the optimizer."""
     small = ("train.seq_len=16", "train.micro_batch=1", "train.global_batch=2", "train.steps=1", "train.warmup_steps=2")
     wide = ("model.hidden_size=256", "train.fused_optimizer=false")
@@ -122,13 +122,13 @@ def test_the_foreach_optimizers_temporaries_are_planned(results: Path, strategy:
 
 
 @pytest.mark.parametrize("attention", ("flash", "eager"))
-def test_the_attention_kernel_is_the_one_that_was_heard(results: Path, attention: str) -> None:
+def test_the_attention_kernel_is_the_observed_one(results: Path, attention: str) -> None:
     row = run_with(results, worker_main.main, "strategy=pp_gpipe", f"model.attention={attention}").row
     assert (row["status"], row["reason"], row["attention_kernel"]) == ("ok", "", attention)
 
 
 @pytest.mark.parametrize(
-    ("fault", "overrides", "found"),
+    ("fault", "overrides", "problem"),
     [
         (faults.parts_of_the_loss_kept, f"strategy=ddp train.loss_chunks={CHUNKS}", "0 second forwards"),
         (faults.parts_of_the_loss_mixed, f"strategy=tp_sp train.loss_chunks={CHUNKS}", "loss deviates"),
@@ -144,8 +144,8 @@ def test_the_attention_kernel_is_the_one_that_was_heard(results: Path, attention
         ),
     ],
 )
-def test_another_step_than_claimed_is_an_error(
-    results: Path, fault: Callable[[str], None], overrides: str, found: str
+def test_another_step_than_configured_is_an_error(
+    results: Path, fault: Callable[[str], None], overrides: str, problem: str
 ) -> None:
     batch = SHORT if "loss_chunks" in overrides else ()
-    assert_not_proven(run_with(results, fault, *batch, *overrides.split()), found)
+    assert_not_proven(run_with(results, fault, *batch, *overrides.split()), problem)

@@ -36,7 +36,7 @@ def test_the_table_has_every_combination(rows: pd.DataFrame) -> None:
     assert set(rows.status) == {"ok"}
 
 
-def test_state_is_what_the_engine_says_it_allocates(rows: pd.DataFrame) -> None:
+def test_state_has_the_engines_bytes_per_element(rows: pd.DataFrame) -> None:
     """State is within 2 % of bytes per element over the layout's shards; momentary additions are named."""
     for row in rows.itertuples():
         record = read_record(Path(row.folder))
@@ -95,7 +95,7 @@ def test_volumes_are_the_papers(rows: pd.DataFrame) -> None:
             assert ratio[strategy] == pytest.approx(volume, rel=0.05), (strategy, world)
 
 
-def test_checkpointing_keeps_less_and_costs_no_memory_elsewhere(rows: pd.DataFrame) -> None:
+def test_checkpointing_lowers_activations_and_the_peak(rows: pd.DataFrame) -> None:
     keys = ["strategy", "engine", "world_size"]
     both = rows[rows.world_size <= 2]
     none, full = (both[both.checkpointing == name].set_index(keys).sort_index() for name in ("none", "full"))
@@ -108,7 +108,7 @@ def test_phases_account_for_the_step(rows: pd.DataFrame) -> None:
     assert statistics.median(row_invariants.check_time(dict(row)) for _, row in rows.iterrows()) <= 0.025
 
 
-def test_operations_are_the_models_and_what_is_run_again(rows: pd.DataFrame) -> None:
+def test_operations_are_the_models_and_the_recomputed(rows: pd.DataFrame) -> None:
     """Every layout does the same operations; full checkpointing adds the layers' forward less its last projection."""
     ran = rows.executed_flops / rows.model_flops
     assert rows.model_flops.nunique() == 1

@@ -22,13 +22,13 @@ def covered(pairs: list[tuple[int, int]]) -> set[int]:
 
 
 @given(Pairs, Pairs)
-def test_spans_are_sets_of_moments(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
-    one, two = merged_intervals(some), merged_intervals(others)
-    assert covered([tuple(span) for span in one.tolist()]) == covered(some)
-    assert (np.diff(one.flatten()) >= 0).all()
-    assert covered([tuple(span) for span in intersection(one, two).tolist()]) == covered(some) & covered(others)
-    assert covered([tuple(span) for span in difference(one, two).tolist()]) == covered(some) - covered(others)
-    assert total_seconds(one) == pytest.approx(len(covered(some)) / 1e9)
+def test_intervals_are_sets_of_moments(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    first, second = merged_intervals(some), merged_intervals(others)
+    assert covered([tuple(span) for span in first.tolist()]) == covered(some)
+    assert (np.diff(first.flatten()) >= 0).all()
+    assert covered([tuple(span) for span in intersection(first, second).tolist()]) == covered(some) & covered(others)
+    assert covered([tuple(span) for span in difference(first, second).tolist()]) == covered(some) - covered(others)
+    assert total_seconds(first) == pytest.approx(len(covered(some)) / 1e9)
 
 
 MS = 1_000_000  # of nanoseconds
@@ -38,8 +38,8 @@ def cpu(name: str, begin: int, end: int, thread: int = 1) -> TraceEvent:
     return TraceEvent(name, begin * MS, end * MS, False, thread)
 
 
-def test_on_a_cpu_operators_hide_what_gloos_threads_do() -> None:
-    found = cpu_time_breakdown(
+def test_operators_on_a_cpu_hide_gloos_threads() -> None:
+    breakdown = cpu_time_breakdown(
         [
             cpu("harness.step", 0, 100),
             cpu("harness.forward", 0, 30),
@@ -55,15 +55,15 @@ def test_on_a_cpu_operators_hide_what_gloos_threads_do() -> None:
             cpu("aten::mm", 60, 75, thread=3),  # of another thread: hides nothing
         ]
     )
-    assert found.seconds == pytest.approx(0.1)
-    assert found.phases["forward"] == pytest.approx((0.030, 0.0, 0.0))
-    assert found.phases["backward"] == pytest.approx((0.060, 0.021, 0.0))  # 50 to 51, and 60 to 80
-    assert found.phases["rest"] == pytest.approx((0.010, 0.0, 0.0))
-    assert found.overlapped_seconds == pytest.approx(0.029)
+    assert breakdown.seconds == pytest.approx(0.1)
+    assert breakdown.phases["forward"] == pytest.approx((0.030, 0.0, 0.0))
+    assert breakdown.phases["backward"] == pytest.approx((0.060, 0.021, 0.0))  # 50 to 51, and 60 to 80
+    assert breakdown.phases["rest"] == pytest.approx((0.010, 0.0, 0.0))
+    assert breakdown.overlapped_seconds == pytest.approx(0.029)
 
 
-def test_messages_are_waited_for_and_no_collective() -> None:
-    found = cpu_time_breakdown(
+def test_waiting_for_messages_is_no_exposed_communication() -> None:
+    breakdown = cpu_time_breakdown(
         [
             cpu("harness.step", 0, 100),
             cpu("harness.forward", 40, 60),
@@ -72,17 +72,17 @@ def test_messages_are_waited_for_and_no_collective() -> None:
             cpu("gloo:send", 60, 90, thread=2),
         ]
     )
-    assert found.phases["rest"] == pytest.approx((0.080, 0.0, 0.070))
-    assert found.overlapped_seconds == 0 and found.phases["forward"].exposed_seconds == 0
+    assert breakdown.phases["rest"] == pytest.approx((0.080, 0.0, 0.070))
+    assert breakdown.overlapped_seconds == 0 and breakdown.phases["forward"].exposed_seconds == 0
 
 
-def test_a_matrix_product_hides_a_collective_whatever_it_calls() -> None:
+def test_a_matrix_product_hides_a_collective() -> None:
     """In a real trace torch lists small operators inside the product, and its own work outside every operator."""
     trace, matrix = StepTrace(torch.device("cpu")), torch.randn(1500, 1500)
     with trace, trace.phase("step"), trace.phase("forward"):
         matrix @ matrix
-    found = trace.breakdown()
-    assert found is not None and trace.profiler.profiler is not None
+    breakdown = trace.breakdown()
+    assert breakdown is not None and trace.profiler.profiler is not None
     results = trace.profiler.profiler.kineto_results
     product = next(event for event in results.events() if event.name() == "aten::mm")
     begin, end = product.start_ns(), product.start_ns() + product.duration_ns()
@@ -90,12 +90,12 @@ def test_a_matrix_product_hides_a_collective_whatever_it_calls() -> None:
     listed = [TraceEvent(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), thread=1) for e in results.events()]
     listed = [event for event in listed if event.name.startswith("aten::")]
     hidden = cpu_time_breakdown([*marks, *listed, TraceEvent("gloo:all_reduce", begin, end, thread=2)])
-    assert hidden.overlapped_seconds == pytest.approx(found.seconds, rel=0.2)
+    assert hidden.overlapped_seconds == pytest.approx(breakdown.seconds, rel=0.2)
     assert hidden.phases["forward"].exposed_seconds == 0
 
 
-def gpu(name: str, begin: int, end: int, asked_by: int, annotation: bool = False) -> TraceEvent:
-    return TraceEvent(name, begin * MS, end * MS, True, 0, launched_by=asked_by, is_annotation=annotation)
+def gpu(name: str, begin: int, end: int, launched_by: int, annotation: bool = False) -> TraceEvent:
+    return TraceEvent(name, begin * MS, end * MS, True, 0, launched_by=launched_by, is_annotation=annotation)
 
 
 def launch(number: int, moment: int, thread: int = 1) -> TraceEvent:
@@ -105,9 +105,9 @@ def launch(number: int, moment: int, thread: int = 1) -> TraceEvent:
 REDUCE, MESSAGE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", "ncclDevKernel_SendRecv(ncclDevComm*)"
 
 
-def test_on_a_gpu_kernels_count_for_the_phase_that_asked_for_them() -> None:
+def test_gpu_kernels_count_for_the_phase_that_launched_them() -> None:
     """Backward runs in another thread; annotations around kernels are neither kernels nor phases."""
-    found = gpu_time_breakdown(
+    breakdown = gpu_time_breakdown(
         [
             cpu("harness.step", 0, 20),
             cpu("harness.forward", 0, 4),
@@ -116,37 +116,39 @@ def test_on_a_gpu_kernels_count_for_the_phase_that_asked_for_them() -> None:
             launch(2, 6, thread=9),
             launch(3, 7, thread=9),
             launch(4, 15),
-            gpu("sgemm", 20, 40, asked_by=1),
-            gpu("harness.backward", 90, 91, asked_by=3, annotation=True),
-            gpu("FSDP::all_gather", 50, 110, asked_by=2, annotation=True),
-            gpu("sgemm", 50, 60, asked_by=2),
-            gpu(REDUCE, 55, 80, asked_by=2),
-            gpu("sgemm", 90, 100, asked_by=3),
-            gpu(MESSAGE, 100, 110, asked_by=3),
-            gpu("adam", 110, 120, asked_by=4),
+            gpu("sgemm", 20, 40, launched_by=1),
+            gpu("harness.backward", 90, 91, launched_by=3, annotation=True),
+            gpu("FSDP::all_gather", 50, 110, launched_by=2, annotation=True),
+            gpu("sgemm", 50, 60, launched_by=2),
+            gpu(REDUCE, 55, 80, launched_by=2),
+            gpu("sgemm", 90, 100, launched_by=3),
+            gpu(MESSAGE, 100, 110, launched_by=3),
+            gpu("adam", 110, 120, launched_by=4),
         ]
     )
-    assert found is not None and found.seconds == pytest.approx(0.1)
-    assert found.phases["forward"] == pytest.approx((0.020, 0.0, 0.0))
-    assert found.phases["backward"] == pytest.approx((0.050, 0.020, 0.010))  # 60 to 80 exposed, 80 to 90 nothing
-    assert found.phases["rest"] == pytest.approx((0.030, 0.0, 0.020))  # before backward, the message, then adam
-    assert found.overlapped_seconds == pytest.approx(0.005)
+    assert breakdown is not None and breakdown.seconds == pytest.approx(0.1)
+    assert breakdown.phases["forward"] == pytest.approx((0.020, 0.0, 0.0))
+    assert breakdown.phases["backward"] == pytest.approx((0.050, 0.020, 0.010))  # 60 to 80 exposed, 80 to 90 nothing
+    assert breakdown.phases["rest"] == pytest.approx((0.030, 0.0, 0.020))  # before backward, the message, then adam
+    assert breakdown.overlapped_seconds == pytest.approx(0.005)
 
 
 def test_a_phase_ends_where_the_next_begins() -> None:
     """Streams overlap, but the parts of a step must not."""
     listed = [cpu("harness.step", 0, 9), cpu("harness.forward", 0, 4), cpu("harness.backward", 4, 9)]
-    listed += [launch(1, 1), launch(2, 5), gpu("copy", 10, 40, asked_by=1), gpu("mm", 30, 50, asked_by=2)]
-    found = gpu_time_breakdown(listed)
-    assert found is not None and found.seconds == pytest.approx(0.04)
-    assert [found.phases[name].seconds for name in ("forward", "backward", "rest")] == pytest.approx([0.02, 0.02, 0])
+    listed += [launch(1, 1), launch(2, 5), gpu("copy", 10, 40, launched_by=1), gpu("mm", 30, 50, launched_by=2)]
+    breakdown = gpu_time_breakdown(listed)
+    assert breakdown is not None and breakdown.seconds == pytest.approx(0.04)
+    assert [breakdown.phases[name].seconds for name in ("forward", "backward", "rest")] == pytest.approx(
+        [0.02, 0.02, 0]
+    )
 
 
-def test_a_profiler_that_sees_no_kernels_tells_nothing() -> None:
+def test_a_trace_without_kernels_has_no_breakdown() -> None:
     assert gpu_time_breakdown([cpu("harness.step", 0, 10), launch(1, 1), launch(2, 2)]) is None
 
 
-def test_a_rank_that_waits_for_another_communicates_exposed(tmp_path: Path) -> None:
+def test_waiting_for_a_slow_rank_is_exposed_communication(tmp_path: Path) -> None:
     """Rank 1 sleeps in its forwards, and rank 0 waits for it in the synchronization at the end of backward."""
     small = ("train.global_batch=4", "train.micro_batch=1", "train.seq_len=16", "train.steps=1", "train.warmup_steps=1")
     to = (f"results_dir={tmp_path}", "proof.reference=false")

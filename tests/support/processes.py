@@ -30,7 +30,7 @@ class Command:
     mark: str
     log: Path
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     def wait(self, seconds: float = PATIENCE_SECONDS) -> int:
@@ -49,7 +49,7 @@ def start(
     """Start `python -m harness -m name=sweep results_dir=FOLDER` in FOLDER, optionally through another program."""
     mark = uuid.uuid4().hex
     folder.mkdir(parents=True, exist_ok=True)
-    log = folder / f".said.{mark}"
+    log = folder / f".output.{mark}"
     command = [*before, sys.executable, "-m", "harness", "-m", "name=sweep", f"results_dir={folder}", *TINY, *arguments]
     variables = os.environ | {MARK: mark, "PYTHONPATH": str(ROOT)} | (environment or {})
     with log.open("wb") as out:
@@ -62,7 +62,7 @@ def start(
 def run_to_end(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Run such a command to its end; return its exit status and its output."""
     command = start(folder, arguments, environment)
-    return command.wait(), command.said()
+    return command.wait(), command.output()
 
 
 def living(command: Command) -> list[psutil.Process]:

@@ -98,11 +98,11 @@ def disturbed(way: Way, calm: Undisturbed, folder: Path, chance: random.Random, 
         tally.violated([f"Ctrl-C made an error: {reason}" for reason in reasons if "SIGINT" in reason], where)
         for command in commands:
             # Python's own resource tracker prints a traceback when it is killed.
-            if "Traceback" in command.said() and (command, "tracker") not in killed:
-                tally.violated([f"a traceback: {command.said()[-1500:]}"], where)
+            if "Traceback" in command.output() and (command, "tracker") not in killed:
+                tally.violated([f"a traceback: {command.output()[-1500:]}"], where)
             status = command.process.returncode
             if status not in (0, 1) and not any((command, kind) in killed for kind in PARENTS):
-                tally.violated([f"exit status {status}: {command.said()[-500:]}"], where)
+                tally.violated([f"exit status {status}: {command.output()[-500:]}"], where)
         if not killed and rows and all(row["status"] == "ok" for row in rows):
             tally.violated(differences(folder, calm.folder), where)
             tally.violated([f"left behind: {name}" for name in litter(folder)], where)
@@ -136,7 +136,7 @@ def kills(
         if not alive:
             break
         if tally.kills.total() >= goal:
-            tally.violated([f"not over after {wait:.0f} s: {alive[0].said()[-500:]}"], where)
+            tally.violated([f"not over after {wait:.0f} s: {alive[0].output()[-500:]}"], where)
             for command in alive:
                 os.killpg(command.process.pid, signal.SIGKILL)
         command, kind = chance.choice(alive), chance.choices(list(way.kinds), list(way.kinds.values()))[0]

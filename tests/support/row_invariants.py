@@ -32,7 +32,7 @@ def check_memory(row: dict[str, Any], ranks: Sequence[RankReport]) -> None:
         whole = sum(size for name, size in columns.items() if name.endswith("_bytes"))
         assert whole == rank.peak_allocated_bytes, label
         assert columns["at_peak_unmatched_bytes"] == columns["at_peak_rounding_bytes"] == 0, (label, columns)
-        whole_at_rest = sum(box_numel(held.box) for held in rank.parameter_shards if held.state_name == GATHERED)
+        whole_at_rest = sum(box_numel(shard.box) for shard in rank.parameter_shards if shard.state_name == GATHERED)
         at_rest = rank.parameter_bytes - 4 * whole_at_rest
         assert columns["at_peak_parameter_bytes"] == at_rest, (label, columns)
         assert columns["at_peak_optimizer_bytes"] == rank.optimizer_bytes, (label, columns)

@@ -168,7 +168,7 @@ def stale_copy(run_dir: str) -> None:
     def spoiled(self: Any, tensor: Any) -> Any:
         size = tensor.untyped_storage().nbytes()
         if size not in self.copies:
-            self.kept = [*getattr(self, "kept", []), host_copy := activation_offload.HostCopy(tensor)]
+            self.copies_alive = [*getattr(self, "copies_alive", []), host_copy := activation_offload.HostCopy(tensor)]
             self.copies[size] = host_copy
             self.probe.offloaded(host_copy.host)
         return self.copies[size]
