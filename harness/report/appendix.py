@@ -1,33 +1,33 @@
-"""The report's last sections: failures, predictions, proofs, disturbed and stale runs, versions, unreadable records."""
+"""The report's last sections: failures, predictions, proofs, noise warnings, stale rows, versions and bad records."""
 
 from collections.abc import Mapping, Sequence
 
+from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import losses, memory
 from harness.report.document import BulletList, Paragraph, Section, Table, run_table, section
 from harness.report.frame import column_values, labels_by, labels_by_staleness
-from harness.report.overview import made_by_versions
-from harness.report.text import MILLISECONDS, byte_unit, format_deviations, format_numbers
+from harness.report.overview import recorded_versions
+from harness.report.text import MILLISECONDS, Unit, byte_unit, format_deviations, format_numbers, outcome_text
 from harness.report.view import View
 
 
 def failures(view: View) -> list[Section]:
     """Return the section on runs that are not ok, with their reasons."""
-    columns = (column_values(view.table, name) for name in ("label", "status", "reason"))
-    failed = [row for row in zip(*columns, strict=True) if row[1] != "ok"]
-    items = [(label, f"{status}: {reason or 'no reason recorded'}") for label, status, reason in failed]
+    labelled = zip(column_values(view.table, "label"), view.records, strict=True)
+    items = [(label, outcome_text(record.row)) for label, record in labelled if record.status != "ok"]
     return section("Failures", BulletList(items) if items else None)
 
 
 def disturbed(view: View) -> list[Section]:
-    """Return the section on runs whose times something disturbed."""
+    """Return the section on runs with a noise warning."""
     return section("Runs with a noise warning", _by_cause(labels_by(view.table, "noise_warning")))
 
 
 def stale(view: View) -> list[Section]:
-    """Return the section on rows made by other versions than the installed ones."""
+    """Return the section on rows that were recorded with other versions than the installed ones."""
     rows = _by_cause(labels_by_staleness(view.table))
-    words = "Made by other versions than are installed here; run them again before comparing."
+    words = "These rows were recorded with other versions than are installed here: run them again before comparing."
     return section("Stale rows", Paragraph(words), rows) if rows else []
 
 
@@ -37,10 +37,10 @@ def _by_cause(labels_of: Mapping[str, Sequence[str]]) -> BulletList | None:
 
 
 def versions(view: View) -> list[Section]:
-    """Return the section on the versions and environments that the rows were made in."""
-    entries = made_by_versions(view.records) | _environment(view.records)
+    """Return the section on the versions and environments that the rows were recorded with."""
+    entries = recorded_versions(view.records) | _environment(view.records)
     rows = [[key, ", ".join(values)] for key, values in entries.items()]
-    return section("Versions and environment", Table(["", "value"], rows, label_columns=2)) if rows else []
+    return section("Versions and environment", Table(["name", "value"], rows, label_columns=2)) if rows else []
 
 
 def _environment(records: Sequence[Record]) -> dict[str, list[str]]:
@@ -64,22 +64,20 @@ def predicted_section(view: View) -> list[Section]:
     """Return the section on predictions: predicted and measured values in columns of their own, and the error."""
     table = view.median_runs.table
     columns: dict[str, list[str]] = {}
-    pairs = {
-        "peak": ("predicted_peak_bytes", "peak_allocated_bytes"),
-        "step": ("predicted_step_seconds", "step_seconds"),
-    }
-    for what, (name, measured_name) in pairs.items():
-        expected, measured = column_values(table, name), column_values(table, measured_name)
-        if any(value is not None for value in expected):
-            unit = byte_unit([*expected, *measured]) if what == "peak" else MILLISECONDS
-            errors = [p / m - 1 if p is not None and m else None for p, m in zip(expected, measured, strict=True)]
-            columns[f"predicted {what} {unit.name}"] = format_numbers(expected, unit)
-            columns[f"measured {what} {unit.name}"] = format_numbers(measured, unit)
-            columns[f"error of the {what} %"] = ["" if error is None else f"{100 * error:+.1f}" for error in errors]
+    pairs = {"predicted_peak_bytes": "peak_allocated_bytes", "predicted_step_seconds": "step_seconds"}
+    for predicted_name, measured_name in pairs.items():
+        predicted, measured = column_values(table, predicted_name), column_values(table, measured_name)
+        if any(value is not None for value in predicted):
+            quantity = column(measured_name).title
+            unit: Unit = byte_unit([*predicted, *measured]) if measured_name.endswith("_bytes") else MILLISECONDS
+            errors = [p / m - 1 if p is not None and m else None for p, m in zip(predicted, measured, strict=True)]
+            columns[f"predicted {quantity} {unit.name}"] = format_numbers(predicted, unit)
+            columns[f"measured {quantity} {unit.name}"] = format_numbers(measured, unit)
+            columns[f"error of the {quantity} %"] = ["" if error is None else f"{100 * error:+.1f}" for error in errors]
     if not columns:
         return []
-    words = "The error is the prediction's relative to the measurement."
-    return section("Predicted beside measured", memory.predicted(view), run_table(table, columns), Paragraph(words))
+    words = "The error is the difference of the prediction from the measurement, relative to the measurement."
+    return section("Predicted and measured values", memory.predicted(view), run_table(table, columns), Paragraph(words))
 
 
 def proof_section(view: View) -> list[Section]:
@@ -104,8 +102,8 @@ def proof_section(view: View) -> list[Section]:
         losses.losses(view),
         run_table(table, columns, label_columns=1 + ("layout" in columns)),
         Paragraph(
-            "Layout: whether local and global sizes of parameters, gradients and optimizer state match what the layout"
-            " says. A deviation above its bound makes the run an error."
-            + (" Skipped steps were left out because a gradient overflowed." if any(skipped) else "")
+            "Layout: whether the local and global sizes of parameters, gradients and optimizer state are those that the"
+            " layout prescribes. A run whose deviation exceeds its bound ends as an error."
+            + (" Skipped steps made no update because a gradient overflowed." if any(skipped) else "")
         ),
     )

@@ -1,9 +1,10 @@
-"""The report's section on activations: how the bytes kept for backward grow with the micro-batch."""
+"""The report's section on activations: how the bytes saved for backward grow with the micro-batch."""
 
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import memory as charts
 from harness.report.charts.series import BATCH_COLUMNS
@@ -37,13 +38,13 @@ def batches(view: View) -> list[Section]:
     measured, predicted = [row[2] for row in rows], [row[3] for row in rows]
     columns = {
         "run": [row[0] for row in rows],
-        "micro-batch": [str(row[1]) for row in rows],
+        column("micro_batch").title: [str(row[1]) for row in rows],
         f"measured {unit.name}": format_numbers(measured, unit),
         f"predicted {unit.name}": format_numbers(predicted, unit),
-        "measured/predicted": format_ratios([m / p if p else None for m, p in zip(measured, predicted, strict=True)]),
+        "measured / predicted": format_ratios([m / p if p else None for m, p in zip(measured, predicted, strict=True)]),
     }
     return section(
-        "Activation memory against micro-batch",
+        "Activation memory by micro-batch size",
         charts.batches(view),
         Table(list(columns), list(zip(*columns.values(), strict=True))),
         BulletList([("", sentence) for sentence in _sentences(curves, names)]),
@@ -51,7 +52,7 @@ def batches(view: View) -> list[Section]:
 
 
 def _curves(records: Sequence[Record]) -> dict[Key, Points]:
-    """Return the points of every curve by its key; of runs with the same micro-batch the first is taken."""
+    """Return the points of every curve by its key; the first of several runs with the same micro-batch counts."""
     curves: dict[Key, Points] = {}
     for record in records:
         row = record.row
@@ -78,10 +79,10 @@ def _names(keys: Sequence[Key]) -> dict[Key, str]:
 
 
 def _sentences(curves: dict[Key, Points], names: dict[Key, str]) -> Iterator[str]:
-    """Yield how many bytes each sequence adds, and how much of that and of the largest checkpointing saves."""
+    """Yield how many bytes each sequence adds, and how much checkpointing saves of that and at the largest batch."""
     for key, points in curves.items():
         slope = _slope(points)
-        text = f"{names[key]}: a sequence more in the micro-batch adds {bytes_text(slope)}"
+        text = f"{names[key]}: each further sequence in the micro-batch adds {bytes_text(slope)}"
         plain = curves.get((*key[:_CHECKPOINTING], "none", *key[_CHECKPOINTING + 1 :]), {})
         shared = sorted(points.keys() & plain.keys())
         if key[_CHECKPOINTING] != "none" and shared and slope > 0:

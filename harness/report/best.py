@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from harness.records.columns import column
 from harness.report.comparability import choice_key, group_by
 from harness.report.frame import column_values
 from harness.report.spread import is_unsettled, relative_range, spread
@@ -26,19 +27,16 @@ class _Ranking(NamedTuple):
     """How the values of a column are ranked."""
 
     more_is_better: bool
-    is_timed: bool  # a time or a rate, whose spread a single run's steps tell
+    is_timed: bool  # a time or a rate, whose spread is known from a single run's steps
 
 
 _RANKED_COLUMNS = {
-    "tokens_per_second": _Ranking(True, True),
-    "tokens_per_second_per_device": _Ranking(True, True),
-    "mfu": _Ranking(True, True),
-    "step_seconds": _Ranking(False, True),
-    "peak_allocated_bytes": _Ranking(False, False),
-    "state_bytes": _Ranking(False, False),
-    "activation_bytes": _Ranking(False, False),
-    "communication_bytes": _Ranking(False, False),
-}
+    name: _Ranking(more_is_better=column(name).better == "higher", is_timed=column(name).aggregate == "median")
+    for name in (
+        *("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds"),
+        *("peak_allocated_bytes", "activation_bytes", "communication_bytes"),
+    )
+} | {"state_bytes": _Ranking(more_is_better=False, is_timed=False)}  # a column of frames alone
 
 
 def best(view: View) -> dict[str, set[int]]:
@@ -50,35 +48,35 @@ def best(view: View) -> dict[str, set[int]]:
     groups = group_by(ok, lambda position: choice_key(view.lines[position].row))
     winners: dict[str, set[int]] = {}
     for name in _RANKED_COLUMNS:
-        column = column_values(view.line_medians, name)
-        positions = {_clear_winner(view, name, column, members) for members in groups.values()} - {None}
+        values = column_values(view.line_medians, name)
+        positions = {_clear_winner(view, name, values, members) for members in groups.values()} - {None}
         if positions:
             winners[name] = {position for position in positions if position is not None}
     return winners
 
 
-def _clear_winner(view: View, name: str, column: Sequence[Any], members: Sequence[int]) -> int | None:
+def _clear_winner(view: View, name: str, values: Sequence[Any], members: Sequence[int]) -> int | None:
     """Return the one line that leads all others by more than its spread and theirs.
 
     A rate or time of unknown spread leads nothing. Figures of memory and bytes of unknown spread are taken as exact.
     """
     ranking = _RANKED_COLUMNS[name]
-    known = [position for position in members if column[position] is not None]
+    known = [position for position in members if values[position] is not None]
     if len(known) < 2:
         return None
-    first = (max if ranking.more_is_better else min)(known, key=lambda position: column[position])
+    first = (max if ranking.more_is_better else min)(known, key=lambda position: values[position])
     others = (position for position in known if position != first)
-    return first if all(_leads(view, name, column, first, other) for other in others) else None
+    return first if all(_leads(view, name, values, first, other) for other in others) else None
 
 
-def _leads(view: View, name: str, column: Sequence[Any], first: int, other: int) -> bool:
-    if column[first] == column[other]:
+def _leads(view: View, name: str, values: Sequence[Any], first: int, other: int) -> bool:
+    if values[first] == values[other]:
         return False
     is_timed = _RANKED_COLUMNS[name].is_timed
     own, others = (_spread(view, name, position, is_timed) for position in (first, other))
     if is_timed and (own is None or others is None):
         return False
-    return not is_unsettled(column[first] / column[other] if column[other] else None, own, others)
+    return not is_unsettled(values[first] / values[other] if values[other] else None, own, others)
 
 
 def _spread(view: View, name: str, position: int, is_timed: bool) -> float | None:

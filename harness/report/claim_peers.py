@@ -1,4 +1,4 @@
-"""A run among its peers: the parts of a record that a claim needs, the peer to compare with, and their agreement."""
+"""Claims and peers: the parts of a record that a claim needs, the run to compare with, and their agreement."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,14 +35,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class ClaimRun:
-    """A run that is ok, with the parts of its record that claims are made of."""
+    """A run that is ok, as claims need it."""
 
     label: str
-    row: Row
-    groups: dict[str, Any]  # of the configuration, as recorded
-    degrees: dict[str, Any]  # of the layout, as recorded
-    environment: dict[str, Any]
+    record: Record
     setting: str  # equal in runs that may be compared, see `claim_key`
+
+    @property
+    def row(self) -> Row:
+        """The run's row."""
+        return self.record.row
 
     def number(self, name: str) -> float | None:
         """Return a column's value if it is a number."""
@@ -51,7 +53,7 @@ class ClaimRun:
 
     def options(self) -> dict[str, Any]:
         """Return the engine's options of the strategy."""
-        options: dict[str, Any] = (self.groups.get("strategy") or {}).get("options") or {}
+        options: dict[str, Any] = (self.record.config.get("strategy") or {}).get("options") or {}
         return options
 
     def degree(self, name: str) -> int:
@@ -60,7 +62,7 @@ class ClaimRun:
 
     def config(self) -> RunConfig | None:
         """Return the configuration, None if this version cannot read it. Which text was read changes no claim."""
-        values = self.groups | {"data": {"name": "any", "kind": "synthetic"}}
+        values = self.record.config | {"data": {"name": "any", "kind": "synthetic"}}
         try:
             return read_run_config(values)
         except UserError:
@@ -69,7 +71,7 @@ class ClaimRun:
     def layout(self) -> Layout | None:
         """Return the layout, None if this version cannot read it."""
         try:
-            layout: Layout = from_dict(Layout, self.degrees)
+            layout: Layout = from_dict(Layout, self.record.layout or {})
         except UserError:
             return None
         return layout
@@ -94,14 +96,7 @@ def ok_runs(records: Sequence[Record], labels: Sequence[str] | None = None) -> l
     if labels is None:
         labels = column_values(records_frame(records), "label") if records else []
     return [
-        ClaimRun(
-            label,
-            record.row,
-            record.config,
-            record.layout or {},
-            record.environment,
-            claim_key(record),
-        )
+        ClaimRun(label, record, claim_key(record))
         for label, record in zip(labels, records, strict=True)
         if record.status == "ok"
     ]

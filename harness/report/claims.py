@@ -216,8 +216,8 @@ def literature(view: View) -> list[Section]:
             f"{sum(claim.agrees for claim in free)} of the {len(free)} claims that may differ agree: within {EXACT:.0%}"
             f" for bytes and operations and {TIMED:.0%} for times. Claims marked as proven hold for every row that is"
             " ok, because the proof requires them. Bytes sent are counted under ring algorithms on both sides. The"
-            " paper's figure is for its own model or in its limit; the figure expected at this layout is for this model and"
-            " these dtypes. For activations and operations it is the cost model's count by the paper's method. Each"
+            " paper's figure is for its own model or in its limit; the figure expected at this layout is for this model"
+            " and these dtypes. For activations and operations it is the cost model's count by the paper's method. Each"
             " run is compared with a run of the same model, training, precision, batch, checkpointing and versions."
         ),
     )

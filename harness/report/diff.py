@@ -1,4 +1,4 @@
-"""Two folders of results side by side: what made them differ, and the cost of each run in one over the other."""
+"""Two folders of results side by side: the differences between them, and the ratio of the figures of each run."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.records.schema import Record, Row
-from harness.report.comparison_columns import UNSETTLED_MARK, Column
+from harness.report.comparison_columns import GRADIENT, LOSS, PEAK, SENT, TOKENS, UNSETTLED_MARK, Column, abbreviations
 from harness.report.folder_changes import Changes, Pair, changes, configuration_changes, environment, origin, pairs
 from harness.report.frame import column_values, records_frame
 from harness.report.spread import is_unsettled, merge_repeats, spread
@@ -19,6 +19,7 @@ from harness.report.text import (
     format_deviations,
     format_numbers,
     format_ratios,
+    outcome_text,
     pluralize,
 )
 from harness.util.text import sanitize
@@ -27,14 +28,14 @@ EXACT = 0.01  # the relative tolerance of figures that a machine's load does not
 
 _EXACT_COLUMNS = ("_bytes", "_flops", "in_flight_micro_batches", "_retries", "_ooms")  # the ends of their names
 
-# Columns of their own, and a figure that depends on what else a process imported.
+# These have columns of their own; the last depends on what else a process imported.
 _SHOWN = {"peak_allocated_bytes", "communication_bytes", "peak_rss_bytes"}
 
 Rows = Sequence[tuple[Row, Row]]  # of A and of B
 
 
 def print_comparison(names: tuple[str, str], first: Sequence[Record], second: Sequence[Record], out: Console) -> None:
-    """Print what differs between two folders, called A and B: what made them, their runs in pairs, and the others.
+    """Print what differs between two folders, called A and B: versions and settings, pairs of runs, and other runs.
 
     Args:
         names: The names of A and of B.
@@ -74,10 +75,12 @@ def _print_pairs(lines: Sequence[Pair], out: Console) -> None:
         columns, left_out = fit_width(_columns(names, rows), out.width)
         out.print(rich_table(columns))
         titles = ", ".join(column.title for column in left_out)
-        notes = [f"not shown in {out.width} columns: {titles}"] if left_out else []
+        notes = [f"columns left out to fit {out.width} characters: {titles}"] if left_out else []
+        legend = abbreviations(columns)
+        notes += [legend] if legend else []
         notes += [*_legend(names, rows), *_notes(names, rows)]
     else:
-        notes = ["no run of A ran the same as one of B"]
+        notes = ["no run of A has the same configuration as a run of B"]
     for side, position in (("A", 0), ("B", 1)):
         unmatched = [(label, pair[position]) for label, pair in zip(labels, lines, strict=True) if None in pair]
         texts = [f"{label} {_status(line.row)}" for label, line in unmatched if line]
@@ -99,14 +102,14 @@ def _columns(names: Sequence[str], rows: Rows) -> list[Column]:
             [before if before == after else f"{before} → {after}" for before, after in statuses],
             number=False,
         ),
-        *_both(speed, "tok/s", rows, drop=7),
-        Column(("×", "tok/s"), [ratio + mark for ratio, mark in zip(speeds, marks, strict=True)]),
-        *_both(peak, "peak", rows, drop=5),
-        Column(("×", "peak"), format_ratios([_ratio(peak, first, second) for first, second in rows]), drop=10),
-        *_both(sent, "comm.", rows, drop=1),
-        Column(("×", "comm."), format_ratios([_ratio(sent, first, second) for first, second in rows]), drop=9),
-        Column(("loss dev.", "A → B"), _deviations("loss_deviation", rows), drop=3),
-        Column(("grad dev.", "A → B"), _deviations("grad_deviation", rows), drop=4),
+        *_both(speed, TOKENS.short, rows, drop=7),
+        Column(("×", TOKENS.short), [ratio + mark for ratio, mark in zip(speeds, marks, strict=True)]),
+        *_both(peak, PEAK.short, rows, drop=5),
+        Column(("×", PEAK.short), format_ratios([_ratio(peak, first, second) for first, second in rows]), drop=10),
+        *_both(sent, SENT.short, rows, drop=1),
+        Column(("×", SENT.short), format_ratios([_ratio(sent, first, second) for first, second in rows]), drop=9),
+        Column((LOSS.short, "A → B"), _deviations("loss_deviation", rows), drop=3),
+        Column((GRADIENT.short, "A → B"), _deviations("grad_deviation", rows), drop=4),
     ]
     return [column for column in columns if any(column.cells)]
 
@@ -146,22 +149,23 @@ def _status(row: Row) -> str:
 
 
 def _legend(names: Sequence[str], rows: Rows) -> Iterator[str]:
-    """Yield what the marks of the table mean."""
+    """Yield the meanings of the table's marks."""
     ratios = [_ratio("tokens_per_second", first, second) for first, second in rows]
-    yield "× is B over A"
+    yield "× is the ratio of B to A"
     if any(_is_unsettled(first, second) for first, second in rows):
-        yield f"{UNSETTLED_MARK} the spreads of A and B meet (between runs; of one run that of its steps)"
+        spreads = "the spreads of A and B (between runs; for a single run, of its steps)"
+        yield f"{UNSETTLED_MARK} marks a difference within {spreads}"
     unknown = [
         name
         for name, ratio, (first, second) in zip(names, ratios, rows, strict=True)
         if ratio is not None and spread(first) is None and spread(second) is None
     ]
     if unknown:
-        yield f"no spread is known, so whether they differ is not settled either: {', '.join(unknown)}"
+        yield f"no spread is known, so that it is not certain whether these differ: {', '.join(unknown)}"
 
 
 def other_changes(first: Row, second: Row) -> list[str]:
-    """Return the figures that no column shows and that differ by more than EXACT, as A → B."""
+    """Return the figures that no column shows and that differ by more than EXACT, in the form A → B."""
     texts = []
     for key in sorted((first.keys() & second.keys()) - _SHOWN):
         before, after = first[key], second[key]
@@ -172,7 +176,7 @@ def other_changes(first: Row, second: Row) -> list[str]:
 
 
 def _notes(names: Sequence[str], rows: Rows) -> Iterator[str]:
-    """Yield other figures that changed, changes of the world size, reasons of failures, and what disturbed the runs."""
+    """Yield other figures that changed, changes of the world size, reasons of failures, and noise warnings."""
     for name, (first, second) in zip(names, rows, strict=True):
         changed = other_changes(first, second) if first["status"] == second["status"] == "ok" else []
         if changed:
@@ -182,6 +186,6 @@ def _notes(names: Sequence[str], rows: Rows) -> Iterator[str]:
             yield f"{name} world size {worlds[0]} → {worlds[1]}"
         for side, row in (("A", first), ("B", second)):
             if first["status"] != second["status"] and row["status"] != "ok":
-                yield f"{side}: {name} {row['status']}: {row.get('reason') or 'no reason recorded'}"
+                yield f"{side}: {name} {outcome_text(row)}"
             if row.get("noise_warning"):
-                yield f"{side}: {name} disturbed, {row['noise_warning']}"
+                yield f"{side}: {name} noise warning: {row['noise_warning']}"

@@ -11,6 +11,8 @@ import pandas as pd
 
 from harness.report.frame import column_values
 
+VegaLite = dict[str, Any]  # a specification, as JSON
+
 
 class Best(str):
     """A cell with the best figure of its column."""
@@ -45,12 +47,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart, with a sentence and a table that say the same."""
+    """A chart, with a sentence and a table of the same content."""
 
     name: str  # of its file without the suffix; consists of letters, digits and hyphens
     title: str
-    alt_text: str  # a sentence for readers who do not see it: what is drawn, and its range
-    spec: dict[str, Any]  # Vega-Lite; its data have a field `strategy` by which the page hides marks
+    alt_text: str  # a sentence for readers who do not see the chart: what is drawn, and its range
+    spec: VegaLite  # its data have a field `strategy` by which the page hides marks
     table: Table  # the exact values
 
 

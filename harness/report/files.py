@@ -1,4 +1,4 @@
-"""The files of a comparison that are made from its records."""
+"""The files of a comparison that are derived from its records."""
 
 import shutil
 import sys
@@ -10,6 +10,7 @@ from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.report import html, markdown
 from harness.report.charts import render, style
 from harness.report.document import Chart, Section
+from harness.report.explorer import build_explorer
 from harness.report.parquet import write_runs_parquet
 from harness.report.sections import sections
 from harness.report.view import MOST, View, truncate
@@ -48,7 +49,7 @@ def _html(view: View, report: Sequence[Section]) -> str | None:
     except render.DrawingError as error:
         print(f"report.html is not written: {sanitize(error)}", file=sys.stderr)
         return None
-    return html.page(view.name, report, html.build_explorer(truncate(view, MOST)), library, config)
+    return html.page(view.name, report, build_explorer(truncate(view, MOST)), library, config)
 
 
 def _draw(report: Sequence[Section]) -> dict[str, str]:

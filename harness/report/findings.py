@@ -1,4 +1,4 @@
-"""The report's first section: who wins, what it costs and why, each with the figures of the rows that say so."""
+"""The report's first section: the fastest and the smallest runs, what they cost and why, with their figures."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _MOST_GROUPS = 4  # groups of comparable runs that have sentences
 
 
 def findings(view: View, fits_in: int | None = None) -> list[Section]:
-    """Return the section "In short": for each group of comparable runs the fastest, the smallest and what to choose.
+    """Return the section "Summary": for each group of comparable runs the fastest, the smallest and what to choose.
 
     Args:
         view: The runs to report.
@@ -33,9 +33,9 @@ def findings(view: View, fits_in: int | None = None) -> list[Section]:
         parts += _bullets(group_sentences(_lines(records), fits_in, in_full=rank == 0))
     omitted = len(groups) - len(largest)
     if omitted:
-        parts.append(Paragraph(f"{pluralize(omitted, 'smaller group')} of comparable runs: see the tables."))
+        parts.append(Paragraph(f"The tables show {pluralize(omitted, 'smaller group')} of comparable runs."))
     return section(
-        "In short",
+        "Summary",
         *parts,
         *_bullets([*summary_sentences.prediction_sentences(view), *summary_sentences.failure_sentences(view)]),
     )
@@ -71,12 +71,12 @@ def _heading(lines: Sequence[Record], groups: dict[Any, list[Record]]) -> str:
         "model": "{}",
         "parameters": "{:,} parameters",
         "precision": "{}",
-        "global_batch": "batch {}",
-        "seq_len": "sequences of {}",
+        "global_batch": "global batch {}",
+        "seq_len": "sequence length {}",
         "measured_on": "on {}",
         "world_size": "world size {}",
     }
     differing = [name for name in formats if len({group[0].row.get(name) for group in groups.values()}) > 1]
     row = lines[0].row
     known = [formats[name].format(row[name]) for name in differing if row.get(name) is not None]
-    return f"Of {', '.join(known) or 'a further setting'}:"
+    return f"For {', '.join(known) or 'a further setting'}:"

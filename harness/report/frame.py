@@ -1,4 +1,4 @@
-"""Records as one pandas frame: typed columns, a label for every row, and ratios to the row it is measured against."""
+"""Records as one pandas frame: typed columns, a label for every row, and ratios to the row it is compared with."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,8 @@ from harness.records.schema import Record, Row
 from harness.report.comparability import comparability_key, group_by
 from harness.report.labels import (
     DEFAULTS,
-    SAID_BY_STRATEGY,
+    IMPLIED_BY_STRATEGY,
+    OTHER_OPTIONS,
     VARYING,
     labels,
     non_default,
@@ -36,9 +37,9 @@ def records_frame(records: Sequence[Record]) -> pd.DataFrame:
 
     - `state_bytes`: parameters, gradients and optimizer state together;
     - `stale_reason`: what differs between the record's versions and the installed ones;
-    - `otherwise`: what the configuration says of rows that no column tells apart;
-    - `label`: the name of the row, which no other row has;
-    - `baseline`: the label of the row that it is measured against;
+    - `otherwise`: the differing configuration keys of rows that no column distinguishes;
+    - `label`: the unique name of the row;
+    - `baseline`: the label of the row that it is compared with;
     - `<column>_ratio`: its value over the baseline's;
     - `unsettled`: whether the ratio of speed lies within the spread.
 
@@ -52,8 +53,8 @@ def records_frame(records: Sequence[Record]) -> pd.DataFrame:
     table["stale_reason"] = ["; ".join(version_differences(record, installed)) or None for record in records]
     table["state_bytes"] = table[list(STATE_COLUMNS)].astype("Float64").sum(axis=1, skipna=False).astype("Int64")
     varying = varying_columns(table)
-    table["otherwise"] = other_differences(records, varying)
-    line_labels = labels(rows, varying, table["otherwise"].tolist())
+    table[OTHER_OPTIONS] = other_differences(records, varying)
+    line_labels = labels(rows, varying, table[OTHER_OPTIONS].tolist())
     baselines = _baselines(rows)
     table["label"] = line_labels
     table["baseline"] = [None if baseline is None else line_labels[baseline] for baseline in baselines]
@@ -83,14 +84,14 @@ def varying_columns(table: pd.DataFrame) -> list[str]:
         for name in VARYING
         if (
             by_strategy[name].nunique().gt(1).any()
-            if name in SAID_BY_STRATEGY
+            if name in IMPLIED_BY_STRATEGY
             else len(distinct_values(table, name)) > 1
         )
     ]
 
 
 def _baselines(rows: Sequence[Row]) -> list[int | None]:
-    """Return for each row that is ok the position of the row it is measured against, and None for the others."""
+    """Return for each row that is ok the position of the row it is compared with, and None for the others."""
     ok = [position for position, row in enumerate(rows) if row["status"] == "ok"]
     baselines: list[int | None] = [None] * len(rows)
     for peers in group_by(ok, lambda position: comparability_key(rows[position])).values():
@@ -101,10 +102,10 @@ def _baselines(rows: Sequence[Row]) -> list[int | None]:
 
 
 def _baseline(world: int | None, peers: Sequence[int], rows: Sequence[Row]) -> int:
-    """Return the peer to measure a world size against: `ddp` on as many ranks, else `single`, else the first.
+    """Return the peer to compare a world size with: `ddp` on as many ranks, else `single`, else the first.
 
-    A single process is measured against the only `ddp` there is. Among several candidates the one without
-    checkpointing and with the fewest options that are not their defaults wins.
+    A single process is compared with the only `ddp` there is. Among several candidates the one without checkpointing
+    and with the fewest options that are not their defaults is chosen.
     """
     ddp = [peer for peer in peers if rows[peer].get("strategy") == "ddp"]
     same_world = [peer for peer in peers if rows[peer].get("world_size") == world]
@@ -136,7 +137,7 @@ def _unsettled(rows: Sequence[Row], ratios: Sequence[float | None], baselines: S
 
 
 def baseline_names(table: pd.DataFrame) -> str:
-    """Return what the ratios are over, for a title; empty where no row is measured against another one."""
+    """Return the labels of the baselines, for a title; empty where no row is compared with another one."""
     baselines = column_values(table, "baseline")
     pairs = zip(column_values(table, "label"), baselines, strict=True)
     has_other = any(base not in (None, label) for label, base in pairs)
@@ -176,7 +177,7 @@ def shared_settings(table: pd.DataFrame) -> list[str]:
     phrases += [f"world size {shared['world_size']}"] if "world_size" in shared else []
     if "global_batch" in shared and "seq_len" in shared:
         tokens = shared["global_batch"] * shared["seq_len"]
-        phrases.append(f"{shared['global_batch']} × {shared['seq_len']} = {tokens:,} tokens a step")
+        phrases.append(f"{shared['global_batch']} × {shared['seq_len']} = {tokens:,} tokens per step")
     phrases += [f"micro-batch {shared['micro_batch']}"] if "micro_batch" in shared else []
     phrases += [f"on {shared['measured_on']}"] if "measured_on" in shared else []
     phrases += [f"ranks launched as {shared['launch']}"] if "launch" in shared else []

@@ -16,89 +16,15 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from harness.records.columns import column
 from harness.report.document import Best, BulletList, Chart, Paragraph, Section, Table
-from harness.report.frame import STATE_COLUMNS, column_values, distinct_values
-from harness.report.text import MILLISECONDS, ONE, Unit, byte_unit, format_deviations, format_numbers
-from harness.report.view import View
+from harness.report.explorer import ExplorerData
 from harness.util.text import sanitize
 
-Config = dict[str, Any]
+Config = dict[str, Any]  # of Vega-Lite, as JSON
 
 _FOLDER = Path(__file__).parent / "page"
 
-_LONG = 36  # characters from which on a cell may wrap
-
-_TEXTS = ("strategy", "checkpointing", "status", "precision", "engine", "model", "measured_on")
-
-_MEMORY = ("peak_allocated_bytes", "state_bytes", *STATE_COLUMNS, "activation_bytes")
-
-_COUNTS = (
-    *("parameters", "world_size", "micro_batch", "global_batch", "seq_len"),
-    *("tp", "cp", "pp", "dp_shard", "dp_replicate"),
-)
-
-
-@dataclass(frozen=True)
-class ExplorerData:
-    """The data of the chart whose axes the reader chooses: the texts and numbers of every row, by their names."""
-
-    rows: Sequence[Mapping[str, str | float | None]]  # each has `label` and `strategy` too; an unknown number is None
-    texts: Mapping[str, str]  # to color by: name and title
-    numbers: Mapping[str, str]  # to draw: name, and title with the unit of the rows' values
-    table: Table  # the same values, for readers who do not see the chart
-
-
-def build_explorer(view: View) -> ExplorerData | None:
-    """Return the lines with every number that at least two of them have; None if there are no two such numbers."""
-    table = view.line_medians
-    numbers: dict[str, str] = {}
-    columns: dict[str, list[float | None]] = {}
-    shown: dict[str, list[str]] = {}
-    for name, title, unit in _numbers(table) if len(table) else ():
-        values = column_values(table, name)
-        if sum(value is not None for value in values) > 1:
-            numbers[name] = f"{title}, {unit.name}" if unit.name else title
-            columns[name] = [None if value is None else value / unit.size for value in values]
-            shown[name] = format_deviations(values) if name.endswith("_deviation") else format_numbers(values, unit)
-    if len(numbers) < 2:
-        return None
-    texts = {name: column(name).title for name in _TEXTS if name == "strategy" or len(distinct_values(table, name)) > 1}
-    labels, strategies = column_values(table, "label"), [value or "" for value in column_values(table, "strategy")]
-    cells_of = {name: [sanitize(value or "") for value in column_values(table, name)] for name in texts}
-    rows: list[dict[str, str | float | None]] = []
-    for i, label in enumerate(labels):
-        row_texts = {name: values[i] for name, values in cells_of.items()}
-        rows.append({"label": sanitize(label), **row_texts, **{name: values[i] for name, values in columns.items()}})
-    others = [name for name in texts if name != "strategy"]  # the label says the strategy
-    header = ["run", *(texts[name] for name in others), *numbers.values()]
-    cells = [
-        [labels[i], *(cells_of[n][i] for n in others), *(shown[n][i] for n in numbers)] for i in range(len(labels))
-    ]
-    value_table = Table(header, cells, 1 + len(others), "Everything that can be drawn", strategies)
-    return ExplorerData(rows, texts, numbers, value_table)
-
-
-def _numbers(table: Any) -> Iterator[tuple[str, str, Unit]]:
-    """Yield every number that can be an axis: its column, its title and its unit."""
-    memory = byte_unit([value for name in _MEMORY for value in column_values(table, name)])
-    sent = byte_unit(column_values(table, "communication_bytes"))
-    yield "tokens_per_second", "tokens a second", ONE
-    yield (
-        "peak_allocated_bytes",
-        column("peak_allocated_bytes").title,
-        memory,
-    )  # the second is the initial horizontal axis
-    yield "tokens_per_second_per_device", "tokens a second and device", ONE
-    yield "step_seconds", "step time", MILLISECONDS
-    yield "mfu", "MFU", Unit("%", 0.01)
-    yield "pipeline_bubble", "bubble", ONE
-    yield "state_bytes", "model state", memory
-    yield from ((name, column(name).title, memory) for name in (*STATE_COLUMNS, "activation_bytes"))
-    yield "communication_bytes", "sent by one rank in one step", sent
-    yield "loss_deviation", "largest difference of a loss", ONE
-    yield "grad_deviation", "largest difference of a gradient", ONE
-    yield from ((name, column(name).title, ONE) for name in _COUNTS if len(distinct_values(table, name)) > 1)
+_LONG = 36  # characters; a longer cell may wrap
 
 
 @dataclass(frozen=True)

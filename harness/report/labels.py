@@ -1,40 +1,28 @@
-"""Names: what may differ between two rows, a label for each row of which no two are equal, and the parts of a bar."""
+"""Labels and titles: the columns that may differ between rows, a unique label for each row, and the parts of a bar."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.config.fingerprint import result_affecting_keys
-from harness.records.columns import column
+from harness.records.columns import COLUMN_TYPES, column
 from harness.records.schema import Record, Row
 
-# Strategy and world size determine these, unless rows that share both differ in them.
-SAID_BY_STRATEGY = (
+# The strategy and the world size determine these columns, unless rows that share both differ in them.
+IMPLIED_BY_STRATEGY = (
     *("engine", "data_parallel", "zero_stage", "dp_replicate", "dp_shard", "tp", "cp", "pp"),
     *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "vocabulary_parallel"),
     *("offload", "offload_activations"),
 )
 
-# Titles that are shorter than the registry's, for columns of a table and for labels, and one that no row has.
-_SHORT_TITLES = {
-    "parameters": "parameters",
-    "world_size": "world",
-    "global_batch": "batch",
-    "seq_len": "seq_len",
-    "micro_batch": "micro",
-    "zero_stage": "ZeRO",
-    "otherwise": "otherwise",
-}
+OTHER_OPTIONS = "otherwise"  # a column of frames alone: what only the configurations of rows tell
 
-# The columns that are shown where they vary between the rows and said once where they do not, with their titles.
-VARYING = {
-    name: _SHORT_TITLES.get(name) or column(name).title
-    for name in (
-        *("model", "parameters", "engine", "precision", "world_size", "global_batch", "seq_len", "micro_batch"),
-        *("measured_on", "launch", "repeat", *SAID_BY_STRATEGY[1:]),
-        *("checkpointing_every", "compile", "loss_chunks", "fused_optimizer", "attention", "dropout", "otherwise"),
-    )
-}
+# The columns that are shown where they vary between the rows and mentioned once where they do not.
+VARYING = (
+    *("model", "parameters", "engine", "precision", "world_size", "global_batch", "seq_len", "micro_batch"),
+    *("measured_on", "launch", "repeat", *IMPLIED_BY_STRATEGY[1:]),
+    *("checkpointing_every", "compile", "loss_chunks", "fused_optimizer", "attention", "dropout", OTHER_OPTIONS),
+)
 
 # Values that a label leaves out, and that are not mentioned where all rows share them.
 DEFAULTS = {
@@ -48,32 +36,39 @@ DEFAULTS = {
 }
 
 # Columns whose values need no title in front of them.
-_SELF_EXPLANATORY = ("model", "engine", "precision", "measured_on", "launch", "schedule", "otherwise")
+_SELF_EXPLANATORY = ("model", "engine", "precision", "measured_on", "launch", "schedule", OTHER_OPTIONS)
 
 _MOST_KEYS = 3  # of a configuration that a label has
 
 # The parts that add up to a peak (columns at_peak_<part>_bytes) and to the median step, with their titles.
 PEAK_PARTS = {
     "parameter": "parameters",
-    "optimizer": "optimizer",
+    "optimizer": "optimizer state",
     "gradient": "gradients",
     "gathered": "gathered parameters",
     "activation": "activations",
     "communication": "communication buffers",
-    "temporary": "temporaries",
-    "rounding": "rounding",
-    "unmatched": "unmatched",
+    "temporary": "temporary tensors",
+    "rounding": "allocator rounding",
+    "unmatched": "unattributed",
 }
 
 STEP_PARTS = {
-    "data_seconds": "data",
-    "forward_seconds": "forward",
-    "backward_seconds": "backward",
-    "optimizer_seconds": "optimizer",
-    "exposed_communication_seconds": "exposed communication",
-    "idle_seconds": "pipeline idle",
-    "other_seconds": "other",
+    name: column(name).title
+    for name in (
+        *("data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds"),
+        *("exposed_communication_seconds", "idle_seconds", "other_seconds"),
+    )
 }
+
+
+def column_title(name: str, short: bool = False) -> str:
+    """Return the title of a column of VARYING, or the name of a column that the registry does not have."""
+    if name == OTHER_OPTIONS:
+        return "other options"
+    if name not in COLUMN_TYPES:
+        return name
+    return column(name).label if short else column(name).title
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -85,17 +80,17 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def cell_text(value: Any) -> str:
-    """Return a value as a table shows it: yes and no, and large numbers in groups of three digits."""
+    """Return a value as a table shows it: yes or no, and large numbers in groups of three digits."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) and value >= 10**5 else str(value)
 
 
 def value_text(name: str, value: Any) -> str:
-    """Return the value of a column as a phrase that says what it is."""
+    """Return the value of a column as a phrase that names the column where the value alone is not clear."""
     if name == "parameters":
         return f"{value / 1e6:.3g}M" if value >= 10**5 else f"{value} parameters"
-    return str(value) if name in _SELF_EXPLANATORY else f"{VARYING[name]} {cell_text(value)}"
+    return str(value) if name in _SELF_EXPLANATORY else f"{column_title(name, short=True)} {cell_text(value)}"
 
 
 def non_default(row: Row) -> dict[str, Any]:
@@ -105,7 +100,10 @@ def non_default(row: Row) -> dict[str, Any]:
 
 
 def other_differences(records: Sequence[Record], varying: Sequence[str]) -> list[str | None]:
-    """Return for rows that no column distinguishes what their configurations do, as static_graph=true; else None."""
+    """Return the differing configuration keys, such as static_graph=true, of rows that no column distinguishes.
+
+    The entry of a row that some column distinguishes is None.
+    """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for position, record in enumerate(records):
         row = record.row
@@ -122,14 +120,14 @@ def other_differences(records: Sequence[Record], varying: Sequence[str]) -> list
 
 
 def labels(rows: Sequence[Row], varying: Sequence[str], differences: Sequence[str | None]) -> list[str]:
-    """Return a label for each row, of which no two are the same and none is longer than that needs.
+    """Return a unique label for each row, as short as possible.
 
     Examples are `ddp`, `zero3 full`, `tp world 4` and `ddp compiled yes`.
 
     Args:
         rows: The rows to name.
         varying: The columns that differ between the rows.
-        differences: What only the configurations of rows say, see `other_differences`.
+        differences: What only the configurations of the rows tell, see `other_differences`.
     """
     row_labels = [_name(row) for row in rows]
     groups: dict[str, list[Row]] = {}
@@ -138,7 +136,7 @@ def labels(rows: Sequence[Row], varying: Sequence[str], differences: Sequence[st
     differing = {name: [key for key in varying if _differ(group, key)] for name, group in groups.items()}
     for keys in differing.values():
         if "model" in keys and "parameters" in keys:
-            keys.remove("parameters")  # the name says it
+            keys.remove("parameters")  # the name of the model implies it
     details = [_details(row, differing[name]) for row, name in zip(rows, row_labels, strict=True)]
     row_labels = _distinguish(row_labels, details)
     row_labels = _distinguish(row_labels, [text or "" for text in differences])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import memory as memory_charts
 from harness.report.charts import speed as speed_charts
@@ -22,14 +23,14 @@ from harness.report.text import (
 from harness.report.view import View
 
 _HOW_TO_READ = (
-    "Working is forward and backward. Idle is what is left of a step beside forward, backward and the optimizer:"
-    " waiting for other stages, sending, the global gradient norm. The bubble is idle over working"
-    " time. The formula holds for equal stages and free communication: with p ranks, m micro-batches and v stages a"
-    " rank it is (p − 1)/m for GPipe and 1F1B and (p − 1)/(vm) for interleaved 1F1B; for zero bubble it is a third of"
-    " (p − 1)/(vm), if forward and the two halves of backward take equally long. Ranks that share processor cores wait"
-    " for those as well, which no formula counts.",
-    "A pass is one micro-batch through one stage, in flight from its forward to the end of its backward. GPipe keeps"
-    " all m micro-batches in flight, 1F1B at most p; activations follow. Stages are numbered from 0.",
+    "Working time is forward and backward. Idle time is the rest of a step without the optimizer: waiting for other"
+    " stages, sending, and the global gradient norm. The bubble is idle time over working time. The bubble in theory"
+    " assumes equal stages and free communication: with p ranks, m micro-batches and v stages per rank it is (p − 1)/m"
+    " for GPipe and 1F1B and (p − 1)/(vm) for interleaved 1F1B; for zero bubble it is a third of (p − 1)/(vm), if"
+    " forward and the two halves of backward take equally long. Ranks that share processor cores wait for those as"
+    " well, which no formula counts.",
+    "A micro-batch is in flight in a stage from its forward to the end of its backward. GPipe has all m micro-batches"
+    " in flight, 1F1B at most p; the activation memory grows with them. Stages are numbered from 0.",
 )
 
 
@@ -51,36 +52,32 @@ def pipeline_section(view: View) -> list[Section]:
         "working ms": format_numbers([rank["working_seconds"] for rank in ranks], MILLISECONDS),
         "idle ms": format_numbers([rank["idle_seconds"] for rank in ranks], MILLISECONDS),
         "bubble": format_fractions([rank["bubble"] for rank in ranks]),
-        "formula": format_fractions(formulas),
-        "micro-batches in flight": [str(rank["in_flight"]) for rank in ranks],
+        column("pipeline_bubble_theory").title: format_fractions(formulas),
+        column("max_in_flight_micro_batches").title: [str(rank["in_flight"]) for rank in ranks],
         f"activations {memory.name}": format_numbers(activation_bytes, memory),
     }
     rows = list(zip(*columns.values(), strict=True))
     return section("Pipelines", Table(list(columns), rows), *map(Paragraph, _HOW_TO_READ))
 
 
-_MEMORY_HEADERS = dict(
-    zip(MEMORY_COLUMNS, ("parameters", "gradients", "optimizer", "activations", "peak"), strict=True)
-)
+# The sentences on memory of the host, for the columns that are shown only where one of them has a value.
+_HOST_NOTES = {
+    "offloaded_bytes": (
+        " Parameters, gradients and optimizer state are counted on the device and on the host; the state on the host is"
+        " no part of the device's peak memory."
+    ),
+    "offloaded_activation_bytes": (
+        " Activations on the host are the most that offload stored there at once: on a GPU in addition to the column"
+        " activations, on a CPU in the same memory."
+    ),
+}
 
-_ON_HOST = {"offloaded_bytes": "state on the host", "offloaded_activation_bytes": "activations on the host"}
-
-_BESIDE = {
-    "peak_reserved_bytes": "peak reserved",
+# Columns beside the parts of memory; the registry does not have the last three.
+_OTHER_MEMORY = {
+    "peak_reserved_bytes": column("peak_reserved_bytes").title,
     "fragmentation_bytes": "fragmentation",
     "non_torch_bytes": "not allocated by torch",
     "peak_rss_bytes": "host process",
-}
-
-_HOST_NOTES = {
-    "offloaded_bytes": (
-        " Parameters, gradients and optimizer are counted wherever they lie: of them state on the host lies in the"
-        " host's memory and is no part of the device's peak."
-    ),
-    "offloaded_activation_bytes": (
-        " Activations on the host are the most that offload held there at once: on a GPU beside those of the column"
-        " activations, on a CPU in the same memory."
-    ),
 }
 
 _DETAILED = ("gathered", "communication", "temporary")
@@ -91,17 +88,18 @@ _LARGEST = 3  # blocks of a run that are listed
 def memory(view: View) -> list[Section]:
     """Return the section on memory: the maximum over ranks of each kind, and over the baseline's."""
     runs, table = view.median_runs, view.median_runs.table
-    on_host = {name: header for name, header in _ON_HOST.items() if any(column_values(table, name))}
-    names = (*MEMORY_COLUMNS, *on_host, *_BESIDE)
+    on_host = {name: column(name).title for name in _HOST_NOTES if any(column_values(table, name))}
+    names = (*MEMORY_COLUMNS, *on_host, *_OTHER_MEMORY)
     unit = byte_unit([value for name in names for value in column_values(table, name)])
     compared = baseline_names(table)
     columns: dict[str, list[str]] = {}
-    for name, header in _MEMORY_HEADERS.items():
+    for name in MEMORY_COLUMNS:
+        header = column(name).title
         columns[header] = format_numbers(column_values(table, name), unit)
         if compared:
             columns[f"× {header}"] = format_ratios(column_values(table, f"{name}_ratio"))
-    columns["smallest peak of a rank"] = format_numbers(_least_peaks(runs.records), unit)
-    for name, header in (on_host | _BESIDE).items():
+    columns["smallest peak of any rank"] = format_numbers(_least_peaks(runs.records), unit)
+    for name, header in (on_host | _OTHER_MEMORY).items():
         columns[header] = format_numbers(column_values(table, name), unit)
     columns = {header: cells for header, cells in columns.items() if any(cells)}
     if not columns:
@@ -111,11 +109,16 @@ def memory(view: View) -> list[Section]:
         run_table(table, columns),
         Paragraph(
             "Each column is the maximum over ranks. Parameters and optimizer state are measured between steps,"
-            " gradients and activations at their maximum during a step; these maxima need not coincide, so they need"
-            " not add up to the peak. Host process is the largest resident memory of any rank's process, with"
-            " interpreter and libraries."
+            " gradients and activations at their maximum during a step; these maxima may occur at different times, so"
+            " that their sum can differ from the peak."
+            + (
+                " Host process is the largest resident memory of any rank's process, including the interpreter and"
+                " libraries."
+                if any(column_values(table, "peak_rss_bytes"))
+                else ""
+            )
             + "".join(_HOST_NOTES[name] for name in on_host)
-            + (f" × is the value over that of {compared}." if compared else "")
+            + (f" × is the ratio to {compared}." if compared else "")
         ),
     )
 
@@ -140,24 +143,25 @@ def peak(view: View) -> list[Section]:
         return []
     unit = byte_unit([value for name in (*names, "peak_allocated_bytes") for value in column_values(table, name)])
     columns = {header: format_numbers(column_values(table, name), unit) for name, header in names.items()}
-    columns["peak"] = format_numbers(column_values(table, "peak_allocated_bytes"), unit)
-    columns = {"in": [phase or "" for phase in column_values(table, "peak_phase")], **columns}
+    columns[column("peak_allocated_bytes").title] = format_numbers(column_values(table, "peak_allocated_bytes"), unit)
+    columns = {"phase": [phase or "" for phase in column_values(table, "peak_phase")], **columns}
     largest = [
         (label, _largest(record)) for label, record in zip(column_values(table, "label"), runs.records, strict=True)
     ]
     blocks = [
-        Paragraph("The largest buffers and temporaries, by what they are or the operator that made them:"),
+        Paragraph("The largest buffers and temporary tensors, by their purpose or the operator that allocated them:"),
         BulletList([(label, text) for label, text in largest if text]),
     ]
     return section(
-        f"What fills the peak ({unit.name})",
+        f"Breakdown of peak memory ({unit.name})",
         memory_charts.peak(view),
         run_table(table, columns, label_columns=2),
         Paragraph(
-            "Every block of the fullest rank's memory at its fullest moment, by whose it is; the parts add up to the"
-            " peak. Gathered parameters are those made whole for compute; communication buffers are buckets, gradients"
-            " on their way to be reduced, and copies of the communication backend; temporaries are all that no one"
-            " keeps."
+            "All memory of the rank with the highest peak at the time of that peak, by its use; the parts add up to the"
+            " peak. The phase is the one in which the peak occurred. Gathered parameters are shards that were gathered"
+            " for computing; communication buffers are buckets, gradients that wait for their reduction, and copies of"
+            " the communication backend; temporary tensors are all others, which live within an operator or between"
+            " two."
         ),
         *(blocks if any(text for _, text in largest) else ()),
     )
@@ -178,24 +182,23 @@ def time(view: View) -> list[Section]:
     columns = {header: cells for header, cells in columns.items() if any(cell not in ("", "0.00") for cell in cells)}
     if not columns:
         return []
-    columns["step"] = format_numbers(column_values(table, "step_seconds"), MILLISECONDS)
-    columns["p95"] = format_numbers(column_values(table, "step_seconds_p95"), MILLISECONDS)
+    columns[column("step_seconds").title] = format_numbers(column_values(table, "step_seconds"), MILLISECONDS)
+    columns["95th percentile"] = format_numbers(column_values(table, "step_seconds_p95"), MILLISECONDS)
     columns["spread %"] = format_percents(column_values(table, "step_seconds_iqr_ratio"))
-    hidden = column_values(table, "overlapped_communication_seconds")
-    columns["overlapped communication"] = format_numbers(hidden, MILLISECONDS)
-    columns["processor seconds"] = format_numbers(column_values(table, "cpu_seconds"), ONE)
-    columns["J/token"] = format_numbers(column_values(table, "joules_per_token"), ONE)
+    overlapped = "overlapped_communication_seconds"
+    columns[column(overlapped).title] = format_numbers(column_values(table, overlapped), MILLISECONDS)
+    columns[f"{column('cpu_seconds').title} s"] = format_numbers(column_values(table, "cpu_seconds"), ONE)
+    columns["energy per token J"] = format_numbers(column_values(table, "joules_per_token"), ONE)
     return section(
-        "Where the time of a step goes (ms)",
+        "Breakdown of step time (ms)",
         speed_charts.step(view),
         run_table(table, {header: cells for header, cells in columns.items() if any(cells)}),
         Paragraph(
-            "The parts are those of the slowest rank in the median step; from data to other they add up to the step."
-            " Communication is exposed while"
-            " a collective is in flight and no operator computes, overlapped while one does: the shares are of two"
-            " steps under torch's profiler, the phases of the timed steps. Other is what no phase accounts for. Spread"
-            " is the interquartile range of the steps over their median; processor seconds are of all ranks for one"
-            " step."
+            "The parts are those of the slowest rank in the median step; from data to other they add up to the step"
+            " time. Communication is exposed while a collective is in flight and no operator computes, and overlapped"
+            " while one does. The shares of communication come from two steps under torch's profiler, the phases from"
+            " the timed steps. Other is the time outside all phases. The spread is the interquartile range of the step"
+            " times over their median. CPU time is the processor time of all ranks in one step, in seconds."
         ),
     )
 
@@ -218,12 +221,14 @@ def operations(view: View) -> list[Section]:
         "HFU %": format_percents(column_values(table, "hfu")),
     }
     return section(
-        "Operations",
+        "Floating-point operations",
         run_table(table, {header: cells for header, cells in columns.items() if any(cells)}),
         Paragraph(
-            "The model's operations are matrix products and attention (not halved for its causal mask), forward and"
-            " twice as much backward; what ran was counted operator by operator on all ranks, second forwards and the"
-            " scores that fused attention makes again included. MFU and HFU are over the dense peak of the device in"
-            " the compute width, empty where that is not known."
+            "The model's operations are the matrix products and attention (not halved for its causal mask) of the"
+            " forward, and twice as many for the backward. The executed operations were counted operator by operator on"
+            " all ranks; they include the forwards that checkpointing repeats and the scores that fused attention"
+            " recomputes. MFU (model FLOPs utilization) and HFU (hardware FLOPs utilization) are the model's and the"
+            " executed operations over the device's dense peak in the compute dtype; they are empty where that peak is"
+            " not known."
         ),
     )

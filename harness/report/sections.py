@@ -32,11 +32,11 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
         *pivots(part, pivot),
         *memory(part),
         *peak(part),
-        *section("How memory grows with the model", growth.memory_wall(part)),
-        *section("What checkpointing saves and costs", tradeoffs.checkpointing(part)),
+        *section("Peak memory by model size", growth.memory_wall(part)),
+        *section("Memory savings and cost of activation checkpointing", tradeoffs.checkpointing(part)),
         *batches(part),
         *time(part),
-        *section("How speed grows with the world", speed.scaling(part)),
+        *section("Scaling with the number of ranks", speed.scaling(part)),
         *operations(part),
         *traffic_section(part),
         *pipeline_section(part),
@@ -54,6 +54,6 @@ def _truncation(view: View, part: View) -> Paragraph | None:
     if len(part.records) == len(view.records):
         return None
     return Paragraph(
-        f"The tables show {len(part.records)} of {len(view.records)} runs: of every strategy the fastest, then in the"
-        " order of their start. All are in runs.csv and runs.parquet."
+        f"The tables show {len(part.records)} of {len(view.records)} runs: the fastest of every strategy, then the"
+        " others in the order of their start. All runs are in runs.csv and runs.parquet."
     )

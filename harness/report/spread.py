@@ -11,15 +11,14 @@ from harness.records.schema import Record, Row
 from harness.report.comparability import group_by, repeat_key
 from harness.report.labels import STEP_PARTS
 
-# The page's explanation of the marks in the comparison.
+# The explanation of the marks in the comparison.
 HOW_TO_READ = (
-    "Runs that differ in nothing but their repeat are one line: the median of speed and time over those that ended ok,"
-    " the maximum of memory and deviations; ± is half the range of their tokens per second over the median. A ratio of"
-    " tokens per second with a trailing ~ does not settle which is faster: the difference is within the spread of the"
-    " two lines; an unknown spread marks nothing. The spread of a line is ± where two of its runs or more ended ok,"
-    " else half the interquartile"
-    " range of the run's step times over their median, which says nothing of how runs differ: for that, repeat them"
-    " (repeats=3)."
+    "Repeats of a configuration share a row: the median of speed and time over the runs that ended ok, and the maximum"
+    " of memory and deviations. ± is half the range of their tokens per second over the median. A ~ behind a ratio of"
+    " tokens per second means that it is not certain which is faster, because the difference is within the spread of"
+    " the two rows; a spread that is not known marks nothing. The spread of a row is ± where at least two runs ended"
+    " ok, and otherwise half the interquartile range of the run's step times over their median, which does not tell how"
+    " runs differ: for that, repeat them (repeats=3)."
 )
 
 # The parts of a step add up within one run only, so that no median represents them, and neither one of its percentile.

@@ -1,4 +1,4 @@
-"""Sentences on all lines of a report: the memory wall, scaling, predictions and failures."""
+"""Sentences on all configurations of a report: the memory wall, scaling, predictions and failures."""
 
 import statistics
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def memory_wall_sentences(view: View) -> Iterator[str]:
         largest = max((line.row["parameters"] for line in series.points if line.ok), default=0)
         by_size.setdefault(largest, []).append(series.name)
     sizes = [f"{_millions(size)} {join_words(names)}" for size, names in sorted(by_size.items(), reverse=True)]
-    yield f"The largest model that ran in {bytes_text(limit)} a rank: {'; '.join(sizes)}."
+    yield f"The largest model that ran in {bytes_text(limit)} per rank: {'; '.join(sizes)}."
 
 
 def _millions(parameters: int) -> str:
@@ -53,7 +53,7 @@ def prediction_sentences(view: View) -> Iterator[str]:
     pairs = [(row.get("predicted_peak_bytes"), row.get("peak_allocated_bytes")) for row in rows]
     errors = [abs(predicted / measured - 1) for predicted, measured in pairs if predicted is not None and measured]
     if errors:
-        count, middle, largest = pluralize(len(errors), "line"), statistics.median(errors), max(errors)
+        count, middle, largest = pluralize(len(errors), "configuration"), statistics.median(errors), max(errors)
         yield (
             f"The peaks predicted for {count} are off by {percent_text(middle)} in the median and by"
             f" {percent_text(largest)} at most."
@@ -61,10 +61,10 @@ def prediction_sentences(view: View) -> Iterator[str]:
 
 
 def failure_sentences(view: View) -> Iterator[str]:
-    """Yield how many lines have no figures, by status."""
+    """Yield how many configurations have no figures, by status."""
     statuses = [line.status for line in view.lines]
     failed = {status: statuses.count(status) for status in dict.fromkeys(statuses) if status != "ok"}
     if failed:
         counts = ", ".join(f"{count} {status}" for status, count in failed.items())
         total = sum(failed.values())
-        yield f"{total} of {len(statuses)} lines have no figures ({counts}): the reasons are under Failures."
+        yield f"{total} of {len(statuses)} configurations have no figures ({counts}): the reasons are under Failures."

@@ -17,6 +17,7 @@ from harness.report.comparison_columns import (
     STALE_MARK,
     UNSETTLED_MARK,
     Column,
+    abbreviations,
     comparison_columns,
     sanitized_texts,
 )
@@ -27,6 +28,7 @@ from harness.report.frame import (
     labels_by_staleness,
     shared_settings,
 )
+from harness.report.text import outcome_text
 from harness.report.view import MOST, View, truncate
 from harness.util.text import sanitize
 
@@ -62,25 +64,26 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
     width = console.width
     if left_out:
         names = ", ".join(column.title for column in left_out)
-        console.print(Text(f"not shown in {width} columns: {names}", style="dim"))
+        console.print(Text(f"columns left out to fit {width} characters: {names}", style="dim"))
     if len(view.records) < len(whole.records):
-        console.print(Text(f"{len(view.records)} of {len(whole.records)} runs are shown; runs.csv has all"))
+        console.print(Text(f"{len(view.records)} of {len(whole.records)} runs are shown; runs.csv has all of them"))
     for note in (*_legend(columns), *_notes(table, lines)):
         console.print(Text(note))
 
 
 def _caption(table: pd.DataFrame) -> list[str]:
     names = baseline_names(table)
-    return [f"× is relative to {sanitize(names)}"] if names else []
+    return [f"× is the ratio to {sanitize(names)}"] if names else []
 
 
 def _legend(columns: Sequence[Column]) -> list[str]:
-    """Return what the marks in these columns mean."""
+    """Return what the abbreviations and marks in these columns mean."""
     meanings = {
-        "± is half the range of tok/s between runs over their median": any(
+        abbreviations(columns): bool(abbreviations(columns)),
+        "± is half the range of tokens per second between runs over their median": any(
             column.header[0] == "±" for column in columns
         ),
-        f"{UNSETTLED_MARK} the difference is within the spread (±; of a single run, that of its steps)": any(
+        f"{UNSETTLED_MARK} marks a difference within the spread (±; for a single run, the spread of its steps)": any(
             cell.endswith(UNSETTLED_MARK) for column in columns if column.number for cell in column.cells
         ),
     }
@@ -92,19 +95,19 @@ def _notes(table: pd.DataFrame, lines: Sequence[Record]) -> list[str]:
     labelled = list(zip(column_values(table, "label"), (line.runs for line in lines), strict=True))
     notes: list[str] = []
     for label, runs in labelled:
-        failures = _by_value(label, runs, lambda row: row["status"] != "ok" and (row["status"], row.get("reason")))
-        notes += [f"{name} {status}: {reason or 'no reason recorded'}" for (status, reason), name in failures]
+        failures = _by_value(label, runs, lambda row: row["status"] != "ok" and outcome_text(row))
+        notes += [f"{name} {outcome}" for outcome, name in failures]
     notes += [
-        f"{STALE_MARK} stale, {difference}: {', '.join(labels)}"
+        f"{STALE_MARK} stale, recorded with other versions than are installed ({difference}): {', '.join(labels)}"
         for difference, labels in labels_by_staleness(table).items()
     ]
     disturbed: dict[str, list[str]] = {}
     for label, runs in labelled:
         for cause, name in _by_value(label, runs, lambda row: row.get("noise_warning")):
             disturbed.setdefault(cause, []).append(name)
-    notes += [f"{DISTURBED_MARK} noise warning, {cause}: {', '.join(labels)}" for cause, labels in disturbed.items()]
+    notes += [f"{DISTURBED_MARK} noise warning ({cause}): {', '.join(labels)}" for cause, labels in disturbed.items()]
     for kernel, labels in labels_by_kernel(table).items():
-        notes.append(f"attention ran as {kernel}, not one kernel for all: {', '.join(labels)}")
+        notes.append(f"attention kernels differ between rows; {kernel} ran for: {', '.join(labels)}")
     return [sanitize(note) for note in notes]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.config.byte_size import BINARY
+from harness.records.schema import Row
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ def _format_deviation(number: float) -> str:
         return "0"
     mantissa, exponent = f"{number:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}"
+
+
+def outcome_text(row: Row) -> str:
+    """Return the status of a row that is not ok, with the reason."""
+    return f"{row['status']}: {row.get('reason') or 'no reason recorded'}"
 
 
 def pluralize(number: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""The report's sections on communication: bytes by mesh axis and operation, and beside the layout's formula."""
+"""The report's sections on communication: bytes by mesh axis and operation, compared with the layout's formula."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from harness.report.view import View
 
 
 def traffic_section(view: View) -> list[Section]:
-    """Return the sections on what the rank that sends most sends: in total, against the formula, by message size."""
+    """Return the sections on the bytes sent: in total, compared with the formula, and by message size."""
     return [*_communication(view), *_formula(view)]
 
 
@@ -41,9 +41,9 @@ def _communication(view: View) -> list[Section]:
         f"Communication ({unit.name} per step)",
         run_table(table, columns),
         Paragraph(
-            "What the rank that sends most must send in one step under ring algorithms, counted from the operators that"
-            " ran, by the mesh axis they ran along; calls in parentheses."
-            + (f" × is the value over that of {compared}." if compared else "")
+            "The bytes that the rank that sends most must send in one step under ring algorithms, counted from the"
+            " collectives that ran, by operation and mesh axis; the number of calls is in parentheses."
+            + (f" × is the ratio to {compared}." if compared else "")
         ),
     )
 
@@ -64,7 +64,7 @@ def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
 
 
 def _formula(view: View) -> list[Section]:
-    """Return the measured bytes beside the formula's, with one row per run and axis."""
+    """Return the measured bytes and those of the formula, with one row per run and axis."""
     entries = [(label, entry) for label, record in _labelled(view) for entry in record.traffic]
     if not entries:
         return []
@@ -72,8 +72,8 @@ def _formula(view: View) -> list[Section]:
     ratios = [entry["bytes"] / entry["formula_bytes"] if entry["formula_bytes"] else None for _, entry in entries]
     columns = {
         "run": [label for label, _ in entries],
-        "axis": [entry["axis"] for _, entry in entries],
-        "outside the formula": [
+        "mesh axis": [entry["axis"] for _, entry in entries],
+        "not in the formula": [
             ", ".join(f"{name} {size:,.0f} B" for name, size in entry["outside"].items()) for _, entry in entries
         ],
         f"sent {unit.name}": format_numbers([entry["bytes"] for _, entry in entries], unit),
@@ -81,14 +81,15 @@ def _formula(view: View) -> list[Section]:
         "sent / formula": format_ratios(ratios),
     }
     return section(
-        "Bytes against the formula",
+        "Bytes sent compared with the formula",
         traffic.traffic(view),
         Table(list(columns), list(zip(*columns.values(), strict=True)), label_columns=3),
         Paragraph(
-            "The formula is the papers' volume for this layout, model and number of micro-batches. Outside of it are"
-            " scalars, named by the function that sends them: gradient norms, losses, overflow flags."
+            "The formula is the volume that the papers give, for this layout, model and number of micro-batches. It"
+            " does not include scalars such as gradient norms, losses and overflow flags, which are listed under the"
+            " name of the function that sends them."
         ),
-        inner=section("Sizes of calls", _sizes(view)),
+        inner=section("Message sizes", _sizes(view)),
     )
 
 
@@ -102,7 +103,7 @@ def _sizes(view: View) -> Table | None:
                 ends = [bytes_text(size) for size in (min(sizes), _median(sizes), max(sizes))]
                 names = [str(entry[key]) for key in ("axis", "operation", "dtype")]
                 rows.append([label, *names, f"{sum(sizes.values()):,}", *ends])
-    header = ["run", "axis", "operation", "width", "calls", "smallest", "median", "largest"]
+    header = ["run", "mesh axis", "operation", "dtype", "calls", "smallest", "median", "largest"]
     return Table(header, rows, label_columns=4) if rows else None
 
 

@@ -13,7 +13,7 @@ from harness.records.store import LoadedRecords
 from harness.report.frame import records_frame
 from harness.report.spread import merge_repeats
 
-MOST = 200  # runs that tables show; findings are made from all runs
+MOST = 200  # runs that tables show; findings consider all runs
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ def repeated() -> list[Record]:
 
 
 GOLDEN = """\
-tiny (1,048,576 parameters); fp32; checkpointing none; 8 × 128 = 1,024 tokens a step; micro-batch 4; on cpu; ranks
-launched as processes; × is relative to ddp
+tiny (1,048,576 parameters); fp32; checkpointing none; 8 × 128 = 1,024 tokens per step; micro-batch 4; on cpu; ranks
+launched as processes; × is the ratio to ddp
                                     ±            ×   MFU   step   peak     ×  state  comm.      ×    loss    grad
 strategy  world  status   tok/s     %  runs  tok/s     %     ms    MiB  peak    MiB    MiB  comm.    dev.    dev.
 ddp       2      ok      16,000  15.6     3  1.00   41.3   64.0  22.00  1.00  16.00   4.00   1.00  1.2e-7  4.6e-6
@@ -60,12 +60,15 @@ zero1     2      ok 2/3  15,550   0.3     3  0.97~  40.0   65.9  22.00  1.00  14
 zero3     2      ok ‡     9,050   0.6     3  0.57   25.0  113.1  22.00  1.00  10.00   4.00   1.00  1.2e-7  4.6e-6
 zero2     2      ok      17,000           1  1.06~         60.2  20.00  0.91  12.00   4.00   1.00  1.2e-7  4.6e-6
 single    1      error                    2
-not shown in 120 columns: tok/s /device, activ. MiB
-± is half the range of tok/s between runs over their median
-~ the difference is within the spread (±; of a single run, that of its steps)
+columns left out to fit 120 characters: tok/s /device, activ. MiB
+tok/s: tokens per second; MFU: model FLOPs utilization; peak: peak memory of the fullest rank; state: parameters,
+gradients and optimizer state; comm.: bytes that one rank sends per step; loss dev., grad dev.: largest relative
+difference from the single-process reference
+± is half the range of tokens per second between runs over their median
+~ marks a difference within the spread (±; for a single run, the spread of its steps)
 zero1 repeat 1 error: RuntimeError: shards differ
 single error: RuntimeError: shards differ
-‡ noise warning, other processes used 0.8 of 2 cores: zero3 repeat 1
+‡ noise warning (other processes used 0.8 of 2 cores): zero3 repeat 1
 """
 
 

@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 from harness.records.schema import Record
 from harness.report import html
 from harness.report.document import Section
+from harness.report.explorer import build_explorer
 from harness.report.view import View
 from tests.support import pages
 from tests.support.pages import ASCENDING, DARK, DESCENDING, HOSTILE, LIGHT, NUMBERS
@@ -34,7 +35,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the pages that tests open by the names of their files."""
-    made = tmp_path_factory.mktemp("pages")
+    folder = tmp_path_factory.mktemp("pages")
     rows = pages.measured()
     written = {
         "every": html.page("every kind", pages.every_kind(), pages.drawn(rows), pages.library(), (LIGHT, DARK)),
@@ -43,8 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "plain": html.page("plain", [Section("Only words", [])], None, pages.library(), (LIGHT, DARK)),
     }
     for name, text in written.items():
-        (made / f"{name}.html").write_text(text, encoding="utf-8")
-    return made
+        (folder / f"{name}.html").write_text(text, encoding="utf-8")
+    return folder
 
 
 class Opened:
@@ -53,15 +54,15 @@ class Opened:
     def __init__(self, browser: Browser, folder: Path) -> None:
         self.browser, self.folder = browser, folder
         self.requests: list[str] = []
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.pages: list[Page] = []
 
     def __call__(self, name: str, width: int = 1400, fragment: str = "", **context: Any) -> Page:
         page = self.browser.new_page(viewport={"width": width, "height": 900}, **context)
         page.set_default_timeout(5000)
         page.on("request", lambda request: self.requests.append(request.url))
-        page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: self.said.append(str(error)))
+        page.on("console", lambda message: self.messages.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.messages.append(str(error)))
         page.add_init_script(
             "addEventListener('securitypolicyviolation', (e) => console.error('policy', e.violatedDirective))"
         )
@@ -73,13 +74,13 @@ class Opened:
 @pytest.fixture
 def opened(browser: Browser, folder: Path) -> Iterator[Opened]:
     """Open pages for a test and check afterwards that nothing was fetched and the console is empty."""
-    made = Opened(browser, folder)
-    yield made
-    for page in made.pages:
+    opener = Opened(browser, folder)
+    yield opener
+    for page in opener.pages:
         page.close()
     files = {path.as_uri() for path in folder.iterdir()}
-    assert {request.split("#")[0] for request in made.requests if not request.startswith("data:")} <= files
-    assert made.said == []
+    assert {request.split("#")[0] for request in opener.requests if not request.startswith("data:")} <= files
+    assert opener.messages == []
 
 
 def see(page: Page, chart: str) -> None:
@@ -93,12 +94,12 @@ def see_all(page: Page) -> None:
         see(page, str(box.get_attribute("data-chart")))
 
 
-def column(page: Page, table: str, place: int) -> list[str]:
+def column(page: Page, table: str, position: int) -> list[str]:
     """Return the cells of a column in the rows that are shown, from the top."""
-    script = """([table, place]) => [...document.querySelectorAll(`${table} tbody tr:not([hidden])`)]
-        .map((row) => row.cells[place].textContent.trim())"""
-    found: list[str] = page.evaluate(script, [table, place])
-    return found
+    script = """([table, position]) => [...document.querySelectorAll(`${table} tbody tr:not([hidden])`)]
+        .map((row) => row.cells[position].textContent.trim())"""
+    cells: list[str] = page.evaluate(script, [table, position])
+    return cells
 
 
 EVERY_FORM = "#numbers table"
@@ -125,7 +126,7 @@ def test_sorting_orders_numbers_and_returns(opened: Opened) -> None:
     expect(page.locator("#failures").get_by_role("button")).to_have_count(1)  # a column without a title has none
 
 
-def test_best_is_said_and_sorts_as_its_number(opened: Opened) -> None:
+def test_best_is_announced_and_sorts_as_its_number(opened: Opened) -> None:
     page = opened("tables")
     cell = page.locator("#comparison td", has=page.locator(".mark"))
     expect(cell).to_have_text(re.compile(r"^130◆ best$"))
@@ -134,9 +135,9 @@ def test_best_is_said_and_sorts_as_its_number(opened: Opened) -> None:
     assert column(page, "#comparison table", 2)[-1] == "130◆ best"
 
 
-def test_filter_counts_what_it_leaves(opened: Opened) -> None:
+def test_filter_counts_the_remaining_rows(opened: Opened) -> None:
     page = opened("tables")
-    search = page.get_by_role("searchbox", name="Rows with in Comparison")
+    search = page.get_by_role("searchbox", name="Filter rows in Comparison")
     search.fill("ZERO full")
     assert column(page, "#comparison table", 0) == ["zero1 full", "zero2 full", "zero3 full"]
     expect(page.locator("#comparison .count").first).to_have_text("3 of 14 rows")
@@ -146,7 +147,7 @@ def test_filter_counts_what_it_leaves(opened: Opened) -> None:
     assert column(page, "#comparison table", 0) == ["zero1 full", "zero3 full"]
     search.fill("")
     expect(page.locator("#comparison .count").first).to_have_text("12 of 14 rows")
-    expect(page.get_by_role("searchbox", name="Rows with in Failures")).to_have_count(0)
+    expect(page.get_by_role("searchbox", name="Filter rows in Failures")).to_have_count(0)
 
 
 def test_strategies_hide_rows_and_marks(opened: Opened) -> None:
@@ -178,18 +179,18 @@ def both(rows: list[dict[str, Any]], x: str, y: str, above: float = float("-inf"
     return sum(all(row[name] is not None and row[name] > above for name in (x, y)) for row in rows)
 
 
-def test_axes_are_chosen(opened: Opened) -> None:
+def test_the_axes_of_the_custom_chart_can_be_chosen(opened: Opened) -> None:
     page = opened("every")
     rows = [dict(row) for row in pages.drawn(pages.measured()).rows]
     form, shown = page.get_by_role("form", name="Axes"), page.locator(DRAWN.format("explorer"))
     see(page, "explorer")
     expect(shown.locator(POINTS)).to_have_count(both(rows, "peak", "speed"))
-    expect(page.locator("#axes-caption")).to_have_text("tokens a second against peak memory, MiB")
-    form.get_by_role("combobox", name="Across").select_option("sent")
+    expect(page.locator("#axes-caption")).to_have_text("tokens a second by peak memory, MiB")
+    form.get_by_role("combobox", name="x-axis").select_option("sent")
     expect(shown.get_by_text("sent, KiB")).to_have_count(1)
     expect(shown.get_by_text("peak memory, MiB")).to_have_count(0)
     expect(shown.locator(POINTS)).to_have_count(both(rows, "sent", "speed"))
-    form.get_by_label("logarithmic across").check()
+    form.get_by_label("logarithmic x-axis").check()
     expect(shown.locator(POINTS)).to_have_count(both(rows, "sent", "speed", 0))
     form.get_by_role("combobox", name="Color").select_option("checkpointing")
     expect(shown.get_by_text("checkpointing", exact=True)).to_have_count(1)
@@ -201,26 +202,26 @@ def test_axes_are_chosen(opened: Opened) -> None:
 
 CONTRASTS = """() => {
   const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
-  const rgba = (colour) => {
+  const rgba = (color) => {
     canvas.clearRect(0, 0, 1, 1);
-    canvas.fillStyle = colour;
+    canvas.fillStyle = color;
     canvas.fillRect(0, 0, 1, 1);
     return [...canvas.getImageData(0, 0, 1, 1).data];
   };
-  const light = (colour) => {
-    const [r, g, b] = colour.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+  const light = (color) => {
+    const [r, g, b] = color.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const behind = (element) => {
     for (let at = element; at; at = at.parentElement) {
       const back = at.matches('svg') ? at.style.backgroundColor || getComputedStyle(at).backgroundColor
         : getComputedStyle(at).backgroundColor;
-      const colour = rgba(back);
-      if (colour[3] === 255) return colour;
+      const color = rgba(back);
+      if (color[3] === 255) return color;
     }
     return [255, 255, 255];
   };
-  const found = {};
+  const low = {};
   for (const element of document.querySelectorAll('body *')) {
     const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
     if (!own || element.closest('.unseen, noscript, script, style, .skip') || !element.checkVisibility()) continue;
@@ -228,9 +229,9 @@ CONTRASTS = """() => {
     const [front, back] = [element.matches('svg *') ? style.fill : style.color, behind(element)];
     const [a, b] = [light(rgba(front)), light(back)];
     const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (contrast < 4.5) found[`${element.tagName} ${element.textContent.slice(0, 30)} ${front} on ${back}`] = contrast;
+    if (contrast < 4.5) low[`${element.tagName} ${element.textContent.slice(0, 30)} ${front} on ${back}`] = contrast;
   }
-  return found;
+  return low;
 }"""
 
 
@@ -277,7 +278,7 @@ def test_hostile_text_stays_text(opened: Opened) -> None:
     assert page.title() == HOSTILE[0]
     headings = page.locator("h2").all_inner_texts()
     shown = [re.sub(r"[\x00\x07\x1b\u202e]", "\ufffd", " ".join(text.split())) for text in HOSTILE]
-    assert headings == [*shown, "Choose axes"]
+    assert headings == [*shown, "Custom chart"]
     assert page.locator("main img, main a, main script").count() == 0
     assert page.locator("section section").count() == 0
     page.locator(f"{DRAWN.format(0)} {POINTS}").first.hover()
@@ -288,7 +289,7 @@ def test_hostile_text_stays_text(opened: Opened) -> None:
     assert page.evaluate("window.harmed") is None
 
 
-def test_paper_shows_all_and_no_controls(opened: Opened) -> None:
+def test_print_shows_everything_but_no_controls(opened: Opened) -> None:
     page = opened("every", color_scheme="dark")
     page.get_by_label("tp", exact=True).uncheck()
     page.emulate_media(media="print", color_scheme="dark")
@@ -301,13 +302,13 @@ def test_paper_shows_all_and_no_controls(opened: Opened) -> None:
     for control in page.locator("input, select, form, .filter button, nav").all():
         expect(control).not_to_be_visible()
     assert page.evaluate("getComputedStyle(document.querySelector('main th')).color") == "rgb(27, 31, 35)"
-    expect(page.get_by_text("Left out: tp.")).to_be_visible()
+    expect(page.get_by_text("Hidden strategies: tp.")).to_be_visible()
     assert page.evaluate(CONTRASTS) == {}
     page.emulate_media(media="screen", color_scheme="dark")
     expect(page.locator("figure details[open]")).to_have_count(0)
 
 
-def test_printed_before_it_was_scrolled(opened: Opened, tmp_path: Path) -> None:
+def test_charts_are_drawn_for_print_before_scrolling(opened: Opened, tmp_path: Path) -> None:
     """The event beforeprint gives no time to wait, so that a chart that is not drawn at once is missing on paper."""
     page = opened("every", color_scheme="dark")
     page.wait_for_load_state()
@@ -318,7 +319,7 @@ def test_printed_before_it_was_scrolled(opened: Opened, tmp_path: Path) -> None:
     assert page.evaluate("window.drawn") == 3
 
 
-def test_reads_without_scripts(opened: Opened, browser: Browser, folder: Path) -> None:
+def test_the_page_is_readable_without_scripts(opened: Opened, browser: Browser, folder: Path) -> None:
     svg = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="10"><rect width="20" height="10"/></svg>'
     drawn = (pages.drawn(pages.measured()), pages.library(), (LIGHT, DARK))
     text = html.page("fallback", pages.every_kind(), *drawn, svgs={"bars": svg})
@@ -336,7 +337,7 @@ def test_reads_without_scripts(opened: Opened, browser: Browser, folder: Path) -
     expect(page.get_by_role("table", name="Exact values: Peak memory")).to_be_visible()
 
 
-def test_what_a_screen_reader_is_told(opened: Opened) -> None:
+def test_screen_readers_get_names_and_descriptions(opened: Opened) -> None:
     page = opened("every")
     see_all(page)
     tree = page.locator("body").aria_snapshot()
@@ -378,14 +379,14 @@ def test_a_large_report_is_quick(opened: Opened, folder: Path) -> None:
     expect(page.locator("#comparison tbody tr")).to_have_count(200)
 
 
-def test_a_page_of_words_alone(opened: Opened) -> None:
+def test_a_page_without_tables_and_charts(opened: Opened) -> None:
     page = opened("plain")
     expect(page.get_by_role("heading", level=1)).to_have_text("plain")
     assert page.locator("script").count() == 2, "no library where nothing is drawn"
     expect(page.locator("#filter")).to_have_count(0)
 
 
-def test_what_can_be_drawn() -> None:
+def test_numbers_of_two_rows_or_more_can_be_drawn() -> None:
     """Numbers have the unit that is shown, unknown ones are None, and a number that only one row has is no axis."""
 
     def record(strategy: str, **row: Any) -> Record:
@@ -394,18 +395,18 @@ def test_what_can_be_drawn() -> None:
     slow = record("ddp", tokens_per_second=100.0, peak_allocated_bytes=3 * 2**20, mfu=0.5)
     fast = record("zero1", tokens_per_second=200.0, peak_allocated_bytes=2**20)
     failed = record("tp", status="oom")
-    made = html.build_explorer(View("some", [slow, fast, failed]))
-    assert made is not None
-    assert made.numbers == {"tokens_per_second": "tokens a second", "peak_allocated_bytes": "peak memory, MiB"}
-    assert made.texts == {"strategy": "strategy", "status": "status"}
-    assert [row["peak_allocated_bytes"] for row in made.rows] == [3, 1, None]
-    assert made.table.header == ["run", "status", "tokens a second", "peak memory, MiB"]
-    assert made.table.rows[2] == ["tp", "oom", "", ""] and made.table.strategies == ["ddp", "zero1", "tp"]
-    assert html.build_explorer(View("one", [slow])) is None
-    assert html.build_explorer(View("none", [])) is None
+    explorer = build_explorer(View("some", [slow, fast, failed]))
+    assert explorer is not None
+    assert explorer.numbers == {"tokens_per_second": "tokens per second", "peak_allocated_bytes": "peak memory, MiB"}
+    assert explorer.texts == {"strategy": "strategy", "status": "status"}
+    assert [row["peak_allocated_bytes"] for row in explorer.rows] == [3, 1, None]
+    assert explorer.table.header == ["run", "status", "tokens per second", "peak memory, MiB"]
+    assert explorer.table.rows[2] == ["tp", "oom", "", ""] and explorer.table.strategies == ["ddp", "zero1", "tp"]
+    assert build_explorer(View("one", [slow])) is None
+    assert build_explorer(View("none", [])) is None
 
 
-def test_the_data_end_no_element() -> None:
+def test_data_cannot_end_a_script_element() -> None:
     text = html.page("hostile", *pages.hostile(), pages.library(), (LIGHT, DARK))
     data = text.split('id="data">', 1)[1].split("</script>", 1)[0]
     assert "<" not in data and json.loads(data)["charts"]

@@ -13,33 +13,21 @@ from typing import Any
 import pytest
 
 from harness.records.provenance import versions
+from harness.records.rank_report import MEMORY_ROLES
 from harness.records.schema import Record
 from harness.report.charts import losses, memory, render, speed, style, tradeoffs, traffic
 from harness.report.charts.lines import MOST, chart_lines, select
 from harness.report.document import Chart
+from harness.report.labels import PEAK_PARTS, STEP_PARTS
 from harness.report.view import View
 
 GIB, MIB = 2**30, 2**20
 
 HOSTILE = "\"]}' {datum.x} </svg><script>alert(1)</script> \x00\x1b[31m \u202e Übermaß && %s ${y}"
 
-PARTS = {
-    "parameter": "parameters",
-    "optimizer": "optimizer",
-    "gradient": "gradients",
-    "gathered": "gathered parameters",
-    "activation": "activations",
-    "communication": "communication buffers",
-    "temporary": "temporaries",
-}
+PARTS = {role: PEAK_PARTS[role] for role in MEMORY_ROLES}
 
-TIMES = {
-    "data_seconds": "data",
-    "forward_seconds": "forward",
-    "backward_seconds": "backward",
-    "optimizer_seconds": "optimizer",
-    "exposed_communication_seconds": "exposed communication",
-}
+TIMES = dict(list(STEP_PARTS.items())[:5])
 
 PICTURES: dict[str, Callable[[View], Chart | None]] = {
     "peak": memory.peak,
@@ -87,8 +75,8 @@ def record(number: int, strategy: str, gibs: float, tokens_per_second: float, **
         "launch": "processes",
         "repeat": 0,
         "started_at": f"2026-01-02T03:{number:02d}:00Z",
-        **{f"at_peak_{part}_bytes": int(gibs * GIB * of) for part, of in share.items()},
-        **dict(zip(TIMES, (seconds * of for of in (0.02, 0.28, 0.4, 0.1, 0.2)), strict=True)),
+        **{f"at_peak_{part}_bytes": int(gibs * GIB * fraction) for part, fraction in share.items()},
+        **dict(zip(TIMES, (seconds * fraction for fraction in (0.02, 0.28, 0.4, 0.1, 0.2)), strict=True)),
     } | changes
     if row["status"] != "ok":
         measured = [name for name in row if name.endswith(("_bytes", "_seconds")) and not name.startswith("memory_")]
@@ -118,8 +106,8 @@ def growing() -> list[Record]:
     speeds = {"ddp": (1000.0, 1800.0, 3000.0), "zero3": (900.0, 1700.0, 3300.0)}
     return [
         record(10 * at + world, strategy, 2.0, speed, world_size=world)
-        for at, (strategy, found) in enumerate(speeds.items())
-        for world, speed in zip((2, 4, 8), found, strict=True)
+        for at, (strategy, by_world) in enumerate(speeds.items())
+        for world, speed in zip((2, 4, 8), by_world, strict=True)
     ]
 
 
@@ -142,24 +130,24 @@ def batched() -> list[Record]:
 
 
 def hostile() -> list[Record]:
-    found = [record(n, f"{n}{HOSTILE}", n + 1.0, 1000.0 * n, checkpointing=HOSTILE) for n in (1, 2, 3)]
-    found.append(record(4, f"4{HOSTILE}", 1.0, 1.0, status="error", reason=HOSTILE))
-    for entry in found:
+    records = [record(n, f"{n}{HOSTILE}", n + 1.0, 1000.0 * n, checkpointing=HOSTILE) for n in (1, 2, 3)]
+    records.append(record(4, f"4{HOSTILE}", 1.0, 1.0, status="error", reason=HOSTILE))
+    for entry in records:
         for part in entry.traffic:
             part["axis"] = HOSTILE + "\ud800"
-    return found
+    return records
 
 
 def with_losses(folder: Path, records: list[Record]) -> View:
     """Return the view of runs of which all but the second have their steps on file, and the third a broken line too."""
-    found = View("demo", records, folders={entry.row["run_id"]: folder / entry.row["run_id"] for entry in records})
-    for at, path in enumerate(found.folders.values()):
+    view = View("demo", records, folders={entry.row["run_id"]: folder / entry.row["run_id"] for entry in records})
+    for at, path in enumerate(view.folders.values()):
         path.mkdir(parents=True)
         steps = [{"step": step, "phase": "timed", "loss": _loss(at, step)} for step in range(5)]
         if at != 1:
             text = "\n".join(json.dumps(step) for step in steps)
             (path / "steps.jsonl").write_text(text + ('\n{"step": 5, "lo' if at == 2 else "\n"))
-    return found
+    return view
 
 
 def _loss(run: int, step: int) -> float:
@@ -171,11 +159,11 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chart]:
     """Return every chart of the runs that have data for it, and all charts of hostile names."""
     views = {"scaling": View("demo", growing()), "batches": View("demo", batched())}
     usual = with_losses(tmp_path_factory.mktemp("usual"), several())
-    found = {name: picture(views.get(name, usual)) for name, picture in PICTURES.items()}
+    charts = {name: picture(views.get(name, usual)) for name, picture in PICTURES.items()}
     bad = with_losses(tmp_path_factory.mktemp("hostile"), hostile())
-    found |= {f"hostile {name}": picture(bad) for name, picture in PICTURES.items()}
-    assert all(found[name] for name in PICTURES)
-    return {name: picture for name, picture in found.items() if picture}
+    charts |= {f"hostile {name}": picture(bad) for name, picture in PICTURES.items()}
+    assert all(charts[name] for name in PICTURES)
+    return {name: picture for name, picture in charts.items() if picture}
 
 
 def hiding(spec: Mapping[str, Any], *strategies: str) -> dict[str, Any]:
@@ -200,10 +188,10 @@ class Mark:
 
     def __init__(self, element: ElementTree.Element) -> None:
         self.element = element
-        self.said = dict(
+        self.texts = dict(
             part.split(": ", 1) for part in element.attrib.get("aria-label", "").split("; ") if ": " in part
         )
-        self.run = self.said.get("run", "")
+        self.run = self.texts.get("run", "")
         self.text = element.text or ""
         moved = re.match(r"translate\(([-\d.]+),([-\d.]+)\)", element.attrib.get("transform", ""))
         self.x, self.y = (float(moved[1]), float(moved[2])) if moved else (0.0, 0.0)
@@ -221,7 +209,7 @@ class Mark:
 
 
 def marks(tree: ElementTree.Element, kind: str) -> list[Mark]:
-    return [Mark(found) for found in tree.iter() if found.attrib.get("aria-roledescription") == kind]
+    return [Mark(element) for element in tree.iter() if element.attrib.get("aria-roledescription") == kind]
 
 
 def axis(tree: ElementTree.Element, letter: str) -> Callable[[float], float]:
@@ -235,15 +223,15 @@ def axis(tree: ElementTree.Element, letter: str) -> Callable[[float], float]:
 
     ticks = [getattr(tick, at) for tick in placed("role-axis-tick")]
     named = [(getattr(m, at), float(m.text.replace(",", "").replace("−", "-"))) for m in placed("role-axis-label")]
-    pairs = [(min(ticks, key=lambda tick: abs(tick - place)), value) for place, value in named]
+    pairs = [(min(ticks, key=lambda tick: abs(tick - position)), value) for position, value in named]
     (first, low), (last, high) = pairs[0], pairs[-1]
     return lambda pixels: low + (pixels - first) * (high - low) / (last - first)
 
 
 def title(tree: ElementTree.Element, letter: str) -> str:
-    said = (g.attrib.get("aria-label", "") for g in tree.iter())
-    found = (re.match(rf"{letter}-axis titled '(.*?)' for", text) for text in said)
-    return next(match[1] for match in found if match)
+    labels = (g.attrib.get("aria-label", "") for g in tree.iter())
+    titles = (re.match(rf"{letter}-axis titled '(.*?)' for", text) for text in labels)
+    return next(match[1] for match in titles if match)
 
 
 def rows(records: list[Record]) -> dict[str, dict[str, Any]]:
@@ -253,42 +241,44 @@ def rows(records: list[Record]) -> dict[str, dict[str, Any]]:
     return {label: row for label, row in named.items() if row["status"] == "ok"}
 
 
+def part_lengths(bars: list[Mark], scale: Callable[[float], float]) -> dict[tuple[str, str], float]:
+    """Return the length of every part of stacked bars on the axis, by run and part."""
+    return {(bar.run, bar.texts["part"]): scale(sum(bar.box)) - scale(bar.box[0]) for bar in bars}
+
+
 def test_every_segment_of_a_peak_is_as_long_as_its_bytes(trees: dict[str, ElementTree.Element]) -> None:
     tree, known = trees["peak"], rows(several())
     gib = axis(tree, "X")
-    assert title(tree, "X") == "memory at the peak (GiB)"
+    assert title(tree, "X") == "peak memory (GiB)"
     bars = marks(tree, "bar")
-    assert len(bars) == len(known) * len(PARTS)
-    for part, named in PARTS.items():
-        for bar in (bar for bar in bars if bar.said["part"] == named):
-            left, width = bar.box
-            assert gib(left + width) - gib(left) == pytest.approx(
-                known[bar.run][f"at_peak_{part}_bytes"] / GIB, abs=0.01
-            )
+    expected = {
+        (run, named): row[f"at_peak_{part}_bytes"] / GIB for run, row in known.items() for part, named in PARTS.items()
+    }
+    assert part_lengths(bars, gib) == pytest.approx(expected, abs=0.01)
     ends = {bar.run: 0.0 for bar in bars}
     for bar in bars:
         ends[bar.run] = max(ends[bar.run], gib(sum(bar.box)))
     assert ends == pytest.approx({label: row["peak_allocated_bytes"] / GIB for label, row in known.items()}, abs=0.01)
 
 
-def test_the_limit_and_what_ran_out_are_in_the_picture(
+def test_the_peak_chart_shows_the_limit_and_failed_runs(
     drawn: dict[str, Chart], trees: dict[str, ElementTree.Element]
 ) -> None:
     for name in ("peak", "hidden peak"):
         (rule,) = marks(trees[name], "rule mark")
         assert axis(trees[name], "X")(rule.x) == pytest.approx(12, abs=0.01)
         shown = [mark.text for mark in marks(trees[name], "text mark")]
-        assert "limit 12.00 GiB" in shown
-        assert "oom, last seen at 7.00 GiB" in shown
-    assert "The device's limit is 12.00 GiB" in drawn["peak"].alt_text
+        assert "memory limit 12.00 GiB" in shown
+        assert "oom, last reported 7.00 GiB" in shown
+    assert "The device's memory limit is 12.00 GiB" in drawn["peak"].alt_text
     far = [record(n, s, 1.0, 100.0, memory_limit_bytes=80 * GIB) for n, s in enumerate(("ddp", "tp"), start=1)]
     beyond = memory.peak(View("demo", far))
     assert beyond
-    assert "beyond what is drawn" in beyond.alt_text
+    assert "beyond the axis" in beyond.alt_text
     assert not any("limit" in str(layer["encoding"]) for layer in beyond.spec["layer"])
 
 
-def test_bars_of_speed_and_their_spread(trees: dict[str, ElementTree.Element]) -> None:
+def test_bars_of_speed_have_their_spread(trees: dict[str, ElementTree.Element]) -> None:
     tree, known = trees["throughput"], rows(several())
     speed_of = axis(tree, "X")
     bars, rules = marks(tree, "bar"), marks(tree, "rule mark")
@@ -309,11 +299,9 @@ def test_every_part_of_a_step_is_as_long_as_its_time(trees: dict[str, ElementTre
     ms = axis(tree, "X")
     assert title(tree, "X") == "step time (ms)"
     bars = marks(tree, "bar")
-    assert len(bars) == len(known) * len(TIMES)
-    for name, part in TIMES.items():
-        for bar in (bar for bar in bars if bar.said["part"] == part):
-            left, width = bar.box
-            assert ms(left + width) - ms(left) == pytest.approx(1000 * known[bar.run][name], abs=0.1)
+    expected = {(run, part): 1000 * row[name] for run, row in known.items() for name, part in TIMES.items()}
+    assert len(bars) == len(expected)
+    assert part_lengths(bars, ms) == pytest.approx(expected, abs=0.1)
 
 
 def front_by_sweep(known: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -321,15 +309,15 @@ def front_by_sweep(known: Mapping[str, Mapping[str, Any]]) -> set[str]:
     ordered = sorted(
         known, key=lambda label: (-known[label]["tokens_per_second"], known[label]["peak_allocated_bytes"])
     )
-    found, least = set(), float("inf")
+    front, least = set(), float("inf")
     for label in ordered:
         if known[label]["peak_allocated_bytes"] < least:
             least = known[label]["peak_allocated_bytes"]
-            found.add(label)
-    return found
+            front.add(label)
+    return front
 
 
-def test_the_front_is_the_lines_that_no_other_beats(
+def test_the_pareto_front_connects_the_lines_that_no_other_dominates(
     drawn: dict[str, Chart], trees: dict[str, ElementTree.Element]
 ) -> None:
     tree, known = trees["trade"], rows(several())
@@ -343,7 +331,7 @@ def test_the_front_is_the_lines_that_no_other_beats(
         row = known[point.run]
         assert across(point.x) == pytest.approx(row["tokens_per_second"], rel=1e-2)
         assert up(point.y) == pytest.approx(row["peak_allocated_bytes"] / GIB, rel=1e-2)
-    best = {point.run for point in points if point.said["on"] == "front"}
+    best = {point.run for point in points if point.texts["on the Pareto front"] == "yes"}
     assert best == expected
     (line,) = marks(tree, "line mark")
     corners = sorted((point.x, point.y) for point in points if point.run in expected)
@@ -352,7 +340,7 @@ def test_the_front_is_the_lines_that_no_other_beats(
     assert {row[0] for row in drawn["trade"].table.rows if row[3] == "yes"} == expected
 
 
-def test_bytes_sent_and_the_formula(trees: dict[str, ElementTree.Element]) -> None:
+def test_bars_of_bytes_sent_have_ticks_of_the_formula(trees: dict[str, ElementTree.Element]) -> None:
     tree = trees["traffic"]
     sent = axis(tree, "X")
     assert "(MiB" in title(tree, "X")
@@ -362,19 +350,21 @@ def test_bytes_sent_and_the_formula(trees: dict[str, ElementTree.Element]) -> No
         for entry in next(r for r in several() if r.row["run_id"] == row["run_id"]).traffic
     }
     bars, ticks = marks(tree, "bar"), marks(tree, "tick")
-    sizes = {(bar.said["bar"], bar.said["axis"]): sent(sum(bar.box)) for bar in bars}
+    sizes = {(bar.texts["bar"], bar.texts["axis"]): sent(sum(bar.box)) for bar in bars}
     assert sizes == pytest.approx({key: entry["bytes"] / MIB for key, entry in expected.items()}, rel=1e-3)
-    formulas = {tick.said["bar"]: sent(tick.box[0] + tick.box[1] / 2) for tick in ticks}
+    formulas = {tick.texts["bar"]: sent(tick.box[0] + tick.box[1] / 2) for tick in ticks}
     known = {bar: entry["formula_bytes"] / MIB for (bar, _), entry in expected.items() if entry["formula_bytes"]}
     assert formulas == pytest.approx(known, abs=1)
 
 
-def test_speed_over_ranks_beside_the_ideal(drawn: dict[str, Chart], trees: dict[str, ElementTree.Element]) -> None:
+def test_speed_over_ranks_is_drawn_with_linear_scaling(
+    drawn: dict[str, Chart], trees: dict[str, ElementTree.Element]
+) -> None:
     tree = trees["scaling"]
     ranks, speed_of = axis(tree, "X"), axis(tree, "Y")
-    found = {(p.run, round(ranks(p.x))): speed_of(p.y) for p in marks(tree, "point")}
+    points = {(p.run, round(ranks(p.x))): speed_of(p.y) for p in marks(tree, "point")}
     expected = {(r.row["strategy"], r.row["world_size"]): r.row["tokens_per_second"] for r in growing()}
-    assert found == pytest.approx(expected, rel=1e-2)
+    assert points == pytest.approx(expected, rel=1e-2)
     ideals = [line for line in marks(tree, "line mark") if line.element.attrib.get("stroke-dasharray") == "4,3"]
     assert sorted(speed_of(line.corners[-1][1]) for line in ideals) == pytest.approx([3600, 4000], rel=1e-2)
     cells = {(row[0], row[1]): row[-1] for row in drawn["scaling"].table.rows}
@@ -382,7 +372,9 @@ def test_speed_over_ranks_beside_the_ideal(drawn: dict[str, Chart], trees: dict[
     assert cells[("zero3", "8")] == "91.7"
 
 
-def test_what_checkpointing_saves_and_costs(drawn: dict[str, Chart], trees: dict[str, ElementTree.Element]) -> None:
+def test_the_checkpointing_chart_shows_savings_and_cost(
+    drawn: dict[str, Chart], trees: dict[str, ElementTree.Element]
+) -> None:
     tree = trees["checkpointing"]
     cost, saved = axis(tree, "X"), axis(tree, "Y")
     (point,) = marks(tree, "point")
@@ -394,7 +386,7 @@ def test_what_checkpointing_saves_and_costs(drawn: dict[str, Chart], trees: dict
     assert drawn["checkpointing"].table.rows == [["ddp full", "full", "40.0", "75.0", "28.6"]]
 
 
-def test_prediction_is_across_and_measurement_up(trees: dict[str, ElementTree.Element]) -> None:
+def test_prediction_is_on_the_x_axis_and_measurement_on_the_y_axis(trees: dict[str, ElementTree.Element]) -> None:
     tree, known = trees["predicted"], rows(several())
     across, up = axis(tree, "X"), axis(tree, "Y")
     assert title(tree, "X").startswith("predicted")
@@ -404,22 +396,24 @@ def test_prediction_is_across_and_measurement_up(trees: dict[str, ElementTree.El
         row = known[point.run]
         assert across(point.x) == pytest.approx(row["predicted_peak_bytes"] / GIB, abs=0.05)
         assert up(point.y) == pytest.approx(row["peak_allocated_bytes"] / GIB, abs=0.05)
-        assert float(point.said["error, %"]) == pytest.approx(int(row["run_id"], 16), abs=0.01)
+        assert float(point.texts["error, %"]) == pytest.approx(int(row["run_id"], 16), abs=0.01)
     (diagonal,) = marks(tree, "line mark")
     assert [across(x) - up(y) for x, y in diagonal.corners] == pytest.approx([0, 0], abs=0.05)
 
 
-def test_activations_over_the_micro_batch(trees: dict[str, ElementTree.Element]) -> None:
+def test_activations_are_drawn_over_the_micro_batch(trees: dict[str, ElementTree.Element]) -> None:
     tree = trees["batches"]
     across, up = axis(tree, "X"), axis(tree, "Y")
-    found = {(p.run, round(across(p.x))): up(p.y) for p in marks(tree, "point")}
+    points = {(p.run, round(across(p.x))): up(p.y) for p in marks(tree, "point")}
     each = {"ddp": 1.0, "ddp full": 0.25}
-    assert found == pytest.approx({(run, n): n * size for run, size in each.items() for n in (1, 2, 4)}, abs=0.05)
+    assert points == pytest.approx({(run, n): n * size for run, size in each.items() for n in (1, 2, 4)}, abs=0.05)
     crosses = [mark for mark in marks(tree, "text mark") if mark.text == "×"]
     assert len(crosses) == 6
 
 
-def test_losses_of_the_runs_that_have_them(drawn: dict[str, Chart], trees: dict[str, ElementTree.Element]) -> None:
+def test_losses_are_drawn_for_runs_that_have_them(
+    drawn: dict[str, Chart], trees: dict[str, ElementTree.Element]
+) -> None:
     tree = trees["losses"]
     step, loss = axis(tree, "X"), axis(tree, "Y")
     curves = {line.run: line for line in marks(tree, "line mark")}
@@ -436,14 +430,14 @@ def test_losses_of_the_runs_that_have_them(drawn: dict[str, Chart], trees: dict[
     assert list(drawn["losses"].table.rows[0][:2]) == ["ddp", "5.0000000"]
 
 
-def test_hidden_strategies_leave_the_picture(trees: dict[str, ElementTree.Element]) -> None:
+def test_hidden_strategies_are_not_drawn(trees: dict[str, ElementTree.Element]) -> None:
     kinds = ("bar", "point", "line mark", "tick", "text mark", "rule mark")
     for name in PICTURES:
         shown, left = ([m for kind in kinds for m in marks(trees[f"{h}{name}"], kind)] for h in ("", "hidden "))
         assert any(mark.run.startswith("ddp") for mark in shown), name
         assert not any(mark.run.startswith("ddp") for mark in left), name
-        kept = sorted(mark.run for mark in shown if mark.run and not mark.run.startswith("ddp"))
-        assert sorted(mark.run for mark in left if mark.run) == kept, name
+        others = sorted(mark.run for mark in shown if mark.run and not mark.run.startswith("ddp"))
+        assert sorted(mark.run for mark in left if mark.run) == others, name
 
 
 def data_of(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -454,7 +448,7 @@ def data_of(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from values
 
 
-def test_specs_hold_what_the_page_needs(drawn: dict[str, Chart]) -> None:
+def test_specs_have_the_fields_that_the_page_needs(drawn: dict[str, Chart]) -> None:
     for name, picture in drawn.items():
         spec = picture.spec
         assert "config" not in spec
@@ -475,28 +469,28 @@ def test_hostile_names_are_text_and_nothing_else(texts: dict[str, str], trees: d
     names = [name for name in texts if name.startswith("hostile")]
     assert {"hostile peak", "hostile trade", "hostile traffic", "hostile losses"} <= set(names)
     for name in names:
-        tags = {found.tag.rsplit("}", 1)[-1] for found in trees[name].iter()}
+        tags = {element.tag.rsplit("}", 1)[-1] for element in trees[name].iter()}
         assert tags <= {"svg", "desc", "rect", "g", "path", "text", "line", "title"}, name
-        attributes = {key for found in trees[name].iter() for key in found.attrib}
+        attributes = {key for element in trees[name].iter() for key in element.attrib}
         assert not {key for key in attributes if key.startswith("on") or key.endswith("href")}
-        said = " ".join(found.attrib.get("aria-label", "") for found in trees[name].iter())
-        assert "</svg><script>alert(1)</script>" in said
-        assert "Übermaß" in said
+        labels = " ".join(element.attrib.get("aria-label", "") for element in trees[name].iter())
+        assert "</svg><script>alert(1)</script>" in labels
+        assert "Übermaß" in labels
 
 
-def test_the_same_data_are_the_same_text(drawn: dict[str, Chart], texts: dict[str, str]) -> None:
+def test_equal_data_give_equal_svgs(drawn: dict[str, Chart], texts: dict[str, str]) -> None:
     backwards = {name: drawn[name].spec for name in reversed(PICTURES)}
     assert render.svgs(backwards) == {name: texts[name] for name in backwards}
 
 
-def test_dark_and_light_differ_in_colours_alone(drawn: dict[str, Chart], texts: dict[str, str]) -> None:
+def test_dark_and_light_differ_only_in_colors(drawn: dict[str, Chart], texts: dict[str, str]) -> None:
     dark = render.svgs({"peak": drawn["peak"].spec}, dark=True)["peak"]
-    colour = re.compile(r'"#[0-9a-f]{6}"')
+    color = re.compile(r'"#[0-9a-f]{6}"')
     assert dark != texts["peak"]
-    assert colour.sub("", dark) == colour.sub("", texts["peak"])
+    assert color.sub("", dark) == color.sub("", texts["peak"])
 
 
-def test_what_cannot_be_drawn_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chart_that_cannot_be_drawn_raises_an_error_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(render.DrawingError, match=r"not drawn: nonsense: .*Invalid specification"):
         render.svgs({"nonsense": {}})
     aborts = {"mark": "bar", "data": {"values": [{"a": "\x00"}]}, "encoding": {"x": {"field": "a"}}}
@@ -507,29 +501,29 @@ def test_what_cannot_be_drawn_is_an_error_that_says_so(monkeypatch: pytest.Monke
         render.svgs({"late": aborts})
 
 
-def test_the_library_is_kept_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_cached_and_rebuilt_if_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "_CACHE", tmp_path / "new")
-    made = render.library()
-    assert "window.vegaEmbed" in made
-    assert "</script" not in made
+    library = render.library()
+    assert "window.vegaEmbed" in library
+    assert "</script" not in library
     (file,) = (tmp_path / "new").iterdir()
     file.write_text("kept")
     assert render.library() == "kept"
 
 
-def test_at_most_so_many_lines_are_drawn_the_fastest_of_each_strategy_first() -> None:
+def test_charts_draw_the_fastest_of_each_strategy_first_up_to_a_limit() -> None:
     records = [record(n, f"s{n % 5}", 1.0 + n / 10, 100.0 * (n + 1), seq_len=n) for n in range(MOST + 10)]
     view = View("demo", records)
     picture = memory.peak(view)
     assert picture
     assert len(picture.table.rows) == MOST
-    assert f"Of {MOST + 10} lines {MOST} are drawn" in picture.alt_text
+    assert f"{MOST} of {MOST + 10} configurations are drawn" in picture.alt_text
     drawn = {line.label for line in select(chart_lines(view))}
     fastest = [line.label for line in chart_lines(view)[-5:]]
     assert drawn == {*fastest, *(line.label for line in chart_lines(view)[: MOST - 5])}
 
 
-def test_data_without_anything_to_draw_have_no_picture() -> None:
+def test_views_without_data_have_no_charts() -> None:
     failed = View("demo", [record(1, "ddp", 1.0, 1.0, status="oom")])
     assert [name for name, picture in PICTURES.items() if picture(failed) or picture(View("demo", []))] == []
 
@@ -542,11 +536,11 @@ DEFICIENCIES = {
 }
 
 
-def lab(colour: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float, float]:
+def lab(color: str, cone_matrix: tuple[tuple[float, ...], ...]) -> tuple[float, float, float]:
     """Return the CIELAB color (D65) of #rrggbb as it is seen."""
-    plain = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    plain = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in plain]
-    linear = [min(1.0, max(0.0, sum(a * b for a, b in zip(row, linear, strict=True)))) for row in seen]
+    linear = [min(1.0, max(0.0, sum(a * b for a, b in zip(row, linear, strict=True)))) for row in cone_matrix]
     matrix = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
     xyz = [sum(a * b for a, b in zip(row, linear, strict=True)) for row in matrix]
     x, y, z = (
@@ -555,34 +549,36 @@ def lab(colour: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float,
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
-def nearest(colours: tuple[str, ...], seen: tuple[tuple[float, ...], ...]) -> float:
+def nearest(colors: tuple[str, ...], cone_matrix: tuple[tuple[float, ...], ...]) -> float:
     """Return the least CIE76 difference between two of the colors."""
-    found = [lab(colour, seen) for colour in colours]
-    return min(sum((a - b) ** 2 for a, b in zip(p, q, strict=True)) ** 0.5 for p, q in itertools.combinations(found, 2))
+    points = [lab(color, cone_matrix) for color in colors]
+    return min(
+        sum((a - b) ** 2 for a, b in zip(p, q, strict=True)) ** 0.5 for p, q in itertools.combinations(points, 2)
+    )
 
 
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)
-def test_colours_are_told_apart_by_every_eye(deficiency: str) -> None:
-    seen = DEFICIENCIES[deficiency]
-    assert nearest(style.PALETTE[:7], seen) > 12
-    assert nearest(style.PALETTE, seen) > 8
-    assert nearest(("#3f90da", "#3f95da"), seen) < 5  # the measure knows what is near
+def test_colors_are_distinct_under_color_vision_deficiencies(deficiency: str) -> None:
+    cone_matrix = DEFICIENCIES[deficiency]
+    assert nearest(style.PALETTE[:7], cone_matrix) > 12
+    assert nearest(style.PALETTE, cone_matrix) > 8
+    assert nearest(("#3f90da", "#3f95da"), cone_matrix) < 5  # the measure knows what is near
     ways = [(c, tuple(d)) for c, d in zip(style.colors(MOST), style.dashes(MOST), strict=True)]
     assert len(set(ways)) == MOST
     assert len(set(zip(style.colors(MOST), style.shapes(MOST), strict=True))) == MOST
 
 
-def test_altair_waits_for_the_first_picture() -> None:
+def test_altair_is_imported_with_the_first_chart() -> None:
     code = (
         "import sys\n"
-        "from harness.report.charts import losses, memory, speed, style, tradeoffs\n"
+        "from harness.report.charts import growth, losses, memory, speed, style, tradeoffs, traffic\n"
         "print(*(name for name in ('altair', 'vl_convert') if name in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == []
 
 
-def test_of_repeats_the_fullest_and_the_one_in_the_middle_are_drawn() -> None:
+def test_charts_of_repeats_use_the_largest_peak_and_the_median_speed() -> None:
     """Parts add up only within one run, because a line's medians and maxima have no parts."""
     gibs, speeds = (3.0, 5.0, 4.0), (1000.0, 3000.0, 2000.0)
     records = [
@@ -598,7 +594,7 @@ def test_of_repeats_the_fullest_and_the_one_in_the_middle_are_drawn() -> None:
     assert step
     assert sum(row["exact"] for row in data_of(peak.spec) if "part" in row) == pytest.approx(5 * GIB, abs=8)
     assert sum(row["exact"] for row in data_of(step.spec) if "part" in row) == pytest.approx(1024 / 2000)
-    assert "the one in the middle" in step.alt_text
+    assert "the one with the median speed" in step.alt_text
 
 
 def test_figures_that_are_not_finite_are_unknown() -> None:
@@ -606,19 +602,19 @@ def test_figures_that_are_not_finite_are_unknown() -> None:
     records[2].row["step_seconds_iqr_ratio"] = float("inf")
     records[0].traffic[0]["bytes"] = float("nan")
     for picture in PICTURES.values():
-        found = picture(View("demo", records))
-        assert found is None or json.dumps([found.spec, found.table.rows], allow_nan=False)
+        chart = picture(View("demo", records))
+        assert chart is None or json.dumps([chart.spec, chart.table.rows], allow_nan=False)
     throughput = speed.throughput(View("demo", records))
     assert throughput
-    assert "2 lines" in throughput.alt_text
+    assert "2 configurations" in throughput.alt_text
 
 
-def test_lines_that_differ_in_more_than_ranks_are_no_curve() -> None:
+def test_lines_that_differ_in_more_than_ranks_form_no_curve() -> None:
     pairs = [("ddp", 2, "fp32"), ("ddp", 4, "bf16"), ("tp", 2, "fp32"), ("zero3", 4, "fp32")]
     apart = [record(n, s, 1.0, 10.0, world_size=world, precision=p) for n, (s, world, p) in enumerate(pairs)]
     assert speed.scaling(View("demo", apart)) is None
     # A micro-batch that shrinks as ranks are added is no reason to draw nothing; equal ones are drawn first.
     batches = [record(n, "ddp", 1.0, 10.0, world_size=n, micro_batch=8 // n) for n in (1, 2, 4)]
-    found = speed.scaling(View("demo", batches))
-    assert found
-    assert [row[1] for row in found.table.rows] == ["1", "2", "4"]
+    chart = speed.scaling(View("demo", batches))
+    assert chart
+    assert [row[1] for row in chart.table.rows] == ["1", "2", "4"]

@@ -80,14 +80,14 @@ def sweep() -> list[Record]:
     """Return the rows as measured except for bubbles, which on a CPU's shared cores are far from the formula."""
     plain = [record_of(strategy) for strategy in MEASURED]
     full = [
-        record_of(strategy, "checkpointing=full", activation_bytes=held, predicted_activation_bytes=held)
-        for strategy, held in CHECKPOINTED.items()
+        record_of(strategy, "checkpointing=full", activation_bytes=size, predicted_activation_bytes=size)
+        for strategy, size in CHECKPOINTED.items()
     ]
     return plain + full
 
 
-def of(found: list[Claim], label: str, words: str) -> Claim:
-    (claim,) = [claim for claim in found if claim.label == label and claim.claim.startswith(words)]
+def claim_of(claims: list[Claim], label: str, words: str) -> Claim:
+    (claim,) = [claim for claim in claims if claim.label == label and claim.claim.startswith(words)]
     return claim
 
 
@@ -117,11 +117,11 @@ CASES = pytest.mark.parametrize(("label", "words", "expected", "limit", "column"
 
 
 @CASES
-def test_claims_hold_and_do_not_when_their_ratio_is_swapped(
+def test_claims_agree_and_differ_where_their_ratio_is_inverted(
     label: str, words: str, expected: float, limit: str, column: str, peer: str
 ) -> None:
     records = sweep()
-    claim = of(claims(records), label, words)
+    claim = claim_of(claims(records), label, words)
     assert claim.agrees and claim.expected == pytest.approx(expected, rel=2e-3)
     assert limit in claim.limit and claim.source
     rows = dict(zip(records_frame(records)["label"], (record.row for record in records), strict=True))
@@ -129,26 +129,26 @@ def test_claims_hold_and_do_not_when_their_ratio_is_swapped(
     if column == "optimizer_bytes":
         for name in ("parameter_bytes", "gradient_bytes"):
             rows[label][name], rows[peer][name] = rows[peer][name], rows[label][name]
-    swapped = of(claims(records), label, words)
+    swapped = claim_of(claims(records), label, words)
     assert not swapped.agrees and swapped.expected == claim.expected
     assert swapped.measured == pytest.approx(1 / claim.measured)
 
 
-def test_all_of_the_sweep_agrees_and_equal_volumes_too() -> None:
-    found = claims(sweep())
-    assert [claim for claim in found if not claim.agrees] == []
-    assert of(found, "zero1", "bytes sent").expected == 1.0
-    assert {claim.label for claim in found} == {*MEASURED, *(f"{name} full" for name in CHECKPOINTED)} - {
+def test_all_claims_of_the_sweep_and_equal_volumes_agree() -> None:
+    results = claims(sweep())
+    assert [claim for claim in results if not claim.agrees] == []
+    assert claim_of(results, "zero1", "bytes sent").expected == 1.0
+    assert {claim.label for claim in results} == {*MEASURED, *(f"{name} full" for name in CHECKPOINTED)} - {
         "single",
         "ddp",
     }
 
 
 @pytest.mark.parametrize(("strategy", "passes", "formula"), [("pp_gpipe", 8, "m"), ("pp_1f1b", 2, "min(p, m)")])
-def test_passes_in_flight_are_the_schedules(strategy: str, passes: int, formula: str) -> None:
-    claim = of(claims(sweep()), strategy, "most passes")
+def test_micro_batches_in_flight_follow_the_schedule(strategy: str, passes: int, formula: str) -> None:
+    claim = claim_of(claims(sweep()), strategy, "most passes")
     assert (claim.expected, claim.measured, claim.limit, claim.agrees) == (passes, passes, formula, True)
-    other = of(claims([record_of(strategy, max_in_flight_micro_batches=10 - passes)]), strategy, "most passes")
+    other = claim_of(claims([record_of(strategy, max_in_flight_micro_batches=10 - passes)]), strategy, "most passes")
     assert not other.agrees and other.measured == 10 - passes
 
 
@@ -156,72 +156,72 @@ def test_passes_in_flight_are_the_schedules(strategy: str, passes: int, formula:
     ("strategy", "formula"),
     [("pp_gpipe", 1 / 8), ("pp_1f1b", 1 / 8), ("pp_interleaved", 1 / 16), ("pp_zero_bubble", 1 / 24)],
 )
-def test_bubbles_are_held_to_a_fifth_and_shared_cores_are_the_reason(strategy: str, formula: float) -> None:
-    near = of(claims([record_of(strategy, pipeline_bubble=1.19 * formula)]), strategy, "bubble")
+def test_bubbles_agree_within_a_fifth_and_shared_cores_explain_the_rest(strategy: str, formula: float) -> None:
+    near = claim_of(claims([record_of(strategy, pipeline_bubble=1.19 * formula)]), strategy, "bubble")
     assert near.agrees and near.expected == pytest.approx(formula) and not near.reason
     record = dataclasses.replace(
         record_of(strategy, pipeline_bubble=1.21 * formula), environment={"cores": 2, "threads": 1}
     )
-    far = of(claims([record]), strategy, "bubble")
+    far = claim_of(claims([record]), strategy, "bubble")
     assert not far.agrees and far.reason == "sending takes time, and stages are not equal"
-    far = of(claims([dataclasses.replace(record, environment={"cores": 1, "threads": 1})]), strategy, "bubble")
+    far = claim_of(claims([dataclasses.replace(record, environment={"cores": 1, "threads": 1})]), strategy, "bubble")
     assert "share the processor" in far.reason
-    fast = of(claims([record_of(strategy, pipeline_bubble=0.5 * formula)]), strategy, "bubble")
+    fast = claim_of(claims([record_of(strategy, pipeline_bubble=0.5 * formula)]), strategy, "bubble")
     assert not fast.agrees and not fast.reason  # no cause known
-    alone = of(
+    alone = claim_of(
         claims([record_of(strategy, pipeline_bubble=2 * formula, measured_on="NVIDIA H200")]), strategy, "bubble"
     )
     assert not alone.agrees and "share" not in alone.reason and alone.reason
 
 
-def of_state(found: list[Claim]) -> list[Claim]:
-    return [claim for claim in found if claim.claim.startswith("model state")]
+def of_state(claims: list[Claim]) -> list[Claim]:
+    return [claim for claim in claims if claim.claim.startswith("model state")]
 
 
-def test_volume_in_mixed_precision_is_by_widths() -> None:
+def test_volume_in_mixed_precision_depends_on_the_dtypes() -> None:
     """The volumes are those of DDP's fp32 all-reduce, two of 4 bytes, by data type.
 
     They are 4 + 2 for stage 1, 4k + 2 for stage 2, and k (4 + 2 + 2) for stage 3, with k = 4.
     """
     mixed, shares = "precision=bf16_mixed", {"zero1": 0.75, "zero2": 18 / 8, "zero3": 4.0, "fsdp_full_shard": 4.0}
     rows = [record_of(name, mixed, communication_bytes=round(8e6 * share)) for name, share in shares.items()]
-    found = claims([record_of("ddp", mixed, communication_bytes=8_000_000), *rows])
-    volumes = {claim.label: claim for claim in found if claim.claim.startswith("bytes sent")}
+    results = claims([record_of("ddp", mixed, communication_bytes=8_000_000), *rows])
+    volumes = {claim.label: claim for claim in results if claim.claim.startswith("bytes sent")}
     assert {label: claim.expected for label, claim in volumes.items()} == pytest.approx(shares)
     assert all(claim.agrees and claim.required for claim in volumes.values())
 
 
-def test_a_reason_is_given_for_the_bytes_it_makes_and_no_others() -> None:
+def test_a_cause_is_named_only_for_the_bytes_it_explains() -> None:
     """DeepSpeed's masters explain 12 bytes of optimizer state per parameter, but not 20."""
-    for held, named in ((12, True), (20, False)):
-        found = claims([record_of("ddp"), record_of("zero1", optimizer_bytes=held * N // 2)])
-        claim = of(found, "zero1", "model state")
+    for size, named in ((12, True), (20, False)):
+        results = claims([record_of("ddp"), record_of("zero1", optimizer_bytes=size * N // 2)])
+        claim = claim_of(results, "zero1", "model state")
         assert not claim.agrees and ("DeepSpeed clones" in claim.reason) == named
-        assert f"optimizer at {held} bytes" in claim.reason
+        assert f"optimizer at {size} bytes" in claim.reason
 
 
-def test_the_peer_is_torchs_own_with_the_same_options() -> None:
+def test_the_peer_is_a_torch_run_with_the_same_options() -> None:
     """Whatever ran first, a variant and Accelerate's DDP are no baseline while the plain one is there."""
     plain, zero3 = record_of("ddp"), record_of("zero3")
     variant = record_of("ddp", "+strategy.options.static_graph=true", parameter_bytes=8 * N)
     wrapped = record_of("ddp", "strategy.engine=accelerate", parameter_bytes=8 * N)
-    expected = of(claims([plain, zero3]), "zero3", "model state").measured
-    found = claims([variant, wrapped, plain, zero3])
-    assert [claim.measured for claim in of_state(found) if claim.label == "zero3"] == [expected]
+    expected = claim_of(claims([plain, zero3]), "zero3", "model state").measured
+    results = claims([variant, wrapped, plain, zero3])
+    assert [claim.measured for claim in of_state(results) if claim.label == "zero3"] == [expected]
     assert of_state(claims([dataclasses.replace(plain, versions={"torch": "2.0.0"}), zero3])) == []
     assert of_state(claims([dataclasses.replace(plain, corpus="another"), zero3])) == []
 
 
-def test_the_papers_own_accounting_in_mixed_precision() -> None:
+def test_mixed_precision_is_compared_with_the_papers_accounting() -> None:
     """The 16 bytes per parameter become 4 + 12/N, 2 + 14/N and 16/N; fp32 gradients are more, and the claim says so."""
     mixed, sizes = "precision=bf16_mixed", dict(zip(COLUMNS, (2 * N, 2 * N, 12 * N), strict=False))
     shares = {"zero1": (2, 2, 6), "zero2": (2, 1, 6), "zero3": (1, 1, 6)}
     rows = [
-        record_of(name, mixed, **dict(zip(COLUMNS, (N * s for s in held), strict=False)))
-        for name, held in shares.items()
+        record_of(name, mixed, **dict(zip(COLUMNS, (N * s for s in widths), strict=False)))
+        for name, widths in shares.items()
     ]
-    found = of_state(claims([record_of("ddp", mixed, **sizes), *rows]))
-    assert [(claim.agrees, claim.expected, claim.limit) for claim in found] == [
+    results = of_state(claims([record_of("ddp", mixed, **sizes), *rows]))
+    assert [(claim.agrees, claim.expected, claim.limit) for claim in results] == [
         (True, pytest.approx(16 / 10), "4× as N grows"),
         (True, pytest.approx(16 / 9), "8× as N grows"),
         (True, pytest.approx(2), "N× = 2×"),
@@ -234,7 +234,7 @@ def test_the_papers_own_accounting_in_mixed_precision() -> None:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "accelerate"])
-def test_what_deepspeed_does_otherwise_is_said(engine: str) -> None:
+def test_differences_of_deepspeed_from_the_paper_are_explained(engine: str) -> None:
     """The reason is given whether torch or Accelerate calls DeepSpeed."""
     sent, by = 3 * N * 2, f"strategy.engine={engine}"
     again_flops = 13 * record_of("zero3", by).row["executed_flops"] // 10
@@ -245,23 +245,23 @@ def test_what_deepspeed_does_otherwise_is_said(engine: str) -> None:
         record_of("zero3", by),
         record_of("zero3", by, "checkpointing=full", communication_bytes=13396232, executed_flops=again_flops),
     ]
-    found = claims(records)
-    cloned, defaults = of(found, "zero1", "model state"), of(found, "zero1_defaults", "bytes sent")
+    results = claims(records)
+    cloned, defaults = claim_of(results, "zero1", "model state"), claim_of(results, "zero1_defaults", "bytes sent")
     assert not cloned.agrees and "optimizer at 12 bytes a parameter, not 8 (DeepSpeed clones" in cloned.reason
     assert "DDP" not in cloned.reason and cloned.expected == pytest.approx(16 / 12)
     assert not defaults.agrees and defaults.reason == "DeepSpeed's defaults are not the paper's method"
     assert defaults.measured == pytest.approx(1.5)
-    again = of(found, "zero3 full", "bytes sent")
+    again = claim_of(results, "zero3 full", "bytes sent")
     assert not again.agrees and "second forward" in again.reason and "defaults" not in again.reason
-    projection, ddps = of(found, "zero3 full", "operations"), of(found, "ddp full", "operations")
+    projection, ddps = claim_of(results, "zero3 full", "operations"), claim_of(results, "ddp full", "operations")
     assert projection.reason.endswith("DeepSpeed's own projection runs that too")
     assert projection.expected > ddps.expected
 
 
-def test_the_reason_why_recomputation_costs_less_than_a_third_is_always_said() -> None:
-    found = claims(sweep())
-    assert "head" in of(found, "ddp full", "operations").reason
-    assert "halves" in of(found, "pp_zero_bubble full", "operations").reason
+def test_a_cost_of_recomputation_below_a_third_is_always_explained() -> None:
+    results = claims(sweep())
+    assert "head" in claim_of(results, "ddp full", "operations").reason
+    assert "halves" in claim_of(results, "pp_zero_bubble full", "operations").reason
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_the_reason_why_recomputation_costs_less_than_a_third_is_always_said() -
         *({"micro_batch": 2}, {"measured_on": "NVIDIA H200"}, {"checkpointing": "full"}, {"status": "oom"}),
     ],
 )
-def test_only_a_peer_of_the_same_setting_is_held_against(change: dict[str, Any]) -> None:
+def test_only_a_peer_of_the_same_setting_is_compared(change: dict[str, Any]) -> None:
     ddp, zero3 = record_of("ddp"), record_of("zero3")
     assert len(claims([ddp, zero3])) == 2
     other = copy.deepcopy(ddp)
@@ -282,19 +282,19 @@ def test_only_a_peer_of_the_same_setting_is_held_against(change: dict[str, Any])
     assert claims([other, zero3]) == []
 
 
-def test_a_column_that_is_missing_takes_its_claims_alone() -> None:
+def test_a_missing_column_removes_only_its_own_claims() -> None:
     every = claims(sweep())
     for column in {name for record in sweep() for name in record.row} - {"run_id", "status"}:
         records = sweep()
         for record in records:
             record.row.pop(column, None)
-        found = claims(records)
-        assert all(claim.agrees for claim in found), column
-        assert len(found) <= len(every)
+        results = claims(records)
+        assert all(claim.agrees for claim in results), column
+        assert len(results) <= len(every)
     for part in ("config", "layout"):
         records = [dataclasses.replace(record, **{part: {}}) for record in sweep()]
-        found = claims(records)
-        assert 0 < len(found) < len(every) and all(claim.agrees for claim in found)
+        results = claims(records)
+        assert 0 < len(results) < len(every) and all(claim.agrees for claim in results)
     records = sweep()
     for record in records:
         record.config["model"]["a_key_of_another_version"] = 1
@@ -324,9 +324,9 @@ def test_the_section_shows_every_claim_and_hostile_names_stay_text() -> None:
     records = [record_of("ddp"), record_of("zero1", optimizer_bytes=6 * N), record_of("fsdp_full_shard")]
     records[2].row["strategy"] = HOSTILE
     text = written(literature, records)
-    assert text.startswith("## The literature beside the measurement\n") and "1 of the 2 that may differ agree" in text
+    assert text.startswith("## Comparison with the literature\n") and "1 of the 2 claims that may differ agree" in text
     header, *rows = cells(text)
-    assert header == ["run", "claim", "source", "the paper's figure", "verdict", "at this layout", "measured"]
+    assert header == ["run", "claim", "source", "paper's figure", "verdict", "expected at this layout", "measured"]
     assert len(rows) == len(claims(records)) == 4 and all(len(row) == len(header) for row in rows)
     assert rows[0][4].startswith("DIFFERS: optimizer at 12") and rows[0][5:] == ["1.33", "1.14"]
     assert rows[2][0].startswith("<script>alert(1)</script> | **b**") and rows[2][4] == "agrees"
@@ -336,21 +336,21 @@ def test_the_section_shows_every_claim_and_hostile_names_stay_text() -> None:
 
 def by_micro_batch(checkpointing: str, rest: int, more: int, **columns: Any) -> list[Record]:
     """Return runs with micro-batches of 1, 2 and 4 sequences that keep `rest` and `more` bytes per sequence."""
-    found = []
+    records = []
     for size in (4, 1, 2):
         batch = (f"train.micro_batch={size}", f"train.global_batch={size}", f"checkpointing={checkpointing}")
-        held = {"activation_bytes": rest + size * more, "predicted_activation_bytes": 2 * (rest + size * more)}
-        found.append(record_of("single", *batch, **held, **columns))
-    return found
+        activations = {"activation_bytes": rest + size * more, "predicted_activation_bytes": 2 * (rest + size * more)}
+        records.append(record_of("single", *batch, **activations, **columns))
+    return records
 
 
-def test_activations_by_micro_batch() -> None:
+def test_activations_are_tabulated_by_micro_batch() -> None:
     mib = 2**20
     alone = record_of("ddp", activation_bytes=5)  # one micro-batch makes no line
     records = [*by_micro_batch("none", mib, 8 * mib), alone, *by_micro_batch("full", mib, 2 * mib)]
     text = written(batches, records)
     header, *rows = cells(text)
-    assert header == ["run", "micro-batch", "measured MiB", "predicted MiB", "measured/predicted"]
+    assert header == ["run", "micro-batch", "measured MiB", "predicted MiB", "measured / predicted"]
     assert rows == [
         ["single none", "1", "9.00", "18.00", "0.50"],
         ["single none", "2", "17.00", "34.00", "0.50"],
@@ -361,13 +361,13 @@ def test_activations_by_micro_batch() -> None:
     ]
     sentences = [line for line in text.splitlines() if line.startswith("- ")]
     assert sentences == [
-        "- single none: a sequence more in the micro-batch adds 8.00 MiB.",
-        "- single full: a sequence more in the micro-batch adds 2.00 MiB, 4.0 times less than the 8.00 MiB without"
-        " checkpointing; at micro-batch 4 that saves 73%.",
+        "- single none: each further sequence in the micro-batch adds 8.00 MiB.",
+        "- single full: each further sequence in the micro-batch adds 2.00 MiB, 4.0 times less than the 8.00 MiB"
+        " without checkpointing; at micro-batch 4 that saves 73%.",
     ]
 
 
-def test_lines_are_of_runs_that_are_otherwise_alike() -> None:
+def test_points_of_a_curve_differ_only_in_the_batch() -> None:
     few = by_micro_batch("none", 100, 10)
     assert written(batches, few[:1]) == written(batches, [record_of("ddp")]) == ""
     for change in ({"status": "oom"}, {"activation_bytes": None}, {"precision": "bf16_mixed"}, {"seq_len": 7}):
@@ -381,12 +381,12 @@ def test_lines_are_of_runs_that_are_otherwise_alike() -> None:
     del both[-1].row["predicted_activation_bytes"]
     text = written(batches, both)
     assert "<script" not in text and len(list(cells(text))) == 7
-    assert "single none precision fp32: a sequence more in the micro-batch adds 10 B." in text
+    assert "single none precision fp32: each further sequence in the micro-batch adds 10 B." in text
 
 
-def test_a_flat_line_saves_nothing_to_divide_by() -> None:
+def test_a_flat_curve_does_not_divide_by_zero() -> None:
     text = written(batches, [*by_micro_batch("none", 100, 10), *by_micro_batch("full", 100, 0)])
-    assert "single full: a sequence more in the micro-batch adds 0 B." in text
+    assert "single full: each further sequence in the micro-batch adds 0 B." in text
 
 
 def test_the_sweep_of_the_classic_picture() -> None:

@@ -100,7 +100,7 @@ def section(lines: list[str], title: str) -> list[list[str]]:
     return [line.split() for line in lines[start + 1 : end]]
 
 
-def test_every_difference_is_told_and_nothing_else(tmp_path: Path) -> None:
+def test_every_difference_is_listed_and_nothing_else(tmp_path: Path) -> None:
     first = [record(1, "ddp"), record(2, "zero3")]
     second = copy.deepcopy(first)
     for entry in second:
@@ -134,7 +134,7 @@ def test_every_difference_is_told_and_nothing_else(tmp_path: Path) -> None:
         assert cells(lines, strategy)[:5] == [strategy, "ok", "1,000", "1,500", "1.50"]
 
 
-def test_a_folder_beside_itself_differs_in_nothing(tmp_path: Path) -> None:
+def test_a_folder_does_not_differ_from_itself(tmp_path: Path) -> None:
     runs = [record(1, "ddp"), record(2, "zero3", status="oom", tokens_per_second=None, reason="rank 1")]
     lines = compared(tmp_path, runs, runs)
     for title in ("Versions", "Environment", "Configuration shared by all runs"):
@@ -154,7 +154,7 @@ def test_ratios_are_of_b_over_a_in_every_column(tmp_path: Path) -> None:
     headers = [" ".join(line.split()) for line in lines[below - 1 : below + 1]]
     assert headers[0] == "tok/s tok/s × peak MiB peak MiB × comm. MiB comm. MiB × loss dev. grad dev."
     assert headers[1] == "run status A B tok/s A B peak A B comm. A → B A → B"
-    assert max(map(cell_len, lines[2:])) <= 120 and "× is B over A" in lines
+    assert max(map(cell_len, lines[2:])) <= 120 and "× is the ratio of B to A" in lines
 
 
 @pytest.mark.parametrize(
@@ -168,28 +168,28 @@ def test_ratios_are_of_b_over_a_in_every_column(tmp_path: Path) -> None:
         (0.05, 0.05, 960.0, True),
         (0.05, 0.05, 940.0, False),
         (None, 0.10, 1040.0, True),
-        (None, None, 1000.1, False),  # unknown is said, not marked
+        (None, None, 1000.1, False),  # an unknown spread has a note but no mark
     ],
 )
 def test_a_difference_within_the_spread_is_marked(
     first: float | None, second: float | None, speed: float, marked: bool, tmp_path: Path
 ) -> None:
-    one = record(1, "ddp", step_seconds_iqr_ratio=first)
-    other = record(1, "ddp", step_seconds_iqr_ratio=second, tokens_per_second=speed)
-    lines = compared(tmp_path, [one], [other])
+    record_a = record(1, "ddp", step_seconds_iqr_ratio=first)
+    record_b = record(1, "ddp", step_seconds_iqr_ratio=second, tokens_per_second=speed)
+    lines = compared(tmp_path, [record_a], [record_b])
     assert cells(lines, "ddp")[4].endswith("~") == marked
-    assert any(line.startswith("~ the spreads of A and B meet") for line in lines) == marked
+    assert any(line.startswith("~ marks a difference within the spreads of A and B") for line in lines) == marked
     unknown = [line for line in lines if line.startswith("no spread is known")]
     assert len(unknown) == (first is None and second is None) and all(line.endswith(": ddp") for line in unknown)
 
 
-def test_what_no_column_shows_is_said_where_it_changed(tmp_path: Path) -> None:
-    one = record(1, "ddp", optimizer_bytes=2**20, in_flight=2, executed_flops=1000, forward_seconds=0.1)
-    other = record(1, "ddp", optimizer_bytes=2**21, in_flight=2, executed_flops=1009, forward_seconds=0.2)
-    assert "ddp: optimizer_bytes 1.00 MiB → 2.00 MiB" in compared(tmp_path, [one], [other])
+def test_changed_figures_without_a_column_are_listed(tmp_path: Path) -> None:
+    record_a = record(1, "ddp", optimizer_bytes=2**20, in_flight=2, executed_flops=1000, forward_seconds=0.1)
+    record_b = record(1, "ddp", optimizer_bytes=2**21, in_flight=2, executed_flops=1009, forward_seconds=0.2)
+    assert "ddp: optimizer_bytes 1.00 MiB → 2.00 MiB" in compared(tmp_path, [record_a], [record_b])
 
 
-def test_repeats_are_one_line_and_their_range_is_the_spread(tmp_path: Path) -> None:
+def test_repeats_share_a_row_and_their_range_is_the_spread(tmp_path: Path) -> None:
     first = [record(n, "ddp", repeat=n, tokens_per_second=speed) for n, speed in enumerate((900.0, 1000.0, 1100.0))]
     close, far = (
         [record(1, "ddp", tokens_per_second=speed, step_seconds_iqr_ratio=0.001)] for speed in (1090.0, 1110.0)
@@ -198,7 +198,7 @@ def test_repeats_are_one_line_and_their_range_is_the_spread(tmp_path: Path) -> N
     assert cells(compared(tmp_path / "far", first, far), "ddp")[2:5] == ["1,000", "1,110", "1.11"]
 
 
-def test_changed_ends_say_why_and_rows_of_one_folder_where_they_are(tmp_path: Path) -> None:
+def test_changed_statuses_have_reasons_and_unmatched_rows_name_their_folder(tmp_path: Path) -> None:
     dead = {"status": "oom", "reason": "rank 1 ran out of memory", "tokens_per_second": None}
     first = [record(1, "ddp"), record(2, "zero3"), record(3, "tp")]
     second = [record(1, "ddp", noise_warning="other processes took 1.0 of 2 cores"), record(2, "zero3", **dead)]
@@ -206,21 +206,21 @@ def test_changed_ends_say_why_and_rows_of_one_folder_where_they_are(tmp_path: Pa
     lines = compared(tmp_path, first, second)
     assert cells(lines, "zero3")[:5] == ["zero3", "ok", "→", "oom", "1,000"] and not any("tp " in x[:3] for x in lines)
     assert "B: zero3 oom: rank 1 ran out of memory" in lines
-    assert "B: ddp disturbed, other processes took 1.0 of 2 cores" in lines
+    assert "B: ddp noise warning: other processes took 1.0 of 2 cores" in lines
     assert lines[-2:] == ["only in A: tp ok", "only in B: pp_1f1b refused"]
 
 
-def test_models_and_strategies_are_never_set_aside(tmp_path: Path) -> None:
+def test_models_and_strategies_are_never_ignored(tmp_path: Path) -> None:
     """With one row each every key is shared, and yet the two runs differ."""
     for name, change in (("strategy", {"name": "zero3", "layers_per_stage": None}), ("model", {"name": "7b"})):
         other = record(1, "ddp")
         other.config[name] = change
         lines = compared(tmp_path / name, [record(1, "ddp")], [other])
-        assert "no run of A ran the same as one of B" in lines
+        assert "no run of A has the same configuration as a run of B" in lines
         assert any(line.startswith("only in A: ddp") for line in lines)
 
 
-def test_what_varies_within_a_folder_tells_its_rows_apart(tmp_path: Path) -> None:
+def test_settings_that_vary_within_a_folder_distinguish_its_rows(tmp_path: Path) -> None:
     first = [record(n, "ddp", seq_len=length, tokens_per_second=1000.0 * n) for n, length in ((1, 128), (2, 256))]
     for entry in first:
         entry.config["train"] |= {"seq_len": entry.row["seq_len"]}
@@ -228,8 +228,8 @@ def test_what_varies_within_a_folder_tells_its_rows_apart(tmp_path: Path) -> Non
     for entry in second:
         entry.row["tokens_per_second"] *= 3
     lines = compared(tmp_path, first, second)
-    found = [line.split() for line in lines if line.startswith("ddp ")]
-    assert [line[line.index("ok") :][:4] for line in found] == (
+    cells_of_ddp = [line.split() for line in lines if line.startswith("ddp ")]
+    assert [line[line.index("ok") :][:4] for line in cells_of_ddp] == (
         [["ok", "1,000", "3,000", "3.00"], ["ok", "2,000", "6,000", "3.00"]]
     )
     lines = compared(tmp_path / "fewer", first, second[:1])  # 256 alone: what varies in A is not a change for all
@@ -249,7 +249,9 @@ def test_hostile_text_is_printed_as_text(tmp_path: Path) -> None:
     assert max(map(cell_len, lines)) <= 120 and sum(line.count("x") for line in lines) >= 300
 
 
-def test_folders_without_records_are_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_records_are_reported_in_a_single_line_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_record(tmp_path / "good" / "x", record(1, "ddp"))
     (tmp_path / "empty").mkdir()
     for folders in (("good", "missing"), ("missing", "good"), ("good", "empty"), ("empty", "good")):
@@ -262,7 +264,7 @@ def test_folders_without_records_are_one_line_and_exit_2(tmp_path: Path, capsys:
         assert end.value.code == 2
 
 
-def test_lines_of_one_strategy_are_told_apart(tmp_path: Path) -> None:
+def test_rows_of_the_same_strategy_have_distinct_labels(tmp_path: Path) -> None:
     """They are distinguished by columns if they differ in one, and else by the keys of their configurations."""
     first = [record(1, "ddp", engine="torch", compile=False), record(2, "ddp", engine="torch", compile=True)]
     first += [record(3, "ddp", engine="accelerate"), record(4, "ddp", engine="accelerate")]

@@ -31,7 +31,7 @@ GOLDEN = Path(__file__).parent / "golden_report.md"
 
 def line(first: int, strategy: str, engine: str, stage: int, speeds: list[float], **changes: Any) -> list[Record]:
     """Return a run for each speed that differ only in their repeat, with fixed shares of a step and of a peak."""
-    made = []
+    records = []
     for repeat, speed in enumerate(speeds):
         step = 1024 / speed
         figures = {"repeat": repeat, "tokens_per_second": speed, "tokens_per_second_per_device": speed / 2}
@@ -44,8 +44,8 @@ def line(first: int, strategy: str, engine: str, stage: int, speeds: list[float]
         parts = {"parameter": entry["parameter_bytes"], "optimizer": entry["optimizer_bytes"], "activation": MIB}
         entry |= {f"at_peak_{name}_bytes": size for name, size in parts.items()} | {"peak_phase": "backward"}
         entry |= {"at_peak_temporary_bytes": peak - state - MIB, "predicted_peak_bytes": peak * 11 // 10}
-        made.append(record_of(entry))
-    return made
+        records.append(record_of(entry))
+    return records
 
 
 def example() -> list[Record]:
@@ -63,14 +63,14 @@ def example() -> list[Record]:
     ]
 
 
-def texts(found: list[Section]) -> list[str]:
+def texts(report: list[Section]) -> list[str]:
     """Return every sentence of these sections."""
-    parts = [part for section in found for part in section.parts]
+    parts = [part for section in report for part in section.parts]
     prose = [part.text for part in parts if isinstance(part, Paragraph)]
     return prose + [said for part in parts if isinstance(part, BulletList) for _, said in part.items]
 
 
-def test_the_whole_report_is_exactly_as_it_was() -> None:
+def test_the_report_equals_the_golden_file() -> None:
     """If it changed on purpose, python -m tests.unit.test_findings writes the file anew, to be read line by line."""
     assert golden() == GOLDEN.read_text(encoding="utf-8")
 
@@ -78,7 +78,7 @@ def test_the_whole_report_is_exactly_as_it_was() -> None:
 def golden() -> str:
     """Return the report without what differs between machines, which is versions."""
     page = markdown.page("example", sections(View("example", example())))
-    page = re.sub(r" Made by python .*", "", page)
+    page = re.sub(r" Recorded with python .*", "", page)
     return re.sub(r"## Versions and environment\n\n.*", "", page, flags=re.DOTALL)
 
 
@@ -87,7 +87,7 @@ FASTEST = (
     " as fast."
 )
 
-SAID = [
+SENTENCES = [
     FASTEST,
     "zero3 needs the least memory: 12.00 MiB at the peak of its fullest rank, 60 % of ddp's, at 0.50 of its tokens/s.",
     "The fastest that a device's memory allows: from 12.00 MiB zero3 (8,000 tokens/s), from 16.00 MiB ddp full (12,000"
@@ -96,29 +96,29 @@ SAID = [
     "zero1 holds 90 % of ddp's peak, runs at 1.00 (the spreads meet) of its tokens/s and sends 1.00 × its bytes.",
     "zero3 holds 60 % of ddp's peak, runs at 0.50 of its tokens/s and sends 1.50 × its bytes.",
     "Checkpointing full takes 67 % off the activations and 20 % off the peak of ddp, and costs 25 % of its speed.",
-    "The peaks predicted for 4 lines are off by 10 % in the median and by 10 % at most.",
-    "2 of 6 lines have no figures (1 oom, 1 refused): the reasons are under Failures.",
+    "The peaks predicted for 4 configurations are off by 10 % in the median and by 10 % at most.",
+    "2 of 6 configurations have no figures (1 oom, 1 refused): the reasons are under Failures.",
 ]
 
 
-def test_sentences_say_what_the_rows_say() -> None:
-    assert texts(findings(View("example", example()))) == SAID
+def test_sentences_state_the_figures_of_the_rows() -> None:
+    assert texts(findings(View("example", example()))) == SENTENCES
 
 
 @pytest.mark.parametrize(
     ("column", "factor"),
     [("tokens_per_second", 1.01), ("peak_allocated_bytes", 1024), ("communication_bytes", 2), ("activation_bytes", 3)],
 )
-def test_a_wrong_unit_changes_what_is_said(column: str, factor: float) -> None:
+def test_a_wrong_unit_changes_the_sentences(column: str, factor: float) -> None:
     """The golden sentences depend on every one of these columns."""
     spoiled = example()
     for record in spoiled[3:6] if column == "activation_bytes" else spoiled[9:10]:
         record.row[column] = type(record.row[column])(record.row[column] * factor)
-    assert texts(findings(View("example", spoiled))) != SAID
+    assert texts(findings(View("example", spoiled))) != SENTENCES
 
 
 @pytest.mark.parametrize(
-    ("size", "said"),
+    ("size", "expected"),
     [
         (20 * MIB, "Of the 4 of 4 that fit in 20.00 MiB, ddp is fastest: 16,000 tokens/s in 20.00 MiB; the spreads"),
         (20 * MIB - 1, "Of the 3 of 4 that fit in 20.00 MiB, zero1 is fastest: 15,950 tokens/s in 18.00 MiB."),
@@ -126,68 +126,68 @@ def test_a_wrong_unit_changes_what_is_said(column: str, factor: float) -> None:
         (MIB, "Nothing measured here fits in 1.00 MiB: the least is 12.00 MiB."),
     ],
 )
-def test_a_recommendation_keeps_to_its_limit(size: int, said: str) -> None:
-    assert texts(findings(View("example", example()), size))[2].startswith(said)
+def test_a_recommendation_respects_the_memory_limit(size: int, expected: str) -> None:
+    assert texts(findings(View("example", example()), size))[2].startswith(expected)
 
 
 def test_settings_are_not_mixed() -> None:
     """Two world sizes have sentences of their own, and no sentence compares across them."""
-    said = texts(findings(View("mixed", mixed())))
-    assert {"Of world size 2:", "Of world size 4:"} <= set(said)
+    sentences = texts(findings(View("mixed", mixed())))
+    assert {"For world size 2:", "For world size 4:"} <= set(sentences)
     other = [record_of(row(50 + n, s, "torch", 0, precision="bf16_mixed")) for n, s in enumerate(("ddp", "tp"))]
-    said = texts(findings(View("both", [*example(), *other])))
-    assert {"Of fp32:", "Of bf16_mixed:"} <= set(said)
-    assert set(SAID[:-2]) <= set(said)
+    sentences = texts(findings(View("both", [*example(), *other])))
+    assert {"For fp32:", "For bf16_mixed:"} <= set(sentences)
+    assert set(SENTENCES[:-2]) <= set(sentences)
 
 
-def test_speeds_of_unknown_spread_are_not_told() -> None:
+def test_speeds_of_unknown_spread_are_left_out() -> None:
     entries = example()
     for record in entries:
         record.row.update({"step_seconds_iqr_ratio": None, "repeat": 0})
     entries = [entries[0], entries[3], entries[6], entries[9]]
-    said = " ".join(texts(findings(View("unsure", entries))))
-    assert "tokens/s" not in said and "speed" not in said and "60 % of ddp's peak" in said
+    sentences = " ".join(texts(findings(View("unsure", entries))))
+    assert "tokens/s" not in sentences and "speed" not in sentences and "60 % of ddp's peak" in sentences
     assert "too few steps were timed" in " ".join(texts(caveats(View("unsure", entries))))
 
 
-def test_nothing_to_say_is_no_section_and_one_run_says_nothing_of_others() -> None:
+def test_no_runs_have_no_summary_and_a_single_run_has_no_comparison() -> None:
     assert findings(View("none", [])) == caveats(View("none", [])) == []
     assert texts(findings(View("one", example()[:1]))) == [
-        "The peaks predicted for 1 line are off by 10 % in the median and by 10 % at most."
+        "The peaks predicted for 1 configuration are off by 10 % in the median and by 10 % at most."
     ]
-    assert "Every line is one run" in " ".join(texts(caveats(View("one", example()[:1]))))
+    assert "Every configuration ran once" in " ".join(texts(caveats(View("one", example()[:1]))))
     failed = [record for record in example() if record.row["status"] != "ok"]
-    assert texts(findings(View("failed", failed))) == [SAID[-1].replace("2 of 6", "2 of 2")]
+    assert texts(findings(View("failed", failed))) == [SENTENCES[-1].replace("2 of 6", "2 of 2")]
 
 
-def test_the_front_is_what_nothing_beats_in_both() -> None:
+def test_the_pareto_front_has_the_points_that_no_other_dominates() -> None:
     sizes = itertools.product((1000.0, 2000.0, 3000.0), (10, 20, 30))
-    made = [
+    records = [
         record_of(
             row(n, f"s{n}", "torch", 0, tokens_per_second=speed, peak_allocated_bytes=peak * MIB)
             | {"step_seconds_iqr_ratio": 0.0}
         )
         for n, (speed, peak) in enumerate(sizes)
     ]
-    for chosen in itertools.combinations(made, 4):
+    for chosen in itertools.combinations(records, 4):
         view = View("front", chosen)
         text = " ".join(texts(findings(view)))
         rows = [record.row for record in chosen]
-        kept = [one for one in rows if not any(_beats(other, one) for other in rows)]
+        front = [row for row in rows if not any(_beats(other, row) for other in rows)]
         ladder = text.partition("memory allows: ")[2].partition(". In less")[0]
         named = re.findall(r"MiB (s\d)", ladder)
-        distinct = {(one["tokens_per_second"], one["peak_allocated_bytes"]) for one in kept}
+        distinct = {(row["tokens_per_second"], row["peak_allocated_bytes"]) for row in front}
         assert len(named) == (len(distinct) if len(distinct) > 1 else 0)
-        assert set(named) <= {one["strategy"] for one in kept}
+        assert set(named) <= {row["strategy"] for row in front}
 
 
-def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _beats(row: dict[str, Any], other: dict[str, Any]) -> bool:
     speed, peak = "tokens_per_second", "peak_allocated_bytes"
-    no_worse = one[speed] >= other[speed] and one[peak] <= other[peak]
-    return no_worse and (one[speed] > other[speed] or one[peak] < other[peak])
+    no_worse = row[speed] >= other[speed] and row[peak] <= other[peak]
+    return no_worse and (row[speed] > other[speed] or row[peak] < other[peak])
 
 
-def test_the_best_is_marked_where_its_lead_exceeds_the_spread() -> None:
+def test_best_marks_need_a_difference_beyond_the_spread() -> None:
     view = View("example", example())
     labels = view.line_medians["label"].tolist()
     marked = {column: {labels[position] for position in found} for column, found in best(view).items()}
@@ -206,9 +206,9 @@ def test_the_best_is_marked_where_its_lead_exceeds_the_spread() -> None:
     assert "peak_allocated_bytes" not in best(View("peaks", peaks))
 
 
-def test_the_best_is_of_one_setting_and_world_and_never_alone() -> None:
-    found = best(View("mixed", mixed()))
-    assert all(len(positions) <= 2 for positions in found.values())
+def test_best_marks_compare_rows_of_the_same_setting_and_world_size() -> None:
+    winners = best(View("mixed", mixed()))
+    assert all(len(positions) <= 2 for positions in winners.values())
     single = [record for record in records() if record.row["strategy"] == "single"]
     assert best(View("alone", single)) == {}
     entries = records()
@@ -219,10 +219,10 @@ def test_the_best_is_of_one_setting_and_world_and_never_alone() -> None:
     assert [entries[position].row["strategy"] for position in positions] == ["ddp"]
 
 
-def test_any_column_is_a_pivot() -> None:
+def test_any_column_can_be_the_pivot() -> None:
     (section,) = pivots(View("mixed", mixed()), "world_size")
     peak, speed = section.parts
-    assert isinstance(peak, Table) and isinstance(speed, Table) and section.title == "By world"
+    assert isinstance(peak, Table) and isinstance(speed, Table) and section.title == "Results by world size"
     assert list(peak.header) == ["strategy", "2", "4"] and peak.caption == "Peak memory (MiB)"
     assert [list(cells) for cells in peak.rows] == [[s, "20.00", "20.00"] for s in ("ddp", "tp", "pp_1f1b", "pp_gpipe")]
     by_kind, _ = pivots(View("example", example()), "checkpointing")[0].parts
@@ -238,22 +238,22 @@ def test_any_column_is_a_pivot() -> None:
 
 def growing() -> list[Record]:
     """Return two strategies at two sizes of the model in 18 MiB per rank, of which one runs out of it at the larger."""
-    made = []
+    records = []
     for number, (strategy, size) in enumerate(itertools.product(("ddp", "zero3"), (1, 2))):
         changes: dict[str, Any] = {"parameters": size * 10**6, "memory_limit_bytes": 18 * MIB}
         changes |= {"peak_allocated_bytes": (8 if strategy == "zero3" else 12) * size * MIB}
         if strategy == "ddp" and size == 2:
             changes |= FAILED | {"status": "oom", "reason": "rank 0 in backward: out of memory"}
-        made.append(record_of(row(number, strategy, "torch", 0, **changes)))
-        made[-1].config.update({"model": {"num_hidden_layers": size}})
-    return made
+        records.append(record_of(row(number, strategy, "torch", 0, **changes)))
+        records[-1].config.update({"model": {"num_hidden_layers": size}})
+    return records
 
 
 def test_the_memory_wall_is_the_largest_model_that_ran() -> None:
-    said = texts(findings(View("wall", growing())))
-    assert said[0] == (
-        "The largest model that ran in 18.00 MiB a rank: 2.0 million parameters with zero3; 1.0 million parameters with"
-        " ddp."
+    sentences = texts(findings(View("wall", growing())))
+    assert sentences[0] == (
+        "The largest model that ran in 18.00 MiB per rank: 2.0 million parameters with zero3; 1.0 million parameters"
+        " with ddp."
     )
     calm = [record for record in growing() if record.row["status"] == "ok"]
     assert "The largest" not in " ".join(texts(findings(View("calm", calm))))
@@ -269,7 +269,7 @@ def test_the_memory_wall_is_the_largest_model_that_ran() -> None:
     assert "limit 18.00 MiB" in svg and "1 ran out of memory" in picture.alt_text
 
 
-def test_variants_of_a_strategy_are_not_one_curve() -> None:
+def test_variants_of_a_strategy_are_separate_curves() -> None:
     """A curve of scaling has one configuration: a compiled run is not the larger world of an uncompiled one."""
     ways = ((1, False, 1000.0), (2, False, 1500.0), (1, True, 4000.0), (2, True, 6400.0))
     entries = [
@@ -277,15 +277,15 @@ def test_variants_of_a_strategy_are_not_one_curve() -> None:
         for n, (world, compiled, speed) in enumerate(ways)
     ]
     for chosen in (entries, entries[::-1]):
-        said = [text for text in texts(findings(View("ways", chosen))) if "ranks:" in text]
-        assert sorted(text.split(":")[1][:7] for text in said) == [" 1.50 ×", " 1.60 ×"]
+        sentences = [text for text in texts(findings(View("ways", chosen))) if "ranks:" in text]
+        assert sorted(text.split(":")[1][:7] for text in sentences) == [" 1.50 ×", " 1.60 ×"]
     assert not any("ranks:" in text for text in texts(findings(View("ways", [entries[0], entries[3]]))))
 
 
-def test_limits_name_what_would_mislead() -> None:
-    told = " ".join(texts(caveats(View("example", example()))))
-    assert "Speeds of CPU processes say little of GPUs" in told and "One run alone stands for zero3" in told
-    assert "Nothing is known of the speed and memory of what did not end well: tp, tp_sp." in told
+def test_limitations_name_the_rows_they_concern() -> None:
+    sentences = " ".join(texts(caveats(View("example", example()))))
+    assert "The speed of CPU processes tells little about GPUs" in sentences and "(repeats=3): zero3." in sentences
+    assert "are not known because they did not end ok: tp, tp_sp." in sentences
     entries = example()
     for record in entries:
         record.environment.update({"cores": 1})
@@ -293,8 +293,8 @@ def test_limits_name_what_would_mislead() -> None:
     gpu = [record.with_row(measured_on="NVIDIA H200") for record in entries]
     assert not re.search(r"CPU|shared", " ".join(texts(caveats(View("gpu", gpu)))))
     entries[0].row.update({"noise_warning": "other load", "loss_deviation": None})
-    told = " ".join(texts(caveats(View("noise_warning", entries))))
-    assert "Something disturbed the times of ddp" in told
+    sentences = " ".join(texts(caveats(View("noise_warning", entries))))
+    assert "listed under Runs with a noise warning, for ddp" in sentences
 
 
 def stored(folder: Path, entries: list[Record]) -> Path:
@@ -303,7 +303,7 @@ def stored(folder: Path, entries: list[Record]) -> Path:
     return folder
 
 
-def test_several_folders_are_one_comparison(tmp_path: Path) -> None:
+def test_several_folders_form_a_single_comparison(tmp_path: Path) -> None:
     """The same run in both folders keeps its place and its own steps."""
     folders = [stored(tmp_path / name, records()) for name in ("a", "b")]
     view = merge_folders([(folder, read_all(folder)) for folder in folders])
@@ -330,7 +330,7 @@ def test_parquet_has_the_rows_of_csv_with_their_types(tmp_path: Path) -> None:
         assert [None if pd.isna(v) else v for v in parquet[name]] == [None if pd.isna(v) else v for v in csv[name]]
 
 
-def test_a_page_shows_of_many_runs_some_and_says_so() -> None:
+def test_a_page_of_many_runs_states_how_many_it_shows() -> None:
     many = [
         record_of(row(n, ("ddp", "tp")[n % 2], "torch", 0, micro_batch=n, tokens_per_second=1000.0 + n))
         for n in range(3 * MOST)
@@ -338,7 +338,7 @@ def test_a_page_shows_of_many_runs_some_and_says_so() -> None:
     view = View("many", many)
     part = truncate(view, MOST)
     assert len(part.records) == len(part.table) == len(part.lines) == len(part.line_medians) == MOST
-    assert {"ddp micro 598", "tp micro 599"} <= set(part.line_medians["label"])  # the fastest of each strategy
+    assert {"ddp micro-batch 598", "tp micro-batch 599"} <= set(part.line_medians["label"])  # the fastest of each strategy
     whole = dict(zip(view.line_medians["label"], view.line_medians["tokens_per_second_ratio"], strict=True))
     ratios = zip(part.line_medians["label"], part.line_medians["tokens_per_second_ratio"], strict=True)
     assert all(whole[label] == ratio for label, ratio in ratios)
@@ -347,13 +347,15 @@ def test_a_page_shows_of_many_runs_some_and_says_so() -> None:
     assert all(len(part.rows) <= MOST for section in page for part in section.parts if isinstance(part, Table))
 
 
-def test_every_picture_is_named_for_a_file() -> None:
+def test_every_chart_has_a_valid_file_name() -> None:
     pictures = [part for section in sections(View("example", example())) for part in section.parts]
     names = [part.name for part in pictures if isinstance(part, Chart)]
     assert len(set(names)) == len(names) and all(re.fullmatch(r"[a-z0-9-]+", name) for name in names)
 
 
-def test_the_command_of_several_folders_and_its_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_accepts_several_folders_and_rejects_wrong_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folders = [str(stored(tmp_path / name, example())) for name in ("a", "b")]
     assert main([*folders, "--fits-in", "18MiB", "--pivot", "repeat"]) == 0
     written = {path.name for path in (tmp_path / "a+b").iterdir()}
@@ -364,12 +366,12 @@ def test_the_command_of_several_folders_and_its_mistakes(tmp_path: Path, capsys:
         ("--pivot", "nope"): "--pivot=nope is not a column",
         ("--fits-in", "2 suitcases"): "--fits-in=2 suitcases is",
     }
-    for mistake, said in mistakes.items():
+    for mistake, message in mistakes.items():
         assert main([folders[0], *mistake]) == 2
-        assert capsys.readouterr().err.startswith(said) and not (tmp_path / "a" / "report.md").exists()
+        assert capsys.readouterr().err.startswith(message) and not (tmp_path / "a" / "report.md").exists()
 
 
-def test_pictures_that_cannot_be_drawn_cost_nothing_else(
+def test_a_report_without_charts_is_complete_otherwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(specs: object) -> dict[str, str]:

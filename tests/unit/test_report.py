@@ -22,7 +22,7 @@ from harness.records.store import write_record
 from harness.report import markdown
 from harness.report.comparison_columns import comparison_columns
 from harness.report.frame import column_values, records_frame
-from harness.report.labels import VARYING
+from harness.report.labels import OTHER_OPTIONS, VARYING, column_title
 from harness.report.markdown import escape
 from harness.report.sections import sections
 from harness.report.text import byte_unit, format_numbers
@@ -46,7 +46,7 @@ def page(name: str, entries: list[Record], problems: list[str]) -> str:
 
 def grids(text: str) -> dict[str, list[dict[str, str]]]:
     """Return every table of a page by its heading, as a Markdown parser reads it, with a dict for each row."""
-    found: dict[str, list[dict[str, str]]] = {}
+    tables: dict[str, list[dict[str, str]]] = {}
     heading = ""
     lines: list[list[str]] = []
     tokens = MarkdownIt("commonmark").enable("table").parse(text)
@@ -60,14 +60,14 @@ def grids(text: str) -> dict[str, list[dict[str, str]]]:
         if token.type == "table_open":
             lines = []
         if token.type == "table_close":
-            found.setdefault(heading, [dict(zip(lines[0], cells, strict=True)) for cells in lines[1:]])
-    return found
+            tables.setdefault(heading, [dict(zip(lines[0], cells, strict=True)) for cells in lines[1:]])
+    return tables
 
 
-def test_terminal_numbers_stand_in_their_columns() -> None:
+def test_terminal_shows_each_number_in_its_column() -> None:
     lines = printed(records(), 120)
     assert lines[0].startswith(
-        "tiny (1,048,576 parameters); fp32; checkpointing none; 8 × 128 = 1,024 tokens a step; micro-batch 4; on cpu;"
+        "tiny (1,048,576 parameters); fp32; checkpointing none; 8 × 128 = 1,024 tokens per step; micro-batch 4; on cpu;"
     )
     assert terminal_cells(lines, "ddp") == (
         [
@@ -139,7 +139,7 @@ def test_header_names_the_units_of_the_columns_below() -> None:
     assert over["1.2e-7"] == "loss dev." and over["4.6e-6"] == "grad dev."
 
 
-def test_failures_stay_in_place_with_their_reasons() -> None:
+def test_failures_remain_in_order_with_their_reasons() -> None:
     lines = printed(records(), 120)
     assert terminal_cells(lines, "fsdp_shard_grad_op") == ["fsdp_shard_grad_op", "2", "oom"]
     assert "fsdp_shard_grad_op oom: rank 1 ran out of memory" in lines
@@ -174,33 +174,35 @@ def test_no_line_is_wider_than_the_terminal(entries: list[Record], width: int) -
     assert len(rows) >= len([entry for entry in entries if entry.row["status"] == "ok"])
 
 
-def test_80_columns_leave_columns_out_and_cut_no_number() -> None:
+def test_narrow_terminals_drop_columns_but_cut_no_number() -> None:
     wide, narrow = printed(records(), 120), printed(records(), 80)
     assert terminal_cells(narrow, "zero3")[:4] == ["zero3", "2", "ok", "12,346"]
     for strategy in ("ddp", "zero3", "single"):
         assert set(terminal_cells(narrow, strategy)) <= set(terminal_cells(wide, strategy))
-    assert any(line.startswith("not shown in 80 columns: ") for line in narrow)
+    assert any(line.startswith("columns left out to fit 80 characters: ") for line in narrow)
 
 
-def test_strategy_and_world_say_the_degrees_and_the_bubble_outlives_its_formula() -> None:
+def test_degrees_are_hidden_where_strategy_and_world_size_imply_them() -> None:
     headers = {}
     for width in (80, 120, 160):
         lines = printed(mixed(), width)
         headers[width] = next(line for line in lines if line.startswith("strategy")).split()
         assert headers[width][:4] == ["strategy", "world", "status", "tok/s"] and max(map(cell_len, lines)) <= width
         assert not {"dp_replicate", "dp_shard", "tp", "cp", "pp"} & set(headers[width])
-    assert "bubble" in headers[80] and "formula" not in headers[80] and "activ." not in headers[80]
-    assert any(line.startswith("not shown in 80 columns: bubble formula, ") for line in printed(mixed(), 80))
+    assert "bubble" in headers[80] and "theory" not in headers[80] and "activ." not in headers[80]
+    assert any(
+        line.startswith("columns left out to fit 80 characters: bubble theory, ") for line in printed(mixed(), 80)
+    )
     assert [line.split()[:2] for line in lines if line.startswith("pp_")] == (
         [["pp_1f1b", "2"], ["pp_1f1b", "4"], ["pp_gpipe", "2"], ["pp_gpipe", "4"]]
     )
-    place = headers[160].index("bubble")
-    assert terminal_cells(lines, "pp_1f1b")[place : place + 2] == ["0.329", "0.125"]
-    assert headers[160][place + 1] == "formula" and "0.329" not in terminal_cells(lines, "ddp")
+    position = headers[160].index("bubble")
+    assert terminal_cells(lines, "pp_1f1b")[position : position + 2] == ["0.329", "0.125"]
+    assert headers[160][position + 1] == "theory" and "0.329" not in terminal_cells(lines, "ddp")
     assert not any("bubble" in line for line in printed(records(), 200))
 
 
-def test_degrees_are_shown_where_strategy_and_world_do_not_say_them() -> None:
+def test_degrees_are_shown_where_strategy_and_world_size_do_not_imply_them() -> None:
     rows = [
         row(n, "fsdp_tp", "torch", 3, world_size=8, dp_replicate=1, dp_shard=8 // tp, tp=tp)
         for n, tp in enumerate((2, 4))
@@ -248,7 +250,7 @@ STAGES = {"data_parallel": "fsdp", "dp_shard": 2, "pp": 2, "world_size": 4}
             ["ddp every_n checkpointing every 2", "ddp every_n checkpointing every 4"],
         ),
         (
-            [(("cp", "torch", 0), {"data_parallel": means}) for means in ("none", "fsdp")],
+            [(("cp", "torch", 0), {"data_parallel": data_parallel}) for data_parallel in ("none", "fsdp")],
             "data_parallel",
             ["none", "fsdp"],
             ["cp data_parallel none", "cp data_parallel fsdp"],
@@ -262,12 +264,12 @@ STAGES = {"data_parallel": "fsdp", "dp_shard": 2, "pp": 2, "world_size": 4}
     ],
     ids=["engine", "compile", "zero_stage", "every", "data_parallel", "vocabulary"],
 )
-def test_rows_that_differ_are_told_apart(
+def test_rows_that_differ_have_distinct_labels(
     several: list[tuple[Any, dict[str, Any]]], header: str, cells: list[str], labels: list[str]
 ) -> None:
     """Rows differ in the terminal, on the page and in their labels; a column is shown only if it varies."""
     entries = [record_of(row(n, *named, **changes)) for n, (named, changes) in enumerate(several)]
-    assert_told_apart(entries, header, cells, labels)
+    assert_distinguished(entries, header, cells, labels)
     assert header not in columns_of(entries[:1]) and header not in grids(page("demo", entries[:1], []))["Comparison"][0]
 
 
@@ -275,57 +277,59 @@ def columns_of(entries: list[Record]) -> dict[str, list[str]]:
     return {column.title: column.cells for column in comparison_columns(records_frame(entries), short=True)}
 
 
-def assert_told_apart(entries: list[Record], header: str, cells: list[str], labels: list[str]) -> None:
+def assert_distinguished(entries: list[Record], header: str, cells: list[str], labels: list[str]) -> None:
     assert column_values(records_frame(entries), "label") == labels
     assert columns_of(entries)[header] == cells
     lines = printed(entries, 120)
     assert max(map(cell_len, lines)) <= 120 and header in " ".join(lines)
     shown = [line for line in lines if line.startswith(entries[0].row["strategy"] + " ")]
     assert len(set(shown)) == len(entries) and all(cell in line for cell, line in zip(cells, shown, strict=True))
-    found = grids(page("demo", entries, []))
-    assert [line[header] for line in found["Comparison"]] == cells
-    assert [line["run"] for line in found["Memory"]] == labels
+    tables = grids(page("demo", entries, []))
+    assert [line[header] for line in tables["Comparison"]] == cells
+    assert [line["run"] for line in tables["Memory"]] == labels
 
 
-def test_every_axis_is_a_column_and_tells_rows_apart_alone() -> None:
+def test_every_varying_column_distinguishes_rows_by_itself() -> None:
     """Every column that describes how a row ran is an axis: two rows that differ in it have different labels."""
     other = {str: ("a", "b"), int: (1, 2), float: (0.0, 0.5), bool: (False, True)}
-    for name in VARYING.keys() - {"otherwise"}:
+    for name in set(VARYING) - {OTHER_OPTIONS}:
         pair = [record_of(row(n, *TORCH) | {name: value}) for n, value in enumerate(other[COLUMN_TYPES[name]])]
         alike = [replace(entry, rank_entries=[]) for entry in pair]
-        assert len(set(column_values(records_frame(alike), "label"))) == 2 and VARYING[name] in columns_of(alike), name
+        assert len(set(column_values(records_frame(alike), "label"))) == 2 and column_title(
+            name, short=True
+        ) in columns_of(alike), name
     config = compose_config("strategy=tp_pp", "checkpointing=every_n", "checkpointing.every=2")
-    made = config_columns(config, resolve_layout(config.strategy, 4)).keys()
+    columns = config_columns(config, resolve_layout(config.strategy, 4)).keys()
     others = {"name", "strategy", "checkpointing", "grad_accumulation"}
-    assert made - others == VARYING.keys() - {"measured_on", "otherwise"}
+    assert columns - others == set(VARYING) - {"measured_on", OTHER_OPTIONS}
 
 
-def test_what_no_column_has_is_told_by_its_key() -> None:
+def test_rows_alike_in_all_columns_are_distinguished_by_configuration_keys() -> None:
     """Rows alike in every column are distinguished by keys of their configurations; -: marks a missing key."""
     entries = [record_of(row(n, *TORCH)) for n in range(3)] + [record_of(row(3, "zero1", "deepspeed", 1))]
     for entry, options in zip(entries, ({}, {"static_graph": True}, {"static_graph": False}, {}), strict=True):
         entry.config.update({"strategy": {"options": options}, "tracking": {"name": entry.row["run_id"]}})
-    told = [f"static_graph={value}" for value in ("-", "True", "False")]
-    assert_told_apart(entries[:3], "otherwise", told, [f"ddp {text}" for text in told])
+    cells = [f"static_graph={value}" for value in ("-", "True", "False")]
+    assert_distinguished(entries[:3], "other options", cells, [f"ddp {text}" for text in cells])
     assert column_values(records_frame(entries), "label")[3] == "zero1"
-    assert "otherwise" not in columns_of([entries[1], entries[3]])
+    assert "other options" not in columns_of([entries[1], entries[3]])
 
 
-def test_what_all_rows_share_is_said_where_it_is_not_as_usual() -> None:
+def test_shared_settings_are_mentioned_where_they_are_not_the_defaults() -> None:
     unusual = {"compile": True, "loss_chunks": 4, "dropout": 0.1, "fused_optimizer": False}
     entries = [record_of(row(n, name, "torch", 0, **unusual)) for n, name in enumerate(("ddp", "fsdp_no_shard"))]
     options = ["compiled yes", "loss chunks 4", "fused optimizer no", "dropout 0.1"]
     assert printed(entries, 400)[0].split("; ")[-5:-1] == options
 
 
-def test_one_row_is_still_measured_against_the_baseline_of_all() -> None:
+def test_a_single_row_is_compared_with_the_baseline_of_all() -> None:
     lines = printed(records(), 120, only={f"{5:010x}"})
     assert terminal_cells(lines, "zero3")[:5] == ["zero3", "ok", "12,346", "6,173", "0.77"]
-    assert "× is relative to ddp" in " ".join(lines) and not any(line.startswith("ddp") for line in lines)
+    assert "× is the ratio to ddp" in " ".join(lines) and not any(line.startswith("ddp") for line in lines)
     assert printed([], 120) == ["no runs recorded"]
 
 
-def test_baseline_is_ddp_then_single_then_the_first_and_only_of_the_same_setting() -> None:
+def test_baseline_is_ddp_then_single_then_the_first_of_the_same_setting() -> None:
     entries = records()
     by_strategy = {entry.row["strategy"]: entry for entry in entries}
 
@@ -344,7 +348,7 @@ def test_baseline_is_ddp_then_single_then_the_first_and_only_of_the_same_setting
     assert ratio_of(checkpointed, ddp) == [0.5, 1.0]
 
 
-def test_the_plainest_of_several_is_the_baseline() -> None:
+def test_the_candidate_with_the_fewest_options_is_the_baseline() -> None:
     changes = ({"checkpointing": "full"}, {"compile": True}, {"compile": False}, {"dropout": 0.0})
     entries = [record_of(row(n, *TORCH, **change)) for n, change in enumerate(changes)]
     assert column_values(records_frame(entries), "baseline")[0] == column_values(records_frame(entries), "label")[2]
@@ -362,34 +366,37 @@ def test_units_and_small_numbers() -> None:
     assert format_numbers([1023 * MIB, MIB], byte_unit([1023 * MIB])) == ["1,023", "1"]
 
 
-def test_markdown_numbers_stand_under_their_headers() -> None:
-    found = grids(page("demo", records(), ["results/demo/x/record.json is not a whole record"]))
-    comparison = {line["strategy"]: line for line in found["Comparison"]}
-    assert comparison["zero3"]["peak MiB"] == "10.00" and comparison["zero3"]["× peak"] == "0.50"
-    assert comparison["zero3"]["comm. MiB"] == "6.00" and comparison["zero3"]["× comm."] == "1.50"
-    assert comparison["zero3"]["tok/s"] == "12,346" and comparison["zero3"]["tok/s /device"] == "6,173"
-    assert comparison["fsdp_shard_grad_op"]["status"] == "oom" and comparison["fsdp_shard_grad_op"]["peak MiB"] == ""
-    memory = {line["run"]: line for line in found["Memory"]}
+def test_markdown_numbers_are_under_their_headers() -> None:
+    tables = grids(page("demo", records(), ["results/demo/x/record.json is not a whole record"]))
+    comparison = {line["strategy"]: line for line in tables["Comparison"]}
+    assert comparison["zero3"]["peak memory MiB"] == "10.00" and comparison["zero3"]["× peak memory"] == "0.50"
+    assert comparison["zero3"]["communication MiB"] == "6.00" and comparison["zero3"]["× communication"] == "1.50"
+    assert comparison["zero3"]["tokens/s"] == "12,346" and comparison["zero3"]["tokens/s per device"] == "6,173"
+    assert (
+        comparison["fsdp_shard_grad_op"]["status"] == "oom"
+        and comparison["fsdp_shard_grad_op"]["peak memory MiB"] == ""
+    )
+    memory = {line["run"]: line for line in tables["Memory"]}
     full = memory["fsdp_full_shard"]
-    assert [full[name] for name in ("parameters", "gradients", "optimizer", "activations", "peak")] == (
+    assert [full[name] for name in ("parameters", "gradients", "optimizer state", "activations", "peak memory")] == (
         ["2.00", "2.00", "4.00", "1.50", "9.00"]
     )
-    assert [full[f"× {name}"] for name in ("parameters", "optimizer", "activations", "peak")] == [
+    assert [full[f"× {name}"] for name in ("parameters", "optimizer state", "activations", "peak memory")] == [
         "0.50",
         "0.50",
         "1.00",
         "0.45",
     ]
-    assert memory["zero1"]["× optimizer"] == "0.75"
+    assert memory["zero1"]["× optimizer state"] == "0.75"
     assert (memory["zero2"]["parameters"], memory["zero2"]["gradients"]) == ("4.00", "2.00")
     assert (memory["zero2"]["× parameters"], memory["zero2"]["× gradients"]) == ("1.00", "0.50")
-    communication = {line["run"]: line for line in found["Communication"]}
+    communication = {line["run"]: line for line in tables["Communication"]}
     assert communication["zero3"]["all_gather on dp_shard"] == "4.00 (7)"
     assert communication["zero3"]["reduce_scatter on dp_shard"] == "2.00 (5)"
     assert communication["ddp"]["all_reduce on dp_replicate"] == "4.00 (3)"
     assert communication["zero3"]["total"] == "6.00" and communication["zero3"]["× total"] == "1.50"
-    assert full["smallest peak of a rank"] == "8.50"
-    proof = {line["run"]: line for line in found["Proof"]}
+    assert full["smallest peak of any rank"] == "8.50"
+    proof = {line["run"]: line for line in tables["Proof"]}
     assert proof["ddp"] == {
         "run": "ddp",
         "layout": "proven",
@@ -401,11 +408,11 @@ def test_markdown_numbers_stand_under_their_headers() -> None:
     assert "Unreadable records" in page("demo", records(), ["bad"]) and "Predicted" not in page("demo", records(), [])
 
 
-def test_pipelines_have_a_row_a_rank_and_traffic_its_axes() -> None:
+def test_pipelines_have_a_row_per_rank_and_communication_a_column_per_axis() -> None:
     text = page("demo", mixed(), [])
-    found = grids(text)
-    assert len(found["Pipelines"]) == 2 * (2 + 4) and "Pipelines" not in grids(page("demo", records(), []))
-    assert found["Pipelines"][5] == {
+    tables = grids(text)
+    assert len(tables["Pipelines"]) == 2 * (2 + 4) and "Pipelines" not in grids(page("demo", records(), []))
+    assert tables["Pipelines"][5] == {
         "run": "pp_1f1b world 4",
         "rank": "3",
         "stages": "3, 7",
@@ -413,42 +420,43 @@ def test_pipelines_have_a_row_a_rank_and_traffic_its_axes() -> None:
         "working ms": "43.00",
         "idle ms": "20.00",
         "bubble": "3.500",
-        "formula": "0.375",
+        "bubble in theory": "0.375",
         "micro-batches in flight": "1",
         "activations MiB": "1.00",
     }
-    assert found["Comparison"][4]["bubble"] == "0.329" and found["Comparison"][4]["bubble formula"] == "0.125"
-    traffic = {line["run"]: {key: cell for key, cell in line.items() if cell} for line in found["Communication"]}
-    assert list(found["Communication"][0])[1:5] == (
+    assert tables["Comparison"][4]["bubble"] == "0.329" and tables["Comparison"][4]["bubble in theory"] == "0.125"
+    traffic = {line["run"]: {key: cell for key, cell in line.items() if cell} for line in tables["Communication"]}
+    assert list(tables["Communication"][0])[1:5] == (
         ["all_reduce on dp_replicate", "all_reduce on pp", "send on pp", "all_reduce on tp"]
     )
     assert traffic["tp world 2"]["all_reduce on tp"] == "4.00 (3)" and "all_reduce on pp" not in traffic["tp world 2"]
     assert traffic["pp_gpipe world 4"]["send on pp"] == "0.50 (16)"
 
 
-def test_predicted_has_columns_of_its_own() -> None:
+def test_predictions_have_columns_of_their_own() -> None:
     predicted = record_of(row(1, "ddp", "torch", 0, predicted_peak_bytes=19 * MIB, predicted_step_seconds=0.05))
     text = page("demo", [predicted], [])
-    assert grids(text)["Predicted beside measured"] == [
-        {"run": "ddp", "predicted peak MiB": "19.00", "measured peak MiB": "20.00", "error of the peak %": "-5.0"}
-        | {"predicted step ms": "50.00", "measured step ms": "82.94", "error of the step %": "-39.7"}
+    assert grids(text)["Predicted and measured values"] == [
+        {"run": "ddp", "predicted peak memory MiB": "19.00", "measured peak memory MiB": "20.00"}
+        | {"error of the peak memory %": "-5.0"}
+        | {"predicted step time ms": "50.00", "measured step time ms": "82.94", "error of the step time %": "-39.7"}
     ]
     assert "19.00" not in text.split("## Predicted")[0]  # but for the error, nothing predicted stands elsewhere
 
 
-def test_what_fills_the_peak_adds_up_and_leaves_text_alone() -> None:
+def test_parts_of_the_peak_are_listed_with_the_phase() -> None:
     parts = {"at_peak_parameter_bytes": 4 * MIB, "at_peak_temporary_bytes": 16 * MIB, "peak_phase": "backward"}
     text = page("demo", [record_of(row(1, "ddp", "torch", 0, **parts)), *records()[4:5]], [])
-    assert grids(text)["What fills the peak"][0] == {
+    assert grids(text)["Breakdown of peak memory"][0] == {
         "run": "ddp",
-        "in": "backward",
+        "phase": "backward",
         "parameters": "4.00",
-        "temporaries": "16.00",
-        "peak": "20.00",
+        "temporary tensors": "16.00",
+        "peak memory": "20.00",
     }
 
 
-def test_what_lies_on_the_host_is_said_beside_the_state_that_it_is_part_of() -> None:
+def test_memory_on_the_host_has_columns_where_there_is_any() -> None:
     entries = [record_of(row(1, "ddp", "torch", 0)), record_of(row(2, "zero_offload", "deepspeed", 2))]
     without = page("demo", entries, [])
     assert "on the host" not in "".join(grids(without)["Memory"][0]) and "on the host are" not in without
@@ -458,10 +466,10 @@ def test_what_lies_on_the_host_is_said_beside_the_state_that_it_is_part_of() -> 
     memory = grids(text)["Memory"]
     assert [line["state on the host"] for line in memory] == ["0.00", "8.00"]
     assert [line["activations on the host"] for line in memory] == ["3.00", ""]
-    assert "of them state on the host lies in the host" in text and "Activations on the host are the most" in text
+    assert "the state on the host is no part of the device" in text and "Activations on the host are the most" in text
 
 
-def test_skipped_steps_stand_beside_the_proof_where_there_are_any() -> None:
+def test_skipped_steps_are_shown_with_the_proof_where_there_are_any() -> None:
     entries = [record_of(row(1, "ddp", "torch", 0, skipped_steps=0)), record_of(row(2, "zero1", "deepspeed", 1))]
     assert "skipped steps" not in grids(page("demo", entries, []))["Proof"][0]
     entries.append(record_of(row(3, "fsdp_full_shard", "torch", 3, skipped_steps=2)))
@@ -470,11 +478,14 @@ def test_skipped_steps_stand_beside_the_proof_where_there_are_any() -> None:
     assert "because a gradient overflowed" in text
 
 
-def test_rows_stale_for_one_reason_share_a_line() -> None:
+STALE = "† stale, recorded with other versions than are installed"
+
+
+def test_rows_stale_for_the_same_reason_share_a_note() -> None:
     old = records()
     for entry in old:
         entry.versions.update({"code": "0123456789ab"})
-    assert sum(line.startswith("† stale, code 0123456789ab → ") for line in printed(old, 120)) == 1
+    assert sum(line.startswith(f"{STALE} (code 0123456789ab → ") for line in printed(old, 120)) == 1
     assert page("demo", old, []).split("## Stale rows")[1].split("## ")[0].count("- **") == 1
 
 
@@ -493,14 +504,14 @@ def test_pivot_of_strategy_and_checkpointing() -> None:
     ]
 
 
-def test_stale_rows_are_flagged() -> None:
+def test_stale_rows_are_marked() -> None:
     old = records()
     old[1].versions.update({"torch": "2.10.0"})
     lines, text = printed(old, 120), page("demo", old, [])
-    now = versions()["torch"]
+    installed = versions()["torch"]
     assert terminal_cells(lines, "ddp")[2:4] == ["ok", "†"] and terminal_cells(lines, "zero1")[3] != "†"
-    assert f"† stale, torch 2.10.0 → {now}: ddp" in lines
-    assert f"- **ddp**: torch 2.10.0 → {now}" in text
+    assert f"{STALE} (torch 2.10.0 → {installed}): ddp" in lines
+    assert f"- **ddp**: torch 2.10.0 → {installed}" in text
     assert {line["strategy"]: line["status"] for line in grids(text)["Comparison"]}["ddp"] == "ok †"
 
 
@@ -533,18 +544,20 @@ def test_command_reads_only_files_and_is_quick(tmp_path: Path) -> None:
         "assert not {'torch', 'hydra', 'omegaconf', 'deepspeed', 'wandb'} & sys.modules.keys()"
     )
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", probe, str(results)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", probe, str(results)], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
     assert time.monotonic() - start < 10  # about one second on a quiet machine
-    lines = done.stdout.splitlines()
+    lines = process.stdout.splitlines()
     assert lines[-4:] == [str(results / name) for name in ("runs.csv", "runs.parquet", "report.md", "report.html")]
     assert len((results / "runs.csv").read_text().splitlines()) == 11
     assert (results / "report.md").read_text().startswith("# demo\n")
-    assert done.stderr.startswith("skipped: ") and "broken/record.json is not a whole record" in done.stderr
+    assert process.stderr.startswith("skipped: ") and "broken/record.json is not a whole record" in process.stderr
     assert max(cell_len(line) for line in lines[:-4]) <= 120
 
 
-def test_bad_directories_are_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_directories_are_reported_in_a_single_line_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     for name in ("missing", "file", "empty"):

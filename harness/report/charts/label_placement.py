@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Literal
 
 from harness.report.charts import style
 
@@ -11,12 +12,14 @@ _STEPS = 80  # points on each segment of a line
 
 LONGEST = 30  # characters of a label
 
+Align = Literal["left", "center", "right"]
+
 Point = tuple[float, float]
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 # The alignment of the text and its offset from the point, to the right and down, by name.
-SIDES = {
+SIDES: dict[str, tuple[Align, int, int]] = {
     "right": ("left", 8, 0),
     "left": ("right", -8, 0),
     "above": ("center", 0, -12),
@@ -35,12 +38,12 @@ def place_labels(
     lines: Sequence[Sequence[Point]],
     legend_width: int = 0,
 ) -> list[str]:
-    """Return the side of each point on which its label goes, or "" if there is no room.
+    """Return the side of each point on which its label goes, or "" if there is no space.
 
     Args:
         points: Positions as shares of the plot's width from the left, and of its height from the top.
         texts: The labels.
-        has_priority: Whether a label is placed before the others and shown even if there is no room.
+        has_priority: Whether a label is placed before the others and shown even if there is no space.
         lines: The corners of lines that labels must not cover, in the coordinates of points.
         legend_width: The pixels of the chart's width that a legend takes.
     """

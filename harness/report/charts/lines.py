@@ -1,4 +1,4 @@
-"""The lines of a view as plain values to draw, the choice of which are drawn, and the text and tables around them."""
+"""The lines of a view as plain values to draw, the selection of lines to draw, and texts and tables of charts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,19 +18,19 @@ Datum = dict[str, Any]  # the data of one mark; always has `strategy`
 
 
 class Drawable(Protocol):
-    """One of the lines or series that a chart draws."""
+    """A line or series that a chart draws."""
 
     @property
     def strategy(self) -> str:
-        """The strategy by which a page hides it."""
+        """The strategy by which a page hides the item."""
 
     @property
     def position(self) -> int:
-        """Its position in the report."""
+        """The position in the report."""
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second, None where unknown."""
+        """The tokens per second, None where unknown."""
 
 
 D = TypeVar("D", bound=Drawable)
@@ -48,7 +48,7 @@ class ChartLine:
 
     @property
     def status(self) -> str:
-        """How the line's runs ended."""
+        """The status of the line's runs."""
         return self.record.status
 
     @property
@@ -63,7 +63,7 @@ class ChartLine:
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second of a line that is ok."""
+        """The tokens per second of a line that is ok, else None."""
         return self.number("tokens_per_second") if self.ok else None
 
     def number(self, name: str) -> float | None:
@@ -72,7 +72,7 @@ class ChartLine:
 
     def datum(self, **values: Any) -> Datum:
         """Return the data of one of the line's marks."""
-        return {"strategy": self.strategy, "label": self.label, "place": self.position} | values
+        return {"strategy": self.strategy, "label": self.label, "position": self.position} | values
 
 
 def finite_number(value: Any) -> float | None:
@@ -109,8 +109,8 @@ def select(candidates: Sequence[D]) -> list[D]:
 
 def omitted_text(drawn: int, total: int) -> str:
     """Return a sentence on what is not drawn, with a space before it; empty if everything is drawn."""
-    rule = "the fastest that is ok of every strategy, then in the report's order"
-    return f" Of {total} lines {drawn} are drawn: {rule}." if drawn < total else ""
+    rule = "the fastest of every strategy, then the others in the order of the report"
+    return f" {drawn} of {total} configurations are drawn: {rule}." if drawn < total else ""
 
 
 def median_record(line: ChartLine) -> Record:
@@ -155,13 +155,13 @@ def failure_marks(lines: Sequence[ChartLine]) -> list[Datum]:
 
 def _end_text(line: ChartLine) -> str:
     allocated = line.number("last_seen_allocated_bytes")
-    return f"{line.status}" + (f", last seen at {bytes_text(allocated)}" if allocated else "")
+    return f"{line.status}" + (f", last reported {bytes_text(allocated)}" if allocated else "")
 
 
 def failure_text(lines: Sequence[ChartLine]) -> str:
     """Return a sentence on the lines that are not ok, with a space before it; empty if there are none."""
     failed = [f"{line.label} ({line.status})" for line in lines if not line.ok]
-    return f" Without figures: {', '.join(failed)}." if failed else ""
+    return f" There are no figures for {', '.join(failed)}." if failed else ""
 
 
 def value_table(
@@ -183,9 +183,9 @@ def padded_domain(values: Sequence[float], padding: float = 0.1) -> tuple[float,
 
 
 def range_text(pairs: Sequence[tuple[str, float]], form: str = "") -> str:
-    """Return the smallest and the largest value and whose they are, or the one value that all have."""
+    """Return the smallest and the largest value with their labels, or the one value that all have."""
     low, high = min(pairs, key=lambda pair: pair[1]), max(pairs, key=lambda pair: pair[1])
     texts = [format(value, form or (",.0f" if abs(value) >= 1000 else ".4g")) for _, value in (low, high)]
     if texts[0] == texts[1]:
-        return f"{texts[0]} throughout"
+        return f"{texts[0]} for all"
     return f"from {texts[0]} ({low[0]}) to {texts[1]} ({high[0]})"

@@ -16,7 +16,7 @@ _COINCIDE = 1e-3  # relative
 
 
 def losses(view: View) -> Chart | None:
-    """Draw the losses of the median repeat of every line over each other."""
+    """Draw the losses of the median repeat of every line in one chart."""
     ok = [line for line in chart_lines(view) if line.ok]
     drawn = select(ok)
     curves = [(line, curve) for line in drawn if (curve := step_losses(view, line))]
@@ -25,13 +25,14 @@ def losses(view: View) -> Chart | None:
     steps = {line.label: {step: loss for step, loss, _ in curve} for line, curve in curves}
     apart = _apart(list(steps.values()))
     difference = (
-        f" At the same step they differ by at most {apart:.2g}; curves that coincide are drawn as one whose dashes have"
-        " the colours of all."
+        f" Losses at the same step differ by at most {apart:.2g}; curves that coincide are drawn as one, with dashes in"
+        " the colors of all."
     )
     difference = difference if len(curves) > 1 else ""
     last = [(line.label, curve[-1][1]) for line, curve in curves]
     alt_text = (
-        f"Losses of {pluralize(len(curves), 'line')} over {max(len(curve) for _, curve in curves)} steps, the last"
+        f"Training losses of {pluralize(len(curves), 'configuration')} over"
+        f" {max(len(curve) for _, curve in curves)} steps, the last"
         f" {range_text(last, '.6g')}.{difference}{omitted_text(len(drawn), len(ok))}"
     )
     dashes = _dashes(list(steps.values()))
@@ -40,14 +41,14 @@ def losses(view: View) -> Chart | None:
         for (line, curve), (_, begin) in zip(curves, dashes, strict=True)
         for at in downsample(len(curve))
     ]
-    looks = marks.by_label([line.label for line, _ in curves], [dash for dash, _ in dashes])
-    title = f"step (at each, losses differ by at most {apart:.2g})" if len(curves) > 1 else "step"
+    channels = marks.by_label([line.label for line, _ in curves], [dash for dash, _ in dashes])
+    title = f"step (losses at the same step differ by at most {apart:.2g})" if len(curves) > 1 else "step"
     x = alt.X("x:Q", title=title, axis=alt.Axis(tickMinStep=1, format="d"), scale=alt.Scale(nice=False))
     y = alt.Y("y:Q", title="loss", scale=alt.Scale(zero=False))
     tooltip = marks.tooltips(("x:Q", "step", ",d"), ("y:Q", "loss", ".7f"), ("phase:N", "phase", ""))
     curve = marks.filterable_layer(points).mark_line(strokeWidth=2.5, strokeDashOffset=alt.ExprRef("datum.begin"))
-    layer = curve.encode(x=x, y=y, tooltip=tooltip, color=looks["color"], strokeDash=looks["strokeDash"])
-    return Chart("losses", "Losses", alt_text, marks.spec([layer], alt_text), _loss_table(curves))
+    layer = curve.encode(x=x, y=y, tooltip=tooltip, color=channels.color, strokeDash=channels.stroke_dash)
+    return Chart("losses", "Training loss by step", alt_text, marks.spec([layer], alt_text), _loss_table(curves))
 
 
 Losses = Mapping[int, float]  # by step
@@ -62,21 +63,23 @@ def _apart(curves: Sequence[Losses]) -> float:
 def _dashes(curves: Sequence[Losses]) -> list[tuple[list[int], int]]:
     """Return dash and gap of each curve and their offset, in pixels: curves that coincide alternate along the way."""
     bundles: list[list[int]] = []
-    for place, curve in enumerate(curves):
+    for position, curve in enumerate(curves):
         for bundle in bundles:
             first = curves[bundle[0]]
             shared = first.keys() & curve.keys()
             if all(abs(first[step] - curve[step]) <= _COINCIDE * abs(first[step]) for step in shared):
-                bundle.append(place)
+                bundle.append(position)
                 break
         else:
-            bundles.append([place])
+            bundles.append([position])
     usual = style.dashes(len(curves))
     return [
-        ([_DASH, _DASH * (len(bundle) - 1)], -_DASH * bundle.index(place)) if len(bundle) > 1 else (usual[place], 0)
-        for place in range(len(curves))
+        ([_DASH, _DASH * (len(bundle) - 1)], -_DASH * bundle.index(position))
+        if len(bundle) > 1
+        else (usual[position], 0)
+        for position in range(len(curves))
         for bundle in bundles
-        if place in bundle
+        if position in bundle
     ]
 
 

@@ -6,15 +6,17 @@ All data are values in the spec, and all fields have fixed names.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from harness.report.charts import label_placement, style
 from harness.report.charts.lines import ChartLine, Datum, failure_marks, padded_domain
 from harness.report.charts.style import alt
+from harness.report.document import VegaLite
 
 _HIDDEN = "indexof(hidden, datum.strategy) < 0"
 
-_MARGIN = 48  # pixels to the right of bars for their values
+_MARGIN = 48  # pixels at the right of bars for their values
 
 
 def filterable_layer(values: Sequence[Datum]) -> alt.Chart:
@@ -29,7 +31,7 @@ def static_layer(values: Sequence[Datum]) -> alt.Chart:
 
 def spec(
     layers: Sequence[alt.Chart], alt_text: str, height: int | alt.Step = style.HEIGHT, margin: int = 0
-) -> dict[str, Any]:
+) -> VegaLite:
     """Return the chart of these layers as Vega-Lite without a config.
 
     Args:
@@ -46,19 +48,19 @@ def spec(
         description=alt_text,
         usermeta={"fluid": True},
     )
-    vega_lite: dict[str, Any] = chart.add_params(alt.param("hidden", value=[])).to_dict()
+    vega_lite: VegaLite = chart.add_params(alt.param("hidden", value=[])).to_dict()
     del vega_lite["config"]
     return vega_lite
 
 
-def bars(layers: Sequence[alt.Chart], alt_text: str, count: int) -> dict[str, Any]:
+def bars(layers: Sequence[alt.Chart], alt_text: str, count: int) -> VegaLite:
     """Return a chart of `count` horizontal bars of the same height."""
     return spec(layers, alt_text, alt.Step(style.step(count)), _MARGIN)
 
 
 def label_axis() -> alt.Y:
     """Return the vertical axis with the lines of the report from the top."""
-    return alt.Y("label:N", title=None, sort=alt.EncodingSortField("place", op="min"), axis=alt.Axis(grid=False))
+    return alt.Y("label:N", title=None, sort=alt.EncodingSortField("position", op="min"), axis=alt.Axis(grid=False))
 
 
 def from_zero(field: str, title: str) -> alt.X:
@@ -127,13 +129,13 @@ def failures(lines: Sequence[ChartLine], title: str) -> list[alt.Chart]:
             x=from_zero("zero", title),
             y=label_axis(),
             text="ended:N",
-            tooltip=tooltips(("ended:N", "ended", ""), ("reason:N", "reason", "")),
+            tooltip=tooltips(("ended:N", "status", ""), ("reason:N", "reason", "")),
         )
     ]
 
 
 def spanning(field: str, title: str, values: Sequence[float], padding: float = 0.1) -> Any:
-    """Return an axis of points that covers these values with some margin and need not start at 0."""
+    """Return an axis of points that covers these values with some margin and may start above 0."""
     return (alt.X if field == "x" else alt.Y)(
         f"{field}:Q",
         title=title,
@@ -144,7 +146,7 @@ def spanning(field: str, title: str, values: Sequence[float], padding: float = 0
 def labels(
     values: Sequence[Datum], x: alt.X, y: alt.Y, lines: Sequence[Sequence[Datum]] = (), legend: int = 0
 ) -> list[alt.Chart]:
-    """Return the labels beside the points for which there is room; points with `first` take precedence.
+    """Return the labels beside the points where there is space; points with `first` take precedence.
 
     Args:
         values: The data of the points.
@@ -167,45 +169,50 @@ def labels(
     sides: dict[str, list[Datum]] = {}
     for datum, side in zip(values, chosen, strict=True):
         sides.setdefault(side, []).append(datum | {"short": label_placement.shortened(datum["label"])})
-    offsets: dict[str, dict[str, Any]] = {
-        side: {"align": align, "dx": right, "dy": down} for side, (align, right, down) in label_placement.SIDES.items()
-    }
     return [
         filterable_layer(sides[side])
-        .mark_text(style="value", baseline="middle", **offset)
+        .mark_text(style="value", baseline="middle", align=align, dx=right, dy=down)
         .encode(x=x, y=y, text="short:N")
-        for side, offset in offsets.items()
+        for side, (align, right, down) in label_placement.SIDES.items()
         if side in sides
     ]
 
 
-def by_label(names: Sequence[str], dashes: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-    """Return the channels that distinguish curves, with one legend: color and the shape of points, or color and dashes.
+@dataclass(frozen=True)
+class CurveChannels:
+    """The channels that distinguish curves, with one legend."""
 
-    `stroke` is the same color for marks that are not in the legend.
-    """
+    color: alt.Color
+    stroke: alt.Stroke  # the same color for marks that are not in the legend
+    shape: alt.Shape  # of points
+    stroke_dash: alt.StrokeDash
+
+
+def by_label(names: Sequence[str], dashes: Sequence[Sequence[int]] = ()) -> CurveChannels:
+    """Return channels with a color for each name and a shape for its points, or, if dashes are passed, its dashes."""
     points = {"symbolDash": [1, 0], "symbolOpacity": 1}
-    kind: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 3} if dashes else points
-    legend = alt.Legend(orient="right", title=None, symbolSize=90, symbolLimit=0, **kind)
-    channels: dict[str, tuple[Any, Any, Any]] = {
-        "color": (alt.Color, style.colors(len(names)), legend),
-        "stroke": (alt.Stroke, style.colors(len(names)), None),
-        "shape": (alt.Shape, style.shapes(len(names)), legend),
-        "strokeDash": (alt.StrokeDash, list(dashes), legend),
-    }
-    return {
-        name: channel("label:N", legend=shown, scale=alt.Scale(domain=list(names), range=looks))
-        for name, (channel, looks, shown) in channels.items()
-    }
+    symbols: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 3} if dashes else points
+    legend = alt.Legend(orient="right", title=None, symbolSize=90, symbolLimit=0, **symbols)
+
+    def scale(values: Sequence[Any]) -> alt.Scale:
+        return alt.Scale(domain=list(names), range=list(values))
+
+    colors = style.colors(len(names))
+    return CurveChannels(
+        color=alt.Color("label:N", legend=legend, scale=scale(colors)),
+        stroke=alt.Stroke("label:N", legend=None, scale=scale(colors)),
+        shape=alt.Shape("label:N", legend=legend, scale=scale(style.shapes(len(names)))),
+        stroke_dash=alt.StrokeDash("label:N", legend=legend, scale=scale(dashes)),
+    )
 
 
 def curves(
-    points: Sequence[Datum], x: alt.X, y: alt.Y, tooltip: Sequence[alt.Tooltip], looks: dict[str, Any]
+    points: Sequence[Datum], x: alt.X, y: alt.Y, tooltip: Sequence[alt.Tooltip], channels: CurveChannels
 ) -> list[alt.Chart]:
     """Return a curve for each label through its points, which have the shapes of the legend."""
     return [
-        filterable_layer(points).mark_line(strokeWidth=2).encode(x=x, y=y, color=looks["color"]),
+        filterable_layer(points).mark_line(strokeWidth=2).encode(x=x, y=y, color=channels.color),
         filterable_layer(points)
         .mark_point(filled=True, size=60, opacity=1)
-        .encode(x=x, y=y, tooltip=list(tooltip), color=looks["color"], shape=looks["shape"]),
+        .encode(x=x, y=y, tooltip=list(tooltip), color=channels.color, shape=channels.shape),
     ]

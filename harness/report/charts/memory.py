@@ -1,4 +1,4 @@
-"""Charts of memory: what fills the peak, the predicted peak beside it, and activations over the micro-batch."""
+"""Charts of memory: the parts of the peak, the predicted peak, and activations over the micro-batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from harness.report.labels import PEAK_PARTS
 from harness.report.text import Unit, byte_unit, bytes_text, format_numbers, pluralize
 from harness.report.view import View
 
-_UNDIVIDED = "not divided"
+_UNDIVIDED = "no breakdown recorded"
 
 _AT_PEAK = {f"at_peak_{part}_bytes": name for part, name in PEAK_PARTS.items()}
 
@@ -33,7 +33,7 @@ _FARTHEST = 4.0  # times the highest peak: a limit beyond is not drawn but menti
 
 
 def peak(view: View) -> Chart | None:
-    """Draw what fills the peak of every line, and the device's limit."""
+    """Draw the parts of the peak memory of every line, and the device's limit."""
     lines = chart_lines(view)
     drawn = select(lines)
     peaks = {line.label: line.number("peak_allocated_bytes") for line in drawn if line.ok}
@@ -46,11 +46,11 @@ def peak(view: View) -> Chart | None:
     limits = sorted({limit for line in drawn if (limit := line.number("memory_limit_bytes"))})
     near = [limit for limit in limits if limit <= _FARTHEST * max(known_peaks)]
     alt_text = (
-        f"Memory at the peak of {pluralize(len(known_peaks), 'line')} in {unit.name}, stacked by what fills it: "
+        f"Peak memory of {pluralize(len(known_peaks), 'configuration')} in {unit.name}, stacked by its use: "
         + range_text([(label, value / unit.size) for label, value in peaks.items() if value])
         + f".{_limit_text(limits, near)}{failure_text(drawn)}{omitted_text(len(drawn), len(lines))}"
     )
-    title = f"memory at the peak ({unit.name})"
+    title = f"peak memory ({unit.name})"
     shown = dict(zip(peaks, format_numbers(list(peaks.values()), unit), strict=True))
     totals = [
         line.datum(total=_beside(value, near, 0.1 * max(known_peaks)) / unit.size, shown=shown[line.label])
@@ -65,7 +65,7 @@ def peak(view: View) -> Chart | None:
     ]
     return Chart(
         "peak",
-        "Memory at the peak",
+        "Breakdown of peak memory",
         alt_text,
         marks.bars(layers, alt_text, len(drawn)),
         _peak_table(drawn, names, unit),
@@ -78,7 +78,7 @@ def _beside(value: float, limits: Sequence[float], margin: float) -> float:
 
 
 def _segments(line: ChartLine, size: float) -> list[Datum]:
-    """Return the parts of a peak, or the undivided peak if they are not known."""
+    """Return the parts of a peak, or the whole peak if they are not known."""
     row = peak_record(line).row
     parts = part_data(line, row, _AT_PEAK, size)
     whole = part_data(line, row, {"peak_allocated_bytes": _UNDIVIDED}, size)
@@ -89,9 +89,11 @@ def _rules(limits: Sequence[float], unit: Unit, title: str) -> list[alt.Chart]:
     """Return the layers of the device's limit, which belongs to no line and is never hidden."""
     if not limits:
         return []
-    values = [{"strategy": "", "limit": limit / unit.size, "shown": f"limit {bytes_text(limit)}"} for limit in limits]
+    values = [
+        {"strategy": "", "limit": limit / unit.size, "shown": f"memory limit {bytes_text(limit)}"} for limit in limits
+    ]
     x = marks.from_zero("limit", title)
-    tooltip = [alt.Tooltip("shown:N", title="of the device")]
+    tooltip = [alt.Tooltip("shown:N", title="device")]
     return [
         marks.static_layer(values).mark_rule(style="limit").encode(x=x, tooltip=tooltip),
         marks.static_layer(values)
@@ -103,8 +105,8 @@ def _rules(limits: Sequence[float], unit: Unit, title: str) -> list[alt.Chart]:
 def _limit_text(limits: Sequence[float], near: Sequence[float]) -> str:
     if not limits:
         return ""
-    beyond = "" if near else ", beyond what is drawn"
-    return f" The device's limit is {' or '.join(bytes_text(limit) for limit in limits)}{beyond}."
+    beyond = "" if near else ", beyond the axis"
+    return f" The device's memory limit is {' or '.join(bytes_text(limit) for limit in limits)}{beyond}."
 
 
 def _peak_table(drawn: Sequence[ChartLine], names: Sequence[str], unit: Unit) -> Table:
@@ -114,7 +116,7 @@ def _peak_table(drawn: Sequence[ChartLine], names: Sequence[str], unit: Unit) ->
         sizes = [parts.get(name) for name in names]
         sizes += [line.number("peak_allocated_bytes") if line.ok else None, line.number("memory_limit_bytes")]
         rows.append((line.label, line.status, *format_numbers(sizes, unit)))
-    header = ["run", "status", *(f"{name} ({unit.name})" for name in (*names, "peak", "limit"))]
+    header = ["run", "status", *(f"{name} ({unit.name})" for name in (*names, "peak memory", "memory limit"))]
     return value_table(header, rows, [line.strategy for line in drawn], 2)
 
 
@@ -134,8 +136,8 @@ def predicted(view: View) -> Chart | None:
     unit = byte_unit([size for _, *sizes in shown for size in sizes])
     errors = [(line.label, 100 * (planned / measured - 1)) for line, planned, measured in shown]
     alt_text = (
-        f"Predicted against measured peak memory of {pluralize(len(shown), 'line')} in {unit.name};"
-        f" prediction over measurement less 1, in %: {range_text(errors, '+.2f')}."
+        f"Predicted against measured peak memory of {pluralize(len(shown), 'configuration')} in {unit.name};"
+        f" relative error of the prediction in %: {range_text(errors, '+.2f')}."
         f"{omitted_text(len(shown), len(pairs))}"
     )
     points = [
@@ -144,8 +146,8 @@ def predicted(view: View) -> Chart | None:
     ]
     domain = padded_domain([point[axis] for point in points for axis in ("x", "y")])
     scale = alt.Scale(domain=list(domain), nice=False, zero=False)
-    x = alt.X("x:Q", title=f"predicted peak ({unit.name})", scale=scale)
-    y = alt.Y("y:Q", title=f"measured peak ({unit.name})", scale=scale)
+    x = alt.X("x:Q", title=f"predicted peak memory ({unit.name})", scale=scale)
+    y = alt.Y("y:Q", title=f"measured peak memory ({unit.name})", scale=scale)
     tooltip = marks.tooltips(
         ("planned:Q", "predicted, bytes", ",d"),
         ("measured:Q", "measured, bytes", ",d"),
@@ -164,9 +166,9 @@ def predicted(view: View) -> Chart | None:
         (line.label, *sizes, f"{error:+.2f}")
         for (line, *_), sizes, (_, error) in zip(shown, zip(*columns, strict=True), errors, strict=True)
     ]
-    header = ["run", f"predicted peak ({unit.name})", f"measured peak ({unit.name})", "error (%)"]
+    header = ["run", f"predicted peak memory ({unit.name})", f"measured peak memory ({unit.name})", "error (%)"]
     table = value_table(header, rows, [line.strategy for line, *_ in shown])
-    return Chart("predicted", "Predicted and measured peak", alt_text, marks.spec(layers, alt_text), table)
+    return Chart("predicted", "Predicted and measured peak memory", alt_text, marks.spec(layers, alt_text), table)
 
 
 def batches(view: View) -> Chart | None:
@@ -188,7 +190,8 @@ def batches(view: View) -> Chart | None:
         for (series, line), (measured_bytes, _) in zip(pairs, sizes, strict=True)
     ]
     alt_text = (
-        f"Activation memory of {pluralize(len(drawn), 'line')} in {unit.name} over the micro-batch, {range_text(ends)}."
+        f"Activation memory of {pluralize(len(drawn), 'configuration')} in {unit.name} by micro-batch size,"
+        f" {range_text(ends)}."
         f"{omitted_text(len(drawn), len(curves))}"
     )
     predictions = [
@@ -197,11 +200,11 @@ def batches(view: View) -> Chart | None:
         if planned is not None
     ]
     batch = sorted({datum["x"] for datum in measured})
-    x = alt.X("x:Q", title="micro-batch (sequences)", axis=alt.Axis(values=batch), scale=alt.Scale(zero=True))
-    y = alt.Y("y:Q", title=f"activation memory ({unit.name}; × predicted)", scale=alt.Scale(zero=True))
+    x = alt.X("x:Q", title="micro-batch size (sequences)", axis=alt.Axis(values=batch), scale=alt.Scale(zero=True))
+    y = alt.Y("y:Q", title=f"activation memory ({unit.name}; × = predicted)", scale=alt.Scale(zero=True))
     tooltip = marks.tooltips(("x:Q", "micro-batch", ",d"), ("exact:Q", "measured, bytes", ",d"))
-    looks = marks.by_label([series.name for series in drawn])
-    layers = marks.curves(measured, x, y, tooltip, looks)
+    channels = marks.by_label([series.name for series in drawn])
+    layers = marks.curves(measured, x, y, tooltip, channels)
     if predictions:
         tooltip = marks.tooltips(("x:Q", "micro-batch", ",d"), ("exact:Q", "predicted, bytes", ",d"))
         layers.append(
@@ -212,9 +215,9 @@ def batches(view: View) -> Chart | None:
         (series.name, str(line.row["micro_batch"]), *texts)
         for (series, line), texts in zip(pairs, zip(*columns, strict=True), strict=True)
     ]
-    header = ["run", "micro-batch (sequences)", f"measured ({unit.name})", f"predicted ({unit.name})"]
+    header = ["run", "micro-batch size (sequences)", f"measured ({unit.name})", f"predicted ({unit.name})"]
     table = value_table(header, rows, [series.strategy for series, _ in pairs])
-    return Chart("batches", "Activation memory against micro-batch", alt_text, marks.spec(layers, alt_text), table)
+    return Chart("batches", "Activation memory by micro-batch size", alt_text, marks.spec(layers, alt_text), table)
 
 
 def _activations(line: ChartLine) -> tuple[float | None, float | None]:

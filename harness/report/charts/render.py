@@ -3,20 +3,23 @@
 The process runs this module: it reads a request as JSON from standard input and writes the answer to standard output.
 """
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
 
 from harness.report.charts import style
 from harness.util.files import atomic_write_text
 from harness.util.text import one_line
 
-Spec = Mapping[str, Any]
+if TYPE_CHECKING:
+    from harness.report.document import VegaLite
 
 _SECONDS = 120.0  # for all charts of a report
 
@@ -30,7 +33,7 @@ class DrawingError(RuntimeError):
     """Charts could not be drawn; the message is one line."""
 
 
-def svgs(specs: Mapping[str, Spec], dark: bool = False) -> dict[str, str]:
+def svgs(specs: Mapping[str, VegaLite], dark: bool = False) -> dict[str, str]:
     """Return every spec as a whole SVG document, the same for the same spec. Raise DrawingError if that fails."""
     if not specs:
         return {}
@@ -66,17 +69,17 @@ def _described(svg: str, description: str) -> str:
 def _request(request: dict[str, Any]) -> dict[str, str]:
     command = [sys.executable, "-m", __name__]
     try:
-        done = subprocess.run(command, input=json.dumps(request).encode(), capture_output=True, timeout=_SECONDS)
+        process = subprocess.run(command, input=json.dumps(request).encode(), capture_output=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
-        raise DrawingError(f"the pictures were not drawn within {_SECONDS:g} s") from None
+        raise DrawingError(f"the charts were not drawn within {_SECONDS:g} s") from None
     except OSError as error:
-        raise DrawingError(f"the pictures were not drawn: {error.strerror}") from None
-    if done.returncode < 0:
-        raise DrawingError(f"the pictures were not drawn: vl_convert was ended by signal {-done.returncode}")
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise DrawingError(f"the pictures were not drawn: {one_line(''.join(last)) or 'no reason is known'}")
-    answer: dict[str, str] = json.loads(done.stdout)
+        raise DrawingError(f"the charts were not drawn: {error.strerror}") from None
+    if process.returncode < 0:
+        raise DrawingError(f"the charts were not drawn: vl_convert was ended by signal {-process.returncode}")
+    if process.returncode:
+        last = process.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise DrawingError(f"the charts were not drawn: {one_line(''.join(last)) or 'no reason recorded'}")
+    answer: dict[str, str] = json.loads(process.stdout)
     return answer
 
 

@@ -12,7 +12,7 @@ from harness.report.labels import VARYING, value_text
 from harness.report.view import View
 from harness.util.text import sanitize
 
-# The columns that follow from the number of ranks, and those that make up the batch.
+# The columns that follow from the number of ranks.
 _DEGREES = ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "layers_per_stage")
 
 BATCH_COLUMNS = ("micro_batch", "global_batch")
@@ -41,11 +41,11 @@ class Series:
 
     def datum(self, **values: Any) -> Datum:
         """Return the data of one of the series' marks."""
-        return {"strategy": self.strategy, "label": self.name, "place": self.position} | values
+        return {"strategy": self.strategy, "label": self.name, "position": self.position} | values
 
 
 def by_world(lines: Sequence[ChartLine]) -> list[Series]:
-    """Return speed over ranks, of equal batches where there are such lines, else of whatever batches there are."""
+    """Return the curves of speed over ranks, with equal batches if there are such lines, else with any batches."""
     ok = [line for line in lines if line.speed and line.number("world_size")]
     for free in ((), BATCH_COLUMNS[:1], BATCH_COLUMNS[1:], BATCH_COLUMNS):
         series = _group(ok, "world_size", (*_DEGREES, *free))
@@ -55,19 +55,19 @@ def by_world(lines: Sequence[ChartLine]) -> list[Series]:
 
 
 def by_micro_batch(lines: Sequence[ChartLine]) -> list[Series]:
-    """Return activation memory over the micro-batch."""
+    """Return the curves of activation memory over the micro-batch."""
     ok = [line for line in lines if line.ok and line.number("activation_bytes") and line.number("micro_batch")]
     return _group(ok, "micro_batch", BATCH_COLUMNS)
 
 
 def by_parameters(lines: Sequence[ChartLine]) -> list[Series]:
-    """Return peak memory over the model's size; lines that ran out of memory are points too."""
+    """Return the curves of peak memory over the model's size; lines that ran out of memory are points too."""
     known = [line for line in lines if line.status in ("ok", "oom") and line.number("parameters")]
     return _group(known, "parameters", _SIZES)
 
 
 def _group(lines: Sequence[ChartLine], name: str, free: Sequence[str]) -> list[Series]:
-    """Return the series over a column with more than one point; of lines at the same point the first is taken."""
+    """Return the series over a column with more than one point; the first of several lines at a point counts."""
     groups: dict[tuple[Any, ...], dict[float, ChartLine]] = {}
     for line in lines:
         key = curve_key(line.row, line.record.config, free)

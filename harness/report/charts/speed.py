@@ -35,7 +35,7 @@ def throughput(view: View) -> Chart | None:
     drawn = select(lines)
     ok = [(line, line.speed, finite_number(spread(line.row))) for line in drawn if line.speed]
     alt_text = (
-        f"Tokens per second of {pluralize(len(ok), 'line')},"
+        f"Tokens per second of {pluralize(len(ok), 'configuration')},"
         f" {range_text([(line.label, speed) for line, speed, _ in ok])}."
         f"{_spread_text([line for line, *_ in ok])}"
         f"{failure_text(drawn)}{omitted_text(len(drawn), len(lines))}"
@@ -82,9 +82,9 @@ def throughput(view: View) -> Chart | None:
 
 def _spread_text(lines: Sequence[ChartLine]) -> str:
     kinds = {line.row.get("between_runs") is not None for line in lines if spread(line.row) is not None}
-    words = {True: "half the range of a line's runs", False: "half the interquartile range of a run's steps"}
+    words = {True: "half the range of the repeated runs", False: "half the interquartile range of a run's steps"}
     text = " or ".join(words[kind] for kind in sorted(kinds, reverse=True))
-    return f" Error bars are to either side {text}." if text else ""
+    return f" Error bars extend to either side by {text}." if text else ""
 
 
 def step(view: View) -> Chart | None:
@@ -99,9 +99,13 @@ def step(view: View) -> Chart | None:
         totals[datum["label"]] = totals.get(datum["label"], 0.0) + datum["exact"]
     names = [name for name in STEP_PARTS.values() if any(datum["part"] == name for datum in segments)]
     alt_text = (
-        f"Step time of {pluralize(len(totals), 'line')} in ms, stacked by its parts, {', '.join(names)}:"
+        f"Step time of {pluralize(len(totals), 'configuration')} in ms, stacked by its parts, {', '.join(names)}:"
         f" {range_text([(label, total / 1e-3) for label, total in totals.items()])}."
-        + (" Of repeated runs the one in the middle by speed." if any(line.is_repeated for line in drawn) else "")
+        + (
+            " Repeated runs are represented by the one with the median speed."
+            if any(line.is_repeated for line in drawn)
+            else ""
+        )
         + failure_text(drawn)
         + omitted_text(len(drawn), len(lines))
     )
@@ -120,9 +124,9 @@ def step(view: View) -> Chart | None:
         parts = {datum["part"]: datum["exact"] for datum in _step_parts(line)}
         sizes = [*(parts.get(name) for name in names), totals.get(line.label)]
         rows.append((line.label, line.status, *format_numbers(sizes, MILLISECONDS)))
-    header = ["run", "status", *(f"{name} (ms)" for name in names), "step (ms)"]
+    header = ["run", "status", *(f"{name} (ms)" for name in names), "step time (ms)"]
     table = value_table(header, rows, [line.strategy for line in drawn], 2)
-    return Chart("step", "Where the time of a step goes", alt_text, marks.bars(layers, alt_text, len(drawn)), table)
+    return Chart("step", "Breakdown of step time", alt_text, marks.bars(layers, alt_text, len(drawn)), table)
 
 
 def _step_parts(line: ChartLine) -> list[Datum]:
@@ -130,7 +134,7 @@ def _step_parts(line: ChartLine) -> list[Datum]:
 
 
 def scaling(view: View) -> Chart | None:
-    """Draw tokens per second over ranks, beside the speed on the fewest ranks times their increase."""
+    """Draw tokens per second over ranks, and linear scaling from the fewest ranks."""
     curves = by_world(chart_lines(view))
     if not curves:
         return None
@@ -141,8 +145,8 @@ def scaling(view: View) -> Chart | None:
         for line, ideal in zip(series.points, _ideal(series), strict=True)
     ]
     alt_text = (
-        f"Tokens per second over {_count(points)} ranks of {pluralize(len(drawn), 'line')}, beside the ideal from each"
-        " one's fewest ranks; efficiency on the most ranks in %:"
+        f"Tokens per second of {pluralize(len(drawn), 'configuration')} on {_count(points)} ranks, compared with linear"
+        " scaling from the fewest ranks of each; efficiency on the most ranks in %:"
         f" {range_text([(series.name, _efficiency(series)) for series in drawn])}."
         f"{omitted_text(len(drawn), len(curves))}"
     )
@@ -150,24 +154,27 @@ def scaling(view: View) -> Chart | None:
     wide = worlds[-1] / worlds[0] > _WIDE
     rising = alt.Scale(type="log", nice=False) if wide else alt.Scale(zero=True)
     scale = alt.Scale(type="log", base=2, nice=False) if wide else alt.Scale(zero=True)
-    x = alt.X("x:Q", title="ranks", scale=scale, axis=alt.Axis(values=worlds, format="d"))
+    x = alt.X("x:Q", title="number of ranks", scale=scale, axis=alt.Axis(values=worlds, format="d"))
     y, ideal = (
-        alt.Y(f"{field}:Q", title="tokens per second (dashed: ideal)", scale=rising) for field in ("y", "ideal")
+        alt.Y(f"{field}:Q", title="tokens per second (dashed = linear scaling)", scale=rising)
+        for field in ("y", "ideal")
     )
-    looks = marks.by_label([series.name for series in drawn])
+    channels = marks.by_label([series.name for series in drawn])
     tooltip = marks.tooltips(
         ("x:Q", "ranks", ",d"),
         ("y:Q", "tokens per second", ",.2f"),
-        ("ideal:Q", "ideal", ",.2f"),
+        ("ideal:Q", "linear scaling", ",.2f"),
         ("efficiency:Q", "efficiency, %", ".2f"),
     )
     layers = [
-        *marks.curves(points, x, y, tooltip, looks),
+        *marks.curves(points, x, y, tooltip, channels),
         marks.filterable_layer(points)
         .mark_line(style="reference", opacity=0.6)
-        .encode(x=x, y=ideal, stroke=looks["stroke"]),
+        .encode(x=x, y=ideal, stroke=channels.stroke),
     ]
-    return Chart("scaling", "Speed over ranks", alt_text, marks.spec(layers, alt_text), _scaling_table(drawn))
+    return Chart(
+        "scaling", "Tokens per second by number of ranks", alt_text, marks.spec(layers, alt_text), _scaling_table(drawn)
+    )
 
 
 def _world(line: ChartLine) -> float:
@@ -201,5 +208,5 @@ def _scaling_table(drawn: Sequence[Series]) -> Table:
         (series.name, str(line.row["world_size"]), *texts)
         for (series, line, _), texts in zip(pairs, zip(speeds, ideals, efficiencies, strict=True), strict=True)
     ]
-    header = ["run", "ranks", "tokens per second", "ideal", "efficiency (%)"]
+    header = ["run", "ranks", "tokens per second", "linear scaling", "efficiency (%)"]
     return value_table(header, rows, [series.strategy for series, *_ in pairs])

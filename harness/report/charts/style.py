@@ -21,48 +21,48 @@ else:
 
 __all__ = ["alt"]
 
-WIDTH, HEIGHT = 620, 340  # pixels, of a whole picture with its axes, and of the plot where its lines are no bars
+WIDTH, HEIGHT = 620, 340  # in pixels: the width of a whole chart with its axes, and the height of a plot without bars
 
-STEP, NARROW_STEP = 22, 16  # pixels a bar, and a bar where there are many
+STEP, NARROW_STEP = 22, 16  # pixels per bar, and per bar where there are many
 
 MANY = 12  # bars
 
 LABEL_LIMIT = 220  # pixels
 
-FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # all of one metric: text takes as much room everywhere
+FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # all of one metric, so that text has the same width everywhere
 
 FONT_SIZE = 12
 
-# Petroff's ten, found by search to be apart under color-vision deficiency, arXiv 2107.02270, figure 6.
+# Petroff's ten colors, which remain distinct under color-vision deficiency, arXiv 2107.02270, figure 6.
 PALETTE = (
     *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6"),
     *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
 )
 
-MEASURED, PREDICTED, BETWEEN = PALETTE[0], PALETTE[1], PALETTE[6]  # the last: of both at once
+MEASURED, PREDICTED, BETWEEN = PALETTE[0], PALETTE[1], PALETTE[6]  # the last is for points of both at once
 
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
-DASHES = ((1, 0), (6, 3), (2, 2))  # lines of the first ten, the second and the third
+DASHES = ((1, 0), (6, 3), (2, 2))  # for the first ten curves, the second ten and the third
 
 
 def colors(count: int) -> list[str]:
-    """Return the colors of so many curves."""
-    return [PALETTE[place % len(PALETTE)] for place in range(count)]
+    """Return the colors of this many curves."""
+    return [PALETTE[position % len(PALETTE)] for position in range(count)]
 
 
 def shapes(count: int) -> list[str]:
-    """Return the shapes of the points of so many curves."""
-    return [SHAPES[place % len(SHAPES)] for place in range(count)]
+    """Return the shapes of the points of this many curves."""
+    return [SHAPES[position % len(SHAPES)] for position in range(count)]
 
 
 def dashes(count: int) -> list[list[int]]:
-    """Return the dashes of so many curves."""
-    return [list(DASHES[place // len(PALETTE) % len(DASHES)]) for place in range(count)]
+    """Return the dashes of this many curves."""
+    return [list(DASHES[position // len(PALETTE) % len(DASHES)]) for position in range(count)]
 
 
 def step(bars: int) -> int:
-    """Return the height of each of so many bars in pixels."""
+    """Return the height in pixels of each of this many bars."""
     return STEP if bars <= MANY else NARROW_STEP
 
 

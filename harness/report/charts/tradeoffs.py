@@ -1,7 +1,6 @@
 """Charts of trade-offs: memory against speed, and the memory that checkpointing saves against the time it costs."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from harness.records.schema import Row
 from harness.report.best import pareto_front
@@ -17,7 +16,7 @@ from harness.report.charts.lines import (
 )
 from harness.report.charts.style import alt
 from harness.report.claim_peers import ok_runs, peer
-from harness.report.comparability import PARTITION_COLUMNS, comparability_key
+from harness.report.comparability import PARTITION_COLUMNS, comparability_key, group_by
 from harness.report.document import Chart
 from harness.report.text import ONE, byte_unit, format_numbers, format_percents, pluralize
 from harness.report.view import View
@@ -29,10 +28,8 @@ def trade(view: View) -> Chart | None:
 
     The lines that no other beats in both are the front. Of several groups of comparable lines the largest is drawn.
     """
-    settings: dict[tuple[Any, ...], list[ChartLine]] = {}
-    for line in chart_lines(view):
-        if line.speed and line.number("peak_allocated_bytes"):
-            settings.setdefault(comparability_key(line.row), []).append(line)
+    lines = [line for line in chart_lines(view) if line.speed and line.number("peak_allocated_bytes")]
+    settings = group_by(lines, lambda line: comparability_key(line.row))
     comparable: list[ChartLine] = max(settings.values(), key=len, default=[])
     column, rate = "tokens_per_second", "tokens per second"
     if len({line.row.get("world_size") for line in comparable}) > 1:
@@ -46,20 +43,28 @@ def trade(view: View) -> Chart | None:
     unit = byte_unit([peak for _, peak, _ in drawn])
     first = pareto_front([(peak, speed) for _, peak, speed in drawn])
     points = [
-        line.datum(x=speed, y=peak / unit.size, exact=peak, first=best, on="front" if best else "beaten in both")
+        line.datum(
+            x=speed,
+            y=peak / unit.size,
+            exact=peak,
+            first=best,
+            on="yes" if best else "no",
+        )
         for (line, peak, speed), best in zip(drawn, first, strict=True)
     ]
     best_ones = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
-    of_one = f", the largest of {len(settings)} groups that trained the same" if len(settings) > 1 else ""
+    largest = f", the largest of {len(settings)} groups of comparable ones" if len(settings) > 1 else ""
     alt_text = (
-        f"Peak memory in {unit.name} against {rate} of {pluralize(len(drawn), 'line')}{of_one}. No other is both as"
-        f" fast and as small as {', '.join(point['label'] for point in best_ones)}; peaks"
+        f"Peak memory in {unit.name} against {rate} of {pluralize(len(drawn), 'configuration')}{largest}. No other is"
+        f" both as fast and as small as {', '.join(point['label'] for point in best_ones)}; peaks"
         f" {range_text([(point['label'], point['y']) for point in points])}, {rate}"
         f" {range_text([(point['label'], point['x']) for point in points])}.{omitted_text(len(drawn), len(pairs))}"
     )
-    x = marks.spanning("x", f"{rate} (more is better)", [point["x"] for point in points])
-    y = marks.spanning("y", f"peak memory ({unit.name}, less is better)", [point["y"] for point in points])
-    tooltip = marks.tooltips(("x:Q", rate, ",.2f"), ("exact:Q", "peak, bytes", ",d"), ("on:N", "", ""))
+    x = marks.spanning("x", f"{rate} (higher is better)", [point["x"] for point in points])
+    y = marks.spanning("y", f"peak memory ({unit.name}, lower is better)", [point["y"] for point in points])
+    tooltip = marks.tooltips(
+        ("x:Q", rate, ",.2f"), ("exact:Q", "peak, bytes", ",d"), ("on:N", "on the Pareto front", "")
+    )
     layers = [
         marks.filterable_layer(best_ones).mark_line(style="front").encode(x=x, y=y),
         marks.filterable_layer([p for p in points if not p["first"]])
@@ -78,9 +83,9 @@ def trade(view: View) -> Chart | None:
         (line.label, *texts, "yes" if best else "")
         for (line, *_), texts, best in zip(drawn, zip(*columns, strict=True), first, strict=True)
     ]
-    header = ["run", f"peak ({unit.name})", rate, "on the front"]
+    header = ["run", f"peak ({unit.name})", rate, "on the Pareto front"]
     table = value_table(header, rows, [line.strategy for line, *_ in drawn])
-    return Chart("trade", "Peak memory against speed", alt_text, marks.spec(layers, alt_text), table)
+    return Chart("trade", "Peak memory and speed", alt_text, marks.spec(layers, alt_text), table)
 
 
 @dataclass(frozen=True)
@@ -129,37 +134,39 @@ def checkpointing(view: View) -> Chart | None:
             kind=saving.kind,
             x=100 * saving.cost,
             y=100 * saving.peak,
-            held=None if saving.activations is None else 100 * saving.activations,
+            activations=None if saving.activations is None else 100 * saving.activations,
         )
         for saving in drawn
     ]
     alt_text = (
-        f"What checkpointing saves and costs in {pluralize(len(drawn), 'line')}, each over the same run without:"
-        f" peak memory saved, in %, {range_text([(p['label'], p['y']) for p in points])}; step longer, in %,"
+        f"Memory saved and time added by checkpointing in {pluralize(len(drawn), 'configuration')}, each relative to"
+        " the same run without:"
+        f" peak memory saved, in %, {range_text([(p['label'], p['y']) for p in points])}; step time added, in %,"
         f" {range_text([(p['label'], p['x']) for p in points])}.{omitted_text(len(drawn), len(all_savings))}"
     )
-    saved = [value for point in points for value in (point["y"], point["held"]) if value is not None]
+    saved = [value for point in points for value in (point["y"], point["activations"]) if value is not None]
     x = marks.spanning(
-        "x", "step longer than without checkpointing (%)", [0.0, *(point["x"] for point in points)], 0.25
+        "x", "step time added (% of the step without checkpointing)", [0.0, *(point["x"] for point in points)], 0.25
     )
-    y = marks.spanning("y", "memory saved (%): points: peak, bars: activations", [0.0, *saved])
-    held = marks.spanning("held", "memory saved (%): points: peak, bars: activations", [0.0, *saved])
+    title = "memory saved (%; point = peak, dash = activations)"
+    y = marks.spanning("y", title, [0.0, *saved])
+    activations = marks.spanning("activations", title, [0.0, *saved])
     tooltip = marks.tooltips(
         ("kind:N", "checkpointing", ""),
-        ("y:Q", "peak saved, %", ".2f"),
-        ("held:Q", "activations saved, %", ".2f"),
-        ("x:Q", "step longer, %", "+.2f"),
+        ("y:Q", "peak memory saved, %", ".2f"),
+        ("activations:Q", "activations saved, %", ".2f"),
+        ("x:Q", "step time added, %", "+.2f"),
     )
     color = alt.Color("kind:N", title="checkpointing", scale=alt.Scale(domain=kinds, range=style.colors(len(kinds))))
     shape = alt.Shape("kind:N", title="checkpointing", scale=alt.Scale(domain=kinds, range=style.shapes(len(kinds))))
-    known = marks.filterable_layer([point for point in points if point["held"] is not None])
-    bars = [[p, p | {"y": p["held"]}] for p in points if p["held"] is not None]
+    known = marks.filterable_layer([point for point in points if point["activations"] is not None])
+    bars = [[p, p | {"y": p["activations"]}] for p in points if p["activations"] is not None]
     layers = [
         marks.static_layer([{"strategy": "", "x": 0}]).mark_rule(style="reference").encode(x=x),
         marks.static_layer([{"strategy": "", "y": 0}]).mark_rule(style="reference").encode(y=y),
-        known.mark_rule(strokeWidth=1.5).encode(x=x, y=y, y2="held:Q", color=color, tooltip=tooltip),
+        known.mark_rule(strokeWidth=1.5).encode(x=x, y=y, y2="activations:Q", color=color, tooltip=tooltip),
         known.mark_tick(orient="horizontal", size=10, thickness=2, opacity=1).encode(
-            x=x, y=held, color=color, tooltip=tooltip
+            x=x, y=activations, color=color, tooltip=tooltip
         ),
         marks.filterable_layer(points)
         .mark_point(filled=True, size=90, opacity=1)
@@ -170,6 +177,12 @@ def checkpointing(view: View) -> Chart | None:
         (saving.line.label, saving.kind, *format_percents([saving.peak, saving.activations, saving.cost]))
         for saving in drawn
     ]
-    header = ["run", "checkpointing", "peak saved (%)", "activations saved (%)", "step longer (%)"]
+    header = ["run", "checkpointing", "peak memory saved (%)", "activations saved (%)", "step time added (%)"]
     table = value_table(header, rows, [saving.line.strategy for saving in drawn], 2)
-    return Chart("checkpointing", "What checkpointing saves and costs", alt_text, marks.spec(layers, alt_text), table)
+    return Chart(
+        "checkpointing",
+        "Memory savings and cost of activation checkpointing",
+        alt_text,
+        marks.spec(layers, alt_text),
+        table,
+    )

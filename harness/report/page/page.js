@@ -1,6 +1,6 @@
 "use strict";
 // The page's themes, sorting, filters and charts. Without this script text and tables remain readable.
-// It runs before Vega is parsed, so that tables respond at once; charts wait for DOMContentLoaded.
+// It runs before Vega is parsed, so that tables respond immediately; charts wait for DOMContentLoaded.
 (() => {
   const DATA = JSON.parse(document.getElementById("data").textContent);
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
@@ -13,10 +13,10 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const hidden = new Set(); // strategies not shown
 
-  // The one live region: a count beside every table would all speak at once when a strategy is hidden.
+  // The only live region: with a count beside every table, all would be announced when a strategy is hidden.
   const announce = (text) => { byId("status").textContent = text; };
 
-  // --- The view in the address, so that a link shares it: #view?hide=ddp&x=… An anchor's own fragment is left alone.
+  // --- The view is stored in the address, so that a link shares it: #view?hide=ddp&x=… Other fragments are not changed.
 
   const PREFIX = "#view?";
   const parameters = new URLSearchParams(location.hash.startsWith(PREFIX) ? location.hash.slice(PREFIX.length) : "");
@@ -24,10 +24,10 @@
   function updateAddress() {
     try {
       history.replaceState(null, "", parameters.size ? PREFIX + parameters : location.pathname + location.search);
-    } catch { /* A browser may refuse this to files, or when it is done often: then the address stays. */ }
+    } catch { /* A browser may refuse this for local files or frequent changes: the address then stays as it is. */ }
   }
 
-  // --- Theme: auto, light or dark. Paper is always light.
+  // --- Theme: auto, light or dark. Printed pages are always light.
 
   function isDark() {
     const theme = document.documentElement.dataset.theme;
@@ -36,7 +36,7 @@
 
   function themes() {
     let stored = null;
-    try { stored = localStorage.getItem("report-theme"); } catch { /* Files may have no storage. */ }
+    try { stored = localStorage.getItem("report-theme"); } catch { /* Local files may have no storage. */ }
     if (!["light", "dark"].includes(stored)) stored = "auto";
     const choose = (theme) => { document.documentElement.dataset.theme = theme; };
     for (const input of all("input[name=theme]")) {
@@ -53,13 +53,13 @@
 
   // --- Tables.
 
-  const MANY = 5; // a table with more rows has a text filter
+  const MANY = 5; // tables with more rows have a text filter
   const tables = [];
 
-  // A cell's text without the marks behind it.
+  // A cell's text without its trailing marks.
   const cellText = (cell) => (cell.querySelector(".long") ?? cell).firstChild?.data?.trim() ?? "";
 
-  // A cell's number: 1,234.5 and "12 (3)" and "12 %"; <0.01 lies between 0 and 0.01; NaN where it is text.
+  // A cell's number, as in 1,234.5, "12 (3)" and "12 %"; <0.01 counts as 0.005; text is NaN.
   function number(text) {
     const match = /^(<?)\s*([-−+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(?:[%×]|\(.*\)|\s)*$/i.exec(text);
     if (!match) return NaN;
@@ -73,7 +73,7 @@
     const texts = new Map(rows.map((row) => [row, cellText(row.cells[column])]));
     const filled = rows.filter((row) => texts.get(row) !== "");
     const numbers = new Map(filled.map((row) => [row, number(texts.get(row))]));
-    // Numbers before text whichever way; sort() keeps the order of equals, and the empty come last.
+    // Numbers precede text in both directions, and empty cells come last; sort() is stable.
     filled.sort((a, b) => {
       const [m, n] = [numbers.get(a), numbers.get(b)];
       if (Number.isNaN(m) !== Number.isNaN(n)) return Number.isNaN(m) ? 1 : -1;
@@ -117,7 +117,7 @@
     input.addEventListener("input", () => { show(); announce(count.textContent); });
     if (rows.length > MANY) {
       const name = create("span", { className: "unseen" }, ` in ${table.caption.textContent}`);
-      const label = create("label", {}, create("span", {}, "Rows with", name), input);
+      const label = create("label", {}, create("span", {}, "Filter rows", name), input);
       find.append(label, count);
       table.closest(".table").prepend(find);
     }
@@ -125,7 +125,7 @@
     tables.push(show);
   }
 
-  // A box that scrolls sideways can be focused by Tab, and fades to the right as long as there is more.
+  // A box that scrolls sideways can be focused with Tab, and fades at the right as long as more follows.
   function scrollable(box) {
     const update = () => {
       const width = box.scrollWidth - box.clientWidth;
@@ -148,7 +148,7 @@
       boxes.filter((box) => !box.checked).forEach((box) => hidden.add(box.value));
       tables.forEach((show) => show());
       drawn.forEach(({ view }) => view && hide(view));
-      byId("left-out").textContent = `Left out: ${[...hidden].join(", ")}.`;
+      byId("left-out").textContent = `Hidden strategies: ${[...hidden].join(", ")}.`;
       byId("left-out").hidden = hidden.size === 0;
     };
     const changed = () => {
@@ -169,7 +169,7 @@
     apply();
   }
 
-  // --- Charts. `drawn` has of every chart its specification and, once it is drawn, its view.
+  // --- Charts. `drawn` has the specification of every chart and, once it is drawn, its view.
 
   const drawn = new Map();
   let printing = false;
@@ -181,7 +181,7 @@
     ast: true, // expressions by Vega's interpreter: the page's policy allows no eval
     defaultStyle: false, // page.css has it; the policy allows no other style
     tooltip: { disableDefaultStyle: true },
-    logLevel: 1, // errors: of a chart whose strategies are all hidden Vega warns that its axes have no extent
+    logLevel: 1, // errors only: Vega warns of axes without extent where all strategies are hidden
   };
 
   // On narrower screens a legend is one column above or below the chart.
@@ -246,9 +246,9 @@
     }
   }
 
-  // --- Choose axes.
+  // --- The custom chart.
 
-  const FEW = 16; // charts with at most so many points have labels
+  const FEW = 16; // charts with at most this many points have labels
 
   function explorer(box) {
     const { rows, texts, numbers } = DATA.explorer;
@@ -273,7 +273,7 @@
       const { x, y, color, "log-x": logX, "log-y": logY } = chosen();
       const drawable = (number, log) => number !== null && (!log || number > 0);
       const known = rows.filter((row) => drawable(row[x], logX) && drawable(row[y], logY));
-      byId("axes-caption").textContent = `${numbers[y]} against ${numbers[x]}`;
+      byId("axes-caption").textContent = `${numbers[y]} by ${numbers[x]}`;
       byId("axes-description").textContent =
         `${known.length} of ${rows.length} rows have both values${logX || logY ? " and can be drawn" : ""}.`;
       const axis = (field, log) => ({
@@ -309,7 +309,7 @@
     return spec;
   }
 
-  // --- Paper: everything open, every chart drawn and light.
+  // --- Printing: everything is open, and every chart is drawn in light colors.
 
   const opened = [];
 
