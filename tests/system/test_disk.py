@@ -75,7 +75,7 @@ def test_a_disk_that_fills_during_a_run_is_an_error_row(small_disk: Path, calm: 
     filling.join()
     assert ended.returncode == 1, (ended.stdout, ended.stderr)
     assert (
-        f"no disk space is left in {small_disk / 'sweep'}: 1 runs are not started; the same command continues with them"
+        f"no disk space is left in {small_disk / 'sweep'} with 1 run to go: the same command continues"
         in ended.stderr
     )
     stored = read_all(small_disk / "sweep")
@@ -134,7 +134,7 @@ def test_a_read_only_folder_prints_one_line(tmp_path: Path) -> None:
     refused = start(tmp_path, SWEEP[2:], before=WITHOUT_ROOT_POWERS)
     assert refused.wait() == 2
     rule = "cannot be written (Permission denied): choose another folder"
-    assert refused.said().splitlines() == [f"results_dir: {tmp_path / 'sweep'} {rule}"]
+    assert refused.output().splitlines() == [f"results_dir: {tmp_path / 'sweep'} {rule}"]
 
 
 @pytest.mark.long
@@ -142,8 +142,8 @@ def test_a_read_only_folder_prints_one_line(tmp_path: Path) -> None:
 def test_a_folder_that_becomes_read_only_during_a_sweep_prints_one_line(tmp_path: Path, calm: Path) -> None:
     command = start(tmp_path, SWEEP[2:], before=WITHOUT_ROOT_POWERS)
     call_while_running(tmp_path, lambda: change_modes(tmp_path / "sweep", 0o555)).join()
-    status, last = command.wait(), command.said().splitlines()[-1]
-    assert status == 2 and "Traceback" not in command.said(), command.said()
+    status, last = command.wait(), command.output().splitlines()[-1]
+    assert status == 2 and "Traceback" not in command.output(), command.output()
     assert "Permission denied" in last and str(tmp_path / "sweep") in last
     change_modes(tmp_path / "sweep", 0o755)
     assert run_harness(tmp_path, *SWEEP).returncode == 0

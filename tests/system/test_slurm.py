@@ -1,5 +1,6 @@
 """Sweeps as jobs of a real Slurm over one and two nodes, and their outcomes when parts of it die."""
 
+import os
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from tests.support import slurm_cluster
-from tests.support.commands import ROOT, read_rows
+from tests.support.commands import ROOT, read_rows, run_harness
 from tests.support.slurm_cluster import Cluster, wait_for, wait_for_step
 
 SLURM = ("hydra/launcher=slurm", "tracking=none", "cluster.device=cpu")
@@ -46,7 +47,15 @@ def wait_for_end(command: subprocess.Popen[str], status: int = 0) -> str:
 
 
 def harness(slurm: Cluster, results: Path, *arguments: str, status: int = 0) -> str:
-    return wait_for_end(start_command(slurm, results, *arguments), status)
+    """Run a command inside this process and return what it wrote on standard error."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in os.environ.keys() - slurm.environment.keys():
+            patched.delenv(name)
+        for name, value in slurm.environment.items():
+            patched.setenv(name, value)
+        done = run_harness(results, *arguments, *SLURM)
+    assert done.returncode == status, done.stderr
+    return done.stderr
 
 
 def only_row(results: Path, name: str) -> pd.Series:

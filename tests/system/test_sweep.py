@@ -168,7 +168,7 @@ def test_a_command_continues_after_a_spent_budget(harness: Harness, tmp_path: Pa
     sweep = ("-m", "name=spent", "strategy=ddp,tp", "proof.reference=false", *SMALL)
     first = harness("stop_after=1runs", *sweep)
     assert (
-        first.returncode == 0 and "1 runs: 1 runs are not started; the same command continues with them" in first.stderr
+        first.returncode == 0 and "stop_after=1runs is reached with 1 run to go: the same command continues" in first.stderr
     )
     assert len(read_rows(tmp_path / "results", "spent")) == 1
     assert harness("stop_after=1runs", *sweep).returncode == 0  # what is on file costs nothing
@@ -254,7 +254,7 @@ def test_status_shows_a_running_and_a_killed_sweep(tmp_path: Path) -> None:
         run_dir = wait_for_step(tmp_path, "seen")
         comparison = ComparisonFolder(run_dir.parent)
         lines = list(status.status_lines(comparison, status.read_status(comparison)))
-        assert lines[0].endswith("no run recorded, 1 running")
+        assert lines[0].endswith("no run is recorded, 1 running")
         assert lines[1].startswith(f"  {run_dir.name}: ") and " of 406, " in lines[1] and "MiB on its" in lines[1]
         assert f"command {process.pid} on " in lines[2] and "is running: 0 of 2 runs" in lines[2]
     finally:

@@ -1,6 +1,7 @@
 """Tracking by the real W&B: its files read back by its own reader, and its client against a stand-in for its server."""
 
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from harness.records import heartbeat
 from harness.records.store import read_all, read_record
 from harness.tracking import sync_state
 from harness.tracking.client import CLOSE_SECONDS, TrackingClient
+from harness.tracking.process import ANSWER_SECONDS
 from harness.util.redact import redacted
 from tests.support.commands import ROOT
 from tests.support.tracking import OFFLINE, ONLINE, write_example_record
@@ -34,11 +36,17 @@ KEY = "0123456789abcdef" * 2 + "PLANTED0"  # as long as W&B's
 PLANTED = ("PLANTED0", "PLANTED1", "PLANTED2")
 
 
-@functools.cache  # half a second each
+@functools.cache
 def inspect(folder: Path, *options: str) -> Any:
-    """Read a run's own file with W&B's reader."""
+    """Read a run's own file with W&B's reader.
+
+    The program is the one that `wandb leet inspect` starts. Started directly it needs no import of wandb, and without
+    observability it waits for no server.
+    """
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    reader = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", *options, "--json", str(path)]
+    core = Path(importlib.util.find_spec("wandb").origin).parent / "bin" / "wandb-core"  # type: ignore[union-attr,arg-type]
+    files = ["--run-file", str(path.resolve()), str(path.resolve().parents[1])]
+    reader = [str(core), "leet", "inspect", "--no-observability", *options, "--json", *files]
     output = subprocess.run(reader, capture_output=True, text=True, check=True).stdout
     return json.loads(output) if options else [json.loads(line) for line in output.splitlines()]
 
@@ -49,6 +57,20 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 def column(rows: list[dict[str, Any]], name: str) -> list[Any]:
     return [row[name] for row in rows if name in row]
+
+
+def wait_until_logged(folder: Path, name: str, value: Any) -> None:
+    """Wait until the file of a run, which is still being written, has this value; fail after a minute."""
+    deadline = time.monotonic() + 60
+    values: list[Any] = []
+    while value not in values:
+        assert time.monotonic() < deadline, values
+        time.sleep(0.2)
+        if any(folder.glob("wandb/offline-run-*/run-*.wandb")):
+            inspect.cache_clear()
+            with suppress(subprocess.CalledProcessError):  # the last entry is not written whole
+                values = column(history(folder), name)
+    inspect.cache_clear()
 
 
 def send(folder: Path, *options: str) -> int:
@@ -91,12 +113,9 @@ def test_offline_runs_are_read_back_by_wandbs_own_reader(tmp_path: Path) -> None
     feed.start_run(OFFLINE, run_dir, {"strategy": {"name": "ddp", "tp": 1}})
     other, _ = write_example_record(comparison, 1, status="oom", reason="no memory")
     feed.finish_run(OFFLINE, other)
-    deadline = time.monotonic() + 20
-    while not any(run_dir.glob("wandb/offline-run-*/run-*.wandb")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(1.2)
+    wait_until_logged(run_dir, "live/rank_0/phase", "timed")
     heartbeats[0]("profiled", 9)
-    time.sleep(1.2)
+    wait_until_logged(run_dir, "live/rank_0/phase", "profiled")
     feed.finish_run(OFFLINE, write_example_record(comparison, 0)[0])
     feed.log_table(OFFLINE, comparison)
     feed.close()
@@ -155,10 +174,10 @@ def test_online_runs_are_complete_and_a_sync_sends_nothing_again(
     assert summary.settings["jobType"] == "summary" and summary.summary["rows"] == 2
     assert any(name.startswith("media/table/runs") for name in summary.files)
     assert send(tmp_path / "mine") == 0
-    assert capsys.readouterr().out == "0 runs sent; 2 were there already\n"
+    assert capsys.readouterr().out == "sent 0 runs; the tracker had 2 before\n"
     write_example_record(tmp_path / "mine", 1, started_at="2026-02-02T03:00:00+00:00")  # run anew
     assert send(tmp_path / "mine") == 0
-    assert capsys.readouterr().out == "1 runs sent, and their table; 1 were there already\n"
+    assert capsys.readouterr().out == "sent 1 run and the table; the tracker had 1 before\n"
     assert len(server.runs) == 4
     assert send(tmp_path / "mine", "--again") == 0 and len(server.runs) == 4  # what is there is replaced
     (run_dir / sync_state.SYNC_STATE_FILE).unlink()  # as if an upload had been killed
@@ -201,7 +220,7 @@ def send_with_fault(fault: str, folder: Path, server: Server, feed: TrackingClie
     for number in range(2):
         feed.finish_run(ONLINE, write_example_record(folder, number)[0])
     feed.log_table(ONLINE, folder)
-    assert time.monotonic() - started < 1  # whatever the server does, a run does not wait
+    assert time.monotonic() - started < ANSWER_SECONDS  # whatever the server does, a run does not wait for it
     feed.close()
     return Outcome(time.monotonic() - started, messages, folder, server)
 
@@ -238,7 +257,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Out
 def test_a_bad_server_costs_seconds_and_one_line(fault: str, outcomes: dict[str, Outcome]) -> None:
     """A bad server costs seconds and is reported in a line, and nothing counts as sent that was not."""
     outcome = outcomes[fault]
-    assert outcome.seconds < CLOSE_SECONDS + 1.5
+    assert outcome.seconds < 2 * CLOSE_SECONDS  # a server that hangs would answer after 60 s
     assert len(outcome.messages) == 1 and outcome.messages[0].startswith("tracking: "), outcome.messages
     assert outcome.messages[0].endswith(f"`harness sync {outcome.folder}` sends all of it")
     if fault == "hangs at the end":
@@ -258,7 +277,7 @@ def test_a_sync_sends_the_runs_that_were_not_sent(
     run_dirs = sorted(path.parent for path in outcome.folder.glob("*/record.json"))
     states = [sync_state.read_sync_state(run_dir, "wandb") for run_dir in run_dirs]
     assert send(outcome.folder) == 0
-    assert capsys.readouterr().out == "2 runs sent, and their table; 0 were there already\n"
+    assert capsys.readouterr().out == "sent 2 runs and the table; the tracker had 0 before\n"
     assert len(server.runs) == 3
     for run_dir, entry in zip(run_dirs, states, strict=True):
         state = sync_state.read_sync_state(run_dir, "wandb")
@@ -273,9 +292,9 @@ def test_a_sync_that_fails_prints_one_line(
     server.misbehaves = ("graphql", 0) if "start" in fault else ("file_stream", 401)
     write_example_record(tmp_path / "mine")
     started = time.monotonic()
-    assert send(tmp_path / "mine", "--timeout", "3") == 1 and time.monotonic() - started < 12
+    assert send(tmp_path / "mine", "--timeout", "3") == 1 and time.monotonic() - started < 30
     out, error = capsys.readouterr()
-    assert out == "0 runs sent; 0 were there already\n"
+    assert out == "sent 0 runs; the tracker had 0 before\n"
     assert error.startswith("the rest was not sent: W&B") and error.count("\n") == 1
     assert KEY not in error
 
@@ -287,7 +306,7 @@ def test_a_sync_without_a_key_sends_nothing(
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     write_example_record(tmp_path / "mine")
     started = time.monotonic()
-    assert send(tmp_path / "mine") == 1 and time.monotonic() - started < 10
+    assert send(tmp_path / "mine") == 1 and time.monotonic() - started < 30
     assert "run `wandb login`, or set WANDB_API_KEY" in capsys.readouterr().err
     assert server.bytes_received == b""
 
@@ -313,13 +332,13 @@ def test_a_stopped_tracker_delays_no_run(tmp_path: Path) -> None:
 
     handing = threading.Thread(target=hand_over, daemon=True)
     handing.start()
-    handing.join(2)
+    handing.join(20)
     if handing.is_alive():
         feed.process.kill()
         pytest.fail("handing over waits for the tracker")
     started = time.monotonic()
     feed.close(1.0)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < CLOSE_SECONDS
     assert messages == [
         f"tracking: 20 runs were not tracked within 1 s; `harness sync {tmp_path / 'mine'}` sends all of it"
     ]
@@ -351,7 +370,7 @@ def test_the_tracker_ends_with_a_killed_parent(tmp_path: Path) -> None:
             time.sleep(0.1)
         family = child.children(recursive=True)
         parent.kill()
-        _, alive = psutil.wait_procs([child, *family], timeout=6)
+        _, alive = psutil.wait_procs([child, *family], timeout=30)
     assert family and not alive
     (run_dir,) = (path.parent for path in (tmp_path / "mine").glob("*/record.json"))
     assert set(column(history(run_dir), "live/host_bytes")) == {5}
@@ -421,6 +440,6 @@ def test_a_documented_tracker_works_as_one_file(tmp_path: Path) -> None:
     write_example_record(tmp_path / "results" / "mine")
     command = [sys.executable, "-m", "harness", "sync", "results/mine", "--tracker", "lines"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "1 runs sent, and their table; 0 were there already\n"
+    assert done.stdout == "sent 1 run and the table; the tracker had 0 before\n"
     lines = [json.loads(line) for line in (tmp_path / "results" / "mine" / "lines.jsonl").read_text().splitlines()]
     assert [line["status"] for line in lines] == ["ok"]

@@ -60,12 +60,11 @@ def test_the_wheel_runs_without_the_clone(installed: Path, tmp_path: Path) -> No
     locate = [sys.executable, "-P", "-c", "import harness; print(harness.__file__)"]
     path = subprocess.run(locate, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(installed)}, capture_output=True)
     assert path.stdout.decode().startswith(str(installed))
-    run(installed, tmp_path, "-m", "strategy=ddp,tp", "name=wheel", *SMALL)
+    run(installed, tmp_path, "strategy=ddp", "name=wheel", *SMALL)
     rows = pd.read_csv(tmp_path / "results" / "wheel" / "runs.csv")
-    assert rows.status.tolist() == ["ok", "ok"] and rows.stale_reason.isna().all()
-    run(installed, tmp_path, "-m", "strategy=ddp,tp", "name=wheel", *SMALL)  # finds both runs recorded and current
-    again = pd.read_csv(tmp_path / "results" / "wheel" / "runs.csv")
-    assert again.started_at.tolist() == rows.started_at.tolist()
+    assert rows.status.tolist() == ["ok"] and rows.stale_reason.isna().all()
+    again = run(installed, tmp_path, "strategy=ddp", "name=wheel", *SMALL)
+    assert "is recorded; force=true runs it again" in again.stderr
 
 
 def test_files_of_the_current_folder_come_first(installed: Path, tmp_path: Path) -> None:
