@@ -158,6 +158,6 @@ def test_waiting_for_a_slow_rank_is_exposed_communication(tmp_path: Path) -> Non
     folder = tmp_path / command.name / record.row["run_id"]
     slept = 2 * 2 * faults.SLOW_RANK_SECONDS  # two traced steps of two micro-batches
     waiting, sleeping = (rank.time_breakdown.phases for rank in RunFolder(folder).read_rank_reports(2))
-    assert waiting["backward"].exposed_seconds > 0.8 * slept > 2 * sleeping["backward"].exposed_seconds
+    assert waiting["backward"].exposed_seconds > 0.5 * slept > 2 * sleeping["backward"].exposed_seconds
     assert sleeping["forward"].seconds > slept > 2 * waiting["forward"].seconds
     assert sleeping["forward"].exposed_seconds < 0.05 * slept  # the end of the norm's all-reduce may reach into it

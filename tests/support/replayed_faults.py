@@ -39,10 +39,10 @@ def problems_of(results: Path, combination: Combination, fault: Fault) -> list[s
         folder = RunFolder(results / COMPARISON / "references" / note.removeprefix("compared with "))
         (reference,) = folder.read_rank_reports(1)
     bounds = compose()[1].proof
-    assert verify_run(config, bounds, layout, widths, ranks, reference, note)[0]["status"] == "ok"
-    row, parts = verify_run(config, bounds, layout, widths, fault(ranks), reference, note)
-    assert row["status"] == "error"
-    problems: list[str] = parts["proof"]["problems"]
+    assert verify_run(config, bounds, layout, widths, ranks, reference, note).columns["status"] == "ok"
+    verdict = verify_run(config, bounds, layout, widths, fault(ranks), reference, note)
+    assert verdict.columns["status"] == "error"
+    problems: list[str] = verdict.parts["proof"]["problems"]
     return problems
 
 

@@ -131,8 +131,8 @@ def layer_of_library_twice(run_dir: str) -> None:
 
     build = hf_library.build_hf_model
 
-    def spoiled(model: Any) -> Any:
-        built = build(model)
+    def spoiled(*arguments: Any) -> Any:
+        built = build(*arguments)
         for block in built.layers_by_index().values():
             block.forward = twice(block.forward)
         return built
