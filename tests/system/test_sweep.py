@@ -168,7 +168,8 @@ def test_a_command_continues_after_a_spent_budget(harness: Harness, tmp_path: Pa
     sweep = ("-m", "name=spent", "strategy=ddp,tp", "proof.reference=false", *SMALL)
     first = harness("stop_after=1runs", *sweep)
     assert (
-        first.returncode == 0 and "stop_after=1runs is reached with 1 run to go: the same command continues" in first.stderr
+        first.returncode == 0
+        and "stop_after=1runs is reached with 1 run to go: the same command continues" in first.stderr
     )
     assert len(read_rows(tmp_path / "results", "spent")) == 1
     assert harness("stop_after=1runs", *sweep).returncode == 0  # what is on file costs nothing
