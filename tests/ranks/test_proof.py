@@ -25,7 +25,7 @@ TP, TP_SP, PP_1F1B, PP_GPIPE, PP_ZERO_BUBBLE = DEFAULTS
     ("fault", "combination", "problem"),
     [
         (replayed_faults.lower_stage, ZERO2, "0.67 x the"),
-        (replayed_faults.uncounted, FSDP, "0.67 x the"),
+        (replayed_faults.uncounted, FSDP, "0.68 x the"),
         (replayed_faults.boundary_sent_twice, PP_GPIPE, "along pp send, which is 2.00 x the"),
         (replayed_faults.sequence_whole, TP_SP, "along tp reduce_scatter, which is 0.00 x the"),
         (replayed_faults.layer_twice, FSDP, "a step ran"),
