@@ -65,7 +65,7 @@ def listing(kind: str) -> Iterator[str]:
             about = describe(yaml.safe_load(text) or {}, first_sentence(text))
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             raise UserError(f"{path} cannot be listed: {error}") from None
-        yield f"{name:<{width}}  {about}".rstrip()
+        yield f"{sanitize(name):<{width}}  {sanitize(about)}".rstrip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,6 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def show() -> None:
         for line in listing(options.kind):
-            print(sanitize(line))
+            print(line)
 
     return run_command(show)

@@ -1,5 +1,6 @@
 """The syntax of overrides: arguments as Hydra takes them, its errors in one line, and repeated runs."""
 
+import re
 from collections.abc import Sequence
 
 from hydra.errors import HydraException, MissingConfigException
@@ -14,9 +15,12 @@ def composition_error(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return f"{group}={name} is not known: choose {', '.join(sorted(error.options))}"
+    several_values = re.search(r"Ambiguous value for argument '(.*?)'", str(error))
+    if several_values:
+        return f"{several_values[1]} has several values: add -m to run every combination"
     cause = error.__cause__ or error.__context__
     if isinstance(error, HydraException) and isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        return f"{cause.full_key} is not a key of the configuration: see python -m harness --cfg job"
+        return f"{cause.full_key} is not a key of the configuration: `harness --cfg job` prints all of them"
     return one_line(str(error).split("\nSee https", maxsplit=1)[0])
 
 

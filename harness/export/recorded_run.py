@@ -35,6 +35,8 @@ class RecordedRun:
 
 def read_recorded_run(directory: Path, target: Path | None) -> RecordedRun:
     """Return the run in `directory`. Raises UserError if there is none, or if its status is not ok."""
+    if not RunFolder(directory).record.exists():
+        raise UserError(f"{directory} is not the folder of a run: choose one of results/NAME/RUN")
     row = read_record(directory).row
     if row["status"] != "ok":
         raise UserError(f"{directory} has status={row['status']}, and only what ran is exported: choose an ok run")

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.cli import ls
+from harness.cli.main import unknown_command_text
 from tests.support.commands import ROOT
+from tests.support.tracking import write_example_record
 
 HEAVY = ("torch", "hydra", "omegaconf", "pandas", "deepspeed", "transformers")
 
@@ -43,3 +46,34 @@ def test_without_arguments_help_is_shown_and_nothing_is_trained() -> None:
 def test_status_needs_no_torch(tmp_path: Path) -> None:
     heavy, printed, _ = imported("status", str(tmp_path))
     assert "torch" not in heavy and "no run is recorded" in printed
+
+
+@pytest.mark.parametrize("command", ["ls strategies", "report {results}", "diff {results} {results}"])
+def test_commands_on_records_need_no_torch(command: str, tmp_path: Path) -> None:
+    write_example_record(tmp_path / "results")
+    heavy, printed, _ = imported(*command.format(results=tmp_path / "results").split())
+    assert not {"torch", "hydra"} & set(heavy) and printed
+
+
+PARENTS = ("launcher.multinode", "runner.run", "sweep.executors.parallel", "sweep.slurm.executor")
+
+
+@pytest.mark.parametrize("module", PARENTS)
+def test_parents_of_ranks_import_no_model_engine_or_worker(module: str) -> None:
+    code = f"import json, sys, harness.{module}\nprint(json.dumps(list(sys.modules)))"
+    modules = json.loads(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))
+    engines = {name for name in modules if name.startswith("harness.engines.")}
+    assert engines <= {"harness.engines.base"}
+    assert not [name for name in modules if name.startswith(("harness.models", "harness.worker"))]
+
+
+def test_a_word_that_is_no_command_names_the_nearest_command() -> None:
+    assert unknown_command_text("statsu") == "statsu is neither a command nor KEY=VALUE: choose status"
+    assert unknown_command_text("foo").endswith("choose status, report, diff, sync, export, ls, or write KEY=VALUE")
+
+
+def test_a_list_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ls.main(["strategies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = max(len(line.split()[0]) for line in lines) + 2
+    assert all(line[start - 1] == " " and line[start] != " " for line in lines)

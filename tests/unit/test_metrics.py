@@ -76,36 +76,36 @@ def reports(*ranks: dict[str, Any]) -> list[RankReport]:
 def test_figures_are_the_whole_worlds() -> None:
     config = compose_config("train.global_batch=8", "train.seq_len=32", "train.steps=3")
     ranks = [rank(0, [1.0, 2.0, 9.0], 1000), rank(1, [3.0, 1.0, 1.0], 1500)]
-    found = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
-    assert found["step_seconds"] == 3.0  # the slowest rank of each step: 3, 2 and 9; their median
-    assert found["step_seconds_p95"] == pytest.approx(3 + 0.9 * 6) and found["step_seconds_iqr_ratio"] is None
-    assert found["tokens_per_second"] == pytest.approx(8 * 32 / 3.0)
-    assert found["tokens_per_second_per_device"] == pytest.approx(8 * 32 / 3.0 / 2)
-    assert (found["peak_allocated_bytes"], found["peak_rank"], found["peak_reserved_bytes"]) == (1500, 1, None)
-    assert (found["parameter_bytes"], found["optimizer_bytes"]) == (101, 200)
-    assert (found["gradient_bytes"], found["activation_bytes"]) == (301, 400)
-    assert (found["offloaded_bytes"], found["offloaded_activation_bytes"]) == (251, None)
-    assert found["communication_bytes"] == 100
-    assert (found["loss_first"], found["loss_last"]) == (4.5, 2.5)
-    assert found["at_peak_temporary_bytes"] == 850 and found["peak_phase"] == "backward"
-    assert found["executed_flops"] == 2 * 10**9
-    assert found["cpu_seconds"] == pytest.approx(7 / 3) and found["peak_rss_bytes"] == 7001
-    assert found["joules_per_token"] == pytest.approx(20 / (3 * 8 * 32))
+    measured = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
+    assert measured["step_seconds"] == 3.0  # the slowest rank of each step: 3, 2 and 9; their median
+    assert measured["step_seconds_p95"] == pytest.approx(3 + 0.9 * 6) and measured["step_seconds_iqr_ratio"] is None
+    assert measured["tokens_per_second"] == pytest.approx(8 * 32 / 3.0)
+    assert measured["tokens_per_second_per_device"] == pytest.approx(8 * 32 / 3.0 / 2)
+    assert (measured["peak_allocated_bytes"], measured["peak_rank"], measured["peak_reserved_bytes"]) == (1500, 1, None)
+    assert (measured["parameter_bytes"], measured["optimizer_bytes"]) == (101, 200)
+    assert (measured["gradient_bytes"], measured["activation_bytes"]) == (301, 400)
+    assert (measured["offloaded_bytes"], measured["offloaded_activation_bytes"]) == (251, None)
+    assert measured["communication_bytes"] == 100
+    assert (measured["loss_first"], measured["loss_last"]) == (4.5, 2.5)
+    assert measured["at_peak_temporary_bytes"] == 850 and measured["peak_phase"] == "backward"
+    assert measured["executed_flops"] == 2 * 10**9
+    assert measured["cpu_seconds"] == pytest.approx(7 / 3) and measured["peak_rss_bytes"] == 7001
+    assert measured["joules_per_token"] == pytest.approx(20 / (3 * 8 * 32))
     peak = 2 * 67e12  # of two devices in fp32
-    assert found["mfu"] == pytest.approx(found["model_flops"] / 3.0 / peak)
-    assert found["hfu"] == pytest.approx(2e9 / 3.0 / peak)
+    assert measured["mfu"] == pytest.approx(measured["model_flops"] / 3.0 / peak)
+    assert measured["hfu"] == pytest.approx(2e9 / 3.0 / peak)
     ranks[1]["device_name"] = "NVIDIA H201"
     unknown = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
     assert unknown["mfu"] is None and unknown["model_flops_per_second_per_device"] is not None
 
 
-def test_what_the_profiler_did_not_see_is_unknown_and_no_zero() -> None:
+def test_figures_that_the_profiler_missed_are_unknown_and_not_zero() -> None:
     config = compose_config("train.steps=3")
     ranks = [rank(number, [1.0, 2.0, 9.0], 1000) | {"traced": None} for number in range(2)]
-    found = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
+    measured = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
     unknown = ("exposed_communication_seconds", "idle_seconds", "overlapped_communication_seconds")
-    assert [found[name] for name in unknown] == [None] * 3
-    assert sum(found[name] for name in PARTS if name not in unknown) == pytest.approx(found["step_seconds"])
+    assert [measured[name] for name in unknown] == [None] * 3
+    assert sum(measured[name] for name in PARTS if name not in unknown) == pytest.approx(measured["step_seconds"])
 
 
 def test_a_gpu_waits_inside_its_phases_too() -> None:
@@ -113,19 +113,23 @@ def test_a_gpu_waits_inside_its_phases_too() -> None:
     config = compose_config("train.steps=1")
     idle = {}
     for name in ("cpu", "NVIDIA H200"):
-        one = rank(0, [1.0], 1000) | {"device_name": name}
-        forward = one["traced"]["phases"]["forward"]
+        values = rank(0, [1.0], 1000) | {"device_name": name}
+        forward = values["traced"]["phases"]["forward"]
         forward["waiting_seconds"] = 0.5 * forward["seconds"]
-        idle[name] = measured_columns(config, resolve_layout(config.strategy, 1), reports(one))["idle_seconds"]
-    assert idle["NVIDIA H200"] == pytest.approx(idle["cpu"] + 0.5 * one["phase_seconds"]["forward"][0])
+        idle[name] = measured_columns(config, resolve_layout(config.strategy, 1), reports(values))["idle_seconds"]
+    assert idle["NVIDIA H200"] == pytest.approx(idle["cpu"] + 0.5 * values["phase_seconds"]["forward"][0])
 
 
 @pytest.mark.parametrize("fullest", range(3))
 def test_memory_is_the_fullest_ranks_wherever_it_is(fullest: int) -> None:
     """The fullest rank is neither the first, which is often reported, nor the last."""
     ranks = [rank(number, [1.0], 1500 if number == fullest else 1000) for number in range(3)]
-    found = memory_columns(reports(*ranks))
-    assert (found["peak_allocated_bytes"], found["peak_rank"], found["at_peak_temporary_bytes"]) == (1500, fullest, 850)
+    measured = memory_columns(reports(*ranks))
+    assert (measured["peak_allocated_bytes"], measured["peak_rank"], measured["at_peak_temporary_bytes"]) == (
+        1500,
+        fullest,
+        850,
+    )
 
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
@@ -133,12 +137,12 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     config = compose_config("train.steps=3")
     ranks = [rank(0, [1.0, 2.0, 9.0], 1000), rank(1, [3.0, 1.0, 1.0], 1500)]
     ranks[1]["phase_seconds"]["forward"][0] = 1.2  # 0.4 of the step
-    found = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
+    measured = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
     expected = {"data": 0.15, "forward": 1.2, "backward": 0.9, "optimizer": 0.45, "exposed_communication": 0.3}
-    assert {name: found[f"{name}_seconds"] for name in expected} == pytest.approx(expected)
-    assert found["idle_seconds"] == pytest.approx(0.8 * 0.0, abs=1e-9)  # all but the phases is 0 here
-    assert found["overlapped_communication_seconds"] == pytest.approx(0.6)
-    assert sum(found[name] for name in PARTS) == pytest.approx(found["step_seconds"])
+    assert {name: measured[f"{name}_seconds"] for name in expected} == pytest.approx(expected)
+    assert measured["idle_seconds"] == pytest.approx(0.8 * 0.0, abs=1e-9)  # all but the phases is 0 here
+    assert measured["overlapped_communication_seconds"] == pytest.approx(0.6)
+    assert sum(measured[name] for name in PARTS) == pytest.approx(measured["step_seconds"])
     even = measured_columns(config, resolve_layout(config.strategy, 2), reports(rank(0, [1.0, 2.0, 4.0, 8.0], 1000)))
     assert sum(even[name] for name in PARTS) == pytest.approx(even["step_seconds"]) and even["step_seconds"] == 3.0
     assert even["idle_seconds"] == pytest.approx(0.08 * 3) and even["other_seconds"] == pytest.approx(0.02 * 3)
@@ -147,17 +151,17 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 def test_waiting_of_a_pipeline_is_idle() -> None:
     config = compose_config("strategy=pp_1f1b", "train.steps=1")
-    one = rank(0, [10.0], 1000)
-    one["traced"]["phases"]["norm"]["exposed_seconds"] = 0.05  # all of it: there the stages meet
-    found = measured_columns(config, resolve_layout(config.strategy, 2), reports(one, rank(1, [5.0], 900)))
-    assert found["idle_seconds"] == pytest.approx(0.5 + 0.8) and found["other_seconds"] == pytest.approx(0.2)
-    assert found["exposed_communication_seconds"] == pytest.approx(1.0)
+    values = rank(0, [10.0], 1000)
+    values["traced"]["phases"]["norm"]["exposed_seconds"] = 0.05  # all of it: there the stages meet
+    measured = measured_columns(config, resolve_layout(config.strategy, 2), reports(values, rank(1, [5.0], 900)))
+    assert measured["idle_seconds"] == pytest.approx(0.5 + 0.8) and measured["other_seconds"] == pytest.approx(0.2)
+    assert measured["exposed_communication_seconds"] == pytest.approx(1.0)
 
 
 def test_a_profiled_step_unlike_the_timed_ones_explains_nothing() -> None:
-    one = rank(0, [1.0], 1000)
-    one["profiled"]["at_peak"]["parts"][-1]["bytes"] -= 40
-    assert at_peak_columns(RankReport.from_json(one)) == {}
+    values = rank(0, [1.0], 1000)
+    values["profiled"]["at_peak"]["parts"][-1]["bytes"] -= 40
+    assert at_peak_columns(RankReport.from_json(values)) == {}
     near = rank(0, [1.0], 1000) | {"peak_reserved_bytes": 1200}
     near["profiled"]["peak_allocated_bytes"] -= 40
     near["profiled"]["at_peak"]["bytes"] -= 40
@@ -170,21 +174,21 @@ def test_a_profiled_step_unlike_the_timed_ones_explains_nothing() -> None:
     on_gpu = rank(0, [1.0], 1000) | {"peak_reserved_bytes": 1200}
     on_gpu["profiled"]["at_peak"] |= {"bytes": 980}
     on_gpu["profiled"]["at_peak"]["parts"][-1]["bytes"] -= 20
-    found = at_peak_columns(RankReport.from_json(on_gpu))
-    assert (found["at_peak_rounding_bytes"], found["at_peak_unmatched_bytes"]) == (20, 0)
+    measured = at_peak_columns(RankReport.from_json(on_gpu))
+    assert (measured["at_peak_rounding_bytes"], measured["at_peak_unmatched_bytes"]) == (20, 0)
 
 
-def test_what_is_outside_the_formula_is_named() -> None:
+def test_traffic_outside_the_formula_is_named() -> None:
     config = compose_config()
-    layout, one = resolve_layout(config.strategy, 2), rank(1, [1.0], 1000)
-    norm = one["profiled"]["communication"][0] | {"purpose": "clip_grads", "bytes_sent": 8.0}
-    one["profiled"]["communication"].append(norm)
+    layout, values = resolve_layout(config.strategy, 2), rank(1, [1.0], 1000)
+    norm = values["profiled"]["communication"][0] | {"purpose": "clip_grads", "bytes_sent": 8.0}
+    values["profiled"]["communication"].append(norm)
     assert bytes_by_axis(
-        layout, RankReport.from_json(one), {"dp_replicate": 90.0, "dp_shard": 0.0, "pp send": 0.0}
+        layout, RankReport.from_json(values), {"dp_replicate": 90.0, "dp_shard": 0.0, "pp send": 0.0}
     ) == [{"axis": "dp_replicate", "bytes": 100.0, "formula_bytes": 90.0, "outside": {"clip_grads all_reduce": 8.0}}]
 
 
-def test_a_pipelines_idle_time_is_what_its_phases_leave() -> None:
+def test_pipeline_idle_time_is_the_step_without_its_phases() -> None:
     config = compose_config("strategy=pp_1f1b", "strategy.layers_per_stage=[1,3]")
     layout = resolve_layout(config.strategy, 2)
     ranks = [rank(0, [10.0, 10.0, 10.0], 1000), rank(1, [10.0, 10.0, 30.0], 2000)]
@@ -192,16 +196,16 @@ def test_a_pipelines_idle_time_is_what_its_phases_leave() -> None:
     phases.append(
         {"forward": [2.0] * 3, "backward_input": [2.0] * 3, "backward_weight": [1.0] * 3, "optimizer": [1.0] * 3}
     )
-    for one, seconds in zip(ranks, phases, strict=True):
-        one["phase_seconds"] = seconds | {"data": [0.5] * 3}
+    for values, seconds in zip(ranks, phases, strict=True):
+        values["phase_seconds"] = seconds | {"data": [0.5] * 3}
     first, last = pipeline_entries(config, layout, reports(*ranks))
     assert (first["working_seconds"], first["idle_seconds"]) == (3.0, 5.5)
     assert (last["working_seconds"], last["idle_seconds"]) == (5.0, 3.5)  # medians over steps
     assert (first["bubble"], last["idle_share"]) == (5.5 / 3, pytest.approx(3.5 / 8.5))
     assert [(r["stages"], r["layers"], r["in_flight"]) for r in (first, last)] == [([0], [1], 1), ([1], [3], 2)]
-    found = measured_columns(config, layout, reports(*ranks))
+    measured = measured_columns(config, layout, reports(*ranks))
     assert (
-        found["pipeline_bubble"] == pytest.approx(9 / 8)
-        and found["pipeline_bubble_theory"] == 1 / 8
-        and found["max_in_flight_micro_batches"] == 2
+        measured["pipeline_bubble"] == pytest.approx(9 / 8)
+        and measured["pipeline_bubble_theory"] == 1 / 8
+        and measured["max_in_flight_micro_batches"] == 2
     )

@@ -158,9 +158,9 @@ def test_rows_come_in_order_of_start_then_id_and_unknown_columns_last(tmp_path: 
 
 def test_numbers_that_json_lacks_become_unknown_and_bytes_whole(tmp_path: Path) -> None:
     write_record(tmp_path, record(loss_last=math.nan, communication_bytes=10.6) | {"proof": {"x": [math.inf, (1,)]}})
-    kept = read_record(tmp_path)
-    assert kept.row["loss_last"] is None and kept.row["communication_bytes"] == 11
-    assert kept.proof == {"x": [None, [1]]} and "NaN" not in (tmp_path / "record.json").read_text()
+    stored = read_record(tmp_path)
+    assert stored.row["loss_last"] is None and stored.row["communication_bytes"] == 11
+    assert stored.proof == {"x": [None, [1]]} and "NaN" not in (tmp_path / "record.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -201,11 +201,11 @@ def test_corrupt_records_are_named_and_not_fatal(tmp_path: Path) -> None:
     (tmp_path / "bytes" / "record.json").write_bytes(b"\xff\xfe")
     (tmp_path / "folder" / "record.json").mkdir(parents=True)
     (tmp_path / "running").mkdir()
-    found = read_all(tmp_path)
-    assert [entry.row["run_id"] for entry in found.records] == ["good"]
-    named = {Path(problem.split(" ")[0]).parent.name for problem in found.problems}
-    assert named == {*broken, "bytes", "folder"} and not any("\n" in problem for problem in found.problems)
-    assert "schema_version=3 is not 2" in next(problem for problem in found.problems if "newer" in problem)
+    loaded = read_all(tmp_path)
+    assert [entry.row["run_id"] for entry in loaded.records] == ["good"]
+    named = {Path(problem.split(" ")[0]).parent.name for problem in loaded.problems}
+    assert named == {*broken, "bytes", "folder"} and not any("\n" in problem for problem in loaded.problems)
+    assert "schema_version=3 is not 2" in next(problem for problem in loaded.problems if "newer" in problem)
     with pytest.raises(UserError, match=r"cut/record\.json is not a whole record"):
         read_record(tmp_path / "cut")
     with pytest.raises(UserError, match="not a directory"):
@@ -241,9 +241,9 @@ def test_a_kill_during_writing_leaves_a_whole_record(tmp_path: Path) -> None:
             assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
             time.sleep(0.013 * (attempt % 8))
             writer.send_signal(signal.SIGKILL)
-        kept = read_record(run_dir)
-        assert len(kept.rank_entries) == 2000
-        assert {rank["number"] for rank in kept.rank_entries} == {kept.row["parameters"]}
+        stored = read_record(run_dir)
+        assert len(stored.rank_entries) == 2000
+        assert {rank["number"] for rank in stored.rank_entries} == {stored.row["parameters"]}
         leftovers = len(list(run_dir.glob(".record.json.*.tmp")))
         if leftovers and attempt >= 5:
             break
@@ -268,15 +268,15 @@ def test_versions_tell_code_and_packages_without_importing_them() -> None:
         "import json, sys; from harness.records.provenance import versions\n"
         "print(json.dumps([versions(), 'torch' in sys.modules]))"
     )
-    found, imported = json.loads(subprocess.check_output([sys.executable, "-c", probe]))
-    assert found == versions() and not imported
+    reported, imported = json.loads(subprocess.check_output([sys.executable, "-c", probe]))
+    assert reported == versions() and not imported
     assert (
-        found.keys() == {"python", "torch", "deepspeed", "accelerate", "transformers", "harness", "code"}
-        and len(found["code"]) == 12
+        reported.keys() == {"python", "torch", "deepspeed", "accelerate", "transformers", "harness", "code"}
+        and len(reported["code"]) == 12
     )
 
 
-def test_code_follows_what_measures_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_hash_changes_with_measuring_packages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "cli/run.py",
         "sweep/slurm/node.py",
@@ -319,7 +319,7 @@ def test_git_commit_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert git_commit.__wrapped__() == {"commit": git("rev-parse", "HEAD"), "dirty": True}
 
 
-def test_stale_says_what_differs() -> None:
+def test_stale_reason_names_the_versions_that_differ() -> None:
     now: dict[str, str | None] = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": None, "code": "abc"}
     assert version_differences(Record.from_json({"row": {}, "versions": dict(now)}), now) == []
     assert version_differences(Record({}, versions=now | {"torch": "2.12.0", "deepspeed": "0.19.8"}), now) == [
