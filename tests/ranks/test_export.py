@@ -242,7 +242,7 @@ def test_an_error_of_export_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr()
     assert printed.out == ""
     first, second = printed.err.splitlines()
-    assert "cannot be read" in first and "has status=refused, and only what ran is exported" in second
+    assert "is not the folder of a run: choose one" in first and "has status=refused, and only what ran" in second
     assert not (planned.folder.path / "export").exists()
 
 
