@@ -227,7 +227,7 @@ def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], overri
 
 
 @pytest.mark.parametrize(
-    ("kind", "overrides", "found"),
+    ("kind", "overrides", "reason"),
     [
         ("llama", "strategy=pp_1f1b", "strategy.pp=2 needs a model cut into stages"),
         ("llama", "strategy=tp_sp", "strategy.sequence_parallel=true is not part of the plan of model=small-llama"),
@@ -237,10 +237,10 @@ def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], overri
         ("llama", "train.seq_len=129", "train.seq_len=129 is more than the 128 tokens"),
     ],
 )
-def test_incompatible_strategies_are_refused(tmp_path: Path, kind: str, overrides: str, found: str) -> None:
+def test_incompatible_strategies_are_refused(tmp_path: Path, kind: str, overrides: str, reason: str) -> None:
     config = config_of(folder(tmp_path, kind), "world_size=2", *overrides.split())
     problems = list(incompatibilities(config, resolve_layout(config.strategy, config.world_size or 2)))
-    assert any(problem.startswith(found) and "choose" in problem for problem in problems), problems
+    assert any(problem.startswith(reason) and "choose" in problem for problem in problems), problems
 
 
 def complaint(model: dict[str, Any]) -> str:
@@ -279,12 +279,12 @@ def test_a_models_identity_does_not_depend_on_its_folder(tmp_path: Path) -> None
     second.mkdir(parents=True)
     file = second / "config.json"
     file.write_text((first / "config.json").read_text())
-    one, other = config_of(first), config_of(second)
-    assert one.model.name == "small-llama"
-    assert fingerprint(one, "cpu", 1, "") == fingerprint(other, "cpu", 1, "")
+    config, other = config_of(first), config_of(second)
+    assert config.model.name == "small-llama"
+    assert fingerprint(config, "cpu", 1, "") == fingerprint(other, "cpu", 1, "")
     assert config_of(file).model.name == "llama_115k"
     file.write_text(json.dumps({"model_type": "llama", "_name_or_path": "someone/My-Llama"} | MODELS["llama"]))
     assert config_of(file).model.name == "My-Llama"
-    assert fingerprint(config_of(first, "model.vocab_size=400"), "cpu", 1, "") != fingerprint(one, "cpu", 1, "")
-    values = one.to_dict()
-    assert resolve_run_config(json.loads(json.dumps(values))) == one  # asked once: what is known is not asked again
+    assert fingerprint(config_of(first, "model.vocab_size=400"), "cpu", 1, "") != fingerprint(config, "cpu", 1, "")
+    values = config.to_dict()
+    assert resolve_run_config(json.loads(json.dumps(values))) == config  # asked once: what is known is not asked again

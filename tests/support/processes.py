@@ -89,7 +89,7 @@ def kind_of(process: psutil.Process, command: Command) -> str:
         return "tracker"
     if "multiprocessing.forkserver" not in " ".join(process.cmdline()):
         return "other"
-    above = [one.pid for one in process.parents()]
+    above = [parent.pid for parent in process.parents()]
     depth = above.index(command.process.pid) if command.process.pid in above else -1
     makes_slots = any(word.startswith("sweep.parallel=") for word in command.process.args)  # type: ignore[union-attr]
     kinds = ("forkserver", "slot", "forkserver", "rank") if makes_slots else ("forkserver", "rank")

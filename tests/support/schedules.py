@@ -30,13 +30,13 @@ def order(layout: Layout, micro_batches: int) -> Order:
     """Return what each rank computes, in order, by torch's own schedule without any stages."""
     p, v = layout.pp, layout.virtual_stages
     if layout.schedule in ("gpipe", "1f1b"):
-        return {place: by_hand(layout.schedule, p, place, micro_batches) for place in range(p)}
+        return {rank: by_hand(layout.schedule, p, rank, micro_batches) for rank in range(p)}
     schedule: Any = object.__new__(SCHEDULES[layout.schedule])
     schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = p, v, micro_batches
     schedule.number_of_rounds = max(1, micro_batches // p)
     schedule.microbatches_per_round = micro_batches // schedule.number_of_rounds
-    actions_by_rank = {place: schedule._calculate_single_rank_operations(place) for place in range(p)}
+    actions_by_rank = {rank: schedule._calculate_single_rank_operations(rank) for rank in range(p)}
     return {
-        place: [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in actions if a is not None]
-        for place, actions in actions_by_rank.items()
+        rank: [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in actions if a is not None]
+        for rank, actions in actions_by_rank.items()
     }

@@ -242,9 +242,9 @@ def ended(cluster: Cluster) -> Iterator[None]:
 def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for taken in sockets:
-            taken.bind(("127.0.0.1", 0))
-        return [taken.getsockname()[1] for taken in sockets]
+        for used in sockets:
+            used.bind(("127.0.0.1", 0))
+        return [used.getsockname()[1] for used in sockets]
 
 
 def write_private(path: Path, text: str) -> None:
