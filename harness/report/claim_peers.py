@@ -13,7 +13,7 @@ from harness.report.comparability import claim_key
 from harness.report.frame import column_values, records_frame
 from harness.util.errors import UserError
 
-COUNTED = "counted as in"  # before a source whose method the planner counts by
+COUNTED = "counted as in"  # precedes a source by whose method the cost model counts
 
 EXACT, TIMED = 0.05, 0.20  # relative tolerances: of bytes, counts and operations, and of seconds
 

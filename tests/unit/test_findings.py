@@ -67,7 +67,7 @@ def texts(report: list[Section]) -> list[str]:
     """Return every sentence of these sections."""
     parts = [part for section in report for part in section.parts]
     prose = [part.text for part in parts if isinstance(part, Paragraph)]
-    return prose + [said for part in parts if isinstance(part, BulletList) for _, said in part.items]
+    return prose + [text for part in parts if isinstance(part, BulletList) for _, text in part.items]
 
 
 def test_the_report_equals_the_golden_file() -> None:
@@ -190,7 +190,7 @@ def _beats(row: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_best_marks_need_a_difference_beyond_the_spread() -> None:
     view = View("example", example())
     labels = view.line_medians["label"].tolist()
-    marked = {column: {labels[position] for position in found} for column, found in best(view).items()}
+    marked = {column: {labels[position] for position in positions} for column, positions in best(view).items()}
     assert marked == {  # in speed ddp and zero1 meet; ddp and zero1 send the same
         "peak_allocated_bytes": {"zero3"},
         "state_bytes": {"zero3"},

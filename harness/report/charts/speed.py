@@ -21,7 +21,7 @@ from harness.report.charts.style import alt
 from harness.report.document import Chart, Table
 from harness.report.labels import STEP_PARTS
 from harness.report.spread import spread
-from harness.report.text import MILLISECONDS, ONE, format_numbers, format_percents, pluralize
+from harness.report.text import MILLISECONDS, ONE, format_numbers, format_percents, join_words, pluralize
 from harness.report.view import View
 
 _WIDE = 8  # if the most ranks over the fewest exceed this, both axes are logarithmic
@@ -192,7 +192,7 @@ def _efficiency(series: Series) -> float:
 
 def _count(points: Sequence[Datum]) -> str:
     worlds = sorted({int(point["x"]) for point in points})
-    return ", ".join(map(str, worlds))
+    return join_words([str(world) for world in worlds])
 
 
 def _scaling_table(drawn: Sequence[Series]) -> Table:
