@@ -1,5 +1,7 @@
 """Errors that the user can fix, which are shown as a single line and never as a traceback."""
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -16,9 +18,16 @@ def os_error_text(error: OSError) -> str:
 
 
 def run_command(command: Callable[[], None]) -> int:
-    """Run a command and return its exit code: 0, or 2 after printing a UserError or an OSError as one line."""
+    """Run a command and return its exit code: 0, or 2 after printing a UserError or an OSError as one line.
+
+    If the reader of the output, such as `head`, has closed it, end quietly with a shell's code for that.
+    """
     try:
         command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
+        return 128 + signal.SIGPIPE
     except UserError as error:
         print(sanitize(error), file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,9 @@ def test_a_list_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     start = max(len(line.split()[0]) for line in lines) + 2
     assert all(line[start - 1] == " " and line[start] != " " for line in lines)
+
+
+def test_a_reader_that_closes_the_output_ends_a_command_quietly() -> None:
+    command = f"{sys.executable} -m harness ls strategies | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
