@@ -1,5 +1,6 @@
 """Charts of trade-offs: memory against speed, and the memory that checkpointing saves against the time it costs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.records.schema import Row
@@ -17,8 +18,8 @@ from harness.report.charts.lines import (
 from harness.report.charts.style import alt
 from harness.report.claim_peers import ok_runs, peer
 from harness.report.comparability import PARTITION_COLUMNS, comparability_key, group_by
-from harness.report.document import Chart
-from harness.report.text import ONE, byte_unit, format_numbers, format_percents, pluralize
+from harness.report.document import Chart, Table
+from harness.report.text import ONE, Unit, byte_unit, format_numbers, format_percents, pluralize
 from harness.report.view import View
 from harness.util.text import sanitize
 
@@ -41,7 +42,7 @@ def trade(view: View) -> Chart | None:
     if len(drawn) < 2:
         return None
     unit = byte_unit([peak for _, peak, _ in drawn])
-    first = pareto_front([(peak, speed) for _, peak, speed in drawn])
+    on_front = pareto_front([(peak, speed) for _, peak, speed in drawn])
     points = [
         line.datum(
             x=speed,
@@ -50,13 +51,13 @@ def trade(view: View) -> Chart | None:
             first=best,
             on="yes" if best else "no",
         )
-        for (line, peak, speed), best in zip(drawn, first, strict=True)
+        for (line, peak, speed), best in zip(drawn, on_front, strict=True)
     ]
-    best_ones = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
+    front = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
     largest = f", the largest of {len(settings)} groups of comparable ones" if len(settings) > 1 else ""
     alt_text = (
         f"Peak memory in {unit.name} against {rate} of {pluralize(len(drawn), 'configuration')}{largest}. No other is"
-        f" both as fast and as small as {', '.join(point['label'] for point in best_ones)}; peaks"
+        f" both as fast and as small as {', '.join(point['label'] for point in front)}; peaks"
         f" {range_text([(point['label'], point['y']) for point in points])}, {rate}"
         f" {range_text([(point['label'], point['x']) for point in points])}.{omitted_text(len(drawn), len(pairs))}"
     )
@@ -66,26 +67,33 @@ def trade(view: View) -> Chart | None:
         ("x:Q", rate, ",.2f"), ("exact:Q", "peak, bytes", ",d"), ("on:N", "on the Pareto front", "")
     )
     layers = [
-        marks.filterable_layer(best_ones).mark_line(style="front").encode(x=x, y=y),
+        marks.filterable_layer(front).mark_line(style="front").encode(x=x, y=y),
         marks.filterable_layer([p for p in points if not p["first"]])
         .mark_point(filled=False, size=70, strokeWidth=2, color=style.MEASURED, shape="circle")
         .encode(x=x, y=y, tooltip=tooltip),
-        marks.filterable_layer(best_ones)
+        marks.filterable_layer(front)
         .mark_point(filled=True, size=110, opacity=1, color=style.MEASURED, shape="diamond")
         .encode(x=x, y=y, tooltip=tooltip),
-        *marks.labels(points, x, y, [best_ones]),
+        *marks.labels(points, x, y, [front]),
     ]
+    table = front_table(drawn, on_front, unit, rate)
+    return Chart("trade", "Peak memory and speed", alt_text, marks.spec(layers, alt_text), table)
+
+
+def front_table(
+    drawn: Sequence[tuple[ChartLine, float, float]], on_front: Sequence[bool], unit: Unit, rate: str
+) -> Table:
+    """Return the drawn lines as a table: peaks in `unit`, speeds as `rate`, and whether each is on the Pareto front."""
     columns = [
         format_numbers([peak for _, peak, _ in drawn], unit),
         format_numbers([speed for *_, speed in drawn], ONE),
     ]
     rows = [
         (line.label, *texts, "yes" if best else "")
-        for (line, *_), texts, best in zip(drawn, zip(*columns, strict=True), first, strict=True)
+        for (line, *_), texts, best in zip(drawn, zip(*columns, strict=True), on_front, strict=True)
     ]
     header = ["run", f"peak ({unit.name})", rate, "on the Pareto front"]
-    table = value_table(header, rows, [line.strategy for line, *_ in drawn])
-    return Chart("trade", "Peak memory and speed", alt_text, marks.spec(layers, alt_text), table)
+    return value_table(header, rows, [line.strategy for line, *_ in drawn])
 
 
 @dataclass(frozen=True)
@@ -173,16 +181,20 @@ def checkpointing(view: View) -> Chart | None:
         .encode(x=x, y=y, color=color, shape=shape, tooltip=tooltip),
         *marks.labels(points, x, y, bars, 90),
     ]
-    rows = [
-        (saving.line.label, saving.kind, *format_percents([saving.peak, saving.activations, saving.cost]))
-        for saving in drawn
-    ]
-    header = ["run", "checkpointing", "peak memory saved (%)", "activations saved (%)", "step time added (%)"]
-    table = value_table(header, rows, [saving.line.strategy for saving in drawn], 2)
     return Chart(
         "checkpointing",
         "Memory savings and cost of activation checkpointing",
         alt_text,
         marks.spec(layers, alt_text),
-        table,
+        savings_table(drawn),
     )
+
+
+def savings_table(drawn: Sequence[Saving]) -> Table:
+    """Return the drawn savings as a table, in percent."""
+    rows = [
+        (saving.line.label, saving.kind, *format_percents([saving.peak, saving.activations, saving.cost]))
+        for saving in drawn
+    ]
+    header = ["run", "checkpointing", "peak memory saved (%)", "activations saved (%)", "step time added (%)"]
+    return value_table(header, rows, [saving.line.strategy for saving in drawn], 2)
