@@ -21,6 +21,7 @@ from harness.config.validation import require, require_one_of, require_positive
 from harness.config.values import ConfigValues
 
 RequestedDevice = Literal["auto", "cpu", "cuda"]
+Device = Literal["cpu", "cuda"]
 LaunchMode = Literal["processes", "virtual", "simulated"]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from harness.config.byte_size import format_bytes
 from harness.config.model import ModelConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout
@@ -22,7 +22,7 @@ def is_compatible(config: RunConfig, layout: Layout) -> bool:
     return not any(incompatibilities(config, layout))
 
 
-def needed_bytes(memory: MemoryEstimate, ranks_on_host: int, device: str) -> int:
+def needed_bytes(memory: MemoryEstimate, ranks_on_host: int, device: Device) -> int:
     """Return the bytes that a machine must have: a host's ranks share its memory, a CUDA device has one rank."""
     return (memory.peak_bytes + memory.process_bytes) * (ranks_on_host if device == "cpu" else 1)
 
@@ -34,7 +34,7 @@ def capacity_problem(
     *,
     available_bytes: int,
     ranks_on_host: int,
-    device: str,
+    device: Device,
     models: Sequence[ModelConfig],
     host_available_bytes: int | None = None,
     accepts: Accepts = is_compatible,

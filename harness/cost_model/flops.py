@@ -11,7 +11,7 @@ divide the batch, the matrices or the depth divide the operations; tensor-parall
 multiply by all of it.
 """
 
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
 from harness.layout import decoder_profile
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
@@ -48,7 +48,7 @@ def model_flops(config: RunConfig) -> int:
 
 
 def executed_flops(
-    config: RunConfig, layout: Layout, device: str = "cpu", recomputes_last_projection: bool = False
+    config: RunConfig, layout: Layout, device: Device = "cpu", recomputes_last_projection: bool = False
 ) -> int:
     """Return the operations per step that HFU will count, by the attention kernel that torch is expected to choose.
 
@@ -70,7 +70,7 @@ def executed_flops_with(
     return flops + replicated_head_flops(config, layout)
 
 
-def takes_fused_kernel(config: RunConfig, device: str) -> bool:
+def takes_fused_kernel(config: RunConfig, device: Device) -> bool:
     """Return whether attention is expected to run as one fused kernel on this device, cpu or cuda.
 
     On CUDA torch has none for grouped heads in fp32: flash and cuDNN take 16 bit, the memory-efficient kernel takes no

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.config.model import ModelConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
 from harness.cost_model.activations import loss_tensors
 from harness.cost_model.buffers import buffer_tensors, keeps_grad_buffers, unsharded_grad_bytes
 from harness.cost_model.pipeline import BackwardStart, backward_starts
@@ -62,7 +62,7 @@ def rank_backward_starts(config: RunConfig, layout: Layout, pp_rank: int) -> lis
     return backward_starts(layout, micro_batches if layout.pp_enabled else min(2, micro_batches), pp_rank)
 
 
-def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, device: str = "cpu") -> MemoryEstimate:
+def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, device: Device = "cpu") -> MemoryEstimate:
     """Return the memory of the rank with the highest peak.
 
     `device` is cpu or cuda: torch keeps different tensors on each. Model state is ZeRO's (arXiv 1910.02054, section 5).
@@ -79,7 +79,7 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
     return max(ranks, key=lambda memory: memory.peak_bytes)
 
 
-def prediction_columns(config: RunConfig, layout: Layout, widths: StateWidths, device: str) -> dict[str, int | None]:
+def prediction_columns(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> dict[str, int | None]:
     """Return the row's predicted columns; empty for a model whose activations are not known."""
     if not model_profile(config.model).activations_are_known:
         return {"predicted_peak_bytes": None, "predicted_activation_bytes": None}
@@ -88,7 +88,7 @@ def prediction_columns(config: RunConfig, layout: Layout, widths: StateWidths, d
     return {"predicted_peak_bytes": memory.peak_bytes, "predicted_activation_bytes": max(activations)}
 
 
-def lower_bound_estimate(config: RunConfig, layout: Layout, widths: StateWidths, device: str) -> MemoryEstimate:
+def lower_bound_estimate(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> MemoryEstimate:
     """Return state and buffers alone, which are the least that the peak of a model with unknown activations can be."""
     stage = whole_model(config.model)
     total = local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp)
@@ -120,7 +120,7 @@ def lower_bound_estimate(config: RunConfig, layout: Layout, widths: StateWidths,
 
 
 def estimate_rank_memory(
-    config: RunConfig, layout: Layout, widths: StateWidths, device: str, pp_rank: int, stages: Sequence[Stage]
+    config: RunConfig, layout: Layout, widths: StateWidths, device: Device, pp_rank: int, stages: Sequence[Stage]
 ) -> MemoryEstimate:
     """Return the memory of this rank of the pipeline, which has these stages; device is cpu or cuda."""
     costs, starts = stage_costs(config, layout, device, stages), rank_backward_starts(config, layout, pp_rank)
@@ -186,13 +186,13 @@ def optimizer_temporary_bytes(config: RunConfig, layout: Layout, parameters: int
     return 0 if config.train.fused_optimizer else -(-width * parameters // layout.shard_count("optimizer"))
 
 
-def activation_bytes(config: RunConfig, layout: Layout, device: str, pp_rank: int) -> int:
+def activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:
     """Return the most that this rank of the pipeline keeps for backward, log-probabilities included."""
     costs = stage_costs(config, layout, device, rank_stages(config.model, layout, pp_rank))
     return max_saved_bytes(costs, rank_backward_starts(config, layout, pp_rank))
 
 
-def offloaded_activation_bytes(config: RunConfig, layout: Layout, device: str, pp_rank: int) -> int:
+def offloaded_activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:
     """Return the most that activation offload keeps on the host for this rank of the pipeline; 0 without it."""
     costs = stage_costs(config, layout, device, rank_stages(config.model, layout, pp_rank))
     return max_offloaded_bytes(costs, rank_backward_starts(config, layout, pp_rank))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from harness.config.model import ModelConfig
 from harness.config.precision import DTYPE_BYTES
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
 from harness.layout.layout import Layout
 
 FP32_BYTES = 4
@@ -20,7 +20,7 @@ class MicroBatchShape:
     sequences: int
     seq_len: int
     compute_dtype: str  # torch's name of it
-    device: str = "cpu"  # or cuda
+    device: Device = "cpu"
     tp: int = 1
     sequence_parallel: bool = False
     cp: int = 1
@@ -68,7 +68,7 @@ class MicroBatchShape:
         return self.width if self.device == "cpu" else 1
 
 
-def micro_batch_shape(config: RunConfig, layout: Layout, device: str) -> MicroBatchShape:
+def micro_batch_shape(config: RunConfig, layout: Layout, device: Device) -> MicroBatchShape:
     """Return the shape of a run's micro-batches on one rank; device is cpu or cuda."""
     return MicroBatchShape(
         config.model,

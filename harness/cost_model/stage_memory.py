@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.config.model import ModelConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
 from harness.cost_model.activations import (
     block_backward_bytes,
     deferred_weight_grad_inputs,
@@ -132,7 +132,7 @@ class StageCost:
         return self.vocabulary_grad_bytes + (widened if self.has_16_bit_grads and self.shape.device == "cpu" else 0)
 
 
-def stage_costs(config: RunConfig, layout: Layout, device: str, stages: Sequence[Stage]) -> list[StageCost]:
+def stage_costs(config: RunConfig, layout: Layout, device: Device, stages: Sequence[Stage]) -> list[StageCost]:
     """Return the costs of a rank's stages; device is cpu or cuda."""
     shape = micro_batch_shape(config, layout, device)
     norm_keeps_input = shape.width == FP32_BYTES or not shape.norm_is_decomposed  # without an fp32 copy

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
 from harness.layout.layout import Layout
 from harness.records.run_folder import RunFolder
 from harness.records.run_spec import read_run_spec
@@ -19,7 +19,7 @@ class RecordedRun:
     target: Path
     config: RunConfig
     layout: Layout
-    device: str  # cpu | cuda
+    device: Device
     threads: int  # of each rank
 
     @property

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from harness.config.schema import Device
+
 CPU_RANKS = 2  # ranks of a node without GPUs: the smallest world in which anything is parallel
 
 
@@ -14,7 +16,7 @@ CPU_RANKS = 2  # ranks of a node without GPUs: the smallest world in which anyth
 class Machine:
     """This machine as one node of the cluster. Ranks on a CPU share its memory; a rank on a GPU has a device's."""
 
-    device: str  # cpu | cuda
+    device: Device
     device_name: str
     nodes: int
     ranks_per_node: int

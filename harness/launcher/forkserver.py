@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from harness.config.schema import Device
 from harness.launcher.rank_environment import rank_environment, temporary_environment
 
 
@@ -29,7 +30,7 @@ START_METHODS: Mapping[str, StartMethod] = {
 }
 
 
-def start_forkserver(device: str, start: StartMethod | None = None) -> None:
+def start_forkserver(device: Device, start: StartMethod | None = None) -> None:
     """Start the forkserver unless it runs already, without waiting for its imports.
 
     It lives no longer than the thread that calls this (harness.launcher.parent_death): call it from the main thread.

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from harness.config.schema import Device
 from harness.hardware.machine import usable_cores
 from harness.hardware.oom_kills import oom_kill_count
 from harness.launcher import rank_entry, stack_dump
@@ -46,7 +47,7 @@ def launch(
     run_dir: Path,
     world_size: int,
     *,
-    device: str,
+    device: Device,
     timeout_seconds: float,
     hang_seconds: float = math.inf,
     on_tick: Callable[[], None] | None = None,
@@ -121,7 +122,13 @@ def _store(port: int = 0) -> TCPStore:
 
 
 def _config(
-    nodes: NodeInfo, port: int, local_ranks: int, device: str, start: StartMethod, run_dir: Path, timeout_seconds: float
+    nodes: NodeInfo,
+    port: int,
+    local_ranks: int,
+    device: Device,
+    start: StartMethod,
+    run_dir: Path,
+    timeout_seconds: float,
 ) -> LaunchConfig:
     """Return a configuration with a static rendezvous, which saves the half second per run of torch's dynamic one."""
     return LaunchConfig(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from types import FrameType
+from typing import Literal
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -64,7 +65,7 @@ class RankMonitor:
     parent_ends: dict[Connection, int]  # the other ends, of ranks that are still connected
     deadline: float  # by time.monotonic()
     hang_detector: HangDetector
-    stop_reason: str | None = None  # timeout | hang | interrupted
+    stop_reason: Literal["timeout", "hang", "interrupted"] | None = None
     interruptible: bool = False  # whether a signal may interrupt the main thread: true while the agent runs
     signals: int = 0  # received from outside
     interrupted_at: float = 0.0
@@ -183,6 +184,7 @@ def _enforce(monitor: RankMonitor, now: float) -> None:
     if not monitor.interruptible or now - monitor.interrupted_at < GRACE_SECONDS:
         return
     failed_at = monitor.failed_at()
+    reason: Literal["timeout", "hang"] | None
     reason = "timeout" if now >= monitor.deadline else "hang" if monitor.hang_detector.is_hanging(now) else None
     if reason:
         if not monitor.stop_reason:

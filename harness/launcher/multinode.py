@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
+from harness.config.schema import Device
 from harness.launcher.launch import NodeInfo, launch
 from harness.launcher.outcome import PRIMARY_SIGNALS, LaunchOutcome, RankFailure
 from harness.util.files import JsonObject
@@ -28,7 +29,7 @@ IDLE_SECONDS = 24 * 3600.0 * 30  # a node waits for its leader as long as the jo
 class LaunchLimits:
     """The device of a run's ranks, and when they are killed."""
 
-    device: str
+    device: Device
     timeout_seconds: float
     hang_seconds: float
 
@@ -65,7 +66,7 @@ class NodeGroup:
         run_dir: Path,
         world_size: int,
         *,
-        device: str,
+        device: Device,
         timeout_seconds: float,
         hang_seconds: float,
         on_tick: Callable[[], None],

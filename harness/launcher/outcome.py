@@ -12,6 +12,7 @@ from harness.launcher import stack_dump
 from harness.launcher.monitor import RankMonitor
 from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
+from harness.records.status import LaunchStatus
 from harness.util.text import one_line
 
 TAIL_BYTES = 16_384  # of a log, in which its last lines are looked for
@@ -40,7 +41,7 @@ class RankFailure:
 class LaunchOutcome:
     """The end of a launch: its status, and why it failed."""
 
-    status: str  # ok | oom | error | timeout | interrupted
+    status: LaunchStatus
     reason: str  # one line, '' when ok
     failures: tuple[RankFailure, ...]  # the first one first; ranks that were killed in consequence are not included
     seconds: float
@@ -68,8 +69,8 @@ def classify_outcome(
             cause = f"killed after {monitor.hang_detector.seconds:g} s without progress of any rank"
         reason = f"{cause}; unfinished: rank {', '.join(map(str, unfinished))}{_where_ranks_hang(run_dir, unfinished)}"
         return LaunchOutcome("timeout", reason, (), seconds)
-    if monitor.stop_reason:
-        return LaunchOutcome(monitor.stop_reason, f"stopped by a signal after {seconds:.1f} s", (), seconds)
+    if monitor.stop_reason == "interrupted":
+        return LaunchOutcome("interrupted", f"stopped by a signal after {seconds:.1f} s", (), seconds)
     if launch_error:
         return LaunchOutcome("error", launch_error, (), seconds)
     if failures:

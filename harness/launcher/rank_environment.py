@@ -5,6 +5,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from harness.config.schema import Device
 from harness.hardware.machine import usable_cores
 
 
@@ -13,7 +14,7 @@ def threads_per_rank(local_world_size: int) -> int:
     return max(1, len(usable_cores()) // local_world_size)
 
 
-def rank_environment(device: str, local_ranks: int) -> dict[str, str]:
+def rank_environment(device: Device, local_ranks: int) -> dict[str, str]:
     """Return the variables that every rank of this machine has beside torchrun's."""
     scripts = sysconfig.get_path("scripts")  # DeepSpeed looks for ninja on PATH
     environment = {

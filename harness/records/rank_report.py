@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from harness.records.json_fields import FromJson, keyed, to_plain
+from harness.records.status import RankStatus
 from harness.records.tensor_shards import StateShard, TensorFingerprint, read_fingerprints, read_shards
 from harness.util.files import JsonObject
 
@@ -134,7 +135,7 @@ class RankReport(FromJson):
     rank: int = 0
     host: str = ""
     pid: int = 0
-    status: str = ""  # ok | oom | error
+    status: RankStatus = ""
     cores: Sequence[int] = ()
 
     losses: Sequence[float | None] = ()

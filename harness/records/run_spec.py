@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.config.command import split_values
 from harness.config.from_dict import from_dict
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
 from harness.data.corpus import Corpus
 from harness.layout.layout import Layout
 from harness.records.run_folder import RunFolder
@@ -22,7 +22,7 @@ class RunSpec:
     config: RunConfig
     layout: Layout
     corpus: Corpus
-    device: str  # cpu | cuda
+    device: Device
     threads: int  # per rank
     allocator: str | None = None  # the counting allocator's library, if it could be built
     environment: dict[str, str] = field(default_factory=dict)  # that every rank sets before it builds its engine

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, TypedDict
 
 from harness.config.values import ConfigValues
 from harness.records.rank_report import RankReport
+from harness.records.status import RunStatus
 from harness.util.files import JsonObject
 
 Cell = str | int | float | bool | None  # None: the value is unknown
@@ -18,8 +19,6 @@ Cells = dict[str, Cell]  # the values of some columns of a row, by the columns' 
 Row = dict[str, Any]
 
 SCHEMA_VERSION = 2  # version 1 has other names of columns: harness.records.columns.RENAMED_COLUMNS
-
-STATUSES = ("ok", "oom", "refused", "timeout", "error", "interrupted")
 
 
 class Commit(TypedDict):
@@ -146,9 +145,10 @@ class Record:
         return str(self.row["run_id"])
 
     @property
-    def status(self) -> str:
-        """How the run ended, one of STATUSES."""
-        return str(self.row["status"])
+    def status(self) -> RunStatus:
+        """How the run ended."""
+        status: RunStatus = self.row["status"]
+        return status
 
     def with_row(self, **columns: Cell) -> "Record":
         """Return the record with other values in some columns of its row."""

@@ -9,7 +9,8 @@ import orjson
 
 from harness.records.columns import column_type, with_current_names
 from harness.records.run_folder import ComparisonFolder, RunFolder
-from harness.records.schema import SCHEMA_VERSION, STATUSES, Record, Row
+from harness.records.schema import SCHEMA_VERSION, Record, Row
+from harness.records.status import STATUSES
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json, replace_non_finite
 from harness.util.locks import is_locked

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from harness.config.checkpointing import RECOMPUTING_MODES
+from harness.config.schema import Device
 from harness.cost_model.flops import executed_flops_with, takes_fused_kernel
 from harness.records.rank_report import FUSED_KERNELS
 from harness.records.schema import Record
@@ -173,7 +174,7 @@ def _recomputation(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     before = plain.config() if plain else None
     if layout is None or config is None or before is None:
         return
-    device = "cpu" if run.row.get("measured_on") == "cpu" else "cuda"
+    device: Device = "cpu" if run.row.get("measured_on") == "cpu" else "cuda"
     kernel = run.row.get("attention_kernel")
     fused = kernel in FUSED_KERNELS if kernel else takes_fused_kernel(config, device)
     deepspeed = layout.uses_deepspeed_zero and layout.zero_stage == 3

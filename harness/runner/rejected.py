@@ -10,6 +10,7 @@ from harness.hardware.machine import Machine
 from harness.records.provenance import git_commit, versions
 from harness.records.run_folder import comparison_folder
 from harness.records.schema import Cells, Record
+from harness.records.status import RunStatus
 from harness.records.store import write_record
 from harness.runner.local_machine import detect_machine
 from harness.runner.record import build_record
@@ -66,7 +67,7 @@ def group_names(values: ConfigValues) -> dict[str, str]:
     return {name: str(group["name"] or group.get("family")) for name, group in groups.items()}
 
 
-def rejected_values(values: ConfigValues, reason: str, status: str = "refused") -> Record:
+def rejected_values(values: ConfigValues, reason: str, status: RunStatus = "refused") -> Record:
     """Write and return the record of values of which no configuration can be made, or whose job vanished."""
     run_id = fallback_run_id(values)
     comparison = comparison_folder(values["name"], values["results_dir"])

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.records.status import RunStatus
 from harness.util.errors import UserError
 
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -35,7 +36,7 @@ class StopAfter:
             return f"stop_after={self.failures}failures is reached"
         return ""
 
-    def count_failure(self, status: str) -> None:
+    def count_failure(self, status: RunStatus) -> None:
         """Count the run that ended with this status if that is a failure."""
         self.failed += status in FAILURES
 

@@ -86,7 +86,8 @@ def assert_proven(record: Record) -> None:
             "Accelerate made a DistributedDataParallel of the model",
         ),
         pytest.param(
-            *(accelerate_entries.one_group, "fsdp_full_shard", "groups of 4 layers, embedding and head"), marks=pytest.mark.long
+            *(accelerate_entries.one_group, "fsdp_full_shard", "groups of 4 layers, embedding and head"),
+            marks=pytest.mark.long,
         ),
         pytest.param(
             *(accelerate_entries.root_left_gathered, "fsdp_full_shard", "Accelerate does not reshard as"),

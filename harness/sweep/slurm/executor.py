@@ -15,6 +15,7 @@ from harness.config.from_dict import from_dict
 from harness.config.values import ConfigValues, GroupValues
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
+from harness.records.status import RunStatus
 from harness.records.store import read_record, write_record
 from harness.runner.rejected import fallback_run_id, rejected_values
 from harness.runner.resolve import resolve_run_config
@@ -216,7 +217,7 @@ def best_of_search(records: Sequence[Record]) -> Record:
     return (ok or list(records))[-1]
 
 
-STATUS_BY_STATE = {
+STATUS_BY_STATE: dict[str, RunStatus] = {
     "CANCELLED": "interrupted",
     "PREEMPTED": "interrupted",
     "TIMEOUT": "timeout",
@@ -227,23 +228,21 @@ STATUS_BY_STATE = {
 def record_of_vanished_job(submitted: SubmittedRun) -> Record:
     """Write and return the record of a run whose job ended without an answer: what Slurm says of the job."""
     state = commands.final_state(str(submitted.job))
-    ending = {
-        "status": STATUS_BY_STATE.get(state, "error"),
-        "reason": f"Slurm's job {submitted.job} ended as {state or 'unknown'} before its node had recorded the run",
-    }
-    record = finalize_record(submitted, ending)
-    if ending["status"] != "interrupted":  # an interrupted run is made again; any other end stands like others
+    status = STATUS_BY_STATE.get(state, "error")
+    reason = f"Slurm's job {submitted.job} ended as {state or 'unknown'} before its node had recorded the run"
+    record = finalize_record(submitted, status, reason)
+    if status != "interrupted":  # an interrupted run is made again; any other end stands like others
         atomic_write_json(submitted.message("answer"), {"runs": [record.run_id]})
     return record
 
 
-def finalize_record(submitted: SubmittedRun, ending: dict[str, str]) -> Record:
-    """Give the record that the node had started this ending; without one, write a bare record."""
+def finalize_record(submitted: SubmittedRun, status: RunStatus, reason: str) -> Record:
+    """Give the record that the node had started this status and reason; without one, write a bare record."""
     for run_id in reversed(submitted.started_runs):
         path = submitted.run.comparison.run(run_id).path
         with suppress(UserError):
             record = read_record(path)
             if record.status == "interrupted":
-                write_record(path, record.with_row(**ending))
+                write_record(path, record.with_row(status=status, reason=reason))
             return read_record(path)
-    return rejected_values(submitted.values, ending["reason"], ending["status"])
+    return rejected_values(submitted.values, reason, status)
