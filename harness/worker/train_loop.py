@@ -1,6 +1,5 @@
 """The one training loop: warm-up, timed, traced and one profiled step. It knows nothing of strategies."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,8 @@ from harness.models import compile
 from harness.probe import Probe
 from harness.records.rank_report import HostUsage, ProfiledStep, TimeBreakdown
 from harness.records.tensor_shards import TensorFingerprint
+
+PROFILE_ATTEMPTS = 8  # each with half the loss scale, if gradients overflow in the profiled step
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,8 @@ def train(
     """
     # They are allocated before the first step, so that every step needs the same memory.
     losses, grad_norms = torch.zeros(2, config.total_steps, device=memory.device)
-    number = itertools.count()
 
-    def step(phase: str) -> None:
-        index = next(number)
+    def step(phase: str, index: int) -> None:
         progress(phase, index)
         with probe.phase("data"):
             micro_batches = batches(index)
@@ -79,10 +78,10 @@ def train(
     first_moments = None
     for finished_steps in range(config.warmup_steps):
         if first_moments is not None:
-            step("warm-up")
+            step("warm-up", finished_steps)
             continue
         with probe.listen(first_gradients):
-            step("warm-up")
+            step("warm-up", finished_steps)
         if engine.skipped_steps <= finished_steps:  # else gradients overflowed, and a smaller loss scale is next
             with memory.limit.suspended():
                 first_moments = tensor_fingerprints(engine, "optimizer", config.seed, memory.device, "exp_avg")
@@ -99,10 +98,10 @@ def train(
     graphs_before = compile.compiled_graph_count()
     usage.begin()
     with probe.listen(times):
-        for _ in range(config.steps):
+        for index in range(config.steps):
             times.mark_step()
             with peak_step.step():
-                step("timed")
+                step("timed", config.warmup_steps + index)
         times.mark_step()
     step_seconds, phase_seconds = times.step_seconds(), times.phase_seconds()
     host_usage, counters = usage.end(), memory.since(before)
@@ -111,11 +110,15 @@ def train(
 
     trace = StepTrace(memory.device)
     with trace, probe.listen(trace):
-        for _ in range(TRACED_STEPS):
+        for index in range(TRACED_STEPS):
             with probe.phase(STEP_PHASE):
-                step("traced")
-    with profile_step(engine, probe, memory, config.seed, layout) as profiled:
-        step("profiled")
+                step("traced", config.warmup_steps + config.steps + index)
+    for _ in range(PROFILE_ATTEMPTS):
+        skipped_steps = engine.skipped_steps
+        with profile_step(engine, probe, memory, config.seed, layout) as profiled:
+            step("profiled", config.total_steps - 1)
+        if engine.skipped_steps == skipped_steps:  # else gradients overflowed, and the optimizer did not run
+            break
     if snapshot is not None:
         profiled.write_snapshot(snapshot)
     return RankMeasurements(

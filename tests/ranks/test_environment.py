@@ -273,7 +273,7 @@ def test_peak_rss_is_the_processs_own_and_stays_after_a_free() -> None:
     started = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
     before = peak_rss_bytes()
     assert before is not None and len(filled) < before
-    assert 2**20 < int(started.stdout) < 450 * 2**20  # torch alone; ru_maxrss would say what this process held
+    assert 2**20 < int(started.stdout) < before - 200 * 2**20  # torch alone; ru_maxrss would be this process's own
     more = bytearray(before)
     del more, filled
     after = peak_rss_bytes()

@@ -46,6 +46,17 @@ def test_overflowed_steps_are_skipped_in_every_layout(tmp_path: Path) -> None:
     assert rows.grad_deviation.max() < BOUND["fp16_mixed"]
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_overflow_in_the_profiled_step_profiles_it_again(steps: int, tmp_path: Path) -> None:
+    """The scale doubles after every step that fits, so that every other step overflows: of two lengths one's last."""
+    overrides = ("precision=fp16_mixed", "precision.initial_loss_scale=4e6", "precision.loss_scale_window=1")
+    layouts = "strategy=fsdp_full_shard,zero1"
+    lengths = (*SMALL, "train.warmup_steps=8", f"train.steps={steps}")
+    done = run_harness(tmp_path, "-m", "name=o", layouts, *lengths, *overrides, "world_size=2")
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert read_rows(tmp_path, "o").skipped_steps.min() >= 6
+
+
 def test_a_loss_scale_that_never_fits_is_an_error(tmp_path: Path) -> None:
     overrides = ("precision=fp16_mixed", "precision.initial_loss_scale=1e30", "strategy=single")
     done = run_harness(tmp_path, "name=never", *SMALL, *overrides)
