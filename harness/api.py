@@ -1,4 +1,4 @@
-"""The API of `import harness` for notebooks and scripts: recorded runs as a table, and what a run would need."""
+"""The API of `import harness` for notebooks and scripts: recorded runs as a table, and the memory a run needs."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -44,9 +44,9 @@ def load(folder: str | Path) -> pd.DataFrame:
 def estimate_memory(*overrides: str) -> MemoryEstimate:
     """Return the memory that the cost model predicts for the rank with the highest peak, in bytes.
 
-    `overrides` are those of the command line, such as `"model=7b", "strategy=zero3", "world_size=8"`. Neither torch
-    is imported nor this machine looked at: a cluster that does not say what it has is one CPU of two ranks. Raises
-    UserError for a configuration that is impossible.
+    `overrides` are those of the command line, such as `"model=7b", "strategy=zero3", "world_size=8"`. This function
+    neither imports torch nor examines this machine: a cluster that does not name its devices counts as one CPU with
+    two ranks. Raises UserError for a configuration that is impossible.
     """
     config = compose_run_config(*overrides)
     cluster = config.cluster
@@ -60,7 +60,7 @@ def estimate_memory(*overrides: str) -> MemoryEstimate:
 
 
 def compose_run_config(*overrides: str) -> RunConfig:
-    """Return the configuration that these overrides make on a command line. Raises UserError."""
+    """Return the configuration that a command line with these overrides has. Raises UserError."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -74,6 +74,6 @@ def compose_run_config(*overrides: str) -> RunConfig:
 
 
 def _typed_column(name: str, values: list[Any]) -> Any:
-    """Return the values of a column as a pandas array; a row's own column has the type that its values suggest."""
+    """Return the values of a column as a pandas array; an unregistered column has the type that its values suggest."""
     dtype: Any = DTYPES.get(column_type(name))
     return pd.array(values, dtype=dtype) if dtype else pd.Series(values, dtype=object).convert_dtypes()

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 # A split backward computes the gradient of its input first and those of its weights later (zero bubble schedules).
 COMPUTE_PHASES = ("forward", "backward", "backward_input", "backward_weight")
 
-# data is the making of the batch; reduce is the reduction of gradients after the last backward, where that is not part
-# of it; norm is that of the gradients over all ranks, where it is not part of the optimizer.
+# The phase data prepares the batch; reduce is the reduction of gradients after the last backward, where backward does
+# not include it; norm computes the norm of the gradients over all ranks, where the optimizer does not include it.
 PHASES = ("data", *COMPUTE_PHASES, "reduce", "norm", "optimizer")
 
 
@@ -28,7 +28,7 @@ class ShardSource(Protocol):
 
 
 class Probe:
-    """What an engine announces its step to; the training loop sets its listener for the steps that it measures."""
+    """The object to which an engine announces the parts of a step; the training loop sets a listener for some steps."""
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
@@ -67,7 +67,7 @@ class Probe:
 
 
 class Recompute:
-    """A context that asks for the listener when it is entered; torch stores one for every checkpointed part."""
+    """A context that looks up the probe's listener when it is entered; torch stores one for every checkpointed part."""
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe

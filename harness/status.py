@@ -1,4 +1,4 @@
-"""Say what `python -m harness.status` is called now."""
+"""Print the command that replaces `python -m harness.status`."""
 
 import sys
 

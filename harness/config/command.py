@@ -1,4 +1,4 @@
-"""How a command goes about its runs, and the one place where a composed configuration is split into its two halves.
+"""The configuration of how a command executes its runs, and the split of a composed configuration into its halves.
 
 Nothing here changes what a run measures, so nothing here is part of a run's identity.
 """
@@ -14,12 +14,12 @@ from harness.config.validation import require, require_one_of
 from harness.config.values import ConfigValues
 from harness.util.errors import UserError
 
-RetryableStatus = Literal["error", "timeout", "oom"]  # what was interrupted is always run again
+RetryableStatus = Literal["error", "timeout", "oom"]  # interrupted runs are always run again
 
 
 @dataclass(frozen=True)
 class ProofConfig:
-    """The bounds that every run must keep; a run above one of them is an error."""
+    """The bounds that every run must meet; a run above one of them is an error."""
 
     reference: bool = True  # Whether every run is compared with a single process that trains the same.
     # The largest relative deviation of any step's loss from the reference, by precision.
@@ -30,7 +30,7 @@ class ProofConfig:
 
 @dataclass(frozen=True)
 class MeasureConfig:
-    """What a run writes down beside its record."""
+    """The files that a run writes beside its record."""
 
     # Whether every rank writes the allocations of its profiled step, for torch's memory viewer.
     memory_snapshot: bool = False
@@ -38,7 +38,7 @@ class MeasureConfig:
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """How one command works through its runs."""
+    """How one command executes its runs: how many at the same time, and which of them it skips."""
 
     # The number of runs at the same time, each on its own devices or cores; auto runs as many as have devices.
     parallel: int | str = 1
@@ -69,15 +69,15 @@ class TrackingConfig:
 def _between_attempts(default: Any) -> Any:
     """Return a field that may change from one attempt at a combination to the next.
 
-    A combination of which no configuration can be made has its row under the hash of all other values, as any of
-    them may be the impossible one (harness.runner.rejected).
+    The row of a combination that is no valid configuration is named by the hash of all other values, because any of
+    them may be the invalid one (harness.runner.rejected).
     """
     return field(default=default, metadata={"names_rejected": False})
 
 
 @dataclass(frozen=True)
 class CommandConfig:
-    """How a command goes about its runs: where results go, what is retried, when it stops."""
+    """The configuration of a command: where its results go, which runs it repeats, and when it stops."""
 
     name: str = "runs"  # The name of the comparison, which is its folder in results_dir.
     results_dir: str = "results"  # The folder of all comparisons.
@@ -118,7 +118,7 @@ BETWEEN_ATTEMPTS = tuple(
 def split_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of a RunConfig and those of a CommandConfig, by the names of their fields.
 
-    Older records may have `launch=script`, a batch script to submit by hand: their ranks were processes.
+    Older records may have `launch=script`, which wrote a batch script to submit by hand: their ranks were processes.
     Raises UserError for a key that belongs to neither.
     """
     known = (*COMMAND_KEYS, *RUN_KEYS)
@@ -131,17 +131,17 @@ def split_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def read_run_config(values: Mapping[str, Any]) -> RunConfig:
-    """Return what is measured, from values composed or recorded. Raises UserError."""
+    """Return the configuration of what is measured, from composed or recorded values. Raises UserError."""
     config: RunConfig = from_dict(RunConfig, split_values(values)[0])
     return config
 
 
 def read_command_config(values: Mapping[str, Any]) -> CommandConfig:
-    """Return how the command goes about it, from values composed or recorded. Raises UserError."""
+    """Return the configuration of the command, from composed or recorded values. Raises UserError."""
     command: CommandConfig = from_dict(CommandConfig, split_values(values)[1])
     return command
 
 
 def merge_values(config: RunConfig, command: CommandConfig) -> ConfigValues:
-    """Return both halves as one configuration in plain values, as a record and a tracker have it."""
+    """Return both halves as one configuration in plain values, as a record and a tracker store it."""
     return command.to_dict() | config.to_dict()

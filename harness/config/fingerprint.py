@@ -78,7 +78,7 @@ def normalize_memory_budget(cluster: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with the keys that were hashed from the first: runs keep their ids when a key is renamed."""
+    """Return the values under the original names of their keys, so that runs keep their ids when a key is renamed."""
     return dict(values) | {"model": _rename_keys(values.get("model"), _OLD_KEYS)}
 
 
@@ -96,11 +96,14 @@ def fingerprint(config: RunConfig, device_name: str, world_size: int, corpus: st
 
 
 def short_hash(values: Mapping[str, Any]) -> str:
-    """Return the hash of plain values, in any order: 10 hexadecimal digits. What is no JSON counts as its text."""
+    """Return the hash of plain values, in any order: 10 hexadecimal digits.
+
+    A value that JSON does not have counts as its text.
+    """
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:10]
 
 
 def make_run_id(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
-    """Return a run's id: the names of what is run, to read, and the hash of all that affects its result."""
+    """Return a run's id: readable names of its groups, and the hash of everything that affects its result."""
     key = fingerprint(config, device_name, world_size, corpus)
     return "-".join((config.strategy.name, config.checkpointing.name, config.model.name, f"w{world_size}", key))

@@ -1,4 +1,4 @@
-"""Frozen dataclasses from plain values: every key known, every type checked, every complaint with its dotted key."""
+"""The construction of frozen dataclasses from plain values, which checks keys and types and names the dotted key."""
 
 import dataclasses
 import types
@@ -38,7 +38,7 @@ def _dotted_key(key: str, name: str) -> str:
 
 
 def _checked_value(hint: Any, value: Any, key: str) -> Any:
-    """Return a value as its type hint wants it: lists as tuples, whole numbers as floats. Raises UserError."""
+    """Return a value as its type hint requires it: lists as tuples, whole numbers as floats. Raises UserError."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         _checked_value(type(arguments[0]), value, key)

@@ -40,7 +40,7 @@ def as_list_override(argument: str) -> str:
 
 
 def expand_repeats(values: ConfigValues) -> list[ConfigValues]:
-    """Return the values of each repeat of a combination; impossible counts stay one, which the schema then refuses."""
+    """Return the values of each repeat of a combination; an invalid count yields one, which the schema then rejects."""
     first, repeats = values.get("repeat"), values.get("repeats")
     if type(first) is not int or type(repeats) is not int or repeats < 1:
         return [values]

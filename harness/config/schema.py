@@ -1,8 +1,9 @@
 """The configuration of one run as frozen, validated dataclasses: what is measured, and so what identifies it.
 
-How a command goes about its runs is in harness.config.command. A field whose metadata say `identity: False` names,
-finds or places something without changing any result: it is no part of a run's identity (harness.config.fingerprint).
-A field whose metadata say `old_key` had that key before: old records have it, and it still enters a run's identity.
+The configuration of the command itself is in harness.config.command. A field whose metadata have `identity: False`
+names, finds or places something without changing any result: it is no part of a run's identity
+(harness.config.fingerprint). A field whose metadata have `old_key` had that key before: old records have it, and it is
+still the key that enters a run's identity.
 The comments of the fields are the reference of all keys (docs/reference/configuration.md).
 """
 

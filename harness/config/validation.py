@@ -1,4 +1,4 @@
-"""Checks of configured values, whose complaints name the dotted key, the value, the rule and the remedy."""
+"""Checks of configured values, whose errors name the dotted key, the value, the rule and the remedy."""
 
 from collections.abc import Sequence
 

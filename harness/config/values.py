@@ -1,4 +1,4 @@
-"""A configuration in plain values, as Hydra composes it and as files have it: nothing in it has been checked yet."""
+"""A configuration in plain values, as Hydra composes it and as files store it; its values are not checked yet."""
 
 from collections.abc import Sequence
 from typing import Any, TypedDict

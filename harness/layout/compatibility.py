@@ -57,7 +57,7 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
 
 
 def offload_incompatibilities(config: RunConfig) -> Iterator[str]:
-    """Yield what saves activations without the hooks that would move them to the host."""
+    """Yield a line for every setting that saves activations without the hooks that would move them to the host."""
     key = "checkpointing.offload_activations=true"
     if config.checkpointing.name == "selective":
         yield f"{key} does not reach what checkpointing=selective keeps: choose none, full, every_n or attention"

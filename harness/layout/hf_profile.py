@@ -16,8 +16,8 @@ from harness.layout.tensor_plan import SHARD_DIM
 class HFProfile:
     """A ModelProfile of a traced model.
 
-    The trace has the operations of one sequence of train.seq_len tokens, so that the argument `seq_len` of the methods
-    is not used again.
+    The trace has the operations of one sequence of train.seq_len tokens, so that the methods ignore their argument
+    `seq_len`.
     """
 
     model: ModelConfig
@@ -94,7 +94,7 @@ class HFProfile:
         return sequences * self.info.attention_recompute_flops
 
     def incompatibilities(self, config: RunConfig, layout: Layout) -> Iterator[str]:
-        """Yield what needs code of this project in the place of the library's."""
+        """Yield a line for every setting that needs this project's code in the place of the library's."""
         name, checkpointing, train = self.model.name, config.checkpointing, config.train
         if checkpointing.offload_activations:
             yield (

@@ -137,7 +137,10 @@ class Layout:
 
     @property
     def partitions_by_parameter(self) -> bool:
-        """Whether whole parameters' optimizer state goes to ranks: ZeroRedundancyOptimizer's shares are about equal."""
+        """Whether each parameter's optimizer state is on one rank as a whole, as ZeroRedundancyOptimizer has it.
+
+        The ranks' shares are then only about equal.
+        """
         return self.data_parallel == "ddp" and self.zero_stage == 1
 
     def shard_count(self, kind: str) -> int:

@@ -42,9 +42,9 @@ class Stage:
     """A part of the model's depth: consecutive decoder layers, and at the ends the embedding or the head."""
 
     index: int
-    count: int  # of stages in the whole model
-    first_layer: int  # its index in the whole model
-    layers: int  # their number
+    count: int  # the number of stages of the whole model
+    first_layer: int  # the index of its first layer in the whole model
+    layers: int  # the number of its layers
 
     @property
     def holds_embedding(self) -> bool:

@@ -19,10 +19,10 @@ class StateWidths:
     parameters: int
     gradients: int
     optimizer: int  # with masters kept beside the parameters; fp32 parameters that are their own masters do not count
-    gathered: int  # of a parameter that was made whole for compute
+    gathered: int  # of a parameter that was gathered for compute
     gathers_per_micro_batch: float = 2  # by ZeRO stage 3: for forward, and again for backward
-    buffer_bytes: int = 0  # in all, set aside for communication whatever the model
+    buffer_bytes: int = 0  # in total, allocated for communication whatever the size of the model
     recomputes_last_projection: bool = False  # a checkpointed layer runs again to its end; torch stops before its last
     tp_allreduces_per_layer: int = 4  # of hidden states over tensor-parallel ranks, in a layer's forward and backward
     host_gradients: int = 0
-    host_buffer_bytes: int = 0  # in all
+    host_buffer_bytes: int = 0  # in total
