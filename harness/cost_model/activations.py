@@ -1,4 +1,4 @@
-"""The tensors that a micro-batch's forward keeps for backward on one rank, and those of backward. Imports no torch.
+"""The tensors that a micro-batch's forward saves for backward on one rank, and backward's own. Imports no torch.
 
 The formulas follow Korthikanti et al. (arXiv 2205.05198), derived anew for the blocks that run here: RMSNorm or
 LayerNorm, grouped heads, a flash kernel, SwiGLU or GELU. Tensor parallelism divides what lies between the matrices of
@@ -74,10 +74,10 @@ def block_backward_bytes(shape: MicroBatchShape) -> int:
 
 
 def recompute_allreduce_bytes(shape: MicroBatchShape) -> int:
-    """Return the bytes beyond what it keeps at the end of a second forward where tensor-parallel ranks sum and drop.
+    """Return the bytes that exist beside the kept tensors at the end of a second forward, where ranks sum and drop out.
 
-    They are the pending gradient, the summand and three copies of the sum, as DTensor passes it on; the dropout's mask
-    does not exist yet.
+    They are the pending gradient, the summand and three copies of the tensor-parallel ranks' sum, as DTensor passes it
+    on; the dropout's mask does not exist yet.
     """
     if shape.tp == 1 or not shape.model.dropout:
         return 0
@@ -93,7 +93,7 @@ def norm_gradient_bytes(shape: MicroBatchShape) -> int:
 def norm_backward_bytes(shape: MicroBatchShape) -> int:
     """Return the bytes of gradients at the worst moment of a norm's backward.
 
-    They are of its output and its input, and where it is decomposed of three operations between.
+    They are the gradients of its output and its input and, where the norm is decomposed, of three operations between.
     """
     return (5 if shape.norm_is_decomposed else 2) * norm_gradient_bytes(shape)
 

@@ -38,7 +38,7 @@ def context_parallel_attention_tensors(shape: MicroBatchShape, size: int, rows: 
     kernel keeps the chunks' outputs beside what o_proj takes; on a CPU it takes a mask as wide as the scores of one
     head and sequence.
     """
-    model, visible_chunks = shape.model, 2 * shape.cp + 1  # of keys, by both chunks of queries together
+    model, visible_chunks = shape.model, 2 * shape.cp + 1  # chunks of keys that both chunks of queries see
     gathered = size * shape.cp * model.num_key_value_heads // model.num_attention_heads
     chunk = shape.seq_len // (2 * shape.cp)
     has_grouped_heads = model.num_key_value_heads < model.num_attention_heads

@@ -43,7 +43,7 @@ def buffer_tensors(config: RunConfig, layout: Layout, widths: StateWidths, stage
         # precision the buckets exist beside the fp32 gradients.
         copies = int(config.precision.is_mixed) + int(not config.strategy.gradient_as_bucket_view)
         buffers["ddp_buckets"] = round(copies * total * config.precision.compute_bytes)
-    if layout.data_parallel == "fsdp" and layout.zero_stage < 3:  # whole from forward to the end of backward
+    if layout.data_parallel == "fsdp" and layout.zero_stage < 3:  # parameters are whole until backward ends
         is_gathered = layout.shard_count("parameters") > 1
         packed = max(groups.values()) if is_gathered else 0  # the all-gather's result, before it is laid out
         buffers["gathered"] = round((total + packed) * widths.gathered)
@@ -66,7 +66,7 @@ def gathered_parameter_count(model: ModelConfig, groups: Mapping[str, float]) ->
 def unsharded_grad_bytes(config: RunConfig, layout: Layout, stages: Sequence[Stage]) -> int:
     """Return the bytes of the largest group's whole gradient and its flat copy on the wire.
 
-    They are 0 where gradients are not sharded.
+    The result is 0 where gradients are not sharded.
     """
     if layout.shard_count("gradients") == 1:
         return 0

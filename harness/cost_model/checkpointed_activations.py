@@ -4,14 +4,14 @@ from harness.config.checkpointing import CheckpointingConfig
 from harness.cost_model.activations import block_tensors
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
 
-# The tensors between query, key and value and the output: of plain operations, the fused kernel, context parallelism.
+# The tensors between query, key, value and output: those of plain operations, a fused kernel and context parallelism.
 ATTENTION_CORE = tuple(f"attention.{name}" for name in ("future_mask", "weights", "dropped", "logsumexp", "chunks"))
 
 
 def recomputed_attention_tensors(shape: MicroBatchShape) -> dict[str, int]:
-    """Return the bytes of those tensors that a layer keeps and that a second forward of attention's core computes.
+    """Return the bytes of the tensors that a layer keeps and that a second forward of attention's core computes.
 
-    The second forward gets the others as its inputs.
+    The second forward takes the layer's other tensors as its inputs.
     """
     block, model = block_tensors(shape), shape.model
     names = [name for name in block if name.startswith(ATTENTION_CORE)]

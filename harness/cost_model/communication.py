@@ -97,7 +97,7 @@ def tp_bytes(config: RunConfig, layout: Layout, stage: Stage, allreduces_per_lay
     vocabulary_is_cut = layout.vocabulary_parallel
     sums = allreduces_per_layer * stage.layers + vocabulary_is_cut * (stage.holds_embedding + stage.holds_head)
     recomputed = recomputed_layers(config, layout, stage) if config.checkpointing.name != "attention" else 0
-    recomputed_sums = recomputed * (2 if must_recompute_last_projection(config) else 1)  # of a layer's two
+    recomputed_sums = recomputed * (2 if must_recompute_last_projection(config) else 1)  # of two per layer
     hidden = micro_batches * hidden_bytes(config, layout)
     tokens = train.micro_batch * train.seq_len // layout.cp
     loss_bytes = LOSS_SUMS * micro_batches * tokens * 4 if vocabulary_is_cut and stage.holds_head else 0

@@ -28,7 +28,7 @@ PROCESS_BYTES = {"cpu": 400_000_000, "cuda": 500_000_000}
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The bytes of one rank, each part at its own maximum; `at_peak` is what fills the peak at one moment."""
+    """The bytes of one rank, each part at its own maximum; `at_peak` has the parts at the moment of the peak."""
 
     parameter_bytes: int  # at rest between steps
     gradient_bytes: int
@@ -225,7 +225,7 @@ def max_saved_bytes(costs: Sequence[StageCost], starts: Sequence[BackwardStart])
                 in_layer - own.activations.before_backward - own.log_probability_bytes,
                 own.recomputed_log_probability_bytes,
             ),
-            "inputs": own.activations.recomputed,  # and all else stays
+            "inputs": own.activations.recomputed,  # nothing is freed
             "weights": max(own.weight_pass_activations) - own.activations.before_backward,
         }[start.kind]
         highest = max(highest, saved, saved + change)

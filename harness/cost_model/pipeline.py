@@ -44,7 +44,7 @@ def schedule_order(layout: Layout, micro_batches: int, pp_rank: int) -> Iterator
 
 
 class BackwardStart(NamedTuple):
-    """The start of a backward, or of one half of it, and the passes of the rank's step by then."""
+    """The start of a backward, or of one half of it, and the rank's passes in the step up to that moment."""
 
     kind: PassKind
     stage: int  # index among the rank's own stages
@@ -57,7 +57,7 @@ class BackwardStart(NamedTuple):
 def backward_starts(layout: Layout, micro_batches: int, pp_rank: int) -> list[BackwardStart]:
     """Return the starts of a rank's backwards in a step.
 
-    Of those that find the same passes kept it is the last, as tensors that were sent may pile up.
+    Several starts with the same kept passes are represented by the last, because sent tensors may accumulate.
     """
     starts: dict[object, BackwardStart] = {}
     pending, awaiting, done, forwards = ([0] * layout.virtual_stages for _ in range(4))

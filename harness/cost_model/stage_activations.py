@@ -57,7 +57,7 @@ def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: Check
             recomputed=recomputed_bytes,
         )
     in_last_attention = 0
-    if recomputed:  # attention alone is
+    if recomputed:  # attention alone is recomputed
         freed_before = ("mlp", "post_attention_layernorm", "attention.output")
         in_last_attention = layers + recomputed_bytes
         in_last_attention -= sum(size for name, size in block.items() if name.startswith(freed_before))

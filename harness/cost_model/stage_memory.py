@@ -1,4 +1,4 @@
-"""The memory of a rank at the worst moments of a backward: its pass through a stage, and all that is kept meanwhile.
+"""The memory of a rank at the worst moments of a backward: its pass through a stage, and all else that is kept then.
 
 Imports no torch.
 """
