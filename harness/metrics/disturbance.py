@@ -44,7 +44,7 @@ def disturbance_text(steps: Sequence[float], usages: Sequence[HostUsage]) -> str
 
 
 def trend_text(steps: Sequence[float]) -> str:
-    """Return whether steps became slower or faster, by the medians of their first and last third; empty if neither.
+    """Return a phrase if steps became slower or faster, by the medians of their first and last third, else ''.
 
     A difference counts if it exceeds a share of the step and several times the scatter within the thirds.
     """
@@ -67,15 +67,15 @@ def _scatter(steps: Sequence[float]) -> float:
 
 
 def _used_cores(ranks: Sequence[HostUsage]) -> Iterator[str]:
-    """Yield whether the cores of a host were used by other processes, or by other virtual machines."""
+    """Yield a phrase if other processes used the cores of a host, and one if other virtual machines did."""
     if max(rank.seconds for rank in ranks) < SHORTEST_SECONDS:
         return
-    # Ranks do not start and end at quite the same moment: the one that saw least is on the safe side.
+    # Ranks do not start and end at exactly the same moment, so that the least use that any observed is safe.
     host = min(ranks, key=lambda rank: rank.busy_seconds)
     cores, all_cores = host.cores, host.core_seconds
     busy, stolen = host.busy_seconds, host.stolen_seconds or 0.0
     ours = sum(rank.cpu_seconds for rank in ranks) + max(rank.helper_cpu_seconds for rank in ranks)
-    others, error = busy - ours, 2 * TICK_SECONDS * cores  # a tick a core at either end
+    others, error = busy - ours, 2 * TICK_SECONDS * cores  # one tick per core at each end
     if others > OTHERS_SHARE * all_cores + error and busy + stolen > CROWDED_SHARE * all_cores:
         yield f"other processes took {others / all_cores * cores:.1f} of {cores} cores"
     if stolen > STOLEN_SHARE * all_cores + error:

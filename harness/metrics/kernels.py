@@ -8,7 +8,7 @@ from harness.records.schema import Cells
 
 
 def kernel_columns(config: RunConfig, ranks: Sequence[RankReport]) -> Cells:
-    """Return the attention kernel that ran; several are joined by +, and none is empty."""
+    """Return the attention kernel that ran; several are joined by +, and no kernel is None."""
     return {"attention_kernel": "+".join(attention_kernels(config, ranks)) or None}
 
 

@@ -88,7 +88,7 @@ def step_time_parts(layout: Layout, rank: RankReport, step: int) -> dict[str, fl
 
 
 def exposed_share(phases: Mapping[str, PhaseShare], name: str) -> tuple[float, float]:
-    """Return the shares of a phase that communicated and that waited for messages, in both without computing."""
+    """Return the shares of a phase spent on communication and on waiting for messages, both without computing."""
     share = phases.get(name)
     if share is None or not share.seconds:
         return 0.0, 0.0

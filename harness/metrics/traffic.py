@@ -1,4 +1,4 @@
-"""The bytes that a rank sends: by operation and mesh axis, beside the formula of the layout, and what is beyond it."""
+"""The bytes that a rank sends by operation and mesh axis, beside those of the layout's formula and of other senders."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

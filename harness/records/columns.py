@@ -442,7 +442,7 @@ COLUMN_TYPES: dict[str, type] = {column.name: column.type for column in COLUMNS}
 
 _BY_NAME = {column.name: column for column in COLUMNS}
 
-# The columns of schema version 1 that are called otherwise now.
+# The columns of schema version 1 that have other names now.
 RENAMED_COLUMNS: dict[str, str] = {
     "in_flight": "max_in_flight_micro_batches",
     "bubble": "pipeline_bubble",
@@ -469,7 +469,7 @@ def column(name: str) -> Column:
 
 @functools.cache
 def column_type(name: str) -> type | None:
-    """Return the type of a column's values; None for a row's own column, which can have any, unless it is in bytes."""
+    """Return the type of a column's values; None for an unregistered column that is not in bytes: it can have any."""
     return int if name.endswith("_bytes") else COLUMN_TYPES.get(name)
 
 

@@ -12,7 +12,7 @@ import psutil
 
 from harness.records.run_folder import RunFolder
 
-SAMPLE_SECONDS = 0.2  # between two samples of memory within a phase, for sampling costs more than writing
+SAMPLE_SECONDS = 0.2  # between two samples of memory within a phase, because sampling costs more than writing
 
 LINE_BYTES = 256  # one write of a fixed length, so that a reader never sees a part of it
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from harness.records.tensor_shards import StateShard, TensorFingerprint
 
-_AS_ARRAY = (TensorFingerprint, StateShard)  # written as JSON arrays, for there are many
+_AS_ARRAY = (TensorFingerprint, StateShard)  # written as JSON arrays, because there are many
 
 
 def keyed(name: str, read: Any = None) -> Any:
@@ -30,7 +30,7 @@ class FromJson:
 
 
 def to_plain(value: Any) -> Any:
-    """Return dataclasses and named tuples as the plain values that a file has of them."""
+    """Return dataclasses and named tuples as the plain values that stand for them in a file."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         entries = dataclasses.fields(value)
         return {e.metadata.get("key", e.name): to_plain(getattr(value, e.name)) for e in entries}

@@ -19,7 +19,7 @@ NON_MEASURING = ("cli", "sweep", "export", "tracking", "report", "selftest", "ap
 
 @functools.cache
 def versions() -> dict[str, str | None]:
-    """Return the versions of what affects a measurement, None if not installed. No package is imported for it."""
+    """Return the versions of packages that affect a measurement, None if not installed, without importing them."""
     packages: dict[str, str | None] = {}
     for package in ("torch", "deepspeed", "accelerate", "transformers"):
         try:
@@ -61,7 +61,7 @@ def git_commit() -> Commit | None:
 def version_differences(record: Record, installed: dict[str, str | None]) -> list[str]:
     """Return which versions of a record differ from the installed ones, such as ["torch 2.12.0 → 2.13.0"].
 
-    A package that is not installed now makes nothing stale: reports are read where training is not installed.
+    A package that is not installed now makes no record stale, since reports may be made where no training library is.
     """
     recorded = record.versions
     changed = [key for key, version in installed.items() if version is not None and recorded.get(key) != version]

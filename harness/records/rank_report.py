@@ -91,7 +91,7 @@ class HostUsage(FromJson):
     seconds: float = 0.0
     cpu_seconds: float = 0.0  # of this process: all threads, in user and system mode
     helper_cpu_seconds: float = 0.0  # of the processes that started this one and watch it
-    cores: int = 0  # that this process may use
+    cores: int = 0  # available to this process
     core_seconds: float = 0.0  # of these cores, busy, idle or stolen; by the same clock as the next two
     busy_seconds: float = 0.0  # of these cores in user and system mode, for any process of this machine
     stolen_seconds: float | None = None  # of these cores, given to other virtual machines; known on Linux only
@@ -121,7 +121,7 @@ class ProfiledStep(FromJson):
     )
     attention_kernels: Sequence[str] = ()
     optimizers: Sequence[str] = ()  # implementations of the optimizer's step
-    layers_compiled: bool = False  # none of a layer's activation functions ran as an operator
+    layers_compiled: bool = False  # whether none of a layer's activation functions ran as an operator
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class RankReport(FromJson):
     """Everything that one rank reports of itself; the file of a failed rank has the last group of fields only.
 
     Losses and gradient norms cover every step, and are None where they are not finite. Seconds cover the timed steps:
-    whole steps, with their data. Shards are those held between steps.
+    whole steps, with their data. Shards are those that exist between steps.
     """
 
     rank: int = 0
@@ -151,16 +151,16 @@ class RankReport(FromJson):
         default=(), metadata=keyed("last_parameters", read_fingerprints)
     )
     last_masters: Sequence[TensorFingerprint] = field(default=(), metadata=keyed("last_masters", read_fingerprints))
-    graphs_in_timed_steps: int = 0  # compiled in them
+    graphs_in_timed_steps: int = 0  # compiled during these steps
     time_breakdown: TimeBreakdown | None = field(default=None, metadata=keyed("traced", TimeBreakdown.from_json))
     profiled: ProfiledStep = field(default=ProfiledStep(), metadata=keyed("profiled", ProfiledStep.from_json))
-    peak_allocated_bytes: int | None = None  # in the timed steps, as the next four
+    peak_allocated_bytes: int | None = None  # in the timed steps, like the next four fields
     peak_reserved_bytes: int | None = None
     non_torch_bytes: int | None = field(default=None, metadata=keyed("outside_bytes"))
     num_alloc_retries: int | None = field(default=None, metadata=keyed("allocation_retries"))
     num_ooms: int | None = field(default=None, metadata=keyed("out_of_memory_errors"))
     last_gradients: Sequence[TensorFingerprint] = field(default=(), metadata=keyed("last_gradients", read_fingerprints))
-    devices: int = 1  # that this process drives
+    devices: int = 1  # driven by this process
     skipped_steps: int = 0  # because gradients overflowed
     device_name: str = ""
     start_peak_bytes: int | None = None  # the most while the engine was built
@@ -173,7 +173,7 @@ class RankReport(FromJson):
     parameter_shards: Sequence[StateShard] = field(default=(), metadata=keyed("parameters", read_shards))
     optimizer_shards: Sequence[StateShard] = field(default=(), metadata=keyed("optimizer", read_shards))
 
-    phase: str = ""  # where a failed rank was last, and what it held there
+    phase: str = ""  # a failed rank's last phase; step and memory follow
     step: int = 0
     allocated_bytes: int | None = None
     rss_bytes: int | None = field(default=None, metadata=keyed("host_bytes"))
@@ -192,7 +192,7 @@ _IDENTIFYING = {"rank", "host", "pid", "status", "cores"}
 
 _OF_FAILED_RANKS = {"phase", "step", "allocated_bytes", "host_bytes", "error", "reason", "traceback"}
 
-# What only the proof reads, and is too long for the run's record; by the keys of the file.
+# The keys of the file whose values only the proof reads; they are too long for the run's record.
 LONG_KEYS = (
     *("parameters", "optimizer", "first_gradients", "first_moments", "last_gradients"),
     *("last_parameters", "last_masters", "phase_seconds", "traceback"),

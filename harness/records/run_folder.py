@@ -1,4 +1,4 @@
-"""All paths inside a comparison's folder and a run's folder: no other module spells a file's name.
+"""All paths inside a comparison's folder and a run's folder: no other module has a file's name.
 
 results/NAME/                      ComparisonFolder: the runs of one comparison
   runs.csv                         one row per run
@@ -16,7 +16,7 @@ results/NAME/                      ComparisonFolder: the runs of one comparison
   .locks/RUN_ID.lock               locked by the command that works on the run
   .locks/command-ID.json, .lock    the queue of a running command
   .jobs/                           messages between a command and its Slurm jobs
-  .reserve                         disk space held back for the rows of failed runs
+  .reserve                         disk space reserved for the rows of failed runs
 """
 
 import json
@@ -149,7 +149,7 @@ class ComparisonFolder:
 
     @property
     def reserve(self) -> Path:
-        """The file that holds back disk space."""
+        """The file that reserves disk space."""
         return self.path / ".reserve"
 
     @property
@@ -183,6 +183,6 @@ class ComparisonFolder:
 def comparison_folder(name: str, results_dir: str) -> ComparisonFolder:
     """Return the folder of a comparison by its keys. Raise UserError if `name` is not a plain folder name."""
     rule = "cannot name a folder of results: choose letters, digits, '.', '_' and '-', first a letter or digit"
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", str(name)) is None:  # a number, if the command line says so
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", str(name)) is None:  # the command line may give a number
         raise UserError(f"name={name} {rule}")
     return ComparisonFolder(Path(str(results_dir)) / str(name))

@@ -25,7 +25,7 @@ class RunSpec:
     device: Device
     threads: int  # per rank
     allocator: str | None = None  # the counting allocator's library, if it could be built
-    environment: dict[str, str] = field(default_factory=dict)  # that every rank sets before it builds its engine
+    environment: dict[str, str] = field(default_factory=dict)  # set by every rank before it builds its engine
     memory_snapshot: bool = False  # whether every rank writes one of its profiled step
 
     def write(self, run_dir: Path) -> None:
@@ -36,6 +36,6 @@ class RunSpec:
 def read_run_spec(run_dir: Path) -> RunSpec:
     """Return what the run file says. Raise OSError or UserError if it is missing or damaged."""
     values: JsonObject = json.loads(RunFolder(run_dir).spec.read_text())
-    values["config"] = split_values(values["config"])[0]  # older run files also have how the command went about it
+    values["config"] = split_values(values["config"])[0]  # older run files also have the keys of the command
     spec: RunSpec = from_dict(RunSpec, values)
     return spec

@@ -155,6 +155,6 @@ class Record:
         return dataclasses.replace(self, row=self.row | columns)
 
 
-_NAMES = {"ranks": "rank_entries"}  # attributes that are called otherwise than the key in the file
+_NAMES = {"ranks": "rank_entries"}  # attributes whose key in the file is another
 
 _FIELDS = {entry.name for entry in dataclasses.fields(Record)} - {"parts"}

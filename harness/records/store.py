@@ -35,7 +35,7 @@ _LISTS = {
 
 
 class LoadedRecords(NamedTuple):
-    """The records of a comparison: by the time of their start, rejected runs last."""
+    """The records of a comparison, sorted by the time of their start, with rejected runs last."""
 
     records: list[Record]
     problems: list[str]  # a line for each record that cannot be read

@@ -7,7 +7,7 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension of a who
 
 
 class TensorFingerprint(NamedTuple):
-    """A rank's shard of a tensor, reduced to two numbers. Not-a-number is None once it was written to a file."""
+    """A rank's shard of a tensor, reduced to two numbers. NaN is None after it was written to a file."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
