@@ -108,7 +108,7 @@ def gradient_problems(
 def placement_problems(layout: Layout, ranks: Sequence[RankReport]) -> list[str]:
     """Return where model state is not on the device that strategy.offload names.
 
-    Checked are the engine's own statement and, where the device is not the host, every shard.
+    The engine's own statement is checked and, where the device is not the host, every shard.
     """
     problems = []
     for rank in ranks:
@@ -133,14 +133,14 @@ def build_peak_problems(
 ) -> list[str]:
     """Return which ranks of a pipeline built more than their own stages.
 
-    Three copies of the largest parameter are allowed beside them, for parameters are built one at a time.
+    Three copies of the largest parameter are allowed beside them, because parameters are built one at a time.
     """
     if not layout.pp_enabled:
         return []
     largest_bytes = largest_parameter_numel(model) * MASTER_BYTES
     problems = []
     for rank in ranks:
-        width = widths.parameters + max(0, widths.optimizer - MOMENTS_BYTES)  # and masters, where the engine has them
+        width = widths.parameters + max(0, widths.optimizer - MOMENTS_BYTES)  # with masters, where the engine has them
         if layout.data_parallel == "ddp":
             width += widths.gathered  # DistributedDataParallel's buckets
         share = width * rank_numel(model, layout, rank.rank, "parameters")

@@ -18,17 +18,17 @@ from harness.metrics.throughput import executed_flops
 from harness.metrics.traffic import communication_entries
 from harness.records.rank_report import FUSED_KERNELS, RankReport
 
-VOLUME_TOLERANCE = 0.05  # for padding, which the papers' volume does not count
+VOLUME_TOLERANCE = 0.05  # relative; allows for padding, which the papers' volume does not count
 
 FLOPS_TOLERANCE = 0.01
 
-OFFLOAD_TOLERANCE = 0.03  # the accuracy that the cost model's activations are tested for
+OFFLOAD_TOLERANCE = 0.03  # the accuracy to which the cost model's activations are tested
 
 _PADDING = 4096  # in bytes: the least allowance, for models so small that 5 % is less
 
 
 def flops_problems(config: RunConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]) -> list[str]:
-    """Return whether all ranks together ran other operations than the model, once, and what is checkpointed, again.
+    """Return a problem unless all ranks together ran the model's operations once, and the checkpointed ones again.
 
     The attention kernel that ran decides whether backward recomputes the scores.
     """
@@ -84,7 +84,7 @@ def compile_problems(config: RunConfig, rank: RankReport) -> list[str]:
 
 
 def checkpointing_problems(config: RunConfig, layout: Layout, rank: RankReport) -> list[str]:
-    """Return whether other forwards ran a second time per micro-batch than checkpointing recomputes.
+    """Return a problem if other forwards ran a second time per micro-batch than checkpointing recomputes.
 
     The chunks of the loss are recomputed as well, where there are several.
     """
@@ -102,9 +102,9 @@ def checkpointing_problems(config: RunConfig, layout: Layout, rank: RankReport) 
 
 
 def offload_problems(config: RunConfig, layout: Layout, rank: RankReport) -> list[str]:
-    """Return whether other activations were moved to the host than checkpointing.offload_activations says: all or none.
+    """Return a problem unless all activations, or none, were moved to the host, as offload_activations says.
 
-    The tensors that a GPU's kernels save differ between versions: there at least every layer's input must be moved.
+    The tensors that a GPU's kernels save differ between versions: on a GPU at least every layer's input must be moved.
     """
     stage, is_offloaded = layout.coordinates(rank.rank)["pp"], config.checkpointing.offload_activations
     on_cpu = rank.device_name == "cpu"
@@ -123,7 +123,7 @@ def offload_problems(config: RunConfig, layout: Layout, rank: RankReport) -> lis
 
 
 def schedule_problems(config: RunConfig, layout: Layout, rank: RankReport) -> list[str]:
-    """Return whether the rank had other micro-batches in flight, or split other backwards, than its schedule does."""
+    """Return a problem if the rank had other micro-batches in flight, or split other backwards, than its schedule."""
     micro_batches, stage = layout.grad_accumulation_steps(config.train), layout.coordinates(rank.rank)["pp"]
     expected = max_in_flight_micro_batches(layout, micro_batches, stage) if layout.pp_enabled else 1
     in_flight, split = rank.profiled.max_in_flight_micro_batches, rank.profiled.split_backwards
@@ -143,7 +143,7 @@ def schedule_problems(config: RunConfig, layout: Layout, rank: RankReport) -> li
 
 
 def volume_problems(layout: Layout, rank: RankReport, expected: Mapping[str, float]) -> list[str]:
-    """Return along which axes a rank sent another volume than the layout's, as one more or one less all-reduce is."""
+    """Return along which axes a rank's volume is not the layout's: one all-reduce more or less is a problem."""
     sent = dict.fromkeys(expected, 0.0)
     for entry in communication_entries(layout, rank):
         key = f"{entry['axis']} {entry['operation']}" if entry["axis"] in ("tp", "pp") else entry["axis"]

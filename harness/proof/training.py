@@ -1,4 +1,4 @@
-"""The proof that a run trained the same: its losses and gradients against those of a single process."""
+"""The proof that a run trained as a single process does: a comparison of their losses and gradients."""
 
 import math
 from collections import defaultdict
@@ -29,8 +29,9 @@ def compare_training(reference: RankReport, ranks: Sequence[RankReport], compute
     """Compare every step's loss and gradient norm, and every parameter's gradient at the first and last step.
 
     Copies of a gradient are compared one by one: averages would hide that ranks never synchronized. At the first step
-    all start from the same weights. At the last the weights differ by the rounding errors of `compute`, and a gradient
-    far smaller than the others (of queries and keys with uniform attention) may differ by more than its own size.
+    all start from the same weights. At the last step the weights differ by the rounding errors of `compute`, and a
+    gradient far smaller than the others (that of queries and keys with uniform attention) may differ by more than its
+    own size.
     """
     losses = [
         (_relative(_mean(rank.losses[step] for rank in ranks), expected), f"step {step}")
@@ -65,7 +66,7 @@ def cross_rank_mismatches(layout: Layout, ranks: Sequence[RankReport]) -> list[s
 
 
 def overflow_problems(reference: RankReport, ranks: Sequence[RankReport]) -> list[str]:
-    """Return whether other steps were skipped than in the reference: sums over smaller parts overflow later."""
+    """Return a problem if other steps were skipped than in the reference; sums over smaller parts overflow later."""
     skipped, expected = ranks[0].skipped_steps, reference.skipped_steps
     if skipped == expected:
         return []
@@ -160,7 +161,7 @@ def _copies(moment: str, ranks: Sequence[RankReport]) -> dict[str, list[tuple[fl
 
 
 def _combine_shards(boxes: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """Return whole copies, each made of one shard per box. A copy with a missing shard is not a number."""
+    """Return whole copies, each made of one shard per box. A copy with a missing shard is NaN."""
     missing = (math.nan, math.nan)
     whole = zip_longest(*boxes, fillvalue=missing)
     return [(math.fsum(square for square, _ in copy), math.fsum(value for _, value in copy)) for copy in whole]
@@ -172,7 +173,7 @@ def _norms(rank: RankReport) -> list[float | None]:
 
 
 def _mean(values: Iterable[float | None]) -> float:
-    """Return the mean; not a number if a value is None."""
+    """Return the mean; NaN if a value is None."""
     numbers = [_or_nan(value) for value in values]
     return sum(numbers) / len(numbers) if numbers else math.nan
 

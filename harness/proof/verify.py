@@ -42,7 +42,7 @@ from harness.records.schema import Cells, ProofEntry, RecordParts, StepEntry
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run whose ranks all came to their end: what they were to do, and what they report."""
+    """A run whose ranks have all finished: what they were to do, and what they report."""
 
     config: RunConfig
     bounds: ProofConfig
@@ -51,7 +51,7 @@ class FinishedRun:
     ranks: Sequence[RankReport]
     reference: RankReport | None  # the report of the single process that trained the same
     reference_note: str  # what the run was compared with, or why it was not
-    expected_bytes: Sequence[dict[str, float]] = field(default=())  # that each rank sends in the papers
+    expected_bytes: Sequence[dict[str, float]] = field(default=())  # that each rank sends by the papers' formulas
 
 
 @dataclass(frozen=True)
