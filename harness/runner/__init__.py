@@ -1,1 +1,1 @@
-"""One run from its configuration to its record: planned, refused or launched, proven, written down."""
+"""The execution of one run: its plan, its refusal or its launch, its proof, and its record."""

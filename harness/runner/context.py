@@ -17,10 +17,10 @@ ProgressFn = Callable[[Path], None]  # called with the run's folder several time
 
 @dataclass(frozen=True)
 class RunContext:
-    """The surroundings of a run, which do not change what it measures."""
+    """The parts of a run's execution that do not change what it measures."""
 
-    entry: Callable[[str], None] = worker_entry  # what every rank runs; the tests have others
-    models: Sequence[ModelConfig] = ()  # suggested where a smaller one would fit
+    entry: Callable[[str], None] = worker_entry  # the function that every rank runs; tests replace it
+    models: Sequence[ModelConfig] = ()  # candidates for the suggestion of a smaller model that would fit
     on_progress: ProgressFn = lambda _: None
     log: LogFn = lambda _: None
     nodes: NodeGroup | None = None  # the other nodes, where the machine is more than this one

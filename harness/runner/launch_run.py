@@ -1,4 +1,4 @@
-"""The launch of a planned run: its folder prepared, its ranks run and proven, its record written."""
+"""The launch of a planned run: it prepares the folder, runs the ranks, proves what they did and writes the record."""
 
 import json
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from harness.util.text import one_line
 def launch_run(plan: Plan, context: RunContext, reference: Reference) -> Record:
     """Run the ranks, prove what they did, and write and return the record, however they end.
 
-    A record with status `interrupted` stands while they run, so that one remains if this command dies.
+    The folder has a record with status `interrupted` while they run, so that a record remains if this command dies.
     """
     started: Cells = {"started_at": datetime.now(UTC).isoformat()}
     try:
@@ -140,7 +140,7 @@ def write_row(
 
     `ending` has the columns that say how the run ended. Raises OSError if even the row cannot be written.
     """
-    if not plan.config.train.compile:  # what a compiled layer keeps and makes is the compiler's choice
+    if not plan.config.train.compile:  # the compiler decides what a compiled layer saves and allocates
         ending = ending | memory.prediction_columns(plan.config, plan.layout, plan.widths, plan.machine.device)
     parts = (parts or RecordParts()) | {"corpus": plan.corpus.fingerprint}
     try:

@@ -1,4 +1,4 @@
-"""This machine: the device, memory and cores that runs may use, found without touching a device."""
+"""This machine: the device, memory and cores that runs may use, determined without initializing a device."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def _cuda_devices() -> tuple[list[int], list[int], str]:
     """
     import torch
 
-    count = torch.cuda.device_count()  # asks NVML, initializes nothing
+    count = torch.cuda.device_count()  # it queries NVML and initializes nothing
     if not count:
         return [], [], ""
     try:

@@ -48,7 +48,7 @@ class Plan:
 def make_plan(
     config: RunConfig, machine: Machine, command: CommandConfig | None = None, *, is_reference: bool = False
 ) -> Plan:
-    """Return the plan of a configuration; nothing is written but the corpus to its cache.
+    """Return the plan of a configuration; the only file that is written is the corpus in its cache.
 
     Raises UserError if the configuration is impossible.
     """

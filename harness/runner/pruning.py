@@ -1,6 +1,7 @@
-"""Pruning of runs that cannot fit: the same layout ran out of memory at a smaller batch or depth, and needs no less.
+"""Pruning of runs that cannot fit, because the same layout ran out of memory at a smaller batch or depth.
 
-Both runs have the same memory budget, as they are the same in everything but their sizes.
+The pruned run must need at least as much memory by the cost model. Both runs have the same memory budget, because they
+are equal in everything but their sizes.
 """
 
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ def pruning_reason(plan: Plan) -> str | None:
 
 
 def comparable_oom_records(plan: Plan) -> Iterator[Record]:
-    """Yield the comparison's records of runs out of memory, by these versions, that differ in their sizes alone."""
+    """Yield the records of runs of these versions that ran out of memory and differ from the plan in sizes alone."""
     names = plan.run_id.rpartition("-")[0]
     wanted = without_sizes(plan.config.to_dict())
     for folder in plan.folder.comparison.recorded_runs(f"{names}-*"):
@@ -60,7 +61,7 @@ def comparable_oom_records(plan: Plan) -> Iterator[Record]:
 
 
 def without_sizes(values: ConfigValues) -> JsonObject:
-    """Return what affects a run's result without its sizes, in the types that JSON has, for any repeat."""
+    """Return the values that affect a run's result, except its sizes and its repeat, in the types that JSON has."""
     affecting = result_affecting_keys(values)
     for group, names in _SIZES.items():
         affecting[group] = {key: value for key, value in affecting[group].items() if key not in names}

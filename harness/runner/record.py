@@ -1,4 +1,4 @@
-"""The record of a run: its row, its configuration, what its ranks reported, and where and by what it was made."""
+"""The record of a run: its row, its configuration, its ranks' reports, and the machine and versions that made it."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -31,7 +31,7 @@ def build_record(
     ranks: Sequence[RankReport] = (),
     parts: RecordParts | None = None,
 ) -> Record:
-    """Return everything known of one run.
+    """Return the record of one run, which has everything that is known of it.
 
     `ending` has its status, reason and figures; `layout` is None where none could be resolved; `parts` are those that
     only some runs have.

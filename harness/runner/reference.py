@@ -45,7 +45,7 @@ def get_reference(plan: Plan, context: RunContext) -> Reference:
 def reference_plan(plan: Plan) -> Plan:
     """Return the plan of a run's reference: one process on one node, without any option that only saves time or memory.
 
-    No memory budget holds for it: it proves the comparison's runs, and is none of them.
+    It has no memory budget, because it is none of the comparison's runs: it only proves them.
     """
     train = dataclasses.replace(plan.config.train, loss_chunks=1, fused_optimizer=True, compile=False)
     config = dataclasses.replace(

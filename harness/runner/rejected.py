@@ -44,13 +44,13 @@ def rejected_config(config: RunConfig, command: CommandConfig, machine: Machine,
 
 
 def fallback_run_id(values: ConfigValues) -> str:
-    """Return the run id of values of which no configuration can be made.
+    """Return the run id of values that are no valid configuration.
 
-    Any of the values may be the impossible one, so all of them are hashed, except those that may change from one
-    attempt at the combination to the next.
+    Any of the values may be the invalid one, so all of them are hashed, except those that may change from one attempt
+    at the combination to the next.
     """
     hashed = {key: value for key, value in values.items() if key not in BETWEEN_ATTEMPTS}
-    if hashed.get("launch") in ("processes", "script"):  # as before there was the key
+    if hashed.get("launch") in ("processes", "script"):  # ids are those from before there was the key
         del hashed["launch"]
     names = group_names(values)
     return "-".join((names["strategy"], names["checkpointing"], names["model"], short_hash(with_old_keys(hashed))))
@@ -68,7 +68,7 @@ def group_names(values: ConfigValues) -> dict[str, str]:
 
 
 def rejected_values(values: ConfigValues, reason: str, status: RunStatus = "refused") -> Record:
-    """Write and return the record of values of which no configuration can be made, or whose job vanished."""
+    """Write and return the record of values that are no valid configuration, or whose job vanished."""
     run_id = fallback_run_id(values)
     comparison = comparison_folder(values["name"], values["results_dir"])
     folder = comparison.run(run_id)

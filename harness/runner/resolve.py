@@ -1,4 +1,4 @@
-"""The typed configuration of composed values; a model from outside is traced for what the cost model needs."""
+"""The typed configuration of composed values; a Hugging Face model is traced for what the cost model needs."""
 
 import importlib
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from harness.util.redact import keys_holding_secrets
 def resolve_run_config(values: ConfigValues) -> RunConfig:
     """Return what composed values measure; a model of model.family=hf is filled in from its own configuration.
 
-    Raises UserError for impossible values, and for a secret, which run file and record would keep.
+    Raises UserError for impossible values, and for a secret, which the run file and the record would store.
     """
     for key in keys_holding_secrets(values):
         raise UserError(f"{key} holds a secret, which run and record would keep: give it to the library in its own way")

@@ -1,4 +1,4 @@
-"""Reuse of stored records: whether the record in a run's folder stands, or the run must be made again."""
+"""Reuse of stored records: whether the record in a run's folder is still valid, or the run must be repeated."""
 
 import os
 import shutil
@@ -43,9 +43,9 @@ def ensure_writable(comparison: ComparisonFolder) -> None:
 
 
 def reusable_record(config: RunConfig, command: CommandConfig, folder: RunFolder, log: LogFn) -> Record | None:
-    """Return the stored record of a run that need not be made again; log why it is reused or is not.
+    """Return the stored record of a run that need not be repeated; log why it is reused or is not.
 
-    A refusal is never reused here: to find out whether it still holds takes a moment.
+    A refusal is never reused here, because checking again whether it still applies takes only a moment.
     """
     if command.force or not folder.record.exists():
         return None
@@ -78,7 +78,7 @@ def stored_rejection(folder: RunFolder, force: bool) -> Record | None:
 
 
 def reason_to_repeat(config: RunConfig, command: CommandConfig, folder: RunFolder, record: Record) -> str:
-    """Return why a recorded run must be made again, '' if it need not be."""
+    """Return why a recorded run must be repeated; '' if it need not be."""
     status = record.status
     if status == "interrupted":
         return "it was interrupted"
@@ -91,7 +91,7 @@ def reason_to_repeat(config: RunConfig, command: CommandConfig, folder: RunFolde
 
 
 def missing_evidence(config: RunConfig, command: CommandConfig, folder: RunFolder, record: Record) -> list[str]:
-    """Return what an `ok` record lacks that this command wants: a comparison, a tighter bound, counted memory."""
+    """Return what an `ok` record lacks that this command requires: a comparison, a tighter bound, counted memory."""
     row, proof = record.row, command.proof
     lacking = []
     if proof.reference and record.proof.get("reference") == NO_REFERENCE:

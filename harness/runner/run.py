@@ -16,8 +16,8 @@ from harness.util.locks import run_lock
 def execute(plan: Plan, context: RunContext) -> Record | None:
     """Return the run's record: the stored one if it can be reused, else a new one.
 
-    Return None if another command is working on the run. Raises OSError if the disk is too full for the record of even
-    that failure.
+    Return None if another command is working on the run. Raises OSError if the disk is too full even for the
+    record of that failure.
     """
     with run_lock(plan.folder.lock, wait=False) as is_acquired:
         return run_locked(plan, context) if is_acquired else None
@@ -39,6 +39,6 @@ def run_locked(plan: Plan, context: RunContext) -> Record:
 
 
 def reject(plan: Plan, reason: str) -> Record:
-    """Return the record of a refused run: the stored refusal, whatever figures it names, or else a new one."""
+    """Return the record of a refused run: the stored refusal, even if its figures differ, or else a new one."""
     stored = stored_rejection(plan.folder, plan.command.force)
     return stored or write_row(plan, {"status": "refused", "reason": reason})

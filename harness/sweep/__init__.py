@@ -1,1 +1,1 @@
-"""The runs of one command: queued, made by an executor, shown while they run."""
+"""The runs of one command: their queue, the executors that make them, and the display of their progress."""

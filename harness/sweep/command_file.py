@@ -40,7 +40,7 @@ class CommandFile:
 
 @contextmanager
 def register_command(comparison: ComparisonFolder, runs: Sequence[PlannedRun], max_parallel: int) -> Iterator[None]:
-    """List the command's runs while the block runs; lists of dead commands, which nobody locks, are removed."""
+    """List the command's runs while the block runs; lists of dead commands, which no process locks, are removed."""
     remove_dead_commands(comparison)
     name = f"{COMMAND_PREFIX}{secrets.token_hex(4)}"
     command = CommandFile(socket.gethostname(), os.getpid(), time.time(), max_parallel, tuple(runs))

@@ -72,7 +72,7 @@ class ProgressDisplay:
         self.max_parallel = max_parallel
 
     def show_composed(self, count: int) -> None:
-        """Show how many combinations are composed; for five hundred, Hydra takes a minute or two."""
+        """Show how many combinations are composed; Hydra takes a minute or two for five hundred of them."""
         if time.monotonic() - self.printed_at >= PLAIN_SECONDS:
             self.printed_at = time.monotonic()
             self.print_line(f"{count} combinations composed")

@@ -22,7 +22,7 @@ class QueuedRun:
     config: RunConfig
     command: CommandConfig
     plan: Plan | None  # None where only a node of a cluster knows the machine
-    name: str  # the run id, or without a plan what stands for it
+    name: str  # the run id, or what replaces it without a plan
     repeat_index: int = 0  # the first repeats of all configurations come before the second ones
     search: MicroBatchSearch | None = None  # decides from this run's record what is tried next
     not_before: float = 0.0  # time.monotonic()
@@ -35,12 +35,12 @@ class QueuedRun:
 
     @property
     def cost(self) -> float:
-        """The FLOPs of the whole run however it is distributed: only good to compare runs of one command."""
+        """The FLOPs of the whole run however it is distributed, which serves only to compare runs of one command."""
         return float(model_flops(self.config) * self.config.train.total_steps)
 
 
 def deduplicate_and_sort(runs: Iterable[QueuedRun]) -> list[QueuedRun]:
-    """Return each run once, the cheap ones first, as their results decide about others; ties keep their order."""
+    """Return each run once, cheap ones first, because their results may rule out others; ties keep their order."""
     unique: dict[tuple[Path, str], QueuedRun] = {}
     for run in runs:
         unique.setdefault((run.comparison.path, run.name), run)
@@ -48,7 +48,7 @@ def deduplicate_and_sort(runs: Iterable[QueuedRun]) -> list[QueuedRun]:
 
 
 def plan_run(values: ConfigValues, repeat_index: int, machine_of: Callable[[ClusterConfig], Machine]) -> QueuedRun:
-    """Return the run of composed values, or the first run of the search that they want. Raises UserError."""
+    """Return the run of composed values, or the first run of the search that they request. Raises UserError."""
     search = None
     if wants_max_micro_batch(values):
         search = MicroBatchSearch(feasible_plans(values, lambda candidate: _plan(candidate, machine_of)), fits)

@@ -44,7 +44,7 @@ class Scheduler:
             self.executor.close()
 
     def is_done(self, run: QueuedRun) -> bool:
-        """Return whether the run has a record that stands; then hand that on."""
+        """Return whether the run has a reusable record, and pass that record to the observer."""
         record = self.executor.stored_record(run)
         if record is not None:
             self.observer.on_record(run, record, False)
@@ -71,12 +71,12 @@ class Scheduler:
             self.executor.start(run)
 
     def disk_full_reason(self, run: QueuedRun) -> str:
-        """Return why the disk has no room for another run, '' if it has."""
+        """Return why the disk has too little space for another run; '' if it has enough."""
         folder = run.comparison.path
         return "" if has_free_space(folder) else f"no disk space is left in {folder}"
 
     def finish(self, run: QueuedRun, record: Record | None) -> None:
-        """Hand a run's record on; without one, queue the run again, as another command is working on it."""
+        """Pass a run's record to the observer; queue a run without one again: another command is working on it."""
         self.running.remove(run)
         if record is None:
             if not run.locked_elsewhere:

@@ -27,7 +27,7 @@ class StopAfter:
     failed: int = 0  # runs
 
     def exceeded_limit(self) -> str:
-        """Return that a limit is reached, such as "stop_after=20runs is reached"; '' while none is."""
+        """Return a phrase such as "stop_after=20runs is reached" if a limit is reached; '' while none is."""
         if self.seconds is not None and time.monotonic() - self.started_at >= self.seconds:
             return f"stop_after={self.seconds:g}s is reached"
         if self.runs is not None and self.started >= self.runs:

@@ -1,1 +1,1 @@
-"""Executors make the runs of a command: one after another here, side by side here, or as jobs of Slurm."""
+"""The executors of a command's runs: one after another or side by side on this machine, or as jobs of Slurm."""

@@ -1,4 +1,4 @@
-"""The interface of executors and of those who watch a sweep, and what executors on one machine share."""
+"""The interfaces of executors and of a sweep's observers, and what executors on one machine share."""
 
 from typing import Protocol
 

@@ -124,7 +124,7 @@ class ParallelExecutor:
         assert run.plan is not None
         used = {device for slot in busy for device in slot.devices}
         indices = [index for index, device in enumerate(self.devices) if device not in used]
-        wanted = min(run.plan.layout.world_size, len(self.devices))  # the run itself refuses to want more
+        wanted = min(run.plan.layout.world_size, len(self.devices))  # its plan refuses a run that needs more
         if len(indices) < wanted:
             return None
         chosen = indices[:wanted]
@@ -152,7 +152,7 @@ class ParallelExecutor:
         return True
 
     def start_worker(self) -> WorkerSlot:
-        """Start a worker process from a fork server: as clean as a new command, and it dies with this one."""
+        """Start a worker process from a fork server: its state is that of a new command, and it ends with this one."""
         start_forkserver("cuda", FORKSERVER)
         context = multiprocessing.get_context("forkserver")
         executor_end, worker_end = context.Pipe()

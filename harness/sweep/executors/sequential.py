@@ -45,7 +45,7 @@ class SequentialExecutor:
         return not self.done
 
     def start(self, run: QueuedRun) -> None:
-        """Make the run, to its end."""
+        """Make the run and return when it has ended."""
         assert run.plan is not None
         context = RunContext(
             models=self.models,

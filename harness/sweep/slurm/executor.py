@@ -33,7 +33,7 @@ from harness.util.text import count_text
 
 POLL_SECONDS = 1.0
 
-GONE_SECONDS = 10.0  # a job that left the queue is given up then: files of a shared folder may come late
+GONE_SECONDS = 10.0  # from when a job left the queue until it is given up: files in a shared folder may appear late
 
 
 @dataclass
@@ -94,7 +94,7 @@ class SlurmExecutor:
         return True
 
     def start(self, run: QueuedRun) -> None:
-        """Take the run to be submitted with the next poll."""
+        """Queue the run, which the next poll submits."""
         self.submitted[run] = SubmittedRun(run, self.values[run])
 
     def poll(self) -> list[tuple[QueuedRun, Record | None]]:
@@ -115,7 +115,7 @@ class SlurmExecutor:
         return ended
 
     def submit(self, new: Sequence[SubmittedRun]) -> None:
-        """Submit every run that no other command has submitted, those of equal needs as one array."""
+        """Submit every run that no other command has submitted; those that request the same are one array."""
         comparisons = {submitted.run.comparison for submitted in new}
         for comparison in comparisons:
             comparison.jobs.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ class SlurmExecutor:
                     self.submit_array(comparison.jobs, directives, group)
 
     def submit_array(self, jobs: Path, directives: str, group: Sequence[SubmittedRun]) -> None:
-        """Submit runs of equal needs as one array."""
+        """Submit runs that request the same resources as one array."""
         for submitted in group:
             submitted.message("answer").unlink(missing_ok=True)
             submitted.message("begun").unlink(missing_ok=True)
@@ -157,7 +157,7 @@ class SlurmExecutor:
         with suppress(UserError):
             if answered:
                 return best_of_search([read_record(run.comparison.run(run_id).path) for run_id in answered])
-        if states is None or submitted.job in states:  # Slurm does not answer, or has not done with the job
+        if states is None or submitted.job in states:  # Slurm does not answer, or the job is still in its queue
             self.display.set_note(run, "" if states is None else states[str(submitted.job)].lower())
             submitted.missing_since = None
             return None
@@ -201,7 +201,7 @@ def write_scripts(executor: SlurmExecutor, runs: Sequence[QueuedRun]) -> list[Pa
 def group_by_resources(
     resources: SlurmResources, runs: Sequence[SubmittedRun]
 ) -> Iterator[tuple[str, list[SubmittedRun]]]:
-    """Yield groups of runs with equal needs, as many as one array may have, each with its #SBATCH lines."""
+    """Yield groups of runs that request the same, as many as one array may have, each with its #SBATCH lines."""
     groups: dict[str, list[SubmittedRun]] = {}
     for entry in runs:
         directives = commands.sbatch_directives(resources, entry.run.config, entry.run.command)
@@ -231,7 +231,7 @@ def record_of_vanished_job(submitted: SubmittedRun) -> Record:
     status = STATUS_BY_STATE.get(state, "error")
     reason = f"Slurm's job {submitted.job} ended as {state or 'unknown'} before its node had recorded the run"
     record = finalize_record(submitted, status, reason)
-    if status != "interrupted":  # an interrupted run is made again; any other end stands like others
+    if status != "interrupted":  # an interrupted run is made again; records of other statuses are kept
         atomic_write_json(submitted.message("answer"), {"runs": [record.run_id]})
     return record
 

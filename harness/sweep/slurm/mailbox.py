@@ -16,7 +16,7 @@ from harness.sweep.slurm import commands
 
 
 def job_key(values: ConfigValues) -> str:
-    """Return the hash of all that affects the result, as far as it is known before the node is."""
+    """Return the hash of everything that affects the result and is known before a node is assigned."""
     return short_hash(with_old_keys(result_affecting_keys(values)))
 
 

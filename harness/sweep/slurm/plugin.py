@@ -1,8 +1,8 @@
 """The Hydra launcher behind `hydra/launcher=slurm`: Hydra composes the jobs, and SlurmExecutor submits them.
 
-Submitit, whose keys it has, is not used: it pickles a function for every job into a folder of its own and polls there
-for the pickled result, while here a job is one command that reads a file of plain values, survives a requeue, and is
-found again by any later command.
+It has submitit's keys, but does not use submitit. Submitit pickles a function for every job into a folder of its own
+and polls there for the pickled result, while here a job is one command that reads a file of plain values, survives a
+requeue, and is found again by any later command.
 """
 
 import importlib
