@@ -1,4 +1,4 @@
-"""Say what `python -m harness.report` is called now."""
+"""Print the command that replaces `python -m harness.report`."""
 
 import sys
 

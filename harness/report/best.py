@@ -36,13 +36,13 @@ _RANKED_COLUMNS = {
         *("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds"),
         *("peak_allocated_bytes", "activation_bytes", "communication_bytes"),
     )
-} | {"state_bytes": _Ranking(more_is_better=False, is_timed=False)}  # a column of frames alone
+} | {"state_bytes": _Ranking(more_is_better=False, is_timed=False)}  # a column that only frames have
 
 
 def best(view: View) -> dict[str, set[int]]:
     """Return by column the positions of the lines that are best among comparable lines of the same world size.
 
-    A line with no other to compare it to is best of nothing. If the spread does not separate two lines, neither is.
+    A line without a comparable one is never marked. If the spread does not separate two lines, neither of them is best.
     """
     ok = [position for position, line in enumerate(view.lines) if line.status == "ok"]
     groups = group_by(ok, lambda position: choice_key(view.lines[position].row))
@@ -58,7 +58,7 @@ def best(view: View) -> dict[str, set[int]]:
 def _clear_winner(view: View, name: str, values: Sequence[Any], members: Sequence[int]) -> int | None:
     """Return the one line that leads all others by more than its spread and theirs.
 
-    A rate or time of unknown spread leads nothing. Figures of memory and bytes of unknown spread are taken as exact.
+    A rate or time of unknown spread leads no other. Figures of memory and bytes of unknown spread are taken as exact.
     """
     ranking = _RANKED_COLUMNS[name]
     known = [position for position in members if values[position] is not None]

@@ -61,7 +61,7 @@ class ClaimRun:
         return self.row.get(name) or 0
 
     def config(self) -> RunConfig | None:
-        """Return the configuration, None if this version cannot read it. Which text was read changes no claim."""
+        """Return the configuration, None if this version cannot read it. No claim depends on the training text."""
         values = self.record.config | {"data": {"name": "any", "kind": "synthetic"}}
         try:
             return read_run_config(values)

@@ -85,7 +85,7 @@ def _widths(run: ClaimRun, accounting: dict[str, int], stage: int, shards: int) 
         size = measured * parts / parameters if measured and parameters else accounting[kind]
         if abs(size - accounting[kind]) <= EXACT * accounting[kind]:
             continue
-        # By the kind of state and whether the condition holds: the causes by the bytes per parameter they lead to.
+        # For each kind of state, and whether its condition is true, the causes by the bytes per parameter they lead to.
         causes: dict[tuple[str, bool], dict[float, str]] = {
             ("optimizer", deepspeed and not mixed): {12: "DeepSpeed clones an fp32 master of fp32 parameters"},
             ("optimizer", fsdp and mixed): {8: "fully_shard's fp32 parameters are their own masters"},

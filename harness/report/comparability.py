@@ -12,13 +12,13 @@ from harness.report.labels import VARYING, flattened
 
 T = TypeVar("T")
 
-# Runs are comparable, and a ratio between them means something, where all of these are equal.
+# Runs are comparable, so that a ratio between them is meaningful, if all of these columns are equal.
 _SETTING = ("model", "parameters", "precision", "global_batch", "seq_len", "measured_on", "launch")
 
-# A claim is about one difference alone, so these have to be equal too.
+# A claim is about one difference alone, so that these columns have to be equal too.
 _CLAIM_SETTING = (*_SETTING, "micro_batch", "offload_activations")
 
-# How a run divides the model and the batch. Runs that are equal in these run the same strategy.
+# The columns that say how a run divides the model and the batch. Runs with equal values run the same strategy.
 PARTITION_COLUMNS = (
     *("strategy", "engine", "zero_stage", "world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp"),
     *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "offload"),
@@ -64,8 +64,8 @@ def curve_key(row: Row, config: ConfigValues, free: Sequence[str]) -> tuple[Any,
     """Return a key that is equal for the points of one curve.
 
     They are equal in all columns that distinguish rows except the columns `free`, which change along the curve, and in
-    the groups `model` and `strategy` of their configurations, parts of which no column has. The values of CURVE_COLUMNS
-    without `free` come first, in that order.
+    the groups `model` and `strategy` of their configurations, some of whose keys have no column. The values of
+    CURVE_COLUMNS without `free` come first, in that order.
     """
     groups = flattened({name: config.get(name) for name in ("model", "strategy")})
     options = {key: value for key, value in groups.items() if key.rsplit(".", 1)[-1] not in free}

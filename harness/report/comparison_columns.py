@@ -29,7 +29,7 @@ _DROP_NAMES = 100  # columns of names are left out after every number that may b
 
 @dataclass(frozen=True)
 class _Heading:
-    """A word of a header, its abbreviation for the terminal, and what the terminal's legend says of that."""
+    """A word of a header, its abbreviation for the terminal, and the legend's explanation of the abbreviation."""
 
     full: str
     short: str

@@ -14,7 +14,7 @@ from harness.util.text import sanitize
 
 _TEXTS = ("strategy", "checkpointing", "status", "precision", "engine", "model", "measured_on")
 
-_STATE = "state_bytes"  # a column of frames alone
+_STATE = "state_bytes"  # a column that only frames have
 
 _MEMORY = ("peak_allocated_bytes", _STATE, *STATE_COLUMNS, "activation_bytes")
 

@@ -77,7 +77,7 @@ def distinct_values(table: pd.DataFrame, name: str) -> list[Any]:
 
 
 def varying_columns(table: pd.DataFrame) -> list[str]:
-    """Return the columns that differ between rows, without those that strategy and world size already determine."""
+    """Return the columns that differ between rows, without those that strategy and world size determine."""
     by_strategy = table.groupby(["strategy", "world_size"])
     return [
         name

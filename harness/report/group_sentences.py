@@ -125,7 +125,7 @@ def _front(lines: Sequence[ReportedLine]) -> list[ReportedLine]:
 
 
 def _ladder(front: Sequence[ReportedLine]) -> Iterator[str]:
-    """Yield what to choose for every size of device, if tokens per second are what counts."""
+    """Yield the run to choose for every size of device, if only tokens per second count."""
     steps = [f"from {_at_least(line.peak or 0)} {line.label} ({line.speed_text})" for line in reversed(front)]
     if len(steps) > _MOST_LINES:
         steps = [*steps[: _MOST_LINES - 1], "…", steps[-1]]

@@ -15,7 +15,7 @@ IMPLIED_BY_STRATEGY = (
     *("offload", "offload_activations"),
 )
 
-OTHER_OPTIONS = "otherwise"  # a column of frames alone: what only the configurations of rows tell
+OTHER_OPTIONS = "otherwise"  # a column that only frames have: keys without a column that differ
 
 # The columns that are shown where they vary between the rows and mentioned once where they do not.
 VARYING = (
@@ -127,7 +127,7 @@ def labels(rows: Sequence[Row], varying: Sequence[str], differences: Sequence[st
     Args:
         rows: The rows to name.
         varying: The columns that differ between the rows.
-        differences: What only the configurations of the rows tell, see `other_differences`.
+        differences: The configuration keys of each row that differ and have no column, see `other_differences`.
     """
     row_labels = [_name(row) for row in rows]
     groups: dict[str, list[Row]] = {}

@@ -1,4 +1,4 @@
-"""The report's table of contents. Measured and predicted never share a column."""
+"""The report's table of contents. Measured and predicted values never share a column."""
 
 from harness.report.appendix import disturbed, failures, predicted_section, proof_section, stale, unreadable, versions
 from harness.report.batches import batches

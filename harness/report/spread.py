@@ -38,14 +38,14 @@ def merge_repeats(records: Sequence[Record]) -> list[Record]:
     installed = versions()
     lines: list[Record] = []
     for runs in group_by(records, lambda record: repeat_key(record, installed)).values():
-        # The same repeat twice: what differs between them (the text they trained on, say) stands in no record.
+        # If one repeat occurs twice, its runs differ in something that no record has, such as their training text.
         are_distinct = len({_repeat(run) for run in runs}) < len(runs)
         lines += [_merge([run]) for run in runs] if are_distinct else [_merge(runs)]
     return lines
 
 
 def _repeat(record: Record) -> Any:
-    """Return the repeat index; for a row that was refused for its very values only the configuration has it."""
+    """Return the repeat index; that of a row whose values were rejected is in its configuration only."""
     repeat = record.row.get("repeat")
     return record.config.get("repeat") if repeat is None else repeat
 
@@ -69,7 +69,7 @@ def _merge_rows(rows: Sequence[Row]) -> Row:
 
 
 def _merge_values(name: str, column: Sequence[Any]) -> Any:
-    """Return one value for a column of several runs; None where they differ and no rule says which represents all.
+    """Return one value for a column of several runs; None where they differ and no rule selects one.
 
     The parts of a peak or of a step add up within one run; as medians or maxima they would not.
     """

@@ -53,7 +53,7 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
     lines, table = view.lines, view.line_medians
     if only is not None:
         is_shown = [any(run.run_id in only for run in line.runs) for line in lines]
-        table = table[is_shown].reset_index(drop=True)  # with their ratios to baselines that may not be shown
+        table = table[is_shown].reset_index(drop=True)  # the rows keep ratios to baselines that may not be shown
         lines = [line for line, shown in zip(lines, is_shown, strict=True) if shown]
     if table.empty:
         console.print(Text("no runs recorded"))

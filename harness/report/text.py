@@ -45,7 +45,7 @@ def bytes_text(size: float) -> str:
 def format_numbers(numbers: Sequence[float | None], unit: Unit) -> list[str]:
     """Return a column of numbers with as many decimals as its largest needs for three significant figures.
 
-    An unknown number is the empty string. A number that is not zero never reads as zero.
+    An unknown number is the empty string. A number that is not zero is never written as zero.
     """
     largest = max((abs(number) for number in numbers if number is not None), default=0) / unit.size
     decimals = 0 if largest >= 1000 or unit.name == "B" else 1 if largest >= 100 else 2

@@ -71,7 +71,7 @@ def median_run(line: Record) -> Record:
 
 
 def truncate(whole: View, most: int) -> View:
-    """Return a view of at most `most` runs: the lines that are fastest of every strategy, then lines in their order."""
+    """Return a view of at most `most` runs: the fastest line of every strategy first, then others in order."""
     if len(whole.records) <= most:
         return whole
     fastest: dict[Any, int] = {}

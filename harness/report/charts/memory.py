@@ -29,7 +29,7 @@ _UNDIVIDED = "no breakdown recorded"
 
 _AT_PEAK = {f"at_peak_{part}_bytes": name for part, name in PEAK_PARTS.items()}
 
-_FARTHEST = 4.0  # times the highest peak: a limit beyond is not drawn but mentioned, as bars would be too short
+_FARTHEST = 4.0  # times the highest peak: a limit beyond is mentioned and not drawn, as bars would be too short
 
 
 def peak(view: View) -> Chart | None:

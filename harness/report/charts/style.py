@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 else:
 
     class _LazyAltair:
-        """A stand-in for altair, whose import takes a third of a second that commands without charts need not wait."""
+        """A stand-in that imports altair only when it is used, because that import takes a third of a second."""
 
         def __getattr__(self, name: str) -> Any:
             import altair
@@ -29,7 +29,7 @@ MANY = 12  # bars
 
 LABEL_LIMIT = 220  # pixels
 
-FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # all of one metric, so that text has the same width everywhere
+FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # fonts with equal metrics: text is equally wide everywhere
 
 FONT_SIZE = 12
 
