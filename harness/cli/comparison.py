@@ -21,7 +21,7 @@ def read_comparison(results_dir: Path) -> LoadedRecords:
 
 
 def prepare_output() -> None:
-    """Let any terminal show the table, and keep the garbage collector from walking thousands of records."""
+    """Make any terminal able to show the table, and stop the garbage collector from scanning thousands of records."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     gc.disable()  # nothing that is read becomes garbage before the command ends

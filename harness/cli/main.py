@@ -12,8 +12,8 @@ from harness.cli.commands import COMMANDS
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    The first argument is a command word, `--help` or `--version`; anything else is an override of the configuration,
-    and runs. Without arguments the help is shown and nothing is trained.
+    The first argument is a command word, `--help` or `--version`; anything else is an override of the configuration
+    that is then run. Without arguments the help is shown and nothing is trained.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

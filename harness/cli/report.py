@@ -17,8 +17,9 @@ from harness.util.errors import UserError, run_command
 def report(folders: Sequence[Path], to: Path | None, pivot: str | None, fits_in: str | None) -> None:
     """Print the table of all folders' runs and write their report.
 
-    It goes to the folder `to`, or else into the only folder, or for several into a folder beside the first that has
-    all their names. Raises UserError for a folder without a single readable run, and for a pivot that is no column.
+    The report goes to the folder `to`, or by default into the only folder, or for several folders into one beside the
+    first whose name joins theirs. Raises UserError for a folder without a single readable run, and for a pivot that is
+    no column.
     """
     limit = None if fits_in is None else parse_bytes(fits_in, "--fits-in")
     view = merge_folders([(folder, read_comparison(folder)) for folder in folders])

@@ -58,20 +58,20 @@ class RunCommand:
         self.records: list[Record] = []
         self.comparison: ComparisonFolder | None = None
         self.is_sweep = False
-        self.user_error: str | None = None  # kept instead of raised: Hydra would add lines of its own to it
+        self.user_error: str | None = None  # stored and not raised, because Hydra would add lines of its own
         self.display = ProgressDisplay(self.on_ranks_starting)
         self.tracking_client = TrackingClient(self.display.print_line)
-        self.started_folders: set[Path] = set()  # of runs that the tracker knows
+        self.started_folders: set[Path] = set()  # the folders of runs that the tracker knows
 
     def on_composed(self, composed: Any) -> None:
-        """Keep one combination for later: all of them must be known before the first is chosen."""
+        """Store one combination, because all of them must be known before the first run is chosen."""
         hydra_config = HydraConfig.get()
         self.is_sweep = hydra_config.mode == RunMode.MULTIRUN
         if self.user_error is not None:
             return
         try:
             values = cast("ConfigValues", to_container(composed))
-            if not self.is_sweep:  # whoever runs a single configuration wants it tried
+            if not self.is_sweep:  # a single configuration is always tried
                 values["sweep"] |= {"skip_dominated": False}
             self.launcher = to_container(hydra_config.launcher)
             self.comparison = comparison_folder(values["name"], values["results_dir"])
@@ -81,10 +81,10 @@ class RunCommand:
             self.user_error = str(error)
 
     def execute(self) -> None:
-        """Make all runs, or write their batch scripts. Raises UserError for a mistake that is not a row."""
+        """Make all runs, or write their batch scripts. Raises UserError for a mistake that does not become a row."""
         if self.user_error is not None:
             raise UserError(self.user_error)
-        if not self.requested:  # Hydra was asked for something else, such as --cfg job
+        if not self.requested:  # Hydra only printed something, as for --cfg job
             return
         self.check_trackers()
         limits = parse_stop_after(self.requested[0]["stop_after"])
@@ -117,7 +117,7 @@ class RunCommand:
         return ParallelExecutor(parallel, load_model_presets(), self.display)
 
     def plan_runs(self, executor: Executor) -> list[QueuedRun]:
-        """Return the runs of all combinations; in a sweep, an impossible one becomes a row here.
+        """Return the runs of all combinations; in a sweep, an impossible one becomes a row at once.
 
         Raises UserError for an impossible single run.
         """

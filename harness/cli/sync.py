@@ -1,4 +1,4 @@
-"""harness sync results/NAME: the upload of what the tracker does not have of a comparison."""
+"""harness sync results/NAME: the upload of a comparison's runs that the tracker does not have."""
 
 import argparse
 import dataclasses

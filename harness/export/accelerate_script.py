@@ -6,8 +6,8 @@ from harness.export.recorded_run import RecordedRun
 from harness.export.snippets import Snippet, dedented
 from harness.export.templates import BATCHES, BUILD, FILL, IMPORTS, LAYERS, MASTERS, MASTERS_IMPORTS
 
-# What differs between the ways of data parallelism: imports and creation of the accelerator; lines after prepare();
-# the lines of one step.
+# The parts that differ between kinds of data parallelism: the imports and the creation of the accelerator, the lines
+# after prepare(), and the lines of one step.
 AccelerateParts = tuple[Snippet, list[str], str]
 
 

@@ -1,4 +1,4 @@
-"""Putting a script together from its snippets and the user's part, in a fixed order."""
+"""The assembly of a script from its snippets and the user's part, in a fixed order."""
 
 import os
 import re

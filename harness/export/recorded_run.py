@@ -1,4 +1,4 @@
-"""A recorded run, as everything that is exported needs it."""
+"""A recorded run with the facts that every exported file needs."""
 
 from dataclasses import dataclass
 from pathlib import Path

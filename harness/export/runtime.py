@@ -1,4 +1,4 @@
-"""The only module of the harness that exported scripts import, with names that stay.
+"""The only module of the harness that exported scripts import; its names are stable.
 
 A script that `harness export` wrote trains the run's own model on the run's own data until its user replaces both. For
 that it needs these seven names, and no others; each is documented where it is defined:
@@ -11,7 +11,7 @@ that it needs these seven names, and no others; each is documented where it is d
 - initial_value(name, shape, model_config, seed, device): the initial value of one whole parameter, in fp32.
 - loss_function(logits, targets): the mean cross-entropy over the tokens.
 
-Whatever moves inside the harness, scripts that were exported before go on working.
+Scripts that were exported before continue to work when other modules of the harness change.
 """
 
 from harness.layout.partition import stages_of_rank

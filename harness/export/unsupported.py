@@ -1,4 +1,4 @@
-"""Why a run cannot be exported to a file: each function yields one line for every reason."""
+"""The reasons why a run cannot be exported to a file; each function yields one line for every reason."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ SCRIPTED_ENGINES = ("torch", "deepspeed", "accelerate")  # the engines whose lay
 
 
 def why_not_common(run: RecordedRun) -> Iterator[str]:
-    """Yield what a short script cannot do as the engines of this project do."""
+    """Yield a line for every setting that a short script cannot reproduce as the engines of this project do."""
     config, layout = run.config, run.layout
     model, checkpointing, precision = config.model, config.checkpointing, config.precision
     if layout.engine not in SCRIPTED_ENGINES:
@@ -38,7 +38,7 @@ def why_not_common(run: RecordedRun) -> Iterator[str]:
 
 
 def why_not_deepspeed_engine(run: RecordedRun) -> Iterator[str]:
-    """Yield what DeepSpeed, without this project's engine, would do otherwise than the run did."""
+    """Yield a line for everything that DeepSpeed without this project's engine would do differently from the run."""
     from harness.engines.deepspeed.widths import reduces_to_owner_rank
 
     config, layout = run.config, run.layout

@@ -6,7 +6,7 @@ A tracker is one module in harness/tracking/trackers with one function,
 
 which imports its library and raises TrackerUnavailableError if the tracker cannot be used, and one file in
 conf/tracking. It runs in a process of its own (harness.tracking.process), which the parent's TrackingClient starts. It
-may be slow, hang or die there: everything that it was given can be sent again from the records (harness.tracking.sync).
+may be slow, hang or die there: everything that it received can be sent again from the records (harness.tracking.sync).
 """
 
 import hashlib
@@ -85,7 +85,7 @@ def tracker_names() -> list[str]:
 def connect(config: "TrackingConfig", timeout_seconds: float) -> Tracker:
     """Import the configured tracker's module and library, and return the tracker.
 
-    A server has `timeout_seconds` for each answer. Raises TrackerUnavailableError if the tracker cannot be used.
+    The server has `timeout_seconds` for each answer. Raises TrackerUnavailableError if the tracker cannot be used.
     """
     module = importlib.import_module(f"harness.tracking.trackers.{config.name}")
     tracker: Tracker = module.connect(config, timeout_seconds)

@@ -36,8 +36,8 @@ class TrackingClient:
     ) -> None:
         """Remember the settings and start nothing.
 
-        With `upload_seconds` above 0 the server has that long to answer, every record is sent whatever was sent
-        before, and nothing is kept offline in its place.
+        If `upload_seconds` is above 0, the server has that long to answer, every record is sent even if it was sent
+        before, and what the server does not accept is not written offline.
         """
         self.log = log
         self.upload_seconds = upload_seconds

@@ -13,7 +13,7 @@ class Message(TypedDict, total=False):
     do: Task | Literal["close"]
     tracking: GroupValues
     folder: str  # of the run, or for a table of the comparison
-    upload: float  # the seconds that the server has to answer; 0: what it does not take is kept offline
+    upload: float  # the seconds that the server has to answer; 0: what it does not accept is written offline
     hint: str  # the end of a message to the user: the command that sends the data later
     config: ConfigValues  # of a run that has started
 

@@ -28,13 +28,13 @@ from harness.tracking.messages import Answer, Message
 from harness.util.redact import redacted
 from harness.util.text import one_line
 
-ANSWER_SECONDS = 5.0  # what a server has to answer before all that follows is kept offline; `harness sync` sets its own
+ANSWER_SECONDS = 5.0  # the server's time to answer, or all that follows is written offline; `harness sync` sets its own
 
 LIVE_SECONDS = 1.0  # between two updates of the running runs
 
 WAIT_SECONDS = 0.2  # for the parent's next message
 
-ORPHAN_SECONDS = 3.0  # what trackers have to complete their files after the parent has died
+ORPHAN_SECONDS = 3.0  # the trackers' time to complete their files after the parent has died
 
 NICENESS = 19  # the lowest priority: measured runs come first
 
@@ -120,7 +120,7 @@ class TrackingProcess:
             return problem
 
     def track(self, config: TrackingConfig, message: Message) -> None:
-        """Pass one message to its tracker, which is connected with the first: offline if it has failed before."""
+        """Pass one message to its tracker, which the first message connects, offline if it has failed before."""
         used = dataclasses.replace(config, mode="offline") if config in self.failures else config
         if config not in self.trackers:
             self.trackers[config] = connect(used, message["upload"] or ANSWER_SECONDS)

@@ -1,4 +1,4 @@
-"""Sending what a tracker does not have of a comparison, from the records."""
+"""The synchronization of a comparison, which sends a tracker the records that it does not have."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from harness.tracking import sync_state
 from harness.tracking.client import TrackingClient
 from harness.util.errors import UserError
 
-ANSWER_SECONDS = 30.0  # what a server has to register a run, and again to receive the rest of it
+ANSWER_SECONDS = 30.0  # the server's time to register a run, and again to receive the rest of it
 
-LOCAL_SECONDS = 10.0  # what the tracker's library has for its own work on one run
+LOCAL_SECONDS = 10.0  # the time of the tracker's library for its own work on one run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def sync_comparison(
             client.log_table(online, folder)
             problem = wait_delivered(client, folder)
     finally:
-        client.pending.clear()  # the result says it: close() must not log it too
+        client.pending.clear()  # the result has the problem, which close() must not log too
         client.close(1.0)
     return SyncResult(runs, len(loaded.records) - len(missing), bool(missing) or not is_table_sent, problem)
 

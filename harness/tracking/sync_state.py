@@ -26,7 +26,7 @@ class SyncState(NamedTuple):
 def read_sync_state(folder: Path, tracker: str) -> SyncState | None:
     """Return what `tracker` has of the run in `folder`, or None if the file cannot be read.
 
-    Nothing is lost by that: at worst the run is sent again.
+    An unreadable file loses no data: at worst the run is sent again.
     """
     try:
         saved = json.loads((folder / SYNC_STATE_FILE).read_text())[tracker]
@@ -54,7 +54,7 @@ def record_sync_state(run_dir: Path, tracker: str, record: Record) -> SyncState:
 
 
 def table_sync_state(folder: Path, tracker: str) -> SyncState:
-    """Return what `tracker` has of the comparison's summary, of which a folder has one; a later one replaces it."""
+    """Return what `tracker` has of the comparison's summary; a folder has one, which a later one replaces."""
     return read_sync_state(folder, tracker) or SyncState(secrets.token_hex(8))
 
 
@@ -65,7 +65,7 @@ def mark_synced(state: SyncState, content_key: str, is_sent: bool) -> SyncState:
 
 
 def record_key(record: Record) -> str:
-    """Return what tells this record from an earlier or later one of the same run: the time of its start."""
+    """Return the time of the record's start, which no earlier or later record of the same run has."""
     return record.row.get("started_at") or ""
 
 
