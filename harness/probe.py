@@ -101,4 +101,4 @@ class Listener:
         """Notice a new tensor on the host that holds what was saved for backward."""
 
     def gradients_ready(self, engine: "ShardSource") -> None:
-        """Look at the step's gradients, which are reduced and not yet clipped."""
+        """Observe the step's gradients, which are reduced and not yet clipped."""

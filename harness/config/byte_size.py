@@ -31,7 +31,7 @@ def parse_bytes(text: str | int | float, key: str = "") -> int:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Return a size for a sentence, in the largest binary unit of which it is 1 or more: 108.0 MiB."""
+    """Return a size for a sentence, in the largest binary unit that is not larger than it: 108.0 MiB."""
     for unit, size in BINARY.items():
         if size_bytes >= size:
             return f"{size_bytes / size:.1f} {unit}"

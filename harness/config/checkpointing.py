@@ -12,7 +12,7 @@ RECOMPUTING_MODES = ("full", "every_n", "selective")  # the modes that call a la
 
 @dataclass(frozen=True)
 class CheckpointingConfig:
-    """Which parts of the forward pass are computed a second time in backward instead of being saved."""
+    """The selection of the parts of forward that backward computes a second time instead of saving their results."""
 
     name: Checkpointing  # The kind of checkpointing.
     every: int = 1  # The n of every_n: the last of every n decoder layers is checkpointed, counted through all stages.

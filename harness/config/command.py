@@ -38,7 +38,7 @@ class MeasureConfig:
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """How one command executes its runs: how many at the same time, and which of them it skips."""
+    """The configuration of a sweep: how many runs execute at the same time, and which of them are skipped."""
 
     # The number of runs at the same time, each on its own devices or cores; auto runs as many as have devices.
     parallel: int | str = 1
@@ -53,7 +53,7 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Where runs are tracked. Whether there is a tracker of that name is for the command line to check."""
+    """The tracker of a command's runs; the command line checks whether there is a tracker of that name."""
 
     name: str  # The name of the tracker.
     mode: str = "offline"  # Whether runs are only written into their folders (offline) or also sent (online).

@@ -83,7 +83,7 @@ TRACED_STEPS, PROFILED_STEPS = 2, 1
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a run trains: one step is `global_batch` sequences of `seq_len` tokens, and batches count sequences."""
+    """The training of a run: one step is `global_batch` sequences of `seq_len` tokens, and batches count sequences."""
 
     global_batch: int  # The number of sequences in a step, over all ranks.
     # The number of sequences that a rank takes through the model at once; gradients are accumulated over several.
@@ -121,7 +121,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What one run measures. Its hash, with device, world size and corpus, is the run's identity."""
+    """The configuration of one run. Its hash, with device, world size and corpus, is the run's identity."""
 
     model: ModelConfig
     strategy: StrategyConfig

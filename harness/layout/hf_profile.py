@@ -68,7 +68,7 @@ class HFProfile:
     def has_fused_attention_on_cpu(self) -> bool:
         """Whether the trace, in training, ran more in backward than the two forwards that a backward costs.
 
-        The model's dropout alone does not tell, as it may lie outside attention.
+        The model's dropout alone does not determine the kernel, because it may be outside attention.
         """
         return self.info.step_flops > 3 * self.info.forward_flops
 

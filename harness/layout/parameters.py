@@ -11,7 +11,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def layer_parameter_count(model: ModelConfig) -> int:
-    """Return the number of parameters of one decoder layer; the first stands for all of them."""
+    """Return the number of parameters of one decoder layer; the first represents all of them."""
     return numel(_first_layer_shapes(model))
 
 
