@@ -64,7 +64,7 @@ def block_backward_bytes(shape: MicroBatchShape) -> int:
 
     That moment is at the SwiGLU product: there are gradients of product, silu and up, less the product freed before,
     and of the residual stream; the architecture says how many of them have the inner width. With sequence parallelism
-    the residual's gradient is gathered before that: it is there twice, then beside the product's.
+    the residual's gradient is gathered before that: it exists twice, then beside the product's.
     """
     inner = shape.tokens * shape.model.intermediate_size * shape.width // shape.tp
     gathered = shape.tokens * shape.model.hidden_size * shape.width if shape.sequence_parallel else 0

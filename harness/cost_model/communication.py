@@ -83,7 +83,7 @@ def tp_bytes(config: RunConfig, layout: Layout, stage: Stage, allreduces_per_lay
     backward, one for the embedding in forward and one for the head in backward. A recomputed layer, selectively too,
     runs its first all-reduce again; torch stops the second forward before the last one, whose result nothing in
     backward needs unless dropout follows it. Sequence parallelism (arXiv 2205.05198) replaces each all-reduce by a
-    reduce-scatter and an all-gather, of which a second forward gathers both inputs and scatters its sums; the gradients
+    reduce-scatter and an all-gather; a second forward again gathers both inputs and scatters its sums. The gradients
     of norms and of learned positions are summed once a step, but by fully_shard in every micro-batch, in the width in
     which it has them. A bias is added before its product is summed, a share of it on every rank, and so has a whole
     gradient there. Without vocabulary_parallel embedding, head and loss sum nothing.

@@ -44,7 +44,7 @@ class MicroBatchShape:
 
     @property
     def residual_tokens(self) -> int:
-        """Tokens of which this rank has the norms and the residual stream."""
+        """Tokens whose norms and residual stream this rank computes."""
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
     @property

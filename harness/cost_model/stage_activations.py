@@ -149,7 +149,7 @@ def offloaded_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: Checkpo
 
 
 def without_offloaded_activations(activations: StageActivations, offloaded: int, layers: int) -> StageActivations:
-    """Return what stays on the device of a stage with so many layers, of which `offloaded` bytes go to the host.
+    """Return the bytes that stay on the device for a stage with so many layers if `offloaded` bytes go to the host.
 
     In the last layer's backward that layer's part has been fetched.
     """
