@@ -62,7 +62,7 @@ def width_problems(widths: StateWidths, precision: PrecisionConfig, ranks: Seque
     The widths are those that the precision has in this engine.
     """
     moments = {"exp_avg", "exp_avg_sq"}
-    has_masters = widths.optimizer > 2 * precision.master_bytes  # beside both moments
+    has_masters = widths.optimizer > 2 * precision.master_bytes  # a master is stored besides both moments
     parameter = precision.compute if widths.parameters < MASTER_BYTES else precision.master
     expected = {
         "parameters": {("", parameter), (GATHERED, parameter)},
@@ -213,7 +213,7 @@ def _ownership_problems(
 def _share_problems(
     kind: str, owned: Sequence[OwnedShard], model: ModelConfig, layout: Layout, rank: int, shards: int
 ) -> Iterator[str]:
-    """Yield parameters of other stages that a rank holds, and states of which it holds more than its equal share."""
+    """Yield a line for parameters of other stages on a rank, and for states larger than the rank's equal share."""
     shares = rank_shares(model, layout, rank, shards)
     total = math.ceil(sum(shares.values()))
     shapes = model_profile(model).parameter_shapes

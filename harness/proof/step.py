@@ -68,7 +68,7 @@ def kernel_problems(config: RunConfig, ranks: Sequence[RankReport]) -> list[str]
 
 
 def compile_problems(config: RunConfig, rank: RankReport) -> list[str]:
-    """Return where layers ran otherwise than train.compile says, and where the compiler ran in the timed steps."""
+    """Return where layers were not run as train.compile says, and where the compiler ran in the timed steps."""
     problems, is_compiled = [], config.train.compile
     # The activation function of a library's model, which is never compiled, may be many operators.
     is_observable = model_profile(config.model).supports_compile and rank.devices == 1

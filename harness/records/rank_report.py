@@ -72,7 +72,7 @@ class Traffic(FromJson):
 
 @dataclass(frozen=True)
 class AtPeak(FromJson):
-    """What filled memory when it was fullest; the parts add up to `bytes`, as torch requested them."""
+    """The contents of memory when it was fullest; the parts add up to `bytes`, as torch requested them."""
 
     phase: str = ""
     bytes: int = 0
@@ -200,5 +200,5 @@ LONG_KEYS = (
 
 
 def to_record_entry(report: RankReport) -> JsonObject:
-    """Return the part of a rank's report that stands in the run's record."""
+    """Return the part of a rank's report that the run's record has."""
     return {key: value for key, value in report.to_json().items() if key not in LONG_KEYS}

@@ -120,7 +120,7 @@ class Record:
     notes: list[str] = field(default_factory=list)
     corpus: str = ""  # the fingerprint of the training data
     schema_version: int = SCHEMA_VERSION
-    runs: Sequence["Record"] = ()  # the repeats that a merged record stands for; empty in a file
+    runs: Sequence["Record"] = ()  # the repeats that a merged record represents; empty in a file
     parts: Sequence[str] = ("row",)
 
     @classmethod
@@ -136,7 +136,7 @@ class Record:
 
     @cached_property
     def ranks(self) -> list[RankReport]:
-        """The ranks' reports, without the long lists that stand in the ranks' own files only."""
+        """The ranks' reports, without the long lists that only the ranks' own files have."""
         return [RankReport.from_json(entry) for entry in self.rank_entries]
 
     @property
@@ -146,7 +146,7 @@ class Record:
 
     @property
     def status(self) -> RunStatus:
-        """How the run ended."""
+        """The status with which the run ended."""
         status: RunStatus = self.row["status"]
         return status
 
