@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def nodes(self) -> int:
-        """How many of the machine's nodes the run uses."""
+        """The number of the machine's nodes that the run uses."""
         return self.machine.nodes_needed(self.layout.world_size)
 
 

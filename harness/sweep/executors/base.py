@@ -31,7 +31,7 @@ class Executor(Protocol):
 
     @property
     def max_parallel(self) -> int:
-        """How many runs it makes at once."""
+        """The number of runs that it can make at the same time."""
         ...
 
     def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:

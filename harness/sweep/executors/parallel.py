@@ -72,7 +72,7 @@ class ParallelExecutor:
 
     @property
     def max_parallel(self) -> int:
-        """How many runs can run at once."""
+        """The number of runs that can run at the same time."""
         return len(self.core_sets()) if self.parallel == "auto" else int(self.parallel)
 
     def core_sets(self) -> list[tuple[int, ...]]:
@@ -86,7 +86,7 @@ class ParallelExecutor:
         return plan_run(values, repeat_index, self.machine)
 
     def machine(self, cluster: ClusterConfig) -> Machine:
-        """Return a run's share of the machine on a CPU; on GPUs the whole machine, of which a run uses some devices.
+        """Return a run's share of the machine on a CPU; on GPUs the whole machine, some of whose devices a run uses.
 
         Raises UserError if there are fewer cores than runs side by side.
         """

@@ -67,7 +67,7 @@ class SlurmExecutor:
 
     @property
     def max_parallel(self) -> int:
-        """How many jobs run at once."""
+        """The number of jobs that run at the same time."""
         return self.resources.array_parallelism
 
     def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
