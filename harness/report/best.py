@@ -24,7 +24,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
 
 
 class _Ranking(NamedTuple):
-    """How the values of a column are ranked."""
+    """The rules by which the values of a column are ranked."""
 
     more_is_better: bool
     is_timed: bool  # a time or a rate, whose spread is known from a single run's steps

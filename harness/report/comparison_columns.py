@@ -178,7 +178,7 @@ def _statuses(table: pd.DataFrame) -> list[str]:
 
 
 def _runs(table: pd.DataFrame) -> list[str]:
-    """Return how many runs each line stands for, if any stands for several."""
+    """Return how many runs each line represents, if any represents several."""
     runs = column_values(table, "runs")
     return [str(count) for count in runs] if any(count and count > 1 for count in runs) else [""] * len(runs)
 

@@ -92,7 +92,7 @@ def page(
 
 
 def _headings(sections: Sequence[Section], level: int, used_ids: set[str]) -> list[_Heading]:
-    """Return the sections with ids made from their titles, of which no two are the same."""
+    """Return the sections with unique ids made from their titles."""
     headings: list[_Heading] = []
     for section in sections:
         slug = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")[:40].strip("-") or "section"

@@ -1,4 +1,4 @@
-"""How certain a figure is: repeated runs merged into one line, their spread, and ratios that it leaves unsettled."""
+"""The certainty of figures: repeated runs merged into one line, their spread, and ratios that it leaves unsettled."""
 
 import dataclasses
 import statistics
@@ -32,7 +32,7 @@ _MAXIMUM = columns_aggregated_by("maximum")
 def merge_repeats(records: Sequence[Record]) -> list[Record]:
     """Return the lines of a comparison, in the order of their first runs: runs that differ only in `repeat` are one.
 
-    A line is a record with the merged row of its runs, and `runs`, the records it stands for. The row gains `runs`,
+    A line is a record with the merged row of its runs, and `runs`, the records it represents. The row gains `runs`,
     `runs_alike` (how many of them ended with the line's status) and `between_runs` (their relative spread).
     """
     installed = versions()

@@ -4,7 +4,7 @@ The charts are memory.{peak, predicted, batches}, speed.{throughput, step, scali
 traffic.traffic, losses.losses and growth.memory_wall. A chart is None if there is nothing to draw.
 
 lines.py and series.py select the data as plain values, marks.py has the layers that charts share, label_placement.py
-places labels, style.py has colors, sizes and the configs for light and dark pages, of which specs contain nothing, and
+places labels, style.py has colors, sizes and the configs for light and dark pages, which are not part of a spec, and
 render.py turns specs into SVG and provides Vega's library for a page.
 
 A spec's width is fixed. A page that embeds a spec with usermeta {"fluid": true} sets its width to "container". A

@@ -40,11 +40,11 @@ D = TypeVar("D", bound=Drawable)
 class ChartLine:
     """All repeats of one run, as charts draw them."""
 
-    label: str  # no two lines have the same
+    label: str  # unique among the lines
     strategy: str
     position: int  # among the lines of the report
     row: Row
-    record: Record  # as merged: `runs` are the records it stands for
+    record: Record  # the merged record: its `runs` are the records it represents
 
     @property
     def status(self) -> str:
@@ -58,7 +58,7 @@ class ChartLine:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the line stands for several runs."""
+        """Whether the line represents several runs."""
         return len(self.record.runs) > 1
 
     @property
@@ -82,7 +82,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def chart_lines(view: View) -> list[ChartLine]:
-    """Return the lines of a view under names of which no two are the same."""
+    """Return the lines of a view under unique names."""
     lines: dict[str, ChartLine] = {}
     labels = column_values(view.line_medians, "label")
     for position, (label, record) in enumerate(zip(labels, view.lines, strict=True)):

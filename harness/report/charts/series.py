@@ -81,7 +81,7 @@ def _group(lines: Sequence[ChartLine], name: str, free: Sequence[str]) -> list[S
 
 
 def _names(keys: Sequence[tuple[Any, ...]], columns: Sequence[str]) -> list[str]:
-    """Return a name for each curve, of which no two are the same.
+    """Return a unique name for each curve.
 
     It consists of strategy and checkpointing, what distinguishes the curve from others of these two, and a number
     where that is not enough.
