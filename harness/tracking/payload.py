@@ -1,4 +1,4 @@
-"""What a tracker receives of a run, read from the run's folder: plain values only, and no secrets."""
+"""The data of a run that a tracker receives, read from the run's folder: plain values only, and no secrets."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ RECORD_KEYS = ("layout", "environment", "versions", "commit")  # keys of a recor
 
 
 def started_run(run_dir: Path, id: str, config: Values, tracking: TrackingConfig) -> TrackedRun:
-    """Return the tracked run of a run that has started, of which only the configuration is known."""
+    """Return the tracked run of a run that has started, when only its configuration is known."""
     names = [str((config.get(group) or {}).get("name")) for group in TAG_GROUPS]
     return TrackedRun(id, run_dir.name, run_dir.parent.name, run_dir, redacted(dict(config)), (*names, *tracking.tags))
 

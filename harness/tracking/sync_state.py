@@ -1,4 +1,4 @@
-"""What a tracker already has of a run: a small file in the run's folder, deleted with it when the run is repeated."""
+"""The state of a run at its trackers: a small file in the run's folder, deleted with it when the run is repeated."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ SYNC_STATE_FILE = "tracking.json"
 
 
 class SyncState(NamedTuple):
-    """What one tracker has of one run, or of one comparison's summary."""
+    """The part of one run, or of one comparison's summary, that one tracker has."""
 
     id: str  # the tracker's id of the run
     content_key: str | None = None  # record_key() or rows_key() of what the tracker has; None while a run goes on

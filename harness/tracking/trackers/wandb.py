@@ -178,7 +178,7 @@ def _tags(run: TrackedRun) -> tuple[str, ...]:
 def _fatal_problem(log: Path) -> str:
     """Return why W&B stopped sending a run, '' if it did not.
 
-    W&B's finish() raises only when it runs out of time; fatal errors stand in its log alone.
+    W&B's finish() raises only when it runs out of time; fatal errors are only in its log.
     """
     with suppress(OSError), log.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
