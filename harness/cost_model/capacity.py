@@ -97,7 +97,7 @@ def host_capacity_problem(
 ) -> str | None:
     """Return why offloaded tensors, which cannot be paged out, do not fit the host beside its ranks' processes.
 
-    None if they fit, if nothing is offloaded, or if the host's memory is unknown.
+    Return None if they fit, if nothing is offloaded, or if the host's memory is unknown.
     """
     needed = (memory.host_bytes + PROCESS_BYTES["cpu"]) * ranks_on_host
     if not memory.host_bytes or available_bytes is None or needed <= available_bytes:

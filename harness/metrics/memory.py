@@ -49,7 +49,7 @@ def offloaded_state_bytes(rank: RankReport) -> int | None:
 
 
 def offloaded_activation_bytes(rank: RankReport) -> int | None:
-    """Return the most that activation offload held on the host (on a CPU, in the same memory); None without it."""
+    """Return the most that activation offload had on the host (on a CPU, in the same memory); None without it."""
     return rank.profiled.offloaded_activation_bytes or None
 
 

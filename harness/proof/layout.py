@@ -87,7 +87,7 @@ def width_problems(widths: StateWidths, precision: PrecisionConfig, ranks: Seque
 def gradient_problems(
     model: ModelConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]
 ) -> list[str]:
-    """Return which ranks of ZeRO stage 2 or 3 held more gradients than their share and a few single ones in transit."""
+    """Return which ranks of ZeRO stage 2 or 3 had more gradients than their share and a few single ones in transit."""
     if layout.zero_stage < 2 or layout.shard_count("gradients") == 1:
         return []
     largest = largest_parameter_numel(model)

@@ -108,8 +108,8 @@ class ProfiledStep(FromJson):
     gradient_bytes: int = 0  # the most during the step
     gradient_bytes_by_device: Mapping[str, int] = field(default_factory=dict, metadata=keyed("placed_gradients"))
     gradient_dtypes: Sequence[str] = ()  # of the reduced gradients
-    activation_bytes: int = 0  # the most held for backward during the step, on the device
-    offloaded_activation_bytes: int = 0  # the most that activation offload held on the host
+    activation_bytes: int = 0  # the most saved for backward during the step, on the device
+    offloaded_activation_bytes: int = 0  # the most that activation offload had on the host
     recomputations: int = 0  # second forwards of checkpointed parts
     max_in_flight_micro_batches: int = field(default=0, metadata=keyed("in_flight"))  # whose backward was not finished
     split_backwards: int = 0  # backwards whose first half, for inputs, left the gradients of weights alone
