@@ -90,7 +90,7 @@ class EngineModule(Protocol):
     """The four functions of an engine's module."""
 
     def unsupported(self, config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
-        """Yield every reason why the engine cannot train this run, each one line that names the remedy."""
+        """Yield every reason why the engine cannot train this run, each as one line that names the remedy."""
         ...
 
     def state_widths(self, config: "RunConfig", layout: "Layout") -> StateWidths:
@@ -98,13 +98,13 @@ class EngineModule(Protocol):
         ...
 
     def rank_environment(self, layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
-        """Return environment variables for the ranks; what they need compiled is built in `cache` first."""
+        """Return environment variables for the ranks, after building in `cache` any operator that they need."""
         ...
 
     def build(
         self, config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe"
     ) -> Engine:
-        """Build the engine on this rank; the process group is initialized."""
+        """Build the engine on this rank, whose process group is already initialized."""
         ...
 
 

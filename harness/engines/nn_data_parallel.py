@@ -1,4 +1,4 @@
-"""The engine around nn.DataParallel: one process drives all GPUs, a thread each, and copies the model every step."""
+"""The engine around nn.DataParallel: one process drives all GPUs by threads and copies the model in every step."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +58,7 @@ def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[
 
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
-    """Return the torch engine's widths, whose copies of the model these are."""
+    """Return the torch engine's widths, because nn.DataParallel copies that engine's model."""
     from harness.engines.torch import state_widths as torch_widths
 
     return torch_widths(config, layout)

@@ -1,9 +1,9 @@
 """The engine of Hugging Face Accelerate around the same model; it shows what Accelerate's wrapper costs.
 
 The layout chooses what Accelerator.prepare builds: DistributedDataParallel for data_parallel=ddp, fully_shard (its
-FSDP2) for fsdp, a DeepSpeed engine for none with a zero_stage. Precision and micro-batches stay the loop's, as in every
-engine: no autocast, no accumulation of its own. What Accelerate has built is verified before the first step; a
-RuntimeError says where it is not the layout that was configured.
+FSDP2) for fsdp, a DeepSpeed engine for none with a zero_stage. Precision and micro-batches are not
+Accelerate's task here, so its autocast and its gradient accumulation stay off. The result is compared with the
+configured layout before the first step; a RuntimeError names the difference.
 """
 
 import importlib.util
@@ -46,7 +46,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
 
 
 def ddp_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
-    """Yield every reason against DistributedDataParallel through Accelerate."""
+    """Yield every reason why DistributedDataParallel cannot train this run through Accelerate."""
     if layout.zero_stage > 0:
         yield f"strategy.zero_stage={layout.zero_stage} is not a mode of Accelerate's ddp: choose 0, or strategy=zero1"
     if layout.dp_shard > 1:
@@ -56,7 +56,7 @@ def ddp_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
 
 
 def fsdp_unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
-    """Yield every reason against fully_shard through Accelerate's plugin."""
+    """Yield every reason why fully_shard cannot train this run through Accelerate's plugin."""
     subject = f"strategy.engine=accelerate with strategy={config.strategy.name}"
     if machine.device == "cpu":
         yield f"{subject}: Accelerate silently drops sharding on CPU and would train plain DDP; choose strategy=ddp"
@@ -73,7 +73,7 @@ def fsdp_unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") 
 
 
 def deepspeed_unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
-    """Yield every reason against DeepSpeed through Accelerate's plugin: the engine's own, and the plugin's."""
+    """Yield every reason why DeepSpeed cannot train this run, by itself or through Accelerate's plugin."""
     from harness.engines.deepspeed.compatibility import unsupported as unsupported_by_deepspeed
     from harness.engines.deepspeed.widths import reduces_to_owner_rank
 
@@ -110,7 +110,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
-    """Build what Accelerator.prepare makes of the model for this layout."""
+    """Build the engine for this layout, whose model is wrapped by Accelerator.prepare."""
     from harness.engines.accelerate import ddp, deepspeed, fsdp
 
     builders = {"ddp": ddp.build, "fsdp": fsdp.build, "none": deepspeed.build}

@@ -23,12 +23,12 @@ from harness.probe import Probe
 
 
 class AccelerateDDP(ReplicatedParams):
-    """Copies whose synchronization Accelerator.no_sync postpones."""
+    """Replicated parameters whose gradient synchronization Accelerator.no_sync postpones."""
 
     accelerator: Accelerator
 
     def no_sync(self, module: DistributedDataParallel) -> AbstractContextManager[None]:
-        """Return Accelerate's context without synchronization."""
+        """Return Accelerate's context in which gradients are not synchronized."""
         context: AbstractContextManager[None] = self.accelerator.no_sync(module)
         return context
 
@@ -49,7 +49,7 @@ class AccelerateMicroBatches(GradAccumulationLoop):
 
 def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device, probe: Probe) -> Engine:
     """Build a TorchEngine around what Accelerate prepares; raise RuntimeError if that is not DDP."""
-    # Accelerate applies no autocast and no accumulation: precision and micro-batches are the loop's.
+    # Accelerate applies no autocast and no accumulation, because the training loop of this engine does.
     wrapper = DistributedDataParallelKwargs(**config.strategy.ddp_options)
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[wrapper])
 

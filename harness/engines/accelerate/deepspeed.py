@@ -1,8 +1,9 @@
 """A DeepSpeed engine by Accelerator.prepare with its plugin, which gets DeepSpeed's own configuration unchanged.
 
 This follows the source of Accelerate 1.15. With an explicit backend it builds a real DeepSpeed engine on a CPU too; by
-default it makes each rank a world of its own. Its backward also steps the optimizer, so that gradients could not be
-measured in between: backward and step are the DeepSpeed engine's, to which Accelerate's only forward.
+default each rank would be a world of size 1. Accelerate's backward also steps the optimizer, so that gradients could
+not be measured in between. Therefore the DeepSpeed engine's own backward and step are called, which Accelerate's
+backward only delegates to.
 """
 
 from typing import Any
@@ -44,7 +45,7 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
 
 
 def verify_prepared(engine: Any, accelerator: Accelerator, layout: Layout, accumulation: int) -> None:
-    """Raise RuntimeError if the engine that Accelerate built is not of this layout."""
+    """Raise RuntimeError if the engine that Accelerate built does not have this layout."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     if not isinstance(engine, DeepSpeedEngine):

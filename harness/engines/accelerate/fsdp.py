@@ -1,11 +1,12 @@
 """fully_shard and the optimizer by Accelerator.prepare with its plugin for FSDP2, with Accelerate's own backward.
 
-This follows the source of Accelerate 1.15 (utils/fsdp_utils.py). It needs the whole model with its values before it
-shards, on the host here, so that a device never holds more than one group. Layers are groups by the names of their
-classes; the final norm is a group of its own. Accelerate leaves norm and root gathered until backward, which is neither
-ZeRO-3's memory nor its volume: set_reshard_after_forward overrides that for all groups. Micro-batches reduce as in the
-torch engine, by fully_shard's own switches: Accelerate's no_sync would keep unsharded gradients, which stages 2 and 3
-must not.
+This follows the source of Accelerate 1.15 (utils/fsdp_utils.py). Accelerate needs the whole model with its values
+before it shards. The model is on the host then, so that a device never holds more than one group. Accelerate forms a
+group of each layer, which it recognizes by the name of its class; the final norm is a group of its own. Accelerate
+leaves norm and root gathered until backward, which matches neither the memory nor the communication volume of ZeRO-3,
+so set_reshard_after_forward overrides this for all groups. Gradients of micro-batches are reduced as in the torch
+engine, by fully_shard's own switches: Accelerate's no_sync would keep unsharded gradients, which stages 2 and 3 must
+not keep.
 """
 
 import torch
@@ -55,7 +56,7 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
 
 
 def create_fsdp_plugin(config: RunConfig, layout: Layout, model: Decoder) -> FullyShardedDataParallelPlugin:
-    """Return Accelerate's plugin: each layer, embedding and head is a group; widths are the torch engine's."""
+    """Return Accelerate's plugin with the torch engine's dtypes; each layer, embedding and head is a group."""
     ends = [module for group in model.embedding_and_head_groups() for module in group if module is not model.norm]
     groups = [*model.layers_by_index().values(), *ends]
     return FullyShardedDataParallelPlugin(
@@ -80,7 +81,7 @@ def create_accelerator(config: RunConfig, layout: Layout, model: Decoder) -> Acc
 
 
 def verify_prepared(model: FSDPModule, config: RunConfig, layout: Layout) -> None:
-    """Raise RuntimeError if what Accelerate sharded is not of this layout."""
+    """Raise RuntimeError if the model that Accelerate sharded does not have this layout."""
     replicas = [layout.dp_replicate] if layout.dp_replicate > 1 else []
     expected = ((*replicas, layout.dp_shard), (*[Replicate()] * len(replicas), Shard(0)))
     assert isinstance(model, nn.Module)

@@ -3,9 +3,9 @@
 In the source of DeepSpeed 0.19.8, and in what the tests measure, gradients are reduced and summed in fp32 in every
 stage and precision (communication_data_type, data_types.grad_accum_dtype), and parameters are gathered in the compute
 width. bf16_mixed differs in two points:
-    In stage 1 DeepSpeed chooses its BF16_Optimizer, which all-reduces whole gradients whatever the options say. So
-        where they ask for a reduction to the owner of each partition (use_multi_rank_bucket_allreduce: false), the
-        optimizer of stages 1 and 2 is used, which does it.
+    In stage 1 DeepSpeed chooses its BF16_Optimizer, which all-reduces whole gradients whatever the options say. If
+        they require a reduction to the owner of each partition (use_multi_rank_bucket_allreduce: false), the
+        optimizer of stages 1 and 2 is used instead, because it supports that.
     Stage 2 divides a bf16 gradient by the number of ranks before it widens it, which is exact for powers of two only.
 """
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
-    """Return where the ranks find DeepSpeed's shared-memory collective; compile it first if need be.
+    """Return the variables with which ranks find DeepSpeed's shared-memory collective; compile it first if necessary.
 
-    Only a CPU needs it. It is built here, before the ranks start, because each rank would build it by itself.
+    Only a CPU needs it. It is built here, before the ranks start, because otherwise each rank would build it by itself.
     """
     if machine.device != "cpu":
         return {}

@@ -11,7 +11,7 @@ DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's names of to
 
 
 def deepspeed_config(config: RunConfig, layout: Layout, device: torch.device) -> dict[str, Any]:
-    """Return DeepSpeed's configuration of this run, as its JSON file would hold it."""
+    """Return DeepSpeed's configuration of this run, in the form of its JSON file."""
     host = {"device": "cpu", "pin_memory": device.type == "cuda"}
     sections = {"none": (), "optimizer": ("offload_optimizer",), "parameters": ("offload_optimizer", "offload_param")}
     offload = dict.fromkeys(sections[layout.offload], host)
@@ -27,7 +27,7 @@ def deepspeed_config(config: RunConfig, layout: Layout, device: torch.device) ->
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": precision.compute == "bfloat16"} | bf16_state,
         "communication_data_type": DTYPE_NAMES[precision.reduce],  # DeepSpeed's default is the compute width
-        "data_types": {"grad_accum_dtype": DTYPE_NAMES[precision.accumulate]},  # and so it is here
+        "data_types": {"grad_accum_dtype": DTYPE_NAMES[precision.accumulate]},  # its default is the same
         "gradient_clipping": config.train.gradient_clipping,
         "steps_per_print": None,
     }

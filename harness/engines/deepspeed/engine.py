@@ -28,8 +28,8 @@ class DeepSpeedTrainEngine:
         self._probe = probe
         self._loss_chunks = loss_chunks
         self._gradients_are_ready = False  # True only while probe.gradients_ready runs
-        # Stage 1 may hold whole gradients until it reduces them once a step. As a call of its own, the reduction starts
-        # after the phase of backward has ended, so that whole gradients can be measured.
+        # Stage 1 may hold whole gradients until it reduces them once a step. That reduction is a separate call after
+        # the phase of backward has ended, so that whole gradients can be measured before it.
         self._reduces_after_backward = layout.zero_stage == 1 and not engine.zero_overlap_comm()
         engine.enable_backward_allreduce = not self._reduces_after_backward
 
@@ -69,7 +69,7 @@ class DeepSpeedTrainEngine:
             return StepResult(torch.stack(losses).mean(), self._engine.get_global_grad_norm())
 
     def local_shards(self, kind: StateKind) -> Iterable[Shard]:
-        """Yield what this rank holds now of a kind, and copies that it holds beside it.
+        """Yield the shards of one kind of state that this rank holds now, and the copies that it holds beside them.
 
         The copies' state_name is "gathered" for a parameter that is unsharded on a stage-3 rank, and "staging" for a
         gradient that is already reduced or accumulated but not yet freed; at gradients_ready the latter are left out.
@@ -78,13 +78,13 @@ class DeepSpeedTrainEngine:
         return (shard for shard in shards if not (self._gradients_are_ready and shard.state_name == STAGING))
 
     def named_buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
-        """Yield the reduction buckets, also one that is not in use, and the buffers between device and host."""
+        """Yield the reduction buckets, even an unused one, and the buffers for copies between device and host."""
         optimizer = self._engine.optimizer
         yield from (("communication", "reduction buckets", bucket) for bucket in state.reduction_buckets(optimizer))
         yield from (("communication", "offload buffers", buffer) for buffer in state.offload_buffers(optimizer))
 
     def close(self) -> None:
-        """Destroy the DeepSpeed engine and give torch its linear function back."""
+        """Destroy the DeepSpeed engine and restore torch's own linear function."""
         from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
 
         self._engine.destroy()

@@ -1,4 +1,4 @@
-"""Construction of a DeepSpeed engine from initial values; in stage 3 a rank holds its shards and one parameter."""
+"""The construction of a DeepSpeed engine; a stage-3 rank never holds more than its shards and one whole parameter."""
 
 import importlib
 import io
@@ -35,7 +35,7 @@ def build_engine(
     probe: Probe,
     initialize: Initialize | None = None,
 ) -> tuple[Any, ParamSlices]:
-    """Return a DeepSpeed engine with the run's initial values, and which slices of the plain model it holds.
+    """Return a DeepSpeed engine with the run's initial values, and the slices of the plain model that it holds.
 
     `initialize` replaces deepspeed.initialize where another library calls it.
     """
@@ -69,12 +69,12 @@ def build_engine(
 
 
 def suppress_stdout() -> AbstractContextManager[Any]:
-    """Return a context that drops what DeepSpeed prints past its own logger; errors are raised all the same."""
+    """Return a context that discards what DeepSpeed prints without its own logger; errors are still raised."""
     return redirect_stdout(io.StringIO())
 
 
 def build_stage_1_engine(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: dict[str, Any]) -> Any:
-    """Return what deepspeed.initialize would, without BF16_Optimizer; the package's docstring says why."""
+    """Return the engine of deepspeed.initialize, but without BF16_Optimizer; see the package's docstring."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
@@ -97,7 +97,7 @@ def import_deepspeed(device: torch.device) -> Any:
     if device.index is not None:
         os.environ["LOCAL_RANK"] = str(device.index)
     os.environ.setdefault("LOCAL_RANK", "0")
-    # torch 2.13 renames collectives that DeepSpeed calls, and warns at every call; that concerns DeepSpeed's authors.
+    # torch 2.13 renames collectives that DeepSpeed calls, and warns at every call; only DeepSpeed can change that.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return importlib.import_module("deepspeed")
 
@@ -123,7 +123,7 @@ def materialize_partitioned(
 
 @torch.no_grad()
 def init_master_weights(optimizer: Any, param_slices: ParamSlices, config: RunConfig, device: torch.device) -> None:
-    """Set the masters to the fp32 initial values; DeepSpeed copied them from the compute weights, which are rounded."""
+    """Set the master weights to the fp32 initial values, because DeepSpeed copied them from rounded compute weights."""
     shapes = {param_slice.name: torch.Size(param_slice.shape) for param_slice in param_slices.values()}
     for shard in state.master_shards(optimizer, param_slices):
         whole = initial_value(shard.name, shapes[shard.name], config.model, config.train.seed, device)

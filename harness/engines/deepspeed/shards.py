@@ -1,4 +1,4 @@
-"""The slices of the plain model's parameters that the parameters of this rank's model are."""
+"""The correspondence between the parameters of this rank's model and slices of the plain model's parameters."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 
 class ParamSlice(NamedTuple):
-    """The slice of a plain model's parameter that tensor parallelism leaves this rank; without it all of it.
+    """The slice of a plain model's parameter that this rank holds: the whole one without tensor parallelism.
 
     `box` holds (start, stop) along each dimension of the plain parameter.
     """
 
     name: str
-    shape: tuple[int, ...]  # of the plain model's parameter
+    shape: tuple[int, ...]  # the shape of the plain model's parameter
     box: tuple[tuple[int, int], ...]
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> "ParamSlice":
-        """Return the slice that is all of a parameter."""
+        """Return the slice that covers a whole parameter."""
         return cls(name, tuple(shape), tuple((0, size) for size in shape))
 
     def boxes(self, start: int, stop: int) -> Iterator[tuple[int, int, tuple[int, ...], tuple[tuple[int, int], ...]]]:
@@ -43,4 +43,4 @@ class ParamSlice(NamedTuple):
             start = end
 
 
-ParamSlices = dict[int, ParamSlice]  # by the id() of the parameter in this rank's model
+ParamSlices = dict[int, ParamSlice]  # the key is the id() of a parameter of this rank's model

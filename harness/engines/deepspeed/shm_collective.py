@@ -13,17 +13,17 @@ from harness.util.native_build import file_digest, make_extension_folder, requir
 
 _DEEPSPEED_OP = "deepspeed_shm_comm"
 
-# Once the operator is built, a rank holds torch's lock for the second in which ninja finds nothing to do.
+# Once the operator is built, a rank holds torch's lock for about a second only, in which ninja finds nothing to build.
 _LOCK_STALE_SECONDS = 30.0
 
 
 def build_deepspeed_comm(cache: Path) -> dict[str, str]:
     """Build DeepSpeed's shared-memory collective (about 30 s), and return the variables with which ranks find it.
 
-    DeepSpeed builds that operator in every rank when its communication starts, and cannot be kept from it: without a
-    compiler the rank dies of ninja's error. torch guards such a build with a bare file `lock`, on which ranks wait
-    forever if its owner was killed; here the build happens once, under our own lock, and stale ones are removed. The
-    build runs in a process of its own, which holds our lock itself and so may outlive the caller.
+    DeepSpeed builds that operator in every rank when its communication starts, and no option prevents this: without a
+    compiler ninja's error ends the rank. torch guards such a build with a plain file `lock`, on which ranks wait
+    forever if its owner was killed. Here the build runs once, under the harness's own lock, and a stale `lock` is
+    removed. It runs in a separate process, which holds the harness's lock itself, so that it may outlive the caller.
 
     Raise UserError without a compiler, and RuntimeError with the end of the build's output if it fails.
     """
@@ -32,7 +32,7 @@ def build_deepspeed_comm(cache: Path) -> dict[str, str]:
     folder = make_extension_folder(cache, "torch_extensions", commands, "torch", "deepspeed")
     environment = {
         "TORCH_EXTENSIONS_DIR": str(folder),
-        "PATH": os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))),  # ninja
+        "PATH": os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))),  # has ninja
         "DS_ACCELERATOR": "cpu",
     }
     require_compiler()
@@ -46,7 +46,7 @@ def build_deepspeed_comm(cache: Path) -> dict[str, str]:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Return whether the library is there and is the one that was built."""
+    """Return whether the library exists and has not changed since it was built."""
     try:
         return (folder / "complete").read_text() == file_digest(folder / _DEEPSPEED_OP / f"{_DEEPSPEED_OP}.so")
     except (OSError, ValueError):
@@ -54,11 +54,11 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _build_deepspeed_comm_in_process(folder: Path) -> None:
-    """Build the operator in this process; until that is complete no rank starts, so our lock excludes every builder."""
+    """Build the operator in this process. No rank starts before that, so the lock excludes every other builder."""
     with FileLock(folder / "build.lock"):
         if _is_complete(folder):
             return
-        shutil.rmtree(folder / _DEEPSPEED_OP, ignore_errors=True)  # ninja would take what is damaged for new
+        shutil.rmtree(folder / _DEEPSPEED_OP, ignore_errors=True)  # ninja would treat a damaged file as current
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
@@ -72,7 +72,7 @@ def _clear_stale_lock(lock: Path) -> None:
             age_seconds = time.time() - lock.stat().st_mtime
         except FileNotFoundError:
             return
-        if not 0 <= age_seconds <= _LOCK_STALE_SECONDS:  # negative where the clock was set back since
+        if not 0 <= age_seconds <= _LOCK_STALE_SECONDS:  # it is negative if the clock was set back
             lock.unlink(missing_ok=True)
             return
         time.sleep(0.2)

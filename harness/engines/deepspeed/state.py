@@ -5,7 +5,7 @@ DeepSpeed 0.19.8 has three layouts:
     stages 1 and 2 concatenate all parameters and partition the result, so that a part may start inside a parameter;
     stage 1 in bf16_mixed (BF16_Optimizer) does so for masters and moments alone.
 
-With strategy.offload masters and moments lie on the host in the same layout, and so do the gradients that AdamW reads:
+Masters and moments lie on the host in the same layout under strategy.offload, and so do the gradients that AdamW reads:
 these are separate buffers for the whole run, into which each gradient is copied when it is reduced and summed.
 """
 
@@ -24,7 +24,7 @@ MOMENTS: tuple[OptimizerState, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class OwnedSlice(NamedTuple):
-    """This rank's part of one parameter: [start, stop) of it flattened, at `offset` in buffer number `group`."""
+    """This rank's part of one parameter: [start, stop) of the flattened one, at `offset` in buffer number `group`."""
 
     parameter: Tensor
     numel: int
@@ -41,7 +41,7 @@ class OwnedSlice(NamedTuple):
             yield Shard(param_slice.name, part.view([b - a for a, b in box]), shape, box, state_name)
 
     def view_in(self, buffer: Tensor) -> Tensor:
-        """Return the view of this part in a buffer that has the layout of the masters'."""
+        """Return the view of this part in a buffer that has the same layout as the masters."""
         return buffer.narrow(0, self.offset, self.stop - self.start)
 
 
@@ -57,7 +57,7 @@ def local_shards(kind: StateKind, optimizer: Any, param_slices: ParamSlices) -> 
 
 
 def parameter_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
-    """Yield this rank's parameters; in stage 3 those it has gathered come beside its partitions."""
+    """Yield this rank's parameters: in stage 3 its partitions, and the parameters that are gathered at present."""
     if not is_stage_3(optimizer):
         yield from (full_shard(parameter, parameter.detach(), param_slices) for parameter in all_parameters(optimizer))
         return
@@ -100,7 +100,7 @@ def stage_3_accumulation_shards(optimizer: Any, param_slices: ParamSlices) -> It
 
 
 def offloaded_gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
-    """Yield gradients of stages 1 and 2 under offload: this rank's part as AdamW reads it, and those not yet there."""
+    """Yield gradients of stages 1 and 2 under offload: this rank's part as AdamW reads it, and those not yet copied."""
     partition = list(owned_slices(optimizer))
     flat: Any = master_buffers(optimizer)[0].grad
     for owned in partition:
@@ -125,7 +125,7 @@ def flat_gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[
     """
     partition = list(owned_slices(optimizer))
     reduced = optimizer.averaged_gradients.get(0) or []
-    # Between micro-batches stage 2 keeps fp32 sums, each as long as the parameter that this rank's part overlaps.
+    # Stage 2 keeps fp32 sums between micro-batches, each as long as the parameter that this rank's part overlaps.
     sums = optimizer.all_grad_tensors.get(0) or []
     if partition and reduced:
         without_padding = [tensor for tensor in reduced if not getattr(tensor, "_zero_padding", False)]
@@ -138,7 +138,7 @@ def flat_gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[
     in_buckets = {bucket.untyped_storage().data_ptr() for bucket in reduction_buckets(optimizer)}
     for parameter in all_parameters(optimizer):
         for gradient in (parameter.grad, parameter.grad_accum):
-            # Once copied to a bucket a gradient is a view of it, which the next one overwrites.
+            # A gradient that was copied to a bucket is a view of it, which the next gradient overwrites.
             if gradient is not None and gradient.untyped_storage().data_ptr() not in in_buckets:
                 yield full_shard(parameter, gradient, param_slices, state_name)
     flat = master_buffers(optimizer)[0].grad  # set only while AdamW runs
@@ -191,7 +191,7 @@ def moment_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
 
 
 def full_shard(parameter: Any, local: Tensor, param_slices: ParamSlices, state_name: StateName = "") -> Shard:
-    """Return the shard that is all this rank's model has of a parameter."""
+    """Return the shard that covers all that this rank's model has of a parameter."""
     param_slice = param_slices[id(parameter)]
     return Shard(param_slice.name, local, param_slice.shape, param_slice.box, state_name)
 

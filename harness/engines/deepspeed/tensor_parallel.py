@@ -23,7 +23,7 @@ def apply_tensor_parallel(
 ) -> ParamSlices:
     """Replace a meta model's matrices by DeepSpeed's layers, one after another, with this rank's initial values.
 
-    Return the slices of the plain model that their parameters are. DeepSpeed's communication must be initialized.
+    Return the slices of the plain model that the layers' parameters hold. Initialize DeepSpeed's communication first.
     """
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, set_autotp_mode
     from deepspeed.module_inject.tp_shard import AutoTPMeta

@@ -20,7 +20,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     compute = config.precision.compute_bytes
     offloads = layout.offload != "none"
     gradients = device_gradient_width(config, layout) if offloads else gradient_width(config, layout)
-    replaces_linear = replaces_linear_function(config, layout)  # DeepSpeed's saves its input only after it has run
+    replaces_linear = replaces_linear_function(config, layout)  # that function saves its input only after it has run
     return StateWidths(
         compute,
         gradients,
@@ -87,7 +87,7 @@ def staging_bytes(config: "RunConfig", layout: "Layout") -> int:
 
 
 def host_buffer_bytes(config: "RunConfig", layout: "Layout") -> int:
-    """Return the bytes of the same buffer on the host, and of this rank's part of the parameters on its way back."""
+    """Return the bytes of the host's staging buffer, and of this rank's part of the parameters before its copy back."""
     from harness.layout.partition import local_numel, whole_model
 
     if layout.zero_stage == 3:
@@ -99,8 +99,9 @@ def host_buffer_bytes(config: "RunConfig", layout: "Layout") -> int:
 def gathers_per_micro_batch(config: "RunConfig") -> float:
     """Return how often stage 3 gathers an average parameter in a micro-batch, when none is cached between uses.
 
-    It does so twice, and a third time for a layer that is recomputed, selectively too, except its last projection: the
-    recomputation stops before it unless dropout follows it. A tied embedding has two uses.
+    It gathers a parameter twice, and a third time in a layer that is recomputed, even if only selectively. The layer's
+    last projection is an exception: the recomputation stops before it unless dropout follows it. A tied embedding has
+    two uses.
     """
     from harness.layout.parameters import layer_parameter_count, parameter_count, unrecomputed_parameter_count
 
@@ -113,5 +114,5 @@ def gathers_per_micro_batch(config: "RunConfig") -> float:
 
 
 def reduces_to_owner_rank(config: "RunConfig") -> bool:
-    """Return whether each gradient is reduced to the rank that owns its partition, and not to all."""
+    """Return whether each gradient is reduced only to the rank that owns its partition, and not to all ranks."""
     return config.strategy.options.get("use_multi_rank_bucket_allreduce", True) is False

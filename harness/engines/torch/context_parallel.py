@@ -17,7 +17,7 @@ AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def apply_context_parallel(model: Decoder, group: ProcessGroup, sequence_chunks: SequenceChunks) -> None:
-    """Let every attention of a part see the whole sequence, of which this rank has these chunks; in place."""
+    """Make every attention module see the whole sequence, in place; this rank holds the given chunks of it."""
     for block in model.layers_by_index().values():
         attention = block.get_submodule("self_attn")
         attention.core = AllGatherAttention(attention.core, group, sequence_chunks)  # type: ignore[assignment,arg-type]

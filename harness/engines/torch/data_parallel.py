@@ -10,7 +10,7 @@ from harness.layout.state_widths import StateKind
 
 
 class DataParallel(Protocol):
-    """The copies or shards of a model, and how they stay in step.
+    """The copies or shards of a model, and how they are synchronized.
 
     A rank holds one part of the model for each of its pipeline stages; `part` is the index of one.
     """
@@ -27,11 +27,11 @@ class DataParallel(Protocol):
         ...
 
     def collect_grads(self, part: int = 0) -> None:
-        """Take gradients that autograd left on a part's parameters without running their hooks."""
+        """Collect the gradients that autograd left on a part's parameters without running their hooks."""
         ...
 
     def master_param(self, name: str) -> nn.Parameter:
-        """Return what the optimizer updates for a parameter, and what holds its gradient: itself or its fp32 master."""
+        """Return the tensor that the optimizer updates and that has the gradient: the parameter or its fp32 master."""
         ...
 
     def named_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -44,5 +44,5 @@ class DataParallel(Protocol):
 
 
 def master_params(parallel: DataParallel) -> list[nn.Parameter]:
-    """Return what the optimizer updates for each of the model's parameters, in their order."""
+    """Return the tensor that the optimizer updates for each of the model's parameters, in their order."""
     return [parallel.master_param(name) for name in parallel.parameters]

@@ -1,4 +1,4 @@
-"""Unsharded parameters: a single copy of the model, or copies that DistributedDataParallel keeps in step.
+"""Unsharded parameters: a single copy of the model, or copies that DistributedDataParallel synchronizes.
 
 In mixed precision the model is 16-bit and the optimizer trains fp32 masters; gradients are summed over micro-batches
 and over ranks in fp32 (mixed precision training, arXiv 1710.03740, with fp32 accumulation).
@@ -41,10 +41,10 @@ class ReplicatedParams:
             materialize(part, config.model, seed, device, getattr(torch, precision.compute))
         self.parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
         self.masters: dict[str, nn.Parameter] = {}
-        self.buckets: list[list[Tensor]] = []  # for each DDP wrapper with masters, the buckets it reduced last
+        self.buckets: list[list[Tensor]] = []  # the buckets that each DDP wrapper with masters reduced last
         self.modules: list[nn.Module] = list(parts)
         self.is_synchronizing = True
-        # Gradients are zeroed and not freed then: they are views into DDP's buckets, and after a free the first
+        # Gradients that are views into DDP's buckets are zeroed and not freed, because after a free the first
         # micro-batch would allocate gradients beside the buckets.
         has_bucket_views = wrap is not None and not precision.is_mixed and config.strategy.gradient_as_bucket_view
         self.accumulates_in_buckets = has_bucket_views and accumulation > 1
@@ -60,7 +60,7 @@ class ReplicatedParams:
             self.accumulate_in_masters()
 
     def accumulate_in_masters(self) -> None:
-        """Register hooks that add every gradient to its master's, in DDP's buckets where it synchronizes."""
+        """Register hooks that add every gradient to its master's, within DDP's buckets if DDP synchronizes."""
         master_of = {parameter: self.masters[name] for name, parameter in self.parameters.items()}
 
         def accumulate(parameter: Tensor) -> None:
@@ -73,7 +73,7 @@ class ReplicatedParams:
         if wrappers:
 
             def accumulate_unless_synchronizing(parameter: Tensor) -> None:
-                if not self.is_synchronizing:  # else DDP copies the gradient to its bucket, for our hook there
+                if not self.is_synchronizing:  # else DDP copies it to its bucket, for reduce_into_masters
                     accumulate(parameter)
 
             hook = accumulate_unless_synchronizing
@@ -84,7 +84,7 @@ class ReplicatedParams:
 
     @contextmanager
     def sync_context(self, last: bool, part: int = 0) -> Iterator[None]:
-        """Return a context that synchronizes the copies in the step's last micro-batch alone."""
+        """Return a context that synchronizes the copies only in the step's last micro-batch."""
         self.is_synchronizing = last
         module = self.modules[part]
         if isinstance(module, DistributedDataParallel) and not last:
@@ -94,13 +94,13 @@ class ReplicatedParams:
             yield
 
     def collect_grads(self, part: int = 0) -> None:
-        """Move gradients that no hook has taken to the masters."""
+        """Move gradients that no hook has processed to the masters."""
         for name, master in self.masters.items():
             if self.parameters[name].grad is not None:
                 move_grad_to_master(self.parameters[name], master)
 
     def no_sync(self, module: DistributedDataParallel) -> AbstractContextManager[None]:
-        """Return DDP's context without synchronization."""
+        """Return DDP's context in which gradients are not synchronized."""
         return module.no_sync()
 
     def master_param(self, name: str) -> nn.Parameter:
@@ -152,9 +152,9 @@ def move_grad_to_master(parameter: Tensor, master: nn.Parameter) -> None:
 def reduce_into_masters(
     state: tuple[ReplicatedParams, ProcessGroup, list[Tensor]], bucket: GradBucket
 ) -> Future[Tensor]:
-    """Average a bucket, together with what was accumulated before, in the masters' width: a DDP communication hook.
+    """Average a bucket and the gradients accumulated before it in the masters' dtype, as a communication hook of DDP.
 
-    DDP gets its 16-bit bucket back unchanged; the averaged gradients are the masters'.
+    DDP gets its 16-bit bucket back unchanged; the averaged gradients become those of the masters.
     """
     replica, group, buckets = state
     if bucket.index() == 0:  # DDP builds new buckets after the first step

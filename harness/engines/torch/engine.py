@@ -1,4 +1,4 @@
-"""One training step of plain PyTorch, whatever keeps its copies, shards and stages together."""
+"""One training step of plain PyTorch, for any combination of copies, shards and pipeline stages of the model."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -104,7 +104,7 @@ class TorchEngine:
         return sums[0], sums[1].sqrt()
 
     def local_shards(self, kind: StateKind) -> Iterable[Shard]:
-        """Yield what this rank holds of a kind; a gradient that is a view into DDP's bucket says so."""
+        """Yield this rank's shards of one kind; a gradient that is a view into DDP's bucket has state_name "bucket"."""
         for name, parameter in self.parallel.parameters.items():
             master = self.parallel.master_param(name)
             if kind == "parameters":
@@ -121,7 +121,7 @@ class TorchEngine:
                 yield from (to_shard(name, state[moment], moment) for moment in MOMENTS if moment in state)
 
     def named_buffers(self) -> Iterable[tuple[str, str, Tensor]]:
-        """Yield (role, label, tensor) for every buffer that keeps copies or shards together."""
+        """Yield (role, label, tensor) for every communication buffer of the copies or shards."""
         return self.parallel.named_buffers()
 
     def close(self) -> None:

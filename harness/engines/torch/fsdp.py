@@ -23,8 +23,8 @@ def apply_fully_shard(
 ) -> None:
     """Shard embedding, every block and head as groups of their own over the last axis of the mesh, in place.
 
-    reshard_after_forward is set on all of them: by default FSDP2 keeps the root gathered until backward, which is
-    neither ZeRO-3's memory nor its volume.
+    reshard_after_forward is set on all of them: by default FSDP2 keeps the root gathered until backward, which matches
+    neither the memory nor the communication volume of ZeRO-3.
     """
 
     def shard(part: nn.Module | Sequence[nn.Module]) -> None:
@@ -70,7 +70,7 @@ class HiddenFSDPModule(nn.Module):
 class FSDPParams:
     """Sharded parts of a model: the optimizer updates the fp32 shards, and 16-bit copies exist only while gathered.
 
-    With offload the shards, their gradients and the optimizer's state lie in the host's pinned memory.
+    The shards, their gradients and the optimizer's state lie in the host's pinned memory under offload.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FSDPParams:
 
     @contextmanager
     def sync_context(self, last: bool, part: int = 0) -> Iterator[None]:
-        """Return a context that reduces gradients as the zero stage says.
+        """Return a context that reduces gradients as the zero stage requires.
 
         Stage 0 and replicas of shards all-reduce once a step; stages 2 and 3 reduce-scatter every micro-batch, so that
         gradients stay sharded. Stages 0 and 2 keep parameters gathered from the first forward to the last backward of
@@ -123,7 +123,7 @@ class FSDPParams:
         return self.parameters[name]
 
     def named_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield the gradients that lie elsewhere than with the parameters.
+        """Yield the gradients that are not stored in the parameters' own `grad`.
 
         They are partial sums that the last micro-batch all-reduces, or unsharded gradients of a group that is about to
         be reduced.
@@ -145,7 +145,7 @@ class FSDPParams:
         state._root_post_backward_final_callback()
 
     def sync_model_params(self) -> None:
-        """Free the gradients; the shards are what the optimizer has updated."""
+        """Free the gradients. Nothing is copied, because the optimizer updates the shards themselves."""
         for parameter in self.parameters.values():
             parameter.grad = None
 

@@ -27,7 +27,7 @@ def sharded_axes(tensor: Tensor) -> dict[str, ProcessGroup]:
     return {
         name: mesh.get_group(dimension)
         for dimension, (name, placement) in enumerate(zip(mesh.mesh_dim_names or (), tensor.placements, strict=True))
-        # Not "is a Shard": a dimension that is sharded twice is a _StridedShard, which is no Shard.
+        # The test is not "is a Shard", because a dimension that is sharded twice is a _StridedShard, which is no Shard.
         if not placement.is_replicate() and mesh.size(dimension) > 1
     }
 
@@ -54,7 +54,7 @@ def squared_grad_norm(gradients: Sequence[Tensor], device: torch.device) -> Tens
 
 
 def clip_gradients(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of the global norm `norm` in place so that it is at most `max_norm`."""
+    """Scale gradients in place so that their global norm, which is `norm`, becomes at most `max_norm`."""
     local = [local_part(gradient) for gradient in gradients]
     torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(local[0].device))
 

@@ -11,12 +11,12 @@ from harness.engines.torch.grad_norm import local_part
 
 
 class LossScaler:
-    """The factor on every loss; 1 where the precision has none.
+    """The factor by which every loss is multiplied; it is 1 if the precision needs no scaling.
 
     torch.amp.GradScaler has the same rule, but looks for an overflow only in what this rank holds. Here the global
-    norm shows it, which every rank knows. The factor includes the average over the ranks with different tokens, as it
-    includes the mean over micro-batches: gradients in fp16 are then equally large in every layout, and overflow in the
-    same steps.
+    norm, which every rank knows, shows an overflow. The factor includes the average over the ranks with different
+    tokens, as it includes the mean over micro-batches: gradients in fp16 are then equally large in every layout, and
+    overflow in the same steps.
     """
 
     def __init__(self, precision: PrecisionConfig, averaged_over: int) -> None:
@@ -38,9 +38,9 @@ class LossScaler:
             torch._foreach_mul_([local_part(gradient) for gradient in gradients], 1 / self.factor)
 
     def update_and_check(self, grad_norm: Tensor) -> bool:
-        """Adapt the scale, and return whether the optimizer may step: whether the norm is finite.
+        """Adapt the scale, and return whether the norm is finite, so that the optimizer may step.
 
-        It waits for the device where the scale is dynamic.
+        This waits for the device if the scale is dynamic.
         """
         if not self.is_dynamic:
             return True

@@ -16,7 +16,7 @@ from harness.probe import Probe
 class MicroBatchRunner(Protocol):
     """A callable that runs forward and backward of all micro-batches of a step.
 
-    It leaves the gradients with what the optimizer updates (DataParallel.master_param).
+    It leaves each gradient on the tensor that the optimizer updates (DataParallel.master_param).
     """
 
     def __call__(self, micro_batches: Sequence[Batch]) -> "Tensor | None":

@@ -1,4 +1,4 @@
-"""The one AdamW that every engine trains with."""
+"""The AdamW optimizer that every engine trains with."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +16,15 @@ def build_adamw(
 ) -> torch.optim.Optimizer:
     """Return torch's AdamW over these parameters, with the run's settings.
 
-    With a process group it is a ZeroRedundancyOptimizer: each rank of the group updates some whole parameters and
-    broadcasts them.
+    It is a ZeroRedundancyOptimizer if a process group is given: each rank of the group updates some whole parameters
+    and broadcasts them.
     """
     settings: dict[str, Any] = {
         "lr": train.lr,
         "betas": train.betas,
         "eps": train.eps,
         "weight_decay": train.weight_decay,
-        "fused": train.fused_optimizer,  # the one implementation without temporaries as large as the model
+        "fused": train.fused_optimizer,  # only this implementation has no temporaries as large as the model
         "foreach": not train.fused_optimizer,
     }
     if process_group is None:

@@ -74,7 +74,7 @@ class Pipeline:
         return torch.stack(losses).detach().sum() / self.loss_scaler.factor if losses else None
 
     def scale_loss(self, loss: Tensor, targets: Tensor) -> Tensor:
-        """Return a micro-batch's share of the step's mean loss, scaled; `targets` are the schedule's, unused."""
+        """Return a micro-batch's share of the step's mean loss, scaled; the schedule passes `targets`, unused here."""
         return loss * (self.loss_scaler.factor / self.num_micro_batches)
 
 
@@ -86,7 +86,7 @@ def stage_io_shape(config: RunConfig, layout: Layout) -> tuple[int, int, int]:
 
 
 class ProbedPipelineStage(PipelineStage):
-    """A stage that announces its passes to the probe, and collects weight gradients that no hook has seen."""
+    """A stage that announces its passes to the probe, and collects weight gradients for which torch runs no hook."""
 
     def __init__(
         self,
@@ -108,12 +108,12 @@ class ProbedPipelineStage(PipelineStage):
             stage.index,
             stage.count,
             device,
-            # Without shapes the first step would send tensors to infer them.
+            # The first step would send tensors to infer the shapes if they were not given here.
             input_args=tokens if stage.holds_embedding else hidden,
             output_args=loss if stage.holds_head else hidden,
             group=group,
         )
-        self.local_index = local_index  # among the stages of this rank
+        self.local_index = local_index  # its index among the stages of this rank
         self.parallel = parallel
         self.probe = probe
 
@@ -132,8 +132,8 @@ class ProbedPipelineStage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the second half of torch's backward, the gradients of weights, as a phase."""
-        # torch computes these gradients weight by weight; outside of one group it would recompute a checkpointed
-        # forward for each.
+        # torch computes these gradients weight by weight. A checkpointed forward would be recomputed for each of them
+        # if they were not in one GraphExecGroup.
         sync = self.parallel.sync_context(last_backward, self.local_index)
         with self.probe.phase("backward_weight"), sync, GraphExecGroup():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)

@@ -1,6 +1,6 @@
 """Tensor parallelism by DTensor, along the plan in harness.layout.tensor_plan (Megatron-LM, arXiv 1909.08053).
 
-Between the matrices the model works on plain tensors: whole hidden states, or with sequence parallelism
+The model works on plain tensors between the matrices: whole hidden states, or with sequence parallelism
 (arXiv 2205.05198) this rank's part of the sequence, on which dropout, norms and the residual stream work.
 """
 
@@ -30,7 +30,7 @@ SEQUENCE = 1  # the dimension of hidden states (batch, seq, hidden)
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Shard the matrices of a model on the meta device over a mesh of one dimension, in place; names stay.
+    """Shard the matrices of a model on the meta device over a one-dimensional mesh, in place, under the same names.
 
     Attention and MLP gather their input once for all their column-parallel matrices, so that each costs one all-reduce
     in forward and one in backward, or an all-gather and a reduce-scatter.
