@@ -34,10 +34,10 @@ ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManag
 
 
 def apply_checkpointing(model: Decoder, checkpointing: CheckpointingConfig, probe: Probe) -> None:
-    """Wrap the decoder layers in place, or the core of their attention; names of parameters stay.
+    """Wrap the decoder layers in place, or the core of their attention; parameters keep their names.
 
     `full` and `every_n` save nothing but a layer's input (arXiv 1604.06174); `selective` also saves the results of
-    matrix products and of attention; `attention` recomputes what lies between its projections (arXiv 2205.05198).
+    matrix products and of attention; `attention` recomputes the operators between its projections (arXiv 2205.05198).
     """
 
     def full() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -61,7 +61,7 @@ def checkpoint_block(block: nn.Module, contexts: ContextFn) -> None:
 
 
 def checkpointed(forward: Callable[..., Tensor], contexts: ContextFn) -> Any:
-    """Return a forward that backward runs a second time; `contexts` gives the contexts of the first and the second."""
+    """Return a forward that backward runs a second time; `contexts` returns the contexts of the two runs."""
     return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
 
@@ -86,7 +86,7 @@ class SavedOutputsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def nested(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Return two contexts as one."""
+    """Return a context that enters both contexts."""
     with outer, inner:
         yield
 

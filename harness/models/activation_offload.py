@@ -1,8 +1,8 @@
 """Activation offload: what decoder layers save for backward lies in the host's memory until backward uses it.
 
-ZeRO-R's P_a+cpu and ZeRO-Infinity (arXiv 1910.02054, section 6.1; arXiv 2104.07857) do so with checkpoints; here it is
-whatever a layer saves, which is its input under full checkpointing. On a CPU the copies lie in the same memory and
-reduce nothing.
+ZeRO-R's P_a+cpu and ZeRO-Infinity (arXiv 1910.02054, section 6.1; arXiv 2104.07857) offload only checkpoints. Here
+every tensor that a layer saves is offloaded, which is only its input under full checkpointing. On a CPU the copies lie
+in the same memory and do not reduce its use.
 """
 
 import functools
@@ -25,7 +25,7 @@ RebuildFn = Callable[[Tensor], Tensor]  # wraps a plain tensor in the subclass t
 
 
 def offload_activations(model: Decoder, probe: Probe) -> None:
-    """Wrap the decoder layers in place, outside of their checkpointing; names of parameters stay."""
+    """Wrap the decoder layers in place, outside of their checkpointing; parameters keep their names."""
     hooks = OffloadHooks(probe)
     for block in model.layers_by_index().values():
         block.forward = functools.partial(hooks.wrap_forward, block, block.forward)  # type: ignore[method-assign,assignment]
@@ -42,7 +42,7 @@ class HostCopy:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self.host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=whole.is_cuda)
         self.host.copy_(whole, non_blocking=True)
-        # The weak reference keeps the storage's identity from being used again.
+        # The weak reference prevents the storage's identity from being reused.
         self.source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.version = tensor._version
         self.fetched: StorageWeakRef | None = None
@@ -62,7 +62,7 @@ class HostCopy:
 
 
 class SavedTensor(NamedTuple):
-    """A tensor saved for backward, as a view into a copied storage; `packed` is what the outer hooks made of that."""
+    """A tensor saved for backward, as a view into a copied storage; `packed` is what the outer pack hook returned."""
 
     copy: HostCopy
     packed: Any
@@ -101,7 +101,7 @@ class OffloadHooks:
         return SavedTensor(copy, outer_pack(copy.host), local.dtype, offset, local.shape, local.stride(), rebuild)
 
     def copy_once(self, tensor: Tensor) -> HostCopy:
-        """Return the host copy of a tensor's storage, made now unless there is a current one."""
+        """Return the host copy of a tensor's storage, created now unless a current one exists."""
         key = tensor.untyped_storage()._cdata
         copy = self.copies.get(key)
         if copy is None or not copy.matches(tensor):
@@ -111,7 +111,7 @@ class OffloadHooks:
 
 
 def unpack(outer_unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
-    """Return a saved tensor on the device again."""
+    """Return a saved tensor, copied back to the device."""
     if not isinstance(saved, SavedTensor):
         return outer_unpack(saved)
     storage = saved.copy.restore(outer_unpack(saved.packed))

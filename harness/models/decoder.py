@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, *rotary: Tensor) -> Tensor:
         """Return hidden states of the same shape; `rotary` is () or the two tables of rotary_tables."""
-        # Heads are counted from the projection's width, so that a shard of the heads works as all of them do.
+        # The number of heads follows from the projection's width, so that this also works on a shard of the heads.
         query, key, value = (
             proj(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         return self.o_proj(output.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Compute what lies between the projections, two products and a softmax; (batch, heads, seq, head_dim)."""
+        """Compute attention between the projections: two products and a softmax of (batch, heads, seq, head_dim)."""
         attend = eager_attention if self.eager else flash_attention
         dropout = self.dropout if self.training else 0.0
         with rank_local_rng(self.dropout_rng_rank if dropout else None):
@@ -55,7 +55,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """An MLP with two widening matrices, one gated by SiLU of the other (arXiv 2002.05202), and one back."""
+    """An MLP with two widening matrices, one gated by SiLU of the other (arXiv 2002.05202), and a narrowing one."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class SwiGLU(nn.Module):
 
 
 class GELU(nn.Module):
-    """An MLP with a widening matrix, GELU (arXiv 1606.08415, approximated by tanh as in GPT-2), and one back."""
+    """An MLP with a widening matrix, GELU (arXiv 1606.08415, approximated by tanh as in GPT-2), and a narrowing one."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The projection of hidden states (batch, seq, hidden) to logits, or chunk by chunk of the tokens to the mean loss.
+    """The projection of hidden states (batch, seq, hidden) to logits, or to the mean loss in chunks of the tokens.
 
     The loop over chunks is inside the module, so that its wrappers (which gather its weight or the sequence) run once
     for all of them, and chunks are taken from the whole sequence even where this rank receives a part of it.
@@ -134,8 +134,8 @@ class Head(nn.Linear):
 class Decoder(nn.Module):
     """The model, or one stage of it: token ids (batch, seq) to logits (batch, seq, vocab) or to the mean loss.
 
-    Parameters are named as in Hugging Face's Llama, whatever the family. A pipeline stage has its own layers only, by
-    their names in the whole model. It takes hidden states (batch, seq, hidden) unless it holds the embedding,
+    Parameters are named as in Hugging Face's Llama, whatever the family. A pipeline stage has its own layers only,
+    under their names in the whole model. It takes hidden states (batch, seq, hidden) unless it holds the embedding,
     and returns them unless it holds the head.
     """
 
@@ -155,7 +155,7 @@ class Decoder(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make the head's weight the embedding's where model.tie_word_embeddings says so."""
+        """Share the embedding's weight with the head if model.tie_word_embeddings is true."""
         if self.config.tie_word_embeddings and self.embed_tokens is not None and self.lm_head is not None:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -208,14 +208,14 @@ def positions(chunks: SequenceChunks, device: torch.device) -> Tensor:
 
 
 def apply_rotary_emb(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return heads (batch, heads, seq, head_dim) rotated by their positions, halves paired as Hugging Face does."""
+    """Return heads (batch, heads, seq, head_dim) rotated by their positions; halves are paired as in Hugging Face."""
     left, right = heads.chunk(2, dim=-1)
     rotated: Tensor = heads * cos + torch.cat((-right, left), dim=-1) * sin
     return rotated
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
-    """Compute causal attention by torch's fused kernel; the queries belong to the last of the keys' positions."""
+    """Compute causal attention by torch's fused kernel; the queries belong to the last positions of the keys."""
     is_grouped = query.shape[1] != key.shape[1]
     is_square = query.shape[2] == key.shape[2]
     mask = None if is_square else causal_mask_lower_right(query.shape[2], key.shape[2])

@@ -30,9 +30,9 @@ STYLES = {
 
 
 def trace_model(config: Any, attention: str, seq_len: int, path: object) -> HFModelInfo:
-    """Run one sequence forward and backward through a model of fake tensors, and return what that shows.
+    """Run one sequence forward and backward through a model of fake tensors, and return its shapes, plan and FLOPs.
 
-    Raise UserError if the model cannot run so.
+    Raise UserError if the model cannot run in this way.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -129,7 +129,7 @@ def count_layer_flops(layers: nn.ModuleList, counter: FlopCounterMode) -> Iterat
 
 
 def checkpoint_layers(layers: nn.ModuleList) -> set[nn.Module]:
-    """Checkpoint every layer, and return a set that backward fills with the modules it recomputes to their end."""
+    """Checkpoint every layer, and return a set that backward fills with the modules it recomputes completely."""
     recomputed: set[nn.Module] = set()
     depth: list[bool] = []  # not empty during a recomputation
 

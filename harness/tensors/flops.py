@@ -1,4 +1,4 @@
-"""The floating-point operations of one operator, by torch's formulas and by ours for attention on every device."""
+"""The floating-point operations of one operator, by torch's formulas, and of attention by formulas for any device."""
 
 from collections.abc import Callable, Sequence
 from math import prod

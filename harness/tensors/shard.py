@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Where a shard lies that is not model state at rest: a view into a communication bucket, a parameter that is gathered
-# for compute, or a gradient that is already reduced or accumulated and on its way to where the optimizer reads it.
+# The kind of a shard that is not model state at rest: a view into a communication bucket, a parameter that is gathered
+# for compute, or a gradient that is reduced or accumulated but not yet in the buffer from which the optimizer reads.
 ShardOrigin = Literal["bucket", "gathered", "staging"]
 BUCKET: Final = "bucket"
 GATHERED: Final = "gathered"
 STAGING: Final = "staging"
 
-# Which of an optimizer's tensors a shard belongs to, by torch's names; empty for parameters and gradients.
+# The tensor of the optimizer to which a shard belongs, by torch's names; empty for parameters and gradients.
 OptimizerState = Literal["", "master", "exp_avg", "exp_avg_sq"]
 
 StateName = OptimizerState | ShardOrigin
@@ -22,8 +22,8 @@ class Shard(NamedTuple):
     """The part of one named tensor that this rank really holds.
 
     `shape` is that of the whole tensor, and `box` the (start, stop) that this rank holds along each dimension. A part
-    of the flattened tensor has shape (numel,) and a box of one pair. `state_name` tells an optimizer's tensors apart,
-    and a copy from the state itself.
+    of the flattened tensor has shape (numel,) and a box of one pair. `state_name` distinguishes the tensors of
+    an optimizer from each other, and a copy from the state itself.
     """
 
     name: str

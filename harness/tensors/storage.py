@@ -15,7 +15,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         return
     names, _ = tensor.__tensor_flatten__()
     for part in (getattr(tensor, name) for name in names):
-        if isinstance(part, Tensor):  # a DTensor names its mesh too
+        if isinstance(part, Tensor):  # a DTensor's attributes include its mesh
             yield from plain_tensors(part)
 
 
