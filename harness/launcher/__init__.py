@@ -1,1 +1,1 @@
-"""Processes of a run, from the parent's side: start the ranks, monitor them, classify how they ended."""
+"""The parent's side of a run: it starts the rank processes, monitors them and classifies how they ended."""

@@ -38,7 +38,7 @@ def start_forkserver(device: Device, start: StartMethod | None = None) -> None:
     start = start or START_METHODS[device]
     if start.method != "forkserver":
         return
-    server: Any = multiprocessing.forkserver._forkserver  # one per process, and no public way to stop it
+    server: Any = multiprocessing.forkserver._forkserver  # there is one per process, and no public way to stop it
     if server._preload_modules != list(start.preload):
         server._stop()
         multiprocessing.set_forkserver_preload(list(start.preload))

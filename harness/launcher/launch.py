@@ -27,7 +27,7 @@ from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
 
-MONITOR_SECONDS = 0.05  # between two checks of the elastic agent on its ranks
+MONITOR_SECONDS = 0.05  # the time between two checks of the elastic agent on its ranks
 
 _ELASTIC_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
 
@@ -56,8 +56,8 @@ def launch(
 ) -> LaunchOutcome:
     """Run `entry(str(run_dir))` in every rank of this node, with torchrun's environment, and return when all are dead.
 
-    `entry` is a module's function. `on_tick` is called five times a second from another thread, and what it raises is
-    raised here. Call this from the main thread: a first SIGINT, SIGTERM or SIGHUP ends the run as 'interrupted', a
+    `entry` is a module-level function. `on_tick` is called five times a second from another thread, and its exceptions
+    are raised here. Call this from the main thread: a first SIGINT, SIGTERM or SIGHUP ends the run as 'interrupted', a
     second raises KeyboardInterrupt. Logs go to `run_dir/logs`: rank_<r>.log, and launcher.log if the launcher logs a
     warning. If no rank's heartbeat changes for `hang_seconds`, all ranks are killed; these, and ranks at their time
     limit, leave their stack traces in the same folder.
@@ -130,7 +130,7 @@ def _config(
     run_dir: Path,
     timeout_seconds: float,
 ) -> LaunchConfig:
-    """Return a configuration with a static rendezvous, which saves the half second per run of torch's dynamic one."""
+    """Return a configuration with a static rendezvous, which saves the half second that torch's dynamic one takes."""
     return LaunchConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,

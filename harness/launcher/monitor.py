@@ -1,4 +1,4 @@
-"""The parent's monitor of running ranks: their messages, the time limit, signals, and their certain end."""
+"""The parent's monitor of running ranks: their messages, the time limit, signals, and a forced end if necessary."""
 
 import multiprocessing
 import signal
@@ -18,11 +18,11 @@ from harness.launcher.rank_entry import Done, Raised, Started
 
 TICK_SECONDS = 0.2
 
-MIN_LISTEN_SECONDS = 0.01  # to wait for ranks' messages when the next tick is due
+MIN_LISTEN_SECONDS = 0.01  # the shortest wait for ranks' messages, even if the next tick is due
 
-GRACE_SECONDS = 2.0  # from a rank's failure until its peers are killed, unless the elastic agent did so
+GRACE_SECONDS = 2.0  # the time from a rank's failure until its peers are killed, unless the elastic agent did so
 
-PROGRESS_SECONDS = 0.5  # between two readings of the ranks' progress
+PROGRESS_SECONDS = 0.5  # the time between two readings of the ranks' progress
 
 DEATH_SECONDS = 5.0  # time for killed ranks to exit
 
@@ -59,19 +59,19 @@ class RankMonitor:
     The monitoring thread writes it, and so do the signal handlers in the main thread.
     """
 
-    lifeline_read: Connection  # for the ranks, which die when the other end closes or the parent dies
+    lifeline_read: Connection  # the ranks' end of a pipe: they exit when the other end closes or the parent dies
     lifeline_write: Connection
-    reports: list[Connection]  # for the ranks, one for each
-    parent_ends: dict[Connection, int]  # the other ends, of ranks that are still connected
+    reports: list[Connection]  # the ranks' ends of their message pipes, one for each rank
+    parent_ends: dict[Connection, int]  # the parent's ends, with the local ranks that are still connected
     deadline: float  # by time.monotonic()
     hang_detector: HangDetector
     stop_reason: Literal["timeout", "hang", "interrupted"] | None = None
     interruptible: bool = False  # whether a signal may interrupt the main thread: true while the agent runs
-    signals: int = 0  # received from outside
+    signals: int = 0  # the number of signals received from outside
     interrupted_at: float = 0.0
     interrupted_by_us: bool = False
     is_ending: bool = False  # whether the agent has returned
-    pids: dict[int, int] = field(default_factory=dict)  # of ranks that have started
+    pids: dict[int, int] = field(default_factory=dict)  # the process ids of the ranks that have started
     done: set[int] = field(default_factory=set)
     raised: dict[int, Raised] = field(default_factory=dict)
     exited_at: dict[int, float] = field(default_factory=dict)  # when a rank's connection was seen to be closed
@@ -144,7 +144,7 @@ def _monitor_loop(monitor: RankMonitor, on_tick: Callable[[], None] | None, fini
         _listen(monitor, finished, max(MIN_LISTEN_SECONDS, next_tick - time.monotonic()))
         now = time.monotonic()
         _enforce(monitor, now)
-        if now < next_tick or not monitor.interruptible:  # so that even a short run has its first tick
+        if now < next_tick or not monitor.interruptible:  # the first tick stays due until the agent runs
             continue
         next_tick = now + TICK_SECONDS
         if on_tick is not None and monitor.tick_error is None:
@@ -155,9 +155,9 @@ def _monitor_loop(monitor: RankMonitor, on_tick: Callable[[], None] | None, fini
 
 
 def _listen(monitor: RankMonitor, finished: threading.Event, seconds: float) -> None:
-    """Receive the ranks' messages for so many seconds. A rank whose pipe is closed has exited."""
+    """Receive the ranks' messages for `seconds`. A rank whose pipe is closed has exited."""
     if monitor.is_ending or len(monitor.pids) == len(monitor.reports):
-        for rank_end in monitor.reports:  # every rank has inherited its own: from now on a pipe closes with its rank
+        for rank_end in monitor.reports:  # each rank has inherited its end, so a pipe now closes with its rank
             rank_end.close()
     if not monitor.parent_ends:
         finished.wait(seconds)
@@ -210,7 +210,7 @@ def _interrupt_main_thread(monitor: RankMonitor, now: float) -> None:
 
 
 def _end(monitor: RankMonitor, other_children: set[multiprocessing.process.BaseProcess]) -> None:
-    """Kill what the agent left: by SIGKILL if the process is known, by the lifeline if it was just being started."""
+    """Kill the ranks that the agent left: by SIGKILL, or by the lifeline if a process was just being started."""
     monitor.interruptible = False
     for process in multiprocessing.active_children():
         if process not in other_children:

@@ -20,14 +20,14 @@ from harness.util.files import JsonObject
 
 RENDEZVOUS_SECONDS = 600.0  # time for all nodes of the job to start
 
-OUTCOME_SECONDS = 20.0  # time for the others to report how their ranks ended, once the leader's have ended
+OUTCOME_SECONDS = 20.0  # time for the other nodes to report how their ranks ended, once the leader's have ended
 
 IDLE_SECONDS = 24 * 3600.0 * 30  # a node waits for its leader as long as the job lasts
 
 
 @dataclass(frozen=True)
 class LaunchLimits:
-    """The device of a run's ranks, and when they are killed."""
+    """The device of a run's ranks, and the limits after which they are killed."""
 
     device: Device
     timeout_seconds: float
@@ -55,9 +55,9 @@ class NodeGroup:
 
     count: int
     rank: int
-    address: str  # of the leader
+    address: str  # the leader's address
     store: TCPStore
-    deadline: float | None = None  # of the job, by time.time()
+    deadline: float | None = None  # the end of the job, by time.time()
 
     def launch(
         self,
@@ -154,7 +154,7 @@ def free_port() -> int:
 
 
 def merge_outcomes(outcomes: Sequence[LaunchOutcome]) -> LaunchOutcome:
-    """Return the outcome of the node to blame, with the failures of all nodes, its own first."""
+    """Return the outcome of the node that caused the end, with the failures of all nodes, that node's first."""
     failed = [outcome for outcome in outcomes if outcome.status != "ok"]
     if not failed:
         return outcomes[0]
@@ -169,7 +169,7 @@ def merge_outcomes(outcomes: Sequence[LaunchOutcome]) -> LaunchOutcome:
 
 
 def blame_key(outcome: LaunchOutcome) -> tuple[bool, bool, float]:
-    """Return the sort key of the outcome to blame.
+    """Return the sort key by which the outcome that caused the end comes first.
 
     A node whose rank died by itself comes before those whose connections broke, and of these the earliest is first.
     """

@@ -15,7 +15,7 @@ from harness.records.run_folder import RunFolder
 from harness.records.status import LaunchStatus
 from harness.util.text import one_line
 
-TAIL_BYTES = 16_384  # of a log, in which its last lines are looked for
+TAIL_BYTES = 16_384  # the part at the end of a log that is searched for its last lines
 
 TAIL_LINES = 8
 
@@ -43,7 +43,7 @@ class LaunchOutcome:
 
     status: LaunchStatus
     reason: str  # one line, '' when ok
-    failures: tuple[RankFailure, ...]  # the first one first; ranks that were killed in consequence are not included
+    failures: tuple[RankFailure, ...]  # the cause first; without ranks that were killed in consequence
     seconds: float
 
 
@@ -83,9 +83,9 @@ def classify_outcome(
 def _failures(
     monitor: RankMonitor, exits: Mapping[int, ProcessFailure], first_rank: int, run_dir: Path
 ) -> tuple[RankFailure, ...]:
-    """Return every rank that failed by itself. The first is to blame: one that crashed, or else the earliest."""
+    """Return every rank that failed by itself. The first is the cause: one that crashed, or else the earliest."""
     codes = {rank - first_rank: failure.exitcode for rank, failure in exits.items()}
-    if monitor.silently_exited:  # the agent ignores an exit with 0: what it reports are the ranks killed in consequence
+    if monitor.silently_exited:  # the agent ignores an exit with 0, and reports only ranks killed in consequence
         codes = {rank: codes.get(rank, 0) for rank in monitor.silently_exited}
     failures: list[tuple[bool, float, RankFailure]] = []
     for local in codes.keys() | monitor.raised.keys():
@@ -101,7 +101,7 @@ def _failures(
 
 
 def _where_ranks_hang(run_dir: Path, unfinished: Sequence[int]) -> str:
-    """Return where the unfinished rank that is furthest behind was, and what it logged last."""
+    """Return the location of the unfinished rank that is furthest behind, and its last lines of log."""
     if not unfinished:
         return ""
     beats = {rank: heartbeat.read_heartbeat(run_dir, rank) for rank in unfinished}

@@ -9,11 +9,11 @@ import os
 import signal
 import sys
 
-CHECK_SECONDS = 0.25  # between two checks of the parent, by a timer: forks of a process with threads are unsafe
+CHECK_SECONDS = 0.25  # between checks of the parent by a timer, not a thread: forking with threads is unsafe
 
 PR_SET_PDEATHSIG = 1  # prctl(2), linux/prctl.h: the signal this process gets when its parent dies
 
-_PARENT, _SELF = os.getppid(), os.getpid()  # of the forkserver, which imports this
+_PARENT, _SELF = os.getppid(), os.getpid()  # process ids of the forkserver's parent and of the forkserver
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before the fork: a child only calls it
 
@@ -35,7 +35,7 @@ def _die_with_parent() -> None:
 
 
 def _tie_rank() -> None:
-    """Make a rank die when the forkserver does; called right after its fork. Processes that a rank forks are exempt."""
+    """Make a rank die with the forkserver. This runs right after its fork; processes that a rank forks are exempt."""
     global _tied
     if _tied:
         return
@@ -50,7 +50,7 @@ def _tie_rank() -> None:
 def _print_one_line(error_type: type[BaseException], error: BaseException, _: object) -> None:
     """Print one line instead of a traceback: a hook for processes that die before our code runs.
 
-    Typically the parent has exited and closed their pipes.
+    The usual cause is that the parent has exited and closed their pipes.
     """
     print(f"a rank's process did not start: {error_type.__name__}: {error}", file=sys.stderr, flush=True)
 

@@ -1,6 +1,7 @@
 """The forkserver's imports before it forks CPU ranks: what every rank needs, so that none has to import it again.
 
-Nothing is called, only imported: a fork does not copy threads, and no tensor may exist before a rank has its allocator.
+Modules are imported and nothing is called, because a fork does not copy threads, and no tensor may exist before a rank
+has its allocator.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # torch's variable: with '1' it leaves 
 
 
 def load() -> None:
-    """Import MODULES and all modules of the engines. One that cannot be imported fails in the rank that needs it."""
+    """Import MODULES and all modules of the engines. An import that fails here fails again in a rank that needs it."""
     for name in MODULES:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -48,8 +49,9 @@ def load() -> None:
             importlib.import_module(module.name)
 
 
-# Imported objects are never garbage. Without the garbage collector the imports take a fifth less time. It skips frozen
-# objects in the ranks: a full collection of these half a million would take 0.25 s, perhaps in a timed step.
+# Imported objects are never garbage. The imports take a fifth less time without the garbage collector. The objects are
+# frozen so that it skips them in the ranks: a full collection of half a million objects would take 0.25 s, perhaps in a
+# timed step.
 gc.disable()
 
 load()

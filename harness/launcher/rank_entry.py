@@ -18,7 +18,8 @@ from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
 
 # A rank that raised waits this long before it exits, because its peers' connections break only then. The agent checks
-# every 0.05 s and reports the first exit it sees: a killed peer comes before the ranks that raised in consequence.
+# every 0.05 s and reports the first exit it sees, so a rank that was killed is reported before ranks that raised
+# because they lost the connection to it.
 LINGER_SECONDS = 0.4
 
 
@@ -57,7 +58,7 @@ def run_rank(
     parent.
     """
     threading.Thread(target=_die_with, args=(lifeline,), daemon=True).start()
-    if hasattr(os, "sched_setaffinity"):  # the process that forked this one may use others
+    if hasattr(os, "sched_setaffinity"):  # the process that forked this one may use other cores
         os.sched_setaffinity(0, cores)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group, and the parent handles it
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -85,7 +86,7 @@ def run_rank(
 
 
 def worker_entry(run_dir: str) -> None:
-    """Run the worker. It is imported only here, in a rank: the parent names this function and needs none of it."""
+    """Run the worker. It is imported only here, in a rank, because the parent does not need the worker's imports."""
     importlib.import_module("harness.worker.main").main(run_dir)
 
 
@@ -95,7 +96,7 @@ def _die_with(lifeline: Connection) -> None:
 
 
 def _redirect(target: Path) -> None:
-    """Redirect standard output and error to a file, for C++ too. torch's own redirection does not exist on macOS."""
+    """Redirect standard output and error to a file, for C++ code too. torch's redirection does not exist on macOS."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)

@@ -21,7 +21,7 @@ def rank_environment(device: Device, local_ranks: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads_per_rank(local_ranks)),
         "PATH": os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]),
     }
-    if "CUDA_VISIBLE_DEVICES" in os.environ:  # the present value, not that of when the forkserver was started
+    if "CUDA_VISIBLE_DEVICES" in os.environ:  # its value may differ from the one that the forkserver has
         environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
     if device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would choose mps on macOS

@@ -18,7 +18,7 @@ class Batches:
     """The rank's part of the global batch of every step: whole sequences, or with context parallelism spans of them."""
 
     def __init__(self, corpus: Corpus, config: RunConfig, layout: Layout, rank: int, device: "torch.device") -> None:
-        """Open the corpus, and find the sequences and spans of this rank."""
+        """Open the corpus, and determine the sequences and spans of this rank."""
         self.tokens = None if corpus.path is None else np.memmap(corpus.path, dtype=np.uint8, mode="r")
         self.config = config
         self.device = device

@@ -1,4 +1,4 @@
-"""The code of every rank: read the run file, train, and write the rank's report. A rank never sees Hydra."""
+"""The code of every rank: read the run file, train, and write the rank's report. A rank does not use Hydra."""
 
 import dataclasses
 import os
@@ -115,7 +115,7 @@ def build_and_train(
 
 
 def report_of_training(report: RankReport, measurements: RankMeasurements, engine: Engine) -> RankReport:
-    """Return the report with what was measured, and with what the engine holds after training."""
+    """Return the report with the measurements, and with the state that the engine holds after training."""
     memory, profiled = measurements.memory, measurements.profiled
     return dataclasses.replace(
         report,
@@ -164,7 +164,7 @@ def process_group(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device]]:
     if spec.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        # gloo for offloaded gradients, which are summed on the host
+        # Offloaded gradients are summed on the host, which needs gloo.
         backend = "cpu:gloo,cuda:nccl" if spec.layout.offloaded_state else "nccl"
         dist.init_process_group(backend, device_id=device)
     else:

@@ -1,4 +1,4 @@
-"""The one training loop: warm-up, timed, traced and one profiled step. It knows nothing of strategies."""
+"""The one training loop: warm-up, timed, traced and one profiled step. It does not depend on the strategy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,10 +38,10 @@ class RankMeasurements:
     memory: MemoryCounters  # in the timed steps
     host_usage: HostUsage
     first_gradients: list[TensorFingerprint]
-    first_moments: list[TensorFingerprint]  # of the gradients that the optimizer used, clipped
+    first_moments: list[TensorFingerprint]  # after the first update, which uses clipped gradients
     last_parameters: list[TensorFingerprint]
     last_masters: list[TensorFingerprint]
-    graphs_in_timed_steps: int  # compiled in them
+    graphs_in_timed_steps: int  # the number of graphs compiled in the timed steps
     time_breakdown: TimeBreakdown | None
     profiled: ProfiledStep
     last_gradients: list[TensorFingerprint]
@@ -60,10 +60,10 @@ def train(
 ) -> RankMeasurements:
     """Train all steps of the configuration and return the measurements.
 
-    A memory snapshot of the profiled step is written to `snapshot`. Raises FloatingPointError if gradients overflow in
+    A memory snapshot of the profiled step is written to `snapshot`. Raise FloatingPointError if gradients overflow in
     every warm-up step.
     """
-    # They are allocated before the first step, so that every step needs the same memory.
+    # These tensors are allocated before the first step, so that every step needs the same memory.
     losses, grad_norms = torch.zeros(2, config.total_steps, device=memory.device)
 
     def step(phase: str, index: int) -> None:
@@ -85,7 +85,7 @@ def train(
         if engine.skipped_steps <= finished_steps:  # else gradients overflowed, and a smaller loss scale is next
             with memory.limit.suspended():
                 first_moments = tensor_fingerprints(engine, "optimizer", config.seed, memory.device, "exp_avg")
-            memory.empty_cache()  # that the fingerprints needed
+            memory.empty_cache()  # the fingerprints needed this memory
     if first_moments is None:
         raise FloatingPointError(
             "gradients overflowed in every warm-up step: precision.initial_loss_scale is too large"
@@ -141,7 +141,7 @@ def train(
 
 
 def driven_devices(engine: Engine, memory: DeviceMemory) -> list[torch.device]:
-    """Return the devices that this process drives: its own, or the first ones of the machine if they are several."""
+    """Return the devices that this process drives: its own, or the machine's first ones if there are several."""
     if engine.devices == 1:
         return [memory.device]
     return [torch.device(memory.device.type, index) for index in range(engine.devices)]
