@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from harness.tensors.storage import Storage, plain_tensors, storages
 
-# Called with the address of a storage, and whether it is saved for backward from now on or no longer.
+# A function that gets the address of a storage, and whether it is saved for backward from now on or no longer.
 OnHold = Callable[[int, bool], None]
 
 
@@ -41,15 +41,15 @@ def _version(tensor: Tensor) -> int:
 
 
 class ActivationMeter:
-    """A meter of the most bytes saved for backward while it is entered, around a step or its forwards and backwards.
+    """A context that measures the most bytes saved for backward at once, around a step or its forwards and backwards.
 
-    It counts every storage, whole, that autograd saves: activations and the inputs that it keeps. A storage that a
-    parameter or buffer of the model uses at that moment is not counted, including gathered parameters. A part under
-    torch.utils.checkpoint (use_reentrant=False) counts by its inputs until its second forward, which must run inside
-    recompute(); what that forward saves counts until it is freed. Tensors that code keeps outside autograd (attributes
-    of a context, a cache) are not seen. `on_hold` is called with the address of every storage that is saved or
-    released. If `device` is not None, only storages on it are counted and reported. Storages that were passed to
-    offloaded() have a count of their own.
+    It counts the whole of every storage that autograd saves: activations and the inputs that it keeps. A storage that a
+    parameter or buffer of the model uses at that moment is not counted, including gathered parameters. Only the inputs
+    of a part under torch.utils.checkpoint (use_reentrant=False) are counted until its second forward, which must run
+    inside recompute(); what that forward saves is counted until it is freed. Tensors that code keeps outside autograd
+    (attributes of a context, a cache) are not counted. `on_hold` is called with the address of every storage that is
+    saved or released. If `device` is not None, only storages on it are counted and reported. Storages that were passed
+    to offloaded() have a count of their own.
     """
 
     def __init__(self, model: nn.Module, on_hold: OnHold | None = None, device: torch.device | None = None) -> None:
@@ -60,7 +60,7 @@ class ActivationMeter:
         self._offloaded_bytes = 0
         self._modules = tuple(model.modules())
         self._saved_bytes = 0
-        self._holders: Counter[int] = Counter()  # by storage: the number of handles that keep it
+        self._holders: Counter[int] = Counter()  # the number of handles that keep each storage
         self._recomputed: set[int] = set()  # identities of storages that count until they are freed
         self._hooks: saved_tensors_hooks | None = None
 
@@ -174,7 +174,7 @@ class ActivationMeter:
 def _unpack(saved: "Tensor | _SavedHandle") -> Tensor:
     """Return the saved tensor.
 
-    Raise RuntimeError if it was changed in place since then, which torch leaves to hooks to check.
+    Raise RuntimeError if it was changed in place since then, because torch leaves this check to the hooks.
     """
     if not isinstance(saved, _SavedHandle):
         return saved

@@ -17,7 +17,7 @@ class AllocationLog(NamedTuple):
     moments: Integers
     addresses: Integers
     bytes: Integers  # negative if freed
-    foreign: Integers  # 1 if another thread than Python's requested the block: a communication backend's
+    foreign: Integers  # 1 if another thread than Python's requested the block, such as a communication backend's
     initial_count: int
 
 
@@ -33,7 +33,7 @@ class Allocation(NamedTuple):
 class Ownership(NamedTuple):
     """The statement that from a moment on a block has a role, or no longer has it. A freed block has no role."""
 
-    moment: int  # of the next line of the log
+    moment: int  # the moment of the next line of the log
     role: str
     detail: str
     is_owned: bool
@@ -51,10 +51,10 @@ class OpSpan(NamedTuple):
 class StepAnnotations:
     """The annotations recorded beside the log of a step."""
 
-    claims: dict[int, list[Ownership]] = field(default_factory=lambda: defaultdict(list))  # by address
+    claims: dict[int, list[Ownership]] = field(default_factory=lambda: defaultdict(list))  # the key is the address
     operators: list[OpSpan] = field(default_factory=list)  # in order, not nested
-    phases: list[OpSpan] = field(default_factory=list)  # of the step, in the order in which they end
-    pauses: list[OpSpan] = field(default_factory=list)  # of the measurement itself: the peak is not looked for there
+    phases: list[OpSpan] = field(default_factory=list)  # the step's phases, in the order in which they end
+    pauses: list[OpSpan] = field(default_factory=list)  # spans of the measurement itself, in which no peak is counted
 
     def claim(self, moment: int, address: int, role: str, detail: str, is_owned: bool = True) -> None:
         """Record that from a moment on the block at an address has a role, or no longer has it."""
@@ -73,7 +73,7 @@ def live_lines(log: AllocationLog, last: int) -> list[int]:
 
 
 def free_times(log: AllocationLog) -> list[int]:
-    """Return for every line of an allocation the moment of its free; a block that stays is freed after the log."""
+    """Return the moment of the free for every line of an allocation; it is after the log for a block that stays."""
     freed_at = [int(log.moments[-1]) + 1] * len(log.moments)
     live: dict[int, int] = {}
     for line, (address, size) in enumerate(zip(log.addresses, log.bytes, strict=True)):

@@ -17,7 +17,7 @@ _SIGNS = {"alloc": 1, "free_requested": -1}  # actions in torch's history that c
 class AllocationLogger:
     """A logger that runs from its creation until end()."""
 
-    is_complete = True  # after end(): whether allocations and frees add up to the blocks that are live
+    is_complete = True  # whether, after end(), allocations and frees add up to the blocks that are live
 
     def position(self) -> int:
         """Return the moment of the next line."""
@@ -97,7 +97,7 @@ class CudaAllocationLog(AllocationLogger):
 
 
 class PeakStepLog:
-    """The log of that one of several steps in which the peak last rose; `allocator=None` logs nothing."""
+    """The log of the last one among several steps in which the peak rose; `allocator=None` logs nothing."""
 
     def __init__(self, allocator: Allocator | None) -> None:
         self.allocator = allocator

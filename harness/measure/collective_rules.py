@@ -1,6 +1,6 @@
 """The rules by which each collective operator is counted: its operation, and the tensors that it moves.
 
-Bytes are the literature's for ring algorithms, whatever the backend does.
+Bytes are counted as the literature does for ring algorithms, whichever algorithm the backend uses.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +21,8 @@ SENT_PER_BYTE: dict[str, Callable[[int], float]] = {
     "all_to_all": lambda n: (n - 1) / n,
     "broadcast": lambda n: (n - 1) / n,
     "reduce": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,  # S is at the root all that it scatters, elsewhere nothing
-    "gather": lambda n: 1.0,  # S is at the root nothing, elsewhere this rank's own part
+    "scatter": lambda n: (n - 1) / n,  # S is all that the root scatters, and 0 on other ranks
+    "gather": lambda n: 1.0,  # S is 0 at the root, and this rank's own part elsewhere
     "send": lambda n: 1.0 if n > 1 else 0.0,
 }
 
@@ -40,8 +40,8 @@ class CollectiveCall:
         return dist.get_world_size(self.group)
 
 
-# The tensors that make up S, and how often each counts. Where only the input of an all-gather is at hand, it counts n
-# times.
+# The tensors that make up S, and how often each counts. The input of an all-gather counts n times if the operator does
+# not have the output as an argument.
 MovedTensors = list[tuple[Tensor, int]]
 
 _Selector = Callable[[CollectiveCall], MovedTensors]

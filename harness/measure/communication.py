@@ -28,7 +28,7 @@ from harness.measure.collective_rules import (
 )
 from harness.records.rank_report import Traffic
 
-# Modules that carry out a collective for a caller: their functions are not its purpose.
+# Modules that carry out a collective for a caller: the caller's function names its purpose, and not theirs.
 _NOT_CALLERS = (
     "torch.",
     "deepspeed.comm.",
@@ -41,7 +41,7 @@ _NOT_CALLERS = (
 
 
 class UncountedCollectiveError(RuntimeError):
-    """A collective operator without a rule ran, so that the total would be wrong."""
+    """The error that a collective operator without a rule ran, which would make the total wrong."""
 
 
 _Key = tuple[str, tuple[int, ...], str, str]  # operation, group's ranks, dtype, purpose
@@ -77,7 +77,7 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(tensor_type, DTensor) for tensor_type in types):
-            return NotImplemented  # the plain operators that it consists of come here afterwards
+            return NotImplemented  # torch dispatches the plain operators that it consists of afterwards
         if func.namespace not in NAMESPACES:
             return func(*args, **(kwargs or {}))
         collective = self._count(func, args, kwargs or {})
@@ -111,14 +111,14 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Collective(operation, ranks, list(iter_tensors(list(arguments.values()))), name)
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Return what was counted, by operation, group, dtype and purpose."""
+        """Return the traffic that was counted, by operation, group, dtype and purpose."""
         return tuple(
             Traffic(*key, self._bytes[key], sizes.total(), dict(sizes)) for key, sizes in sorted(self._sizes.items())
         )
 
 
 def calling_function() -> str:
-    """Return the qualified name of the function that called for a collective, past the libraries that carry it out."""
+    """Return the qualified name of the function that called a collective, without the libraries that carry it out."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_CALLERS):
         frame = frame.f_back
@@ -126,7 +126,7 @@ def calling_function() -> str:
 
 
 def _group(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
-    """Return the process group among an operator's arguments, an object, boxed or a name; None is the world."""
+    """Return the process group among an operator's arguments: an object, a boxed one or a name; None is the world."""
     group = arguments.get("process_group", arguments.get("group_name"))
     if group is None or isinstance(group, dist.ProcessGroup):
         return group

@@ -27,7 +27,7 @@ PREFIXES = (
 
 VARIABLES = (
     *("CXX", "CXXFLAGS", "LD_PRELOAD", "LD_LIBRARY_PATH", "GLIBC_TUNABLES", "NVIDIA_TF32_OVERRIDE"),
-    # Of Slurm's variables, only resources and binding: its job ids always differ, and others name users and tokens.
+    # Only Slurm's variables of resources and binding are listed: job ids always differ, others name users and tokens.
     *("SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE"),
     *("SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_MEM_PER_NODE", "SLURM_JOB_PARTITION"),
 )
@@ -55,7 +55,7 @@ class HostFacts(TypedDict):
 
 
 class DeviceFacts(TypedDict):
-    """The facts about the machine's GPUs; None is unknown, and so is everything without a GPU."""
+    """The facts about the machine's GPUs; None means unknown, or that there is no GPU."""
 
     driver: str | None
     device_names: list[str] | None
@@ -71,10 +71,10 @@ _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 def collect_environment(
     machine: Machine, threads: int | None = None, rank_variables: Mapping[str, str] | None = None
 ) -> JsonObject:
-    """Return the environment in plain values, None where unknown. What cannot change in a process is looked up once.
+    """Return the environment in plain values, None if unknown. Values that a process cannot change are read once.
 
-    `threads` is the number of each rank, where known. `rank_variables` are the environment variables that ranks have
-    beside this process's. No device is touched: torch reports what it was built for, NVML the rest.
+    `threads` is the number of threads of each rank, if known. `rank_variables` are the environment variables that ranks
+    have beside this process's. No device is initialized: torch reports what it was built for, and NVML the rest.
     """
     return {
         "device": machine.device,
@@ -180,7 +180,7 @@ def _first_line(command: list[str]) -> str | None:
 
 @functools.cache
 def _devices(count: int) -> DeviceFacts:
-    """Return the driver's version and, of every visible device, its name, power limit and connections to the others."""
+    """Return the driver's version, and every visible device's name, power limit and connections to the others."""
     unknown = DeviceFacts(driver=None, device_names=None, power_limits_watts=None, topology=None)
     if not count:
         return unknown

@@ -20,7 +20,7 @@ from harness.records.rank_report import HostUsage
 
 _STATUS = Path("/proc/self/status")
 
-SAMPLE_SECONDS = 0.2  # between two samples of clocks and processes
+SAMPLE_SECONDS = 0.2  # the time between two samples of clocks and processes
 
 MIN_ENERGY_SECONDS = 2.0  # shorter steps have no energy: NVML's counter moves every few tens of milliseconds
 
@@ -37,13 +37,14 @@ class _Counters(NamedTuple):
 
 
 class HostUsageMeter:
-    """A meter to begin() after a barrier and to end() when the device has finished; neither call waits for a device.
+    """A meter of the processor time, energy and memory that a rank uses between begin() and end().
 
-    Processor times are read last at the beginning and first at the end, so that queries of devices are not counted.
+    Call begin() after a barrier, and end() when the device has finished; neither call waits for a device. Processor
+    times are read last at the beginning and first at the end, so that queries of devices are not counted.
     """
 
     def __init__(self, devices: Sequence[torch.device], helpers: Sequence[psutil.Process] | None = None) -> None:
-        """Measure these devices. `helpers` are by default the parent, a fork server, and its parent, which monitors."""
+        """Measure these devices. `helpers` defaults to the parent (a fork server) and its parent, the rank monitor."""
         self.helpers = psutil.Process().parents()[:2] if helpers is None else helpers
         self.nvml_devices = _nvml_devices(devices)
         self.throttle_reasons: set[str] | None = None
@@ -75,7 +76,8 @@ class HostUsageMeter:
         self.stop_sampling.set()
         if self.nvml_devices:
             self.sampler.join()
-        # In a container NVML may number processes as the host does: without this process among them, none is known.
+        # NVML may number processes as the host does and not as a container does. If this process is not among them, all
+        # are unknown.
         pids = self.device_pids if self.device_pids is not None and os.getpid() in self.device_pids else None
         return HostUsage(
             pid=os.getpid(),
@@ -142,7 +144,7 @@ def _core_seconds() -> tuple[float, float, float | None]:
 
 def _nvml_devices(devices: Sequence[torch.device]) -> list[NvmlDevice]:
     """Return the CUDA devices as NVML knows them; none where MIG partitions one, as NVML reports only the whole."""
-    # CUDA numbers the fastest device first and NVML goes by place on the bus, so only the UUID is the same in both.
+    # CUDA numbers the fastest device first and NVML sorts by position on the bus, so only the UUID is the same in both.
     uuids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices if device.type == "cuda"]
     nvml_devices = nvml.devices_by_uuid(uuids) if uuids else None
     if nvml_devices is None or any(device.is_partitioned() for device in nvml_devices):
@@ -151,7 +153,7 @@ def _nvml_devices(devices: Sequence[torch.device]) -> list[NvmlDevice]:
 
 
 def _energy_joules(devices: Sequence[NvmlDevice]) -> float | None:
-    """Return what all devices consumed since the driver was loaded."""
+    """Return the energy that all devices consumed since the driver was loaded."""
     if not devices:
         return None
     energies = [device.energy_millijoules() for device in devices]

@@ -20,7 +20,7 @@ ATTENTION = {
     "aten::_scaled_dot_product_flash_attention": "flash",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
     "aten::_scaled_dot_product_efficient_attention": "efficient",
-    "aten::_efficient_attention_forward": "efficient",  # for fewer queries than keys
+    "aten::_efficient_attention_forward": "efficient",  # used for fewer queries than keys
     "aten::_scaled_dot_product_cudnn_attention": "cudnn",
     "aten::_softmax": COMPOSED,
     "aten::_safe_softmax": COMPOSED,
@@ -33,7 +33,7 @@ ACTIVATION_FUNCTIONS = ("aten::silu", "aten::gelu")  # compiled code has them in
 
 @contextmanager
 def attention_backend_priority() -> Iterator[None]:
-    """Make torch's attention use the first kernel of _PRIORITY that it can. On a CPU the order is torch's own."""
+    """Make torch's attention use the first kernel of _PRIORITY that can run. The order on a CPU is torch's own."""
     with sdpa_kernel(_PRIORITY, set_priority=True):
         yield
 

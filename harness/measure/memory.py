@@ -22,7 +22,7 @@ class MemoryCounters(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of this process on its device. None is unknown: on a CPU without the allocator, everything is."""
+    """The memory of this process on its device. None means unknown, as all is on a CPU without the allocator."""
 
     device: torch.device
     allocator: Allocator | None = None  # for a CPU; not used on CUDA
@@ -33,7 +33,7 @@ class DeviceMemory:
         return self.device.type == "cuda"
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is allocated now."""
+        """Start a new peak from the bytes allocated now."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self.allocator is not None:

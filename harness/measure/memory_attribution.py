@@ -1,7 +1,8 @@
 """The attribution of memory at its peak: every live block at that moment, and its role.
 
-A log says which blocks were allocated and freed, claims say which tensors they belonged to, spans say which operator
-ran. From these the peak is found afterwards, and each of its blocks goes to one role: there is no remainder.
+A log says which blocks were allocated and freed, claims say which tensors they belonged to, and spans say which
+operator ran. The peak is computed from these afterwards, and each of its blocks is attributed to exactly one role, so
+that there is no remainder.
 """
 
 from collections import Counter, defaultdict
@@ -47,8 +48,8 @@ class PeakMemory:
 def attribute_peak(log: AllocationLog, annotations: StepAnnotations) -> PeakMemory:
     """Find the peak in a log and give each of its blocks a role.
 
-    A block that is not claimed by then takes the role for which it is claimed later: what becomes a gradient is one
-    while it is computed.
+    A block that is not claimed by then takes the role for which it is claimed later: a block that becomes a gradient
+    counts as a gradient while it is computed.
     """
     line = _peak_line(log, annotations.pauses)
     moment = int(log.moments[line])
@@ -88,7 +89,7 @@ def attribute_peak_by_example(
 
 
 def _initial_twins(log: AllocationLog, example: AllocationLog) -> dict[int, int]:
-    """Return, for the blocks that were live before, the line of the example's twin."""
+    """Return the line of the example's twin for each block that was live before the step."""
     unmatched = {(int(example.addresses[at]), int(example.bytes[at])): at for at in range(example.initial_count)}
     twins, unknown = {}, []
     for at in range(log.initial_count):
@@ -104,7 +105,7 @@ def _initial_twins(log: AllocationLog, example: AllocationLog) -> dict[int, int]
 
 
 def _twins(log: AllocationLog, example: AllocationLog, annotations: StepAnnotations) -> dict[int, int] | None:
-    """Return, for each line where Python's thread requested a block, the line of the example's twin.
+    """Return the line of the example's twin for each line where Python's thread requested a block.
 
     Listeners to the example's operators make some of these request more blocks, which are skipped.
     """
@@ -134,7 +135,7 @@ def _sum(moment: int, blocks: "Iterable[tuple[np.int64, tuple[str, str]]]") -> P
 def _peak_line(log: AllocationLog, pauses: Iterable[OpSpan]) -> int:
     """Return the line of the log after which the most bytes were live."""
     totals = np.cumsum(log.bytes)
-    totals[: max(0, log.initial_count - 1)] = -1  # the list of initial blocks is no history
+    totals[: max(0, log.initial_count - 1)] = -1  # the lines of initial blocks are not in order of time
     totals[_paused(log, pauses)] = -1
     return int(np.argmax(totals))
 
@@ -154,7 +155,7 @@ def _requests(log: AllocationLog, pauses: Iterable[OpSpan]) -> Integers:
 
 
 def owner_at(log: AllocationLog, annotations: StepAnnotations, block: Allocation, peak: int) -> tuple[str, str]:
-    """Return a block's role at the moment of the peak, and a detail: a kind of buffer, or the operator that made it."""
+    """Return a block's role at the moment of the peak, and a detail: a kind of buffer, or the operator it ran in."""
     claims = [c for c in annotations.claims.get(block.address, ()) if block.allocated_at < c.moment <= block.freed_at]
     before = [claim for claim in claims if claim.moment <= peak]
     is_initial = block.line < log.initial_count
@@ -185,7 +186,7 @@ def _in_force(claims: Iterable[Ownership]) -> Ownership | None:
 
 
 def _later_claim(claims: Iterable[Ownership], is_initial: bool) -> Ownership | None:
-    """Return the claim for which a block was made. A bucket, which outlives steps, is not yet its later gradient."""
+    """Return the claim for which a block was allocated. A bucket, which outlives steps, is not yet a gradient."""
     later = [claim for claim in claims if claim.is_owned]
     return (max if is_initial else min)(later, key=_precedence, default=None)
 

@@ -32,7 +32,7 @@ class OwnershipRecorder:
         self.is_paused = False
 
     def start(self) -> None:
-        """Start logging, and claim the state that is held between steps."""
+        """Start logging, and claim the state that exists between steps."""
         self.memory.reset_peak()
         self.logger = self.memory.begin_log() if self.memory.can_log else None
         with self.pause():
@@ -50,7 +50,7 @@ class OwnershipRecorder:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the measurement's own allocations inside the block from the step's."""
+        """Exclude allocations inside the block from the step's, because the measurement itself makes them."""
         self._update_peak()
         self.is_paused, started = True, self.position()
         yield
@@ -97,12 +97,12 @@ class OwnershipRecorder:
         self.claim_gradients()
 
     def claim_gradients(self) -> None:
-        """Claim gradients, and the modules' present parameters: those not claimed at rest before are gathered."""
+        """Claim gradients, and the modules' present parameters: those that were not claimed at rest are gathered."""
         shards = list(self.engine.local_shards("gradients"))
         self.claim((shard.local for shard in shards), "gradient", "gradients")
         buckets = {s.address for shard in shards if shard.state_name == BUCKET for s in storages(shard.local)}
         if self.logger is not None:
-            for address in self.gradient_buckets - buckets:  # copied out: DDP's buckets hold gradients only for a while
+            for address in self.gradient_buckets - buckets:  # DDP has copied these gradients out of its buckets
                 self.annotations.claim(self.position(), address, "gradient", "gradients", is_owned=False)
         self.gradient_buckets = buckets
         parameters = list(self.engine.model.parameters())

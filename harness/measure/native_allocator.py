@@ -80,7 +80,7 @@ def build_allocator(cache: Path) -> Path:
 
 
 def _find_library(folder: Path) -> Path | None:
-    """Return the library whose name has its content's digest; one damaged by a full disk would kill every rank."""
+    """Return the library whose name has its content's digest; one damaged by a full disk would crash every rank."""
     return next((path for path in folder.glob("allocator-*.so") if path.name == _allocator_name(path)), None)
 
 

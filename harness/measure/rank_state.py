@@ -21,7 +21,7 @@ def state_bytes(engine: ShardSource, kind: StateKind) -> int:
 
 
 def bytes_by_device(engine: ShardSource, kind: StateKind) -> dict[str, int]:
-    """Return the same by type of device, cpu or cuda, without gathered parameters and staging buffers."""
+    """Return the bytes of one kind of state on cpu and on cuda, without gathered parameters and staging buffers."""
     by_device: dict[str, list[Shard]] = defaultdict(list)
     for shard in engine.local_shards(kind):
         if shard.state_name not in (GATHERED, STAGING):

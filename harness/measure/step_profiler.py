@@ -74,7 +74,7 @@ class StepListener(Listener):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Follow a phase of the step: count micro-batches in flight and backwards that are split, sample gradients."""
+        """Observe a phase of the step: count micro-batches in flight and split backwards, and sample gradients."""
         started = self.recorder.position()
         splits = name == "backward_input"
         before = self._gradient_versions() if splits else []
@@ -87,7 +87,7 @@ class StepListener(Listener):
         self.recorder.add_phase(name, started)
 
     def _gradient_versions(self) -> list[tuple[str, int, int]]:
-        """Return what changes when a gradient is created or modified."""
+        """Return a value that changes when a gradient is created or modified."""
         with self.recorder.pause():
             shards = self.engine.local_shards("gradients")
             return [(shard.name, shard.local.data_ptr(), shard.local._version) for shard in shards]
@@ -100,7 +100,7 @@ class StepListener(Listener):
             yield
 
     def saved_for_recompute(self, tensor: Tensor) -> None:
-        """Count a result that is kept for a second forward, outside autograd."""
+        """Count a result that is saved for a second forward, outside autograd."""
         self.activations.watch(tensor)
 
     def offloaded(self, tensor: Tensor) -> None:
@@ -139,7 +139,7 @@ class StepListener(Listener):
     def on_collective(self, collective: Collective) -> None:
         """Claim the buffers of a collective: those of a data-parallel all-gather are gathered parameters."""
         along_data = is_data_parallel_axis(group_axes(collective.group_ranks, self.layout))
-        # Keys and values are gathered among the same ranks by an operator of autograd's, which is not c10d's.
+        # Keys and values are gathered among the same ranks too, but by an operator outside of c10d's namespace.
         is_c10d = collective.operator.startswith("c10d::")
         gathered = collective.operation == "all_gather" and along_data and is_c10d
         role = "gathered" if gathered else "communication"
@@ -173,7 +173,7 @@ class StepListener(Listener):
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that reports every operator to the listener.
 
-    It also samples gradients before a collective, when gradients that are about to be reduced are whole.
+    It also samples gradients before a collective, because gradients that are about to be reduced are still whole then.
     """
 
     def __init__(self, listener: StepListener) -> None:
@@ -187,7 +187,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(tensor_type, DTensor) for tensor_type in types):
-            return NotImplemented  # the plain operators that it consists of come here afterwards
+            return NotImplemented  # torch dispatches the plain operators that it consists of afterwards
         listener, recorder, kwargs = self.listener, self.listener.recorder, kwargs or {}
         if func.namespace in _COLLECTIVE_NAMESPACES:
             listener.sample_gradients(may_be_largest=True)

@@ -38,7 +38,7 @@ class DeviceClock:
 
 
 class StepTimes(Listener):
-    """A listener that times whole steps and the phases inside them. A step waits while it is outside its phases.
+    """A listener that times whole steps and the phases inside them. Time outside the phases is spent waiting.
 
     On a CPU a phase includes the collectives that it waits for; a pipeline's receives and the global norm lie outside.
     """

@@ -24,7 +24,7 @@ from harness.records.rank_report import OUTSIDE_PHASES, PhaseShare, TimeBreakdow
 
 STEP_PHASE = "step"
 
-_PREFIX = "harness."  # of phases' names in the profiler's list
+_PREFIX = "harness."  # the prefix of phases' names in the profiler's list
 
 _COMMUNICATION = ("gloo:", "nccl", "c10d::", "_c10d_functional::", "deepspeed::")
 
@@ -41,9 +41,9 @@ class TraceEvent(NamedTuple):
     end: int
     on_gpu: bool = False
     thread: int = 0
-    correlation_id: int = 0  # of an entry on the CPU
-    launched_by: int = 0  # of an entry on the GPU: the correlation id of the operator that launched it
-    is_annotation: bool = False  # whether record_function made the entry, called by the harness or by anyone else
+    correlation_id: int = 0  # the id of an entry on the CPU
+    launched_by: int = 0  # the correlation id of the operator that launched an entry on the GPU
+    is_annotation: bool = False  # whether record_function made the entry, called by the harness or by other code
 
 
 class StepTrace(Listener):
@@ -72,7 +72,7 @@ class StepTrace(Listener):
             yield
 
     def breakdown(self) -> TimeBreakdown | None:
-        """Return the breakdown, or None if the profiler saw nothing on the GPU, for want of permission for example."""
+        """Return the breakdown, or None if the profiler recorded nothing on the GPU, for example without permission."""
         assert self.profiler.profiler is not None and self.profiler.profiler.kineto_results is not None
         events = [
             TraceEvent(
@@ -91,7 +91,7 @@ class StepTrace(Listener):
 
 
 def cpu_time_breakdown(events: Sequence[TraceEvent]) -> TimeBreakdown:
-    """Divide traced steps by the operators of the threads that marked them, in which no waiting is counted."""
+    """Divide the time of traced steps by the operators of the threads that marked them; no waiting is counted."""
     marks = [event for event in events if event.name.startswith(_PREFIX)]
     threads = {mark.thread for mark in marks}
     own = [event for event in events if event.thread in threads]
