@@ -14,16 +14,16 @@ CPU_RANKS = 2  # ranks of a node without GPUs: the smallest world in which anyth
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine as one node of the cluster. Ranks on a CPU share its memory; a rank on a GPU has a device's."""
+    """This machine as one node of the cluster. CPU ranks share its memory; a GPU rank has that of its device."""
 
     device: Device
     device_name: str
     nodes: int
     ranks_per_node: int
-    devices: int  # CUDA devices of this machine
-    free_bytes: tuple[int, ...]  # of the host (cpu), or of each device (cuda)
+    devices: int  # the number of CUDA devices of this machine
+    free_bytes: tuple[int, ...]  # free memory of the host (cpu), or of each device (cuda)
     cores: int
-    host_free_bytes: int | None = None  # of the host, whatever the device; None if unknown
+    host_free_bytes: int | None = None  # free memory of the host, whatever the device; None if unknown
     sharing: int = 1  # number of runs that share this machine's memory
     device_bytes: int | None = None  # total memory of the smallest CUDA device; None on a CPU
 
@@ -33,15 +33,15 @@ class Machine:
         return self.nodes * self.ranks_per_node
 
     def available_bytes(self, ranks: int) -> int:
-        """Return the free bytes of the host, or of the fullest device among those that so many ranks use."""
+        """Return the free bytes of the host, or of the fullest device among those that `ranks` ranks use."""
         return min(self.free_bytes[:ranks])
 
     def nodes_needed(self, ranks: int) -> int:
-        """Return the smallest number of nodes that can run so many ranks."""
+        """Return the smallest number of nodes that can run `ranks` ranks."""
         return -(-ranks // self.ranks_per_node) if self.nodes > 1 else 1
 
     def world_size_problems(self, ranks: int) -> Iterator[str]:
-        """Yield the reasons why this cluster cannot run so many ranks."""
+        """Yield the reasons why this cluster cannot run `ranks` ranks."""
         nodes = self.nodes_needed(ranks)
         if nodes > self.nodes:
             yield (

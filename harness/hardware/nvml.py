@@ -1,6 +1,6 @@
 """NVIDIA's management library (NVML): what it reports of CUDA devices. No other module imports pynvml.
 
-NVML refuses many queries on virtual devices and on those partitioned by MIG: what it refuses is None here.
+NVML refuses many queries on virtual devices and on those partitioned by MIG: a refused query returns None here.
 """
 
 import os

@@ -1,10 +1,10 @@
 """Peak FLOP/s of devices, by the exact name that CUDA reports."""
 
 # FLOP/s of dense matrix products by torch's dtype, never the figure with sparsity, which is twice as high at 16 bit.
-# float32 is without TF32, which is torch's default, and stands only where the datasheet is beyond doubt.
+# The figure of float32 is without TF32, which is torch's default, and is given only if the datasheet is unambiguous.
 # NVIDIA's figures are from the datasheets of A100, H100, H200, L4, L40 and L40S, A10, A40 and HGX B200, and for GeForce
 # the whitepapers of GA102, AD102 and Blackwell, with 16-bit products accumulated in fp32. Datasheets from Hopper on
-# print 16 bit with sparsity; here is half of that. AMD's are from the datasheets of MI300X and MI325X, with
+# print 16 bit with sparsity; the table has half of that. AMD's are from the datasheets of MI300X and MI325X, with
 # float32 by matrix cores.
 _A100 = {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}
 

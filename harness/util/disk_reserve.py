@@ -1,4 +1,4 @@
-"""Disk space held back, so that a run that fills the disk can still become a row."""
+"""A reserve of disk space, so that the result of a run that fills the disk can still be written."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 RESERVE_BYTES = 2**20  # rows of failed runs take tens of KiB
 
-MIN_FREE_BYTES = 2**22  # needed free to start a run: its rank reports and logs take as much
+MIN_FREE_BYTES = 2**22  # the free space needed to start a run: its rank reports and logs take as much
 
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 

@@ -9,7 +9,7 @@ from harness.util.text import sanitize
 
 
 class UserError(Exception):
-    """A value that cannot work. The message names the dotted key, its value, the rule and the remedy."""
+    """An error that the user can fix. The message names the dotted key, its value, the rule and the remedy."""
 
 
 def os_error_text(error: OSError) -> str:
@@ -20,7 +20,7 @@ def os_error_text(error: OSError) -> str:
 def run_command(command: Callable[[], None]) -> int:
     """Run a command and return its exit code: 0, or 2 after printing a UserError or an OSError as one line.
 
-    If the reader of the output, such as `head`, has closed it, end quietly with a shell's code for that.
+    If the reader of the output, such as `head`, has closed it, return 128 + SIGPIPE without a message, as shells do.
     """
     try:
         command()

@@ -16,7 +16,7 @@ from harness.util.text import one_line
 
 
 def compiler_problem() -> str | None:
-    """Return one line on why no C++ compiler can be used, or None if there is one. Like torch, try $CXX, then c++."""
+    """Return why no C++ compiler can be used, in one line, or None if there is one. Like torch, try $CXX, then c++."""
     command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     if shutil.which(command[0]) is None:
         return f"no C++ compiler: {command[0]} is not on PATH; install g++ or clang, or name one in CXX"

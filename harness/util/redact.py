@@ -9,7 +9,7 @@ _SECRET_WORDS = "SECRET|TOKEN|CREDENTIAL|JWT|BEARER"
 # Names of environment variables whose values are secrets for certain: these are replaced wherever they occur in a text.
 _SECRET_NAME = re.compile(f"{_SECRET_WORDS}|API_?KEY|ACCESS_?KEY|PASSW", re.IGNORECASE)
 
-# What may be a secret: such a variable is left out of a record, as a lost setting is better than a leaked secret.
+# Names that may denote a secret: such variables are left out of a record, as a lost setting is better than a leak.
 _POSSIBLE_SECRET = re.compile(f"{_SECRET_WORDS}|KEY|PASS|PWD|AUTH|COOKIE", re.IGNORECASE)
 
 _MIN_SECRET_LENGTH = 12  # characters: a shorter value may be a common word

@@ -1,4 +1,4 @@
-"""Text for the user: reduced to one printable line, and counts of things."""
+"""Text for the user: messages reduced to one printable line, and counts with their nouns."""
 
 
 def one_line(message: object) -> str:
