@@ -105,8 +105,9 @@ def host_capacity_problem(
     keys = [f"strategy.offload={config.strategy.offload}"] if config.strategy.offload != "none" else []
     keys += ["checkpointing.offload_activations=true"] if config.checkpointing.offload_activations else []
     return (
-        f"{' and '.join(keys)} of model={config.model.name} needs {format_bytes(needed // ranks_on_host)} a rank x"
-        f" {ranks_on_host} ranks of the host = {format_bytes(needed)}, {format_bytes(available_bytes)} are available:"
+        f"{' and '.join(keys)} of model={config.model.name} {'needs' if len(keys) == 1 else 'need'}"
+        f" {format_bytes(needed // ranks_on_host)} a rank x {ranks_on_host} ranks of the host ="
+        f" {format_bytes(needed)}, {format_bytes(available_bytes)} are available:"
         " choose less offload, a smaller model, or preflight=false to try"
     )
 

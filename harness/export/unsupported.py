@@ -90,9 +90,9 @@ def why_not_accelerate(run: RecordedRun) -> Iterator[str]:
     if layout.tp_enabled or layout.cp_enabled:
         yield "Accelerate's tensor and context parallelism need a model of transformers"
     if layout.world_size == 1:
-        yield "one process needs no launcher"
+        yield "a run of one process needs no launcher"
     if layout.data_parallel == "none" and layout.zero_stage == 0:
-        yield f"strategy={run.config.strategy.name} is no data parallelism, and Accelerate wraps nothing else"
+        yield f"strategy={run.config.strategy.name} has no data parallelism, and Accelerate wraps no other here"
     if layout.data_parallel == "ddp" and layout.zero_stage:
         yield "Accelerate has no ZeroRedundancyOptimizer"
     if layout.data_parallel == "fsdp" and layout.zero_stage == 0:

@@ -80,7 +80,7 @@ def pipeline_incompatibilities(config: RunConfig, layout: Layout, micro_batches:
             " interleaved_1f1b or zero_bubble"
         )
     if schedule == "interleaved_1f1b" and virtual == 1:
-        yield f"strategy.virtual_stages=1 interleaves nothing, strategy.schedule={schedule}: choose 2 or more, or 1f1b"
+        yield f"strategy.virtual_stages=1 is too few for strategy.schedule={schedule}: choose 2 or more, or 1f1b"
     batch = (
         f"train.global_batch={config.train.global_batch} and train.micro_batch={config.train.micro_batch} make"
         f" {micro_batches} micro-batches"

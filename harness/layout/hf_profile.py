@@ -160,6 +160,6 @@ class HFProfile:
             yield f"model.tie_word_embeddings=true of model={name} ties what strategy.tp={tp} cuts apart: choose false"
         if self.model.dropout:
             yield (
-                f"model.dropout={self.model.dropout} of model={name} is the library's, which draws other masks on every"
-                f" rank of strategy.tp={tp}: choose 0"
+                f"model.dropout={self.model.dropout} of model={name} is the library's dropout, which draws different"
+                f" masks on every rank of strategy.tp={tp}: choose 0"
             )

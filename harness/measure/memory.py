@@ -115,7 +115,7 @@ class DeviceMemory:
         if self._cuda:
             return CudaAllocationLog(self.device)
         if self.allocator is None:
-            raise RuntimeError("no allocator counts this CPU's memory")
+            raise RuntimeError("the counting allocator is not loaded")
         return CpuAllocationLog(self.allocator)
 
 

@@ -52,7 +52,7 @@ class MemoryLimit:
             share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / total)
             torch.cuda.set_per_process_memory_fraction(share, self.device)
         elif self.allocator is None:
-            raise RuntimeError("cluster.memory_budget cannot be enforced: no allocator counts this CPU's memory")
+            raise RuntimeError("cluster.memory_budget cannot be enforced: the counting allocator is not loaded")
         else:
             self.allocator.set_limit(limit_bytes)
 

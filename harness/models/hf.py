@@ -82,7 +82,9 @@ def read_config_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path={path} has no readable config.json ({one_line(error)}): name one") from None
+        raise UserError(
+            f"model.path={path} has no readable config.json ({one_line(error)}): name a folder that has one"
+        ) from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise UserError(f"model.path={path} has no model_type: name the config.json of a Hugging Face model")
     return values

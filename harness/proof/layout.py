@@ -200,7 +200,7 @@ def _ownership_problems(
         copies = layout.world_size // (shards * layout.pp * tp_shards(name, model, layout))
         counts = {len(ranks) for ranks in boxes.values()}
         if name not in shapes:
-            yield f"{label}: they are held, but the model has no such parameter"
+            yield f"{label}: ranks have shards of it, but the model has no such parameter"
         elif sum(map(box_numel, boxes)) != math.prod(shapes[name]) or _overlap(boxes):
             yield f"{label}: the ranks' shards do not add up to its {math.prod(shapes[name])} elements"
         elif counts != {copies}:

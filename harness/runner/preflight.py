@@ -41,7 +41,7 @@ def compile_problems(config: RunConfig, layout: Layout, machine: Machine) -> Ite
     if not config.train.compile:
         return
     if machine.device == "cpu" and compiler_problem():
-        yield f"train.compile=true makes C++ of every layer: {compiler_problem()}"
+        yield f"train.compile=true compiles every layer as C++: {compiler_problem()}"
     if layout.splits_backward:
         yield (
             "train.compile=true fuses a layer's backward into one operator, which strategy.schedule=zero_bubble must"

@@ -21,7 +21,10 @@ def resolve_run_config(values: ConfigValues) -> RunConfig:
     Raises UserError for impossible values, and for a secret, which the run file and the record would store.
     """
     for key in keys_holding_secrets(values):
-        raise UserError(f"{key} holds a secret, which run and record would keep: give it to the library in its own way")
+        raise UserError(
+            f"{key} holds a secret, which the run file and the record would store: set it in the library's"
+            " own configuration"
+        )
     if values.get("launch") == "script":
         raise UserError("launch=script is not known: choose hydra/launcher=slurm hydra.launcher.submit=false")
     model = values.get("model")

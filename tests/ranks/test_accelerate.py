@@ -83,7 +83,7 @@ def assert_proven(record: Record) -> None:
         (
             accelerate_entries.sharding_ignored,
             "fsdp_full_shard",
-            "Accelerate made a DistributedDataParallel of the model",
+            "returned a DistributedDataParallel instead of an FSDPModule",
         ),
         pytest.param(
             *(accelerate_entries.one_group, "fsdp_full_shard", "groups of 4 layers, embedding and head"),

@@ -57,7 +57,7 @@ QUICK_SECONDS = 300.0  # for the quick comparison
         ("strategy=pp_interleaved world_size=4", "strategy.pp=4 x strategy.virtual_stages=2 makes 8 stages"),
         ("strategy=pp_gpipe train.micro_batch=8", "make 1 micro-batches, fewer than strategy.pp=2 stages"),
         ("strategy=pp_interleaved train.global_batch=5", "which strategy.schedule=interleaved_1f1b cannot take"),
-        ("strategy=pp_interleaved strategy.virtual_stages=1", "strategy.virtual_stages=1 interleaves nothing"),
+        ("strategy=pp_interleaved strategy.virtual_stages=1", "strategy.virtual_stages=1 is too few for"),
         ("strategy=pp_1f1b strategy.virtual_stages=2", "is not part of strategy.schedule=1f1b"),
         ("strategy=pp_1f1b strategy.layers_per_stage=[1,2]", "their sum model.num_hidden_layers=4"),
         ("strategy=pp_1f1b strategy.layers_per_stage=[4,x]", "strategy.layers_per_stage=x is not a whole number"),

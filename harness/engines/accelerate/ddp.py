@@ -56,7 +56,9 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
     def prepare(model: nn.Module) -> nn.Module:
         prepared = accelerator.prepare_model(model)
         if not isinstance(prepared, DistributedDataParallel):
-            raise RuntimeError(f"Accelerate made a {type(prepared).__name__} of the model, not DistributedDataParallel")
+            raise RuntimeError(
+                f"Accelerator.prepare returned a {type(prepared).__name__} instead of a DistributedDataParallel"
+            )
         return prepared
 
     model = build_meta_model(config, probe)

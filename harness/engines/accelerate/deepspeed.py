@@ -49,7 +49,7 @@ def verify_prepared(engine: Any, accelerator: Accelerator, layout: Layout, accum
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     if not isinstance(engine, DeepSpeedEngine):
-        raise RuntimeError(f"Accelerate made a {type(engine).__name__} of the model, not a DeepSpeed engine")
+        raise RuntimeError(f"Accelerator.prepare returned a {type(engine).__name__} instead of a DeepSpeedEngine")
     actual = (
         engine.zero_optimization_stage(),
         dist.get_world_size(engine.data_parallel_group),

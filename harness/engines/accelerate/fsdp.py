@@ -46,7 +46,7 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
     materialize(model, config.model, config.train.seed, device, master, storage_device=host)
     prepared, optimizer = accelerator.prepare(model, build_adamw(list(model.parameters()), config.train))
     if not isinstance(prepared, FSDPModule):
-        raise RuntimeError(f"Accelerate made a {type(prepared).__name__} of the model, not what fully_shard makes")
+        raise RuntimeError(f"Accelerator.prepare returned a {type(prepared).__name__} instead of an FSDPModule")
     prepared.set_reshard_after_forward(layout.zero_stage == 3)
     verify_prepared(prepared, config, layout)
     parallel = AccelerateFSDP(model, layout.zero_stage)  # sharded in place
@@ -95,6 +95,6 @@ def verify_prepared(model: FSDPModule, config: RunConfig, layout: Layout) -> Non
             f"Accelerate made {len(groups)} groups of {config.model.num_hidden_layers} layers, embedding and head"
         )
     if any(group.mp_policy != mixed_precision_policy(config.precision) for group in groups):
-        raise RuntimeError(f"Accelerate changed the widths of precision={config.precision.name}")
+        raise RuntimeError(f"Accelerate changed the data types of precision={config.precision.name}")
     if any((group.post_forward_mesh_info is None) is (layout.zero_stage == 3) for group in groups):
         raise RuntimeError(f"Accelerate does not reshard as strategy.zero_stage={layout.zero_stage} requires")

@@ -44,7 +44,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
     if wrapper == "fsdp" and stage == 1:
         yield "strategy.zero_stage=1 is not a mode of fully_shard: choose 0, 2 or 3, or strategy=zero1 or zero1_torch"
     if wrapper == "fsdp" and stage == 0 and layout.dp_shard > 1:
-        yield f"strategy.dp_shard={layout.dp_shard} shards parameters, against strategy.zero_stage=0: choose 1"
+        yield f"strategy.dp_shard={layout.dp_shard} shards parameters, which strategy.zero_stage=0 does not: choose 1"
     if layout.tp_enabled and wrapper == "ddp":
         yield f"strategy.data_parallel=ddp cannot wrap a model that strategy.tp={layout.tp} shards: choose none or fsdp"
     if layout.offload != "none" and wrapper != "fsdp":

@@ -124,7 +124,10 @@ class SlurmExecutor:
                 jobs = {submitted.run: submitted_job(submitted.message()) for submitted in selected}
                 queued = commands.squeue_states({job for job in jobs.values() if job})
                 if queued is None:
-                    raise UserError("hydra/launcher=slurm: squeue does not answer which jobs are in the queue")
+                    raise UserError(
+                        "hydra/launcher=slurm: squeue does not respond, so that it is unknown which jobs are queued:"
+                        " try again later"
+                    )
                 for submitted in selected:
                     job = jobs[submitted.run]
                     submitted.job = job if job in queued else None
