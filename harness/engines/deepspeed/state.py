@@ -9,10 +9,11 @@ Masters and moments lie on the host in the same layout under strategy.offload, a
 these are separate buffers for the whole run, into which each gradient is copied when it is reduced and summed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -128,8 +129,7 @@ def flat_gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[
     # Stage 2 keeps fp32 sums between micro-batches, each as long as the parameter that this rank's part overlaps.
     sums = optimizer.all_grad_tensors.get(0) or []
     if partition and reduced:
-        without_padding = [tensor for tensor in reduced if not getattr(tensor, "_zero_padding", False)]
-        for owned, tensor in zip(partition, without_padding, strict=True):
+        for owned, tensor in zip(partition, without_padding(optimizer, partition, reduced), strict=True):
             yield from owned.shards(param_slices, tensor)
     elif partition and sums:
         for owned, tensor in zip(partition, sums, strict=True):
@@ -145,6 +145,23 @@ def flat_gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[
     if flat is not None and not reduced:
         for owned in partition:
             yield from owned.shards(param_slices, owned.view_in(flat))
+
+
+def without_padding(optimizer: Any, partition: Sequence[OwnedSlice], reduced: Sequence[Tensor]) -> list[Tensor]:
+    """Return the reduced gradients of this rank's parts, in their order.
+
+    DeepSpeed marks padding between parameters, but in stages 1 and 2 not the padding behind the last one, which fills
+    the partition (_get_flat_partition_unpadded). Raises RuntimeError if the gradients do not fit the parts.
+    """
+    gradients = [tensor for tensor in reduced if not getattr(tensor, "_zero_padding", False)][: len(partition)]
+    sizes = [owned.stop - owned.start for owned in partition]
+    partition_size = master_buffers(optimizer)[0].numel()
+    if [tensor.numel() for tensor in gradients] != sizes or sum(map(torch.numel, reduced)) != partition_size:
+        raise RuntimeError(
+            f"DeepSpeed reduced gradients of {[tensor.numel() for tensor in reduced]} elements for parts of {sizes}"
+            f" elements in a partition of {partition_size}"
+        )
+    return gradients
 
 
 def reduction_buckets(optimizer: Any) -> Iterator[Tensor]:

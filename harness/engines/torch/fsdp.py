@@ -36,12 +36,19 @@ def apply_fully_shard(
             offload_policy=offload,
         )
 
-    for block in model.layers_by_index().values():
+    blocks = list(model.layers_by_index().values())
+    for block in blocks:
         shard(block)
     ends = [group for group in model.embedding_and_head_groups() if group]
     for group in ends if len(ends) > 1 else ():  # tied weights must share a group: the root's
         shard(group)
     shard(model)
+    # Each group prefetches the one that ran before it in forward. Before the first one ran the last group of the
+    # micro-batch before, which torch forgets only in the last backward: that group would be gathered once more than
+    # it is used in every step that accumulates. The first group is gathered already when it prefetches itself.
+    first = ends[0][0] if len(ends) > 1 else blocks[0]
+    assert isinstance(first, FSDPModule)
+    first.set_modules_to_backward_prefetch([first])
 
 
 def mixed_precision_policy(precision: PrecisionConfig) -> MixedPrecisionPolicy:

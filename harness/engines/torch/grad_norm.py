@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
+from harness.tensors.norm import sum_of_squares
+
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, or a plain tensor itself."""
@@ -45,8 +47,7 @@ def squared_grad_norm(gradients: Sequence[Tensor], device: torch.device) -> Tens
         by_axes[tuple(axis_groups)].append(local_part(gradient))
     total = torch.zeros((), device=device)
     for axes in sorted(by_axes):
-        norms = torch._foreach_norm(by_axes[axes], 2, torch.float32)
-        square = torch.linalg.vector_norm(torch.stack(norms)).to(device) ** 2  # offloaded gradients lie on the host
+        square = sum_of_squares(by_axes[axes]).to(device, torch.float32)  # offloaded gradients lie on the host
         for axis in axes:
             dist.all_reduce(square, group=groups[axis])
         total += square
