@@ -25,7 +25,7 @@ TP, TP_SP, PP_1F1B, PP_GPIPE, PP_ZERO_BUBBLE = DEFAULTS
     ("fault", "combination", "problem"),
     [
         (replayed_faults.lower_stage, ZERO2, "0.67 x the"),
-        (replayed_faults.uncounted, FSDP, "0.68 x the"),
+        (replayed_faults.uncounted, FSDP, "0.67 x the"),
         (replayed_faults.boundary_sent_twice, PP_GPIPE, "along pp send, which is 2.00 x the"),
         (replayed_faults.sequence_whole, TP_SP, "along tp reduce_scatter, which is 0.00 x the"),
         (replayed_faults.layer_twice, FSDP, "a step ran"),
@@ -96,7 +96,7 @@ def test_a_fault_in_the_reports_is_an_error(
                 (faults.halved, "fsdp_full_shard", "layers.1.input_layernorm.weight"),
                 (faults.halved, "ddp precision=bf16_mixed", "layers.1.input_layernorm.weight"),
                 (faults.summed_in_16_bit, "zero2 precision=bf16_mixed", "gradients: they are accumulated in bfloat16"),
-                (faults.uncounted, "fsdp_full_shard", "0.68 x the"),
+                (faults.uncounted, "fsdp_full_shard", "0.67 x the"),
                 (faults.not_finite, "ddp", "the loss is not finite from step 0 on, in warm-up"),
                 (faults.layer_twice, "fsdp_full_shard", "a step ran"),
                 (
