@@ -26,7 +26,11 @@ def parse_bytes(text: str | int | float, key: str = "") -> int:
     if not (1 <= size <= _MAX_BYTES and is_whole):
         setting = f"{key}={text}" if key else str(text)
         units = ", ".join((*BINARY, *DECIMAL, "B"))
-        raise UserError(f"{setting} is not a size of 1 byte or more: choose a number with {units}, or of bytes alone")
+        choice = f"choose a number with {units}, or of bytes alone"
+        letter = match[2][:1].upper() if match else ""
+        if match and not unit and letter in ("G", "M", "K"):
+            choice = f"did you mean {match[1]}{letter}iB or {match[1]}{letter}B?"
+        raise UserError(f"{setting} is not a size of 1 byte or more: {choice}")
     return int(size)
 
 

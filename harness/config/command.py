@@ -21,11 +21,14 @@ RetryableStatus = Literal["error", "timeout", "oom"]  # interrupted runs are alw
 class ProofConfig:
     """The bounds that every run must meet; a run above one of them is an error."""
 
-    reference: bool = True  # Whether every run is compared with a single process that trains the same.
-    # The largest relative deviation of any step's loss from the reference, by precision.
-    loss_bound: dict[str, float] = field(default_factory=dict)
-    # The largest relative deviation of any parameter's gradient from the reference, by precision.
-    grad_bound: dict[str, float] = field(default_factory=dict)
+    reference: bool = True  # Whether every run is compared with one that trains the same, if possible a single process.
+    # How many times as far from the reference a run may be as the reference's second training, which differs in
+    # rounding only.
+    floor_multiple: float = 10.0
+
+    def __post_init__(self) -> None:
+        rule = "is not 1 or more: choose a number of noise floors, such as 10"
+        require(self.floor_multiple >= 1, "proof.floor_multiple", self.floor_multiple, rule)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from harness.config.command import CommandConfig
-from harness.config.locations import PRESETS, user_conf, user_sweeps
+from harness.config.locations import PACKAGED_CONF, PRESETS, user_conf, user_sweeps
 from harness.config.schema import RunConfig
+from harness.config.values import ConfigValues
 from harness.util.errors import UserError
 from harness.util.text import one_line
 
@@ -66,6 +67,23 @@ def _search_path_plugin() -> Any:
             search_path.append("harness-sweeps", f"file://{PRESETS}")
 
     return HarnessSearchPath
+
+
+def compose_values(*overrides: str) -> ConfigValues:
+    """Return the values that a command line with these overrides has. Raises UserError for a mistake in them."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from harness.config.overrides import composition_error
+
+    register_resolvers()
+    try:
+        with hydra.initialize_config_dir(str(PACKAGED_CONF), version_base="1.3"):
+            composed = hydra.compose("config", list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(composition_error(error)) from None
+    return cast("ConfigValues", to_container(composed))
 
 
 def to_container(composed: Any) -> dict[str, Any]:

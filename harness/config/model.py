@@ -42,6 +42,8 @@ class ModelConfig:
             "model", self, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
         )
         require_positive("model", self, "intermediate_size", "vocab_size", "context_length")
+        rule = f"is a configuration of the transformers library: type model=hf model.path={self.path}"
+        require(self.path is None or self.family == "hf", "model.path", self.path, rule)
         if self.family in ARCHITECTURES:  # the transformers library has built its models, and so accepted their sizes
             self._check_architecture()
 

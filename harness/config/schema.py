@@ -77,8 +77,9 @@ class ClusterConfig:
         return None if self.memory_budget is None else parse_bytes(self.memory_budget)
 
 
-# Steps after the timed ones: two under torch's profiler, to see where time goes, and one that records every operator.
-TRACED_STEPS, PROFILED_STEPS = 2, 1
+# Steps after the timed ones: one that records every operator, and two under torch's profiler, to see where time goes.
+# The profiled step comes first because nothing in it is timed: torch's profiler attaches itself to a GPU before it.
+PROFILED_STEPS, TRACED_STEPS = 1, 2
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,13 @@ class TrainConfig:
 
     @property
     def total_steps(self) -> int:
-        """The number of all steps that are trained: warm-up, timed, traced and profiled ones."""
-        return self.warmup_steps + self.steps + TRACED_STEPS + PROFILED_STEPS
+        """The number of all steps that are trained: warm-up, timed, profiled and traced ones."""
+        return self.warmup_steps + self.steps + PROFILED_STEPS + TRACED_STEPS
+
+    @property
+    def profiled_step(self) -> int:
+        """The index of the profiled step, whose gradients are compared with the reference's."""
+        return self.warmup_steps + self.steps
 
     def __post_init__(self) -> None:
         require_positive(

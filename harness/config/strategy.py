@@ -55,5 +55,9 @@ class StrategyConfig:
 
     @property
     def ddp_options(self) -> dict[str, Any]:
-        """Keyword arguments of DistributedDataParallel."""
-        return self.options | {"gradient_as_bucket_view": self.gradient_as_bucket_view}
+        """Keyword arguments of DistributedDataParallel.
+
+        The models' buffers are constants, such as tables of positions, which DDP would broadcast in every forward.
+        """
+        own = {"gradient_as_bucket_view": self.gradient_as_bucket_view, "broadcast_buffers": False}
+        return self.options | own

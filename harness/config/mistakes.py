@@ -1,0 +1,178 @@
+"""Mistakes in the arguments of a command, nearest before Hydra composes them, and what to type instead.
+
+Hydra's own parser reads the overrides. Only what cannot be right is a mistake: anything else is left to Hydra and to
+the typed configuration, whose errors harness.config.overrides explains.
+"""
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from harness.config import aliases
+from harness.config.aliases import BOOLEANS, canonical
+from harness.config.command import CommandConfig
+from harness.config.hf_model_info import HFModelInfo
+from harness.config.locations import conf_folders, names_in, sweeps_folders
+from harness.config.model_names import similar_models
+from harness.config.schema import RunConfig
+
+MOST_SUGGESTIONS = 3
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+FREE_KEYS = ("strategy.options.", "hydra.", "hydra/")  # whose keys only a library knows
+
+
+def group_names() -> list[str]:
+    """Return the names of all configuration groups: the folders in conf/, and sweeps."""
+    folders = {
+        path.name for conf in conf_folders() for path in conf.iterdir() if path.is_dir() and path.name != "hydra"
+    }
+    return [*sorted(folders), "sweeps"]
+
+
+def choices_of(group: str) -> list[str]:
+    """Return the names that a configuration group has."""
+    return names_in(sweeps_folders(), "") if group == "sweeps" else names_in(conf_folders(), group)
+
+
+@cache
+def known_keys() -> dict[str, Any]:
+    """Return every dotted key with its type; a group of keys has its dataclass."""
+    return dict(_keys_of(CommandConfig, "")) | dict(_keys_of(RunConfig, ""))
+
+
+def _keys_of(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, hint in typing.get_type_hints(cls).items():
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield f"{prefix}{name}", hint
+            yield from _keys_of(hint, f"{prefix}{name}.")
+        elif HFModelInfo not in typing.get_args(hint):
+            yield f"{prefix}{name}", hint
+
+
+def or_text(choices: Sequence[str]) -> str:
+    """Return choices for a sentence: a, b or c."""
+    return choices[0] if len(choices) == 1 else ", ".join(choices[:-1]) + " or " + choices[-1]
+
+
+def unknown_choice(group: str, value: str) -> str:
+    """Return that a group has no such name, with what to type instead."""
+    choices = choices_of(group)
+    instead = similar_choices(group, value)
+    if instead:
+        return f"{group}={value} is not known: did you mean {or_text(instead)}?"
+    if group == "model" and "/" in value:
+        rest = "type model=hf model.path=FOLDER with the folder that has its config.json; nothing is downloaded"
+        return f"model={value} is not known: {rest}"
+    return f"{group}={value} is not known: choose {', '.join(choices)}"
+
+
+def similar_choices(group: str, value: str) -> list[str]:
+    """Return what to type instead of a name that a group does not have, the likeliest first; nothing if unclear."""
+    choices, name = choices_of(group), canonical(value)
+    same = [choice for choice in choices if canonical(choice) == name or choice == Path(value).stem]
+    meant = same or list(aliases.VALUES.get(group, {}).get(name, ()))
+    if not meant and group == "model":
+        meant = similar_models(value, choices)
+    if not meant and len(name) > 2:
+        meant = [choice for choice in choices if canonical(choice).startswith(name)]
+    if not meant:
+        close = difflib.get_close_matches(name, [canonical(choice) for choice in choices], MOST_SUGGESTIONS, 0.6)
+        meant = [choice for spelling in close for choice in choices if canonical(choice) == spelling]
+    return [text if "=" in text.partition(" ")[0] else f"{group}={text}" for text in meant[:MOST_SUGGESTIONS]]
+
+
+def unknown_key(key: str, value: str) -> str:
+    """Return that there is no such key, with what to type instead."""
+    name = canonical(key)
+    sentence = aliases.NO_KEYS.get(name) or aliases.NO_KEYS.get(canonical(key.rpartition(".")[2]))
+    if sentence:
+        return f"{key} is not a key: {sentence}"
+    instead = similar_settings(key, value)
+    if instead:
+        return f"{key} is not a key: did you mean {or_text(instead)}?"
+    group = key.partition(".")[0]
+    if "." in key and isinstance(known_keys().get(group), type):
+        names = [entry.removeprefix(f"{group}.") for entry in known_keys() if entry.startswith(f"{group}.")]
+        return f"{key} is not a key: choose one of {', '.join(names)}"
+    return f"{key} is not a key of the configuration: `harness --cfg job` prints all of them"
+
+
+def similar_settings(key: str, value: str) -> list[str]:
+    """Return the settings to type instead of one whose key does not exist, the likeliest first."""
+    name, last = canonical(key), canonical(key.rpartition(".")[2])
+    groups, keys = group_names(), known_keys()
+    for spelling in dict.fromkeys((name, last)):
+        if spelling in aliases.KEYS:
+            return setting(aliases.KEYS[spelling], value)
+        if spelling in groups:
+            return setting(spelling, value)
+        exact = [entry for entry in keys if spelling in (canonical(entry), canonical(entry.rpartition(".")[2]))]
+        exact = [
+            entry for entry in exact if not isinstance(keys[entry], type) or not dataclasses.is_dataclass(keys[entry])
+        ]
+        if exact:
+            return setting(exact[0], value)
+    owner = key.rpartition(".")[0]
+    siblings = [entry for entry in keys if owner and entry.startswith(f"{owner}.")]
+    for candidates in (siblings, [*groups, *keys, *aliases.KEYS]):
+        spellings = {canonical(entry.rpartition(".")[2]): entry for entry in reversed(candidates)}
+        close = difflib.get_close_matches(last, spellings, 1, 0.75)
+        if close:
+            nearest = spellings[close[0]]
+            return setting(aliases.KEYS.get(nearest, nearest), value)
+    return []
+
+
+def setting(key: str, value: str) -> list[str]:
+    """Return the setting of a key or group to a value, or to what such a value probably means."""
+    if "{}" in key:
+        return [key.format(value or "VALUE")]
+    if key in group_names():
+        if value in choices_of(key):
+            return [f"{key}={value}"]
+        return similar_choices(key, value) or [f"{key}={choice}" for choice in choices_of(key)[:MOST_SUGGESTIONS]]
+    if key == "strategy.zero_stage" and value in ("1", "2", "3"):
+        return [f"strategy=zero{value}"]
+    if key == "world_size" and value == "0":
+        return ["cluster.device=cpu"]
+    return [f"{key}={aliases.KEY_VALUES.get(key, {}).get(canonical(value), value) or 'VALUE'}"]
+
+
+def wrong_value(key: str, value: str) -> str | None:
+    """Return why a value cannot be right for a key that exists, with what to type instead; None if it may be."""
+    hint = known_keys()[key]
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        if value.startswith(("{", "$")):
+            return None
+        if value in choices_of("sweeps") and key == "sweep":
+            return f"sweep={value} is not a setting, because sweep is a group of keys: did you mean sweeps={value}?"
+        names = [entry for entry in known_keys() if entry.startswith(f"{key}.")]
+        return f"{key}={value} is not a setting, because {key} is a group of keys: choose {', '.join(names)}"
+    other = aliases.KEY_VALUES.get(key, {}).get(canonical(value))
+    if other is not None and other != value:
+        return f"{key}={value} is not known: did you mean {key}={other}?"
+    if hint is bool and value.lower() in BOOLEANS and value.lower() not in ("true", "false"):
+        return f"{key}={value} is not true or false: did you mean {key}={str(BOOLEANS[value.lower()]).lower()}?"
+    duration = re.fullmatch(r"(\d+)\s*([smh])[a-z]*", value)
+    if hint is float and key.endswith("_seconds") and duration:
+        return f"{key}={value} is not a number: did you mean {key}={int(duration[1]) * _SECONDS[duration[2]]}?"
+    if hint is int and _whole_number(value) is not None:
+        return f"{key}={value} is not a whole number: did you mean {key}={_whole_number(value)}?"
+    return None
+
+
+def _whole_number(value: str) -> int | None:
+    """Return the whole number that a text such as 1e3, 20.0 or 10k stands for; None for digits alone and for others."""
+    text, factor = (value[:-1], 1000) if value[-1:] in ("k", "K") else (value, 1)
+    try:
+        number = float(text) * factor
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() and not value.lstrip("+-").isdigit() else None
