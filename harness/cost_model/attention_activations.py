@@ -18,8 +18,8 @@ def attention_tensors(shape: MicroBatchShape) -> dict[str, int]:
         scores = dict.fromkeys(("weights_fp32", "weights_mask", "dropped"), rows * shape.seq_len * FP32_BYTES)
         return {"query": fp32_size, "key": fp32_size, "value": fp32_size, "output": size} | scores
     if model.attention == "flash":  # arXiv 2205.14135: the scores are never stored
-        grouped = size * model.num_key_value_heads // model.num_attention_heads
-        return {"query": size, "key": grouped, "value": grouped, "output": size, "logsumexp": rows * FP32_BYTES}
+        keys = size if shape.repeats_grouped_heads else size * model.num_key_value_heads // model.num_attention_heads
+        return {"query": size, "key": keys, "value": keys, "output": size, "logsumexp": rows * FP32_BYTES}
     tensors = {"query": size, "key": size, "value": size, "output": size}  # keys and values repeated to every head
     tensors |= {"future_mask": shape.seq_len**2, "weights_fp32": rows * shape.seq_len * FP32_BYTES}
     if model.dropout:
@@ -49,7 +49,8 @@ def context_parallel_attention_tensors(shape: MicroBatchShape, size: int, rows: 
         tensors = {"query": size * width, "key": repeated * width, "value": gathered * width, "output": size}
         return tensors | dict.fromkeys(("weights_fp32", "weights_mask", "dropped"), scores * FP32_BYTES)
     if model.attention == "flash":
-        tensors = {"query": size, "key": gathered, "value": gathered, "output": size, "chunks": size}
+        keys = repeated if has_grouped_heads and shape.repeats_grouped_heads else gathered
+        tensors = {"query": size, "key": keys, "value": keys, "output": size, "chunks": size}
         mask = visible_chunks * chunk**2 * shape.width if shape.device == "cpu" else 0
         return tensors | {"logsumexp": rows * FP32_BYTES, "future_mask": mask}
     keys = repeated if has_grouped_heads else gathered  # heads that need no repeating are views of what was gathered

@@ -1,20 +1,19 @@
-"""The check whether a run fits a machine, and the search for smaller choices that do. Imports no torch."""
+"""The check whether a run fits a machine, and why not. Imports no torch."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from harness.config.byte_size import format_bytes
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
+from harness.cost_model.remedies import Choices, Variant, remedies, smaller_model
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout
 from harness.layout.parameters import parameter_count
 from harness.layout.state_widths import StateWidths
 
 MIN_REPORTED_SHARE = 0.005  # of a rank's bytes: the message leaves out smaller parts
-
-Accepts = Callable[[RunConfig, Layout], bool]  # whether a changed configuration could be run as that layout
 
 
 def is_compatible(config: RunConfig, layout: Layout) -> bool:
@@ -35,19 +34,21 @@ def capacity_problem(
     available_bytes: int,
     ranks_on_host: int,
     device: Device,
-    models: Sequence[ModelConfig],
+    models: Sequence[ModelConfig] = (),
     host_available_bytes: int | None = None,
-    accepts: Accepts = is_compatible,
+    choices: Choices | None = None,
 ) -> str | None:
     """Return why the run cannot fit, in one line with its arithmetic and what would fit; None if it fits.
 
     `available_bytes` is on cpu the host's free memory, which its ranks share, and on cuda the free memory of one
     device, where all that is offloaded must fit `host_available_bytes` (None: unknown). A rank must fit
-    cluster.memory_budget too. `models` are the candidates for a smaller choice; what the message offers is accepted by
-    `accepts` and fits.
+    cluster.memory_budget too. What the message offers is one of `choices` and fits; without choices it is the same
+    strategy and precision, and the models are `models`.
     """
+    choices = choices or same_layout_choices(config, layout, widths, models)
     memory = estimate_memory(config, layout, widths, device)
     host_problem = host_capacity_problem(config, memory, ranks_on_host, host_available_bytes)
+    host_problem = host_problem or host_copy_problem(config, widths, ranks_on_host, host_available_bytes)
     if host_problem:
         return host_problem
     budget = config.cluster.memory_budget_bytes
@@ -56,22 +57,21 @@ def capacity_problem(
         return None
     process_bytes = 0 if fits_machine else memory.process_bytes  # a budget is of tensors alone
 
-    def rank_bytes_if_fitting(changed: RunConfig, changed_layout: Layout) -> int | None:
-        """Return the bytes of a rank, or None if the configuration cannot run or does not fit."""
-        if not accepts(changed, changed_layout):
-            return None
-        trial = estimate_memory(changed, changed_layout, widths, device)
-        fits = needed_bytes(trial, ranks_on_host, device) <= available_bytes and fits_budget(budget, trial)
-        fits = fits and not host_capacity_problem(changed, trial, ranks_on_host, host_available_bytes)
+    def rank_bytes_if_fitting(variant: Variant) -> int | None:
+        """Return the bytes of a rank of a changed run, or None if it does not fit."""
+        changed = variant.config
+        ranks = ranks_on_host
+        if changed.strategy.name != config.strategy.name:  # otherwise more ranks are on more hosts
+            ranks = max(1, ranks_on_host * variant.layout.world_size // layout.world_size)
+        trial = estimate_memory(changed, variant.layout, variant.widths, device)
+        fits = needed_bytes(trial, ranks, device) <= available_bytes and fits_budget(budget, trial)
+        fits = fits and not host_capacity_problem(changed, trial, ranks, host_available_bytes)
+        fits = fits and not host_copy_problem(changed, variant.widths, ranks, host_available_bytes)
         return trial.peak_bytes + process_bytes if fits else None
 
-    remedies = [
-        *suggest_checkpointing(config, layout, rank_bytes_if_fitting),
-        *suggest_model(config, layout, models, rank_bytes_if_fitting),
-        *suggest_world_size(config, layout, rank_bytes_if_fitting),
-    ]
-    remedies += ["a larger cluster.memory_budget"] if fits_machine else []
-    remedies += ["preflight=false to try"]
+    offers = list(remedies(config, layout, choices, rank_bytes_if_fitting))
+    offers += ["a larger cluster.memory_budget"] if fits_machine else []
+    offers += ["preflight=false to try", *smaller_model(config, layout, choices, rank_bytes_if_fitting)]
     rank_bytes = memory.peak_bytes + process_bytes
     needs = f"model={config.model.name} needs {format_bytes(rank_bytes)} a rank"
     if fits_machine:
@@ -84,7 +84,22 @@ def capacity_problem(
     arithmetic = ", ".join(
         f"{name} {format_bytes(size)}" for name, size in parts.items() if size >= MIN_REPORTED_SHARE * rank_bytes
     )
-    return f"{needs} ({arithmetic}), {limit}: choose {', or '.join(remedies)}"
+    return f"{needs} ({arithmetic}), {limit}: choose {', or '.join(offers)}"
+
+
+def same_layout_choices(
+    config: RunConfig, layout: Layout, widths: StateWidths, models: Sequence[ModelConfig]
+) -> Choices:
+    """Return choices that keep strategy and precision; more ranks divide the model state further."""
+
+    def plan(changed: RunConfig, world_size: int | None) -> Variant | None:
+        """Return the changed configuration with the same layout, over more shards if there are more ranks."""
+        factor = (world_size or layout.world_size) // layout.world_size
+        wider = dataclasses.replace(layout, dp_shard=layout.dp_shard * factor)
+        divides = factor == 1 or (layout.zero_stage > 0 and layout.dp_shard > 1)
+        return Variant(changed, wider, widths) if divides and is_compatible(changed, wider) else None
+
+    return Choices(plan, models)
 
 
 def fits_budget(budget_bytes: int | None, memory: MemoryEstimate) -> bool:
@@ -108,48 +123,21 @@ def host_capacity_problem(
         f"{' and '.join(keys)} of model={config.model.name} {'needs' if len(keys) == 1 else 'need'}"
         f" {format_bytes(needed // ranks_on_host)} a rank x {ranks_on_host} ranks of the host ="
         f" {format_bytes(needed)}, {format_bytes(available_bytes)} are available:"
-        " choose less offload, a smaller model, or preflight=false to try"
+        " choose less offload, preflight=false to try, or a smaller model"
     )
 
 
-RankBytesIfFitting = Callable[[RunConfig, Layout], int | None]  # None if it cannot run or does not fit
-
-
-def suggest_checkpointing(config: RunConfig, layout: Layout, fits: RankBytesIfFitting) -> Iterator[str]:
-    """Yield the checkpointing that recomputes little, and the one that keeps least, where they are enough."""
-    for name in ("selective", "full"):
-        if config.checkpointing.name in (name, "full"):
-            continue
-        changed = dataclasses.replace(config.checkpointing, name=name, every=1)
-        size = fits(dataclasses.replace(config, checkpointing=changed), layout)
-        if size is not None:
-            yield f"checkpointing={name} ({format_bytes(size)} a rank)"
-
-
-def suggest_model(
-    config: RunConfig, layout: Layout, models: Sequence[ModelConfig], fits: RankBytesIfFitting
-) -> Iterator[str]:
-    """Yield the largest smaller model of the family that fits with the same layout, batch and attention."""
-    family = [model for model in models if model.family == config.model.family]
-    smaller = [model for model in family if parameter_count(model) < parameter_count(config.model)]
-    for model in sorted(smaller, key=parameter_count, reverse=True):
-        trial = dataclasses.replace(config, model=dataclasses.replace(model, attention=config.model.attention))
-        size = fits(trial, layout)
-        if size is not None:
-            yield f"model={model.name} ({format_bytes(size)} a rank)"
-            return
-
-
-def suggest_world_size(config: RunConfig, layout: Layout, fits: RankBytesIfFitting) -> Iterator[str]:
-    """Yield the smallest larger world that fits, by doubling the shards, on hosts or devices like this one."""
-    if layout.zero_stage == 0 or layout.dp_shard == 1:
-        return
-    for doublings in range(1, 13):
-        wider = dataclasses.replace(layout, dp_shard=layout.dp_shard * 2**doublings)
-        per_pass = config.train.micro_batch * wider.dp
-        batch = -(-config.train.global_batch // per_pass) * per_pass
-        size = fits(dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=batch)), wider)
-        if size is not None:
-            more = "" if batch == config.train.global_batch else f" and train.global_batch={batch}"
-            yield f"world_size={wider.world_size}{more} on more such machines ({format_bytes(size)} a rank)"
-            return
+def host_copy_problem(
+    config: RunConfig, widths: StateWidths, ranks_on_host: int, available_bytes: int | None
+) -> str | None:
+    """Return why the whole models that an engine builds on the host, one for each rank, do not fit; None if they do."""
+    rank_bytes = widths.host_copy * parameter_count(config.model) + PROCESS_BYTES["cpu"]
+    needed = rank_bytes * ranks_on_host
+    if not widths.host_copy or available_bytes is None or needed <= available_bytes:
+        return None
+    return (
+        f"strategy.engine={config.strategy.engine} builds the whole model={config.model.name} on the host for every"
+        f" rank before it shards: {format_bytes(rank_bytes)} x {ranks_on_host} ranks = {format_bytes(needed)},"
+        f" {format_bytes(available_bytes)} are available: choose strategy.engine=torch, preflight=false to try, or a"
+        " smaller model"
+    )

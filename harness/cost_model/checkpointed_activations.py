@@ -19,6 +19,8 @@ def recomputed_attention_tensors(shape: MicroBatchShape) -> dict[str, int]:
         names += ["attention.key", "attention.value"]
     elif shape.attention_is_decomposed:
         names += ["attention.query", "attention.key", "attention.value"]
+    elif shape.repeats_grouped_heads:
+        names += ["attention.key", "attention.value"]
     elif model.attention == "eager":
         if shape.sequences > 1:  # products copy heads and sequences into one dimension
             names += ["attention.query"]
@@ -52,6 +54,9 @@ def selectively_saved_tensors(shape: MicroBatchShape) -> dict[str, int]:
     elif shape.cp > 1:  # keys and values are gathered again
         saved |= {"v_proj": grouped}
         shared += ["attention.chunks", "attention.logsumexp"]
+    elif shape.repeats_grouped_heads:  # keys and values are repeated again
+        saved |= {"v_proj": grouped}
+        shared += ["attention.output", "attention.logsumexp"]
     else:
         shared += ["attention.value", "attention.output", "attention.logsumexp"]
     return saved | {name: block[name] for name in shared}

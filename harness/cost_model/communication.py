@@ -1,13 +1,22 @@
-"""The bytes that one rank must send in a step, as the papers count them, under ring algorithms."""
+"""The bytes that one rank must send in a step under ring algorithms: as the papers count them, and exactly."""
 
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 
 from harness.config.schema import RunConfig
+from harness.cost_model.data_parallel_communication import (
+    SentElements,
+    dp_bytes,
+    even_elements,
+    padded_elements,
+    ring_fraction,
+)
 from harness.cost_model.flops import must_recompute_last_projection, recomputed_layers
 from harness.layout.decoder_profile import norm_shapes
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import Stage, local_numel, stages_of_rank
+from harness.layout.partition import Stage, stages_of_rank
 from harness.layout.shapes import numel
 from harness.layout.state_widths import StateWidths
 
@@ -17,56 +26,43 @@ SCALARS = 8
 
 LAYOUT = "layout"  # the purpose of all other collectives, which move the tensors of the layout
 
+# Functions whose collectives move the layout's tensors however small: DeepSpeed's stages 1 and 2 cut gradients at the
+# borders of partitions, and a piece may have any size.
+LAYOUT_CALLERS = frozenset({"DeepSpeedZeroOptimizer.allreduce_bucket"})
+
 LOSS_SUMS = 3  # all-reduces of one fp32 number per token in a vocabulary-parallel loss: maximum, sum, target's logit
 
 
-def ring_fraction(ranks: int) -> float:
-    """Return the share that a rank sends of all bytes that are gathered or scattered among so many ranks."""
-    return (ranks - 1) / ranks
-
-
 def expected_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> dict[str, float]:
-    """Return the bytes that this rank must send in a step.
+    """Return the bytes that this rank must send in a step by the papers, in which every share is even.
 
-    The keys are the axes' names for data-parallel groups (`dp_shard`), and axis and operation for the others
-    (`tp all_reduce`). Gradient norms, flags and padding are left out.
+    The keys are an axis, or several joined by '+', and a kind: gather or reduce along the axes of data and sequences
+    (`dp_shard gather`), the operation along the others (`tp all_reduce`). Gradient norms and flags are left out.
     """
+    return _bytes_by_axis(config, layout, widths, rank, partial(even_elements, config, layout, widths))
+
+
+def padded_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> dict[str, float]:
+    """Return the bytes that this rank sends in a step exactly: the papers' with uneven shares and their padding.
+
+    The keys are those of expected_bytes().
+    """
+    return _bytes_by_axis(config, layout, widths, rank, partial(padded_elements, config, layout, widths, rank=rank))
+
+
+def _bytes_by_axis(
+    config: RunConfig, layout: Layout, widths: StateWidths, rank: int, elements: Callable[[Stage], SentElements]
+) -> dict[str, float]:
     expected: defaultdict[str, float] = defaultdict(float)
     for stage in stages_of_rank(config.model, layout, rank):
-        for axes, sent in dp_bytes(config, layout, widths, stage).items():
-            expected[axes] += sent
+        for (axes, kind), sent in dp_bytes(config, layout, widths, elements(stage)).items():
+            expected[f"{axes} {kind}"] += sent
         for operation, sent in tp_bytes(config, layout, stage, widths.tp_allreduces_per_layer).items():
             expected[f"tp {operation}"] += sent
-        expected["cp"] += cp_bytes(config, layout, stage)
+        for kind, sent in cp_bytes(config, layout, stage).items():
+            expected[f"cp {kind}"] += sent
         expected["pp send"] += pipeline_bytes(config, layout, stage)
     return dict(expected)
-
-
-def dp_bytes(config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage) -> dict[str, float]:
-    """Return the bytes that a rank sends along the data-parallel axes for a stage, by the names of the axes.
-
-    The volume is ZeRO's (arXiv 1910.02054, section 7), with hybrid sharding from its operators (arXiv 2304.11277).
-    Stages 0 and 1 synchronize once a step, stages 2 and 3 reduce-scatter every micro-batch; replicas of shards
-    synchronize once.
-    """
-    parameters = sum(local_numel(config.model, layout, stage).values())
-    micro_batches = layout.grad_accumulation_steps(config.train)
-    reduced_bytes = parameters * config.precision.reduce_bytes
-    gathered_bytes = parameters * widths.gathered
-    reductions, gathers = {
-        0: (0, 0),
-        1: (1, 1),
-        2: (micro_batches, 1),
-        3: (micro_batches, widths.gathers_per_micro_batch * micro_batches),
-    }[layout.zero_stage]
-    shards, replicas = layout.axes_size(layout.sharding_axes), layout.axes_size(layout.replica_axes)
-    along_shards = ring_fraction(shards) * (reductions * reduced_bytes + gathers * gathered_bytes)
-    along_replicas = 2 * ring_fraction(replicas) * reduced_bytes / shards
-    groups = {
-        layout.group_name(*layout.sharding_axes): along_shards,
-        layout.group_name(*layout.replica_axes): along_replicas,
-    }
-    return {axes: sent for axes, sent in groups.items() if axes}
 
 
 def hidden_bytes(config: RunConfig, layout: Layout) -> int:
@@ -101,8 +97,10 @@ def tp_bytes(config: RunConfig, layout: Layout, stage: Stage, allreduces_per_lay
     hidden = micro_batches * hidden_bytes(config, layout)
     tokens = train.micro_batch * train.seq_len // layout.cp
     loss_bytes = LOSS_SUMS * micro_batches * tokens * 4 if vocabulary_is_cut and stage.holds_head else 0
-    if train.loss_chunks > 1:  # each part runs a second time, and may be so small that its sums count as scalars
-        loss_bytes *= 2 * (tokens // train.loss_chunks > SCALARS)
+    if train.loss_chunks > 1:  # each part runs a second time
+        loss_bytes *= 2
+    if tokens // train.loss_chunks <= SCALARS:  # such small sums count as scalars
+        loss_bytes = 0
     ring = ring_fraction(layout.tp)  # an all-reduce sends twice this share
     if not layout.sequence_parallel:
         return {"all_reduce": 2 * ring * ((sums + recomputed_sums) * hidden + loss_bytes)}
@@ -120,19 +118,20 @@ def tp_bytes(config: RunConfig, layout: Layout, stage: Stage, allreduces_per_lay
     }
 
 
-def cp_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:
+def cp_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, float]:
     """Return the bytes that a rank sends along the context-parallel axis for a stage: keys, values, their gradients.
 
     There is an all-gather in forward, another in a second forward of layer or attention, and a reduce-scatter in
     backward (Llama 3, arXiv 2407.21783, section 3.3.2).
     """
     if not layout.cp_enabled:
-        return 0.0
+        return {}
     train, model = config.train, config.model
     keys_and_values = 2 * model.num_key_value_heads * model.head_dim // layout.tp  # elements per token
     tokens = layout.grad_accumulation_steps(train) * train.micro_batch * train.seq_len
-    passes = 2 * stage.layers + recomputed_layers(config, layout, stage)
-    return ring_fraction(layout.cp) * passes * tokens * keys_and_values * config.precision.compute_bytes
+    one_pass = ring_fraction(layout.cp) * tokens * keys_and_values * config.precision.compute_bytes
+    forwards = stage.layers + recomputed_layers(config, layout, stage)
+    return {"gather": forwards * one_pass, "reduce": stage.layers * one_pass}
 
 
 def per_matrix_tp_bytes(config: RunConfig, layout: Layout) -> dict[str, float]:

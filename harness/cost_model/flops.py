@@ -73,14 +73,16 @@ def executed_flops_with(
 def takes_fused_kernel(config: RunConfig, device: Device) -> bool:
     """Return whether attention is expected to run as one fused kernel on this device, cpu or cuda.
 
-    On CUDA torch has none for grouped heads in fp32: flash and cuDNN take 16 bit, the memory-efficient kernel takes no
-    groups. On CPU none has dropout. Without one torch multiplies the matrices one by one, and keeps the scores.
+    On a CPU none has dropout. On CUDA torch has none for grouped heads in fp32: flash and cuDNN take 16 bit, the
+    memory-efficient kernel takes no groups. The decoder repeats the heads there, a Hugging Face model does not. Without
+    a kernel torch multiplies the matrices one by one, and keeps the scores.
     """
     model = config.model
     if model.attention != "flash":
         return False
     if device == "cuda":
-        return config.precision.compute != "float32" or model.num_key_value_heads == model.num_attention_heads
+        is_grouped = model.num_key_value_heads != model.num_attention_heads
+        return config.precision.compute != "float32" or not is_grouped or model.hf_info is None
     return model_profile(model).has_fused_attention_on_cpu
 
 

@@ -4,6 +4,7 @@ The padding of shards, the allocator's fragmentation and what a collective needs
 tensors that tensor and pipeline parallelism keep were checked on CPU; for CUDA they are derived.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,18 +12,21 @@ from dataclasses import dataclass
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.activations import loss_tensors
-from harness.cost_model.buffers import buffer_tensors, keeps_grad_buffers, unsharded_grad_bytes
+from harness.cost_model.buffers import buffer_tensors, keeps_grad_buffers
 from harness.cost_model.pipeline import BackwardStart, backward_starts
 from harness.cost_model.stage_activations import host_gradient_bytes
-from harness.cost_model.stage_memory import Bytes, StageCost, local_parameter_count, stage_costs, step_peaks
+from harness.cost_model.stage_memory import Bytes, StageCost, local_parameter_count, stage_costs
+from harness.cost_model.step_peaks import step_peaks
+from harness.cost_model.transient_buffers import transient_buffers
+from harness.cost_model.workspaces import WORKSPACE_BYTES
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, local_numel, split_into_stages, whole_model
 from harness.layout.state_widths import StateWidths
 
 # Bytes outside torch's allocator. cpu: resident size of a rank after three steps of DeepSpeed ZeRO-3 on a 66 kB model
-# (psutil's rss, torch 2.13, DeepSpeed 0.19.8: 0.399e9; plain torch 0.343e9). cuda: a context and its libraries'
-# workspaces, as commonly reported, not measured here.
+# (psutil's rss, torch 2.13, DeepSpeed 0.19.8: 0.399e9; plain torch 0.343e9). cuda: a context and its libraries,
+# as commonly reported, not measured here.
 PROCESS_BYTES = {"cpu": 400_000_000, "cuda": 500_000_000}
 
 
@@ -66,7 +70,7 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
     """Return the memory of the rank with the highest peak.
 
     `device` is cpu or cuda: torch keeps different tensors on each. Model state is ZeRO's (arXiv 1910.02054, section 5).
-    The peak is the worst moment of the step's backwards (at a loss, at a head, in a last layer, in its attention, or at
+    The peak is the worst moment of the step's backwards (at a loss, at a head, in a layer, in its attention, or at
     an end), or it is the optimizer's. A model whose activations are not known has a lower bound of it. Raises
     UserError if the global batch leaves a remainder.
     """
@@ -76,7 +80,10 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
         estimate_rank_memory(config, layout, widths, device, pp_rank, stages=rank_stages(config.model, layout, pp_rank))
         for pp_rank in range(layout.pp)
     )
-    return max(ranks, key=lambda memory: memory.peak_bytes)
+    highest = max(ranks, key=lambda memory: memory.peak_bytes)
+    if device == "cpu":
+        return highest
+    return dataclasses.replace(highest, at_peak=highest.at_peak | {"workspaces": WORKSPACE_BYTES})
 
 
 def prediction_columns(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> dict[str, int | None]:
@@ -105,6 +112,8 @@ def lower_bound_estimate(config: RunConfig, layout: Layout, widths: StateWidths,
     gradient_bytes += host_gradients
     at_peak = {"parameters": parameter_bytes, "optimizer": optimizer_bytes, "gradients": gradient_bytes}
     host_bytes = 0 if device == "cpu" else sum(at_peak.pop(kind) for kind in layout.offloaded_state)
+    # Parameters are whole in forward, when there are no gradients yet.
+    buffers += max(0, transient_buffers(config, layout, widths, [stage], stage).forward - gradient_bytes)
     at_peak["buffers"] = buffers
     return MemoryEstimate(
         parameter_bytes,
@@ -123,7 +132,8 @@ def estimate_rank_memory(
     config: RunConfig, layout: Layout, widths: StateWidths, device: Device, pp_rank: int, stages: Sequence[Stage]
 ) -> MemoryEstimate:
     """Return the memory of this rank of the pipeline, which has these stages; device is cpu or cuda."""
-    costs, starts = stage_costs(config, layout, device, stages), rank_backward_starts(config, layout, pp_rank)
+    costs = stage_costs(config, layout, device, stages, widths)
+    starts = rank_backward_starts(config, layout, pp_rank)
     total = sum(cost.parameter_count for cost in costs)
     parameter_bytes = -(-widths.parameters * total // layout.shard_count("parameters"))
     optimizer_bytes = widths.optimizer * optimizer_parameter_count(config.model, layout, stages)
@@ -149,6 +159,8 @@ def estimate_rank_memory(
     peaks = [peak for start in starts for peak in step_peaks(costs, gradients, keeps_gradients, start, keeps_sent)]
     temporaries = optimizer_temporary_bytes(config, layout, total)
     peaks.append(dict.fromkeys(peaks[0], 0) | {"gradients": sum(gradients), "temporaries": temporaries})
+    copied = gradient_copy_bytes(config, layout, widths, total)
+    peaks.append(dict.fromkeys(peaks[0], 0) | {"gradients": sum(gradients), "temporaries": copied})
     highest = max(peaks, key=lambda peak: sum(peak.values()))
     highest["buffers"] += buffer_bytes
     return MemoryEstimate(
@@ -157,8 +169,7 @@ def estimate_rank_memory(
         optimizer_bytes,
         activation_bytes=max_saved_bytes(costs, starts),
         loss_bytes=sum(sum(loss_tensors(cost.shape).values()) for cost in costs if cost.stage.holds_head),
-        communication_buffer_bytes=buffer_bytes
-        + max(unsharded_grad_bytes(config, layout, [stage]) for stage in stages),
+        communication_buffer_bytes=buffer_bytes + max(cost.transient.largest for cost in costs),
         host_bytes=host_bytes,
         process_bytes=PROCESS_BYTES[device],
         at_peak=resident | highest,
@@ -184,6 +195,18 @@ def optimizer_temporary_bytes(config: RunConfig, layout: Layout, parameters: int
     """
     width = config.precision.master_bytes
     return 0 if config.train.fused_optimizer else -(-width * parameters // layout.shard_count("optimizer"))
+
+
+def gradient_copy_bytes(config: RunConfig, layout: Layout, widths: StateWidths, parameters: int) -> int:
+    """Return the bytes of this rank's part of the gradients in a flat copy beside the whole ones.
+
+    DeepSpeed's stage 1 makes it once they are reduced (stage_1_and_2.py, get_flat_partition); its BF16_Optimizer,
+    which holds gradients twice all the time, does not.
+    """
+    width = config.precision.accumulate_bytes
+    if not layout.uses_deepspeed_zero or layout.zero_stage != 1 or widths.gradients != width:
+        return 0
+    return -(-width * parameters // layout.dp_shard)
 
 
 def activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:
@@ -219,7 +242,7 @@ def max_saved_bytes(costs: Sequence[StageCost], starts: Sequence[BackwardStart])
             for cost, pending, awaiting in passes
         )
         own = costs[start.stage]
-        in_layer = max(own.activations.in_last_block, own.activations.in_last_attention)
+        in_layer = max(own.activations.layers[0].in_block, own.activations.in_last_attention)
         change = {
             "backward": max(
                 in_layer - own.activations.before_backward - own.log_probability_bytes,

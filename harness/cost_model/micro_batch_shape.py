@@ -63,6 +63,12 @@ class MicroBatchShape:
         return self.model.attention == "flash" and self.device == "cpu" and self.model.dropout > 0
 
     @property
+    def repeats_grouped_heads(self) -> bool:
+        """Whether keys and values are repeated for every head: CUDA has no fused kernel for grouped heads in fp32."""
+        is_grouped = self.model.num_key_value_heads < self.model.num_attention_heads
+        return is_grouped and self.model.attention == "flash" and self.device == "cuda" and self.width == FP32_BYTES
+
+    @property
     def dropout_mask_width(self) -> int:
         """Bytes per element of a dropout's mask: a CPU multiplies by it in the width of compute."""
         return self.width if self.device == "cpu" else 1

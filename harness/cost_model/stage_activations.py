@@ -18,59 +18,100 @@ from harness.layout.state_widths import StateWidths
 
 
 @dataclass(frozen=True)
+class LayerActivations:
+    """The bytes kept for backward when it is in one of a stage's layers, those of the layers before it included."""
+
+    following: int  # the number of the stage's layers that backward has left behind
+    in_block: int  # when backward enters the layer, with its recomputed tensors
+    in_norm: int  # in the backward of its second norm
+    at_scores: int  # when it computes (or recomputes) its attention
+    in_projections: int  # when the gradients of its queries, keys and values become that of their input
+    recomputes_attention: bool  # whether attention alone is recomputed, so that its scores are backward's
+
+
+@dataclass(frozen=True)
 class StageActivations:
     """The bytes kept for backward by one micro-batch's pass through a stage, without the logits."""
 
     before_backward: int
-    in_last_norm: int  # in the final norm's backward or the last layer's second norm's, without what these freed
-    in_last_block: int  # when backward enters the stage's last layer, with its recomputed tensors
-    at_last_scores: int  # when that layer computes (or recomputes) its attention
+    in_final_norm: int  # in the final norm's backward, without what that freed; 0 without the head
+    layers: tuple[LayerActivations, ...]  # the last layer, the one before it and the first, each once
     recomputed: int  # by one layer's second forward; 0 without checkpointing
     in_last_attention: int = 0  # when backward comes to that layer's attention, if that alone is recomputed
 
 
 def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> StageActivations:
-    """Return the bytes that a pass through a stage keeps, with what the backward of its last layer recomputes."""
+    """Return the bytes that a pass through a stage keeps, with what the backward of its layers recomputes."""
+    norm = head_tensors(shape, stage)
+    saved, head = saved_by_layers_bytes(shape, stage, checkpointing), sum(norm.values())
     last = stage.layer_indices[-1]
-    block, norm = block_tensors(shape), head_tensors(shape, stage)
-    saved = layer_activations(shape, checkpointing, last)
     recomputed = recomputed_tensors(shape, checkpointing, last)
-    layers, head = saved_by_layers_bytes(shape, stage, checkpointing), sum(norm.values())
+    recomputed_bytes = sum(recomputed.values())
+    in_last_attention = 0
+    if checkpointing.recomputes_layer(last):
+        recomputed_bytes -= sum(consumed_by_recompute(shape, checkpointing).values())
+    elif recomputed:
+        in_last_attention = in_attention_bytes(shape, recomputed, saved)
+    return StageActivations(
+        before_backward=saved + head,
+        in_final_norm=saved + head - weight_pass_bytes(norm, shape) if stage.holds_head else 0,
+        layers=tuple(
+            layer_backward_activations(shape, stage, checkpointing, following)
+            for following in observed_layers(stage.layers)
+        ),
+        recomputed=recomputed_bytes,
+        in_last_attention=in_last_attention,
+    )
+
+
+def observed_layers(layers: int) -> list[int]:
+    """Return how many layers follow the last one of a stage, the one before it and the first, each once.
+
+    Of all layers' backwards only theirs can be the worst: from one to the next, activations and gradients change by
+    the same bytes.
+    """
+    return sorted({0, min(1, layers - 1), layers - 1})
+
+
+def layer_backward_activations(
+    shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig, following: int
+) -> LayerActivations:
+    """Return the bytes kept at the moments of the backward of the layer that so many of the stage's layers follow."""
+    indices = stage.layer_indices[: stage.layers - following]
+    layer, block = indices[-1], block_tensors(shape)
+    saved = layer_activations(shape, checkpointing, layer)
+    recomputed = recomputed_tensors(shape, checkpointing, layer)
+    pending_bytes = saved_by_layers_bytes(shape, stage, checkpointing, indices)
     before_scores = ("input_layernorm", "attention.query", "attention.key", "attention.value", "attention.future_mask")
     until_scores = {name: size for name, size in block.items() if name.startswith(before_scores)}
     freed_prefixes = ("mlp", "post_attention_layernorm.output", "post_attention_layernorm.normalized")
     freed = sum(size for name, size in block.items() if name.startswith(freed_prefixes))
-    recomputed_bytes = sum(recomputed.values())
-    in_final_norm = layers + head - weight_pass_bytes(norm, shape) if stage.holds_head else 0
-    at_scores = layers - sum(saved.values()) + sum(until_scores.values())  # in forward
-    if "input" in saved:  # the layer is recomputed
-        consumed = consumed_by_recompute(shape, checkpointing)
-        recomputed_bytes -= sum(consumed.values())
-        at_scores = layers + sum(size for name, size in until_scores.items() if name in recomputed)
-        at_scores -= sum(size for name, size in consumed.items() if name in ("q_proj", "k_proj", "v_proj"))
-        freed -= sum(size for name, size in saved.items() if name.startswith(freed_prefixes))
-        return StageActivations(
-            before_backward=layers + head,
-            in_last_norm=max(in_final_norm, layers + recomputed_bytes - freed),
-            in_last_block=layers + recomputed_bytes,
-            at_last_scores=at_scores,
-            recomputed=recomputed_bytes,
+    normed = {name: size for name, size in block.items() if name.startswith("input_layernorm")}
+    at_scores = pending_bytes - sum(saved.values()) + sum(until_scores.values())  # in forward
+    in_projections = pending_bytes - sum(saved.values()) + sum(normed.values())
+    if not checkpointing.recomputes_layer(layer):
+        if recomputed:  # attention alone is recomputed
+            weights = sum(size for name, size in recomputed.items() if name.startswith("attention.weights"))
+            at_scores = max(at_scores, in_attention_bytes(shape, recomputed, pending_bytes) - weights)
+        return LayerActivations(
+            following, pending_bytes, pending_bytes - freed, at_scores, in_projections, bool(recomputed)
         )
-    in_last_attention = 0
-    if recomputed:  # attention alone is recomputed
-        freed_before = ("mlp", "post_attention_layernorm", "attention.output")
-        in_last_attention = layers + recomputed_bytes
-        in_last_attention -= sum(size for name, size in block.items() if name.startswith(freed_before))
-        weights = sum(size for name, size in recomputed.items() if name.startswith("attention.weights"))
-        at_scores = max(at_scores, in_last_attention - weights)
-    return StageActivations(
-        before_backward=layers + head,
-        in_last_norm=max(in_final_norm, layers - freed),
-        in_last_block=layers,
-        at_last_scores=at_scores,
-        recomputed=recomputed_bytes,
-        in_last_attention=in_last_attention,
-    )
+    consumed = consumed_by_recompute(shape, checkpointing)
+    in_block = pending_bytes + sum(recomputed.values()) - sum(consumed.values())
+    freed -= sum(size for name, size in saved.items() if name.startswith(freed_prefixes))
+    at_scores = pending_bytes + sum(size for name, size in until_scores.items() if name in recomputed)
+    at_scores -= sum(size for name, size in consumed.items() if name in ("q_proj", "k_proj", "v_proj"))
+    if "input_layernorm.input" not in recomputed:  # it is the layer's input, which is saved
+        in_projections -= normed["input_layernorm.input"]
+    in_projections += saved["input"]
+    return LayerActivations(following, in_block, in_block - freed, at_scores, in_projections, False)
+
+
+def in_attention_bytes(shape: MicroBatchShape, recomputed: dict[str, int], pending_bytes: int) -> int:
+    """Return the bytes kept when backward comes to a layer's attention, if that alone is recomputed."""
+    freed_before = ("mlp", "post_attention_layernorm", "attention.output")
+    freed = sum(size for name, size in block_tensors(shape).items() if name.startswith(freed_before))
+    return pending_bytes + sum(recomputed.values()) - freed
 
 
 def weight_grad_only_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> tuple[int, int]:
@@ -92,14 +133,20 @@ def weight_grad_only_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: 
     return left + used_by_last_layer + head, left + used_by_last_matrix
 
 
-def saved_by_layers_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> int:
-    """Return the bytes that a stage's layers keep before backward, what they share, and what the embedding keeps."""
+def saved_by_layers_bytes(
+    shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig, layers: Sequence[int] | None = None
+) -> int:
+    """Return the bytes that a stage's layers keep, what they share, and what the embedding keeps.
+
+    `layers` are the indices of those that backward has not left yet, by default all of the stage's.
+    """
+    indices = stage.layer_indices if layers is None else layers
     seq_len = shape.seq_len // shape.cp
     rotary_tables = (
         0 if shape.model.architecture.learned_positions else 2 * seq_len * shape.model.head_dim * shape.width
     )
     shared = rotary_tables + saved_by_embedding_bytes(shape, stage)
-    return shared + sum(sum(layer_activations(shape, checkpointing, layer).values()) for layer in stage.layer_indices)
+    return shared + sum(sum(layer_activations(shape, checkpointing, layer).values()) for layer in indices)
 
 
 def saved_by_embedding_bytes(shape: MicroBatchShape, stage: Stage) -> int:
@@ -151,15 +198,22 @@ def offloaded_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: Checkpo
 def without_offloaded_activations(activations: StageActivations, offloaded: int, layers: int) -> StageActivations:
     """Return the bytes that stay on the device for a stage with so many layers if `offloaded` bytes go to the host.
 
-    In the last layer's backward that layer's part has been fetched.
+    Copies run beside the computing: when backward begins the last layer's part is still leaving, and in its backward
+    that of the layer before comes back.
     """
-    other_layers = offloaded - offloaded // layers
+    layer = offloaded // layers
+
+    def on_device(moment: LayerActivations) -> LayerActivations:
+        left = layers - moment.following
+        away = (left - min(2, left)) * layer
+        fields = ("in_block", "in_norm", "at_scores", "in_projections")
+        return dataclasses.replace(moment, **{name: getattr(moment, name) - away for name in fields})
+
     return dataclasses.replace(
         activations,
-        before_backward=activations.before_backward - offloaded,
-        in_last_norm=activations.in_last_norm - other_layers,
-        in_last_block=activations.in_last_block - other_layers,
-        at_last_scores=activations.at_last_scores - other_layers,
+        before_backward=activations.before_backward - offloaded + layer,
+        in_final_norm=max(0, activations.in_final_norm - (layers - min(2, layers)) * layer),
+        layers=tuple(map(on_device, activations.layers)),
     )
 
 

@@ -4,24 +4,17 @@ Imports no torch.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.activations import (
-    block_backward_bytes,
     deferred_weight_grad_inputs,
     logits_bytes,
-    loss_tensors,
-    norm_backward_bytes,
     norm_gradient_bytes,
-    recompute_allreduce_bytes,
 )
-from harness.cost_model.attention_activations import eager_score_tensors
-from harness.cost_model.buffers import unsharded_grad_bytes
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape, micro_batch_shape
-from harness.cost_model.pipeline import BackwardStart, PassKind
 from harness.cost_model.stage_activations import (
     StageActivations,
     offloaded_bytes,
@@ -29,9 +22,11 @@ from harness.cost_model.stage_activations import (
     weight_grad_only_bytes,
     without_offloaded_activations,
 )
+from harness.cost_model.transient_buffers import GroupSizes, TransientBuffers, group_sizes, transient_buffers
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, is_vocab_sharded, tp_shard_dim
+from harness.layout.state_widths import StateWidths
 
 Bytes = dict[str, int]  # by what fills them: gradients, buffers, activations, loss, temporaries
 
@@ -68,7 +63,9 @@ class StageCost:
     keeps_received_input: bool  # whether the stage's input is kept in the buffer that received it
     parameter_count: int
     has_16_bit_grads: bool  # whether backward computes gradients in 16 bit, which are summed in fp32
-    unsharded_grad_bytes: int  # of gradients on their way to their shards
+    transient: TransientBuffers
+    groups: GroupSizes  # of the parameters that are gathered and reduced together, elements
+    reduces_groups: bool  # whether gradients are reduced to shards group by group
     offloaded_bytes: int  # of the activations of a pass that activation offload moves to the host
 
     @property
@@ -125,6 +122,25 @@ class StageCost:
         """Bytes of the gradient of embedding or head, the largest matrices, as backward computes it."""
         return vocabulary_parameter_count(self.shape.model, self.shape.vocabulary_tp) * self.shape.width
 
+    def computed_share(self, following: int) -> float:
+        """Return the share of the gradients that exist when backward has left so many layers behind.
+
+        The gradient of tied matrices is reduced only when backward ends.
+        """
+        head = 0 if self.reduces_groups and self.shape.model.tie_word_embeddings else self.groups.head
+        return (head + following * self.groups.layer) / self.groups.total
+
+    @property
+    def mlp_matrix_elements(self) -> int:
+        """Elements of one matrix of a layer's MLP."""
+        return self.shape.model.hidden_size * self.shape.model.intermediate_size // self.shape.tp
+
+    @property
+    def query_grad_widening_bytes(self) -> int:
+        """Bytes by which the gradient of the queries' projection grows when it is added to the fp32 sums."""
+        elements = self.shape.model.hidden_size**2 // self.shape.tp
+        return elements * (FP32_BYTES - self.shape.width) * self.has_16_bit_grads
+
     @property
     def grad_accumulate_bytes(self) -> int:
         """Bytes of the largest matrix's gradient while it is added to an earlier sum; a CPU widens it first."""
@@ -132,8 +148,10 @@ class StageCost:
         return self.vocabulary_grad_bytes + (widened if self.has_16_bit_grads and self.shape.device == "cpu" else 0)
 
 
-def stage_costs(config: RunConfig, layout: Layout, device: Device, stages: Sequence[Stage]) -> list[StageCost]:
-    """Return the costs of a rank's stages; device is cpu or cuda."""
+def stage_costs(
+    config: RunConfig, layout: Layout, device: Device, stages: Sequence[Stage], widths: StateWidths | None = None
+) -> list[StageCost]:
+    """Return the costs of a rank's stages; device is cpu or cuda. Without widths they have no transient buffers."""
     shape = micro_batch_shape(config, layout, device)
     norm_keeps_input = shape.width == FP32_BYTES or not shape.norm_is_decomposed  # without an fp32 copy
     costs = []
@@ -155,81 +173,10 @@ def stage_costs(config: RunConfig, layout: Layout, device: Device, stages: Seque
                 keeps_received_input=norm_keeps_input or checkpointing.recomputes_layer(stage.first_layer),
                 parameter_count=local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp),
                 has_16_bit_grads=config.precision.is_mixed,
-                unsharded_grad_bytes=unsharded_grad_bytes(config, layout, [stage]),
+                groups=group_sizes(config.model, layout, stage, by_parameter=False),
+                reduces_groups=layout.data_parallel == "fsdp",
+                transient=transient_buffers(config, layout, widths, stages, stage) if widths else TransientBuffers(),
                 offloaded_bytes=offloaded,
             )
         )
     return costs
-
-
-def backward_peaks(cost: StageCost, kind: PassKind, new_gradients: int) -> Iterator[Bytes]:
-    """Yield the bytes of a pass at the worst moments of its backward, in their order.
-
-    `new_gradients` is the bytes of the gradients that this pass allocates; 0 if it adds to those of an earlier pass.
-    """
-    shape, activations, holds_head = cost.shape, cost.activations, cost.stage.holds_head
-    layer_deferred = sum(deferred_weight_grad_inputs(shape).values())
-    if kind == "weights":
-        at_layer, at_matrix = cost.weight_pass_activations
-        left = cost.deferred_grad_bytes - (cost.stage.layers - 1) * layer_deferred
-        grads_at_layer, grads_at_matrix = cost.weight_pass_grad_bytes
-        yield {"activations": at_layer, "temporaries": left + grads_at_layer}
-        yield {"activations": at_matrix, "temporaries": cost.logits_grad_bytes + grads_at_matrix}
-        return
-    chunked = shape.loss_chunks > 1
-    shared_grads = cost.vocabulary_grad_bytes + shape.hidden_bytes if chunked else 0  # of what the loss's parts share
-    if holds_head:
-        loss = sum(loss_tensors(shape).values())
-        yield {"activations": activations.before_backward, "loss": loss, "temporaries": shared_grads}
-    if holds_head and kind == "backward":
-        matrix = max((1 + chunked) * cost.vocabulary_grad_bytes + cost.logits_grad_bytes, cost.grad_accumulate_bytes)
-        yield {"activations": activations.before_backward, "temporaries": shape.hidden_bytes + matrix}
-    yield {"activations": activations.in_last_norm, "temporaries": norm_backward_bytes(shape)}
-    block = max(block_backward_bytes(shape), recompute_allreduce_bytes(shape) if activations.recomputed else 0)
-    yield {"activations": activations.in_last_block, "temporaries": block, "buffers": cost.unsharded_grad_bytes}
-    yield {"activations": activations.at_last_scores, "temporaries": sum(eager_score_tensors(shape).values())}
-    if kind == "inputs":
-        all_saved = {"activations": activations.before_backward, "loss": cost.log_probability_bytes}
-        deferred = cost.deferred_grad_bytes
-        yield all_saved | {"temporaries": deferred - layer_deferred + block + activations.recomputed}
-        yield all_saved | {"temporaries": deferred + norm_backward_bytes(shape) - norm_gradient_bytes(shape)}
-        return
-    widened = cost.has_16_bit_grads * cost.vocabulary_grad_bytes  # the first gradient becomes the sum
-    embedding_grad = widened if new_gradients else cost.grad_accumulate_bytes
-    rest = max(0, cost.stage.holds_embedding * embedding_grad - cost.unsharded_grad_bytes)
-    yield {"gradients": new_gradients, "temporaries": rest, "buffers": cost.unsharded_grad_bytes}
-
-
-def step_peaks(
-    costs: Sequence[StageCost],
-    gradients: Sequence[int],
-    keeps_gradients: bool,
-    start: BackwardStart,
-    keeps_sent: bool,
-) -> Iterator[Bytes]:
-    """Yield the rank's bytes at the worst moments of one backward of a step: of that pass and of all that is kept.
-
-    `gradients` is the bytes of each stage's gradients, and `keeps_gradients` whether they exist when a step begins.
-    `keeps_sent` is whether tensors that were sent are kept until the end of the step.
-    """
-    totals = dict.fromkeys(("gradients", "buffers", "activations", "loss", "temporaries"), 0)
-    has_gradients = [keeps_gradients or done > 0 for done in start.done]
-    for index, cost in enumerate(costs):
-        pending, awaiting = start.pending[index], start.awaiting_weight_grad[index]
-        sent, sent_back = start.forwards[index], awaiting + start.done[index]
-        if not keeps_sent:
-            sent, sent_back = pending, min(1, sent_back)
-        if index == start.stage:  # the pass itself is added below
-            pending, awaiting = (pending, awaiting - 1) if start.kind == "weights" else (pending - 1, awaiting)
-        passes = pending + awaiting
-        totals["gradients"] += gradients[index] if has_gradients[index] else 0
-        totals["activations"] += passes * cost.activations.before_backward
-        totals["buffers"] += (
-            sent * cost.output_bytes + sent_back * cost.input_bytes - passes * cost.received_input_bytes
-        )
-        totals["loss"] += pending * cost.log_probability_bytes
-        totals["temporaries"] += awaiting * cost.deferred_grad_bytes
-    own = costs[start.stage]
-    for peak in backward_peaks(own, start.kind, 0 if has_gradients[start.stage] else gradients[start.stage]):
-        peak["buffers"] = peak.get("buffers", 0) - (own.received_input_bytes if "activations" in peak else 0)
-        yield {name: size + peak.get(name, 0) for name, size in totals.items()}

@@ -15,13 +15,6 @@ def layer_parameter_count(model: ModelConfig) -> int:
     return numel(_first_layer_shapes(model))
 
 
-def unrecomputed_parameter_count(model: ModelConfig) -> int:
-    """Return the number of those parameters of a layer that its second forward does not use to the end."""
-    profile = model_profile(model)
-    shapes = _first_layer_shapes(model).items()
-    return numel({name: shape for name, shape in shapes if not profile.recomputes_to_end(name.rpartition(".")[0])})
-
-
 def _first_layer_shapes(model: ModelConfig) -> Shapes:
     profile = model_profile(model)
     return {name: shape for name, shape in profile.parameter_shapes.items() if profile.layer_index(name) == 0}

@@ -7,7 +7,7 @@ from harness.config.model import ModelConfig
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.parameters import layer_parameter_count
-from harness.layout.shapes import numel
+from harness.layout.shapes import Shapes, numel
 from harness.layout.tensor_plan import SHARD_DIM
 from harness.util.errors import UserError
 
@@ -109,6 +109,22 @@ def local_numel(model: ModelConfig, layout: Layout, stage: Stage) -> dict[str, f
     """
     shapes = model_profile(model).parameter_shapes.items()
     return {name: math.prod(shape) / tp_shards(name, model, layout) for name, shape in shapes if stage.holds(name)}
+
+
+def local_shapes(model: ModelConfig, layout: Layout, stage: Stage, rank: int) -> Shapes:
+    """Return the shapes of a stage's parameters on this rank, before data-parallel sharding.
+
+    A dimension that cannot be cut evenly has equal parts but for the last, as torch.chunk cuts it.
+    """
+    coordinate, shapes = layout.coordinates(rank)["tp"], {}
+    for name, shape in model_profile(model).parameter_shapes.items():
+        if stage.holds(name):
+            cut, sizes = tp_shard_dim_under(name, model, layout), list(shape)
+            if cut is not None:
+                part = math.ceil(shape[cut] / layout.tp)
+                sizes[cut] = max(0, min(part, shape[cut] - coordinate * part))
+            shapes[name] = tuple(sizes)
+    return shapes
 
 
 def embedding_and_head_in_layers(model: ModelConfig) -> tuple[float, float]:

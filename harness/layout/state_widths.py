@@ -5,6 +5,9 @@ from typing import Literal
 
 StateKind = Literal["parameters", "gradients", "optimizer"]
 
+# What is a multiple of the number of shards, see harness.cost_model.data_parallel_communication.padded_elements.
+Padding = Literal["none", "rows", "elements", "partition"]
+
 STATE_KINDS: tuple[StateKind, ...] = ("parameters", "gradients", "optimizer")
 
 
@@ -20,9 +23,14 @@ class StateWidths:
     gradients: int
     optimizer: int  # with masters kept beside the parameters; fp32 parameters that are their own masters do not count
     gathered: int  # of a parameter that was gathered for compute
-    gathers_per_micro_batch: float = 2  # by ZeRO stage 3: for forward, and again for backward
+    # Whether ZeRO stage 3 gathers a parameter for each of its uses; otherwise once for forward, and again for backward.
+    gathers_for_each_use: bool = False
+    padding: Padding = "none"  # with what parameters are padded to equal shards when they are sent
+    parameter_alignment: int = 1  # elements to which each parameter of a padded partition is aligned
     buffer_bytes: int = 0  # in total, allocated for communication whatever the size of the model
+    reduce_bucket_elements: int = 0  # of DeepSpeed, which reduces a larger gradient by itself
     recomputes_last_projection: bool = False  # a checkpointed layer runs again to its end; torch stops before its last
     tp_allreduces_per_layer: int = 4  # of hidden states over tensor-parallel ranks, in a layer's forward and backward
+    host_copy: int = 0  # of every parameter, whole, on each rank's host until it is sharded
     host_gradients: int = 0
     host_buffer_bytes: int = 0  # in total

@@ -1,0 +1,1 @@
+"""One rank of any world, played on the CPU as if its tensors were on a CUDA device."""

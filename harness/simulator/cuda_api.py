@@ -1,0 +1,113 @@
+"""Stand-ins for the functions of torch.cuda that a CPU build lacks: one device, whose work is done at once."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+class SimulatedStream:
+    """A stream in the place of torch.cuda.Stream; it has nothing to wait for."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.device = torch.device("cuda", 0)
+        self.priority = priority
+
+    def wait_stream(self, stream: "SimulatedStream") -> None:
+        """Return at once."""
+
+    def wait_event(self, event: "SimulatedEvent") -> None:
+        """Return at once."""
+
+    def record_event(self, event: "SimulatedEvent | None" = None) -> "SimulatedEvent":
+        """Return the event, or a new one."""
+        return event or SimulatedEvent()
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def query(self) -> bool:
+        """Return that all work is done."""
+        return True
+
+    def __enter__(self) -> "SimulatedStream":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+class SimulatedEvent:
+    """An event in the place of torch.cuda.Event, which is always complete and took no time."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, stream: SimulatedStream | None = None) -> "SimulatedEvent":
+        """Return the event, as torch's generic events do."""
+        return self
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        """Return at once."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def query(self) -> bool:
+        """Return that all work is done."""
+        return True
+
+    def elapsed_time(self, end_event: "SimulatedEvent") -> float:
+        """Return 0 milliseconds."""
+        return 0.0
+
+
+SIMULATED_DEVICE_NAME = "simulated CUDA device"
+
+DEFAULT_STREAM = SimulatedStream()
+
+
+@contextmanager
+def use_stream(stream: SimulatedStream | None) -> Iterator[None]:
+    """Return a context in which a stream is the current one, which changes nothing."""
+    yield
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+# The compute capability and name are an H100's, because torch's rules for attention are those of sm80 and later.
+STAND_INS: dict[str, Any] = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "init": _nothing,
+    "_lazy_init": _nothing,
+    "_lazy_call": _nothing,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "set_device": _nothing,
+    "synchronize": _nothing,
+    "current_stream": lambda device=None: DEFAULT_STREAM,
+    "default_stream": lambda device=None: DEFAULT_STREAM,
+    "stream": use_stream,
+    "Stream": SimulatedStream,
+    "Event": SimulatedEvent,
+    "get_rng_state": _nothing,
+    "set_rng_state": _nothing,
+    "is_current_stream_capturing": lambda: False,
+    "get_device_capability": lambda device=None: (9, 0),
+    "get_device_name": lambda device=None: SIMULATED_DEVICE_NAME,
+    "is_bf16_supported": lambda including_emulation=True: True,
+}
+
+
+@contextmanager
+def cuda_api() -> Iterator[None]:
+    """Return a context in which torch.cuda has the stand-ins."""
+    with ExitStack() as stack:
+        for name, stand_in in STAND_INS.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        yield

@@ -1,0 +1,66 @@
+// A device guard and hooks that make a CPU build of torch accept the device type `cuda`.
+//
+// torch asks the device guard of a tensor's device type for devices, streams and events, and autograd starts a thread
+// for every device that a guard counts (torch/csrc/autograd/engine.cpp). A CPU build has no guard for CUDA, so that
+// backward through tensors on `cuda` fails. This guard counts one device, on which nothing ever runs: tensors on it
+// must be fake. Events are complete at once, and there is one stream.
+//
+// The library must be loaded before torch is imported, because torch reads the hooks when it is initialized.
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DeviceType;
+using c10::Stream;
+
+const Device kDevice(DeviceType::CUDA, 0);
+
+struct SimulatedGuard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  Device getDevice() const override { return kDevice; }
+  Device exchangeDevice(Device) const override { return kDevice; }
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+
+  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, kDevice); }
+  Stream getDefaultStream(Device) const override { return Stream(Stream::DEFAULT, kDevice); }
+  Stream getNewStream(Device, int) const override { return Stream(Stream::DEFAULT, kDevice); }
+  Stream getStreamFromGlobalPool(Device, bool) const override { return Stream(Stream::DEFAULT, kDevice); }
+  Stream exchangeStream(Stream stream) const noexcept override { return stream; }
+
+  void record(void**, const Stream&, DeviceIndex, c10::EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override {}
+  void synchronizeDevice(DeviceIndex) const override {}
+};
+
+C10_REGISTER_GUARD_IMPL(CUDA, SimulatedGuard)
+
+}  // namespace
+
+namespace at {
+
+// torch looks the hooks up by this name (aten/src/ATen/detail/CUDAHooksInterface.cpp).
+struct CUDAHooks final : CUDAHooksInterface {
+  explicit CUDAHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  int getNumGPUs() const override { return 1; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  DeviceIndex current_device() const override { return 0; }
+  void setCurrentDevice(DeviceIndex) const override {}
+  // The random numbers of fake tensors are never drawn, but torch wants a generator of their device.
+  Generator getNewGenerator(DeviceIndex) const override { return make_generator<CPUGeneratorImpl>(); }
+};
+
+REGISTER_CUDA_HOOKS(CUDAHooks)
+
+}  // namespace at

@@ -1,0 +1,95 @@
+"""The memory that fake tensors would take on their device: the bytes of their storages, as requested."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that counts the storages of results on `cuda`, from the operator that makes them to their end.
+
+    What a kernel allocates for itself is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: dict[int, int] = {}  # of live storages, by identity
+        self.live_bytes = self.peak_bytes = 0
+        self.is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
+            return NotImplemented  # torch dispatches the plain operators that it consists of afterwards
+        result = func(*args, **(kwargs or {}))
+        leaves: list[Any] = [] if self.is_paused else tree_leaves(result)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.device.type == "cuda":
+                self.observe(leaf.untyped_storage())
+        return result
+
+    def reset_peak(self) -> None:
+        """Start a new peak from the bytes that are live now."""
+        self.peak_bytes = self.live_bytes
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Return a context whose new storages are not counted."""
+        was_paused, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = was_paused
+
+    def observe(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage from now on, unless it is counted already."""
+        identity = storage._cdata
+        if identity not in self.sizes:
+            self._set_size(identity, storage.nbytes())
+            weakref.finalize(storage, self._set_size, identity, None).atexit = False
+
+    def observe_resize(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that was resized with its present size."""
+        if storage._cdata in self.sizes:
+            self._set_size(storage._cdata, storage.nbytes())
+
+    def _set_size(self, identity: int, size: int | None) -> None:
+        """Set the size of a storage, or forget one that has ended."""
+        self.live_bytes += (size or 0) - self.sizes.pop(identity, 0)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if size is not None:
+            self.sizes[identity] = size
+
+
+@contextmanager
+def count_storages() -> Iterator[StorageCounter]:
+    """Return a context in which the storages of new fake tensors are counted; yield their counter.
+
+    DTensor computes the shape of a whole result by a fake operator of its own, whose result is not counted.
+    """
+    counter, resize = StorageCounter(), torch.UntypedStorage.resize_
+    propagate_shape = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def counted_resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        result: torch.UntypedStorage = resize(storage, size)
+        counter.observe_resize(storage)
+        return result
+
+    def uncounted_shape(*arguments: Any, **keywords: Any) -> Any:
+        with counter.pause():
+            return propagate_shape(*arguments, **keywords)
+
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", counted_resize),
+        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted_shape),
+        counter,
+    ):
+        yield counter

@@ -1,0 +1,88 @@
+"""Fake tensors on a simulated device: what tells their storages apart, and what must run without them.
+
+A fake tensor (torch.FakeTensorMode) has shape, dtype and device, and no memory.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness.models import init_weights
+
+# Functions that compute ranks and boxes by small tensors on the host, and read their values.
+_READ_VALUES: tuple[tuple[Any, str], ...] = (
+    (DeviceMesh, "__getitem__"),
+    (DeviceMesh, "_flatten"),
+    (DeviceMesh, "_concatenate"),
+    (init_weights, "compute_local_shape_and_global_offset"),
+)
+
+
+def _pin_memory(mode: FakeTensorMode, _: Any, tensor: torch.Tensor, *__: Any, **___: Any) -> torch.Tensor:
+    """Return a fake copy on the host: whether its memory is pinned does not show in a fake tensor."""
+    with mode:
+        return torch.empty_like(tensor)
+
+
+_OPERATORS = {torch.ops.aten._pin_memory.default: _pin_memory}  # those that fake tensors lack
+
+
+def without_fake_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does the same while no fake mode is active."""
+
+    @functools.wraps(function)
+    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*arguments, **keywords)
+
+    return wrapper
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Return an address that a storage has for itself as long as it lives; a fake one has no memory to point to."""
+    if storage.device.type == "meta":
+        return int(storage._cdata)
+    return int(torch._C.StorageBase.data_ptr(storage))  # type: ignore[attr-defined]
+
+
+def tensor_address(tensor: torch.Tensor) -> int:
+    """Return the address of a fake tensor's first element."""
+    return storage_address(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def swap_within(mode: FakeTensorMode) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Return torch.utils.swap_tensors for a mode's tensors, which the mode's memo refers to weakly.
+
+    torch refuses to swap a tensor with weak references.
+    """
+    swap_tensors, memo = torch.utils.swap_tensors, mode.fake_tensor_converter.meta_converter.tensor_memo
+
+    def swap(first: torch.Tensor, second: torch.Tensor) -> None:
+        memo.clear()
+        swap_tensors(first, second)  # type: ignore[no-untyped-call]
+
+    return swap
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Return a context in which every new tensor is fake and its storage can be told apart from others."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", storage_address))
+        stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", tensor_address, create=True))
+        for owner, name in _READ_VALUES:
+            original = owner.__dict__[name]
+            static = isinstance(original, staticmethod)
+            wrapped: Any = without_fake_mode(original.__func__ if static else original)
+            stack.enter_context(mock.patch.object(owner, name, staticmethod(wrapped) if static else wrapped))
+        stack.enter_context(mock.patch.dict(fake_impls.op_implementations_dict, _OPERATORS))
+        mode = stack.enter_context(FakeTensorMode())
+        stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", swap_within(mode)))
+        yield mode
