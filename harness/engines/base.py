@@ -113,6 +113,16 @@ def engine_names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.name != "base")
 
 
+def device_count(config: "RunConfig", layout: "Layout", machine: "Machine") -> int:
+    """Return the number of devices that a run uses: one for each rank, but several for nn.DataParallel's only rank.
+
+    These are as many as other strategies would have ranks.
+    """
+    if layout.engine == "nn_data_parallel":
+        return config.world_size or machine.ranks_per_node
+    return layout.world_size
+
+
 def load_engine(name: str) -> EngineModule:
     """Return the module of the engine called `name`; raise UserError if there is none."""
     if name not in engine_names():

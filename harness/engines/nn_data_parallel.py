@@ -1,10 +1,11 @@
 """The engine around nn.DataParallel: one process drives all GPUs by threads and copies the model in every step."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.engines.base import Engine
+from harness.engines.base import Engine, device_count
 from harness.layout.state_widths import StateWidths
 
 if TYPE_CHECKING:
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 
 def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
     """Yield every reason why nn.DataParallel cannot train this run."""
-    if machine.device != "cuda" or machine.devices < 2:
-        count = machine.devices if machine.device == "cuda" else 0
+    count = device_count(config, layout, machine) if machine.device == "cuda" else 0
+    if count < 2:
         yield f"strategy={config.strategy.name} needs two CUDA devices, {count} are used: choose strategy=ddp"
-    elif config.train.micro_batch % machine.devices:
+    elif config.train.micro_batch % count:
         yield (
-            f"train.micro_batch={config.train.micro_batch} is scattered over {machine.devices} devices:"
-            f" choose a multiple of {machine.devices}"
+            f"train.micro_batch={config.train.micro_batch} is scattered over {count} devices: choose a multiple of"
+            f" {count}"
         )
     if config.checkpointing.name != "none":
         name = config.checkpointing.name
@@ -66,6 +67,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
     """Build the torch engine around a model that nn.DataParallel wraps."""
+    import torch
     from torch import nn
 
     from harness.engines.torch.data_parallel import master_params
@@ -77,10 +79,12 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.models.build import build_meta_model
 
     model = build_meta_model(config, probe)
-    parallel = ReplicatedParams([model], config, device, nn.DataParallel)
+    count = config.world_size or config.cluster.gpus_per_node or torch.cuda.device_count()
+    wrap = partial(nn.DataParallel, device_ids=list(range(count)) if device.type == "cuda" else None)
+    parallel = ReplicatedParams([model], config, device, wrap)
     scaler = LossScaler(config.precision, layout.dp)
     runner = GradAccumulationLoop(parallel, probe, scaler, config.train.loss_chunks)
     optimizer = build_adamw(master_params(parallel), config.train)
     engine = TorchEngine([model], config, parallel, runner, mesh, probe, scaler, optimizer)
-    engine.devices = torch.cuda.device_count()
+    engine.devices = count if device.type == "cuda" else 0
     return engine

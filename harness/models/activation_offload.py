@@ -3,6 +3,9 @@
 ZeRO-R's P_a+cpu and ZeRO-Infinity (arXiv 1910.02054, section 6.1; arXiv 2104.07857) offload only checkpoints. Here
 every tensor that a layer saves is offloaded, which is only its input under full checkpointing. On a CPU the copies lie
 in the same memory and do not reduce its use.
+
+On CUDA copies run beside the computing, in two streams of their own. A layer's tensors stay on the device until the
+next layer has run, and come back while the layer after theirs runs backward: so each direction holds one layer more.
 """
 
 import functools
@@ -31,17 +34,46 @@ def offload_activations(model: Decoder, probe: Probe) -> None:
         block.forward = functools.partial(hooks.wrap_forward, block, block.forward)  # type: ignore[method-assign,assignment]
 
 
-class HostCopy:
-    """A copy of a tensor's storage in the host's pinned memory; the autograd graph keeps it alive."""
+class CopyStreams:
+    """The streams of a CUDA device in which copies to and from the host run beside the computing."""
 
-    __slots__ = ("__weakref__", "device", "fetched", "host", "source", "version")
+    def __init__(self, device: torch.device) -> None:
+        self.to_host, self.to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        """Copy after all that was launched so far, and return the event of the copy's end."""
+        stream = self.to_device if target.is_cuda else self.to_host
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Let the computing wait for a copy's end. Its memory may be used anew behind this."""
+        torch.cuda.current_stream().wait_event(event)
+
+
+class HostCopy:
+    """A copy of a tensor's storage in the host's pinned memory; the autograd graph keeps it alive.
+
+    With streams, the source stays alive until release(), and fetch() may begin the way back before restore().
+    """
+
+    __slots__ = (
+        *("__weakref__", "arriving", "device", "fetched", "host", "layer", "leaving", "source", "streams", "version"),
+    )
 
     @torch.no_grad()
-    def __init__(self, tensor: Tensor) -> None:
-        self.device = tensor.device
+    def __init__(self, tensor: Tensor, streams: CopyStreams | None = None, layer: "LayerCopies | None" = None) -> None:
+        self.device, self.streams, self.layer = tensor.device, streams, layer
+        self.leaving: tuple[Tensor, Any] | None = None  # the source, and the event of its copy to the host
+        self.arriving: tuple[Tensor, Any] | None = None  # the copy on the device, and the event of its arrival
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self.host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=whole.is_cuda)
-        self.host.copy_(whole, non_blocking=True)
+        if streams is None:
+            self.host.copy_(whole, non_blocking=True)
+        else:
+            self.leaving = whole, streams.copy(self.host, whole)
         # The weak reference prevents the storage's identity from being reused.
         self.source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.version = tensor._version
@@ -51,14 +83,65 @@ class HostCopy:
         """Return whether this copy still holds the tensor's current values."""
         return not self.source.expired() and self.version == tensor._version  # type: ignore[no-untyped-call]
 
+    def release(self) -> None:
+        """Let go of the source once it is on the host."""
+        if self.streams is not None and self.leaving is not None:
+            self.streams.wait(self.leaving[1])
+            self.leaving = None
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Begin to copy the storage back to the device, unless it is there or on its way."""
+        self.release()
+        if self.streams is not None and self.arriving is None and self._present() is None:
+            whole = torch.empty(self.host.shape, dtype=torch.uint8, device=self.device)
+            self.arriving = whole, self.streams.copy(whole, self.host)
+
     def restore(self, host: Tensor) -> torch.UntypedStorage:
         """Return the storage on the device, copied back once for all tensors that use it at the same time."""
-        fetched = self.fetched and torch.UntypedStorage._new_with_weak_ptr(self.fetched.cdata)  # type: ignore[attr-defined]
-        if not fetched:
-            fetched = host.to(self.device, non_blocking=True).untyped_storage()
-            self.fetched = StorageWeakRef(fetched)  # type: ignore[no-untyped-call]
-        storage: torch.UntypedStorage = fetched
+        self.fetch()
+        present = self._present()
+        if present is not None:
+            return present
+        if self.streams is not None and self.arriving is not None:
+            (whole, event), self.arriving = self.arriving, None
+            self.streams.wait(event)
+        else:
+            whole = host.to(self.device, non_blocking=True)
+        storage = whole.untyped_storage()
+        self.fetched = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         return storage
+
+    def _present(self) -> torch.UntypedStorage | None:
+        """Return the storage that restore() returned before, if something still uses it."""
+        if self.fetched is None:
+            return None
+        return torch.UntypedStorage._new_with_weak_ptr(self.fetched.cdata) or None  # type: ignore[attr-defined]
+
+    def __del__(self) -> None:
+        if self.streams is not None:
+            for _, event in filter(None, (self.leaving, self.arriving)):  # the memory of both may be used anew
+                self.streams.wait(event)
+
+
+class LayerCopies:
+    """The copies of one call of a layer, and the call before it."""
+
+    def __init__(self, before: "LayerCopies | None") -> None:
+        self.copies: weakref.WeakSet[HostCopy] = weakref.WeakSet()
+        self.before = None if before is None else weakref.ref(before)
+
+    def release(self) -> None:
+        """Let go of all sources that are on the device for the copies' sake alone."""
+        for copy in self.copies:
+            copy.release()
+
+    def fetch_before(self) -> None:
+        """Begin to bring back what the call before needs, whose backward comes next."""
+        before = self.before and self.before()
+        self.before = None
+        for copy in before.copies if before else ():
+            copy.fetch()
 
 
 class SavedTensor(NamedTuple):
@@ -79,15 +162,21 @@ class OffloadHooks:
     Weights stay on the device. Whole storages are copied, because a saved view keeps its whole storage alive.
     """
 
-    def __init__(self, probe: Probe) -> None:
+    def __init__(self, probe: Probe, streams: CopyStreams | None = None) -> None:
         self.probe = probe
         self.copies: weakref.WeakValueDictionary[int, HostCopy] = weakref.WeakValueDictionary()
+        self.streams = streams  # created with the first copy from a CUDA device
+        self.layer: LayerCopies | None = None
 
     def wrap_forward(self, block: nn.Module, forward: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Run a layer's forward so that what it saves goes to the host."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_identity, _identity)
+        before, self.layer = self.layer, LayerCopies(self.layer)
         with saved_tensors_hooks(functools.partial(self.pack, block, outer[0]), functools.partial(unpack, outer[1])):
-            return forward(*arguments)
+            output = forward(*arguments)
+        if before is not None:
+            before.release()
+        return output
 
     def pack(self, block: nn.Module, outer_pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         """Copy a tensor that is saved for backward to the host, unless it is a weight of the layer."""
@@ -105,7 +194,11 @@ class OffloadHooks:
         key = tensor.untyped_storage()._cdata
         copy = self.copies.get(key)
         if copy is None or not copy.matches(tensor):
-            copy = self.copies[key] = HostCopy(tensor)
+            if tensor.is_cuda and self.streams is None:
+                self.streams = CopyStreams(tensor.device)
+            copy = self.copies[key] = HostCopy(tensor, self.streams, self.layer)
+            if self.layer is not None:
+                self.layer.copies.add(copy)
             self.probe.offloaded(copy.host)
         return copy
 
@@ -114,7 +207,11 @@ def unpack(outer_unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
     """Return a saved tensor, copied back to the device."""
     if not isinstance(saved, SavedTensor):
         return outer_unpack(saved)
+    if saved.copy.layer is not None:
+        saved.copy.layer.release()
     storage = saved.copy.restore(outer_unpack(saved.packed))
+    if saved.copy.layer is not None:
+        saved.copy.layer.fetch_before()
     local = torch.empty(0, dtype=saved.dtype, device=saved.copy.device)
     local.set_(storage, saved.offset, saved.shape, saved.stride)  # type: ignore[call-overload]
     return saved.rebuild(local)

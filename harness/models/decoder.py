@@ -1,11 +1,9 @@
 """The decoder-only transformer that every strategy trains, in the family `llama` or `gpt`."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from harness.config.model import ModelConfig
 from harness.layout.partition import Stage
@@ -216,23 +214,56 @@ def apply_rotary_emb(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
     """Compute causal attention by torch's fused kernel; the queries belong to the last positions of the keys."""
+    if repeats_grouped_heads(query):
+        key, value = repeat_heads(key, query), repeat_heads(value, query)
     is_grouped = query.shape[1] != key.shape[1]
     is_square = query.shape[2] == key.shape[2]
     mask = None if is_square else causal_mask_lower_right(query.shape[2], key.shape[2])
     return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=is_square, enable_gqa=is_grouped)
 
 
-@functools.cache
+def repeats_grouped_heads(query: Tensor) -> bool:
+    """Return whether grouped keys must be repeated, because no fused kernel of the device takes them as they are.
+
+    On CUDA that is the case in fp32: flash and cuDNN attention take 16 bit only, and the memory-efficient kernel takes
+    as many keys' heads as queries' heads. With grouped heads torch would materialize the scores there.
+    """
+    return query.device.type == "cuda" and query.dtype == torch.float32
+
+
+def repeat_heads(heads: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values (batch, heads, seq, head_dim) with every head repeated for the query's heads of its group.
+
+    They are returned as they are if the query has as many heads.
+    """
+    repeats = query.shape[1] // heads.shape[1]
+    return heads.repeat_interleave(repeats, dim=1) if repeats > 1 else heads
+
+
+_causal_masks: dict[tuple[int, int], CausalBias] = {}  # by the numbers of queries and keys
+
+
 def causal_mask_lower_right(queries: int, keys: int) -> CausalBias:
-    """Return torch's causal mask; cached, because torch cannot create one under a dispatch mode."""
-    return causal_lower_right(queries, keys)  # type: ignore[no-any-return]
+    """Return torch's causal mask, and keep it: torch cannot create one under a dispatch mode.
+
+    Nor can its compiler trace its construction. It would cut a layer into functions that all layers share, and compile
+    each of them once more for every number of keys, even in later steps. functools.cache is no remedy, because the
+    compiler ignores it.
+
+    The mask has no elements: attention reads its variant and its two numbers only. torch's own causal_lower_right
+    allocates 2 x queries x keys elements in fp32, because CausalBias has no __new__, and Tensor's takes the variant's
+    number for a size.
+    """
+    mask = _causal_masks.get((queries, keys))
+    if mask is None:
+        mask = _causal_masks[queries, keys] = torch.empty(0, device="cpu").as_subclass(CausalBias)
+        CausalBias.__init__(mask, CausalVariant.LOWER_RIGHT, queries, keys)
+    return mask
 
 
 def eager_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
     """Compute the same as flash_attention with the scores materialized."""
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    key, value = repeat_heads(key, query), repeat_heads(value, query)
     scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
     is_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     is_future = is_future.triu(1 + key.shape[2] - query.shape[2])

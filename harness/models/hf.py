@@ -64,7 +64,7 @@ def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
         "context_length": context,
         "initializer_range": float(getattr(config, "initializer_range", 0.02)),
         "parameters": count,
-        "source": f"its own configuration, of the type {config.model_type}",
+        "source": f"the Hugging Face configuration of model type {config.model_type}",
         "family": "hf",
         "attention": attention,
         "path": str(path),

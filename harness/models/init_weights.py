@@ -1,13 +1,21 @@
 """Initial weights that are the same in every layout, and the part of them that a rank holds."""
 
 import hashlib
+from collections.abc import Hashable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from harness.config.model import ModelConfig
+
+Box = tuple[tuple[int, int], ...]
+
+# The boxes of every mesh's tensors, by shape and placements: torch takes 0.1 ms for one.
+_BOXES: WeakKeyDictionary[DeviceMesh, dict[Hashable, Box]] = WeakKeyDictionary()
 
 
 def generator(seed: int, purpose: str, device: torch.device) -> torch.Generator:
@@ -64,7 +72,10 @@ def local_part_like(template: Tensor, whole: Tensor) -> Tensor:
     )
 
 
-def local_box(tensor: DTensor) -> tuple[tuple[int, int], ...]:
+def local_box(tensor: DTensor) -> Box:
     """Return the (start, stop) that this rank holds along every dimension of the whole tensor."""
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple((start, start + size) for size, start in zip(sizes, offsets, strict=True))
+    boxes, key = _BOXES.setdefault(tensor.device_mesh, {}), (tensor.shape, tensor.placements)
+    if key not in boxes:
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        boxes[key] = tuple((start, start + size) for size, start in zip(sizes, offsets, strict=True))
+    return boxes[key]

@@ -11,33 +11,60 @@ from torch.utils.flop_counter import flop_registry
 _aten = torch.ops.aten
 
 
-def _attention(query: Tensor, key: Tensor, *_: Any) -> int:
+# The dimension of positions in the two layouts of queries and keys: (batch, heads, seq, head_dim) and, in the kernels
+# that scaled_dot_product_attention's operators call, (batch, seq, heads, head_dim).
+_HEADS_FIRST, _POSITIONS_FIRST = 2, 1
+
+
+def _attention(positions_dim: int) -> Callable[..., int]:
     """Count two products, of queries with keys and of scores with values; a causal mask does not halve them."""
-    return 4 * prod(query.shape) * key.shape[-2]
+
+    def count(query: Tensor, key: Tensor, *_: Any) -> int:
+        return 4 * prod(query.shape) * key.shape[positions_dim]
+
+    return count
 
 
-def _attention_backward(_: Tensor, query: Tensor, key: Tensor, *__: Any) -> int:
+def _attention_backward(positions_dim: int) -> Callable[..., int]:
     """Count the recomputed scores, and two products for each of forward's two (arXiv 2205.14135, algorithm 4)."""
-    return 10 * prod(query.shape) * key.shape[-2]
+
+    def count(_: Tensor, query: Tensor, key: Tensor, *__: Any) -> int:
+        return 10 * prod(query.shape) * key.shape[positions_dim]
+
+    return count
 
 
-# torch has no formula for the kernel on CPU, and in some versions none for grouped-query heads.
-_ATTENTION: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention: _attention,
-    _aten._scaled_dot_product_efficient_attention: _attention,
-    _aten._scaled_dot_product_cudnn_attention: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_backward: _attention_backward,
-    _aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
-    _aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+# torch has no formula for the kernel on CPU, and in some versions none for grouped-query heads. Its formulas of the
+# memory-efficient kernel and of raw flash attention take tensors whose positions come first for tensors whose heads do,
+# which is wrong or an AssertionError. torch.nn.attention.bias calls the former for fewer queries than keys.
+ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention: _attention(_HEADS_FIRST),
+    _aten._scaled_dot_product_efficient_attention: _attention(_HEADS_FIRST),
+    _aten._scaled_dot_product_cudnn_attention: _attention(_HEADS_FIRST),
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention(_HEADS_FIRST),
+    _aten._flash_attention_forward: _attention(_POSITIONS_FIRST),
+    _aten._efficient_attention_forward: _attention(_POSITIONS_FIRST),
+    _aten._scaled_dot_product_flash_attention_backward: _attention_backward(_HEADS_FIRST),
+    _aten._scaled_dot_product_efficient_attention_backward: _attention_backward(_HEADS_FIRST),
+    _aten._scaled_dot_product_cudnn_attention_backward: _attention_backward(_HEADS_FIRST),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward(_HEADS_FIRST),
+    _aten._flash_attention_backward: _attention_backward(_POSITIONS_FIRST),
+    _aten._efficient_attention_backward: _attention_backward(_POSITIONS_FIRST),
 }
+
+_BATCHED_DIMS = 4  # queries of packed sequences of several lengths have three dimensions and torch's own formula
+
+
+def has_flops(operator: Any) -> bool:
+    """Return whether operator_flops() has a formula for an operator."""
+    packet = getattr(operator, "_overloadpacket", None)
+    return packet in ATTENTION_FLOPS or packet in flop_registry
 
 
 def operator_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
     """Return the operations of a matrix product or attention; 0 for any other operator, as the literature counts."""
     packet = getattr(operator, "_overloadpacket", None)
-    if packet in _ATTENTION:
-        return _ATTENTION[packet](*args)
+    if packet in ATTENTION_FLOPS and args[1].dim() == _BATCHED_DIMS:
+        return ATTENTION_FLOPS[packet](*args)
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0

@@ -1,21 +1,26 @@
 """The storages behind tensors, and their bytes, through DTensors and other subclasses."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+PLAIN_TYPES = (Tensor, nn.Parameter)  # checked first, because a profiled step checks very often
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that hold a tensor's data on this rank: a DTensor's local one, or the tensor itself."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if type(tensor) in PLAIN_TYPES or not is_traceable_wrapper_subclass(tensor):
         yield tensor
+        return
+    if isinstance(local := getattr(tensor, "_local_tensor", None), Tensor):  # a DTensor's
+        yield from plain_tensors(local)
         return
     names, _ = tensor.__tensor_flatten__()
     for part in (getattr(tensor, name) for name in names):
-        if isinstance(part, Tensor):  # a DTensor's attributes include its mesh
+        if isinstance(part, Tensor):
             yield from plain_tensors(part)
 
 
@@ -28,12 +33,37 @@ class Storage(NamedTuple):
     device: str  # cpu or cuda
 
 
-def storages(tensor: Tensor) -> Iterator[Storage]:
-    """Yield every storage behind a tensor."""
-    for local in plain_tensors(tensor):
-        if local.device.type != "meta" and local.layout == torch.strided:
-            storage = local.untyped_storage()
-            yield Storage(storage._cdata, storage.nbytes(), storage.data_ptr(), local.device.type)
+def _stored_tensors(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the plain tensors behind a tensor that have memory."""
+    local = tensor if type(tensor) in PLAIN_TYPES else getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+    if type(local) in PLAIN_TYPES:
+        return () if local.is_meta or local.layout is not torch.strided else (local,)
+    return [plain for plain in plain_tensors(local) if not plain.is_meta and plain.layout is torch.strided]
+
+
+def storages(tensor: Tensor) -> list[Storage]:
+    """Return every storage behind a tensor."""
+    return [_storage(local) for local in _stored_tensors(tensor)]
+
+
+def _storage(tensor: Tensor) -> Storage:
+    storage = tensor.untyped_storage()
+    return Storage(storage._cdata, storage.nbytes(), storage.data_ptr(), tensor.device.type)
+
+
+def storage_addresses(tensors: Iterable[Tensor], device: str) -> list[int]:
+    """Return the address of every storage behind tensors that lies on a kind of device, such as cpu or cuda."""
+    return [
+        plain.untyped_storage().data_ptr()
+        for tensor in tensors
+        for plain in _stored_tensors(tensor)
+        if plain.device.type == device
+    ]
+
+
+def storage_identities(tensor: Tensor) -> list[int]:
+    """Return the identities of all storages behind a tensor."""
+    return [local.untyped_storage()._cdata for local in _stored_tensors(tensor)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -44,7 +74,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def element_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' own elements on this rank, each view once, without the rest of its storage."""
     view_bytes = {
-        (local.untyped_storage()._cdata, local.storage_offset(), local.numel()): local.numel() * local.element_size()
+        (local.untyped_storage()._cdata, local.storage_offset(), local.numel()): local.nbytes
         for tensor in tensors
         for local in plain_tensors(tensor)
     }

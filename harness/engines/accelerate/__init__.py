@@ -6,13 +6,16 @@ Accelerate's task here, so its autocast and its gradient accumulation stay off. 
 configured layout before the first step; a RuntimeError names the difference.
 """
 
+import dataclasses
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.engines.base import Engine
 from harness.engines.torch.compatibility import DDP_OPTIONS
+from harness.hardware.nvml import driver_version
 from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateWidths
 
@@ -30,6 +33,11 @@ if TYPE_CHECKING:
 def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
     """Yield every reason why Accelerate cannot train this run."""
     subject = f"strategy.engine=accelerate with strategy={config.strategy.name}"
+    if machine.device == "cuda" and needs_slower_nccl(machine, driver_version()):
+        yield (
+            f"strategy.engine=accelerate rejects several {machine.device_name} under a driver before 550.40.07: update"
+            " it, set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 in the environment, or choose strategy.engine=torch"
+        )
     for axis in ("tp", "cp", "pp"):
         if getattr(layout, axis) > 1:
             yield f"strategy.{axis}={getattr(layout, axis)} is not supported by strategy.engine=accelerate: choose 1"
@@ -43,6 +51,18 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
         yield from deepspeed_unsupported(config, layout, machine)
     else:
         yield f"{subject}: Accelerate wraps data parallelism only; choose strategy=ddp, a fsdp_* or a zero*"
+
+
+def needs_slower_nccl(machine: "Machine", driver: str | None) -> bool:
+    """Return whether Accelerate would raise NotImplementedError, and want NCCL's fast transports to be switched off.
+
+    It does so for several GeForce of the 40 series under an old driver (PartialState in Accelerate's state.py, which
+    asks check_cuda_p2p_ib_support in utils/environment.py), because peer-to-peer copies failed there.
+    """
+    numbers = tuple(int(part) for part in (driver or "").split(".") if part.isdigit())
+    is_old = bool(numbers) and numbers < (550, 40, 7)
+    is_affected = machine.devices > 1 and any("RTX 40" in name for name in machine.device_names)
+    return is_affected and is_old and not {"NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"} <= os.environ.keys()
 
 
 def ddp_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
@@ -105,8 +125,10 @@ def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[
 
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
-    """Return the wrapped engine's widths."""
-    return backing_engine(layout).state_widths(config, layout)
+    """Return the wrapped engine's widths. Before fully_shard, Accelerate has the whole model on every rank's host."""
+    widths = backing_engine(layout).state_widths(config, layout)
+    has_host_copy = layout.data_parallel == "fsdp"
+    return dataclasses.replace(widths, host_copy=config.precision.master_bytes) if has_host_copy else widths
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:

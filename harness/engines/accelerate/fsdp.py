@@ -21,7 +21,7 @@ from harness.config.schema import RunConfig
 from harness.engines.accelerate.ddp import AccelerateMicroBatches
 from harness.engines.base import Engine
 from harness.engines.torch.engine import TorchEngine
-from harness.engines.torch.fsdp import FSDPParams, fsdp_param_groups, mixed_precision_policy
+from harness.engines.torch.fsdp import FSDPParams, end_backward_prefetch, fsdp_param_groups, mixed_precision_policy
 from harness.engines.torch.loss_scaler import LossScaler
 from harness.engines.torch.optimizer import build_adamw
 from harness.layout.layout import Layout
@@ -49,6 +49,8 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
         raise RuntimeError(f"Accelerator.prepare returned a {type(prepared).__name__} instead of an FSDPModule")
     prepared.set_reshard_after_forward(layout.zero_stage == 3)
     verify_prepared(prepared, config, layout)
+    parts = [*model.embedding_and_head_groups()[0], *model.layers_by_index().values()]
+    end_backward_prefetch(next(part for part in parts if isinstance(part, FSDPModule)))
     parallel = AccelerateFSDP(model, layout.zero_stage)  # sharded in place
     scaler = LossScaler(config.precision, layout.dp)
     runner = AccelerateMicroBatches(accelerator, parallel, probe, scaler, config.train.loss_chunks)

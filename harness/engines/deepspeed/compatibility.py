@@ -1,5 +1,6 @@
 """Runs that the DeepSpeed engine cannot train, and what to choose in their place."""
 
+import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,11 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
     """Yield every reason why DeepSpeed cannot train this run."""
     from harness.util.native_build import compiler_problem
 
+    if importlib.util.find_spec("deepspeed") is None:
+        yield (
+            "strategy.engine=deepspeed needs the package deepspeed, which is not installed: DS_ACCELERATOR=cpu pip"
+            " install 'deepspeed>=0.19,<0.20', or choose strategy.engine=torch"
+        )
     if machine.device == "cpu" and compiler_problem():
         yield f"strategy.engine=deepspeed compiles its CPU collective: {compiler_problem()}"
     unsupported = "is not supported by strategy.engine=deepspeed"

@@ -19,7 +19,12 @@ def deepspeed_config(config: RunConfig, layout: Layout, device: torch.device) ->
     bf16_state_keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
     bf16_state = dict.fromkeys(bf16_state_keys, True) if precision.master == "bfloat16" else {}
     tensor_parallel = {"tensor_parallel": {"autotp_size": layout.tp}} if layout.tp_enabled else {}
-    return tensor_parallel | {
+    # DeepSpeed's throughput timer (deepspeed/utils/timer.py) waits for the device twice in a micro-batch by default.
+    # A strategy without options runs with all of the library's defaults, including this one.
+    timers = {"timers": {"throughput": {"enabled": False}}} if config.strategy.options else {}
+    return {
+        **tensor_parallel,
+        **timers,
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": layout.grad_accumulation_steps(config.train),
         "zero_optimization": {"stage": layout.zero_stage, **offload, **config.strategy.options},

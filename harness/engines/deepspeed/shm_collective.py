@@ -40,7 +40,8 @@ def build_deepspeed_comm(cache: Path) -> dict[str, str]:
         root = str(Path(__file__).parents[3])
         paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-m", __name__, str(folder)]
-        run_build(command, f"DeepSpeed's {_DEEPSPEED_OP}", os.environ | environment | {"PYTHONPATH": paths})
+        variables = os.environ | environment | {"PYTHONPATH": paths}
+        run_build(command, f"DeepSpeed's shared-memory collective {_DEEPSPEED_OP}", variables)
     _clear_stale_lock(folder / _DEEPSPEED_OP / "lock")
     return environment
 

@@ -26,7 +26,10 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
         gradients,
         3 * config.precision.master_bytes,
         gathered=compute,
-        gathers_per_micro_batch=gathers_per_micro_batch(config),
+        gathers_for_each_use=True,
+        padding="elements" if layout.zero_stage == 3 else "partition",
+        parameter_alignment=parameter_alignment(config),
+        reduce_bucket_elements=int(config.strategy.options.get("reduce_bucket_size", 5e8)),
         buffer_bytes=bucket_bytes(config) + (staging_bytes(config, layout) if offloads else 0),
         recomputes_last_projection=replaces_linear,
         tp_allreduces_per_layer=7,  # 2 in forward, and 1 in backward for each of 5 column-parallel layers
@@ -96,21 +99,9 @@ def host_buffer_bytes(config: "RunConfig", layout: "Layout") -> int:
     return staging_bytes(config, layout) + part * (2 if config.precision.is_mixed else 4)
 
 
-def gathers_per_micro_batch(config: "RunConfig") -> float:
-    """Return how often stage 3 gathers an average parameter in a micro-batch, when none is cached between uses.
-
-    It gathers a parameter twice, and a third time in a layer that is recomputed, even if only selectively. The layer's
-    last projection is an exception: the recomputation stops before it unless dropout follows it. A tied embedding has
-    two uses.
-    """
-    from harness.layout.parameters import layer_parameter_count, parameter_count, unrecomputed_parameter_count
-
-    model = config.model
-    recomputed = 2 * model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
-    skipped = 0 if model.dropout > 0 else unrecomputed_parameter_count(model)
-    layer = layer_parameter_count(model) - skipped
-    recomputed += layer * sum(map(config.checkpointing.recomputes_layer, range(model.num_hidden_layers)))
-    return 2 + recomputed / parameter_count(model)
+def parameter_alignment(config: "RunConfig") -> int:
+    """Return to how many elements stages 1 and 2 align each parameter: 16 bytes of them, if an option says so."""
+    return 16 // config.precision.compute_bytes if config.strategy.options.get("parameter_alignment") else 1
 
 
 def reduces_to_owner_rank(config: "RunConfig") -> bool:

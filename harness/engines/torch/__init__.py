@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from harness.engines.base import Engine
 from harness.engines.torch.compatibility import unsupported as unsupported
 from harness.layout.model_profile import model_profile
-from harness.layout.state_widths import StateWidths
+from harness.layout.state_widths import Padding, StateWidths
 
 if TYPE_CHECKING:
     import torch
@@ -27,14 +27,15 @@ def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     """Return the bytes per element that parameters, gradients, masters and moments take."""
+    padding: Padding = "rows" if layout.data_parallel == "fsdp" else "none"
     if layout.offload != "none":
         width, gathered = config.precision.master_bytes, config.precision.compute_bytes
-        return StateWidths(width, 0, 2 * width, gathered=gathered, host_gradients=width)
+        return StateWidths(width, 0, 2 * width, gathered=gathered, padding=padding, host_gradients=width)
     if not config.precision.is_mixed:
         width = config.precision.compute_bytes
-        return StateWidths(parameters=width, gradients=width, optimizer=2 * width, gathered=width)
+        return StateWidths(parameters=width, gradients=width, optimizer=2 * width, gathered=width, padding=padding)
     if layout.data_parallel == "fsdp":  # the sharded fp32 parameters are their own masters
-        return StateWidths(parameters=4, gradients=4, optimizer=8, gathered=2)
+        return StateWidths(parameters=4, gradients=4, optimizer=8, gathered=2, padding=padding)
     return StateWidths(parameters=2, gradients=4, optimizer=12, gathered=2)
 
 

@@ -43,10 +43,16 @@ def apply_fully_shard(
     for group in ends if len(ends) > 1 else ():  # tied weights must share a group: the root's
         shard(group)
     shard(model)
-    # Each group prefetches the one that ran before it in forward. Before the first one ran the last group of the
-    # micro-batch before, which torch forgets only in the last backward: that group would be gathered once more than
-    # it is used in every step that accumulates. The first group is gathered already when it prefetches itself.
-    first = ends[0][0] if len(ends) > 1 else blocks[0]
+    end_backward_prefetch(ends[0][0] if len(ends) > 1 else blocks[0])
+
+
+def end_backward_prefetch(first: nn.Module) -> None:
+    """Let the first group in the order of forward prefetch nothing in backward.
+
+    Each group prefetches the one that ran before it in forward. Before the first one ran the last group of the
+    micro-batch before, which torch forgets only in the last backward: that group would be gathered once more than it is
+    used in every step that accumulates. The first group is gathered already when it prefetches itself.
+    """
     assert isinstance(first, FSDPModule)
     first.set_modules_to_backward_prefetch([first])
 

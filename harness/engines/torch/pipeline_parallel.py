@@ -46,7 +46,8 @@ class Pipeline:
         self.loss_scaler = loss_scaler
         self.num_micro_batches = layout.grad_accumulation_steps(config.train)
         self.holds_embedding, self.holds_head = stages[0].holds_embedding, stages[-1].holds_head
-        torch.distributed.barrier(group)  # creates NCCL's communicator before sends and receives share a batch
+        # A collective creates NCCL's communicator before sends and receives share a batch; with a device NCCL runs it.
+        torch.distributed.barrier(group, device_ids=[device.index] if device.type == "cuda" else None)
         shape = stage_io_shape(config, layout)
         pipeline_stages = [
             ProbedPipelineStage(index, stage, config, shape, device, group, parallel, probe)
