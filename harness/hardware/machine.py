@@ -9,6 +9,8 @@ import psutil
 
 from harness.config.schema import Device
 
+CORES_PER_GPU_RANK = 2  # one for the rank's own thread, one for that of its backward
+
 CPU_RANKS = 2  # ranks of a node without GPUs: the smallest world in which anything is parallel
 
 
@@ -26,6 +28,8 @@ class Machine:
     host_free_bytes: int | None = None  # free memory of the host, whatever the device; None if unknown
     sharing: int = 1  # number of runs that share this machine's memory
     device_bytes: int | None = None  # total memory of the smallest CUDA device; None on a CPU
+    device_names: tuple[str, ...] = ()  # of the CUDA devices, in the order of ranks; empty on a CPU
+    compute_capability: tuple[int, int] | None = None  # the lowest of the CUDA devices'; None if unknown, or AMD's
 
     @property
     def world_size(self) -> int:
@@ -50,6 +54,16 @@ class Machine:
             )
         elif ranks % nodes:
             yield f"world_size={ranks} does not spread evenly over {nodes} nodes: choose a multiple of {nodes}"
+
+    def device_problem(self, devices: int) -> str | None:
+        """Return why the first `devices` CUDA devices cannot run one training, None if they can."""
+        names = tuple(dict.fromkeys(self.device_names[:devices]))
+        if len(names) < 2:
+            return None
+        return (
+            f"the run would use {' and '.join(names)}, which draw different random numbers and wait for the slowest:"
+            " name devices of one model in CUDA_VISIBLE_DEVICES"
+        )
 
     @property
     def fingerprint(self) -> str:

@@ -4,9 +4,15 @@ NVML refuses many queries on virtual devices and on those partitioned by MIG: a 
 """
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+# The variables that name the visible devices. Where both are set, ROCm's is the one that counts.
+VISIBLE_DEVICES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+CORES_PER_WORD = 64  # of NVML's set of cores
 
 
 class NvmlError(RuntimeError):
@@ -26,15 +32,29 @@ class NvmlDevice:
         name = _query(pynvml.nvmlDeviceGetName, self.handle)
         return None if name is None else str(name)
 
-    def memory_bytes(self) -> tuple[int, int]:
-        """Return the free and the total bytes. Raise NvmlError if they are unknown."""
+    def memory_bytes(self) -> tuple[int, int] | None:
+        """Return the free and the total bytes; None for a device that shares the host's memory, and where refused."""
         import pynvml
 
-        try:
-            memory = pynvml.nvmlDeviceGetMemoryInfo(self.handle)
-        except pynvml.NVMLError as error:
-            raise NvmlError(str(error)) from None
-        return int(memory.free), int(memory.total)
+        memory = _query(pynvml.nvmlDeviceGetMemoryInfo, self.handle)
+        return None if memory is None else (int(memory.free), int(memory.total))
+
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Return the major and minor number of the device's generation, such as (9, 0)."""
+        import pynvml
+
+        numbers: tuple[int, int] | None = _query(pynvml.nvmlDeviceGetCudaComputeCapability, self.handle)
+        return numbers
+
+    def near_cores(self, highest: int) -> set[int] | None:
+        """Return the cores of the NUMA node that the device is attached to, of those up to number `highest`."""
+        import pynvml
+
+        words = _query(pynvml.nvmlDeviceGetCpuAffinity, self.handle, highest // CORES_PER_WORD + 1)
+        if words is None:
+            return None
+        bits = sum(int(word) << (CORES_PER_WORD * index) for index, word in enumerate(words))
+        return {core for core in range(highest + 1) if bits >> core & 1}
 
     def power_limit_watts(self) -> float | None:
         """Return the power that the device may draw."""
@@ -70,10 +90,15 @@ class NvmlDevice:
 
     def process_ids(self) -> set[int] | None:
         """Return the processes that compute on the device now."""
+        processes = self.process_bytes()
+        return None if processes is None else set(processes)
+
+    def process_bytes(self) -> dict[int, int | None] | None:
+        """Return the processes that compute on the device now, with the memory that each of them has there."""
         import pynvml
 
         processes = _query(pynvml.nvmlDeviceGetComputeRunningProcesses, self.handle)
-        return None if processes is None else {process.pid for process in processes}
+        return None if processes is None else {process.pid: process.usedGpuMemory for process in processes}
 
     def is_partitioned(self) -> bool:
         """Return whether MIG partitions the device, so that NVML cannot attribute what it reports to a part."""
@@ -103,9 +128,14 @@ class NvmlDevice:
 
 
 def visible_device_ids(count: int) -> list[str]:
-    """Return the entries of CUDA_VISIBLE_DEVICES, or else the numbers of the first `count` devices."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[:count] if visible else [str(index) for index in range(count)]
+    """Return the numbers or UUIDs by which the environment names the visible devices, else the first `count` numbers.
+
+    NVML's numbers are those of CUDA_DEVICE_ORDER=PCI_BUS_ID, which all processes of the harness have.
+    """
+    visible = next((os.environ[name] for name in VISIBLE_DEVICES if os.environ.get(name)), None)
+    if visible is None:
+        return [str(index) for index in range(count)]
+    return [entry.strip() for entry in visible.split(",")][:count]
 
 
 def visible_devices(count: int) -> list[NvmlDevice]:
@@ -114,7 +144,7 @@ def visible_devices(count: int) -> list[NvmlDevice]:
 
     try:
         pynvml.nvmlInit()
-        return [NvmlDevice(_handle_of(device_id.strip())) for device_id in visible_device_ids(count)]
+        return [NvmlDevice(_handle_of(device_id)) for device_id in visible_device_ids(count)]
     except pynvml.NVMLError as error:
         raise NvmlError(str(error)) from None
 
@@ -137,11 +167,19 @@ def driver_version() -> str | None:
 
 
 def _handle_of(device_id: str) -> Any:
+    """Return NVML's handle of a number, or of a UUID that may be cut short, as CUDA takes both."""
     import pynvml
 
-    if device_id.isdigit():
-        return pynvml.nvmlDeviceGetHandleByIndex(int(device_id))
-    return pynvml.nvmlDeviceGetHandleByUUID(device_id)
+    number = re.match(r"\+?(\d+)", device_id)  # CUDA reads a number as C does: up to the first other character
+    if number:
+        return pynvml.nvmlDeviceGetHandleByIndex(int(number[1]))
+    if device_id.startswith("MIG-"):
+        return pynvml.nvmlDeviceGetHandleByUUID(device_id)
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    matching = [handle for handle in handles if str(pynvml.nvmlDeviceGetUUID(handle)).startswith(device_id)]
+    if len(matching) != 1:
+        raise NvmlError(f"{len(matching)} devices have a UUID that begins with {device_id}")
+    return matching[0]
 
 
 def _query(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from harness.tensors.storage import Storage, plain_tensors, storages
+from harness.tensors.storage import PLAIN_TYPES, Storage, plain_tensors, storage_identities, storages
 
 # A function that gets the address of a storage, and whether it is saved for backward from now on or no longer.
-OnHold = Callable[[int, bool], None]
+SavedCallback = Callable[[int, bool], None]
 
 
 class _SavedHandle:
@@ -27,13 +27,21 @@ class _SavedHandle:
 
     def __init__(self, meter: "ActivationMeter", tensor: Tensor, saved_storages: dict[int, Storage]) -> None:
         self.meter = meter
-        self.tensor = tensor.detach()
+        self.tensor = _detached(tensor)
         self.version = _version(tensor)
         self.saved_storages = saved_storages
-        meter._hold(saved_storages)
+        meter._retain(saved_storages)
 
     def __del__(self) -> None:
         self.meter._release(self.saved_storages)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Return the tensor without its history, by no operator that a dispatch mode observes where that is possible."""
+    if type(tensor) not in PLAIN_TYPES:
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
 
 
 def _version(tensor: Tensor) -> int:
@@ -47,20 +55,23 @@ class ActivationMeter:
     parameter or buffer of the model uses at that moment is not counted, including gathered parameters. Only the inputs
     of a part under torch.utils.checkpoint (use_reentrant=False) are counted until its second forward, which must run
     inside recompute(); what that forward saves is counted until it is freed. Tensors that code keeps outside autograd
-    (attributes of a context, a cache) are not counted. `on_hold` is called with the address of every storage that is
+    (attributes of a context, a cache) are not counted. `on_saved` is called with the address of every storage that is
     saved or released. If `device` is not None, only storages on it are counted and reported. Storages that were passed
     to offloaded() have a count of their own.
     """
 
-    def __init__(self, model: nn.Module, on_hold: OnHold | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, on_saved: SavedCallback | None = None, device: torch.device | None = None
+    ) -> None:
         self.peak_bytes = self.peak_offloaded_bytes = 0
-        self._on_hold = on_hold
+        self._on_saved = on_saved
         self._device = device
         self._offloaded: set[int] = set()  # identities of storages on the host whose content was saved on the device
         self._offloaded_bytes = 0
         self._modules = tuple(model.modules())
+        self._places: dict[int, tuple[dict[str, Any], str]] = {}  # where a weight's storage was found last
         self._saved_bytes = 0
-        self._holders: Counter[int] = Counter()  # the number of handles that keep each storage
+        self._handle_counts: Counter[int] = Counter()  # the number of handles that keep each storage
         self._recomputed: set[int] = set()  # identities of storages that count until they are freed
         self._hooks: saved_tensors_hooks | None = None
 
@@ -115,9 +126,9 @@ class ActivationMeter:
         """
         for local in plain_tensors(tensor):
             for identity, storage in self._activations(local).items():
-                if identity not in self._recomputed and identity not in self._holders:
+                if identity not in self._recomputed and identity not in self._handle_counts:
                     self._recomputed.add(identity)
-                    self._hold({identity: storage})
+                    self._retain({identity: storage})
                     weakref.finalize(local.untyped_storage(), self._freed, storage).atexit = False
 
     def _freed(self, storage: Storage) -> None:
@@ -127,32 +138,58 @@ class ActivationMeter:
     def _activations(self, tensor: Tensor) -> dict[int, Storage]:
         """Return a tensor's storages by identity, or nothing if weights use all of them."""
         by_identity = {storage.identity: storage for storage in storages(tensor)}
-        return {} if by_identity.keys() <= self._weights() else by_identity
+        return {} if all(map(self._is_weight, by_identity)) else by_identity
+
+    def _is_weight(self, identity: int) -> bool:
+        """Return whether a weight uses a storage at present: sharded engines gather, free and replace them."""
+        if identity in self._handle_counts:  # it is saved already, as no weight is
+            return False
+        if self._is_in_place(identity):
+            return True
+        if identity not in self._weights():
+            return False
+        self._places = self._find_weights()
+        return True
+
+    def _is_in_place(self, identity: int) -> bool:
+        """Return whether the storage still belongs to the weight to which it belonged when weights were looked up."""
+        tensors, name = self._places.get(identity, ({}, ""))
+        tensor = tensors.get(name)
+        return tensor is not None and identity in storage_identities(tensor)
 
     def _weights(self) -> set[int]:
-        """Return the identities of the weights' present storages: sharded engines gather, free and replace them."""
-        tensors = (
-            tensor
-            for module in self._modules
-            for tensor in (*module._parameters.values(), *module._buffers.values())
-            if tensor is not None
-        )
-        return {storage.identity for tensor in tensors for storage in storages(tensor)}
+        """Return the identities of the weights' present storages."""
+        parameters = [module._parameters.values() for module in self._modules if module._parameters]
+        buffers = [module._buffers.values() for module in self._modules if module._buffers]
+        tensors: list[Tensor] = [tensor for each in (*parameters, *buffers) for tensor in each if tensor is not None]
+        identities = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in PLAIN_TYPES}  # most are
+        wrapped = (tensor for tensor in tensors if type(tensor) not in PLAIN_TYPES)
+        return identities.union(*map(storage_identities, wrapped))
 
-    def _hold(self, saved_storages: dict[int, Storage]) -> None:
+    def _find_weights(self) -> dict[int, tuple[dict[str, Any], str]]:
+        """Return where each weight is whose storage is present, by the storage's identity."""
+        places: dict[int, tuple[dict[str, Any], str]] = {}
+        for module in self._modules:
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        places.update(dict.fromkeys(storage_identities(tensor), (tensors, name)))
+        return places
+
+    def _retain(self, saved_storages: dict[int, Storage]) -> None:
         for identity, storage in saved_storages.items():
-            if self._holders[identity] == 0:
+            if self._handle_counts[identity] == 0:
                 self._count(storage, storage.bytes)
                 self._report(storage, True)
-            self._holders[identity] += 1
+            self._handle_counts[identity] += 1
         self.peak_bytes = max(self.peak_bytes, self._saved_bytes)
         self.peak_offloaded_bytes = max(self.peak_offloaded_bytes, self._offloaded_bytes)
 
     def _release(self, saved_storages: dict[int, Storage]) -> None:
         for identity, storage in saved_storages.items():
-            self._holders[identity] -= 1
-            if self._holders[identity] == 0:
-                del self._holders[identity]
+            self._handle_counts[identity] -= 1
+            if self._handle_counts[identity] == 0:
+                del self._handle_counts[identity]
                 self._count(storage, -storage.bytes)
                 self._offloaded.discard(identity)
                 self._report(storage, False)
@@ -164,8 +201,8 @@ class ActivationMeter:
             self._offloaded_bytes += size
 
     def _report(self, storage: Storage, is_saved: bool) -> None:
-        if self._on_hold is not None and self._is_counted(storage):
-            self._on_hold(storage.address, is_saved)
+        if self._on_saved is not None and self._is_counted(storage):
+            self._on_saved(storage.address, is_saved)
 
     def _is_counted(self, storage: Storage) -> bool:
         return self._device is None or storage.device == self._device.type

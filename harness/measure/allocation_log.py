@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,15 +60,22 @@ class StepAnnotations:
         """Record that from a moment on the block at an address has a role, or no longer has it."""
         self.claims[address].append(Ownership(moment, role, detail, is_owned))
 
+    def claim_all(self, moment: int, addresses: Iterable[int], role: str, detail: str) -> None:
+        """Record that from a moment on the blocks at these addresses have a role."""
+        ownership = Ownership(moment, role, detail, is_owned=True)
+        for address in addresses:
+            self.claims[address].append(ownership)
+
 
 def live_lines(log: AllocationLog, last: int) -> list[int]:
     """Return the lines of the blocks that are live after the line `last`."""
     live: dict[int, int] = {}
-    for line, (address, size) in enumerate(zip(log.addresses[: last + 1], log.bytes[: last + 1], strict=True)):
+    addresses, sizes = log.addresses[: last + 1].tolist(), log.bytes[: last + 1].tolist()
+    for line, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
         if size > 0:
-            live[int(address)] = line
+            live[address] = line
         else:
-            live.pop(int(address), None)
+            live.pop(address, None)
     return list(live.values())
 
 
@@ -76,11 +83,12 @@ def free_times(log: AllocationLog) -> list[int]:
     """Return the moment of the free for every line of an allocation; it is after the log for a block that stays."""
     freed_at = [int(log.moments[-1]) + 1] * len(log.moments)
     live: dict[int, int] = {}
-    for line, (address, size) in enumerate(zip(log.addresses, log.bytes, strict=True)):
+    lines = zip(log.moments.tolist(), log.addresses.tolist(), log.bytes.tolist(), strict=True)
+    for line, (moment, address, size) in enumerate(lines):
         if size > 0:
-            live[int(address)] = line
-        elif int(address) in live:
-            freed_at[live.pop(int(address))] = int(log.moments[line])
+            live[address] = line
+        elif address in live:
+            freed_at[live.pop(address)] = moment
     return freed_at
 
 

@@ -60,7 +60,8 @@ class CudaAllocationLog(AllocationLogger):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        torch.cuda.memory._record_memory_history("all", context=None)
+        # No stack traces are kept; by default torch would still load its C++ unwinder.
+        torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
         self.started = self.position()
         self.initial_blocks = self._live_blocks(torch.cuda.memory._snapshot(device))
 

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.cost_model.communication import LAYOUT, SCALARS
+from harness.cost_model.communication import LAYOUT, LAYOUT_CALLERS, SCALARS
 from harness.measure.collective_rules import (
     NAMESPACES,
     RULES,
@@ -78,10 +78,17 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(issubclass(tensor_type, DTensor) for tensor_type in types):
             return NotImplemented  # torch dispatches the plain operators that it consists of afterwards
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of plain tensors, count it if it is a collective, and return its result.
+
+        Another mode may call this, because two modes would each slow every operator.
+        """
         if func.namespace not in NAMESPACES:
-            return func(*args, **(kwargs or {}))
-        collective = self._count(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        collective = self._count(func, args, kwargs)
+        result = func(*args, **kwargs)
         if collective is not None and self._on_collective is not None:
             self._on_collective(collective._replace(tensors=[*collective.tensors, *iter_tensors(result)]))
         return result
@@ -104,7 +111,8 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         factor = SENT_PER_BYTE[operation](len(ranks))
         tensors = moved_tensors(call)
         scalars = sum(tensor.numel() * times for tensor, times in tensors) <= SCALARS
-        purpose = calling_function() if scalars else LAYOUT
+        caller = calling_function() if scalars else LAYOUT
+        purpose = LAYOUT if caller in LAYOUT_CALLERS else caller
         for dtype, size in _bytes_by_dtype(tensors).items():
             self._bytes[operation, ranks, dtype, purpose] += size * factor
             self._sizes[operation, ranks, dtype, purpose][size] += 1

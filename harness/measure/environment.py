@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from harness.hardware.machine import Machine
-from harness.hardware.nvml import NvmlError, driver_version, visible_devices
+from harness.hardware.nvml import NvmlError, driver_version, visible_device_ids, visible_devices
 from harness.util.files import JsonObject
 from harness.util.redact import may_hold_secret
 
@@ -84,7 +84,7 @@ def collect_environment(
         "threads": threads,
         **_host(),
         **_software(),
-        **_devices(machine.devices),
+        **_devices(tuple(visible_device_ids(machine.devices))),
         "compiler": _compiler(os.environ.get("CXX", "")),
         "variables": relevant_variables(os.environ | (rank_variables or {}), _homes()),
     }
@@ -179,13 +179,16 @@ def _first_line(command: list[str]) -> str | None:
 
 
 @functools.cache
-def _devices(count: int) -> DeviceFacts:
-    """Return the driver's version, and every visible device's name, power limit and connections to the others."""
+def _devices(device_ids: tuple[str, ...]) -> DeviceFacts:
+    """Return the driver's version, and every visible device's name, power limit and connections to the others.
+
+    They are read once for the same devices: runs side by side in a sweep use different ones.
+    """
     unknown = DeviceFacts(driver=None, device_names=None, power_limits_watts=None, topology=None)
-    if not count:
+    if not device_ids:
         return unknown
     try:
-        devices = visible_devices(count)
+        devices = visible_devices(len(device_ids))
     except NvmlError:
         return unknown
     driver = driver_version()
@@ -197,5 +200,5 @@ def _devices(count: int) -> DeviceFacts:
         "driver": driver,
         "device_names": names,
         "power_limits_watts": [device.power_limit_watts() for device in devices],
-        "topology": connections if count > 1 else None,
+        "topology": connections if len(devices) > 1 else None,
     }

@@ -7,8 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.records.rank_report import COMPOSED
 
-# The order of preference. MATH composes attention from plain operators, where no fused kernel can be used (fp32 with
-# grouped heads on CUDA).
+# The order of preference. MATH composes attention from plain operators, where no fused kernel can be used.
 _PRIORITY = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
@@ -21,6 +20,7 @@ ATTENTION = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
     "aten::_scaled_dot_product_efficient_attention": "efficient",
     "aten::_efficient_attention_forward": "efficient",  # used for fewer queries than keys
+    "aten::_flash_attention_forward": "flash",
     "aten::_scaled_dot_product_cudnn_attention": "cudnn",
     "aten::_softmax": COMPOSED,
     "aten::_safe_softmax": COMPOSED,

@@ -14,6 +14,8 @@ class MemoryCounters(NamedTuple):
     """The readings of a device's memory, defined by DeviceMemory's methods of the same names."""
 
     peak_allocated_bytes: int | None
+    peak_requested_bytes: int | None
+    peak_active_bytes: int | None
     peak_reserved_bytes: int | None
     non_torch_bytes: int | None
     num_alloc_retries: int | None
@@ -51,6 +53,25 @@ class DeviceMemory:
             return torch.cuda.max_memory_allocated(self.device)
         return self.allocator.peak_bytes() if self.allocator is not None else None
 
+    def peak_requested_bytes(self) -> int | None:
+        """Return the most bytes that tensors requested at once since reset_peak(), without the allocator's rounding.
+
+        On a CPU that is peak_allocated_bytes(). Libraries' workspaces from torch's allocator are included.
+        """
+        return self._peak_of("requested_bytes") if self._cuda else self.peak_allocated_bytes()
+
+    def peak_active_bytes(self) -> int | None:
+        """Return the most bytes in blocks that could not be used anew since reset_peak(); a CPU has no such blocks.
+
+        They are allocated, or freed and still awaited by another stream, as after a collective.
+        """
+        return self._peak_of("active_bytes") if self._cuda else None
+
+    def _peak_of(self, statistic: str) -> int | None:
+        """Return the peak of one of torch's statistics since reset_peak(); None where the allocator has none."""
+        peak = torch.cuda.memory_stats(self.device).get(f"{statistic}.all.peak")
+        return None if peak is None else int(peak)
+
     def peak_reserved_bytes(self) -> int | None:
         """Return the most bytes that the caching allocator reserved since reset_peak(); a CPU has no such cache."""
         return torch.cuda.max_memory_reserved(self.device) if self._cuda else None
@@ -80,6 +101,8 @@ class DeviceMemory:
         """Return all readings."""
         return MemoryCounters(
             self.peak_allocated_bytes(),
+            self.peak_requested_bytes(),
+            self.peak_active_bytes(),
             self.peak_reserved_bytes(),
             self.non_torch_bytes(),
             self.num_alloc_retries(),
@@ -107,8 +130,14 @@ class DeviceMemory:
 
     @property
     def can_log(self) -> bool:
-        """True if allocations can be logged."""
-        return self._cuda or self.allocator is not None
+        """True if allocations can be logged.
+
+        On CUDA that takes torch's own allocator: the one of PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync raises an
+        error when it is asked for its history.
+        """
+        if self._cuda:
+            return torch.cuda.memory.get_allocator_backend() == "native"
+        return self.allocator is not None
 
     def begin_log(self) -> AllocationLogger:
         """Log every allocation and free from now on. Raise RuntimeError on a CPU without the counting allocator."""

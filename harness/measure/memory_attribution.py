@@ -29,9 +29,9 @@ _MAX_SKIPPED_BLOCKS = 100  # additional blocks that one operator of the example 
 # Operators of these namespaces request blocks for communication.
 _COMMUNICATION_NAMESPACES = ("c10d::", "_c10d_functional::", "fsdp::", "deepspeed::")
 
-BACKEND = "copies of the communication backend"
+BACKEND = "buffers of the communication backend"
 
-BEFORE = "from before the step"
+BEFORE = "allocated before the step"
 
 BETWEEN = "between operators"
 
@@ -66,8 +66,8 @@ def attribute_peak_by_example(
     """Attribute the peak of another step's log, which has no annotations, by the example, which has them.
 
     Python's thread requests the same blocks in the same order in both, so that each block has its twin in the example.
-    Threads of a communication backend do not, and free their blocks at their own time. A block from before the step is
-    recognized by its address, or else by its size. Return None if the steps are not alike.
+    Threads of a communication backend do not, and free their blocks at their own time. A block allocated before the
+    step is recognized by its address, or else by its size. Return None if the steps are not alike.
     """
     line = _peak_line(log, ())
     twins = _twins(log, example, annotations)
@@ -109,18 +109,17 @@ def _twins(log: AllocationLog, example: AllocationLog, annotations: StepAnnotati
 
     Listeners to the example's operators make some of these request more blocks, which are skipped.
     """
-    own_lines, example_lines = _requests(log, ()), _requests(example, annotations.pauses).tolist()
-    twins: dict[int, int] = {}
+    own_lines, example_lines = _requests(log, ()), _requests(example, annotations.pauses)
+    own_sizes, example_sizes = log.bytes[own_lines].tolist(), example.bytes[example_lines].tolist()
+    matches: list[int] = []
     at = 0
-    for line in own_lines.tolist():
-        size = log.bytes[line]
-        candidates = range(at, min(at + _MAX_SKIPPED_BLOCKS, len(example_lines)))
-        match = next((i for i in candidates if example.bytes[example_lines[i]] == size), None)
-        if match is None:
+    for size in own_sizes:
+        try:
+            at = example_sizes.index(size, at, at + _MAX_SKIPPED_BLOCKS) + 1
+        except ValueError:
             return None
-        twins[line] = example_lines[match]
-        at = match + 1
-    return twins
+        matches.append(at - 1)
+    return dict(zip(own_lines.tolist(), example_lines[matches].tolist(), strict=True))
 
 
 def _sum(moment: int, blocks: "Iterable[tuple[np.int64, tuple[str, str]]]") -> PeakMemory:
@@ -141,10 +140,12 @@ def _peak_line(log: AllocationLog, pauses: Iterable[OpSpan]) -> int:
 
 
 def _paused(log: AllocationLog, pauses: Iterable[OpSpan]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-    paused = np.zeros(len(log.moments), np.bool_)
-    for pause in pauses:
-        paused |= (log.moments >= pause.start) & (log.moments < pause.end)
-    return paused
+    """Return which lines were written in pauses, which are in order and not nested."""
+    limits = np.array([(pause.start, pause.end) for pause in pauses], np.int64).reshape(-1, 2)
+    if not len(limits):
+        return np.zeros(len(log.moments), np.bool_)
+    index = np.searchsorted(limits[:, 0], log.moments, side="right") - 1
+    return np.asarray((index >= 0) & (log.moments < limits[index, 1]), np.bool_)
 
 
 def _requests(log: AllocationLog, pauses: Iterable[OpSpan]) -> Integers:
@@ -169,7 +170,7 @@ def owner_at(log: AllocationLog, annotations: StepAnnotations, block: Allocation
     phases = annotations.phases
     phase = next((phase for phase in phases if phase.start <= block.allocated_at < phase.end <= peak), None)
     if phase is not None:
-        return "temporary", f"kept since {phase.name}"
+        return "temporary", f"allocated in {phase.name}"
     operator = name_at(annotations.operators, block.allocated_at, BETWEEN)
     return "communication" if operator.startswith(_COMMUNICATION_NAMESPACES) else "temporary", operator
 

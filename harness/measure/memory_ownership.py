@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from harness.engines.base import Engine
@@ -11,9 +12,10 @@ from harness.measure import memory_snapshot
 from harness.measure.allocation_log import AllocationLog, OpSpan, StepAnnotations, name_at
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_attribution import attribute_peak, attribute_peak_by_example
+from harness.measure.rank_state import shard_bytes
 from harness.records.rank_report import AtPeak
 from harness.tensors.shard import BUCKET, GATHERED
-from harness.tensors.storage import element_bytes, storage_bytes, storages
+from harness.tensors.storage import PLAIN_TYPES, element_bytes, storage_addresses, storage_bytes
 
 
 class OwnershipRecorder:
@@ -26,10 +28,12 @@ class OwnershipRecorder:
         self.engine = engine
         self.memory = memory
         self.annotations = StepAnnotations()
+        self.modules = tuple(engine.model.modules())
         self.gradient_buckets: set[int] = set()  # addresses of buckets that hold gradients
         self.peak_allocated_bytes: int | None = None
         self.log: AllocationLog | None = None
         self.is_paused = False
+        self.last_position = -1  # after the operator before
 
     def start(self) -> None:
         """Start logging, and claim the state that exists between steps."""
@@ -53,7 +57,8 @@ class OwnershipRecorder:
         """Exclude allocations inside the block from the step's, because the measurement itself makes them."""
         self._update_peak()
         self.is_paused, started = True, self.position()
-        yield
+        with torch.no_grad():
+            yield
         self.is_paused, ended = False, self.position()
         self.memory.reset_peak()
         if ended > started:
@@ -64,11 +69,18 @@ class OwnershipRecorder:
         if peak is not None:
             self.peak_allocated_bytes = max(peak, self.peak_allocated_bytes or 0)
 
-    def add_operator(self, name: str, started: int) -> None:
-        """Record an operator that ran since the moment `started`, if it allocated or freed blocks."""
+    def add_operator(self, name: str, started: int) -> bool:
+        """Record an operator that ran since the moment `started`, if it allocated or freed blocks.
+
+        Return whether anything may have been allocated or freed since the operator before. A moment on CUDA is a time,
+        by which that cannot be excluded.
+        """
         position = self.position()
         if position > started:
             self.annotations.operators.append(OpSpan(started, position, name))
+        is_unchanged = position == self.last_position and self.memory.counts_requests
+        self.last_position = position
+        return not is_unchanged
 
     def add_phase(self, name: str, started: int) -> None:
         """Record a phase of the step that ends now."""
@@ -78,16 +90,13 @@ class OwnershipRecorder:
         """Claim a role for the storages of tensors on this device from now on."""
         if self.logger is None:
             return
-        position = self.position()
-        for tensor in tensors:
-            for storage in storages(tensor):
-                if storage.device == self.memory.device.type:  # offloaded tensors are not in this memory
-                    self.annotations.claim(position, storage.address, role, detail)
+        addresses = storage_addresses(tensors, self.memory.device.type)  # offloaded tensors are not in this memory
+        self.annotations.claim_all(self.position(), addresses, role, detail)
 
     def claim_activation(self, address: int, is_saved: bool) -> None:
         """Record that a storage is saved for backward from now on, or no longer."""
         if self.logger is not None and not self.is_paused:
-            self.annotations.claim(self.position(), address, "activation", "held for backward", is_saved)
+            self.annotations.claim(self.position(), address, "activation", "saved for backward", is_saved)
 
     def _claim_state(self) -> None:
         optimizer = (shard.local for shard in self.engine.local_shards("optimizer"))
@@ -96,22 +105,27 @@ class OwnershipRecorder:
         self.claim(at_rest, "parameter", "at rest")
         self.claim_gradients()
 
-    def claim_gradients(self) -> None:
-        """Claim gradients, and the modules' present parameters: those that were not claimed at rest are gathered."""
+    def claim_gradients(self) -> int:
+        """Claim gradients, and the modules' present parameters: those that were not claimed at rest are gathered.
+
+        Return the bytes of the gradients.
+        """
         shards = list(self.engine.local_shards("gradients"))
         self.claim((shard.local for shard in shards), "gradient", "gradients")
-        buckets = {s.address for shard in shards if shard.state_name == BUCKET for s in storages(shard.local)}
+        in_buckets = [shard.local for shard in shards if shard.state_name == BUCKET]
+        buckets = set(storage_addresses(in_buckets, self.memory.device.type))
         if self.logger is not None:
             for address in self.gradient_buckets - buckets:  # DDP has copied these gradients out of its buckets
                 self.annotations.claim(self.position(), address, "gradient", "gradients", is_owned=False)
         self.gradient_buckets = buckets
-        parameters = list(self.engine.model.parameters())
-        self.claim(parameters, "gathered", "parameters made whole")
+        dictionaries = [module._parameters for module in self.modules]  # engines replace these, and what is in them
+        parameters = [parameter for each in dictionaries for parameter in each.values() if parameter is not None]
+        self.claim(parameters, "gathered", "gathered parameters")
         for role, detail, tensor in self.engine.named_buffers():
             self.claim([tensor], role, detail)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        own = (gradient for gradient in gradients if storage_bytes([gradient]) == element_bytes([gradient]))
-        self.claim(own, "communication", "gradients not yet reduced")
+        self.claim(filter(_has_own_storage, gradients), "communication", "gradients not yet reduced")
+        return shard_bytes(shards)
 
     def at_peak(self, timed_log: AllocationLog | None) -> AtPeak | None:
         """Return what filled memory at the peak of the timed steps, or else of this step.
@@ -133,3 +147,10 @@ class OwnershipRecorder:
         """Write the step's memory history for torch's viewer."""
         if self.logger is not None:
             memory_snapshot.write_snapshot(path, self.logger.snapshot(self.annotations))
+
+
+def _has_own_storage(gradient: Tensor) -> bool:
+    """Return whether a gradient is no view into a larger storage, such as a bucket's."""
+    if type(gradient) in PLAIN_TYPES:
+        return gradient.untyped_storage().nbytes() == gradient.nbytes
+    return storage_bytes([gradient]) == element_bytes([gradient])

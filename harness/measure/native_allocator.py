@@ -1,23 +1,14 @@
-"""The counting allocator for a CPU's memory, a C++ library that the parent builds once.
-
-It lies in a cache folder, keyed by the versions that it was built for. A build holds a file lock, so that parents that
-start together build once; the operating system releases the lock when its holder dies.
-"""
+"""The counting allocator for a CPU's memory, a C++ library that the parent builds once."""
 
 import ctypes
-import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock
 
-from harness.util.native_build import file_digest, make_extension_folder, require_compiler, run_build
+from harness.measure.torch_library import build_torch_library
 
 _SOURCE = Path(__file__).with_name("allocator.cpp")
-
-_COMPILER_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-Wall")  # torch's headers need C++20
 
 
 @dataclass(frozen=True)
@@ -32,7 +23,7 @@ class Allocator:
 
     def peak_bytes(self) -> int:
         """Return the most bytes allocated at once since reset_peak()."""
-        return int(self.library.peak_bytes())
+        return self.library.peak_bytes()  # type: ignore[no-any-return]
 
     def reset_peak(self) -> None:
         """Start a new peak from the bytes allocated now."""
@@ -48,7 +39,7 @@ class Allocator:
 
     def log_length(self) -> int:
         """Return the number of lines logged so far, which serves as the log's clock."""
-        return int(self.library.log_length())
+        return self.library.log_length()  # type: ignore[no-any-return]
 
     def drop_log(self) -> None:
         """Stop logging without reading the log."""
@@ -66,42 +57,8 @@ class Allocator:
 
 
 def build_allocator(cache: Path) -> Path:
-    """Return the path of the compiled allocator, built in about 2 s if it does not exist.
-
-    Raise UserError without a compiler, and RuntimeError with the compiler's output if it fails.
-    """
-    folder = make_extension_folder(cache, "allocator", _SOURCE.read_text() + " ".join(_COMPILER_FLAGS), "torch")
-    library = _find_library(folder)
-    if library is not None:
-        return library
-    require_compiler()
-    with FileLock(folder / "build.lock"):
-        return _find_library(folder) or _compile(folder / f"allocator.{os.getpid()}.tmp")
-
-
-def _find_library(folder: Path) -> Path | None:
-    """Return the library whose name has its content's digest; one damaged by a full disk would crash every rank."""
-    return next((path for path in folder.glob("allocator-*.so") if path.name == _allocator_name(path)), None)
-
-
-def _allocator_name(path: Path) -> str:
-    return f"allocator-{file_digest(path)}.so"
-
-
-def _compile(temporary: Path) -> Path:
-    """Compile into a temporary file and rename it, so that a killed build leaves no file that looks complete."""
-    from torch.utils.cpp_extension import include_paths, library_paths
-
-    command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-    command += [*_COMPILER_FLAGS, *(f"-I{path}" for path in include_paths()), str(_SOURCE), "-o", str(temporary)]
-    command += [*(f"-L{path}" for path in library_paths()), "-lc10"]
-    # macOS searches the rpath even for libraries that are loaded already.
-    command += [f"-Wl,-rpath,{path}" for path in library_paths()]
-    try:
-        run_build(command, "harness/measure/allocator.cpp", os.environ)
-        return temporary.replace(temporary.with_name(_allocator_name(temporary)))
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Return the path of the compiled allocator. Raise UserError or RuntimeError if it cannot be built."""
+    return build_torch_library(_SOURCE, cache, ["-O2"])
 
 
 def load_allocator(path: Path) -> Allocator:

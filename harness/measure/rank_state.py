@@ -17,7 +17,7 @@ def state_bytes(engine: ShardSource, kind: StateKind) -> int:
 
     Distinct storages count whole, padding included; views into buckets count by their own elements.
     """
-    return _bytes(engine.local_shards(kind))
+    return shard_bytes(engine.local_shards(kind))
 
 
 def bytes_by_device(engine: ShardSource, kind: StateKind) -> dict[str, int]:
@@ -26,10 +26,11 @@ def bytes_by_device(engine: ShardSource, kind: StateKind) -> dict[str, int]:
     for shard in engine.local_shards(kind):
         if shard.state_name not in (GATHERED, STAGING):
             by_device[shard.local.device.type].append(shard)
-    return {device: _bytes(shards) for device, shards in by_device.items()}
+    return {device: shard_bytes(shards) for device, shards in by_device.items()}
 
 
-def _bytes(shards: Iterable[Shard]) -> int:
+def shard_bytes(shards: Iterable[Shard]) -> int:
+    """Return the bytes of shards: distinct storages whole, views into buckets by their own elements."""
     bucket_views: list[Tensor] = []
     own: list[Tensor] = []
     for shard in shards:

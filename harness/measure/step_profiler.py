@@ -1,9 +1,10 @@
 """The profiled step: one more training step, slower than the others, in which every operator is observed."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,15 +16,17 @@ from harness.layout.groups import group_axes, is_data_parallel_axis
 from harness.layout.layout import Layout
 from harness.measure.activations import ActivationMeter
 from harness.measure.allocation_log import AllocationLog
+from harness.measure.collective_rules import NAMESPACES, SENDS_NOTHING
 from harness.measure.communication import Collective, CommunicationCounter
-from harness.measure.gradient_fingerprint import GradientFingerprints
+from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints
 from harness.measure.kernels import KernelUse
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import OwnershipRecorder
-from harness.measure.rank_state import bytes_by_device, state_bytes, state_shards
+from harness.measure.rank_state import bytes_by_device, state_shards
+from harness.models.compile import compiled_graph_count
 from harness.probe import Listener, Probe, ShardSource
 from harness.records.rank_report import ProfiledStep
-from harness.tensors.flops import operator_flops
+from harness.tensors.flops import has_flops, operator_flops
 from harness.tensors.shard import STAGING
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
@@ -33,10 +36,10 @@ _PACKING_NAMESPACES = ("fsdp",)  # operators that copy into and out of communica
 
 @contextmanager
 def profile_step(
-    engine: Engine, probe: Probe, memory: DeviceMemory, seed: int, layout: Layout
+    engine: Engine, probe: Probe, memory: DeviceMemory, fingerprinter: Fingerprinter, layout: Layout
 ) -> Iterator["StepListener"]:
     """Profile the one step inside the block; the listener's result() is complete afterwards."""
-    listener = StepListener(engine, memory, seed, layout)
+    listener = StepListener(engine, memory, fingerprinter, layout)
     with probe.listen(listener), listener:
         yield listener
 
@@ -44,12 +47,12 @@ def profile_step(
 class StepListener(Listener):
     """A listener to one step that measures gradients, activations, bytes sent, FLOPs, and the role of every block."""
 
-    def __init__(self, engine: Engine, memory: DeviceMemory, seed: int, layout: Layout) -> None:
+    def __init__(self, engine: Engine, memory: DeviceMemory, fingerprinter: Fingerprinter, layout: Layout) -> None:
         self.engine = engine
         self.memory = memory
         self.layout = layout
         self.recorder = OwnershipRecorder(engine, memory)
-        self.gradient_fingerprints = GradientFingerprints(seed, memory.device)
+        self.gradient_fingerprints = GradientFingerprints(fingerprinter)
         self.activations = ActivationMeter(engine.model, self.recorder.claim_activation, memory.device)
         self.communication = CommunicationCounter(self.on_collective)
         self.kernels = KernelUse()
@@ -64,7 +67,8 @@ class StepListener(Listener):
 
     def __enter__(self) -> "StepListener":
         self.recorder.start()
-        for mode in (self.activations, self.communication, OperatorWatch(self)):
+        watch = OperatorWatchBesideDynamo if compiled_graph_count() else OperatorWatch
+        for mode in (self.activations, watch(self)):
             self.exit_stack.enter_context(mode)
         return self
 
@@ -118,11 +122,9 @@ class StepListener(Listener):
 
     def on_operator(self, name: str, started: int) -> None:
         """Record an operator that ran since the moment `started` of the log."""
-        if self.recorder.is_paused:
-            return
         self.kernels.record(name)
-        self.recorder.add_operator(name, started)
-        self.sample_gradients()
+        if self.recorder.add_operator(name, started):  # else memory has no new peak
+            self.sample_gradients()
 
     def sample_gradients(self, may_be_largest: bool = False) -> None:
         """Claim and measure the present gradients if memory has a new peak or gradients may be at their largest."""
@@ -133,8 +135,7 @@ class StepListener(Listener):
             return
         self.sampled_peak_bytes = max(self.sampled_peak_bytes, peak)
         with self.recorder.pause():
-            self.recorder.claim_gradients()
-            self.peak_gradient_bytes = max(self.peak_gradient_bytes, state_bytes(self.engine, "gradients"))
+            self.peak_gradient_bytes = max(self.peak_gradient_bytes, self.recorder.claim_gradients())
 
     def on_collective(self, collective: Collective) -> None:
         """Claim the buffers of a collective: those of a data-parallel all-gather are gathered parameters."""
@@ -171,7 +172,7 @@ class StepListener(Listener):
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that reports every operator to the listener.
+    """A dispatch mode that reports every operator to the listener, where nothing is compiled.
 
     It also samples gradients before a collective, because gradients that are about to be reduced are still whole then.
     """
@@ -179,6 +180,14 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, listener: StepListener) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.listener = listener
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False so that torch does not switch Dynamo off and on again around every operator.
+
+        That takes about as long as the rest of this mode, and Dynamo is on only where something is compiled.
+        """
+        return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -189,15 +198,54 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(tensor_type, DTensor) for tensor_type in types):
             return NotImplemented  # torch dispatches the plain operators that it consists of afterwards
         listener, recorder, kwargs = self.listener, self.listener.recorder, kwargs or {}
-        if func.namespace in _COLLECTIVE_NAMESPACES:
+        if recorder.is_paused:  # the measurement itself runs this operator
+            return func(*args, **kwargs)
+        operator = known_operator(func)
+        if operator.sends:
             listener.sample_gradients(may_be_largest=True)
         started = recorder.position()
-        result = func(*args, **kwargs)
-        if func.namespace in _PACKING_NAMESPACES:
-            recorder.claim(_tensor_leaves((args, kwargs, result)), "communication", f"{func._schema.name} buffers")
-        listener.flops += 0 if recorder.is_paused else operator_flops(func, args, kwargs, result)
-        listener.on_operator(func._schema.name, started)
+        result = listener.communication.run(func, args, kwargs) if operator.communicates else func(*args, **kwargs)
+        if operator.packs:
+            recorder.claim(_tensor_leaves((args, kwargs, result)), "communication", f"{operator.name} buffers")
+        if operator.has_flops:
+            listener.flops += operator_flops(func, args, kwargs, result)
+        listener.on_operator(operator.name, started)
         return result
+
+
+class OperatorWatchBesideDynamo(OperatorWatch):  # type: ignore[no-untyped-call]
+    """The mode for a model with compiled parts, which torch keeps Dynamo from compiling."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return True, as torch does for modes that do not say anything."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class KnownOperator(NamedTuple):
+    """What the profiled step needs to know of an operator, which does not depend on its arguments."""
+
+    name: str  # such as aten::mm
+    communicates: bool  # whether it is counted
+    sends: bool  # whether gradients may be about to be reduced
+    packs: bool
+    has_flops: bool
+
+
+@functools.cache
+def known_operator(func: Any) -> KnownOperator:
+    """Return what is known of an operator; most of a step's thousands of operators are the same few."""
+    name = func._schema.name
+    return KnownOperator(
+        name,
+        communicates=func.namespace in NAMESPACES,
+        sends=func.namespace in _COLLECTIVE_NAMESPACES and name not in SENDS_NOTHING,
+        packs=func.namespace in _PACKING_NAMESPACES,
+        has_flops=has_flops(func),
+    )
 
 
 def _tensor_leaves(value: Any) -> Iterator[Tensor]:

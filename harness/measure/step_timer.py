@@ -1,5 +1,6 @@
 """Timing of steps without synchronization: marks are set while steps run and read after the last one."""
 
+import gc
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,6 +12,18 @@ import torch
 from harness.probe import Listener
 
 Mark = float | torch.cuda.Event
+
+
+@contextmanager
+def garbage_collection_disabled() -> Iterator[None]:
+    """Let Python collect no garbage inside the block: a pause of one rank would stall all that wait for it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class DeviceClock:

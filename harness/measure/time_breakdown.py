@@ -1,36 +1,43 @@
-"""The division of a step's time into computing, communicating and waiting, by torch's profiler.
+"""The division of a step's time into computing, communicating, copying and waiting, by a trace of what ran.
 
 Communication is exposed while a collective is in flight and no operator computes, and overlapped while one does, as
 Holistic Trace Analysis defines it. On a GPU both are kernels in their streams; on a CPU they are operators of the
 rank's thread and collectives of gloo's threads. Messages between pipeline stages are separate: they are in flight from
-their request until the other stage is ready for them.
+their request until the other stage is ready for them. A GPU's copies (memcpy and memset, such as those of offload) are
+neither: they hide no communication, and are exposed while nothing else runs. On a CPU copies are operators.
 
 A kernel belongs to the phase in which any thread launched it. The profiler's own spans on the GPU are not used, because
 they include only kernels of the thread that opened them, and backward runs in another thread.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.measure.intervals import Intervals, difference, intersection, merged_intervals, total_seconds
-from harness.probe import Listener
 from harness.records.rank_report import OUTSIDE_PHASES, PhaseShare, TimeBreakdown
 
 STEP_PHASE = "step"
 
-_PREFIX = "harness."  # the prefix of phases' names in the profiler's list
+PREFIX = "harness."  # the prefix of phases' names in the profiler's list
 
-_COMMUNICATION = ("gloo:", "nccl", "c10d::", "_c10d_functional::", "deepspeed::")
+COMMUNICATION = ("gloo:", "nccl", "c10d::", "_c10d_functional::", "deepspeed::")
 
 _MESSAGES = ("gloo:send", "gloo:recv", "c10d::send", "c10d::recv", "ncclDevKernel_SendRecv")
 
-_COMPUTATION = ("aten::", "fsdp::")  # operators; autograd nodes, phases and wrappers only contain them
+COMPUTATION = ("aten::", "fsdp::")  # operators; autograd nodes, phases and wrappers only contain them
+
+
+# Activity types as torch's profiler and its trace files name them.
+_KERNEL = "kernel"
+
+_COPIES = ("gpu_memcpy", "gpu_memset")
+
+_LAUNCHES = ("cuda_runtime", "cuda_driver")  # calls of the CUDA API, and of HIP's, which kineto names the same
+
+GPU_ACTIVITIES = (_KERNEL, *_COPIES, *_LAUNCHES, "user_annotation")
 
 
 class TraceEvent(NamedTuple):
@@ -39,76 +46,39 @@ class TraceEvent(NamedTuple):
     name: str
     start: int
     end: int
-    on_gpu: bool = False
+    activity: str = "cpu_op"  # such as kernel, gpu_memcpy, cuda_runtime, user_annotation
     thread: int = 0
-    correlation_id: int = 0  # the id of an entry on the CPU
-    launched_by: int = 0  # the correlation id of the operator that launched an entry on the GPU
-    is_annotation: bool = False  # whether record_function made the entry, called by the harness or by other code
+    correlation_id: int = 0  # of a call of the CUDA API and of all that it launched on the GPU
 
 
-class StepTrace(Listener):
-    """A listener that profiles steps; breakdown() divides their time afterwards."""
-
-    def __init__(self, device: torch.device) -> None:
-        activities = [ProfilerActivity.CPU]
-        self.on_gpu = device.type == "cuda"
-        if self.on_gpu:
-            activities.append(ProfilerActivity.CUDA)
-        self.profiler = profile(activities=activities)
-
-    def __enter__(self) -> "StepTrace":
-        self.profiler.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        self.profiler.__exit__(*error)  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Mark a phase in the profiler's list."""
-        with record_function(_PREFIX + name):
-            yield
-
-    def breakdown(self) -> TimeBreakdown | None:
-        """Return the breakdown, or None if the profiler recorded nothing on the GPU, for example without permission."""
-        assert self.profiler.profiler is not None and self.profiler.profiler.kineto_results is not None
-        events = [
-            TraceEvent(
-                event.name(),
-                event.start_ns(),
-                event.start_ns() + event.duration_ns(),
-                event.device_type() != torch.profiler.DeviceType.CPU,
-                event.start_thread_id(),
-                event.correlation_id(),
-                event.linked_correlation_id(),
-                event.is_user_annotation(),
-            )
-            for event in self.profiler.profiler.kineto_results.events()
-        ]
-        return gpu_time_breakdown(events) if self.on_gpu else cpu_time_breakdown(events)
-
-
-def cpu_time_breakdown(events: Sequence[TraceEvent]) -> TimeBreakdown:
+def cpu_time_breakdown(events: Iterable[TraceEvent]) -> TimeBreakdown:
     """Divide the time of traced steps by the operators of the threads that marked them; no waiting is counted."""
-    marks = [event for event in events if event.name.startswith(_PREFIX)]
+    by_name: dict[str, list[TraceEvent]] = {}
+    for event in events:
+        by_name.setdefault(event.name, []).append(event)
+
+    def named(*prefixes: str) -> list[TraceEvent]:
+        return [event for name, listed in by_name.items() if name.startswith(prefixes) for event in listed]
+
+    marks, communication = named(PREFIX), named(*COMMUNICATION)
     threads = {mark.thread for mark in marks}
-    own = [event for event in events if event.thread in threads]
-    operators = _spans(event for event in own if event.name.startswith(_COMPUTATION))
-    computing = difference(operators, _spans(event for event in own if event.name.startswith(_COMMUNICATION)))
-    messages = difference(_spans(event for event in events if event.name.startswith(_MESSAGES)), computing)
-    return _divide(_occurrences(marks), computing, _collectives(events), messages)
+    operators = _spans(event for event in named(*COMPUTATION) if event.thread in threads)
+    computing = difference(operators, _spans(event for event in communication if event.thread in threads))
+    messages = difference(_spans(named(*_MESSAGES)), computing)
+    return _divide(_occurrences(marks), computing, _collectives(communication), messages)
 
 
 def gpu_time_breakdown(events: Sequence[TraceEvent]) -> TimeBreakdown | None:
-    """Divide traced steps by kernels. A phase lasts from its first kernel to its last, or to the next phase's first."""
-    marks = [event for event in events if event.name.startswith(_PREFIX) and not event.on_gpu]
-    kernels = [event for event in events if event.on_gpu and not event.is_annotation]
-    computing = [event for event in kernels if not event.name.startswith(_COMMUNICATION)]
-    launched_at = {event.correlation_id: event.start for event in events if not event.on_gpu}
-    moments = np.array([launched_at.get(kernel.launched_by, 0) for kernel in computing], np.int64)
-    times = np.array([(kernel.start, kernel.end) for kernel in computing], np.int64).reshape(-1, 2)
+    """Divide traced steps by kernels and copies.
+
+    A phase lasts from its first kernel or copy to its last, or to the next phase's first.
+    """
+    marks = [event for event in events if event.name.startswith(PREFIX) and event.activity == "user_annotation"]
+    kernels = [event for event in events if event.activity == _KERNEL]
+    computing = [event for event in kernels if not event.name.startswith(COMMUNICATION)]
+    copies = [event for event in events if event.activity in _COPIES]
+    own = computing + copies
+    moments, times = _launch_moments(events, own), _times(own)
     phase_marks = []
     for mark in marks:
         within = times[(moments >= mark.start) & (moments < mark.end)]
@@ -122,16 +92,34 @@ def gpu_time_breakdown(events: Sequence[TraceEvent]) -> TimeBreakdown | None:
         if name != STEP_PHASE:
             indexed = ((start, end, bisect_right(starts, start)) for start, end in pairs)
             phases[name] = [(start, min([end, *starts[after : after + 1]])) for start, end, after in indexed]
-    busy = merged_intervals((int(a), int(b)) for a, b in times)
-    collectives = _collectives(kernels)
-    whole = merged_intervals(phases[STEP_PHASE])
-    return _divide(phases, busy, collectives, difference(difference(whole, busy), collectives))
+    busy, collectives, copying = _spans(computing), _collectives(kernels), _spans(copies)
+    waiting = difference(difference(difference(merged_intervals(phases[STEP_PHASE]), busy), collectives), copying)
+    return _divide(phases, busy, collectives, waiting, copying)
+
+
+def _launch_moments(events: Iterable[TraceEvent], launched: Sequence[TraceEvent]) -> Intervals:
+    """Return the moments at which kernels and copies were launched; 0 where the launch was not recorded.
+
+    Only calls of the CUDA API are looked up. Operators have numbers of their own, which may be the same.
+    """
+    launches = {event.correlation_id: event.start for event in events if event.activity in _LAUNCHES}
+    return np.array([launches.get(event.correlation_id, 0) for event in launched], np.int64)
+
+
+def _times(events: Sequence[TraceEvent]) -> Intervals:
+    """Return start and end of every event, in their order."""
+    return np.array([(event.start, event.end) for event in events], np.int64).reshape(-1, 2)
 
 
 def _divide(
-    phases: Mapping[str, Sequence[tuple[int, int]]], computing: Intervals, collectives: Intervals, waiting: Intervals
+    phases: Mapping[str, Sequence[tuple[int, int]]],
+    computing: Intervals,
+    collectives: Intervals,
+    waiting: Intervals,
+    copying: Intervals | None = None,
 ) -> TimeBreakdown:
     exposed, whole = difference(collectives, computing), merged_intervals(phases[STEP_PHASE])
+    copying = merged_intervals(()) if copying is None else difference(difference(copying, computing), collectives)
     parts = {name: intersection(merged_intervals(pairs), whole) for name, pairs in phases.items() if name != STEP_PHASE}
     parts[OUTSIDE_PHASES] = difference(
         whole, merged_intervals((int(a), int(b)) for part in parts.values() for a, b in part)
@@ -141,6 +129,7 @@ def _divide(
             total_seconds(part),
             total_seconds(intersection(exposed, part)),
             total_seconds(difference(intersection(waiting, part), exposed)),
+            total_seconds(intersection(copying, part)),
         )
         for name, part in parts.items()
     }
@@ -153,12 +142,12 @@ def _occurrences(marks: Iterable[TraceEvent]) -> dict[str, list[tuple[int, int]]
     """Return the start and end of every occurrence of each phase."""
     occurrences: dict[str, list[tuple[int, int]]] = {}
     for mark in marks:
-        occurrences.setdefault(mark.name.removeprefix(_PREFIX), []).append((mark.start, mark.end))
+        occurrences.setdefault(mark.name.removeprefix(PREFIX), []).append((mark.start, mark.end))
     return occurrences
 
 
 def _collectives(events: Iterable[TraceEvent]) -> Intervals:
-    return _spans(e for e in events if e.name.startswith(_COMMUNICATION) and not e.name.startswith(_MESSAGES))
+    return _spans(e for e in events if e.name.startswith(COMMUNICATION) and not e.name.startswith(_MESSAGES))
 
 
 def _spans(events: Iterable[TraceEvent]) -> Intervals:

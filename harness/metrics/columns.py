@@ -74,8 +74,8 @@ def step_phases(config: RunConfig) -> list[str]:
     counts = {
         "warm-up": config.train.warmup_steps,
         "timed": config.train.steps,
-        "traced": TRACED_STEPS,
         "profiled": PROFILED_STEPS,
+        "traced": TRACED_STEPS,
     }
     return [phase for phase, steps in counts.items() for _ in range(steps)]
 

@@ -16,9 +16,10 @@ def attention_kernels(config: RunConfig, ranks: Sequence[RankReport]) -> list[st
     """Return the attention kernels that any of the ranks ran, sorted.
 
     Attention composed of plain operators is the model's own where model.attention=eager, else torch's math kernel.
-    A compiled eager attention is part of generated kernels and cannot be observed; a fused kernel still can.
+    The compiler makes plain operators part of generated kernels, which cannot be observed. A fused kernel still can, so
+    that attention without any was composed.
     """
     is_eager = config.model.attention == "eager"
-    unobserved = (COMPOSED,) if is_eager and config.train.compile else ()
+    unobserved = (COMPOSED,) if config.train.compile else ()
     names = {name for rank in ranks for name in rank.profiled.attention_kernels or unobserved}
     return sorted(("eager" if is_eager else "math") if name == COMPOSED else name for name in names)

@@ -20,6 +20,8 @@ def memory_columns(ranks: Sequence[RankReport]) -> Cells:
     is_observed = all(rank.devices == 1 for rank in ranks)
     return {
         "peak_allocated_bytes": fullest.peak_allocated_bytes,
+        "peak_requested_bytes": max_known(rank.peak_requested_bytes for rank in ranks),
+        "peak_active_bytes": max_known(rank.peak_active_bytes for rank in ranks),
         "peak_reserved_bytes": max_known(rank.peak_reserved_bytes for rank in ranks),
         "peak_rank": None if fullest.peak_allocated_bytes is None else fullest.rank,
         "parameter_bytes": max_known(rank.parameter_bytes for rank in ranks),

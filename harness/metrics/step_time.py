@@ -24,9 +24,9 @@ PHASE_COLUMNS = {
     OUTSIDE_PHASES: "other_seconds",
 }
 
-EXPOSED, IDLE = "exposed_communication_seconds", "idle_seconds"
+EXPOSED, COPYING, IDLE = "exposed_communication_seconds", "exposed_copy_seconds", "idle_seconds"
 
-PARTS = (*dict.fromkeys(PHASE_COLUMNS.values()), EXPOSED, IDLE)
+PARTS = (*dict.fromkeys(PHASE_COLUMNS.values()), EXPOSED, COPYING, IDLE)
 
 
 def step_seconds(ranks: Sequence[RankReport]) -> list[float]:
@@ -57,7 +57,7 @@ def step_time_columns(layout: Layout, ranks: Sequence[RankReport]) -> Cells:
         else None,
         **{name: statistics.mean(part[name] for part in parts) for name in PARTS},
         "overlapped_communication_seconds": overlapped_seconds(slowest_rank(ranks, min(middle)), median),
-        **(dict.fromkeys((EXPOSED, IDLE)) if any(rank.time_breakdown is None for rank in ranks) else {}),
+        **(dict.fromkeys((EXPOSED, COPYING, IDLE)) if any(rank.time_breakdown is None for rank in ranks) else {}),
     }
 
 
@@ -76,23 +76,26 @@ def step_time_parts(layout: Layout, rank: RankReport, step: int) -> dict[str, fl
     timed = {name: seconds[step] for name, seconds in rank.phase_seconds.items()}
     timed[OUTSIDE_PHASES] = rank.step_seconds[step] - sum(timed.values())
     for name, seconds in timed.items():
-        exposed, waiting = exposed_share(rank.time_breakdown.phases if rank.time_breakdown else {}, name)
+        phases = rank.time_breakdown.phases if rank.time_breakdown else {}
+        exposed, waiting, copying = exposed_shares(phases, name)
         if layout.pp_enabled and name in (OUTSIDE_PHASES, "norm"):  # all ranks meet in the norm, and early ones wait
             exposed, waiting = 0.0, exposed + waiting
         elif name != OUTSIDE_PHASES and rank.device_name == "cpu":
             waiting = 0.0
         parts[EXPOSED] += exposed * seconds
         parts[IDLE] += waiting * seconds
-        parts[PHASE_COLUMNS[name]] += (1 - exposed - waiting) * seconds
+        parts[COPYING] += copying * seconds
+        parts[PHASE_COLUMNS[name]] += (1 - exposed - waiting - copying) * seconds
     return parts
 
 
-def exposed_share(phases: Mapping[str, PhaseShare], name: str) -> tuple[float, float]:
-    """Return the shares of a phase spent on communication and on waiting for messages, both without computing."""
+def exposed_shares(phases: Mapping[str, PhaseShare], name: str) -> tuple[float, float, float]:
+    """Return the shares of a phase spent on communication, on waiting and on copies, all without computing."""
     share = phases.get(name)
     if share is None or not share.seconds:
-        return 0.0, 0.0
-    return share.exposed_seconds / share.seconds, share.waiting_seconds / share.seconds
+        return 0.0, 0.0, 0.0
+    exposed, waiting, copying = share.exposed_seconds, share.waiting_seconds, share.copy_seconds
+    return exposed / share.seconds, waiting / share.seconds, copying / share.seconds
 
 
 def overlapped_seconds(rank: RankReport, step: float) -> float | None:

@@ -39,23 +39,36 @@ def communication_entries(layout: Layout, rank: RankReport) -> list[Communicatio
     ]
 
 
-def bytes_by_axis(layout: Layout, rank: RankReport, expected: Mapping[str, float]) -> list[TrafficEntry]:
+def bytes_by_axis(
+    layout: Layout, rank: RankReport, expected: Mapping[str, float], padded: Mapping[str, float]
+) -> list[TrafficEntry]:
     """Return one entry per mesh axis: the layout's bytes, the formula's, and those of other senders by their name.
 
-    `expected` is keyed by axis, or by axis and operation, as harness.cost_model.communication returns it.
+    `expected` and `padded` are keyed by axis and kind, as harness.cost_model.communication returns them.
     """
     sent: dict[str, float] = defaultdict(float)
-    formula: dict[str, float] = defaultdict(float)
     outside: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for entry in communication_entries(layout, rank):
         if entry["purpose"] == LAYOUT:
             sent[entry["axis"]] += entry["bytes"]
         else:
             outside[entry["axis"]][f"{entry['purpose']} {entry['operation']}"] += entry["bytes"]
-    for key, size in expected.items():
-        formula[key.split(" ")[0]] += size
+    formula, exact = _sums_by_axis(expected), _sums_by_axis(padded)
     entries: list[TrafficEntry] = [
-        {"axis": axis, "bytes": sent[axis], "formula_bytes": formula[axis], "outside": dict(outside[axis])}
+        {
+            "axis": axis,
+            "bytes": sent[axis],
+            "formula_bytes": formula[axis],
+            "padded_bytes": exact[axis],
+            "outside": dict(outside[axis]),
+        }
         for axis in sorted({*sent, *formula, *outside})
     ]
     return [entry for entry in entries if entry["bytes"] or entry["formula_bytes"] or entry["outside"]]
+
+
+def _sums_by_axis(volumes: Mapping[str, float]) -> defaultdict[str, float]:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for key, size in volumes.items():
+        sums[key.split(" ")[0]] += size
+    return sums
