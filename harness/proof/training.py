@@ -1,59 +1,95 @@
-"""The proof that a run trained as a single process does: a comparison of their losses and gradients."""
+"""The proof that a run trained as a single process does: a comparison of their losses, gradients and first update."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from harness.layout.layout import Layout
+from harness.proof.bounds import NoiseFloors, noise_floors, proven_steps
+from harness.proof.deviations import Aspect, differences, grad_norms, relative_difference
 from harness.records.rank_report import RankReport
-from harness.records.tensor_shards import Box, TensorFingerprint
 
 SAME_TOLERANCE = 1e-6  # relative; the same operations on the same numbers may differ by this
 
-ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # the relative error of one operation
+
+@dataclass(frozen=True)
+class Check:
+    """A deviation in one aspect, where it is, and beside it the noise floor and the bound.
+
+    Of each aspect there are two, or one that is both: the largest deviation, and the one nearest to its bound.
+    A bound of None means that rounding alone may deviate too far for a proof.
+    """
+
+    aspect: Aspect
+    deviation: float
+    where: str
+    floor: float
+    bound: float | None
+
+    @property
+    def excess(self) -> float:
+        """The deviation relative to its bound, an error above 1; 0 where there is no bound and it is finite."""
+        if math.isinf(self.deviation):
+            return math.inf
+        return self.deviation / self.bound if self.bound else 0.0
 
 
 @dataclass(frozen=True)
-class Deviation:
-    """The largest relative differences from the reference, and where they are."""
+class Comparison:
+    """The comparison of a run with its reference."""
 
-    loss: float
-    loss_where: str
-    gradient: float
-    gradient_where: str
+    checks: Sequence[Check]
+    is_floor_measured: bool  # whether the reference trained a second time with other rounding
+    floor_multiple: float
+    proven_steps: int  # from the first step on
+
+    def of_loss(self) -> list[Check]:
+        """Return the checks of every step's loss."""
+        return [check for check in self.checks if check.aspect.measure == "loss"]
+
+    def of_gradient(self) -> list[Check]:
+        """Return the checks of global norms, and of every parameter's gradient at the first and last step."""
+        moments = ("first_gradients", "first_moments", "last_gradients")
+        return [c for c in self.checks if c.aspect.moment in moments or c.aspect.measure == "global norm"]
+
+    def of_update(self) -> list[Check]:
+        """Return the checks of the first change of every parameter."""
+        return [check for check in self.checks if check.aspect.moment == "first_updates"]
+
+    def of_update_norm(self) -> list[Check]:
+        """Return the checks of how large the first change of every matrix is."""
+        return [check for check in self.of_update() if check.aspect.measure == "norm" and not check.aspect.of_vectors]
 
 
-def compare_training(reference: RankReport, ranks: Sequence[RankReport], compute: str) -> Deviation:
-    """Compare every step's loss and gradient norm, and every parameter's gradient at the first and last step.
+def compare_training(
+    reference: RankReport, ranks: Sequence[RankReport], compute: str, floor_multiple: float
+) -> Comparison:
+    """Compare a run with its reference: losses, norms, every parameter's gradient at the first and last step.
 
-    Copies of a gradient are compared one by one: averages would hide that ranks never synchronized. At the first step
-    all start from the same weights. At the last step the weights differ by the rounding errors of `compute`, and a
-    gradient far smaller than the others (that of queries and keys with uniform attention) may differ by more than its
-    own size.
+    Every parameter's first update is compared as well.
     """
-    losses = [
-        (_relative(_mean(rank.losses[step] for rank in ranks), expected), f"step {step}")
-        for step, expected in enumerate(reference.losses)
-    ]
-    gradients = [
-        (_relative(norm, expected), f"global norm at step {step}, rank {rank.rank}")
-        for rank in ranks
-        for step, (norm, expected) in enumerate(zip(_norms(rank), _norms(reference), strict=True))
-    ]
-    for moment, rounding in (("first_gradients", 0.0), ("first_moments", 0.0), ("last_gradients", ROUNDING[compute])):
-        gradients += _gradient_deviations(moment, reference, ranks, rounding)
-    loss, loss_where = max(losses)
-    gradient, gradient_where = max(gradients)
-    return Deviation(loss, loss_where, gradient, gradient_where)
+    floors = NoiseFloors()
+    if reference.perturbed is not None:
+        floors = noise_floors(reference, reference.perturbed, compute)
+    by_aspect: dict[Aspect, list[Check]] = defaultdict(list)
+    for difference in differences(reference, ranks, compute):
+        aspect, deviation, where = difference
+        bound = floors.bound(difference, floor_multiple, compute)
+        by_aspect[aspect].append(Check(aspect, deviation, where, floors.aspect(aspect, compute), bound))
+    largest = [max(checks, key=lambda check: check.deviation) for checks in by_aspect.values()]
+    nearest = [max(checks, key=lambda check: check.excess) for checks in by_aspect.values()]
+    checks = list(dict.fromkeys([*largest, *nearest]))
+    bounds = {check.aspect: check.bound for check in largest}
+    is_measured = bool(floors.of_aspects)
+    return Comparison(checks, is_measured, floor_multiple, proven_steps(bounds, len(reference.losses)))
 
 
 def cross_rank_mismatches(layout: Layout, ranks: Sequence[RankReport]) -> list[str]:
     """Return what differs between ranks and must not: the norm, the loss of the same data, copies of parameters."""
     values: dict[tuple[str, str], list[Sequence[float | None]]] = defaultdict(list)
     for rank in ranks:
-        values["the global gradient norm", ""].append(_norms(rank))
+        values["the global gradient norm", ""].append(grad_norms(rank))
         values["the loss of the same data", str(layout.data_rank(rank.rank))].append(rank.losses)
         for kind, fingerprints in (("parameter", rank.last_parameters), ("master", rank.last_masters)):
             for name, _, box, square, projection in fingerprints:
@@ -61,8 +97,13 @@ def cross_rank_mismatches(layout: Layout, ranks: Sequence[RankReport]) -> list[s
     return [
         f"{quantity} is not the same on all ranks that have it"
         for (quantity, _), lists in values.items()
-        if any(_relative(a, b) > SAME_TOLERANCE for other in lists[1:] for a, b in zip(lists[0], other, strict=True))
+        if any(are_different(lists[0], other) for other in lists[1:])
     ]
+
+
+def are_different(values: Sequence[float | None], others: Sequence[float | None]) -> bool:
+    """Return whether the values of two ranks differ by more than the same operations may make them differ."""
+    return any(relative_difference(a, b) > SAME_TOLERANCE for a, b in zip(values, others, strict=True))
 
 
 def overflow_problems(reference: RankReport, ranks: Sequence[RankReport]) -> list[str]:
@@ -71,7 +112,7 @@ def overflow_problems(reference: RankReport, ranks: Sequence[RankReport]) -> lis
     if skipped == expected:
         return []
     return [
-        f"{skipped} steps were skipped because gradients overflowed, and {expected} by the single process: choose a"
+        f"{skipped} steps were skipped because gradients overflowed, and {expected} by the reference: choose a"
         " smaller precision.initial_loss_scale to compare them"
     ]
 
@@ -101,92 +142,28 @@ def dropout_rng_problems(layout: Layout, ranks: Sequence[RankReport]) -> list[st
     return problems
 
 
-def deviation_problems(deviation: Deviation, limits: Mapping[str, float]) -> list[str]:
-    """Return which of the deviations of loss and gradient is above its limit, or is not a number."""
-    deviations = {
-        "loss": (deviation.loss, deviation.loss_where),
-        "gradient": (deviation.gradient, deviation.gradient_where),
-    }
-    return [
-        f"{quantity} deviates by {deviations[quantity][0]:.2e} ({deviations[quantity][1]}), above the bound of"
-        f" {limit:g}"
-        for quantity, limit in limits.items()
-        if not deviations[quantity][0] <= limit
-    ]
+def deviation_problems(comparison: Comparison) -> list[str]:
+    """Return the worst deviation above its bound of losses, of gradients and of updates, a line each."""
+    problems = []
+    quantities = (comparison.of_loss(), comparison.of_gradient(), comparison.of_update())
+    for quantity, checks in zip(("loss", "gradient", "update"), quantities, strict=True):
+        worst = max(checks, key=lambda check: check.excess, default=None)
+        if worst is not None and worst.excess > 1:
+            bound = "" if worst.bound is None else f", above the bound of {worst.bound:.1e}"
+            floor = "measured" if comparison.is_floor_measured else "assumed"
+            problems.append(
+                f"{quantity} deviates by {worst.deviation:.2e} ({worst.where}){bound}; the {floor} noise floor is"
+                f" {worst.floor:.1e}"
+            )
+    return problems
 
 
-def _gradient_deviations(
-    moment: str, reference: RankReport, ranks: Sequence[RankReport], rounding: float
-) -> Iterator[tuple[float, str]]:
-    """Yield the deviation of every parameter's gradient, and where it is.
-
-    It is relative to the reference's norm of the parameter, for a bias to the norm of weight and bias together: a
-    bias's gradient may be nothing but rounding errors, as a key's is, because softmax does not change with a shift. For
-    the same reason a norm counts as no smaller than `rounding` of that of as many elements of the average size.
-    """
-    entries = _fingerprints(moment, reference)
-    whole = {name: (math.sqrt(_or_nan(square)), _or_nan(projection)) for name, _, _, square, projection in entries}
-    elements = {name: math.prod(stop - start for start, stop in box) for name, _, box, _, _ in entries}
-    average = math.hypot(*(norm for norm, _ in whole.values())) / math.sqrt(sum(elements.values()))
-    for name, copies in _copies(moment, ranks).items():
-        if name not in whole:
-            yield math.inf, f"{name} is not in the reference"
-            continue
-        norm, projection = whole[name]
-        module, _, leaf = name.rpartition(".")
-        weight_norm = whole.get(f"{module}.weight", (0.0, 0.0))[0] if leaf == "bias" else 0.0
-        least = rounding * average * math.sqrt(elements[name])
-        scale = max(math.hypot(norm, weight_norm), least) or 1.0
-        for square_sum, projection_sum in copies:
-            tensor = f"{name}'s {moment.replace('_', ' ')}"
-            yield _nan_to_inf(abs(math.sqrt(square_sum) - norm) / scale), f"norm of {tensor}"
-            yield _nan_to_inf(abs(projection_sum - projection) / scale), f"direction of {tensor}"
-    for name in whole.keys() - {entry.name for rank in ranks for entry in _fingerprints(moment, rank)}:
-        yield math.inf, f"{name} has no gradient"
+def largest_deviation(checks: Iterable[Check]) -> Check | None:
+    """Return the check with the largest deviation."""
+    return max(checks, key=lambda check: check.deviation, default=None)
 
 
-def _fingerprints(moment: str, rank: RankReport) -> Sequence[TensorFingerprint]:
-    fingerprints: Sequence[TensorFingerprint] = getattr(rank, moment)
-    return fingerprints
-
-
-def _copies(moment: str, ranks: Sequence[RankReport]) -> dict[str, list[tuple[float, float]]]:
-    """Return by parameter the (sum of squares, projection) of each whole copy that the ranks hold together."""
-    by_box: dict[str, dict[Box, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for rank in ranks:
-        for name, _, box, square, projection in _fingerprints(moment, rank):
-            if all(start < stop for start, stop in box):  # an empty box may be on several ranks
-                by_box[name][box].append((_or_nan(square), _or_nan(projection)))
-    return {name: _combine_shards(list(boxes.values())) for name, boxes in by_box.items()}
-
-
-def _combine_shards(boxes: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """Return whole copies, each made of one shard per box. A copy with a missing shard is NaN."""
-    missing = (math.nan, math.nan)
-    whole = zip_longest(*boxes, fillvalue=missing)
-    return [(math.fsum(square for square, _ in copy), math.fsum(value for _, value in copy)) for copy in whole]
-
-
-def _norms(rank: RankReport) -> list[float | None]:
-    """Return the gradient norm at every step; 0 where it overflowed and the step was skipped."""
-    return [0.0 if norm is None and rank.skipped_steps else norm for norm in rank.grad_norms]
-
-
-def _mean(values: Iterable[float | None]) -> float:
-    """Return the mean; NaN if a value is None."""
-    numbers = [_or_nan(value) for value in values]
-    return sum(numbers) / len(numbers) if numbers else math.nan
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _relative(value: float | None, expected: float | None) -> float:
-    if value is None or expected is None:  # a value that was not finite is null in JSON
-        return math.inf
-    return _nan_to_inf(abs(value - expected) / abs(expected) if expected else abs(value))
-
-
-def _nan_to_inf(difference: float) -> float:
-    return math.inf if math.isnan(difference) else difference
+def largest_floor(checks: Iterable[Check]) -> float | None:
+    """Return the largest noise floor of some checks; None if there is none, or if it is not finite."""
+    floor = max((check.floor for check in checks), default=math.inf)
+    return floor if math.isfinite(floor) else None

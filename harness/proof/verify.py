@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from harness.config.command import ProofConfig
 from harness.config.schema import RunConfig
-from harness.cost_model.communication import expected_bytes
+from harness.cost_model.communication import expected_bytes, padded_bytes
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
 from harness.metrics.columns import mean_losses, measured_columns, step_entries, step_phases
@@ -29,11 +29,13 @@ from harness.proof.step import (
     volume_problems,
 )
 from harness.proof.training import (
-    Deviation,
+    Comparison,
     compare_training,
     cross_rank_mismatches,
     deviation_problems,
     dropout_rng_problems,
+    largest_deviation,
+    largest_floor,
     overflow_problems,
 )
 from harness.records.rank_report import RankReport
@@ -52,6 +54,7 @@ class FinishedRun:
     reference: RankReport | None  # the report of the single process that trained the same
     reference_note: str  # what the run was compared with, or why it was not
     expected_bytes: Sequence[dict[str, float]] = field(default=())  # that each rank sends by the papers' formulas
+    padded_bytes: Sequence[dict[str, float]] = field(default=())  # the same with uneven shares and padding, exactly
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,17 @@ def verify_run(
 ) -> Verdict:
     """Return the verdict on a run whose ranks all finished: it is proven, or an error."""
     expected = [expected_bytes(config, layout, widths, rank.rank) for rank in ranks]
-    run = FinishedRun(config, bounds, layout, widths, ranks, reference, reference_note, expected)
-    deviation = None if reference is None else compare_training(reference, ranks, config.precision.compute)
+    padded = [padded_bytes(config, layout, widths, rank.rank) for rank in ranks]
+    run = FinishedRun(config, bounds, layout, widths, ranks, reference, reference_note, expected, padded)
+    comparison = (
+        None
+        if reference is None
+        else compare_training(reference, ranks, config.precision.compute, bounds.floor_multiple)
+    )
     layout_problems = prove_layout(run)
-    problems = layout_problems + prove_steps(run) + prove_ranks_agree(run) + prove_training(run, deviation)
-    proof = proof_entry(run, layout_problems, deviation)
-    columns = deviation_columns(deviation)
+    problems = layout_problems + prove_steps(run) + prove_ranks_agree(run) + prove_training(run, comparison)
+    proof = proof_entry(run, layout_problems, comparison)
+    columns = deviation_columns(comparison)
     step = first_step_without_loss(ranks)
     if step is not None:  # the first problem, since others follow from it
         columns["failed_in_phase"] = step_phases(config)[step]
@@ -108,13 +116,13 @@ def prove_steps(run: FinishedRun) -> list[str]:
     """Return where a step did other work than the layout's."""
     problems = flops_problems(run.config, run.layout, run.widths, run.ranks)
     problems += kernel_problems(run.config, run.ranks)
-    for rank, volume in zip(run.ranks, run.expected_bytes, strict=True):
+    for rank, expected, padded in zip(run.ranks, run.expected_bytes, run.padded_bytes, strict=True):
         problems += checkpointing_problems(run.config, run.layout, rank)
         problems += compile_problems(run.config, rank)
         problems += offload_problems(run.config, run.layout, rank)
         problems += schedule_problems(run.config, run.layout, rank)
         if run.config.strategy.literature:
-            problems += volume_problems(run.layout, rank, volume)
+            problems += volume_problems(run.layout, rank, expected, padded)
     return problems
 
 
@@ -124,52 +132,55 @@ def prove_ranks_agree(run: FinishedRun) -> list[str]:
     return problems + (dropout_rng_problems(run.layout, run.ranks) if run.config.model.dropout else [])
 
 
-def prove_training(run: FinishedRun, deviation: Deviation | None) -> list[str]:
+def prove_training(run: FinishedRun, comparison: Comparison | None) -> list[str]:
     """Return where the run trained something else than the reference; nothing without a reference."""
-    if run.reference is None or deviation is None:
+    if run.reference is None or comparison is None:
         return []
-    return overflow_problems(run.reference, run.ranks) + deviation_problems(deviation, deviation_limits(run))
+    return overflow_problems(run.reference, run.ranks) + deviation_problems(comparison)
 
 
-def deviation_limits(run: FinishedRun) -> dict[str, float]:
-    """Return the largest allowed deviations of loss and gradient for this precision."""
-    bounds = {"loss": run.bounds.loss_bound, "gradient": run.bounds.grad_bound}
-    return {quantity: bound[run.config.precision.name] for quantity, bound in bounds.items()}
-
-
-def deviation_columns(deviation: Deviation | None) -> Cells:
-    """Return the columns of the deviations from the reference; a deviation that is not finite is empty."""
-    if deviation is None:
+def deviation_columns(comparison: Comparison | None) -> Cells:
+    """Return the columns of deviations from the reference and of noise floors; one that is not finite is empty."""
+    if comparison is None:
         return {}
-    return {"loss_deviation": _finite(deviation.loss), "grad_deviation": _finite(deviation.gradient)}
+    columns: Cells = {"proven_steps": comparison.proven_steps}
+    checks_of = {"loss": comparison.of_loss(), "grad": comparison.of_gradient(), "update": comparison.of_update_norm()}
+    for prefix, checks in checks_of.items():
+        worst = largest_deviation(checks)
+        columns[f"{prefix}_deviation"] = None if worst is None else _finite(worst.deviation)
+        columns[f"{prefix}_floor"] = largest_floor(checks) if comparison.is_floor_measured else None
+    return columns
 
 
-def proof_entry(run: FinishedRun, layout_problems: Sequence[str], deviation: Deviation | None) -> ProofEntry:
+def proof_entry(run: FinishedRun, layout_problems: Sequence[str], comparison: Comparison | None) -> ProofEntry:
     """Return the record's part on the proof."""
     entry: ProofEntry = {
         "layout": "failed" if layout_problems else "proven",
         "reference": run.reference_note,
         "expected_communication_bytes": run.expected_bytes,
+        "padded_communication_bytes": run.padded_bytes,
     }
-    if deviation is not None:
-        limits = deviation_limits(run)
-        entry |= {
-            "loss": deviation.loss,
-            "loss_where": deviation.loss_where,
-            "gradient": deviation.gradient,
-            "gradient_where": deviation.gradient_where,
-            "loss_bound": limits["loss"],
-            "gradient_bound": limits["gradient"],
-        }
+    if comparison is not None:
+        entry["floor_multiple"] = comparison.floor_multiple
+        entry["checks"] = [
+            {
+                "deviation": _finite(check.deviation),
+                "where": check.where,
+                "floor": _finite(check.floor) if comparison.is_floor_measured else None,
+                "bound": check.bound,
+            }
+            for check in comparison.checks
+        ]
     return entry
 
 
 def evidence(run: FinishedRun) -> RecordParts:
     """Return the record's parts that only a proven run has: communication, traffic and pipeline."""
     sender = rank_sending_most(run.ranks)
+    index = run.ranks.index(sender)
     return {
         "communication": communication_entries(run.layout, sender),
-        "traffic": bytes_by_axis(run.layout, sender, run.expected_bytes[run.ranks.index(sender)]),
+        "traffic": bytes_by_axis(run.layout, sender, run.expected_bytes[index], run.padded_bytes[index]),
         "pipeline": pipeline_entries(run.config, run.layout, run.ranks),
     }
 

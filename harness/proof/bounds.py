@@ -1,0 +1,116 @@
+"""The bounds of honest deviations, from what rounding did to the reference when it trained a second time.
+
+How far apart two honest trainings come grows with width, depth, learning rate and steps, and no fixed bound suits all
+of them. A reference therefore trains twice with different rounding (harness.worker.perturbed_training). How far its two
+trainings are apart is the noise floor, and other trainings may deviate by a multiple of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from harness.proof.deviations import ROUNDING, Aspect, Difference, differences, largest
+from harness.records.training_report import TrainingReport
+
+LARGEST_BOUND = 0.1  # where honest trainings may deviate by more, a comparison proves nothing
+
+# A matrix whose gradient or update is scaled by 1.01 in fp32, or by 1.1 in 16 bits, must be an error at any size. Its
+# norm then deviates by this much, and the bound is half of it.
+SENSITIVITY = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
+
+# The largest of some hundred differences is seldom twice that of as many others of the same kind.
+FEW_FLOORS = 3
+
+# An update in another direction deviates by 1 or more.
+UPDATE_DIRECTION_BOUND = 0.5
+
+# The floors of losses and of gradients where no second training measured them, as in older records.
+ASSUMED_FLOORS = {"float32": (1e-5, 1e-5), "bfloat16": (1e-3, 1e-2), "float16": (1e-3, 1e-2)}
+
+
+@dataclass(frozen=True)
+class NoiseFloors:
+    """How far the reference's two trainings are apart: in every aspect, and at every single place."""
+
+    of_aspects: Mapping[Aspect, float] = field(default_factory=dict)
+    of_places: Mapping[str, float] = field(default_factory=dict)  # by the `where` of a difference
+
+    def aspect(self, aspect: Aspect, compute: str) -> float:
+        """Return the floor of an aspect, which is assumed where the reference trained once."""
+        return self.of_aspects.get(aspect, assumed_floor(aspect, compute))
+
+    def bound(self, difference: Difference, multiple: float, compute: str) -> float | None:
+        """Return the largest honest value of a difference; None where rounding alone may deviate too far."""
+        floor, of_place = self.aspect(difference.aspect, compute), self.of_places.get(difference.where, 0.0)
+        return deviation_bound(difference.aspect, floor, multiple, compute, of_place)
+
+
+def noise_floors(reference: TrainingReport, perturbed: TrainingReport, compute: str) -> NoiseFloors:
+    """Return how far the reference's two trainings are apart.
+
+    Losses and global norms are single values, and their difference may be zero by chance. Their floor is therefore the
+    largest difference until one step later; that of the global norm starts at the floor of the norms of tensors.
+    """
+    perturbation = list(differences(reference, [perturbed], compute))
+    floors = {difference.aspect: difference.value for difference in largest(perturbation).values()}
+    steps = len(reference.losses)
+    first_norm = floors.get(Aspect("norm", "first_gradients"), 0.0)
+    for measure, least in (("loss", 0.0), ("global norm", first_norm)):
+        series = [Aspect(measure, "step", step) for step in range(steps)]  # type: ignore[arg-type]
+        values = [floors[aspect] for aspect in series]
+        floors |= {aspect: max(least, *values[: step + 2]) for step, aspect in enumerate(series)}
+    return NoiseFloors(floors, {difference.where: difference.value for difference in perturbation})
+
+
+def assumed_floor(aspect: Aspect, compute: str) -> float:
+    """Return the floor of an aspect that was not measured."""
+    of_loss, of_gradient = ASSUMED_FLOORS[compute]
+    return of_loss if aspect.measure == "loss" else of_gradient
+
+
+def deviation_bound(
+    aspect: Aspect, floor: float, multiple: float, compute: str, floor_of_place: float = 0.0
+) -> float | None:
+    """Return the largest deviation of an aspect that is no error; None where rounding alone may deviate too far.
+
+    At the first step all trainings have the same weights, and gradients always have a bound. The norm of a matrix
+    hardly changes by rounding, so that its bound shows a scaled matrix whatever the floor of others is. Where kernels
+    that sum in 16 bits do change a norm, `floor_of_place` tells for which tensor, and a few of it are its bound. The
+    direction of a gradient has a bound of a few floors where ten of them are too many. That of an update has a wide
+    bound, because AdamW's first update is little more than the signs of gradients, of which a rounding flips a few or
+    none.
+    """
+    if aspect.moment == "first_updates" and aspect.measure == "direction":
+        few = FEW_FLOORS * floor
+        return max(UPDATE_DIRECTION_BOUND, few) if few <= 1 else None
+    bound = max(multiple * floor, _least_bound(aspect, compute))
+    is_first = aspect.moment in ("first_gradients", "first_moments", "first_updates")
+    if is_first and aspect.measure == "norm":
+        least = LARGEST_BOUND if aspect.of_vectors else SENSITIVITY[compute] / 2
+        return min(bound, max(least, FEW_FLOORS * floor_of_place))
+    if is_first:
+        return min(bound, max(LARGEST_BOUND, FEW_FLOORS * floor))
+    return bound if bound <= LARGEST_BOUND else None
+
+
+def _least_bound(aspect: Aspect, compute: str) -> float:
+    """Return the bound where the floor is zero: some roundings of the dtype in which the aspect is computed.
+
+    Losses are means over tokens in fp32. Global norms are exact to 5e-6 (harness.tensors.norm).
+    """
+    if aspect.measure == "loss":
+        return max(32 * ROUNDING["float32"], ROUNDING[compute] / 4)
+    return max(256 * ROUNDING["float32"], 2 * ROUNDING[compute])
+
+
+def proven_steps(bounds: Mapping[Aspect, float | None], steps: int) -> int:
+    """Return how many steps from the first on are proven: those whose loss and global norm have a bound.
+
+    The last step counts only if the norms of all gradients have a bound, too.
+    """
+    for step in range(steps):
+        of_step = [Aspect("loss", "step", step), Aspect("global norm", "step", step)]
+        if step == steps - 1:
+            of_step.append(Aspect("norm", "last_gradients"))
+        if any(bounds.get(aspect, 0.0) is None for aspect in of_step):
+            return step
+    return steps
