@@ -5,9 +5,13 @@ from harness.records.columns import GROUP_TITLES, columns_in
 _AT_PEAK = """
 `at_peak_*_bytes` and `peak_phase` name what filled the memory of the fullest rank at its peak, and in which phase; the
 parts add up to `peak_allocated_bytes`. `parameter`, `gradient` and `optimizer` are the model's state; `gathered` are
-parameters put together or cast for computing; `activation` is held for backward; `communication` are buckets and
+parameters put together or cast for computing; `activation` is saved for backward; `communication` are buckets and
 messages; `temporary` is the rest. On a GPU `rounding` is what the allocator adds to requests, and `unmatched` the
 difference between the peaks of the timed and the profiled steps. The columns are empty where the log is incomplete.
+Memory is counted in three widths: `peak_requested_bytes` is what tensors request and what a plan predicts,
+`peak_allocated_bytes` adds the allocator's rounding, and `peak_active_bytes` the blocks that wait for another stream
+before they can be used anew (DeepSpeed, DDP and pipelines leave some). With `backend:cudaMallocAsync` torch keeps no
+history of its memory, and the columns of the peak's parts are empty.
 `fragmentation_bytes` is what torch's allocator reserved beyond the peak, `non_torch_bytes` what the device uses beyond
 that, and `peak_rss_bytes` the resident memory of the largest process.
 """

@@ -66,3 +66,30 @@ def version_differences(record: Record, installed: dict[str, str | None]) -> lis
     recorded = record.versions
     changed = [key for key, version in installed.items() if version is not None and recorded.get(key) != version]
     return [f"{key} {recorded.get(key) or 'unknown'} → {installed[key]}" for key in changed]
+
+
+def machine_text(record: Record) -> str | None:
+    """Return the machine that made a record, such as "AMD EPYC, 2 cores"; None if it is not known.
+
+    A row of runs.csv has it in a column.
+    """
+    environment = record.environment
+    if record.row.get("machine") or not environment:
+        return record.row.get("machine")
+    device, count, cores = (environment.get(key) for key in ("device_name", "devices", "cores"))
+    parts = [
+        f"{count} × {device}" if count else None,
+        environment.get("processor"),
+        f"{cores} cores" if cores else None,
+    ]
+    return ", ".join(str(part) for part in parts if part) or None
+
+
+def versions_text(record: Record) -> str | None:
+    """Return the versions that made a record, such as "python 3.11.7, torch 2.13.0"; None if they are not known.
+
+    A row of runs.csv has them in a column.
+    """
+    libraries = {key: record.environment.get(key) for key in ("cuda", "cudnn", "nccl", "driver")}
+    entries = [f"{key} {version}" for key, version in {**record.versions, **libraries}.items() if version]
+    return record.row.get("versions") or ", ".join(entries) or None

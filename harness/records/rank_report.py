@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self
 from harness.records.json_fields import FromJson, keyed, to_plain
 from harness.records.status import RankStatus
 from harness.records.tensor_shards import StateShard, TensorFingerprint, read_fingerprints, read_shards
+from harness.records.training_report import TrainingReport
 from harness.util.files import JsonObject
 
 # What a block of memory can be used for. Where several claim a block, the first of these counts. "gathered" is a
@@ -29,11 +30,12 @@ class PeakPart(NamedTuple):
 
 
 class PhaseShare(NamedTuple):
-    """The duration of one phase of a step, and how long it communicated or waited without computing."""
+    """The duration of one phase of a step, and how long it communicated, waited or copied without computing."""
 
     seconds: float
     exposed_seconds: float
     waiting_seconds: float  # for messages on a CPU, for any work on a GPU
+    copy_seconds: float = 0.0  # copies of a GPU during which it neither computed nor communicated
 
 
 class TimeBreakdown(NamedTuple):
@@ -47,7 +49,9 @@ class TimeBreakdown(NamedTuple):
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Build the breakdown from the values in a rank's report."""
         phases = {
-            name: PhaseShare(share["seconds"], share["exposed_seconds"], share["waiting_seconds"])
+            name: PhaseShare(
+                share["seconds"], share["exposed_seconds"], share["waiting_seconds"], share.get("copy_seconds", 0.0)
+            )
             for name, share in values["phases"].items()
         }
         return cls(values["seconds"], phases, values["overlapped_seconds"])
@@ -125,11 +129,10 @@ class ProfiledStep(FromJson):
 
 
 @dataclass(frozen=True)
-class RankReport(FromJson):
+class RankReport(TrainingReport):
     """Everything that one rank reports of itself; the file of a failed rank has the last group of fields only.
 
-    Losses and gradient norms cover every step, and are None where they are not finite. Seconds cover the timed steps:
-    whole steps, with their data. Shards are those that exist between steps.
+    Seconds cover the timed steps: whole steps, with their data. Shards are those that exist between steps.
     """
 
     rank: int = 0
@@ -138,15 +141,9 @@ class RankReport(FromJson):
     status: RankStatus = ""
     cores: Sequence[int] = ()
 
-    losses: Sequence[float | None] = ()
-    grad_norms: Sequence[float | None] = ()
     step_seconds: Sequence[float] = ()
     phase_seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
     host_usage: HostUsage = field(default=HostUsage(), metadata=keyed("used", HostUsage.from_json))
-    first_gradients: Sequence[TensorFingerprint] = field(
-        default=(), metadata=keyed("first_gradients", read_fingerprints)
-    )
-    first_moments: Sequence[TensorFingerprint] = field(default=(), metadata=keyed("first_moments", read_fingerprints))
     last_parameters: Sequence[TensorFingerprint] = field(
         default=(), metadata=keyed("last_parameters", read_fingerprints)
     )
@@ -154,14 +151,14 @@ class RankReport(FromJson):
     graphs_in_timed_steps: int = 0  # compiled during these steps
     time_breakdown: TimeBreakdown | None = field(default=None, metadata=keyed("traced", TimeBreakdown.from_json))
     profiled: ProfiledStep = field(default=ProfiledStep(), metadata=keyed("profiled", ProfiledStep.from_json))
-    peak_allocated_bytes: int | None = None  # in the timed steps, like the next four fields
+    peak_allocated_bytes: int | None = None  # in the timed steps, like the next six fields
+    peak_requested_bytes: int | None = None
+    peak_active_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     non_torch_bytes: int | None = field(default=None, metadata=keyed("outside_bytes"))
     num_alloc_retries: int | None = field(default=None, metadata=keyed("allocation_retries"))
     num_ooms: int | None = field(default=None, metadata=keyed("out_of_memory_errors"))
-    last_gradients: Sequence[TensorFingerprint] = field(default=(), metadata=keyed("last_gradients", read_fingerprints))
     devices: int = 1  # driven by this process
-    skipped_steps: int = 0  # because gradients overflowed
     device_name: str = ""
     start_peak_bytes: int | None = None  # the most while the engine was built
     dropout_seed: int | None = field(default=None, metadata=keyed("masks_seed"))
@@ -172,6 +169,8 @@ class RankReport(FromJson):
     state_bytes_by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict, metadata=keyed("placed"))
     parameter_shards: Sequence[StateShard] = field(default=(), metadata=keyed("parameters", read_shards))
     optimizer_shards: Sequence[StateShard] = field(default=(), metadata=keyed("optimizer", read_shards))
+    # The second training of a reference, which differs from the first in rounding only; None for other runs.
+    perturbed: TrainingReport | None = field(default=None, metadata=keyed("perturbed", TrainingReport.from_json))
 
     phase: str = ""  # a failed rank's last phase; step and memory follow
     step: int = 0
@@ -194,8 +193,8 @@ _OF_FAILED_RANKS = {"phase", "step", "allocated_bytes", "host_bytes", "error", "
 
 # The keys of the file whose values only the proof reads; they are too long for the run's record.
 LONG_KEYS = (
-    *("parameters", "optimizer", "first_gradients", "first_moments", "last_gradients"),
-    *("last_parameters", "last_masters", "phase_seconds", "traceback"),
+    *("parameters", "optimizer", "first_gradients", "first_moments", "first_updates", "last_gradients"),
+    *("last_parameters", "last_masters", "perturbed", "phase_seconds", "traceback"),
 )
 
 

@@ -1,23 +1,28 @@
-"""runs.csv: the rows of all runs of a comparison."""
+"""runs.csv: the rows of all runs of a comparison, written and read."""
 
 import csv
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from harness.records.columns import COLUMN_NAMES
-from harness.records.provenance import version_differences, versions
+from harness.records.columns import COLUMN_NAMES, column_type, with_current_names
+from harness.records.provenance import machine_text, version_differences, versions, versions_text
 from harness.records.run_folder import ComparisonFolder
-from harness.records.schema import Record, Row
+from harness.records.schema import Cell, Record, Row
+from harness.records.status import STATUSES
+from harness.util.errors import UserError
 from harness.util.files import atomic_write_text
 from harness.util.text import sanitize
 
 
 def rows_of(records: Iterable[Record]) -> list[Row]:
-    """Return one row per record, with `stale_reason` filled in."""
+    """Return one row per record, with the columns on its origin: `machine`, `versions` and `stale_reason`."""
     installed = versions()
     return [
-        record.row | {"stale_reason": "; ".join(version_differences(record, installed)) or None} for record in records
+        record.row
+        | {"stale_reason": "; ".join(version_differences(record, installed)) or None}
+        | {"machine": machine_text(record), "versions": versions_text(record)}
+        for record in records
     ]
 
 
@@ -46,3 +51,31 @@ def csv_cell(value: str | int | float | bool | None) -> str:
         return repr(value)
     text = sanitize(value)
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "'")) else text
+
+
+def read_runs_csv(path: Path) -> list[Record]:
+    """Return the rows of a runs.csv as records that have nothing else; rows of schema version 1 have current names.
+
+    Raises UserError for a file that cannot be read or is no table of runs.
+    """
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            rows = [with_current_names(row) for row in csv.DictReader(file, restval="")]
+        records = [Record.from_json({"row": {name: _value(name, cell) for name, cell in row.items()}}) for row in rows]
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, AttributeError, csv.Error) as error:
+        raise UserError(f"{path} is not a table of runs: {error}") from None
+    if not records or any(not row.row.get("run_id") or row.row.get("status") not in STATUSES for row in records):
+        raise UserError(f"{path} is not a table of runs: every row of a runs.csv has a run_id and a status")
+    return records
+
+
+def _value(column: str, cell: str) -> Cell:
+    """Return the value of a cell, in the type of its column."""
+    kind = column_type(column)
+    if cell == "":
+        return None
+    if kind is bool:
+        return {"True": True, "False": False}.get(cell)
+    return kind(cell) if kind in (int, float) else cell.removeprefix("'")

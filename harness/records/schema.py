@@ -28,17 +28,25 @@ class Commit(TypedDict):
     dirty: bool  # whether the sources differ from it
 
 
+class CheckEntry(TypedDict):
+    """The largest deviation from the reference in one aspect; None is not finite, not measured, or without a bound."""
+
+    deviation: float | None
+    where: str
+    floor: float | None
+    bound: float | None
+
+
 class ProofEntry(TypedDict, total=False):
     """The result of a run's proof. The deviations are missing where nothing was compared."""
 
     layout: Literal["proven", "failed"]
     reference: str  # what the run was compared with, or why it was not
-    expected_communication_bytes: Sequence[Mapping[str, float]]  # of each rank, by axis, or by axis and operation
-    loss: float
-    loss_where: str
-    gradient: float
-    gradient_where: str
-    loss_bound: float
+    expected_communication_bytes: Sequence[Mapping[str, float]]  # of each rank, by axis and kind, by the papers
+    padded_communication_bytes: Sequence[Mapping[str, float]]  # the same with uneven shares and padding, exactly
+    floor_multiple: float  # how many noise floors a deviation may have
+    checks: Sequence[CheckEntry]
+    loss_bound: float  # in older records, which had a fixed bound
     gradient_bound: float
     problems: Sequence[str]
 
@@ -61,6 +69,7 @@ class TrafficEntry(TypedDict):
     axis: str
     bytes: float
     formula_bytes: float
+    padded_bytes: float  # the formula's with uneven shares and the library's padding, which `bytes` must be
     outside: Mapping[str, float]  # by function and operation: what no formula counts
 
 
