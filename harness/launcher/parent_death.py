@@ -17,7 +17,7 @@ _PARENT, _SELF = os.getppid(), os.getpid()  # process ids of the forkserver's pa
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before the fork: a child only calls it
 
-_tied = False  # whether this process is a rank
+_is_rank = False  # whether this process is a rank
 
 
 def _check(*_: object) -> None:
@@ -34,12 +34,12 @@ def _die_with_parent() -> None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _tie_rank() -> None:
+def _bind_rank() -> None:
     """Make a rank die with the forkserver. This runs right after its fork; processes that a rank forks are exempt."""
-    global _tied
-    if _tied:
+    global _is_rank
+    if _is_rank:
         return
-    _tied = True
+    _is_rank = True
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # timers are not inherited, handlers are
     sys.excepthook = _print_one_line
     _die_with_parent()
@@ -63,4 +63,4 @@ signal.signal(signal.SIGALRM, _check)
 
 signal.setitimer(signal.ITIMER_REAL, CHECK_SECONDS, CHECK_SECONDS)
 
-os.register_at_fork(after_in_child=_tie_rank)
+os.register_at_fork(after_in_child=_bind_rank)

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from harness.config.schema import Device
+from harness.hardware.cuda_devices import DEVICE_ORDER
 from harness.hardware.machine import usable_cores
+from harness.hardware.nvml import VISIBLE_DEVICES
 
 
 def threads_per_rank(local_world_size: int) -> int:
@@ -21,9 +23,12 @@ def rank_environment(device: Device, local_ranks: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads_per_rank(local_ranks)),
         "PATH": os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]),
     }
-    if "CUDA_VISIBLE_DEVICES" in os.environ:  # its value may differ from the one that the forkserver has
-        environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
-    if device == "cpu":
+    for name in VISIBLE_DEVICES:
+        if name in os.environ:  # its value may differ from the one that the forkserver has
+            environment[name] = os.environ[name]
+    if device == "cuda":
+        environment |= DEVICE_ORDER
+    else:
         environment["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would choose mps on macOS
         # libgomp's threads spin 300000 times before they sleep, and so take cores that other processes wait for.
         environment["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "5000")

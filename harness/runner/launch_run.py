@@ -9,22 +9,28 @@ from pathlib import Path
 
 from harness.cost_model import memory
 from harness.engines.base import load_engine
+from harness.hardware.machine import usable_cores
 from harness.launcher.launch import launch
 from harness.launcher.outcome import LaunchOutcome
 from harness.launcher.rank_environment import threads_per_rank
 from harness.measure.native_allocator import build_allocator
+from harness.measure.operator_log import build_operator_log
 from harness.proof.verify import verify_run
 from harness.records.rank_report import RankReport
 from harness.records.run_spec import RunSpec
 from harness.records.schema import Cells, Record, RecordParts, StepEntry
 from harness.records.store import read_record, write_record
-from harness.runner.context import Reference, RunContext
+from harness.runner import preflight
+from harness.runner.context import RunContext
+from harness.runner.local_machine import release_problem
 from harness.runner.plan import Plan
 from harness.runner.record import build_record, failure_columns
+from harness.runner.reference import Reference
 from harness.runner.reuse import STARTED, clear_run_folder
 from harness.util.disk_reserve import is_disk_full, release
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_text
+from harness.util.native_build import announcing_builds
 from harness.util.text import one_line
 
 
@@ -36,7 +42,8 @@ def launch_run(plan: Plan, context: RunContext, reference: Reference) -> Record:
     started: Cells = {"started_at": datetime.now(UTC).isoformat()}
     try:
         write_row(plan, {"status": "interrupted", "reason": STARTED, **started})
-        notes = prepare_run_folder(plan)
+        with announcing_builds(context.log):
+            notes = prepare_run_folder(plan)
     except (RuntimeError, OSError, UserError) as error:
         reason = f"before any rank was started: {one_line(error)}"
         return write_row(plan, {"status": "error", "reason": reason, **started})
@@ -44,7 +51,7 @@ def launch_run(plan: Plan, context: RunContext, reference: Reference) -> Record:
         context.log(note)
     outcome = run_ranks(plan, context)
     judged = judge_run(plan, outcome, reference)
-    ending = judged.ending | started | {"duration_seconds": outcome.seconds}
+    ending = judged.ending | reference.columns | started | {"duration_seconds": outcome.seconds}
     return write_row(plan, ending, judged.ranks, judged.parts | {"notes": notes}, judged.steps)
 
 
@@ -61,12 +68,15 @@ def prepare_run_folder(plan: Plan) -> list[str]:
 
 
 def build_run_spec(plan: Plan) -> tuple[RunSpec, list[str]]:
-    """Return the run file's content and notes on what could not be built; the counting allocator is built here."""
-    notes, allocator = [], None
+    """Return the run file's content and notes on what could not be built; what is in C++ is built here."""
+    ranks_on_host = plan.layout.world_size // plan.nodes
+    note = preflight.core_note(plan.machine.device, ranks_on_host, len(usable_cores()))
+    notes, allocator, operator_log = [note] if note else [], None, None
     cache = Path(plan.config.data.cache).expanduser()
     if plan.machine.device == "cpu":
         try:
             allocator = str(build_allocator(cache))
+            operator_log = str(build_operator_log(cache))  # without it torch's profiler takes its place
         except (RuntimeError, UserError) as error:
             if plan.config.cluster.memory_budget is not None:  # without it nothing would enforce the budget
                 raise
@@ -77,17 +87,23 @@ def build_run_spec(plan: Plan) -> tuple[RunSpec, list[str]]:
         layout=plan.layout,
         corpus=plan.corpus,
         device=plan.machine.device,
-        threads=threads_per_rank(plan.layout.world_size // plan.nodes),
+        threads=threads_per_rank(ranks_on_host),
         allocator=allocator,
+        operator_log=operator_log,
         environment=load_engine(plan.layout.engine).rank_environment(plan.layout, plan.machine, cache),
+        timeout_seconds=plan.command.timeout_seconds,
         memory_snapshot=plan.command.measure.memory_snapshot,
+        perturbs=plan.folder.is_reference and plan.layout.engine == "torch",
     ), notes
 
 
 def run_ranks(plan: Plan, context: RunContext) -> LaunchOutcome:
-    """Run all ranks to their end, on this node or on every node of the context's group."""
+    """Run all ranks to their end, on this node or on every node of the context's group.
+
+    After a failure this waits until killed ranks have released their devices, so that the next run finds them free.
+    """
     launch_ranks = partial(context.nodes.launch, plan.nodes) if context.nodes else launch
-    return launch_ranks(
+    outcome = launch_ranks(
         context.entry,
         plan.folder.path,
         plan.layout.world_size,
@@ -96,6 +112,11 @@ def run_ranks(plan: Plan, context: RunContext) -> LaunchOutcome:
         hang_seconds=plan.command.hang_seconds,
         on_tick=lambda: context.on_progress(plan.folder.path),
     )
+    if outcome.status not in ("ok", "interrupted"):
+        problem = release_problem(plan.machine, plan.config.cluster)
+        if problem:
+            context.log(problem)
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -119,7 +140,7 @@ def judge_run(plan: Plan, outcome: LaunchOutcome, reference: Reference) -> Judge
         ranks, ending = [], {"status": "error", "reason": f"a rank's report is damaged: {one_line(error)}"}
     if ending["status"] == "ok":
         verdict = verify_run(
-            plan.config, plan.command.proof, plan.layout, plan.widths, ranks, reference.rank, reference.note
+            plan.config, plan.command.proof, plan.layout, plan.widths, ranks, reference.report, reference.note
         )
         ending, parts, steps = verdict.columns, verdict.parts, verdict.steps
     if ending["status"] != "ok":

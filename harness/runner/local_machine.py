@@ -1,13 +1,20 @@
 """This machine: the device, memory and cores that runs may use, determined without initializing a device."""
 
 import dataclasses
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 
 from harness.config.schema import ClusterConfig
+from harness.hardware.cuda_devices import CudaDevice, find_cuda_devices, wait_for_release
 from harness.hardware.machine import CPU_RANKS, Machine, usable_cores
-from harness.hardware.nvml import NvmlError, visible_devices
 from harness.util.errors import UserError
+from harness.util.text import one_line
 
 
 def refresh_machine(machine: Machine, cluster: ClusterConfig) -> Machine:
@@ -18,6 +25,7 @@ def refresh_machine(machine: Machine, cluster: ClusterConfig) -> Machine:
         machine,
         free_bytes=tuple(size // sharing for size in current.free_bytes),
         devices=current.devices,
+        device_names=current.device_names,
         host_free_bytes=current.host_free_bytes,
     )
 
@@ -25,42 +33,74 @@ def refresh_machine(machine: Machine, cluster: ClusterConfig) -> Machine:
 def detect_machine(cluster: ClusterConfig) -> Machine:
     """Return this machine as one of the cluster's equal nodes.
 
-    Raises UserError if the cluster wants a device that the machine does not have.
+    Raises UserError if the cluster wants a device that the machine does not have, or if its devices cannot be used.
     """
-    free_bytes, total_bytes, name = _cuda_devices()
-    devices = len(free_bytes)
-    device = ("cuda" if devices else "cpu") if cluster.device == "auto" else cluster.device
-    if device == "cuda" and not devices:
+    count, is_rocm = count_gpus()
+    cuda_devices: Sequence[CudaDevice] = ()
+    if cluster.device != "cpu" and count:
+        cuda_devices = find_cuda_devices(count, is_rocm)
+    if cluster.device == "cuda" and not cuda_devices:
         raise UserError("cluster.device=cuda needs a CUDA device and this machine has none: choose cpu or auto")
-    on_gpu = device == "cuda"
+    if cluster.device == "auto" and not cuda_devices:
+        refuse_silent_cpu()
+    host_free_bytes = psutil.virtual_memory().available
+    names = tuple(device.name for device in cuda_devices)
+    capabilities = [device.compute_capability for device in cuda_devices]
     return Machine(
-        device=device,
-        device_name=name if on_gpu else "cpu",
+        device="cuda" if cuda_devices else "cpu",
+        device_name=names[0] if names else "cpu",
         nodes=cluster.nodes,
-        ranks_per_node=cluster.gpus_per_node or (devices if on_gpu else CPU_RANKS),
-        devices=devices,
-        free_bytes=tuple(free_bytes) if on_gpu else (psutil.virtual_memory().available,),
+        ranks_per_node=cluster.gpus_per_node or len(cuda_devices) or CPU_RANKS,
+        devices=len(cuda_devices) or count,
+        free_bytes=tuple(device.free_bytes for device in cuda_devices) or (host_free_bytes,),
         cores=len(usable_cores()),
-        host_free_bytes=psutil.virtual_memory().available,
-        device_bytes=min(total_bytes) if on_gpu else None,
+        host_free_bytes=host_free_bytes,
+        device_bytes=min((device.total_bytes for device in cuda_devices), default=None),
+        device_names=names,
+        compute_capability=min((number for number in capabilities if number is not None), default=None),
     )
 
 
-def _cuda_devices() -> tuple[list[int], list[int], str]:
-    """Return the free and the total bytes of every visible device, and the name of the first.
+def count_gpus() -> tuple[int, bool]:
+    """Return how many GPUs torch counts, and whether it is built for AMD's.
 
-    They come from NVML, as torch would have to initialize the devices to know them.
+    A build for CPUs sees none, which its version tells without the second that importing it takes.
     """
+    if "torch" not in sys.modules and not is_built_for_gpus():
+        return 0, False
     import torch
 
-    count = torch.cuda.device_count()  # it queries NVML and initializes nothing
-    if not count:
-        return [], [], ""
+    # Without NVML it asks CUDA, which initializes no device either.
+    return torch.cuda.device_count(), torch.version.hip is not None
+
+
+def is_built_for_gpus() -> bool:
+    """Return whether the installed torch is a build for GPUs, by the file that states its version."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return True  # importing it says what is wrong
+    version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return version.get("cuda") is not None or version.get("hip") is not None
+
+
+def release_problem(machine: Machine, cluster: ClusterConfig) -> str | None:
+    """Wait until this machine's GPUs are as free as before a run; return why they are not, None if they are.
+
+    `machine` has the free memory from before the run.
+    """
+    if machine.device != "cuda":
+        return None
     try:
-        nvml_devices = visible_devices(count)
-        memories = [device.memory_bytes() for device in nvml_devices]
-    except NvmlError as error:
+        return wait_for_release(machine.free_bytes, lambda: detect_machine(cluster).free_bytes)
+    except UserError as error:  # a device was lost
+        return one_line(error)
+
+
+def refuse_silent_cpu() -> None:
+    """Raise UserError if Slurm gave GPUs to this job, which a run on the CPU would leave idle."""
+    gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    if gpus not in ("", "0"):
         raise UserError(
-            f"torch sees {count} CUDA devices, but NVML reports: {error}; cluster.device=cpu runs without them"
-        ) from None
-    return [free for free, _ in memories], [total for _, total in memories], str(nvml_devices[0].name())
+            f"cluster.device=auto would run on the CPU, although Slurm gave this job {gpus} GPUs: torch sees none of"
+            " them. Install a build of torch for them, or choose cluster.device=cpu"
+        )

@@ -9,8 +9,9 @@ from harness.config.fingerprint import make_run_id
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.cost_model import capacity
+from harness.cost_model.remedies import Choices, Variant
 from harness.data.corpus import Corpus, prepare_corpus
-from harness.engines.base import load_engine
+from harness.engines.base import device_count, load_engine
 from harness.hardware.machine import Machine
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, resolve_layout
@@ -18,6 +19,7 @@ from harness.layout.state_widths import StateWidths
 from harness.records.run_folder import ComparisonFolder, RunFolder, comparison_folder
 from harness.runner import preflight
 from harness.runner.local_machine import refresh_machine
+from harness.runner.resolve import load_precision_preset, load_strategy_preset
 from harness.util.errors import UserError
 
 
@@ -44,6 +46,11 @@ class Plan:
         """The number of the machine's nodes that the run uses."""
         return self.machine.nodes_needed(self.layout.world_size)
 
+    @property
+    def devices(self) -> int:
+        """The number of each node's devices that the run uses."""
+        return device_count(self.config, self.layout, self.machine) // self.nodes
+
 
 def make_plan(
     config: RunConfig, machine: Machine, command: CommandConfig | None = None, *, is_reference: bool = False
@@ -58,7 +65,7 @@ def make_plan(
         raise UserError(problem)
     widths = load_engine(layout.engine).state_widths(config, layout)
     corpus = prepare_corpus(config.data, config.train.seq_len)
-    run_id = make_run_id(config, machine.fingerprint, layout.world_size, corpus.fingerprint)
+    run_id = make_run_id(config, machine.fingerprint, device_count(config, layout, machine), corpus.fingerprint)
     comparison = comparison_folder(command.name, command.results_dir)
     folder = RunFolder(comparison.references / run_id) if is_reference else comparison.run(run_id)
     return Plan(config, command, machine, layout, widths, corpus, run_id, folder)
@@ -71,6 +78,7 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
     yield from incompatibilities(config, layout)
     yield from machine.world_size_problems(layout.world_size)
     yield from preflight.compile_problems(config, layout, machine)
+    yield from preflight.precision_problems(config, machine)
     yield from preflight.budget_problems(config, machine)
     yield from load_engine(layout.engine).unsupported(config, layout, machine)
 
@@ -87,29 +95,50 @@ def capacity_problem(plan: Plan, models: Sequence[ModelConfig]) -> str | None:
     preflight=false skips what is only predicted. `models` are those that may be suggested instead.
     """
     machine, world_size = plan.machine, plan.layout.world_size
-    devices = machine.devices * machine.nodes
-    if machine.device == "cuda" and world_size > devices:
-        return f"world_size={world_size} needs {world_size} CUDA devices, and {devices} are available: choose {devices}"
+    if machine.device == "cuda" and plan.devices > machine.devices:
+        needed, devices = plan.devices * plan.nodes, machine.devices * plan.nodes
+        return f"world_size={needed} needs {needed} CUDA devices, and {devices} are available: choose {devices}"
+    problem = machine.device_problem(plan.devices)
+    if problem:
+        return problem
     if not plan.command.preflight:
         return None
-
-    def accepts(changed: RunConfig, layout: Layout) -> bool:
-        """Return whether the changed strategy resolves to this layout, which can then be run."""
-        try:
-            resolved = resolve_layout(changed.strategy, layout.world_size)
-        except UserError:
-            return False
-        return resolved == layout and not any(find_problems(changed, layout, machine))
 
     ranks_on_host = world_size // plan.nodes
     return capacity.capacity_problem(
         plan.config,
         plan.layout,
         plan.widths,
-        available_bytes=machine.available_bytes(ranks_on_host),
+        available_bytes=machine.available_bytes(plan.devices),
         ranks_on_host=ranks_on_host,
         device=machine.device,
-        models=models,
         host_available_bytes=machine.host_free_bytes,
-        accepts=accepts,
+        choices=remedy_choices(plan, models),
+    )
+
+
+def remedy_choices(plan: Plan, models: Sequence[ModelConfig]) -> Choices:
+    """Return what may be chosen instead of a run that does not fit this machine."""
+    machine, strategy = plan.machine, plan.config.strategy
+
+    def plan_variant(changed: RunConfig, world_size: int | None) -> Variant | None:
+        """Return the changed configuration as this machine, or more such machines, would run it."""
+        try:
+            layout = resolve_layout(changed.strategy, world_size or changed.world_size or machine.world_size)
+            is_as_wide = world_size is None or layout.world_size == world_size
+            if not is_as_wide or any(find_problems(changed, layout, machine)):
+                return None
+        except UserError:
+            return None
+        return Variant(changed, layout, load_engine(layout.engine).state_widths(changed, layout))
+
+    presets = [load_strategy_preset(name) for name in ("fsdp_full_shard", "zero3")]
+    of_engine = [preset for preset in presets if preset.engine == strategy.engine]
+    return Choices(
+        plan_variant,
+        models,
+        sharded=tuple(of_engine or presets[:1]),
+        precisions=tuple(map(load_precision_preset, ("bf16_mixed", "bf16"))),
+        local_ranks=machine.devices if machine.device == "cuda" else 0,
+        offloads=machine.device == "cuda",
     )

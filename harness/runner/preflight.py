@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 
 from harness.config.byte_size import format_bytes
-from harness.config.schema import RunConfig
-from harness.hardware.machine import Machine
+from harness.config.schema import Device, RunConfig
+from harness.hardware.machine import CORES_PER_GPU_RANK, Machine
 from harness.layout.layout import Layout
+from harness.runner.machine_defaults import computes_bf16
+from harness.util.text import count_text
 
 
 def budget_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
@@ -25,6 +27,28 @@ def budget_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
         )
 
 
+def precision_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
+    """Yield why this machine does not compute in the configured precision."""
+    capability = machine.compute_capability
+    if capability is None or config.precision.compute != "bfloat16":
+        return
+    if not computes_bf16("cuda", capability):
+        yield (
+            f"precision={config.precision.name} is emulated on {machine.device_name}, whose compute capability"
+            f" {capability[0]}.{capability[1]} is below 8.0: choose fp32 or fp16_mixed"
+        )
+
+
+def core_note(device: Device, ranks: int, cores: int) -> str | None:
+    """Return a warning if the ranks on GPUs have too few cores to launch kernels in time, else None."""
+    if device != "cuda" or cores >= CORES_PER_GPU_RANK * ranks:
+        return None
+    return (
+        f"{count_text(ranks, 'rank')} on GPUs and {count_text(cores, 'core')}, fewer than {CORES_PER_GPU_RANK} for a"
+        " rank: steps may wait for the processor. Slurm gives more with --cpus-per-task"
+    )
+
+
 def rank_memory_limit(config: RunConfig, machine: Machine) -> int | None:
     """Return the bytes that a rank may use: the budget, else all memory of its GPU.
 
@@ -36,12 +60,15 @@ def rank_memory_limit(config: RunConfig, machine: Machine) -> int | None:
 
 def compile_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterator[str]:
     """Yield why layers cannot be compiled; nothing heavy is imported."""
-    from harness.util.native_build import compiler_problem
+    from harness.util.native_build import compiler_problem, triton_problem
 
     if not config.train.compile:
         return
     if machine.device == "cpu" and compiler_problem():
         yield f"train.compile=true compiles every layer as C++: {compiler_problem()}"
+    if machine.device == "cuda" and triton_problem(machine.compute_capability):
+        problem = triton_problem(machine.compute_capability)
+        yield f"train.compile=true compiles every layer with Triton: {problem}, or choose train.compile=false"
     if layout.splits_backward:
         yield (
             "train.compile=true fuses a layer's backward into one operator, which strategy.schedule=zero_bubble must"

@@ -1,70 +1,44 @@
-"""The reference of a comparison: a single process that trains the same, with which every run is compared."""
+"""The reference of a run: the finished run that it is compared with, or the reason why there is none."""
 
-import dataclasses
+from dataclasses import dataclass
 
-from harness.config.checkpointing import CheckpointingConfig
-from harness.config.strategy import StrategyConfig
-from harness.launcher.rank_entry import worker_entry
 from harness.records.rank_report import RankReport
 from harness.records.schema import Cells
-from harness.runner.context import Reference, RunContext
-from harness.runner.launch_run import launch_run
-from harness.runner.plan import Plan, capacity_problem, make_plan
-from harness.runner.reuse import NO_REFERENCE, reusable_record
-from harness.util.locks import run_lock
-
-SINGLE_PROCESS = StrategyConfig(name="single")
+from harness.runner.plan import Plan
 
 
-def get_reference(plan: Plan, context: RunContext) -> Reference:
-    """Return the run's reference, which is run once for a comparison and then reused."""
-    if not plan.command.proof.reference:
-        return Reference(None, NO_REFERENCE)
-    if plan.config.model.dropout:
-        return Reference(None, f"no other run drops the same values: model.dropout={plan.config.model.dropout}")
-    single = reference_plan(plan)
-    refusal = capacity_problem(single, context.models)
-    if refusal:
-        return Reference(None, f"skipped, the single process does not fit: {refusal}")
-    with run_lock(single.folder.lock):
-        record = reusable_record(single.config, single.command, single.folder, lambda _: None)
-        if record is None or (record.status == "ok" and not reference_rank(single)):
-            context.log(f"reference {single.run_id}")
-            context = dataclasses.replace(context, entry=worker_entry)
-            record = launch_run(single, context, Reference(None, NO_REFERENCE))
-        rank = reference_rank(single)
-    status, reason = record.status, record.row["reason"]
-    if status == "oom":
-        return Reference(None, f"skipped, the single process ran out of memory: {reason}")
-    if status != "ok" or rank is None:
-        failure: Cells = {"status": status, "reason": f"nothing to compare with, the single process failed: {reason}"}
-        return Reference(None, "failed", failure)
-    return Reference(rank, f"compared with {single.run_id}")
+@dataclass(frozen=True)
+class Reference:
+    """The finished run that another run is compared with, or a note that says why there is none.
 
-
-def reference_plan(plan: Plan) -> Plan:
-    """Return the plan of a run's reference: one process on one node, without any option that only saves time or memory.
-
-    It has no memory budget, because it is none of the comparison's runs: it only proves them.
+    A single process that keeps all activations counts as right. The training of any other layout is compared in its
+    turn, with fewer layers, with the reference `shallower`: a chain that ends at such a process.
     """
-    train = dataclasses.replace(plan.config.train, loss_chunks=1, fused_optimizer=True, compile=False)
-    config = dataclasses.replace(
-        plan.config,
-        strategy=SINGLE_PROCESS,
-        checkpointing=CheckpointingConfig("none"),
-        cluster=dataclasses.replace(plan.config.cluster, memory_budget=None),
-        train=train,
-        world_size=None,
-        repeat=0,
-    )
-    proof = dataclasses.replace(plan.command.proof, reference=False)
-    command = dataclasses.replace(plan.command, proof=proof, force=False)
-    return make_plan(config, plan.machine, command, is_reference=True)
+
+    note: str  # what a run is compared with and how far back that reaches, or why it is compared with nothing
+    plan: Plan | None = None  # None where there is no such run
+    report: RankReport | None = None  # what its ranks report together
+    seconds: float = 0.0  # how long it ran, with all runs of its chain
+    shallower: "Reference | None" = None  # what the same layout was compared with on fewer layers
+    failure: Cells | None = None  # status and reason of a row that cannot be proven because the reference failed
+
+    @property
+    def proven_layers(self) -> int | None:
+        """The number of layers that the single process at the end of the chain trained; None without a reference."""
+        if self.shallower is not None:
+            return self.shallower.proven_layers
+        return None if self.plan is None else self.plan.config.model.num_hidden_layers
+
+    @property
+    def columns(self) -> Cells:
+        """The columns of a row that is compared with this."""
+        columns: Cells = {"reference": self.note}
+        if self.plan is not None:
+            columns |= {"reference_layers": self.proven_layers, "reference_seconds": self.seconds}
+        return columns
 
 
-def reference_rank(single: Plan) -> RankReport | None:
-    """Return the report of the reference's rank; None if it is missing or damaged."""
-    try:
-        return next(iter(single.folder.read_rank_reports(1)), None)
-    except ValueError:
-        return None
+def chain_text(plan: Plan, single: Plan) -> str:
+    """Return how a layout was compared with a single process that trained fewer layers."""
+    layers, all_layers = single.config.model.num_hidden_layers, plan.config.model.num_hidden_layers
+    return f"compared on {layers} of {all_layers} layers with {single.run_id}"

@@ -4,7 +4,8 @@ from datetime import UTC, datetime
 
 from harness.config.command import BETWEEN_ATTEMPTS, CommandConfig, read_command_config
 from harness.config.fingerprint import make_run_id, short_hash, with_old_keys
-from harness.config.schema import RunConfig
+from harness.config.from_dict import from_dict
+from harness.config.schema import ClusterConfig, RunConfig
 from harness.config.values import ConfigValues
 from harness.hardware.machine import Machine
 from harness.records.provenance import git_commit, versions
@@ -13,6 +14,7 @@ from harness.records.schema import Cells, Record
 from harness.records.status import RunStatus
 from harness.records.store import write_record
 from harness.runner.local_machine import detect_machine
+from harness.runner.machine_defaults import resolve_auto
 from harness.runner.record import build_record
 from harness.runner.resolve import resolve_run_config
 from harness.runner.reuse import ensure_writable, stored_rejection
@@ -23,8 +25,10 @@ def write_rejected(values: ConfigValues, reason: str) -> Record:
     """Write and return the record of a combination that cannot be run."""
     ensure_writable(comparison_folder(values["name"], values["results_dir"]))
     try:
+        machine = detect_machine(from_dict(ClusterConfig, values["cluster"], "cluster"))
+        values = resolve_auto(values, machine.device, machine.compute_capability)
         config, command = resolve_run_config(values), read_command_config(values)
-        return rejected_config(config, command, detect_machine(config.cluster), reason)
+        return rejected_config(config, command, machine, reason)
     except UserError:
         return rejected_values(values, reason)
 

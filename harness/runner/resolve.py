@@ -1,5 +1,6 @@
 """The typed configuration of composed values; a Hugging Face model is traced for what the cost model needs."""
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 
@@ -9,7 +10,9 @@ from harness.config.command import read_run_config
 from harness.config.from_dict import from_dict
 from harness.config.locations import conf_folders, files_in
 from harness.config.model import ModelConfig
+from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
+from harness.config.strategy import StrategyConfig
 from harness.config.values import ConfigValues, GroupValues
 from harness.util.errors import UserError
 from harness.util.redact import keys_holding_secrets
@@ -41,6 +44,41 @@ def load_model_presets() -> list[ModelConfig]:
     """Return the models that have a file and a known size, to suggest one that would fit."""
     presets = [yaml.safe_load(path.read_text()) for path in files_in(conf_folders(), "model").values()]
     return [from_dict(ModelConfig, values) for values in presets if values["family"] != "hf"]
+
+
+def load_strategy_preset(name: str) -> StrategyConfig:
+    """Return the strategy of this name as its file in conf/strategy has it."""
+    strategy: StrategyConfig = from_dict(
+        StrategyConfig, yaml.safe_load(files_in(conf_folders(), "strategy")[name].read_text())
+    )
+    return strategy
+
+
+def load_precision_preset(name: str) -> PrecisionConfig:
+    """Return the precision of this name as its file in conf/precision has it."""
+    precision: PrecisionConfig = from_dict(
+        PrecisionConfig, yaml.safe_load(files_in(conf_folders(), "precision")[name].read_text())
+    )
+    return precision
+
+
+def with_layers(config: RunConfig, layers: int) -> RunConfig:
+    """Return the configuration with another number of layers; a Hugging Face model is traced again.
+
+    Raises UserError if that model's own configuration is no longer at model.path.
+    """
+    model = dataclasses.replace(config.model, num_hidden_layers=layers)
+    if model.family == "hf":
+        values = {key: getattr(model, key) for key in _HF_KEYS}
+        model = from_dict(ModelConfig, _hf_model_filler()(values, config.train.seq_len))
+    return dataclasses.replace(config, model=model)
+
+
+# What a user may set of a Hugging Face model; the rest of its values are those of its own configuration.
+_HF_KEYS = (
+    *("name", "path", "attention", "dropout", "context_length"),
+    *("num_hidden_layers", "vocab_size", "tie_word_embeddings"),
+)
 
 
 def _hf_model_filler() -> Callable[[GroupValues, int | None], GroupValues]:

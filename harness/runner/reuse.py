@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from typing import TYPE_CHECKING
 
 from harness.config.command import CommandConfig
 from harness.config.schema import RunConfig
@@ -9,12 +10,16 @@ from harness.records.provenance import version_differences, versions
 from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.schema import Record
 from harness.records.store import read_record
-from harness.runner.context import LogFn
 from harness.util.disk_reserve import reserve
 from harness.util.errors import UserError
 from harness.util.native_build import compiler_problem
 
-NO_REFERENCE = "not asked for: proof.reference=false"  # stored in records, which are compared with it
+if TYPE_CHECKING:
+    from harness.runner.context import LogFn  # imports torch
+
+NO_REFERENCE = "none: proof.reference=false"  # stored in records, which are compared with it
+
+_NO_REFERENCE_TEXTS = (NO_REFERENCE, "not asked for: proof.reference=false")  # the second is that of older records
 
 # The reason of a record that its command has not replaced yet.
 STARTED = "the command that started it has exited or is still running"
@@ -42,7 +47,7 @@ def ensure_writable(comparison: ComparisonFolder) -> None:
         raise UserError(f"results_dir: {folder} cannot be written ({error.strerror}): choose another folder") from None
 
 
-def reusable_record(config: RunConfig, command: CommandConfig, folder: RunFolder, log: LogFn) -> Record | None:
+def reusable_record(config: RunConfig, command: CommandConfig, folder: RunFolder, log: "LogFn") -> Record | None:
     """Return the stored record of a run that need not be repeated; log why it is reused or is not.
 
     A refusal is never reused here, because checking again whether it still applies takes only a moment.
@@ -94,12 +99,11 @@ def missing_evidence(config: RunConfig, command: CommandConfig, folder: RunFolde
     """Return what an `ok` record lacks that this command requires: a comparison, a tighter bound, counted memory."""
     row, proof = record.row, command.proof
     lacking = []
-    if proof.reference and record.proof.get("reference") == NO_REFERENCE:
+    if proof.reference and record.proof.get("reference") in _NO_REFERENCE_TEXTS:
         lacking.append("it was not compared with a reference")
-    for column, bounds in (("loss_deviation", proof.loss_bound), ("grad_deviation", proof.grad_bound)):
-        value = row.get(column)
-        if proof.reference and value is not None and not value <= bounds[config.precision.name]:
-            lacking.append(f"its {column} of {value:.2e} is above the bound of this command")
+    judged_by = record.proof.get("floor_multiple", proof.floor_multiple)
+    if proof.reference and judged_by > proof.floor_multiple:
+        lacking.append(f"it was allowed {judged_by:g} noise floors and not {proof.floor_multiple:g}")
     if row["peak_allocated_bytes"] is None and compiler_problem() is None:
         lacking.append("its memory was not counted")
     if command.measure.memory_snapshot and not folder.memory_snapshot(0).exists():

@@ -8,7 +8,7 @@ from harness.runner.launch_run import launch_run, write_row
 from harness.runner.local_machine import refresh_machine
 from harness.runner.plan import Plan, capacity_problem
 from harness.runner.pruning import pruning_reason
-from harness.runner.reference import get_reference
+from harness.runner.reference_runs import get_reference
 from harness.runner.reuse import reusable_record, stored_rejection
 from harness.util.locks import run_lock
 
@@ -34,7 +34,7 @@ def run_locked(plan: Plan, context: RunContext) -> Record:
         return reject(plan, reason)
     reference = get_reference(plan, context)
     if reference.failure is not None:
-        return write_row(plan, reference.failure)
+        return write_row(plan, reference.failure | reference.columns)
     return launch_run(plan, context, reference)
 
 

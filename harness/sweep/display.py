@@ -71,12 +71,6 @@ class ProgressDisplay:
         self.left = {run: run.cost for run in runs}
         self.max_parallel = max_parallel
 
-    def show_composed(self, count: int) -> None:
-        """Show how many combinations are composed; Hydra takes a minute or two for five hundred of them."""
-        if time.monotonic() - self.printed_at >= PLAIN_SECONDS:
-            self.printed_at = time.monotonic()
-            self.print_line(f"{count} combinations composed")
-
     def run_started(self, run: "QueuedRun") -> None:
         """Show that a run is started."""
         self.position += 1
@@ -158,10 +152,18 @@ class ProgressDisplay:
         self.print_result(self.label(record.run_id, None), record)
 
     def print_result(self, label: str, record: Record) -> None:
-        """Print how a run ended: its speed, or the reason."""
+        """Print how a run ended: its speed, with what disturbed it, or the reason.
+
+        The table, which follows, has the reasons of runs that were refused, so that each is printed once.
+        """
         row = record.row
         is_ok = row["status"] == "ok"
+        if row["status"] == "refused":
+            self.print_line(f"{label}: refused")
+            return
         result = f"{row['tokens_per_second']:,.0f} tokens/s" if is_ok else sanitize(row["reason"])
+        if is_ok and row.get("noise_warning"):
+            result += f", disturbed ({sanitize(row['noise_warning'])})"
         self.print_line(f"{label}: {row['status']}, {result}")
 
     def label(self, name: str, repeat: int | None) -> str:

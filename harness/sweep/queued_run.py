@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.command import CommandConfig, read_command_config
+from harness.config.from_dict import from_dict
 from harness.config.schema import ClusterConfig, RunConfig
 from harness.config.values import ConfigValues
 from harness.cost_model.flops import model_flops
 from harness.hardware.machine import Machine
 from harness.records.run_folder import ComparisonFolder, comparison_folder
+from harness.runner.machine_defaults import resolve_auto
 from harness.runner.plan import Plan, fits, make_plan
 from harness.runner.resolve import resolve_run_config
 from harness.sweep.micro_batch_search import MicroBatchSearch, feasible_plans, wants_max_micro_batch
@@ -49,15 +51,16 @@ def deduplicate_and_sort(runs: Iterable[QueuedRun]) -> list[QueuedRun]:
 
 def plan_run(values: ConfigValues, repeat_index: int, machine_of: Callable[[ClusterConfig], Machine]) -> QueuedRun:
     """Return the run of composed values, or the first run of the search that they request. Raises UserError."""
+    machine = machine_of(from_dict(ClusterConfig, values["cluster"], "cluster"))
+    values = resolve_auto(values, machine.device, machine.compute_capability)
     search = None
     if wants_max_micro_batch(values):
-        search = MicroBatchSearch(feasible_plans(values, lambda candidate: _plan(candidate, machine_of)), fits)
+        search = MicroBatchSearch(feasible_plans(values, lambda candidate: _plan(candidate, machine)), fits)
         plan = search.first
     else:
-        plan = _plan(values, machine_of)
+        plan = _plan(values, machine)
     return QueuedRun(plan.config, plan.command, plan, plan.run_id, repeat_index, search)
 
 
-def _plan(values: ConfigValues, machine_of: Callable[[ClusterConfig], Machine]) -> Plan:
-    config, command = resolve_run_config(values), read_command_config(values)
-    return make_plan(config, machine_of(config.cluster), command)
+def _plan(values: ConfigValues, machine: Machine) -> Plan:
+    return make_plan(resolve_run_config(values), machine, read_command_config(values))

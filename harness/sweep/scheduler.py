@@ -60,7 +60,7 @@ class Scheduler:
             reason = self.stop_after.exceeded_limit() or self.disk_full_reason(run)
             if reason:
                 remaining = count_text(len(self.waiting), "run")
-                self.observer.log(f"{reason} with {remaining} to go: the same command continues")
+                self.observer.log(f"{reason} with {remaining} left: the same command continues")
                 self.waiting.clear()
                 return
             self.waiting.remove(run)

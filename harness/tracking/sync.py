@@ -21,7 +21,7 @@ class SyncResult:
     """The outcome of one synchronization."""
 
     runs: int  # sent now
-    already: int  # runs that the tracker had before
+    sent_before: int  # runs that the tracker already had
     table: bool  # whether the summary had to be sent
     problem: str  # why not everything was sent; '' if everything was
 

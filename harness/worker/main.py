@@ -1,34 +1,37 @@
 """The code of every rank: read the run file, train, and write the rank's report. A rank does not use Hydra."""
 
 import dataclasses
+import gc
 import os
 import socket
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from harness.engines.base import Engine, load_engine
 from harness.hardware.machine import usable_cores
-from harness.layout.layout import AXES
 from harness.measure.kernels import attention_backend_priority
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_limit import MemoryLimit
 from harness.measure.native_allocator import load_allocator
+from harness.measure.operator_log import load_operator_log
 from harness.measure.rank_state import bytes_by_device, state_bytes, state_shards
+from harness.measure.step_trace import StepTrace
 from harness.models.dropout_rng import dropout_rng_ranks, dropout_seed
 from harness.probe import Probe
 from harness.records.heartbeat import HeartbeatWriter
 from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunFolder
 from harness.records.run_spec import RunSpec, read_run_spec
+from harness.records.training_report import TrainingReport
 from harness.util.files import atomic_write_json
 from harness.util.text import one_line
 from harness.worker.batches import Batches
+from harness.worker.out_of_memory import out_of_memory_error
+from harness.worker.perturbed_training import train_perturbed
+from harness.worker.process_group import process_group
 from harness.worker.train_loop import RankMeasurements, train
 
 
@@ -64,16 +67,6 @@ def report_failure(report: RankReport, error: BaseException, heartbeat: Heartbea
     )
 
 
-def out_of_memory_error(error: BaseException | None) -> BaseException | None:
-    """Return the out-of-memory error among an error and its causes, or None.
-
-    The causes matter because torch's pipeline stages wrap the errors that they raise.
-    """
-    while error is not None and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        error = error.__cause__
-    return error
-
-
 def run_rank(spec: RunSpec, report: RankReport, heartbeat: HeartbeatWriter, directory: Path) -> RankReport:
     """Join the other ranks and train. Return the report of this rank, whose identity is filled in already."""
     os.environ.update(spec.environment)
@@ -83,7 +76,10 @@ def run_rank(spec: RunSpec, report: RankReport, heartbeat: HeartbeatWriter, dire
         limit = MemoryLimit(spec.config.cluster.memory_budget_bytes, device, allocator)
         memory = DeviceMemory(device, allocator, limit)
         heartbeat.allocated_bytes = memory.allocated_bytes
-        return build_and_train(spec, report, heartbeat, directory, mesh, memory)
+        report = build_and_train(spec, report, heartbeat, directory, mesh, memory)
+        if spec.perturbs:
+            report = dataclasses.replace(report, perturbed=perturb(spec, report.rank, heartbeat, mesh, memory))
+        return report
 
 
 def build_and_train(
@@ -104,12 +100,38 @@ def build_and_train(
     memory.limit.enforce()
     engine = load_engine(spec.layout.engine).build(spec.config, spec.layout, mesh, device, probe)
     start_peak_bytes = memory.peak_allocated_bytes()
+    gc.collect()
+    gc.freeze()  # a full collection of what exists now would take up to 0.3 s, on any rank in any step
     torch.manual_seed(dropout_seed(spec.config.train.seed, spec.layout, report.rank))
     batches = Batches(spec.corpus, spec.config, spec.layout, report.rank, device)
     snapshot = RunFolder(directory).memory_snapshot(report.rank) if spec.memory_snapshot else None
-    measurements = train(engine, probe, batches, spec.config.train, spec.layout, memory, heartbeat, snapshot)
+    trace = StepTrace(device, load_operator_log(Path(spec.operator_log)) if spec.operator_log else None)
+    measurements = train(engine, probe, batches, spec.config, spec.layout, memory, trace, heartbeat, snapshot)
     heartbeat("finishing", spec.config.train.total_steps)
     report = dataclasses.replace(report_of_training(report, measurements, engine), start_peak_bytes=start_peak_bytes)
+    engine.close()
+    return report
+
+
+def perturb(
+    spec: RunSpec, rank: int, heartbeat: HeartbeatWriter, mesh: DeviceMesh, memory: DeviceMemory
+) -> TrainingReport | None:
+    """Train a second time with other rounding, after the first engine was released, and return the evidence of it.
+
+    Return None if a single process has no memory for it: a divided product needs a little more than a whole one.
+    """
+    gc.unfreeze()
+    gc.collect()
+    memory.empty_cache()
+    probe = Probe()
+    try:
+        engine = load_engine(spec.layout.engine).build(spec.config, spec.layout, mesh, memory.device, probe)
+        batches = Batches(spec.corpus, spec.config, spec.layout, rank, memory.device)
+        report = train_perturbed(engine, probe, batches, spec.config, memory, heartbeat)
+    except torch.OutOfMemoryError:
+        if mesh.size() > 1:  # the other ranks wait for this one
+            raise
+        return None
     engine.close()
     return report
 
@@ -127,12 +149,15 @@ def report_of_training(report: RankReport, measurements: RankMeasurements, engin
         host_usage=measurements.host_usage,
         first_gradients=measurements.first_gradients,
         first_moments=measurements.first_moments,
+        first_updates=measurements.first_updates,
         last_parameters=measurements.last_parameters,
         last_masters=measurements.last_masters,
         graphs_in_timed_steps=measurements.graphs_in_timed_steps,
         time_breakdown=measurements.time_breakdown,
         profiled=profiled,
         peak_allocated_bytes=memory.peak_allocated_bytes,
+        peak_requested_bytes=memory.peak_requested_bytes,
+        peak_active_bytes=memory.peak_active_bytes,
         peak_reserved_bytes=memory.peak_reserved_bytes,
         non_torch_bytes=memory.non_torch_bytes,
         num_alloc_retries=memory.num_alloc_retries,
@@ -154,21 +179,3 @@ def report_of_training(report: RankReport, measurements: RankMeasurements, engin
         parameter_shards=state_shards(engine, "parameters"),
         optimizer_shards=state_shards(engine, "optimizer"),
     )
-
-
-@contextmanager
-def process_group(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device]]:
-    """Join the other ranks. Yield a mesh with every axis, in the order of layout.AXES, and this rank's device."""
-    torch.set_num_threads(spec.threads)
-    torch.set_float32_matmul_precision("highest")  # some containers turn TF32 on, which is not fp32
-    if spec.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        # Offloaded gradients are summed on the host, which needs gloo.
-        backend = "cpu:gloo,cuda:nccl" if spec.layout.offloaded_state else "nccl"
-        dist.init_process_group(backend, device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
-    yield init_device_mesh(spec.device, spec.layout.mesh_shape, mesh_dim_names=AXES), device
-    dist.destroy_process_group()  # only after success: a failed rank must not wait for the others

@@ -1,25 +1,27 @@
-"""The one training loop: warm-up, timed, traced and one profiled step. It does not depend on the strategy."""
+"""The one training loop: warm-up, timed, profiled and traced steps. It does not depend on the strategy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from harness.config.schema import TRACED_STEPS, TrainConfig
+from harness.config.schema import TRACED_STEPS, RunConfig
 from harness.engines.base import Batch, Engine
 from harness.layout.layout import Layout
-from harness.measure.gradient_fingerprint import GradientFingerprints, tensor_fingerprints
+from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.measure.host_usage import HostUsageMeter
 from harness.measure.memory import DeviceMemory, MemoryCounters
 from harness.measure.step_profiler import profile_step
-from harness.measure.step_timer import StepTimes
-from harness.measure.time_breakdown import STEP_PHASE, StepTrace
+from harness.measure.step_timer import StepTimes, garbage_collection_disabled
+from harness.measure.step_trace import StepTrace
+from harness.measure.time_breakdown import STEP_PHASE
 from harness.models import compile
 from harness.probe import Probe
 from harness.records.rank_report import HostUsage, ProfiledStep, TimeBreakdown
 from harness.records.tensor_shards import TensorFingerprint
+from harness.worker.first_update import FirstUpdate
+from harness.worker.process_group import wait_for_ranks
 
 PROFILE_ATTEMPTS = 8  # each with half the loss scale, if gradients overflow in the profiled step
 
@@ -37,8 +39,9 @@ class RankMeasurements:
     phase_seconds: dict[str, list[float]]
     memory: MemoryCounters  # in the timed steps
     host_usage: HostUsage
-    first_gradients: list[TensorFingerprint]
-    first_moments: list[TensorFingerprint]  # after the first update, which uses clipped gradients
+    first_gradients: Sequence[TensorFingerprint]
+    first_moments: Sequence[TensorFingerprint]  # after the first update, which uses clipped gradients
+    first_updates: Sequence[TensorFingerprint]  # what the first update changed
     last_parameters: list[TensorFingerprint]
     last_masters: list[TensorFingerprint]
     graphs_in_timed_steps: int  # the number of graphs compiled in the timed steps
@@ -48,13 +51,15 @@ class RankMeasurements:
     device: torch.device
 
 
+@garbage_collection_disabled()
 def train(
     engine: Engine,
     probe: Probe,
     batches: Callable[[int], Sequence[Batch]],
-    config: TrainConfig,
+    run: RunConfig,
     layout: Layout,
     memory: DeviceMemory,
+    trace: StepTrace,
     progress: Callable[[str, int], None],
     snapshot: Path | None = None,
 ) -> RankMeasurements:
@@ -63,6 +68,7 @@ def train(
     A memory snapshot of the profiled step is written to `snapshot`. Raise FloatingPointError if gradients overflow in
     every warm-up step.
     """
+    config = run.train
     # These tensors are allocated before the first step, so that every step needs the same memory.
     losses, grad_norms = torch.zeros(2, config.total_steps, device=memory.device)
 
@@ -74,25 +80,18 @@ def train(
         with torch.no_grad():
             losses[index], grad_norms[index] = result.loss, result.grad_norm
 
-    first_gradients = GradientFingerprints(config.seed, memory.device, memory.limit.suspended)
-    first_moments = None
-    for finished_steps in range(config.warmup_steps):
-        if first_moments is not None:
-            step("warm-up", finished_steps)
-            continue
-        with probe.listen(first_gradients):
-            step("warm-up", finished_steps)
-        if engine.skipped_steps <= finished_steps:  # else gradients overflowed, and a smaller loss scale is next
-            with memory.limit.suspended():
-                first_moments = tensor_fingerprints(engine, "optimizer", config.seed, memory.device, "exp_avg")
-            memory.empty_cache()  # the fingerprints needed this memory
-    if first_moments is None:
+    fingerprinter = Fingerprinter(run.model, config.seed, memory.device)
+    first_update = FirstUpdate(engine, probe, fingerprinter, memory)
+    for index in range(config.warmup_steps):
+        with first_update.watch(index):
+            step("warm-up", index)
+    if first_update.moments is None:
         raise FloatingPointError(
             "gradients overflowed in every warm-up step: precision.initial_loss_scale is too large"
         )
 
     usage = HostUsageMeter(driven_devices(engine, memory))
-    dist.barrier()
+    wait_for_ranks(memory.device)
     memory.reset_peak()
     before, times, peak_step = memory.counters(), StepTimes(memory.device), memory.track_peak_step()
     graphs_before = compile.compiled_graph_count()
@@ -108,19 +107,21 @@ def train(
     graphs_in_timed_steps = compile.compiled_graph_count() - graphs_before
     memory.limit.disable()  # the run fits, and the closer measurements need memory of their own
 
-    trace = StepTrace(memory.device)
-    with trace, probe.listen(trace):
-        for index in range(TRACED_STEPS):
-            with probe.phase(STEP_PHASE):
-                step("traced", config.warmup_steps + config.steps + index)
+    trace.warm_up()  # before the profiled step, which is not timed
     for _ in range(PROFILE_ATTEMPTS):
         skipped_steps = engine.skipped_steps
-        with profile_step(engine, probe, memory, config.seed, layout) as profiled:
-            step("profiled", config.total_steps - 1)
+        with profile_step(engine, probe, memory, fingerprinter, layout) as profiled:
+            step("profiled", config.profiled_step)
         if engine.skipped_steps == skipped_steps:  # else gradients overflowed, and the optimizer did not run
             break
     if snapshot is not None:
         profiled.write_snapshot(snapshot)
+    with trace:
+        wait_for_ranks(memory.device)  # a rank that is late would look like communication in the others' traces
+        with probe.listen(trace):
+            for index in range(config.total_steps - TRACED_STEPS, config.total_steps):
+                with probe.phase(STEP_PHASE):
+                    step("traced", index)
     return RankMeasurements(
         losses=losses.tolist(),
         grad_norms=grad_norms.tolist(),
@@ -128,10 +129,11 @@ def train(
         phase_seconds=phase_seconds,
         memory=counters,
         host_usage=host_usage,
-        first_gradients=first_gradients.fingerprints,
-        first_moments=first_moments,
-        last_parameters=tensor_fingerprints(engine, "parameters", config.seed, memory.device),
-        last_masters=tensor_fingerprints(engine, "optimizer", config.seed, memory.device, "master"),
+        first_gradients=first_update.gradients,
+        first_moments=first_update.moments,
+        first_updates=first_update.changes,
+        last_parameters=fingerprinter.state(engine, "parameters"),
+        last_masters=fingerprinter.state(engine, "optimizer", "master"),
         graphs_in_timed_steps=graphs_in_timed_steps,
         time_breakdown=trace.breakdown(),
         profiled=profiled.result(peak_step.log),

@@ -11,8 +11,8 @@ from typing import Any
 from harness.config.model import ModelConfig
 from harness.config.schema import ClusterConfig
 from harness.config.values import ConfigValues
+from harness.hardware.device_placement import DevicePlacement, place_devices
 from harness.hardware.machine import Machine, usable_cores
-from harness.hardware.nvml import visible_device_ids
 from harness.launcher.forkserver import FORKSERVER, start_forkserver
 from harness.launcher.monitor import HANDLED
 from harness.records.schema import Cells, Record
@@ -57,7 +57,8 @@ def start_process(process: Any) -> None:
 class ParallelExecutor:
     """The executor of runs side by side.
 
-    Every run has as many devices as ranks, with their share of the cores; on a CPU every run has an equal set of cores.
+    Every run has as many devices as its plan needs, close to each other, with the cores near them; on a CPU every run
+    has an equal set of cores.
     """
 
     def __init__(self, parallel: int | str, models: Sequence[ModelConfig], display: ProgressDisplay) -> None:
@@ -66,18 +67,18 @@ class ParallelExecutor:
         self.parallel = parallel
         self.slots: list[WorkerSlot] = []
         self.machines: dict[ClusterConfig, Machine] = {}
-        self.devices: list[str] = []
+        self.placement = DevicePlacement()  # of the CUDA devices; empty on a CPU
         self.previous_handlers = {number: signal.getsignal(number) for number in HANDLED}
         set_signal_handlers(raise_interrupt)
 
     @property
     def max_parallel(self) -> int:
         """The number of runs that can run at the same time."""
-        return len(self.core_sets()) if self.parallel == "auto" else int(self.parallel)
+        return (len(self.placement.device_ids) or 1) if self.parallel == "auto" else int(self.parallel)
 
     def core_sets(self) -> list[tuple[int, ...]]:
-        """Return the cores divided equally among devices, or on a CPU among runs."""
-        parts = len(self.devices) or (1 if self.parallel == "auto" else int(self.parallel))
+        """Return the cores divided equally among the runs on a CPU."""
+        parts = 1 if self.parallel == "auto" else int(self.parallel)
         size = len(self.cores) // parts
         return [tuple(self.cores[index * size : (index + 1) * size]) for index in range(parts)]
 
@@ -88,12 +89,15 @@ class ParallelExecutor:
     def machine(self, cluster: ClusterConfig) -> Machine:
         """Return a run's share of the machine on a CPU; on GPUs the whole machine, some of whose devices a run uses.
 
-        Raises UserError if there are fewer cores than runs side by side.
+        Raises UserError if there are fewer cores than runs side by side, or devices of several models.
         """
         if cluster not in self.machines:
             machine = local_machine(cluster)
             if machine.device == "cuda":
-                self.devices = visible_device_ids(machine.devices)
+                problem = machine.device_problem(machine.devices)
+                if problem:
+                    raise UserError(f"sweep.parallel={self.parallel}: {problem}")
+                self.placement = place_devices(machine.devices, self.cores)
             elif self.parallel != "auto" and int(self.parallel) > len(self.cores):
                 rule = f"is more than the {len(self.cores)} cores: choose fewer"
                 raise UserError(f"sweep.parallel={self.parallel} {rule}")
@@ -116,19 +120,20 @@ class ParallelExecutor:
         busy = [slot for slot in self.slots if slot.run is not None]
         if self.parallel != "auto" and len(busy) >= int(self.parallel):
             return None
-        sets = self.core_sets()
-        if not self.devices:
+        device_ids = self.placement.device_ids
+        if not device_ids:
             busy_cores = {slot.cores for slot in busy}
-            free = [cores for cores in sets if cores not in busy_cores]
-            return ((), free[0]) if free else None
+            free_sets = [cores for cores in self.core_sets() if cores not in busy_cores]
+            return ((), free_sets[0]) if free_sets else None
         assert run.plan is not None
         used = {device for slot in busy for device in slot.devices}
-        indices = [index for index, device in enumerate(self.devices) if device not in used]
-        wanted = min(run.plan.layout.world_size, len(self.devices))  # its plan refuses a run that needs more
-        if len(indices) < wanted:
+        free = [index for index, device in enumerate(device_ids) if device not in used]
+        wanted = min(run.plan.devices, len(device_ids))  # its plan refuses a run that needs more
+        if len(free) < wanted:
             return None
-        chosen = indices[:wanted]
-        return tuple(self.devices[i] for i in chosen), tuple(core for i in chosen for core in sets[i])
+        chosen = self.placement.closest(free, wanted)
+        cores = {core for index in chosen for core in self.placement.cores[index]}
+        return tuple(device_ids[index] for index in chosen), tuple(sorted(cores))
 
     def start(self, run: QueuedRun) -> None:
         """Send the run to an idle worker process, or to a new one."""

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from harness.config.model import ModelConfig
+from harness.hardware.nvml import VISIBLE_DEVICES
 from harness.launcher.monitor import HANDLED
 from harness.records.schema import Record
 from harness.runner.context import RunContext
@@ -44,7 +45,7 @@ def worker_loop(pipe: Connection, models: list[ModelConfig]) -> None:
         except (EOFError, KeyboardInterrupt):
             return
         if devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+            os.environ.update(dict.fromkeys(VISIBLE_DEVICES, ",".join(devices)))
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cores)
         try:

@@ -1,5 +1,6 @@
 """Slurm's commands and batch scripts: sbatch, squeue and scontrol. Slurm's accounting is not needed."""
 
+import functools
 import math
 import shlex
 import subprocess
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.command import CommandConfig
-from harness.config.schema import RunConfig
-from harness.hardware.machine import CPU_RANKS
+from harness.config.schema import ClusterConfig, Device, RunConfig
+from harness.sweep.slurm.node_shape import NodeRequest, NodeShape, node_shape, request_of
 from harness.util.errors import UserError
 from harness.util.text import one_line
 
@@ -48,12 +49,13 @@ class SlurmResources:
 
 
 def sbatch_directives(resources: SlurmResources, config: RunConfig, command: CommandConfig) -> str:
-    """Return the #SBATCH lines of one run's job: one task on each node, which starts that node's ranks."""
+    """Return the #SBATCH lines of one run's job: one task on each node, which starts that node's ranks.
+
+    Raises UserError if the run needs GPUs and nothing says how many.
+    """
     cluster = config.cluster
-    gpus = resources.gpus_per_node or (cluster.gpus_per_node if cluster.device != "cpu" else None)
-    cpus = resources.cpus_per_task
-    if cpus is None and gpus is None:
-        cpus = cluster.gpus_per_node or CPU_RANKS
+    others = other_options(resources)
+    request = node_request(resources, cluster)
     minutes = math.ceil((2 * command.timeout_seconds + SPARE_SECONDS) / 60)
     options: dict[str, Option] = {
         "job-name": f"harness-{command.name}",
@@ -62,8 +64,8 @@ def sbatch_directives(resources: SlurmResources, config: RunConfig, command: Com
         "partition": resources.partition or cluster.partition,
         "account": resources.account or cluster.account,
         "qos": resources.qos,
-        "gpus-per-node": gpus,
-        "cpus-per-task": cpus,
+        "gpus-per-node": request.gpus,
+        "cpus-per-task": request.cores,
         "mem": f"{resources.mem_gb:g}G" if resources.mem_gb else None,
         "time": resources.timeout_min or cluster.time or minutes,
         "constraint": resources.constraint,
@@ -72,15 +74,36 @@ def sbatch_directives(resources: SlurmResources, config: RunConfig, command: Com
         "requeue": True,
         "open-mode": "append",
     }
-    options |= {key.replace("_", "-"): value for key, value in resources.additional_parameters.items()}
+    options |= others
     lines = [f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in options.items() if value]
     return "\n".join(lines)
+
+
+def other_options(resources: SlurmResources) -> dict[str, Any]:
+    """Return the further options of sbatch, as sbatch spells them."""
+    return {key.replace("_", "-"): value for key, value in resources.additional_parameters.items()}
+
+
+def node_request(resources: SlurmResources, cluster: ClusterConfig) -> NodeRequest:
+    """Return what a job requests of each node. Raises UserError if it needs GPUs and nothing says how many."""
+    shape = query_node_shape(resources.partition or cluster.partition) if cluster.device != "cpu" else NodeShape()
+    options = {"gres": resources.gres} | other_options(resources)
+    return request_of(cluster, shape, resources.gpus_per_node, resources.cpus_per_task, options)
+
+
+def requested_device(resources: SlurmResources, cluster: ClusterConfig) -> Device:
+    """Return the kind of device that a job's ranks will find. Raises UserError as node_request() does."""
+    if cluster.device != "auto":
+        return cluster.device
+    return "cuda" if node_request(resources, cluster).devices else "cpu"
 
 
 def batch_script(directives: str, resources: SlurmResources, files: Sequence[Path], logs: Path) -> str:
     """Return a batch script that runs every file of values as a job of one array."""
     quoted = "\n".join(f"    {shlex.quote(str(path))}" for path in files)
-    srun = shlex.join(["srun", *resources.srun_args, sys.executable, "-m", "harness.sweep.slurm.node"])
+    program = shlex.join([*resources.srun_args, sys.executable, "-m", "harness.sweep.slurm.node"])
+    # Since Slurm 22.05 srun does not take the cores from the job, and would start the task on a single one.
+    srun = f"srun ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} {program}"
     return "\n".join(
         [
             "#!/bin/bash",
@@ -96,6 +119,13 @@ def batch_script(directives: str, resources: SlurmResources, files: Sequence[Pat
             "",
         ]
     )
+
+
+@functools.cache
+def query_node_shape(partition: str | None) -> NodeShape:
+    """Return the GPUs and cores of a partition's nodes, or of the default partition's, as far as sinfo reports them."""
+    result = run_slurm_command("sinfo", "--noheader", "--format=%P %c %G")
+    return node_shape(result.stdout.splitlines() if result and not result.returncode else (), partition)
 
 
 def submit(script: str, folder: Path) -> str:

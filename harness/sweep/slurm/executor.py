@@ -12,11 +12,13 @@ from pathlib import Path
 
 from harness.config.command import read_command_config
 from harness.config.from_dict import from_dict
+from harness.config.schema import ClusterConfig
 from harness.config.values import ConfigValues, GroupValues
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.status import RunStatus
 from harness.records.store import read_record, write_record
+from harness.runner.machine_defaults import resolve_auto
 from harness.runner.rejected import fallback_run_id, rejected_values
 from harness.runner.resolve import resolve_run_config
 from harness.runner.reuse import reusable_record
@@ -72,6 +74,8 @@ class SlurmExecutor:
 
     def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
         """Return the run of composed values, which its node plans. Raises UserError if it is no configuration."""
+        cluster: ClusterConfig = from_dict(ClusterConfig, values["cluster"], "cluster")
+        values = resolve_auto(values, commands.requested_device(self.resources, cluster))
         config = resolve_run_config(candidates(values)[0] if wants_max_micro_batch(values) else values)
         command = read_command_config(values)
         names = (config.strategy.name, config.checkpointing.name, config.model.name, job_key(values))
@@ -139,7 +143,7 @@ class SlurmExecutor:
         """Submit runs that request the same resources as one array."""
         for submitted in group:
             submitted.message("answer").unlink(missing_ok=True)
-            submitted.message("begun").unlink(missing_ok=True)
+            submitted.message("started").unlink(missing_ok=True)
             fallback = submitted.run.comparison.run(fallback_run_id(submitted.values))  # of a job that vanished
             shutil.rmtree(fallback.path, ignore_errors=True)
             atomic_write_json(submitted.message(), {"values": submitted.values, "job": None})
@@ -153,7 +157,7 @@ class SlurmExecutor:
     def poll_run(self, submitted: SubmittedRun, states: dict[str, str] | None) -> Record | None:
         """Return the record of a run whose node answered, or whose job vanished without an answer."""
         run = submitted.run
-        submitted.started_runs = read_run_ids(submitted.message("begun")) or submitted.started_runs
+        submitted.started_runs = read_run_ids(submitted.message("started")) or submitted.started_runs
         if submitted.started_runs:
             self.display.set_folder(run, run.comparison.run(submitted.started_runs[-1]).path)
         answered = read_run_ids(submitted.message("answer"))

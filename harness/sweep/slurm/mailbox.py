@@ -1,7 +1,7 @@
 """The messages between a command and the nodes of its jobs: files, as either side may be gone for a while.
 
 results/NAME/.jobs/KEY.json          the values of a combination, and the job that was submitted for it
-results/NAME/.jobs/KEY.begun.json    the runs that its node has started for it
+results/NAME/.jobs/KEY.started.json  the runs that its node has started for it
 results/NAME/.jobs/KEY.answer.json   the same, once all of them have their record
 """
 
@@ -21,7 +21,7 @@ def job_key(values: ConfigValues) -> str:
 
 
 def message_file(comparison: ComparisonFolder, name: str, kind: str = "") -> Path:
-    """Return the file of a combination's values, or of its node's message of kind `begun` or `answer`."""
+    """Return the file of a combination's values, or of its node's message of kind `started` or `answer`."""
     return comparison.jobs / f"{name}{kind and '.'}{kind}.json"
 
 

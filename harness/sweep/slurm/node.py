@@ -36,7 +36,7 @@ class NodeObserver:
     def on_started(self, run: QueuedRun) -> None:
         """Announce a run that is started."""
         self.run_ids.append(run.name)
-        self.write("begun")
+        self.write("started")
         self.display.run_started(run)
 
     def on_record(self, run: QueuedRun, record: Record, is_new: bool) -> None:
@@ -50,7 +50,7 @@ class NodeObserver:
         self.display.print_line(line)
 
     def write(self, kind: str) -> None:
-        """Write the message of kind `begun` or `answer`."""
+        """Write the message of kind `started` or `answer`."""
         atomic_write_json(self.path.with_suffix(f".{kind}.json"), {"runs": self.run_ids})
 
 
@@ -63,7 +63,7 @@ def main() -> int:
         nodes.serve_leader()
         return 0
     try:
-        lead(path, json.loads(path.read_text())["values"], nodes)
+        run_combination(path, json.loads(path.read_text())["values"], nodes)
     except KeyboardInterrupt:  # cancelled or preempted: the run's record says so, and there is no answer yet
         return 130
     finally:
@@ -79,7 +79,7 @@ def join_nodes(count: int, rank: int) -> NodeGroup:
     return rendezvous(count, rank, address, port, float(end) - SPARE_SECONDS if end else None)
 
 
-def lead(path: Path, values: ConfigValues, nodes: NodeGroup) -> None:
+def run_combination(path: Path, values: ConfigValues, nodes: NodeGroup) -> None:
     """Make the runs of the combination as the job's first node, and write the answer."""
     display = ProgressDisplay()
     observer = NodeObserver(path, display)

@@ -1,0 +1,133 @@
+"""The layouts that can be the reference of a run, in the order in which they are tried, and the same with fewer layers.
+
+They are a single process; where it does not fit, a single process with full checkpointing; ranks that shard everything
+besides; and on a GPU such ranks whose model state is on the host.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from harness.config.checkpointing import CheckpointingConfig
+from harness.config.schema import RunConfig
+from harness.config.strategy import StrategyConfig
+from harness.layout.layout import Layout, resolve_layout
+from harness.records.store import read_record
+from harness.runner.plan import Plan, capacity_problem, make_plan
+from harness.runner.resolve import load_strategy_preset, with_layers
+from harness.util.errors import UserError
+
+SINGLE_PROCESS = StrategyConfig(name="single")
+
+FULLY_SHARDED = StrategyConfig(name="fsdp_full_shard", data_parallel="fsdp", zero_stage=3, dp_shard=-1)
+
+OFFLOADED = dataclasses.replace(FULLY_SHARDED, offload="parameters")
+
+FULL = CheckpointingConfig("full")
+
+
+def reference_configs(plan: Plan) -> Iterator[RunConfig]:
+    """Yield the configurations that a run may be compared with, the first that fits first.
+
+    One of the run's own layout and engine has the same faults and is the last choice; fully sharded ranks of PyTorch
+    are then compared with those of DeepSpeed.
+    """
+    yield single_process(plan.config)
+    train = dataclasses.replace(plan.config.train, fused_optimizer=True, compile=False)
+    saving = dataclasses.replace(plan.config, train=train, checkpointing=FULL, world_size=None, repeat=0)
+    world_size = math.gcd(plan.config.world_size or plan.machine.world_size, train.global_batch)
+    configs = [dataclasses.replace(saving, strategy=SINGLE_PROCESS)]
+    if world_size > 1:
+        configs.append(sharded(saving, FULLY_SHARDED, world_size))
+    if plan.machine.device == "cuda":  # on a CPU the host is the device, and offload saves nothing
+        configs.append(sharded(saving, OFFLOADED, world_size))
+    same = [config for config in configs if is_same_layout(config, plan.layout)]
+    others = [config for config in configs if config not in same]
+    if any(config.strategy.data_parallel == "fsdp" for config in same):
+        others.append(sharded(saving, load_strategy_preset("zero3"), world_size))
+    yield from (*others, *same)
+
+
+def single_process(config: RunConfig) -> RunConfig:
+    """Return the same training by one process, without any option that only saves time or memory."""
+    train = dataclasses.replace(config.train, loss_chunks=1, fused_optimizer=True, compile=False)
+    return dataclasses.replace(
+        config,
+        strategy=SINGLE_PROCESS,
+        checkpointing=CheckpointingConfig("none"),
+        train=train,
+        world_size=None,
+        repeat=0,
+    )
+
+
+def sharded(config: RunConfig, strategy: StrategyConfig, world_size: int) -> RunConfig:
+    """Return the same training by ranks that share the batch, in micro-batches that they can divide it into."""
+    micro_batch = math.gcd(config.train.micro_batch, config.train.global_batch // world_size)
+    train = dataclasses.replace(config.train, micro_batch=micro_batch)
+    return dataclasses.replace(config, strategy=strategy, train=train, world_size=world_size)
+
+
+def is_same_layout(config: RunConfig, layout: Layout) -> bool:
+    """Return whether the configuration has the engine and the layout of a run, wherever its model state is."""
+    resolved = resolve_layout(config.strategy, config.world_size or 1)
+    return resolved == dataclasses.replace(layout, offload=resolved.offload)
+
+
+def plan_reference(config: RunConfig, plan: Plan) -> Plan:
+    """Return the plan of a reference of another plan's run. Raises UserError if it is impossible."""
+    proof = dataclasses.replace(plan.command.proof, reference=False)
+    command = dataclasses.replace(plan.command, proof=proof, force=False)
+    return make_plan(config, plan.machine, command, is_reference=True)
+
+
+def is_single_process(plan: Plan) -> bool:
+    """Return whether the training of this plan counts as right by itself."""
+    return plan.config == single_process(plan.config)
+
+
+def fewer_layers(plan: Plan) -> Iterator[tuple[Plan, Plan]]:
+    """Yield the same layout with fewer layers, and the single process with as many, until one that fits is accepted.
+
+    The first has the most layers that are predicted to fit, or up to half as many if a run with these is recorded: what
+    fits varies with the memory that is free. Each further pair has half as many as the one before it. Raises UserError
+    if not even one layer is predicted to fit.
+    """
+    layers = most_layers_that_fit(plan)
+    if layers == 0 and plan.command.preflight:
+        raise UserError("not even one of its layers fits a single process, with which it could be compared")
+    layers = min(max(layers, 1), plan.config.model.num_hidden_layers - 1)
+    if layers == 0:
+        raise UserError("it has one layer only, so that nothing smaller could be compared with a single process")
+    layers = next((n for n in recorded_layers(plan) if layers // 2 < n <= layers), layers)
+    while layers:
+        shallow = with_layers(plan.config, layers)
+        yield plan_reference(shallow, plan), plan_reference(single_process(shallow), plan)
+        layers //= 2
+
+
+def recorded_layers(plan: Plan) -> list[int]:
+    """Return with how many layers the layout of a reference is recorded, the most first."""
+    recorded = []
+    for folder in plan.folder.comparison.recorded_runs(f"{plan.run_id.rpartition('-')[0]}-*"):
+        try:
+            layers = int(read_record(folder.path).config["model"]["num_hidden_layers"])
+        except UserError:
+            continue
+        if plan_reference(with_layers(plan.config, layers), plan).run_id == folder.path.name:
+            recorded.append(layers)
+    return sorted(recorded, reverse=True)
+
+
+def most_layers_that_fit(plan: Plan) -> int:
+    """Return the largest number of layers, below the model's own, that one process is predicted to fit; 0 for none."""
+    fitting, excess = 0, plan.config.model.num_hidden_layers
+    while excess - fitting > 1:
+        layers = (fitting + excess) // 2
+        single = plan_reference(single_process(with_layers(plan.config, layers)), plan)
+        predicted = dataclasses.replace(single, command=dataclasses.replace(single.command, preflight=True))
+        if capacity_problem(predicted, ()) is None:
+            fitting = layers
+        else:
+            excess = layers
+    return fitting

@@ -1,0 +1,166 @@
+"""The making of a run's reference: the cheapest layout that fits, and the chain of runs that proves its training.
+
+Any layout but a single process is first trained with fewer layers, beside a single process of as many. A layout that
+does not fit, or that is too slow, is skipped with a sentence, and takes no row with it; one that fails does.
+"""
+
+import dataclasses
+
+from harness.config.schema import RunConfig
+from harness.launcher.rank_entry import worker_entry
+from harness.proof.reference import merge_reports
+from harness.records.rank_report import RankReport
+from harness.records.schema import Cells, Record
+from harness.runner.context import RunContext
+from harness.runner.launch_run import launch_run
+from harness.runner.plan import Plan, capacity_problem
+from harness.runner.reference import Reference, chain_text
+from harness.runner.reference_cost import predict_cost
+from harness.runner.reference_plans import (
+    fewer_layers,
+    is_same_layout,
+    is_single_process,
+    plan_reference,
+    reference_configs,
+)
+from harness.runner.reuse import NO_REFERENCE, reusable_record
+from harness.util.errors import UserError
+from harness.util.locks import run_lock
+
+
+class SlowReferenceError(UserError):
+    """A reference that does not end in time, so that others on as few devices would not either."""
+
+
+class OutOfMemoryReferenceError(UserError):
+    """A reference that ran out of memory, although it was expected to fit."""
+
+
+class FailedReferenceError(Exception):
+    """A reference that failed, so that every row that is compared with it fails as well."""
+
+    def __init__(self, plan: Plan, record: Record) -> None:
+        reason = f"the reference {plan.run_id} failed, so that nothing proves this run: {record.row['reason']}"
+        super().__init__(reason)
+        self.ending: Cells = {"status": "error" if record.status == "ok" else record.status, "reason": reason}
+
+
+def get_reference(plan: Plan, context: RunContext) -> Reference:
+    """Return the run's reference, which is trained once for a comparison and then reused."""
+    if not plan.command.proof.reference:
+        return Reference(NO_REFERENCE)
+    if plan.config.model.dropout:
+        return Reference(f"none: no other run drops the same values with model.dropout={plan.config.model.dropout}")
+    problems: list[str] = []
+    slow_devices = 0
+    for config in reference_configs(plan):
+        try:
+            candidate = plan_reference(config, plan)
+            if devices_used(candidate) > slow_devices:
+                reference = prove_reference(candidate, context)
+                return with_note_on_layout(reference, config, plan)
+        except SlowReferenceError as error:
+            slow_devices = max(slow_devices, devices_used(candidate))
+            problems.append(f"{layout_text(config)} is too slow: {error}")
+        except UserError as error:
+            problems.append(f"{layout_text(config)} cannot be run: {error}")
+        except FailedReferenceError as error:
+            return Reference(f"none: {error}", failure=error.ending)
+    return Reference(f"none: {'; '.join(problems)}")
+
+
+def with_note_on_layout(reference: Reference, config: RunConfig, plan: Plan) -> Reference:
+    """Return the reference with a note if it has the run's own layout and engine, and so perhaps its faults."""
+    if reference.shallower is None or not is_same_layout(config, plan.layout):
+        return reference
+    return dataclasses.replace(reference, note=f"{reference.note}; it has the same layout and engine as this run")
+
+
+def layout_text(config: RunConfig) -> str:
+    """Return the name of a reference's layout in a sentence."""
+    ranks = "a single process" if config.world_size is None else f"{config.strategy.name} on {config.world_size} ranks"
+    offload = "" if config.strategy.offload == "none" else f" with strategy.offload={config.strategy.offload}"
+    checkpointing = "" if config.checkpointing.name == "none" else f" with checkpointing={config.checkpointing.name}"
+    return ranks + offload + checkpointing
+
+
+def devices_used(plan: Plan) -> int:
+    """Return the number of devices that a run uses; on a CPU the machine is one device, whose cores ranks share."""
+    return plan.layout.world_size if plan.machine.device == "cuda" else 1
+
+
+def prove_reference(plan: Plan, context: RunContext) -> Reference:
+    """Return the reference of this plan, trained after its layout was proven with fewer layers.
+
+    Raises UserError if it does not fit or is too slow, and FailedReferenceError if it or its proof fails.
+    """
+    if stored_record(plan) is None:
+        refusal = capacity_problem(plan, ())
+        if refusal:
+            raise UserError(refusal.partition(": choose ")[0])
+        refuse_slow(plan)
+    if is_single_process(plan):
+        return train_reference(plan, context, Reference(NO_REFERENCE))
+    for shallow, single in fewer_layers(plan):
+        try:
+            root = train_reference(single, context, Reference(NO_REFERENCE))
+        except OutOfMemoryReferenceError:
+            continue
+        shallow_run = train_reference(shallow, context, root)
+        chain = f"its layout was {chain_text(plan, single)}"
+        reference = train_reference(plan, context, Reference(f"none: {chain}"))
+        seconds = reference.seconds + shallow_run.seconds + root.seconds
+        return dataclasses.replace(reference, note=f"{reference.note}; {chain}", seconds=seconds, shallower=root)
+    raise UserError("every single process with fewer layers, with which it could be compared, ran out of memory")
+
+
+def train_reference(plan: Plan, context: RunContext, compared: Reference) -> Reference:
+    """Return the run of this plan, compared with another one; it is made unless it is recorded with that comparison.
+
+    Raises SlowReferenceError, OutOfMemoryReferenceError or FailedReferenceError.
+    """
+    with run_lock(plan.folder.lock):
+        record = stored_record(plan)
+        if record is None or (record.status == "ok" and not has_evidence(plan, record, compared)):
+            cost = refuse_slow(plan)
+            context.log(f"reference {plan.run_id}{cost}")
+            record = launch_run(plan, dataclasses.replace(context, entry=worker_entry), compared)
+        ranks = read_reports(plan)
+    reason = record.row["reason"]
+    if record.status == "oom":
+        raise OutOfMemoryReferenceError(f"it ran out of memory: {reason}")
+    if record.status == "timeout":
+        raise SlowReferenceError(f"it ran into a time limit: {reason}")
+    if record.status != "ok" or not ranks:
+        raise FailedReferenceError(plan, record)
+    return Reference(f"compared with {plan.run_id}", plan, merge_reports(ranks), record.row["duration_seconds"])
+
+
+def stored_record(plan: Plan) -> Record | None:
+    """Return the record of a reference that need not be trained again."""
+    return reusable_record(plan.config, plan.command, plan.folder, lambda _: None)
+
+
+def refuse_slow(plan: Plan) -> str:
+    """Return what the log says of the predicted duration; raise SlowReferenceError if it is beyond timeout_seconds."""
+    cost = predict_cost(plan)
+    if cost is None:
+        return ""
+    if cost.seconds > plan.command.timeout_seconds:
+        raise SlowReferenceError(f"it would train for {cost}, and timeout_seconds={plan.command.timeout_seconds:g}")
+    return f", predicted to train for {cost}"
+
+
+def has_evidence(plan: Plan, record: Record, compared: Reference) -> bool:
+    """Return whether a recorded reference has its ranks' reports and, where it needs one, the comparison."""
+    is_compared = compared.report is None or record.proof.get("reference") == compared.note
+    return is_compared and bool(read_reports(plan))
+
+
+def read_reports(plan: Plan) -> list[RankReport]:
+    """Return the reports of all ranks of a reference; none if one is missing or damaged."""
+    try:
+        ranks = plan.folder.read_rank_reports(plan.layout.world_size)
+    except ValueError:
+        return []
+    return ranks if len(ranks) == plan.layout.world_size else []

@@ -1,0 +1,106 @@
+"""Checks of the self-test's steps that observe more than records: trace files, free memory, and whole commands."""
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from harness.config.byte_size import format_bytes
+from harness.config.schema import ClusterConfig
+from harness.hardware.cuda_devices import wait_for_release
+from harness.records.run_folder import comparison_folder
+from harness.records.schema import Record
+from harness.records.store import read_record
+from harness.runner.local_machine import detect_machine
+from harness.selftest import checks
+from harness.selftest.bench import COMPARISON, Bench, StepFailedError, StepSkippedError
+from harness.selftest.rank_variants import trace_path
+from harness.util.text import count_text, one_line
+
+DEVICE_ACTIVITIES = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace file's events on a GPU
+
+COMMAND_SECONDS = 600.0  # the time limit of a whole command
+
+SHORT = ("model=tiny", "train.global_batch=8", "train.seq_len=64", "train.steps=3", "train.warmup_steps=3")
+
+
+def trace_files_are_whole(bench: Bench, records: Sequence[Record]) -> str:
+    """Require a trace file of every rank that lists operators and, of a GPU, its kernels; return what they have."""
+    checks.require_status(records, "ok")
+    (record,) = records
+    words = []
+    for rank in range(record.row["world_size"]):
+        path = trace_path(bench.folder(record), rank)
+        try:
+            events = json.loads(path.read_text())["traceEvents"]
+        except (OSError, ValueError, KeyError) as error:
+            raise StepFailedError(f"rank {rank} left no trace file that can be read: {one_line(error)}") from None
+        counts = Counter(event.get("cat") for event in events if event.get("ph") == "X")
+        on_device = sum(counts[category] for category in DEVICE_ACTIVITIES)
+        if not counts["cpu_op"] or (bench.gpus and not counts["kernel"]):
+            listed = ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing"
+            raise StepFailedError(f"the trace file of rank {rank} lists {listed}: {path}")
+        words.append(f"{counts['cpu_op']:,} operators and {on_device:,} activities of a device")
+    size = format_bytes(sum(trace_path(bench.folder(record), rank).stat().st_size for rank in range(len(words))))
+    return f"{size} of trace files with {'; '.join(words)}"
+
+
+def memory_is_released(bench: Bench, records: Sequence[Record]) -> str:
+    """Require that devices become as free as they were before this command; return after how many seconds."""
+    checks.require_status(records, "ok")
+    cluster, started = ClusterConfig("local", device=bench.device), time.monotonic()
+    problem = wait_for_release(bench.machine.free_bytes, lambda: detect_machine(cluster).free_bytes)
+    if problem:
+        raise StepFailedError(problem)
+    return f"the memory of an ended run was free {time.monotonic() - started:.1f} s after its record was written"
+
+
+def side_by_side(bench: Bench, _: Sequence[Record]) -> str:
+    """Require that runs side by side are proven, and that nn.DataParallel has as many devices as others."""
+    strategies = ("dp", "ddp") if bench.gpus > 1 else ("single", "ddp")
+    devices = min(bench.gpus, 2)
+    options = [f"world_size={bench.world_size}", "sweep.parallel=2", "precision=fp32"]
+    options += [f"cluster.gpus_per_node={devices}", f"train.micro_batch={devices}"] if devices else []
+    records = run_command(bench, "side-by-side", f"strategy={','.join(strategies)}", *options)
+    checks.require_status(records, "ok")
+    for record in records:
+        count = sum(rank.devices for rank in record.ranks)
+        if devices and count != devices:
+            raise StepFailedError(f"{record.row['strategy']} had {count_text(count, 'device')} and not {devices}")
+    return checks.ran(bench, records)
+
+
+def two_nodes(bench: Bench, _: Sequence[Record]) -> str:
+    """Require that a job of Slurm on two nodes proves its run; skip where Slurm has no two nodes."""
+    try:
+        listed = subprocess.run(
+            ["sinfo", "-h", "-N", "-o", "%N"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        raise StepSkippedError("needs a Slurm with two nodes; there is none here") from None
+    nodes = len(set(listed.stdout.split()))
+    if nodes < 2:
+        raise StepSkippedError(f"needs a Slurm with two nodes; sinfo lists {nodes}")
+    records = run_command(bench, "two-nodes", "strategy=ddp", "hydra/launcher=slurm", "cluster.nodes=2")
+    checks.require_status(records, "ok")
+    return checks.ran(bench, records)
+
+
+def run_command(bench: Bench, name: str, *overrides: str) -> list[Record]:
+    """Run a whole command in a process of its own and return the records of its comparison.
+
+    Raises StepFailedError if it fails before any run has a record.
+    """
+    folder = bench.results_dir / COMPARISON / "commands"
+    own = (f"name={name}", f"results_dir={folder}", f"cluster.device={bench.device}", "tracking=none", "force=true")
+    command = [sys.executable, "-m", "harness", "-m", *own, *SHORT, *overrides]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StepFailedError(one_line(error)) from None
+    records = [read_record(run.path) for run in comparison_folder(name, str(folder)).recorded_runs()]
+    if not records:
+        raise StepFailedError(f"{' '.join(command[1:])} ended with {done.returncode}: {one_line(done.stderr[-500:])}")
+    return records

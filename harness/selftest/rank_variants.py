@@ -1,0 +1,77 @@
+"""Entry points of ranks that differ from every other run's: in what they write, connect, or leave no memory for."""
+
+import importlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from harness.launcher.rank_entry import worker_entry
+from harness.records.run_folder import RunFolder
+
+# More than the addresses of a process: no machine grants the request, and none is slowed down by trying.
+IMPOSSIBLE_BYTES = 2**47
+
+LEFT_BYTES = 64 * 2**20  # on a device that is filled on purpose: too little for NCCL's buffers
+
+
+def trace_path(folder: RunFolder, rank: int) -> Path:
+    """Return the file that a traced rank writes."""
+    return folder.path / "traces" / f"rank_{rank:05d}.json"
+
+
+def traced_rank(run_dir: str) -> None:
+    """Run a rank whose traced steps are recorded by torch's profiler, and written in its file format."""
+    step_trace: Any = importlib.import_module("harness.measure.step_trace")
+    worker: Any = importlib.import_module("harness.worker.main")
+    tracer, path = step_trace.ProfilerTracer, trace_path(RunFolder(Path(run_dir)), int(os.environ["RANK"]))
+    end = tracer.end
+
+    def end_and_export(self: Any) -> None:
+        end(self)
+        path.parent.mkdir(exist_ok=True)
+        self.profiler.export_chrome_trace(str(path))
+
+    with mock.patch.object(tracer, "end", end_and_export), mock.patch.object(worker, "load_operator_log", _no_log):
+        worker_entry(run_dir)
+
+
+def _no_log(path: Path) -> None:
+    """Return no operator log, so that a CPU is traced by torch's profiler as well."""
+
+
+def bound_rank(run_dir: str) -> None:
+    """Run a rank whose process group is bound to its device, as torch's examples do with `device_id`."""
+    torch: Any = importlib.import_module("torch")
+    distributed: Any = importlib.import_module("torch.distributed")
+    join: Callable[..., None] = distributed.init_process_group
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    with mock.patch.object(
+        distributed, "init_process_group", lambda *args, **more: join(*args, device_id=device, **more)
+    ):
+        worker_entry(run_dir)
+
+
+def rank_without_host_memory(run_dir: str) -> None:
+    """Run a rank that requests more memory of the host than there can be: pinned memory where there is a GPU."""
+    worker: Any = importlib.import_module("harness.worker.main")
+    with mock.patch.object(worker, "build_and_train", _request_impossible):
+        worker_entry(run_dir)
+
+
+def rank_without_memory_for_nccl(run_dir: str) -> None:
+    """Run a rank on a device that has LEFT_BYTES free when the ranks join."""
+    torch: Any = importlib.import_module("torch")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    filling = torch.empty(max(0, free - LEFT_BYTES), dtype=torch.uint8, device=device)
+    worker_entry(run_dir)
+    del filling
+
+
+def _request_impossible(*_: Any) -> None:
+    """Request IMPOSSIBLE_BYTES of the host."""
+    torch: Any = importlib.import_module("torch")
+    torch.empty(IMPOSSIBLE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

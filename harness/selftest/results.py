@@ -1,0 +1,127 @@
+"""The results of the self-test's steps, and the file that keeps them from one command to the next.
+
+The same file is what a bug report needs: versions, devices, the outcome of every step, and for its runs the row, the
+proof and the ends of the logs. It has no secrets, no host name and no name of the home folder.
+"""
+
+import dataclasses
+import json
+import re
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.records.provenance import git_commit, versions
+from harness.records.run_folder import RunFolder
+from harness.records.schema import Record
+from harness.selftest.bench import COMPARISON, Bench
+from harness.util.files import JsonObject, atomic_write_json
+from harness.util.redact import redacted
+
+Outcome = Literal["passed", "failed", "skipped"]
+
+FILE_NAME = "selftest.json"
+
+LOG_CHARACTERS = 4000  # the most characters of the end of a log
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one step."""
+
+    outcome: Outcome
+    detail: str  # one line
+    seconds: float
+    runs: list[JsonObject] = field(default_factory=list)  # a summary of each run
+    traceback: str = ""  # of an error of the harness itself
+
+
+class ResultsFile:
+    """The results of all steps so far, in results_dir/selftest/selftest.json.
+
+    Results of other versions or another device are dropped when the file is read, because they say nothing about these.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        """Read the results that an earlier command left."""
+        self.path = bench.results_dir / COMPARISON / FILE_NAME
+        machine = bench.machine
+        self.identity: JsonObject = {
+            "versions": versions(),
+            "device": machine.device,
+            "device_name": machine.device_name,
+            "devices": machine.devices,
+        }
+        self.environment = bench.environment
+        self.steps: dict[str, StepResult] = {}
+        stored = _read(self.path)
+        if stored.get("identity") == anonymous(self.identity):
+            with suppress(TypeError):  # an earlier version of this package, which may lack or have other values
+                self.steps = {name: StepResult(**values) for name, values in stored["steps"].items()}
+
+    def passed(self, step: str) -> bool:
+        """Return whether a step has passed already."""
+        return step in self.steps and self.steps[step].outcome == "passed"
+
+    def add(self, step: str, result: StepResult) -> None:
+        """Store the result of a step and write the file."""
+        self.steps[step] = result
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "identity": self.identity,
+            "commit": git_commit(),
+            "environment": self.environment,
+            "steps": {name: dataclasses.asdict(result) for name, result in self.steps.items()},
+        }
+        atomic_write_json(self.path, anonymous(content))
+
+
+def run_summary(record: Record, folder: RunFolder, with_logs: bool) -> JsonObject:
+    """Return what a bug report needs of one run: its row, proof and notes, and the ends of its logs if requested."""
+    summary: JsonObject = {"row": record.row, "proof": record.proof, "notes": record.notes}
+    if with_logs:
+        paths = sorted(folder.logs.glob("*")) if folder.logs.is_dir() else []
+        ends = {path.name: path.read_text(errors="replace")[-LOG_CHARACTERS:] for path in paths}
+        summary["logs"] = {name: end for name, end in ends.items() if end}
+        summary["ranks"] = [_failure(entry) for entry in record.rank_entries]
+    return summary
+
+
+def _failure(rank_entry: JsonObject) -> JsonObject:
+    """Return where a rank was and what it raised."""
+    keys = ("rank", "status", "phase", "step", "error", "reason", "traceback")
+    return {key: rank_entry.get(key) for key in keys}
+
+
+def anonymous(value: Any) -> Any:
+    """Return a copy of nested plain values without secrets, the name of this host, and the home folder."""
+    names: Sequence[tuple[str, str]] = [(str(Path.home()), "~"), (socket.gethostname(), "HOST")]
+    patterns = [
+        (re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])"), replacement)
+        for name, replacement in names
+        if len(name) > 1
+    ]
+    return _replaced(redacted(value), patterns)
+
+
+def _replaced(value: Any, patterns: Sequence[tuple[re.Pattern[str], str]]) -> Any:
+    if isinstance(value, dict):
+        return {key: _replaced(entry, patterns) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_replaced(entry, patterns) for entry in value]
+    if isinstance(value, str):
+        for pattern, replacement in patterns:
+            value = pattern.sub(replacement, value)
+    return value
+
+
+def _read(path: Path) -> JsonObject:
+    """Return the content of a results file; empty if there is none, or none that is whole."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
