@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
+from harness.config.schema import PROFILED_STEPS, TRACED_STEPS
 from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import losses, memory
 from harness.report.document import BulletList, Paragraph, Section, Table, run_table, section
-from harness.report.frame import column_values, labels_by, labels_by_staleness
+from harness.report.frame import column_values, compared_layers, labels_by, labels_by_staleness
 from harness.report.overview import recorded_versions
 from harness.report.text import MILLISECONDS, Unit, byte_unit, format_deviations, format_numbers, outcome_text
 from harness.report.view import View
@@ -80,17 +81,37 @@ def predicted_section(view: View) -> list[Section]:
     return section("Predicted and measured values", memory.predicted(view), run_table(table, columns), Paragraph(words))
 
 
+_CHAIN = (
+    " Layers compared: no single process fits the whole model, so that a layout that fits is the reference, which was"
+    " itself compared with a single process on so many layers."
+)
+
+
+def _proven_steps(record: Record) -> str:
+    """Return how many of its steps a run is proven for, such as 6 of 16; empty for records that do not say."""
+    count, train = record.row.get("proven_steps"), record.config.get("train")
+    if count is None or train is None:
+        return "" if count is None else str(count)
+    return f"{count} of {train['warmup_steps'] + train['steps'] + TRACED_STEPS + PROFILED_STEPS}"
+
+
 def proof_section(view: View) -> list[Section]:
-    """Return the section on proofs: the layout, and deviations from the reference with their bounds."""
+    """Return the section on proofs: the layout, and deviations from the reference beside their noise floors."""
     table = view.table
     proofs = [record.proof for record in view.records]
     columns = {
         "layout": [str(proof.get("layout") or "") for proof in proofs],
         "loss deviation": format_deviations(column_values(table, "loss_deviation")),
+        "loss floor": format_deviations(column_values(table, "loss_floor")),
         "loss bound": format_deviations([proof.get("loss_bound") for proof in proofs]),
         "gradient deviation": format_deviations(column_values(table, "grad_deviation")),
+        "gradient floor": format_deviations(column_values(table, "grad_floor")),
         "gradient bound": format_deviations([proof.get("gradient_bound") for proof in proofs]),
+        "update deviation": format_deviations(column_values(table, "update_deviation")),
+        "update floor": format_deviations(column_values(table, "update_floor")),
+        "steps proven": [_proven_steps(record) for record in view.records],
     }
+    columns["layers compared"] = [compared_layers(record) for record in view.records]
     skipped = column_values(table, "skipped_steps")
     if any(skipped):
         columns["skipped steps"] = ["" if count is None else str(count) for count in skipped]
@@ -99,11 +120,14 @@ def proof_section(view: View) -> list[Section]:
         return []
     return section(
         "Proof",
-        losses.losses(view),
+        *losses.losses(view),
         run_table(table, columns, label_columns=1 + ("layout" in columns)),
         Paragraph(
             "Layout: whether the local and global sizes of parameters, gradients and optimizer state are those that the"
-            " layout prescribes. A run whose deviation exceeds its bound ends as an error."
+            " layout prescribes. Floor: how far apart two trainings of the reference are that differ in rounding only."
+            " A run that deviates much further at any step ends as an error. Steps behind the proven ones prove"
+            " nothing, because rounding alone moves them too far."
             + (" Skipped steps made no update because a gradient overflowed." if any(skipped) else "")
+            + (_CHAIN if "layers compared" in columns else "")
         ),
     )

@@ -10,6 +10,7 @@ from harness.report.charts import memory as charts
 from harness.report.charts.series import BATCH_COLUMNS
 from harness.report.comparability import curve_columns, curve_key
 from harness.report.document import BulletList, Section, Table, section
+from harness.report.labels import configuration_name
 from harness.report.text import byte_unit, bytes_text, format_numbers, format_ratios
 from harness.report.view import View
 
@@ -71,7 +72,7 @@ def _names(keys: Sequence[Key]) -> dict[Key, str]:
     varying = [position for position in order if position not in named and len({key[position] for key in keys}) > 1]
     return {
         key: " ".join(
-            [f"{key[position]}" for position in named]
+            [configuration_name(key[_STRATEGY], key[_CHECKPOINTING])]
             + [f"{_COLUMNS[position]} {key[position]}" for position in varying if key[position] is not None]
         )
         for key in keys

@@ -1,86 +1,38 @@
-"""The best of several choices: the Pareto front of cost and gain, and the clear winner of each column."""
+"""The best value of each column among comparable configurations."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from harness.records.columns import column
-from harness.report.comparability import choice_key, group_by
 from harness.report.frame import column_values
-from harness.report.spread import is_unsettled, relative_range, spread
 from harness.report.view import View
 
+# The columns whose best value is marked: those of speed, which the ranking decides, and those that are counted exactly.
+_TIMED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds")
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Return for each (cost, gain) whether no other point costs no more and gains no less, one of them strictly."""
-    least_cost: dict[float, float] = {}  # by gain
-    for cost, gain in points:
-        least_cost[gain] = min(cost, least_cost.get(gain, cost))
-    front: dict[float, float] = {}  # cost by gain
-    lowest = float("inf")  # the least cost of a larger gain
-    for gain in sorted(least_cost, reverse=True):
-        if least_cost[gain] < lowest:
-            front[gain] = lowest = least_cost[gain]
-    return [front.get(gain) == cost for cost, gain in points]
-
-
-class _Ranking(NamedTuple):
-    """The rules by which the values of a column are ranked."""
-
-    more_is_better: bool
-    is_timed: bool  # a time or a rate, whose spread is known from a single run's steps
-
-
-_RANKED_COLUMNS = {
-    name: _Ranking(more_is_better=column(name).better == "higher", is_timed=column(name).aggregate == "median")
-    for name in (
-        *("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds"),
-        *("peak_allocated_bytes", "activation_bytes", "communication_bytes"),
-    )
-} | {"state_bytes": _Ranking(more_is_better=False, is_timed=False)}  # a column that only frames have
+_COUNTED = ("peak_allocated_bytes", "activation_bytes", "communication_bytes", "state_bytes")
 
 
 def best(view: View) -> dict[str, set[int]]:
-    """Return by column the positions of the lines that are best among comparable lines of the same world size.
+    """Return by column the positions of the lines that are best among comparable lines on as many ranks.
 
-    A line without a comparable one is never marked. If the spread does not separate two lines, neither of them is best.
+    Of speed and time it is the line that is certainly the fastest. Bytes are exact; a value that lines of different
+    programs share is not marked.
     """
-    ok = [position for position, line in enumerate(view.lines) if line.status == "ok"]
-    groups = group_by(ok, lambda position: choice_key(view.lines[position].row))
-    winners: dict[str, set[int]] = {}
-    for name in _RANKED_COLUMNS:
-        values = column_values(view.line_medians, name)
-        positions = {_clear_winner(view, name, values, members) for members in groups.values()} - {None}
-        if positions:
-            winners[name] = {position for position in positions if position is not None}
-    return winners
+    winners: dict[str, set[int]] = {name: set() for name in (*_TIMED, *_COUNTED)}
+    columns = {name: column_values(view.line_medians, name) for name in winners}
+    for group in view.ranking.groups:
+        for name in _TIMED:
+            winners[name] |= {position for position in group.fastest if columns[name][position] is not None}
+        for name in _COUNTED:
+            winners[name] |= _least(columns[name], group.members, view)
+    return {name: positions for name, positions in winners.items() if positions}
 
 
-def _clear_winner(view: View, name: str, values: Sequence[Any], members: Sequence[int]) -> int | None:
-    """Return the one line that leads all others by more than its spread and theirs.
-
-    A rate or time of unknown spread leads no other. Figures of memory and bytes of unknown spread are taken as exact.
-    """
-    ranking = _RANKED_COLUMNS[name]
+def _least(values: Sequence[Any], members: Sequence[int], view: View) -> set[int]:
+    """Return the members with the smallest value, if they run one program and others do not."""
     known = [position for position in members if values[position] is not None]
-    if len(known) < 2:
-        return None
-    first = (max if ranking.more_is_better else min)(known, key=lambda position: values[position])
-    others = (position for position in known if position != first)
-    return first if all(_leads(view, name, values, first, other) for other in others) else None
-
-
-def _leads(view: View, name: str, values: Sequence[Any], first: int, other: int) -> bool:
-    if values[first] == values[other]:
-        return False
-    is_timed = _RANKED_COLUMNS[name].is_timed
-    own, others = (_spread(view, name, position, is_timed) for position in (first, other))
-    if is_timed and (own is None or others is None):
-        return False
-    return not is_unsettled(values[first] / values[other] if values[other] else None, own, others)
-
-
-def _spread(view: View, name: str, position: int, is_timed: bool) -> float | None:
-    line = view.lines[position]
-    if is_timed:
-        return spread(line.row)
-    return relative_range([run.row.get(name) for run in line.runs if run.status == "ok"])
+    programs = [view.ranking.standings[position].program for position in known]
+    least = min((values[position] for position in known), default=None)
+    smallest = {position for position in known if values[position] == least}
+    names = {view.ranking.standings[position].program for position in smallest}
+    return smallest if len(names) == 1 and len(set(programs)) > 1 else set()

@@ -2,37 +2,36 @@
 
 from collections.abc import Iterator, Sequence
 
-from harness.records.schema import Record
+from harness.records.schema import Record, Row
 from harness.report.document import BulletList, Section, section
-from harness.report.frame import column_values, labels_by_kernel, labels_by_staleness
-from harness.report.spread import spread
+from harness.report.frame import column_values, compared_layers, labels_by_kernel, labels_by_staleness
+from harness.report.notes import labels_text
+from harness.report.speeds import MINIMUM_RUNS
+from harness.report.summary_sentences import is_crowded
 from harness.report.text import pluralize
 from harness.report.view import View
-
-_MOST_NAMES = 8  # labels that a sentence lists
 
 
 def caveats(view: View) -> list[Section]:
     """Return the section with a sentence for each caveat, and what would remove it where something can."""
     items = [("", sentence) for kind in _KINDS for sentence in kind(view)]
-    return section("Limitations", BulletList(items) if items else None)
+    return section("What the data cannot say", BulletList(items) if items else None)
 
 
 def _device(view: View) -> Iterator[str]:
     ok = _ok_records(view)
     if any(record.row.get("measured_on") == "cpu" for record in ok):
         yield (
-            "The speed of CPU processes tells little about GPUs: the ranks share one memory and its bandwidth, and"
-            " messages never leave the machine. The bytes stored and sent, the operations and the losses are those of"
-            " the same layout on any device, apart from what the kernels and allocators of a GPU add."
+            "How fast the same layouts are on GPUs: here ranks share one memory and its bandwidth, and messages never"
+            " leave the machine. A GPU's kernels and allocator also add memory that a CPU does not have."
         )
-    crowded = [record for record in ok if _is_crowded(record)]
+    crowded = [record for record in ok if is_crowded(record)]
     if crowded:
         most = max(record.row["world_size"] for record in crowded)
         cores = min(record.environment["cores"] for record in crowded)
         yield (
-            f"Up to {most} ranks shared {pluralize(cores, 'core')}: their tokens/s are those of work divided among"
-            " these cores, and do not tell how more devices would scale."
+            f"How speed scales with devices: up to {most} ranks shared {pluralize(cores, 'core')}, so that their"
+            " tokens/s are those of work divided among these cores."
         )
     if any(record.row.get("launch") == "virtual" for record in ok):
         yield (
@@ -41,49 +40,42 @@ def _device(view: View) -> Iterator[str]:
         )
 
 
-def _is_crowded(record: Record) -> bool:
-    """Return whether the ranks computed on the processor with less than one core each."""
-    cores, world = record.environment.get("cores"), record.row.get("world_size")
-    return record.row.get("measured_on") == "cpu" and cores is not None and world is not None and cores < world
-
-
-def _repeats(view: View) -> Iterator[str]:
-    ok = [line for line in view.lines if line.status == "ok"]
-    alone = [line for line in ok if line.row.get("between_runs") is None]
-    if alone and len(alone) == len(ok):
+def _speeds(view: View) -> Iterator[str]:
+    """Yield which speeds are not compared, and why: the first screen says what would rank them."""
+    by_reason: dict[str, list[str]] = {}
+    for label, standing in zip(column_values(view.line_medians, "label"), view.ranking.standings, strict=True):
+        if standing.speed is not None and not standing.speed.is_ranked:
+            by_reason.setdefault(standing.speed.unranked_reason, []).append(label)
+    disturbed = by_reason.pop("disturbed", [])
+    if by_reason:
+        reasons = "; ".join(f"{reason}: {_some(view, labels)}" for reason, labels in by_reason.items())
         yield (
-            "Every configuration ran once: how runs differ is not known, and the spread is that of the steps. Repeat"
-            " them for the spread between runs (repeats=3)."
+            "How these speeds vary between runs is not known, so that they are compared with none (at least"
+            f" {MINIMUM_RUNS} undisturbed runs are needed, repeats={MINIMUM_RUNS}). {reasons[0].upper()}{reasons[1:]}."
         )
-    elif alone:
-        labels = _labels(view, alone)
-        yield f"These ran once, so that their spread is that of their steps (repeats=3): {labels}."
-    if any(spread(line.row) is None for line in ok):
-        yield "For some configurations too few steps were timed to know the spread; the summary leaves their speed out."
+    if disturbed:
+        yield (
+            f"Speeds and times of {_some(view, disturbed)}: something disturbed every run, or too few steps were timed."
+            " They are in no sentence and no ranking; the causes are listed under Runs with a noise warning."
+        )
     unsettled = [label for label, is_unsettled in _pairs(view, "unsettled") if is_unsettled]
     if unsettled:
         yield (
-            "The spread is larger than the difference, so that these may be faster or slower than their baseline:"
-            f" {_some(unsettled)}."
+            "Runs vary by more than the difference, so that these may be faster or slower than the baseline:"
+            f" {_some(view, unsettled)}."
         )
-
-
-def _disturbed(view: View) -> Iterator[str]:
-    disturbed = [label for label, cause in _pairs(view, "noise_warning") if cause]
-    if disturbed:
-        yield f"The times have a noise warning, listed under Runs with a noise warning, for {_some(disturbed)}."
 
 
 def _comparable(view: View) -> Iterator[str]:
     kernels = labels_by_kernel(view.line_medians)
     if kernels:
-        uses = "; ".join(f"{kernel}: {_some(labels)}" for kernel, labels in kernels.items())
+        uses = "; ".join(f"{kernel}: {_some(view, labels)}" for kernel, labels in kernels.items())
         yield f"Attention kernels differ, so that rows differ in more than their strategies: {uses}."
     stale = [label for labels in labels_by_staleness(view.line_medians).values() for label in labels]
     if stale:
         yield (
             "These were recorded with other versions than are installed now (run them again before comparing):"
-            f" {_some(stale)}."
+            f" {_some(view, stale)}."
         )
     version_sets = {str(record.versions) for record in _ok_records(view)}
     hosts = {str(record.environment.get("processor")) for record in _ok_records(view)}
@@ -94,17 +86,56 @@ def _comparable(view: View) -> Iterator[str]:
         )
 
 
+def _deepspeed_settings(view: View) -> Iterator[str]:
+    """Yield which of DeepSpeed's settings each of its speeds belongs to, where several strategies are compared."""
+    ok = [line for line in view.lines if line.status == "ok"]
+    labels: dict[str, str] = {}
+    for settings in ("those that send the papers' volumes", "DeepSpeed's defaults", "those tuned for speed"):
+        lines = [line for line in ok if _is_deepspeed_zero(line.row) and _settings(line) == settings]
+        if lines:
+            labels[settings] = _labels(view, lines)
+    if labels and len(ok) > 1:
+        speeds = "; ".join(f"{settings}: {names}" for settings, names in labels.items())
+        yield (
+            f"DeepSpeed's speed depends on its settings, which are here {speeds}. Compare the speed of other"
+            " strategies with zero1_tuned, zero2_tuned and zero3_tuned, which follow DeepSpeed's documentation."
+        )
+
+
+def _is_deepspeed_zero(row: Row) -> bool:
+    """Return whether DeepSpeed implements ZeRO in this run, also where Accelerate calls it."""
+    by_deepspeed = row.get("engine") == "deepspeed"
+    by_accelerate = row.get("engine") == "accelerate" and row.get("data_parallel") in (None, "none")
+    return by_deepspeed or (by_accelerate and bool(row.get("zero_stage")))
+
+
+def _settings(line: Record) -> str:
+    """Return which settings a run by DeepSpeed has: the papers', the library's own, or others."""
+    strategy = line.config.get("strategy") or {}
+    if strategy.get("literature", True):
+        return "those that send the papers' volumes"
+    return "those tuned for speed" if strategy.get("options") else "DeepSpeed's defaults"
+
+
 def _proven(view: View) -> Iterator[str]:
     ok = [line for line in view.lines if line.status == "ok"]
     unproven = [line for line in ok if line.row.get("loss_deviation") is None]
     if unproven:
-        yield f"Not compared with a single-process reference: {_labels(view, unproven)}."
+        yield f"Not compared with a reference, for the reason in the column reference: {_labels(view, unproven)}."
+    chained = [line for line in ok if compared_layers(line)]
+    if chained:
+        yield (
+            "No single process fits the whole model of these. They were compared with another layout, which was itself"
+            " compared with a single process on fewer layers, as the column reference tells:"
+            f" {_labels(view, chained)}."
+        )
     steps = sorted({(line.config.get("train") or {}).get("steps") or 0 for line in ok} - {0})
     if steps:
         count = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+        proof = "" if unproven else " prove that all strategies ran the same training; they"
         yield (
-            f"{count} timed steps prove that all strategies ran the same training; they do not tell how a model"
-            " converges, nor how long runs cope with failures, checkpoints to disk and slow data loading."
+            f"{count} timed steps{proof} do not tell how a model converges, nor how long runs cope with failures,"
+            " checkpoints to disk and slow data loading."
         )
 
 
@@ -137,12 +168,11 @@ def _pairs(view: View, name: str) -> list[tuple[str, object]]:
 def _labels(view: View, lines: Sequence[Record]) -> str:
     identities = {id(line) for line in lines}
     labels = column_values(view.line_medians, "label")
-    return _some([label for label, line in zip(labels, view.lines, strict=True) if id(line) in identities])
+    return _some(view, [label for label, line in zip(labels, view.lines, strict=True) if id(line) in identities])
 
 
-def _some(labels: Sequence[str]) -> str:
-    rest = len(labels) - _MOST_NAMES
-    return ", ".join(labels[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+def _some(view: View, labels: Sequence[str]) -> str:
+    return labels_text(labels, len(view.lines))
 
 
-_KINDS = (_device, _repeats, _disturbed, _comparable, _proven, _missing)
+_KINDS = (_device, _speeds, _comparable, _deepspeed_settings, _proven, _missing)

@@ -7,6 +7,7 @@ from harness.config.schema import Device
 from harness.cost_model.flops import executed_flops_with, takes_fused_kernel
 from harness.records.rank_report import FUSED_KERNELS
 from harness.records.schema import Record
+from harness.report.charts.literature import measured_against_papers
 from harness.report.claim_peers import (
     COUNTED,
     EXACT,
@@ -24,6 +25,9 @@ from harness.report.comparability import PARTITION_COLUMNS, group_by
 from harness.report.document import Paragraph, Section, Table, section
 from harness.report.frame import STATE_COLUMNS, column_values
 from harness.report.view import View
+
+# The beginnings of the claims on model state and on bytes sent, each of which is about a figure of its own.
+STATE_CLAIM, VOLUME_CLAIM = "model state: DDP's over", "bytes sent a step over DDP's"
 
 _STATE = ("parameters", "gradients", "optimizer")
 
@@ -61,7 +65,7 @@ def _state(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     measured, own = (_state_bytes(ddp), _state_bytes(run)), _widths(run, accounting, stage, shards)
     yield from compare_claim(
         run,
-        f"model state: DDP's over that of ZeRO stage {stage}",
+        f"{STATE_CLAIM} that of ZeRO stage {stage}",
         "ZeRO, arXiv 1910.02054, section 5",
         whole_bytes / (replicated + (whole_bytes - replicated) / shards),
         limit,
@@ -141,7 +145,7 @@ def _volume(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     if paper is not None:
         yield from compare_claim(
             run,
-            f"bytes sent a step over DDP's, k = {k} micro-batches",
+            f"{VOLUME_CLAIM}, k = {k} micro-batches",
             "ZeRO, arXiv 1910.02054, section 7, and its reductions in every micro-batch",
             paper[0],
             paper[1],
@@ -212,6 +216,7 @@ def literature(view: View) -> list[Section]:
     free = [claim for claim in view_claims if not claim.required]
     return section(
         "Comparison with the literature",
+        measured_against_papers(view, view_claims),
         Table(header, rows, label_columns=5),
         Paragraph(
             f"{sum(claim.agrees for claim in free)} of the {len(free)} claims that may differ agree: within {EXACT:.0%}"

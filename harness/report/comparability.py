@@ -33,12 +33,12 @@ CURVE_COLUMNS = ("strategy", "checkpointing", "parameters", *VARYING)
 
 
 def comparability_key(row: Row) -> tuple[Any, ...]:
-    """Return a key that is equal for rows whose figures can be compared, whatever their world sizes."""
+    """Return a key that is equal for rows whose figures can be compared, on whatever number of ranks."""
     return tuple(row.get(name) for name in _SETTING)
 
 
 def choice_key(row: Row) -> tuple[Any, ...]:
-    """Return a key that is equal for rows a reader may choose between: comparable and of one world size."""
+    """Return a key that is equal for rows a reader may choose between: comparable and on as many ranks."""
     return (*comparability_key(row), row.get("world_size"))
 
 

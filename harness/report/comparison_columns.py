@@ -1,11 +1,12 @@
 """The columns of the comparison, the same for the terminal and the page."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from harness.report.frame import MEMORY_COLUMNS, baseline_names, column_values, distinct_values, varying_columns
+from harness.report.document import Disturbed
+from harness.report.frame import MEMORY_COLUMNS, baseline_name, column_values, distinct_values, varying_columns
 from harness.report.labels import cell_text, column_title
 from harness.report.text import (
     MILLISECONDS,
@@ -36,7 +37,7 @@ class _Heading:
     meaning: str
 
 
-_DEVIATION = "largest relative difference from the single-process reference"
+_DEVIATION = "largest relative difference from the reference"
 
 TOKENS = _Heading("tokens/s", "tok/s", "tokens per second")
 
@@ -63,13 +64,14 @@ HEADINGS = (_CHECKPOINTING, TOKENS, _MFU, _BUBBLE, PEAK, _STATE, _ACTIVATIONS, S
 
 @dataclass(frozen=True)
 class Column:
-    """A column ready to show, with a text for each row."""
+    """A column ready to show, with a text for each row; a cell may be a Disturbed."""
 
     header: tuple[str, str]  # its two lines, which are name and unit as a rule
     cells: list[str]
     number: bool = True
     drop: int = 0  # the order in which columns are left out where width is short; a column with 0 is always shown
     key: str = ""  # the column of runs.csv, if it is one
+    is_extra: bool = False  # whether it is shown on demand only
 
     @property
     def title(self) -> str:
@@ -80,53 +82,96 @@ class Column:
 def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
     """Return the columns of the main table, without columns of numbers that are empty throughout.
 
+    Eight come first, with those that vary beside them: strategy, ranks, speed, its ratio, peak memory, its ratio,
+    communication and status. The others are extra.
+
     Args:
         table: The frame of the lines.
         short: Whether to abbreviate headers and kinds of checkpointing, for the terminal.
     """
     memory = byte_unit([v for name in (*MEMORY_COLUMNS, "state_bytes") for v in column_values(table, name)])
     communication = byte_unit(column_values(table, "communication_bytes"))
-    compared = bool(baseline_names(table))
+    compared = bool(baseline_name(table))
 
-    def number(key: str, title: tuple[str, str], unit: Unit, drop: int) -> Column:
+    def number(key: str, title: tuple[str, str], unit: Unit, drop: int = 0) -> Column:
         return Column(title, format_numbers(column_values(table, key), unit), drop=drop, key=key)
+
+    def timed(key: str, title: tuple[str, str], cells: list[str], drop: int = 0) -> Column:
+        return Column(title, disturbed_cells(table, cells), drop=drop, key=key)
 
     def header(heading: _Heading, unit: str = "") -> tuple[str, str]:
         return heading.short if short else heading.full, unit
 
     def ratio(key: str, heading: _Heading, drop: int) -> Column:
-        return Column(
-            ("×", header(heading)[0]),
-            format_ratios(column_values(table, f"{key}_ratio")) if compared else [""] * len(table),
-            drop=drop,
-        )
+        cells = format_ratios(column_values(table, f"{key}_ratio")) if compared else [""] * len(table)
+        return Column(("×", header(heading)[0]), cells, drop=drop)
+
+    def texts(name: str, form: Callable[[Sequence[float | None]], list[str]]) -> list[str]:
+        return form(column_values(table, name))
+
+    def numbers(name: str, unit: Unit) -> list[str]:
+        return format_numbers(column_values(table, name), unit)
 
     speed_ratio = ratio("tokens_per_second", TOKENS, 11)
     marks = [UNSETTLED_MARK if unsettled else "" for unsettled in column_values(table, "unsettled")]
-    numbers = [
-        number("tokens_per_second", ("", header(TOKENS)[0]), ONE, 0),
-        Column(("±", "%"), format_percents(column_values(table, "between_runs")), drop=10),
-        Column(("", "runs"), _runs(table), drop=7),
-        number("tokens_per_second_per_device", header(TOKENS, "/device" if short else "per device"), ONE, 2),
+    main = [
+        timed("tokens_per_second", ("", header(TOKENS)[0]), speed_texts(table)),
         replace(speed_ratio, cells=[cell and cell + mark for cell, mark in zip(speed_ratio.cells, marks, strict=True)]),
-        Column(header(_MFU, "%"), format_percents(column_values(table, "mfu")), drop=9, key="mfu"),
-        number("step_seconds", ("step", "ms"), MILLISECONDS, 8),
-        Column(("", header(_BUBBLE)[0]), format_fractions(column_values(table, "pipeline_bubble")), drop=15),
+        number("peak_allocated_bytes", header(PEAK, memory.name), memory),
+        ratio("peak_allocated_bytes", PEAK, 13),
+        number("communication_bytes", header(SENT, communication.name), communication, 12),
+        Column(("status", ""), _statuses(table), number=False),
+    ]
+    rate = header(TOKENS, "/device" if short else "per device")
+    extra = [
+        Column(("timed", "runs"), [str(runs or "") for runs in column_values(table, "timed_runs")], key="timed_runs"),
+        timed("tokens_per_second_per_device", rate, numbers("tokens_per_second_per_device", ONE)),
+        timed("mfu", header(_MFU, "%"), texts("mfu", format_percents)),
+        timed("step_seconds", ("step", "ms"), numbers("step_seconds", MILLISECONDS)),
+        timed("pipeline_bubble", ("", header(_BUBBLE)[0]), texts("pipeline_bubble", format_fractions)),
         Column(
             header(_BUBBLE, "theory" if short else "in theory"),
-            format_fractions(column_values(table, "pipeline_bubble_theory")),
-            drop=1,
+            texts("pipeline_bubble_theory", format_fractions),
+            key="pipeline_bubble_theory",
         ),
-        number("peak_allocated_bytes", header(PEAK, memory.name), memory, 0),
-        ratio("peak_allocated_bytes", PEAK, 13),
-        number("state_bytes", header(_STATE, memory.name), memory, 4),
-        number("activation_bytes", header(_ACTIVATIONS, memory.name), memory, 3),
-        number("communication_bytes", header(SENT, communication.name), communication, 12),
-        ratio("communication_bytes", SENT, 14),
-        Column(two_lines(header(LOSS)[0]), format_deviations(column_values(table, "loss_deviation")), drop=5),
-        Column(two_lines(header(GRADIENT)[0]), format_deviations(column_values(table, "grad_deviation")), drop=6),
+        number("state_bytes", header(_STATE, memory.name), memory),
+        number("activation_bytes", header(_ACTIVATIONS, memory.name), memory),
+        ratio("communication_bytes", SENT, 0),
+        Column(two_lines(header(LOSS)[0]), texts("loss_deviation", format_deviations), key="loss_deviation"),
+        Column(two_lines(header(GRADIENT)[0]), texts("grad_deviation", format_deviations), key="grad_deviation"),
     ]
-    return _names(table, short) + [column for column in numbers if any(column.cells)]
+    columns = [*main, *(replace(column, is_extra=True) for column in extra)]
+    return _names(table, short) + [column for column in columns if any(column.cells)]
+
+
+def speed_texts(table: pd.DataFrame) -> list[str]:
+    """Return every speed with the range over its runs, or with their number where there are too few to rank it."""
+    names = ("speed_low", "speed_high", "timed_runs", "is_ignored")
+    medians = format_numbers(column_values(table, "tokens_per_second"), ONE)
+    lows, highs, runs, ignored = (column_values(table, name) for name in names)
+    return [
+        text and text + _range_text(text, low, high, count or 1, is_ignored)
+        for text, low, high, count, is_ignored in zip(medians, lows, highs, runs, ignored, strict=True)
+    ]
+
+
+def _range_text(median: str, low: float | None, high: float | None, runs: int, is_ignored: bool) -> str:
+    """Return what stands behind a median: a mark if it is to be ignored, else its range or the number of its runs."""
+    if is_ignored:
+        return f" {DISTURBED_MARK}"
+    return f" (n = {runs})" if low is None or high is None else f" [{_ends(low, high, median)}]"
+
+
+def _ends(low: float, high: float, median: str) -> str:
+    """Return a range with as many decimals as its median has."""
+    decimals = len(median.partition(".")[2])
+    return f"{low:,.{decimals}f}–{high:,.{decimals}f}"
+
+
+def disturbed_cells(table: pd.DataFrame, cells: Sequence[str]) -> list[str]:
+    """Return the cells of a speed or time, with those that are to be ignored as Disturbed."""
+    ignored = column_values(table, "is_ignored")
+    return [Disturbed(cell) if cell and is_ignored else cell for cell, is_ignored in zip(cells, ignored, strict=True)]
 
 
 def abbreviations(columns: Sequence[Column]) -> str:
@@ -146,28 +191,29 @@ def two_lines(title: str) -> tuple[str, str]:
 
 
 def _names(table: pd.DataFrame, short: bool) -> list[Column]:
-    """Return the columns that distinguish the rows, and the status."""
+    """Return the columns that distinguish the rows; the number of ranks is shown even where all have the same."""
     columns = [Column(("strategy", ""), sanitized_texts(column_values(table, "strategy")), number=False)]
     if len(distinct_values(table, "checkpointing")) > 1:
         kinds = [str(value or "") for value in column_values(table, "checkpointing")]
         cells = [sanitize(_SHORT_KINDS.get(kind, kind) if short else kind) for kind in kinds]
         title = _CHECKPOINTING.short if short else _CHECKPOINTING.full
         columns.append(Column((title, ""), cells, number=False))
-    varying = [
+    names = ["world_size", *(name for name in varying_columns(table) if name != "world_size")]
+    return columns + [
         Column(
             (column_title(name, short), ""),
             sanitized_texts(column_values(table, name)),
             number=False,
-            drop=_DROP_NAMES + position,
+            drop=_DROP_NAMES + len(names) - position,
+            key=name,
         )
-        for position, name in enumerate(reversed(varying_columns(table)))
+        for position, name in enumerate(names)
     ]
-    return [*columns, *reversed(varying), Column(("status", ""), _statuses(table), number=False)]
 
 
 def _statuses(table: pd.DataFrame) -> list[str]:
     """Return each line's status, how many of its runs have it if not all do, and the marks of the notes below."""
-    parts = (column_values(table, name) for name in ("status", "runs", "runs_alike", "stale_reason", "noise_warning"))
+    parts = (column_values(table, name) for name in ("status", "runs", "runs_alike", "stale_reason", "is_ignored"))
     return [
         status
         + (f" {alike}/{runs}" if alike != runs else "")
@@ -175,12 +221,6 @@ def _statuses(table: pd.DataFrame) -> list[str]:
         + (f" {DISTURBED_MARK}" if disturbed else "")
         for status, runs, alike, stale, disturbed in zip(*parts, strict=True)
     ]
-
-
-def _runs(table: pd.DataFrame) -> list[str]:
-    """Return how many runs each line represents, if any represents several."""
-    runs = column_values(table, "runs")
-    return [str(count) for count in runs] if any(count and count > 1 for count in runs) else [""] * len(runs)
 
 
 def sanitized_texts(cells: Sequence[object]) -> list[str]:

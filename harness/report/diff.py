@@ -10,7 +10,8 @@ from harness.records.schema import Record, Row
 from harness.report.comparison_columns import GRADIENT, LOSS, PEAK, SENT, TOKENS, UNSETTLED_MARK, Column, abbreviations
 from harness.report.folder_changes import Changes, Pair, changes, configuration_changes, environment, origin, pairs
 from harness.report.frame import column_values, records_frame
-from harness.report.spread import is_unsettled, merge_repeats, spread
+from harness.report.repeats import merge_repeats
+from harness.report.speeds import MINIMUM_RUNS, Speed, are_alike, speed_of
 from harness.report.tables import fit_width, rich_table
 from harness.report.text import (
     ONE,
@@ -33,6 +34,8 @@ _SHOWN = {"peak_allocated_bytes", "communication_bytes", "peak_rss_bytes"}
 
 Rows = Sequence[tuple[Row, Row]]  # of A and of B
 
+Speeds = Sequence[tuple[Speed | None, Speed | None]]  # of A and of B
+
 
 def print_comparison(names: tuple[str, str], first: Sequence[Record], second: Sequence[Record], out: Console) -> None:
     """Print what differs between two folders, called A and B: versions and settings, pairs of runs, and other runs.
@@ -43,13 +46,18 @@ def print_comparison(names: tuple[str, str], first: Sequence[Record], second: Se
         second: The records of B.
         out: Where to print.
     """
-    for side, name, records in zip("AB", names, (first, second), strict=True):
-        out.print(Text(sanitize(f"{side}: {name}, {pluralize(len(records), 'run')}")), soft_wrap=True)
+    print_names(names, (first, second), out)
     configuration = configuration_changes(first, second)
     _print_changes("Versions", changes(map(origin, first), map(origin, second)), out)
     _print_changes("Environment", changes(map(environment, first), map(environment, second)), out)
     _print_changes("Configuration shared by all runs", configuration, out)
     _print_pairs(pairs(merge_repeats(first), merge_repeats(second), configuration), out)
+
+
+def print_names(names: tuple[str, str], sides: tuple[Sequence[Record], Sequence[Record]], out: Console) -> None:
+    """Print which runs are A and which are B."""
+    for side, name, records in zip("AB", names, sides, strict=True):
+        out.print(Text(sanitize(f"{side}: {name}, {pluralize(len(records), 'run')}")), soft_wrap=True)
 
 
 def _print_changes(title: str, differences: Changes, out: Console) -> None:
@@ -67,18 +75,17 @@ def _print_changes(title: str, differences: Changes, out: Console) -> None:
 def _print_pairs(lines: Sequence[Pair], out: Console) -> None:
     records = [record for record in (first or second for first, second in lines) if record]
     labels = column_values(records_frame(records), "label")
-    matched = [
-        (label, first.row, second.row) for label, (first, second) in zip(labels, lines, strict=True) if first and second
-    ]
+    matched = [(label, first, second) for label, (first, second) in zip(labels, lines, strict=True) if first and second]
     if matched:
-        names, rows = [label for label, *_ in matched], [(first, second) for _, first, second in matched]
-        columns, left_out = fit_width(_columns(names, rows), out.width)
+        names, rows = [label for label, *_ in matched], [(first.row, second.row) for _, first, second in matched]
+        speeds = [(speed_of(first.runs), speed_of(second.runs)) for _, first, second in matched]
+        columns, left_out = fit_width(_columns(names, rows, speeds), out.width)
         out.print(rich_table(columns))
         titles = ", ".join(column.title for column in left_out)
         notes = [f"columns left out to fit {out.width} characters: {titles}"] if left_out else []
         legend = abbreviations(columns)
         notes += [legend] if legend else []
-        notes += [*_legend(names, rows), *_notes(names, rows)]
+        notes += [*_legend(names, rows, speeds), *_notes(names, rows)]
     else:
         notes = ["no run of A has the same configuration as a run of B"]
     for side, position in (("A", 0), ("B", 1)):
@@ -89,10 +96,10 @@ def _print_pairs(lines: Sequence[Pair], out: Console) -> None:
         out.print(Text(sanitize(note)))
 
 
-def _columns(names: Sequence[str], rows: Rows) -> list[Column]:
+def _columns(names: Sequence[str], rows: Rows, by_side: Speeds) -> list[Column]:
     """Return the columns of both values and of B over A, without those that are empty throughout."""
     statuses = [(_status(first), _status(second)) for first, second in rows]
-    marks = [UNSETTLED_MARK if _is_unsettled(first, second) else "" for first, second in rows]
+    marks = [UNSETTLED_MARK if _is_within_variation(*sides) else "" for sides in by_side]
     speed, peak, sent = "tokens_per_second", "peak_allocated_bytes", "communication_bytes"
     speeds = format_ratios([_ratio(speed, first, second) for first, second in rows])
     columns = [
@@ -133,8 +140,9 @@ def _ratio(key: str, first: Row, second: Row) -> float | None:
     return float(value / base)
 
 
-def _is_unsettled(first: Row, second: Row) -> bool:
-    return is_unsettled(_ratio("tokens_per_second", first, second), spread(second), spread(first))
+def _is_within_variation(first: Speed | None, second: Speed | None) -> bool:
+    """Return whether two speeds that may be compared differ by no more than runs vary."""
+    return bool(first and second and first.is_ranked and second.is_ranked and are_alike(first, second))
 
 
 def _deviations(key: str, rows: Rows) -> list[str]:
@@ -148,20 +156,19 @@ def _status(row: Row) -> str:
     return str(row["status"]) if runs == alike else f"{row['status']} {alike}/{runs}"
 
 
-def _legend(names: Sequence[str], rows: Rows) -> Iterator[str]:
-    """Yield the meanings of the table's marks."""
-    ratios = [_ratio("tokens_per_second", first, second) for first, second in rows]
+def _legend(names: Sequence[str], rows: Rows, speeds: Speeds) -> Iterator[str]:
+    """Yield the meanings of the table's marks, and the speeds that may not be compared."""
     yield "× is the ratio of B to A"
-    if any(_is_unsettled(first, second) for first, second in rows):
-        spreads = "the spreads of A and B (between runs; for a single run, of its steps)"
-        yield f"{UNSETTLED_MARK} marks a difference within {spreads}"
-    unknown = [
+    if any(_is_within_variation(*sides) for sides in speeds):
+        yield f"{UNSETTLED_MARK} marks a difference within run-to-run variation"
+    unranked = [
         name
-        for name, ratio, (first, second) in zip(names, ratios, rows, strict=True)
-        if ratio is not None and spread(first) is None and spread(second) is None
+        for name, (first, second), pair in zip(names, speeds, rows, strict=True)
+        if first and second and not (first.is_ranked and second.is_ranked) and _ratio("tokens_per_second", *pair)
     ]
-    if unknown:
-        yield f"no spread is known, so that it is not certain whether these differ: {', '.join(unknown)}"
+    if unranked:
+        names_text = "every run" if len(unranked) == len(names) else ", ".join(unranked)
+        yield f"fewer than {MINIMUM_RUNS} undisturbed runs, so that it is not certain which is faster: {names_text}"
 
 
 def other_changes(first: Row, second: Row) -> list[str]:

@@ -3,7 +3,7 @@
 All text is plain; markdown.py and html.py escape it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,22 @@ class Best(str):
     __slots__ = ()
 
 
+class Disturbed(str):
+    """A cell with a figure that is not to be compared: something disturbed its run, or too few steps were timed."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Paragraph:
     """A paragraph."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Banner:
+    """A paragraph in a frame, which readers have to see before they read on."""
 
     text: str
 
@@ -36,13 +49,18 @@ class BulletList:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose first `label_columns` columns are text and whose other are numbers; a cell may be a Best."""
+    """A table whose first `label_columns` columns are text and whose other are numbers.
+
+    A cell may be a Best or a Disturbed.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     label_columns: int = 1
     caption: str = ""
     strategies: Sequence[str] = ()  # of each row, if the page can hide rows by strategy
+    extra: Collection[int] = ()  # the positions of columns that the page shows on demand
+    keys: Sequence[str] = ()  # the column of runs.csv that each column shows, "" for none
 
 
 @dataclass(frozen=True)
@@ -54,9 +72,10 @@ class Chart:
     alt_text: str  # a sentence for readers who do not see the chart: what is drawn, and its range
     spec: VegaLite  # its data have a field `strategy` by which the page hides marks
     table: Table  # the exact values
+    measure: int = 0  # the table's column whose range the page states for what is visible; 0 if there is none
 
 
-Part = Paragraph | BulletList | Table | Chart
+Part = Paragraph | Banner | BulletList | Table | Chart
 
 
 @dataclass(frozen=True)
@@ -66,6 +85,8 @@ class Section:
     title: str
     parts: Sequence[Part]
     inner: Sequence["Section"] = field(default_factory=tuple)
+    is_first: bool = False  # whether a page shows its chart beside its text, on one screen
+    is_folded: bool = False  # whether a page and its print show the heading alone, until the reader opens it
 
 
 def section(title: str, *parts: Part | None, inner: Sequence[Section] = ()) -> list[Section]:

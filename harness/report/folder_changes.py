@@ -46,6 +46,11 @@ def environment(record: Record) -> Flat:
     return flattened(record.environment)
 
 
+def is_table(lines: Sequence[Record]) -> bool:
+    """Return whether these are the rows of a runs.csv, which have no configurations."""
+    return bool(lines) and not any(line.config for line in lines)
+
+
 def _configuration(record: Record) -> Flat:
     """Return the configuration without the repeat index. Null is a value, and not the same as a missing key."""
     flat = flattened(result_affecting_keys(record.config))
@@ -65,7 +70,12 @@ def changes(first: Iterable[Flat], second: Iterable[Flat]) -> Changes:
 
 
 def configuration_changes(first: Sequence[Record], second: Sequence[Record]) -> Changes:
-    """Return the changes of keys that have one value in all rows of a folder, or are in none of them."""
+    """Return the changes of keys that have one value in all rows of a folder, or are in none of them.
+
+    A table of runs has no configurations, so that nothing is known to have changed.
+    """
+    if any(map(is_table, (first, second))):
+        return {}
     sides = [[_configuration(record) for record in records] for records in (first, second)]
     return {key: values for key, values in changes(*sides).items() if all(_is_shared(key, side) for side in sides)}
 
@@ -95,29 +105,53 @@ def _join(values: Sequence[str] | None) -> str:
 def pairs(first: Sequence[Record], second: Sequence[Record], configuration: Changes) -> list[Pair]:
     """Return the pairs of lines with the same configuration, followed by the lines without a pair.
 
-    Configuration keys that changed for all runs are ignored.
+    Configuration keys that changed for all runs are ignored. A table of runs has no configurations: if either side is
+    one, the runs are compared by the columns that both sides know.
 
-    If a folder has several such lines, for instance made by different versions, the latest of both are the pair.
+    If a folder has several such lines, those of the same run are a pair; of others, for instance made by different
+    versions, the latest of both.
     """
     sides: list[dict[str, list[Record]]] = [{}, {}]
     ignored = {key for key, values in configuration.items() if not key.startswith(_DEFINING) or "-" in values}
+    columns = _known_columns(first, second) if any(map(is_table, (first, second))) else None
     for side, lines in zip(sides, (first, second), strict=True):
         for line in lines:
-            side.setdefault(_run_key(line, ignored), []).append(line)
+            side.setdefault(_run_key(line, ignored, columns), []).append(line)
     matched, unmatched = [], []
     for key in dict.fromkeys((*sides[0], *sides[1])):
         first_lines, second_lines = sides[0].get(key, []), sides[1].get(key, [])
+        matched += _same_runs(first_lines, second_lines)
         if first_lines and second_lines:
             matched.append(Pair(first_lines.pop(), second_lines.pop()))
         unmatched += [Pair(line, None) for line in first_lines] + [Pair(None, line) for line in second_lines]
     return matched + unmatched
 
 
-def _run_key(line: Record, ignored: set[str]) -> str:
-    """Return a key that is equal for lines with the same configuration.
+def _known_columns(*sides: Sequence[Record]) -> list[str]:
+    """Return the defining columns that every side has a value of: an older version may not have had a column."""
+    return [
+        name
+        for name in _DEFINING_COLUMNS
+        if all(any(line.row.get(name) is not None for line in lines) for lines in sides)
+    ]
+
+
+def _same_runs(first_lines: list[Record], second_lines: list[Record]) -> list[Pair]:
+    """Remove the lines of the same run from both lists, and return them as pairs; an id has the hash of its run."""
+    by_id = {line.run_id: line for line in second_lines}
+    matched = [(line, by_id[line.run_id]) for line in first_lines if line.run_id in by_id]
+    for first, second in matched:
+        first_lines.remove(first)
+        second_lines.remove(second)
+    return [Pair(first, second) for first, second in matched]
+
+
+def _run_key(line: Record, ignored: set[str], columns: Sequence[str] | None) -> str:
+    """Return a key that is equal for lines with the same configuration, or with the same values in `columns`.
 
     A key that an older version of the harness did not have counts as null.
     """
-    flat = _configuration(line) or {key: line.row.get(key) for key in _DEFINING_COLUMNS}
+    flat = _configuration(line) if columns is None else {}
+    flat = flat or {key: line.row.get(key) for key in columns or _DEFINING_COLUMNS}
     defining = {key: value for key, value in flat.items() if key not in ignored and value not in (None, _NULL)}
     return json.dumps(defining, sort_keys=True)

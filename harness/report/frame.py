@@ -1,6 +1,6 @@
 """Records as one pandas frame: typed columns, a label for every row, and ratios to the row it is compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pandas as pd
@@ -8,18 +8,18 @@ import pandas as pd
 from harness.records.columns import COLUMN_TYPES
 from harness.records.provenance import version_differences, versions
 from harness.records.schema import Record, Row
-from harness.report.comparability import comparability_key, group_by
 from harness.report.labels import (
     DEFAULTS,
     IMPLIED_BY_STRATEGY,
     OTHER_OPTIONS,
     VARYING,
     labels,
-    non_default,
     other_differences,
     value_text,
 )
-from harness.report.spread import is_unsettled, spread
+from harness.report.ranking import common_baseline
+from harness.report.speeds import are_alike, speed_of
+from harness.report.text import pluralize
 
 STATE_COLUMNS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
@@ -39,9 +39,11 @@ def records_frame(records: Sequence[Record]) -> pd.DataFrame:
     - `stale_reason`: what differs between the record's versions and the installed ones;
     - `otherwise`: the differing configuration keys of rows that no column distinguishes;
     - `label`: the unique name of the row;
-    - `baseline`: the label of the row that it is compared with;
-    - `<column>_ratio`: its value over the baseline's;
-    - `unsettled`: whether the ratio of speed lies within the spread.
+    - `baseline`: the label of the one row that all ratios refer to, for the rows that are comparable with it;
+    - `<column>_ratio`: its value over the baseline's; of speed only where both may be ranked;
+    - `speed_low`, `speed_high`: the slowest and the fastest run of a speed that may be ranked;
+    - `is_ignored`: whether its speed and times are disturbed or barely timed;
+    - `unsettled`: whether its speed differs from the baseline's by no more than runs vary.
 
     Repeated runs are a row each: `records_frame(merge_repeats(records))` has one row for all repeats.
     """
@@ -55,12 +57,31 @@ def records_frame(records: Sequence[Record]) -> pd.DataFrame:
     varying = varying_columns(table)
     table[OTHER_OPTIONS] = other_differences(records, varying)
     line_labels = labels(rows, varying, table[OTHER_OPTIONS].tolist())
-    baselines = _baselines(rows)
     table["label"] = line_labels
-    table["baseline"] = [None if baseline is None else line_labels[baseline] for baseline in baselines]
+    baseline, compared = common_baseline(records)
+    table["baseline"] = [line_labels[baseline or 0] if position in compared else None for position in range(len(rows))]
     for name in dict.fromkeys((*MEMORY_COLUMNS, *RATIO_COLUMNS)):
-        table[f"{name}_ratio"] = pd.array(_ratios(column_values(table, name), baselines), dtype="Float64")
-    table["unsettled"] = _unsettled(rows, column_values(table, "tokens_per_second_ratio"), baselines)
+        table[f"{name}_ratio"] = pd.array(_ratios(column_values(table, name), baseline, compared), dtype="Float64")
+    return _with_speeds(table, records, baseline, compared)
+
+
+def _with_speeds(
+    table: pd.DataFrame, records: Sequence[Record], baseline: int | None, compared: Collection[int]
+) -> pd.DataFrame:
+    """Add the columns of speeds that depend on the repeats, and blank the ratios of speeds that cannot be ranked."""
+    speeds = [speed_of(record.runs or [record]) for record in records]
+    ranked = [speed if speed and speed.is_ranked else None for speed in speeds]
+    base = None if baseline is None else ranked[baseline]
+    has_ratio = [position in compared and bool(base and speed) for position, speed in enumerate(ranked)]
+    table["tokens_per_second_ratio"] = table["tokens_per_second_ratio"].where(pd.Series(has_ratio, index=table.index))
+    lows = [None if speed is None else speed.low for speed in ranked]
+    highs = [None if speed is None else speed.high for speed in ranked]
+    table["speed_low"], table["speed_high"] = pd.array(lows, dtype="Float64"), pd.array(highs, dtype="Float64")
+    table["is_ignored"] = [bool(speed and speed.is_disturbed) for speed in speeds]
+    table["unsettled"] = [
+        bool(speed and base and compares and position != baseline and are_alike(speed, base))
+        for position, (speed, compares) in enumerate(zip(ranked, has_ratio, strict=True))
+    ]
     return table
 
 
@@ -77,7 +98,7 @@ def distinct_values(table: pd.DataFrame, name: str) -> list[Any]:
 
 
 def varying_columns(table: pd.DataFrame) -> list[str]:
-    """Return the columns that differ between rows, without those that strategy and world size determine."""
+    """Return the columns that differ between rows, without those that strategy and ranks determine."""
     by_strategy = table.groupby(["strategy", "world_size"])
     return [
         name
@@ -90,64 +111,32 @@ def varying_columns(table: pd.DataFrame) -> list[str]:
     ]
 
 
-def _baselines(rows: Sequence[Row]) -> list[int | None]:
-    """Return for each row that is ok the position of the row it is compared with, and None for the others."""
-    ok = [position for position, row in enumerate(rows) if row["status"] == "ok"]
-    baselines: list[int | None] = [None] * len(rows)
-    for peers in group_by(ok, lambda position: comparability_key(rows[position])).values():
-        by_world = {world: _baseline(world, peers, rows) for world in {rows[peer].get("world_size") for peer in peers}}
-        for peer in peers:
-            baselines[peer] = by_world[rows[peer].get("world_size")]
-    return baselines
-
-
-def _baseline(world: int | None, peers: Sequence[int], rows: Sequence[Row]) -> int:
-    """Return the peer to compare a world size with: `ddp` on as many ranks, else `single`, else the first.
-
-    A single process is compared with the only `ddp` there is. Among several candidates the one without checkpointing
-    and with the fewest options that are not their defaults is chosen.
-    """
-    ddp = [peer for peer in peers if rows[peer].get("strategy") == "ddp"]
-    same_world = [peer for peer in peers if rows[peer].get("world_size") == world]
-    only_ddp = world == 1 and len({rows[peer].get("world_size") for peer in ddp}) == 1
-    single = [peer for peer in peers if rows[peer].get("strategy") == "single"]
-    candidates = (ddp if only_ddp else [peer for peer in ddp if rows[peer].get("world_size") == world]) or single
-
-    def variations(peer: int) -> tuple[bool, int]:
-        return rows[peer].get("checkpointing") not in (None, "none"), len(non_default(rows[peer]))
-
-    return min(candidates or same_world, key=variations)
-
-
-def _ratios(column: Sequence[Any], baselines: Sequence[int | None]) -> list[float | None]:
-    """Return each row's value over its baseline's, None where either is unknown or the baseline's is 0."""
-    ratios: list[float | None] = []
-    for value, baseline in zip(column, baselines, strict=True):
-        base = None if baseline is None else column[baseline]
-        ratios.append(value / base if value is not None and base else None)
-    return ratios
-
-
-def _unsettled(rows: Sequence[Row], ratios: Sequence[float | None], baselines: Sequence[int | None]) -> list[bool]:
-    """Return for each row whether its ratio of speed is unsettled; a baseline against itself is settled."""
+def _ratios(column: Sequence[Any], baseline: int | None, compared: Collection[int]) -> list[float | None]:
+    """Return each compared row's value over the baseline's, None where either is unknown or the baseline's is 0."""
+    base = None if baseline is None else column[baseline]
     return [
-        baseline not in (None, position) and is_unsettled(ratio, spread(row), spread(rows[baseline]))
-        for position, (row, ratio, baseline) in enumerate(zip(rows, ratios, baselines, strict=True))
+        value / base if base and value is not None and position in compared else None
+        for position, value in enumerate(column)
     ]
 
 
-def baseline_names(table: pd.DataFrame) -> str:
-    """Return the labels of the baselines, for a title; empty where no row is compared with another one."""
+def baseline_name(table: pd.DataFrame) -> str:
+    """Return the label of the row that all ratios refer to; empty where no other row is compared with it."""
     baselines = column_values(table, "baseline")
     pairs = zip(column_values(table, "label"), baselines, strict=True)
-    has_other = any(base not in (None, label) for label, base in pairs)
-    return ", ".join(distinct_values(table, "baseline")) if has_other else ""
+    return next((base for label, base in pairs if base not in (None, label)), "")
 
 
 def labels_by_kernel(table: pd.DataFrame) -> dict[str, list[str]]:
     """Return the labels of rows by their attention kernel; empty if all have one, as rows should."""
     groups = labels_by(table, "attention_kernel") if "attention_kernel" in table else {}
     return groups if len(groups) > 1 else {}
+
+
+def compared_layers(record: Record) -> str:
+    """Return how many of its layers a run was compared on with a single process, such as 2 of 4; '' where on all."""
+    layers, all_layers = record.row.get("reference_layers"), (record.config.get("model") or {}).get("num_hidden_layers")
+    return f"{layers} of {all_layers}" if layers and all_layers and layers < all_layers else ""
 
 
 def labels_by_staleness(table: pd.DataFrame) -> dict[str, list[str]]:
@@ -174,7 +163,7 @@ def shared_settings(table: pd.DataFrame) -> list[str]:
         phrases.append(shared["model"] + size)
     phrases += [shared["precision"]] if "precision" in shared else []
     phrases += [f"checkpointing {shared['checkpointing']}"] if "checkpointing" in shared else []
-    phrases += [f"world size {shared['world_size']}"] if "world_size" in shared else []
+    phrases += [pluralize(shared["world_size"], "rank")] if "world_size" in shared else []
     if "global_batch" in shared and "seq_len" in shared:
         tokens = shared["global_batch"] * shared["seq_len"]
         phrases.append(f"{shared['global_batch']} × {shared['seq_len']} = {tokens:,} tokens per step")

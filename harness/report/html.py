@@ -16,7 +16,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from harness.report.document import Best, BulletList, Chart, Paragraph, Section, Table
+from harness.report.charts import style
+from harness.report.document import Banner, Best, BulletList, Chart, Disturbed, Paragraph, Section, Table
 from harness.report.explorer import ExplorerData
 from harness.util.text import sanitize
 
@@ -44,6 +45,8 @@ def page(
     library: str,
     config: tuple[Config, Config],
     svgs: Mapping[str, str] | None = None,
+    latex: str = "",
+    derivations: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the whole page.
 
@@ -53,17 +56,26 @@ def page(
         explorer: The data of the chart whose axes the reader chooses, if there is one.
         library: A script that sets `vegaEmbed`.
         config: The configs of Vega-Lite for light and dark pages.
-        svgs: Charts as SVG by their names, which are shown where scripts are off.
+        svgs: Charts as SVG by their names, which are shown until a script has drawn them, and where scripts are off.
+        latex: The comparison as a LaTeX table, to save.
+        derivations: How the figures of the table with `keys` were worked out, see `harness.report.derivation.pack`.
     """
     headings = _headings(sections, 2, {"top", "main", "contents", "axes", "filter"})
     charts = list(_charts(sections))
     strategies = _strategies(sections, charts, explorer)
     data = {
-        "charts": [chart.spec | {"description": chart.alt_text} for chart in charts],
+        "charts": [
+            {"spec": chart.spec | {"description": chart.alt_text}, "name": chart.name, "measure": chart.measure}
+            for chart in charts
+        ],
         "explorer": explorer and {"rows": explorer.rows, "texts": explorer.texts, "numbers": explorer.numbers},
+        "colors": style.strategy_colors(strategies),
+        "name": title,
+        "latex": latex,
+        "derivations": derivations,
         "config": config,
     }
-    style, script = (_source(name) for name in ("page.css", "page.js"))
+    css, script = (_source(name) for name in ("page.css", "page.js"))
     library = _script(library)
     html = _template().render(
         title=title,
@@ -72,15 +84,16 @@ def page(
         positions={id(chart): position for position, chart in enumerate(charts)},
         svgs={name: _data_url(svg) for name, svg in (svgs or {}).items()},
         strategies=strategies,
+        latex=bool(latex),
         data=Markup(_json(data)),
-        style=Markup(style),
+        style=Markup(css),
         script=Markup(script),
         library=Markup(library),
         # Vega interprets its expressions (`ast: true` in page.js), so no 'unsafe-eval' is needed.
         policy="; ".join(
             (
                 "default-src 'none'",
-                f"style-src {_digest(style)}",
+                f"style-src {_digest(css)}",
                 f"script-src {_digest(script)} {_digest(library)}",
                 "img-src data:",
                 "base-uri 'none'",
@@ -95,6 +108,9 @@ def _headings(sections: Sequence[Section], level: int, used_ids: set[str]) -> li
     """Return the sections with unique ids made from their titles."""
     headings: list[_Heading] = []
     for section in sections:
+        if not section.title:
+            headings.append(_Heading("", min(level, 6), section, _headings(section.inner, level, used_ids)))
+            continue
         slug = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")[:40].strip("-") or "section"
         name, count = slug, 1
         while name in used_ids:
@@ -156,6 +172,8 @@ def _digest(text: str) -> str:
 
 
 def _data_url(svg: str) -> str:
+    """Return a picture to embed; the page describes it, so that its marks need no names of their own."""
+    svg = re.sub(r' (?:aria-[a-z]+|role)="[^"]*"', "", svg)
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode('utf-8', 'replace')).decode()}"
 
 
@@ -175,7 +193,7 @@ def _template() -> jinja2.Template:
         finalize=lambda value: value if isinstance(value, Markup) else sanitize(value),
     )
     environment.filters |= {"split_cell": _split_cell, "identity": id}
-    for kind in (Paragraph, BulletList, Table, Chart, Best):
+    for kind in (Banner, Paragraph, BulletList, Table, Chart, Best, Disturbed):
         environment.tests[kind.__name__.lower()] = lambda value, kind=kind: isinstance(value, kind)
     environment.tests["long"] = lambda text: len(text) > _LONG
     return environment.get_template("page.html.j2")

@@ -15,7 +15,7 @@ IMPLIED_BY_STRATEGY = (
     *("offload", "offload_activations"),
 )
 
-OTHER_OPTIONS = "otherwise"  # a column that only frames have: keys without a column that differ
+OTHER_OPTIONS = "other options"  # a column that only frames have: keys without a column that differ
 
 # The columns that are shown where they vary between the rows and mentioned once where they do not.
 VARYING = (
@@ -57,7 +57,7 @@ STEP_PARTS = {
     name: column(name).title
     for name in (
         *("data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds"),
-        *("exposed_communication_seconds", "idle_seconds", "other_seconds"),
+        *("exposed_communication_seconds", "exposed_copy_seconds", "idle_seconds", "other_seconds"),
     )
 }
 
@@ -90,6 +90,10 @@ def value_text(name: str, value: Any) -> str:
     """Return the value of a column as a phrase that names the column where the value alone is not clear."""
     if name == "parameters":
         return f"{value / 1e6:.3g}M" if value >= 10**5 else f"{value} parameters"
+    if name == "checkpointing_every":
+        return f"in 1 of {value} layers"
+    if name == "world_size":
+        return f"on {value} rank{'s' if value != 1 else ''}"
     return str(value) if name in _SELF_EXPLANATORY else f"{column_title(name, short=True)} {cell_text(value)}"
 
 
@@ -122,7 +126,7 @@ def other_differences(records: Sequence[Record], varying: Sequence[str]) -> list
 def labels(rows: Sequence[Row], varying: Sequence[str], differences: Sequence[str | None]) -> list[str]:
     """Return a unique label for each row, as short as possible.
 
-    Examples are `ddp`, `zero3 full`, `tp world 4` and `ddp compiled yes`.
+    Examples are `ddp`, `zero3 + full checkpointing`, `tp on 4 ranks` and `ddp compiled yes`.
 
     Args:
         rows: The rows to name.
@@ -147,9 +151,13 @@ def _differ(rows: Sequence[Row], key: str) -> bool:
     return len({row.get(key) for row in rows}) > 1
 
 
+def configuration_name(strategy: Any, checkpointing: Any) -> str:
+    """Return a strategy with its checkpointing, such as `ddp` and `zero3 + full checkpointing`."""
+    return f"{strategy}" + ("" if checkpointing in (None, "none") else f" + {checkpointing} checkpointing")
+
+
 def _name(row: Row) -> str:
-    checkpointing = row.get("checkpointing")
-    return f"{row.get('strategy') or row['run_id']}{'' if checkpointing in (None, 'none') else f' {checkpointing}'}"
+    return configuration_name(row.get("strategy") or row["run_id"], row.get("checkpointing"))
 
 
 def _details(row: Row, differing: Sequence[str]) -> str:

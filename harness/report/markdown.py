@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Iterator, Sequence
 
-from harness.report.document import Best, BulletList, Chart, Paragraph, Part, Section, Table
+from harness.report.document import Banner, Best, BulletList, Chart, Disturbed, Paragraph, Part, Section, Table
 from harness.util.text import sanitize
 
 FIGURES = "figures"  # the folder of charts, beside report.md
@@ -32,17 +32,40 @@ def _part(part: Part, drawn: Collection[str]) -> Iterator[str]:
     match part:
         case Paragraph(text):
             yield _line(text)
+        case Banner(text):
+            yield f"> **{escape(text)}**"
         case BulletList(items):
             yield "\n".join(f"- {_item(lead, text)}" for lead, text in items)
         case Table():
             yield from [_line(f"{part.caption}:")] if part.caption else []
-            yield format_table(part)
+            yield from _tables(part)
         case Chart(name, _, alt_text) if name in drawn:
             yield f"![{escape(alt_text)}]({FIGURES}/{name}.svg)"
 
 
 def _item(lead: str, text: str) -> str:
     return f"**{escape(lead)}**: {escape(text)}" if lead else _line(text)
+
+
+def _tables(table: Table) -> Iterator[str]:
+    """Yield a table, and one of the columns that a page shows on demand."""
+    if not table.extra:
+        yield format_table(table)
+        return
+    positions = range(len(table.header))
+    yield format_table(_select(table, [position for position in positions if position not in table.extra]))
+    yield "More columns:"
+    yield format_table(
+        _select(
+            table, [position for position in positions if position < table.label_columns or position in table.extra]
+        )
+    )
+
+
+def _select(table: Table, positions: Sequence[int]) -> Table:
+    """Return the table with these of its columns, among them all label columns."""
+    rows = [[cells[position] for position in positions] for cells in table.rows]
+    return Table([table.header[position] for position in positions], rows, table.label_columns)
 
 
 def format_table(table: Table) -> str:
@@ -54,6 +77,8 @@ def format_table(table: Table) -> str:
 
 
 def _cell(cell: str) -> str:
+    if isinstance(cell, Disturbed):
+        return f"~~{escape(cell)}~~"
     return f"**{escape(cell)}**" if isinstance(cell, Best) else escape(cell)
 
 

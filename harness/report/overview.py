@@ -1,6 +1,5 @@
-"""The report's first sections: an introduction, the comparison and its pivots."""
+"""The report's sections on the whole comparison: its table and its pivots."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,33 +8,15 @@ import pandas as pd
 from harness.records.columns import column as registered
 from harness.records.schema import Record
 from harness.report.best import best
-from harness.report.charts import speed, tradeoffs
-from harness.report.comparison_columns import comparison_columns
+from harness.report.charts import front, speed
+from harness.report.comparison_columns import comparison_columns, disturbed_cells, speed_texts
 from harness.report.document import Best, Paragraph, Section, Table, section
-from harness.report.frame import baseline_names, column_values, distinct_values, shared_settings, varying_columns
+from harness.report.frame import baseline_name, column_values, distinct_values, shared_settings, varying_columns
 from harness.report.labels import VARYING, column_title, value_text
-from harness.report.spread import HOW_TO_READ
-from harness.report.text import ONE, byte_unit, format_numbers, pluralize
+from harness.report.text import ONE, byte_unit, format_numbers
 from harness.report.view import View
 
 _PIVOT_FIGURES = ("peak_allocated_bytes", "tokens_per_second")  # of lines that are ok
-
-
-def introduction(view: View) -> Paragraph:
-    """Return how many runs there are, how they ended, what they share, and the versions they were recorded with."""
-    table, records = view.line_medians, view.records
-    statuses = Counter(record.status for record in records)
-    text = f"{pluralize(len(records), 'run')} ({', '.join(f'{count} {status}' for status, count in statuses.items())})"
-    text += f" of {pluralize(len(view.lines), 'configuration')}" if len(view.lines) < len(records) else ""
-    shared = "; ".join(shared_settings(table))
-    text += f". All have in common: {shared}." if shared else "."
-    varied = ", ".join(column_title(name) for name in varying_columns(table))
-    text += f" They differ in the strategy and in: {varied}." if varied else ""
-    recorded_with = [f"{key} {', '.join(values)}" for key, values in recorded_versions(records).items()]
-    text += f" Recorded with {', '.join(recorded_with)}." if recorded_with else ""
-    if view.running:
-        text += f" Still running and not in the tables: {', '.join(view.running)}."
-    return Paragraph(text)
 
 
 def recorded_versions(records: Sequence[Record]) -> dict[str, list[str]]:
@@ -57,47 +38,60 @@ def comparison(view: View) -> list[Section]:
         [Best(cell) if position in winners.get(column.key, ()) else cell for position, cell in enumerate(column.cells)]
         for column in columns
     ]
-    baseline = baseline_names(table)
-    caption = "; ".join(shared_settings(table))
-    names = sum(not column.number for column in columns)
-    strategies = [str(strategy or "") for strategy in column_values(table, "strategy")]
-    rows = list(zip(*cells, strict=True))
+    baseline = baseline_name(table)
+    main = Table(
+        [column.title for column in columns],
+        list(zip(*cells, strict=True)),
+        label_columns=next(position for position, column in enumerate(columns) if column.number),
+        caption="; ".join(shared_settings(table)),
+        strategies=[str(strategy or "") for strategy in column_values(table, "strategy")],
+        extra=[position for position, column in enumerate(columns) if column.is_extra],
+        keys=[column.key for column in columns],
+    )
     return section(
         "Comparison",
-        Table([column.title for column in columns], rows, names, caption, strategies),
+        main,
         Paragraph(" ".join(_legend(table, baseline, bool(winners)))),
         speed.throughput(view),
-        tradeoffs.trade(view),
+        front.trade(view),
     )
 
 
 def _legend(table: pd.DataFrame, baseline: str, has_best: bool) -> Iterator[str]:
     """Yield a sentence for each term and mark that the comparison uses."""
     if baseline:
-        yield f"× is the ratio to {baseline}."
+        yield f"× is the ratio to {baseline}, for every row that is comparable with it."
+    if distinct_values(table, "speed_low"):
+        yield (
+            "Speed is the median [slowest–fastest] of at least three undisturbed runs. One configuration counts as"
+            " faster than another only if its slowest run is faster than the other's fastest by more than half the"
+            " wider of both ranges."
+        )
+    if any("(n = " in text for text in speed_texts(table)):
+        yield "n is the number of undisturbed runs; fewer than three are not compared (repeats=3 would rank them)."
+    if any(column_values(table, "unsettled")):
+        yield "~ marks a speed that differs from the baseline's only within run-to-run variation."
     yield (
         "Memory is the maximum over ranks. Model state is the parameters, gradients and optimizer state, on the device"
         " and on the host. Communication is the bytes that one rank sends per step. The deviations are the largest"
-        " relative differences from the single-process reference."
+        " relative differences from the reference."
     )
     if has_best:
-        yield (
-            "Bold marks the best value of a column among comparable runs on the same number of ranks, where it leads by"
-            " more than the spread."
-        )
+        yield "Bold marks the best value of a column among comparable runs on the same number of ranks."
     if distinct_values(table, "mfu"):
         yield "MFU is model FLOPs utilization: the model's operations over the peak of all devices."
     if distinct_values(table, "pipeline_bubble"):
         yield "The bubble is the idle time of all pipeline stages over their working time."
-    if baseline or distinct_values(table, "between_runs"):
-        yield HOW_TO_READ
-    if any(count > 1 for count in column_values(table, "runs")):
+    if any(count and count > 1 for count in column_values(table, "runs")):
         yield (
-            "For repeated runs the tables below show the run with the median speed; the sections on proof, failures and"
-            " noise warnings show every run."
+            "Repeats of a configuration share a row; the tables below show the run with the median speed, and the"
+            " sections on proof, failures and noise warnings every run."
         )
-    if any(column_values(table, "noise_warning")):
-        yield "‡ marks runs with a noise warning; the warnings are listed below."
+    if any(column_values(table, "is_ignored")):
+        yield (
+            "‡ marks speeds and times to ignore, which are struck through: something disturbed every run, or fewer than"
+            " four steps were timed."
+        )
     if distinct_values(table, "stale_reason"):
         yield "† marks stale rows, which were recorded with other versions than are installed; they are listed below."
 
@@ -146,12 +140,18 @@ def _grids(table: pd.DataFrame, names: Sequence[str], values: Sequence[Any]) -> 
         numbers = column_values(table, key)
         unit = byte_unit(numbers) if key.endswith("_bytes") else ONE
         cells: dict[tuple[str, Any], list[str]] = {}
-        for (name, value, status), number in zip(cell_keys, format_numbers(numbers, unit), strict=True):
+        texts = format_numbers(numbers, unit)
+        if key == "tokens_per_second":
+            texts = disturbed_cells(table, speed_texts(table))
+        for (name, value, status), number in zip(cell_keys, texts, strict=True):
             cells.setdefault((name, value), []).append(number if status == "ok" else status)
         if any(number is not None for number in numbers):
-            rows = [
-                [name, *(" / ".join(cells.get((name, head), ())) for head in heads)] for name in dict.fromkeys(names)
-            ]
+            rows = [[name, *(_join(cells.get((name, head), ())) for head in heads)] for name in dict.fromkeys(names)]
             header = ["strategy", *("unknown" if head is None else str(head) for head in heads)]
             caption = f"{title} ({unit.name})" if unit.name else title
             yield Table(header, rows, caption=caption, strategies=[name.split(" ")[0] for name in dict.fromkeys(names)])
+
+
+def _join(cells: Sequence[str]) -> str:
+    """Return the lines of one cell; a single one keeps its mark."""
+    return cells[0] if len(cells) == 1 else " / ".join(cells)

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import memory as memory_charts
-from harness.report.charts import speed as speed_charts
+from harness.report.charts import times as time_charts
+from harness.report.comparison_columns import disturbed_cells
 from harness.report.document import BulletList, Paragraph, Section, Table, run_table, section
-from harness.report.frame import MEMORY_COLUMNS, baseline_names, column_values
+from harness.report.frame import MEMORY_COLUMNS, baseline_name, column_values
 from harness.report.labels import PEAK_PARTS, STEP_PARTS
 from harness.report.text import (
     MILLISECONDS,
@@ -91,7 +92,7 @@ def memory(view: View) -> list[Section]:
     on_host = {name: column(name).title for name in _HOST_NOTES if any(column_values(table, name))}
     names = (*MEMORY_COLUMNS, *on_host, *_OTHER_MEMORY)
     unit = byte_unit([value for name in names for value in column_values(table, name)])
-    compared = baseline_names(table)
+    compared = baseline_name(table)
     columns: dict[str, list[str]] = {}
     for name in MEMORY_COLUMNS:
         header = column(name).title
@@ -191,8 +192,9 @@ def time(view: View) -> list[Section]:
     columns["energy per token J"] = format_numbers(column_values(table, "joules_per_token"), ONE)
     return section(
         "Breakdown of step time (ms)",
-        speed_charts.step(view),
-        run_table(table, {header: cells for header, cells in columns.items() if any(cells)}),
+        time_charts.step(view),
+        time_charts.exposed_communication(view),
+        run_table(table, {header: disturbed_cells(table, cells) for header, cells in columns.items() if any(cells)}),
         Paragraph(
             "The parts are those of the slowest rank in the median step; from data to other they add up to the step"
             " time. Communication is exposed while a collective is in flight and no operator computes, and overlapped"
@@ -216,9 +218,9 @@ def operations(view: View) -> list[Section]:
         f"model {unit.name} per step": format_numbers(model, unit),
         f"executed {unit.name} per step": format_numbers(executed, unit),
         "executed / model": format_ratios(ratios),
-        f"model {rate.name}/s per device": format_numbers(rates, rate),
-        "MFU %": format_percents(column_values(table, "mfu")),
-        "HFU %": format_percents(column_values(table, "hfu")),
+        f"model {rate.name}/s per device": disturbed_cells(table, format_numbers(rates, rate)),
+        "MFU %": disturbed_cells(table, format_percents(column_values(table, "mfu"))),
+        "HFU %": disturbed_cells(table, format_percents(column_values(table, "hfu"))),
     }
     return section(
         "Floating-point operations",

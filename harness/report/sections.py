@@ -1,20 +1,24 @@
 """The report's table of contents. Measured and predicted values never share a column."""
 
+from dataclasses import replace
+
 from harness.report.appendix import disturbed, failures, predicted_section, proof_section, stale, unreadable, versions
 from harness.report.batches import batches
 from harness.report.caveats import caveats
 from harness.report.charts import growth, speed, tradeoffs
+from harness.report.charts.first import first_picture
 from harness.report.claims import literature
-from harness.report.document import Paragraph, Section, section
+from harness.report.document import Banner, BulletList, Paragraph, Section, section
 from harness.report.findings import findings
-from harness.report.overview import comparison, introduction, pivots
+from harness.report.first_screen import first_screen
+from harness.report.overview import comparison, pivots
 from harness.report.resources import memory, operations, peak, pipeline_section, time
 from harness.report.traffic import traffic_section
 from harness.report.view import MOST, View, truncate
 
 
 def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -> list[Section]:
-    """Return the whole report.
+    """Return the whole report: the answers, what they do not say, the tables, and folded details.
 
     Args:
         view: The runs to report.
@@ -22,21 +26,7 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
         fits_in: The memory in bytes that a recommendation has to fit in.
     """
     part = truncate(view, MOST)
-    return [
-        *section("", introduction(view)),
-        *findings(view, fits_in),
-        *section("", _truncation(view, part)),
-        *comparison(part),
-        *failures(part),
-        *caveats(view),
-        *pivots(part, pivot),
-        *memory(part),
-        *peak(part),
-        *section("Peak memory by model size", growth.memory_wall(part)),
-        *section("Memory savings and cost of activation checkpointing", tradeoffs.checkpointing(part)),
-        *batches(part),
-        *time(part),
-        *section("Scaling with the number of ranks", speed.scaling(part)),
+    details = [
         *operations(part),
         *traffic_section(part),
         *pipeline_section(part),
@@ -48,12 +38,46 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
         *versions(view),
         *unreadable(view),
     ]
+    return [
+        *_first(view, part, fits_in),
+        *caveats(view),
+        *section("", _truncation(view, part)),
+        *comparison(part),
+        *failures(part),
+        *pivots(part, pivot),
+        *findings(view),
+        *memory(part),
+        *peak(part),
+        *section("Peak memory by model size", growth.largest_model(part), growth.memory_wall(part)),
+        *section("Memory savings and cost of activation checkpointing", tradeoffs.checkpointing(part)),
+        *batches(part),
+        *time(part),
+        *section("Scaling with the number of ranks", speed.scaling(part)),
+        *(replace(entry, is_folded=True) for entry in details),
+    ]
+
+
+def _first(view: View, part: View, fits_in: int | None) -> list[Section]:
+    """Return the first screen: what was compared, the answers, one picture, and what fits in a device's memory."""
+    if not view.lines:
+        return section("", Paragraph("No runs are recorded."))
+    screen = first_screen(view, fits_in)
+    (first,) = section(
+        "Summary",
+        Banner(screen.warning) if screen.warning else None,
+        Paragraph(screen.compared),
+        Banner(screen.banner) if screen.banner else None,
+        BulletList(screen.answers) if screen.answers else None,
+        first_picture(part),
+        screen.fits,
+    )
+    return [replace(first, is_first=True)]
 
 
 def _truncation(view: View, part: View) -> Paragraph | None:
     if len(part.records) == len(view.records):
         return None
     return Paragraph(
-        f"The tables show {len(part.records)} of {len(view.records)} runs: the fastest of every strategy, then the"
-        " others in the order of their start. All runs are in runs.csv and runs.parquet."
+        f"The tables show {len(part.records)} of {len(view.records)} runs: the fastest of every strategy, the front of"
+        " memory and speed, then the others in the order of their start. All runs are in runs.csv and runs.parquet."
     )

@@ -1,11 +1,16 @@
-"""Sentences on all configurations of a report: the memory wall, scaling, predictions and failures."""
+"""Sentences on all configurations of a report: the memory wall, scaling, checkpointing, predictions and failures."""
 
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
+from harness.records.schema import Record, Row
 from harness.report.charts.lines import chart_lines
-from harness.report.charts.series import by_parameters, by_world
-from harness.report.comparability import comparability_key
+from harness.report.charts.series import Series, by_parameters, by_world
+from harness.report.comparability import PARTITION_COLUMNS, comparability_key
+from harness.report.reasons import recomputation_text
+from harness.report.reported import Reported, ReportedGroup
+from harness.report.speeds import Speed, are_alike, speed_of
 from harness.report.text import bytes_text, join_words, percent_text, pluralize
 from harness.report.view import View
 
@@ -33,18 +38,88 @@ def _millions(parameters: int) -> str:
 
 
 def scaling_sentences(view: View) -> Iterator[str]:
-    """Yield how the speed of each strategy grows with the world size, the batch and all else being equal."""
+    """Yield how the speed of each strategy grows with the ranks, the batch and all else being equal.
+
+    There is no sentence where ranks shared processor cores, which no device does, or where a speed is not ranked.
+    """
     curves = [
         series for series in by_world(chart_lines(view)) if series.points[0].row.get("checkpointing") in (None, "none")
     ]
     if len({comparability_key(series.points[0].row) for series in curves}) != 1:  # sentences would mix several settings
         return
     for series in curves[:_MOST_LINES]:
-        (small, slow), *_, (large, fast) = [(line.row["world_size"], line.speed or 0.0) for line in series.points]
-        yield (
-            f"{series.name} from {small} to {large} rank{'s'[: large > 1]}: {fast / slow:.2f} × the tokens/s, which is"
-            f" {percent_text(fast / slow * small / large)} of what {large / small:g} × would be."
-        )
+        yield from _scaling(series)
+
+
+def _scaling(series: Series) -> Iterator[str]:
+    usable = [
+        (line.row["world_size"], speed)
+        for line in series.points
+        if not any(is_crowded(run) for run in line.record.runs) and (speed := speed_of(line.record.runs))
+    ]
+    ranked: list[tuple[int, Speed]] = [(ranks, speed) for ranks, speed in usable if speed.is_ranked]
+    if len(ranked) < 2:
+        return
+    (few, slow), *_, (many, fast) = ranked
+    times = fast.median / slow.median
+    text = f"{series.name} on {many} ranks instead of {few}"
+    if are_alike(slow, fast):
+        yield f"{text} has the same tokens/s within run-to-run variation."
+        return
+    yield f"{text} has {times:.2f} × the tokens/s, {percent_text(times * few / many)} of linear scaling."
+
+
+def is_crowded(record: Record) -> bool:
+    """Return whether the ranks computed on the processor with less than one core each."""
+    cores, ranks = record.environment.get("cores"), record.row.get("world_size")
+    return record.row.get("measured_on") == "cpu" and cores is not None and ranks is not None and cores < ranks
+
+
+def checkpointing_sentences(group: ReportedGroup) -> Iterator[str]:
+    """Yield how much memory each kind of checkpointing saves over the same run without, and what that costs."""
+    plains: dict[tuple[Any, ...], Reported] = {}
+    for line in group.members:
+        if line.row.get("checkpointing") in (None, "none"):
+            plains.setdefault(_key(line), line)
+    for line in group.members:
+        kind, plain = line.row.get("checkpointing"), plains.get(_key(line))
+        if kind in (None, "none") or plain is None:
+            continue
+        sizes = {"activations": "activation_bytes", "the peak": "peak_allocated_bytes"}
+        changes = [text for noun, name in sizes.items() if (text := _size_text(noun, line.row, plain.row, name))]
+        if changes:
+            yield f"{kind} on {plain.label}: {join_words(changes)}{_cost_text(line, plain)}."
+
+
+def _size_text(noun: str, after: Row, before: Row, name: str) -> str:
+    """Return by how much memory is smaller or larger than before; empty where either is unknown."""
+    new, old = after.get(name), before.get(name)
+    if new is None or not old:
+        return ""
+    share = abs(1 - new / old)
+    return (
+        f"{noun} {percent_text(share)} {'smaller' if new < old else 'larger'}"
+        if share >= 0.0005
+        else f"{noun} as large"
+    )
+
+
+def _cost_text(line: Reported, plain: Reported) -> str:
+    """Return the speed and the operations that checkpointing costs; empty where neither is known."""
+    costs = [recomputation_text(line, plain)]
+    if line.speed.is_ranked and plain.speed.is_ranked:
+        change = line.speed.median / plain.speed.median - 1
+        if are_alike(line.speed, plain.speed):
+            costs.insert(0, "no speed beyond run-to-run variation")
+        else:
+            costs.insert(0, f"{percent_text(abs(change))} {'less' if change < 0 else 'more'} speed")
+    known = [cost for cost in costs if cost]
+    return f", for {' and '.join(known)}" if known else ""
+
+
+def _key(line: Reported) -> tuple[Any, ...]:
+    """Return a key that is equal for configurations that differ in checkpointing alone."""
+    return tuple(line.row.get(name) for name in (*PARTITION_COLUMNS, "micro_batch", "offload_activations"))
 
 
 def prediction_sentences(view: View) -> Iterator[str]:
@@ -67,4 +142,5 @@ def failure_sentences(view: View) -> Iterator[str]:
     if failed:
         counts = ", ".join(f"{count} {status}" for status, count in failed.items())
         total = sum(failed.values())
-        yield f"{total} of {len(statuses)} configurations have no figures ({counts}): the reasons are under Failures."
+        verb = "has" if total == 1 else "have"
+        yield f"{total} of {len(statuses)} configurations {verb} no figures ({counts}): the reasons are under Failures."

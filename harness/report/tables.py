@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from harness.records.schema import Record, Row
@@ -21,13 +21,16 @@ from harness.report.comparison_columns import (
     comparison_columns,
     sanitized_texts,
 )
+from harness.report.document import Disturbed
+from harness.report.first_screen import warning
 from harness.report.frame import (
-    baseline_names,
+    baseline_name,
     column_values,
     labels_by_kernel,
     labels_by_staleness,
     shared_settings,
 )
+from harness.report.notes import MOST_LABELS, by_kind, labels_text
 from harness.report.text import outcome_text
 from harness.report.view import MOST, View, truncate
 from harness.util.text import sanitize
@@ -58,57 +61,90 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
     if table.empty:
         console.print(Text("no runs recorded"))
         return
+    if text := warning(whole):
+        console.print(Text(text, style="bold red"))
     console.print(Text("; ".join(sanitized_texts(shared_settings(table)) + _caption(table))))
-    columns, left_out = fit_width(comparison_columns(table, short=True), console.width)
-    console.print(rich_table(columns), soft_wrap=False)
-    width = console.width
-    if left_out:
-        names = ", ".join(column.title for column in left_out)
-        console.print(Text(f"columns left out to fit {width} characters: {names}", style="dim"))
+    columns = comparison_columns(table, short=True)
+    fitted, left_out = fit_width([column for column in columns if not column.is_extra], console.width)
+    console.print(rich_table(fitted), soft_wrap=False)
+    more = [column.title for column in [*left_out, *(column for column in columns if column.is_extra)]]
+    if more:
+        console.print(Text(f"more columns in the report: {', '.join(more)}", style="dim"))
     if len(view.records) < len(whole.records):
         console.print(Text(f"{len(view.records)} of {len(whole.records)} runs are shown; runs.csv has all of them"))
-    for note in (*_legend(columns), *_notes(table, lines)):
+    for note in (*_legend(fitted), *_notes(table, lines)):
         console.print(Text(note))
 
 
 def _caption(table: pd.DataFrame) -> list[str]:
-    names = baseline_names(table)
-    return [f"× is the ratio to {sanitize(names)}"] if names else []
+    name = baseline_name(table)
+    return [f"× is the ratio to {sanitize(name)}"] if name else []
 
 
 def _legend(columns: Sequence[Column]) -> list[str]:
     """Return what the abbreviations and marks in these columns mean."""
+    cells = [cell for column in columns if column.number for cell in column.cells]
     meanings = {
         abbreviations(columns): bool(abbreviations(columns)),
-        "± is half the range of tokens per second between runs over their median": any(
-            column.header[0] == "±" for column in columns
+        "[slowest–fastest run] stands behind the median of at least three undisturbed runs": any(
+            cell.endswith("]") for cell in cells
         ),
-        f"{UNSETTLED_MARK} marks a difference within the spread (±; for a single run, the spread of its steps)": any(
-            cell.endswith(UNSETTLED_MARK) for column in columns if column.number for cell in column.cells
+        "n is the number of undisturbed runs: with fewer than three, speeds are not compared (repeats=3)": any(
+            "(n = " in cell for cell in cells
+        ),
+        f"{UNSETTLED_MARK} marks a difference within run-to-run variation": any(
+            cell.endswith(UNSETTLED_MARK) for cell in cells
         ),
     }
     return [meaning for meaning, is_used in meanings.items() if is_used]
 
 
 def _notes(table: pd.DataFrame, lines: Sequence[Record]) -> list[str]:
-    """Return a note for each failure with its reason, and for each reason why rows are stale or disturbed."""
+    """Return a note for each failure with its reason, and for each kind of reason why rows are stale or disturbed."""
     labelled = list(zip(column_values(table, "label"), (line.runs for line in lines), strict=True))
-    notes: list[str] = []
-    for label, runs in labelled:
-        failures = _by_value(label, runs, lambda row: row["status"] != "ok" and outcome_text(row))
-        notes += [f"{name} {outcome}" for outcome, name in failures]
-    notes += [
-        f"{STALE_MARK} stale, recorded with other versions than are installed ({difference}): {', '.join(labels)}"
-        for difference, labels in labels_by_staleness(table).items()
+    ignored = {label for label, is_ignored in _pairs(table, "is_ignored") if is_ignored}
+    total = len(lines)
+    failures = [
+        (name, outcome)
+        for label, runs in labelled
+        for outcome, name in _by_value(label, runs, lambda row: row["status"] != "ok" and outcome_text(row))
     ]
-    disturbed: dict[str, list[str]] = {}
-    for label, runs in labelled:
-        for cause, name in _by_value(label, runs, lambda row: row.get("noise_warning")):
-            disturbed.setdefault(cause, []).append(name)
-    notes += [f"{DISTURBED_MARK} noise warning ({cause}): {', '.join(labels)}" for cause, labels in disturbed.items()]
+    notes = [f"{name} {outcome}" for name, outcome in failures]
+    if len(failures) > MOST_LABELS:
+        notes = [
+            f"{labels_text(_configurations(names), total)} {outcome}"
+            for outcome, names in by_kind(failures, "\n").items()
+        ]
+    for difference, labels in labels_by_staleness(table).items():
+        which = labels_text(labels, total)
+        notes.append(f"{STALE_MARK} stale, recorded with other versions than are installed ({difference}): {which}")
+    disturbed = [
+        (name, cause)
+        for label, runs in labelled
+        for cause, name in _by_value(label, runs, lambda row: row.get("noise_warning"))
+    ]
+    notes += [
+        f"{DISTURBED_MARK} noise warning ({cause}): {labels_text(_configurations(labels), total)}"
+        for cause, labels in by_kind(disturbed).items()
+    ]
+    brief = [label for label, cause in _pairs(table, "noise_warning") if not cause and label in ignored]
+    if brief:
+        notes.append(f"{DISTURBED_MARK} fewer than four timed steps: {labels_text(brief, total)}")
     for kernel, labels in labels_by_kernel(table).items():
-        notes.append(f"attention kernels differ between rows; {kernel} ran for: {', '.join(labels)}")
+        notes.append(f"attention kernels differ between rows; {kernel} ran for: {labels_text(labels, total)}")
     return [sanitize(note) for note in notes]
+
+
+def _configurations(names: Sequence[str]) -> list[str]:
+    """Return the labels without repeats where they are too many to be listed."""
+    if len(names) <= MOST_LABELS:
+        return list(names)
+    return list(dict.fromkeys(name.split(" repeat ")[0] for name in names))
+
+
+def _pairs(table: pd.DataFrame, name: str) -> list[tuple[str, Any]]:
+    """Return the labels with the values of a column."""
+    return list(zip(column_values(table, "label"), column_values(table, name), strict=True))
 
 
 def _by_value(label: str, runs: Sequence[Record], value_of: Callable[[Row], Any]) -> list[tuple[Any, str]]:
@@ -142,7 +178,7 @@ def fit_width(columns: Sequence[Column], width: int) -> tuple[list[Column], list
 
 
 def _shorten(column: Column, limit: int, may_merge: bool = False) -> Column:
-    cells = [_cut(cell, limit) for cell in column.cells]
+    cells = [cell if isinstance(cell, Disturbed) else _cut(cell, limit) for cell in column.cells]
     merges = len(set(cells)) < len(set(column.cells))
     return column if column.number or (merges and not may_merge) else replace(column, cells=cells)
 
@@ -156,15 +192,22 @@ def _width(columns: Sequence[Column]) -> int:
     return sum(widest) + _GAP * (len(columns) - 1)
 
 
-def rich_table(columns: Sequence[Column]) -> Table:
-    """Return the columns as a table that rich prints."""
-    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+def rich_table(columns: Sequence[Column]) -> RichTable:
+    """Return the columns as a table that rich prints; figures to ignore are dim and struck through."""
+    table = RichTable(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
         header = Text("\n".join(part for part in column.header if part))
         table.add_column(header, justify="right" if column.number else "left", no_wrap=True, vertical="bottom")
-    for cells in zip(*(_hanging(column) for column in columns), strict=True):
-        table.add_row(*(Text(cell, style=_COLORS.get(cell.split(" ")[0], ""), justify="left") for cell in cells))
+    hanging = zip(*(_hanging(column) for column in columns), strict=True)
+    for cells, shown in zip(zip(*(column.cells for column in columns), strict=True), hanging, strict=True):
+        table.add_row(
+            *(Text(text, style=_style(cell), justify="left") for cell, text in zip(cells, shown, strict=True))
+        )
     return table
+
+
+def _style(cell: str) -> str:
+    return "dim strike" if isinstance(cell, Disturbed) else _COLORS.get(cell.split(" ")[0], "")
 
 
 def _hanging(column: Column) -> list[str]:

@@ -1,5 +1,6 @@
 """Numbers, sizes and lists as text: a whole column in one unit, a percentage, an enumeration."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,13 @@ def format_numbers(numbers: Sequence[float | None], unit: Unit) -> list[str]:
     largest = max((abs(number) for number in numbers if number is not None), default=0) / unit.size
     decimals = 0 if largest >= 1000 or unit.name == "B" else 1 if largest >= 100 else 2
     return [_format_number(number, unit.size, decimals) for number in numbers]
+
+
+def rounded_up(size: int, unit: Unit) -> str:
+    """Return a size in bytes in a unit, rounded up, so that what is recommended for so much memory does fit in it."""
+    number = size / unit.size
+    decimals = 0 if number >= 1000 or unit.name == "B" else 1 if number >= 100 else 2
+    return f"{math.ceil(number * 10**decimals) / 10**decimals:,.{decimals}f}"
 
 
 def format_ratios(numbers: Sequence[float | None]) -> list[str]:

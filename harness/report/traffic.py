@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from harness.records.schema import Record
 from harness.report.charts import traffic
 from harness.report.document import Paragraph, Section, Table, run_table, section
-from harness.report.frame import baseline_names, column_values
+from harness.report.frame import baseline_name, column_values
 from harness.report.text import byte_unit, bytes_text, format_numbers, format_ratios
 from harness.report.view import View
 
@@ -30,7 +30,7 @@ def _communication(view: View) -> list[Section]:
         cells = [f"{text} ({calls:,})" if text else "" for text, (_, calls) in zip(numbers, sent, strict=True)]
         columns[f"{operation} on {axis}"] = cells
     columns["total"] = format_numbers(column_values(table, "communication_bytes"), unit)
-    compared = baseline_names(table)
+    compared = baseline_name(table)
     columns["× total"] = (
         format_ratios(column_values(table, "communication_bytes_ratio")) if compared else [""] * len(table)
     )

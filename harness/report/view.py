@@ -11,7 +11,9 @@ import pandas as pd
 from harness.records.schema import Record
 from harness.records.store import LoadedRecords
 from harness.report.frame import records_frame
-from harness.report.spread import merge_repeats
+from harness.report.ranking import Ranking, rank
+from harness.report.repeats import merge_repeats
+from harness.report.speeds import timed_runs
 
 MOST = 200  # runs that tables show; findings consider all runs
 
@@ -45,6 +47,11 @@ class View:
         return records_frame(self.lines)
 
     @cached_property
+    def ranking(self) -> Ranking:
+        """What is best among comparable lines, and the place of every line."""
+        return rank(self.lines)
+
+    @cached_property
     def median_runs(self) -> "View":
         """A view of one run for each line: the parts of a step or of a peak add up within one run only."""
         return replace(self, records=[median_run(line) for line in self.lines])
@@ -52,12 +59,13 @@ class View:
     def part(self, run_ids: Collection[str], lines: Sequence[int]) -> "View":
         """Return a view of these runs and these lines alone.
 
-        The baselines of the lines stay what they are in the whole view, though they may not be in this one.
+        Ratios and places among comparable lines stay what they are in the whole view.
         """
         rows = [position for position, record in enumerate(self.records) if record.run_id in run_ids]
         view = replace(self, records=[self.records[position] for position in rows])
         cached = {
             "lines": [self.lines[position] for position in lines],
+            "ranking": self.ranking.part(lines),
             "line_medians": self.line_medians.iloc[list(lines)].reset_index(drop=True),
         }
         view.__dict__.update(cached)  # where cached_property looks first
@@ -65,13 +73,13 @@ class View:
 
 
 def median_run(line: Record) -> Record:
-    """Return the run of a line with the median speed, among those that ended with the line's status."""
-    runs = [run for run in line.runs if run.status == line.status]
+    """Return the run of a line with the median speed, among the undisturbed ones if there are any."""
+    runs = timed_runs(line.runs) or [run for run in line.runs if run.status == line.status]
     return sorted(runs, key=_speed)[(len(runs) - 1) // 2]
 
 
 def truncate(whole: View, most: int) -> View:
-    """Return a view of at most `most` runs: the fastest line of every strategy first, then others in order."""
+    """Return a view of at most `most` runs: the fastest line of every strategy, the front, then others in order."""
     if len(whole.records) <= most:
         return whole
     fastest: dict[Any, int] = {}
@@ -79,7 +87,8 @@ def truncate(whole: View, most: int) -> View:
         best = fastest.setdefault(line.row.get("strategy"), position)
         if _speed(line) > _speed(whole.lines[best]):
             fastest[line.row.get("strategy")] = position
-    first = list(fastest.values())[:most]
+    front = [position for position, standing in enumerate(whole.ranking.standings) if standing.is_on_front]
+    first = [*fastest.values(), *front][:most]
     positions: list[int] = []
     runs = 0
     for position in dict.fromkeys((*first, *range(len(whole.lines)))):

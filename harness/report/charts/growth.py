@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from harness.report.charts import marks
-from harness.report.charts.lines import ChartLine, Datum, chart_lines, omitted_text, range_text, select, value_table
+from harness.report.charts import marks, style
+from harness.report.charts.curves import Scale, curves
+from harness.report.charts.lines import (
+    FASTEST,
+    MOST,
+    ChartLine,
+    Datum,
+    chart_lines,
+    omitted_text,
+    range_text,
+    select,
+    value_table,
+)
 from harness.report.charts.series import Series, by_parameters
 from harness.report.charts.style import alt
-from harness.report.document import Chart, Table
-from harness.report.text import Unit, byte_unit, bytes_text, format_numbers, pluralize
+from harness.report.document import Chart, Table, VegaLite
+from harness.report.text import Unit, byte_unit, bytes_text, format_numbers, join_words, pluralize
 from harness.report.view import View
 
 _MILLION = 1e6
@@ -19,30 +31,89 @@ Points = Sequence[tuple[Series, ChartLine]]  # every line with the curve that it
 
 def memory_wall(view: View) -> Chart | None:
     """Draw peak memory over the model's parameters, the limit, and where strategies ran out of memory."""
-    curves = by_parameters(chart_lines(view))
-    if not curves:
+    series = by_parameters(chart_lines(view))
+    if not series:
         return None
-    drawn = select(curves)
-    points = [(series, line) for series in drawn for line in series.points]
-    unit = byte_unit([line.number("peak_allocated_bytes") for _, line in points if line.ok])
-    measured = [
-        series.datum(x=_millions(line), y=peak / unit.size, exact=peak)
-        for series, line in points
-        if line.ok and (peak := line.number("peak_allocated_bytes"))
-    ]
+    drawn = select(series)
+    points = [(curve, line) for curve in drawn for line in curve.points]
+    unit = byte_unit([line.peak for _, line in points])
+    measured = [curve.datum(x=_millions(line), y=line.peak / unit.size) for curve, line in points if line.peak]
     failed = [
-        series.datum(x=_millions(line), y=limit / unit.size, shown="out of memory")
-        for series, line in points
+        curve.datum(x=_millions(line), y=limit / unit.size, shown="out of memory")
+        for curve, line in points
         if not line.ok and (limit := line.number("memory_limit_bytes"))
     ]
     alt_text = (
         f"Peak memory of {pluralize(len(drawn), 'configuration')} in {unit.name} over millions of parameters,"
         f" {range_text([(point['label'], point['y']) for point in measured])};"
-        f" {len([line for _, line in points if not line.ok])} ran out of memory.{omitted_text(len(drawn), len(curves))}"
+        f" {len([line for _, line in points if not line.ok])} ran out of memory."
+        f"{omitted_text(len(drawn), len(series), FASTEST)}"
     )
-    layers = _layers(measured, failed, [series.name for series in drawn], _limits(points, unit), unit)
-    vega_lite = marks.spec(layers, alt_text)
-    return Chart("wall", "Peak memory by model size", alt_text, vega_lite, _value_table(points, unit))
+    name = "Peak memory by model size"
+    vega_lite = _wall_spec(view, name, alt_text, drawn, measured, failed, _limits(points, unit), unit)
+    return Chart("wall", name, alt_text, vega_lite, _value_table(points, unit), 3)
+
+
+def largest_model(view: View) -> Chart | None:
+    """Draw the largest model that each configuration trained, the largest first, if some ran out of memory."""
+    series = by_parameters(chart_lines(view))
+    if not any(line.status == "oom" for curve in series for line in curve.points):
+        return None
+    sizes = {curve.name: _largest(curve) for curve in series}
+    ordered = [
+        replace(curve, position=rank)
+        for rank, curve in enumerate(sorted(series, key=lambda curve: -sizes[curve.name][0]))
+    ]
+    title = "parameters of the largest model that ran (millions)"
+    values = [
+        curve.datum(
+            value=sizes[curve.name][0],
+            total=sizes[curve.name][0],
+            shown=f"{sizes[curve.name][0]:,.2f}{_next(sizes[curve.name][1])}",
+        )
+        for curve in ordered
+    ]
+    limits = sorted({bytes_text(limit) for curve in series for line in curve.points if (limit := line.number(_LIMIT))})
+    within = f" within {join_words(limits)} per rank" if limits else ""
+    alt_text = (
+        f"The largest model that {pluralize(len(ordered), 'configuration')} trained{within}, in millions of parameters:"
+        f" {range_text([(name, size) for name, (size, _) in sizes.items()])}."
+        f"{omitted_text(min(MOST, len(ordered)), len(ordered))}"
+    )
+    bar = marks.bar_layer(values).mark_bar()
+    tooltip = marks.tooltips(("value:Q", "parameters, millions", ",.3f"))
+    x = marks.from_zero("value", title)
+    layers = [
+        bar.encode(x=x, y=marks.label_axis(), color=marks.strategy_color(view), tooltip=tooltip),
+        marks.numbers(values, title),
+    ]
+    name = f"Largest model that fits{within}"
+    height = alt.Step(style.step(min(MOST, len(ordered))))
+    vega_lite = marks.spec(view, name, layers, alt_text, height, _ROOM)
+    vega_lite = marks.with_order(vega_lite, [curve.strategy for curve in ordered])
+    rows = [
+        (curve.name, f"{size:,.3f}", f"{failed:,.3f}" if failed else "")
+        for curve in ordered
+        for size, failed in [sizes[curve.name]]
+    ]
+    header = ["run", "largest that ran (millions of parameters)", "smallest that did not fit"]
+    return Chart("largest", name, alt_text, vega_lite, value_table(header, rows, [c.strategy for c in ordered]), 1)
+
+
+_LIMIT = "memory_limit_bytes"
+
+_ROOM = 150  # pixels behind the longest bar for the size that did not fit
+
+
+def _largest(curve: Series) -> tuple[float, float | None]:
+    """Return the largest size that ran and the smallest that ran out of memory, in millions of parameters."""
+    ran = [_millions(line) for line in curve.points if line.ok]
+    failed = [_millions(line) for line in curve.points if not line.ok]
+    return max(ran, default=0.0), min(failed, default=None)
+
+
+def _next(size: float | None) -> str:
+    return f" (not {size:,.2f})" if size else ""
 
 
 def _millions(line: ChartLine) -> float:
@@ -55,37 +126,51 @@ def _limits(points: Points, unit: Unit) -> list[Datum]:
     return [{"strategy": "", "y": limit / unit.size, "shown": f"memory limit {bytes_text(limit)}"} for limit in limits]
 
 
-def _layers(
-    measured: Sequence[Datum], failed: Sequence[Datum], names: Sequence[str], limits: Sequence[Datum], unit: Unit
-) -> list[alt.Chart]:
-    """Return the layers of the curves, of the limits and of the crosses where memory ran out."""
+def _wall_spec(
+    view: View,
+    name: str,
+    alt_text: str,
+    series: Sequence[Series],
+    measured: Sequence[Datum],
+    failed: Sequence[Datum],
+    limits: Sequence[Datum],
+    unit: Unit,
+) -> VegaLite:
+    """Return the curves, the limits and the crosses where memory ran out."""
     across = sorted({datum["x"] for datum in (*measured, *failed)})
+    highest = max(datum["y"] for datum in (*measured, *failed, *limits))
     margin = 0.03 * (across[-1] - across[0])
-    x = alt.X(
-        "x:Q",
-        title="model parameters (millions)",
-        scale=alt.Scale(zero=False, nice=False, domain=[across[0] - margin, across[-1] + margin]),
+    scales = (
+        Scale("model parameters (millions)", (across[0] - margin, across[-1] + margin)),
+        Scale(f"peak memory ({unit.name}; × = out of memory)", (0.0, 1.1 * highest)),
     )
-    y = alt.Y("y:Q", title=f"peak memory ({unit.name}; × = out of memory)", scale=alt.Scale(zero=True))
+    x, y = scales[0].channel("x", "x"), scales[1].channel("y", "y")
     parameters = ("x:Q", "parameters, millions", ",.3f")
-    channels = marks.by_label(names)
-    layers = marks.curves(measured, x, y, marks.tooltips(parameters, ("exact:Q", "peak memory, bytes", ",d")), channels)
-    if limits:
-        layers += [
-            marks.static_layer(limits).mark_rule(style="limit").encode(y=y),
-            marks.static_layer(limits)
-            .mark_text(style="value", align="left", baseline="bottom", dy=-3)
-            .encode(x=alt.value(4), y=y, text="shown:N"),
-        ]
-    if failed:
-        crosses = marks.filterable_layer(failed).mark_text(text="×", fontSize=18)
-        tooltip = marks.tooltips(parameters, ("shown:N", "status", ""))
-        layers.append(crosses.encode(x=x, y=y, tooltip=tooltip, color=channels.color))
-    return layers
+    tooltip = marks.tooltips(parameters, ("y:Q", f"peak memory, {unit.name}", ",.4~f"))
+    ended = marks.tooltips(parameters, ("shown:N", "status", ""))
+    above = [
+        (limits, lambda layer: layer.mark_rule(style="limit").encode(y=y)),
+        (
+            limits,
+            lambda layer: layer.mark_text(style="value", align="left", baseline="bottom", dy=-3).encode(
+                x=alt.value(4), y=y, text="shown:N"
+            ),
+        ),
+        (
+            failed,
+            lambda layer: layer.mark_text(text="×", fontSize=18).encode(
+                x=x,
+                y=y,
+                tooltip=ended,
+                color=marks.strategy_color(view),
+            ),
+        ),
+    ]
+    return curves(view, name, alt_text, series, measured, scales, tooltip, above=above)
 
 
 def _value_table(points: Points, unit: Unit) -> Table:
-    peaks = format_numbers([line.number("peak_allocated_bytes") if line.ok else None for _, line in points], unit)
+    peaks = format_numbers([line.peak for _, line in points], unit)
     rows = [
         (series.name, line.status, f"{_millions(line):,.3f}", peak)
         for (series, line), peak in zip(points, peaks, strict=True)

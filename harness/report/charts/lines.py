@@ -8,11 +8,15 @@ from typing import Any, Protocol, TypeVar
 from harness.records.schema import Record, Row
 from harness.report.document import Table
 from harness.report.frame import column_values
+from harness.report.ranking import Standing
+from harness.report.speeds import timed_runs
 from harness.report.text import bytes_text
 from harness.report.view import View
 from harness.util.text import sanitize
 
-MOST = 24  # lines of one chart
+MOST = 60  # bars or curves of one chart that are drawn at once; the page draws the first of those that are visible
+
+FASTEST = "the fastest of every strategy, then the others in the order of the report"  # what `select` returns
 
 Datum = dict[str, Any]  # the data of one mark; always has `strategy`
 
@@ -38,13 +42,14 @@ D = TypeVar("D", bound=Drawable)
 
 @dataclass(frozen=True)
 class ChartLine:
-    """All repeats of one run, as charts draw them."""
+    """All repeats of one configuration, as charts draw them."""
 
     label: str  # unique among the lines
     strategy: str
     position: int  # among the lines of the report
     row: Row
     record: Record  # the merged record: its `runs` are the records it represents
+    standing: Standing  # its place among comparable lines
 
     @property
     def status(self) -> str:
@@ -62,9 +67,25 @@ class ChartLine:
         return len(self.record.runs) > 1
 
     @property
+    def is_disturbed(self) -> bool:
+        """Whether the line has times that are to be ignored."""
+        return self.standing.speed is not None and self.standing.speed.is_disturbed
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether the line has enough undisturbed repeats to compare its speed."""
+        return self.standing.speed is not None and self.standing.speed.is_ranked
+
+    @property
     def speed(self) -> float | None:
-        """The tokens per second of a line that is ok, else None."""
-        return self.number("tokens_per_second") if self.ok else None
+        """The median of the tokens per second, None where it is not known or disturbed."""
+        known = self.standing.speed
+        return None if known is None or known.is_disturbed else finite_number(known.median)
+
+    @property
+    def peak(self) -> float | None:
+        """The peak memory of a line that is ok, else None."""
+        return self.number("peak_allocated_bytes") if self.ok else None
 
     def number(self, name: str) -> float | None:
         """Return a column's value if it can be drawn."""
@@ -85,16 +106,17 @@ def chart_lines(view: View) -> list[ChartLine]:
     """Return the lines of a view under unique names."""
     lines: dict[str, ChartLine] = {}
     labels = column_values(view.line_medians, "label")
-    for position, (label, record) in enumerate(zip(labels, view.lines, strict=True)):
+    known = zip(labels, view.lines, view.ranking.standings, strict=True)
+    for position, (label, record, standing) in enumerate(known):
         row = record.row
         name = sanitize(label)
         name = f"{name} ({row['run_id']})" if name in lines else name
-        lines[name] = ChartLine(name, sanitize(row.get("strategy") or ""), position, row, record)
+        lines[name] = ChartLine(name, sanitize(row.get("strategy") or ""), position, row, record, standing)
     return list(lines.values())
 
 
-def select(candidates: Sequence[D]) -> list[D]:
-    """Return at most MOST of the candidates, in their order: the fastest of every strategy before the others."""
+def select(candidates: Sequence[D], most: int = MOST) -> list[D]:
+    """Return at most so many of the candidates, in their order: the fastest of every strategy before the others."""
     fastest: dict[str, D] = {}
     for candidate in candidates:
         best = fastest.get(candidate.strategy)
@@ -103,32 +125,28 @@ def select(candidates: Sequence[D]) -> list[D]:
     first = sorted(fastest.values(), key=lambda candidate: -(candidate.speed or 0.0))
     positions = {candidate.position for candidate in first}
     others = [candidate for candidate in candidates if candidate.position not in positions]
-    drawn = {candidate.position for candidate in [*first, *others][:MOST]}
+    drawn = {candidate.position for candidate in [*first, *others][:most]}
     return [candidate for candidate in candidates if candidate.position in drawn]
 
 
-def omitted_text(drawn: int, total: int) -> str:
+def omitted_text(drawn: int, total: int, rule: str = "the first of those whose strategies are shown") -> str:
     """Return a sentence on what is not drawn, with a space before it; empty if everything is drawn."""
-    rule = "the fastest of every strategy, then the others in the order of the report"
-    return f" {drawn} of {total} configurations are drawn: {rule}." if drawn < total else ""
+    return f" {drawn} of {total} configurations are drawn at once: {rule}." if drawn < total else ""
 
 
 def median_record(line: ChartLine) -> Record:
-    """Return the record of the repeat with the median speed among those that ended with the line's status.
+    """Return the record of the repeat with the median speed among those that the line's times are taken from.
 
     The parts of a step add up within one run only.
     """
-    runs = _runs_with_same_status(line)
+    runs = timed_runs(line.record.runs) or [line.record]
     return sorted(runs, key=lambda run: finite_number(run.row.get("tokens_per_second")) or 0.0)[(len(runs) - 1) // 2]
 
 
 def peak_record(line: ChartLine) -> Record:
     """Return the record of the repeat with the largest peak."""
-    return max(_runs_with_same_status(line), key=lambda run: finite_number(run.row.get("peak_allocated_bytes")) or 0.0)
-
-
-def _runs_with_same_status(line: ChartLine) -> list[Record]:
-    return [run for run in line.record.runs if run.status == line.status] or [line.record]
+    runs = [run for run in line.record.runs if run.status == line.status] or [line.record]
+    return max(runs, key=lambda run: finite_number(run.row.get("peak_allocated_bytes")) or 0.0)
 
 
 def part_data(line: ChartLine, row: Row, names: Mapping[str, str], size: float) -> list[Datum]:
@@ -144,24 +162,30 @@ def part_data(line: ChartLine, row: Row, names: Mapping[str, str], size: float) 
     ]
 
 
-def failure_marks(lines: Sequence[ChartLine]) -> list[Datum]:
-    """Return the data of the marks that replace the bars of lines that are not ok."""
-    return [
-        line.datum(zero=0, ended=_end_text(line), reason=sanitize(line.row.get("reason") or ""))
-        for line in lines
-        if not line.ok
-    ]
-
-
-def _end_text(line: ChartLine) -> str:
+def end_text(line: ChartLine) -> str:
+    """Return the status of a line that is not ok, with the memory that it last reported."""
     allocated = line.number("last_seen_allocated_bytes")
     return f"{line.status}" + (f", last reported {bytes_text(allocated)}" if allocated else "")
+
+
+def disturbed_text(lines: Sequence[ChartLine]) -> str:
+    """Return a sentence on lines whose times are not drawn, with a space before it; empty if there are none."""
+    names = [line.label for line in lines if line.ok and line.is_disturbed]
+    if not names:
+        return ""
+    which = f"{', '.join(names)}." if len(names) <= _MOST_NAMES else f"{len(names)} configurations."
+    return f" Not drawn are the times of disturbed or barely timed runs: {which}"
 
 
 def failure_text(lines: Sequence[ChartLine]) -> str:
     """Return a sentence on the lines that are not ok, with a space before it; empty if there are none."""
     failed = [f"{line.label} ({line.status})" for line in lines if not line.ok]
+    if len(failed) > _MOST_NAMES:
+        return f" There are no figures for {len(failed)} configurations."
     return f" There are no figures for {', '.join(failed)}." if failed else ""
+
+
+_MOST_NAMES = 6  # that a sentence lists
 
 
 def value_table(
@@ -186,6 +210,8 @@ def range_text(pairs: Sequence[tuple[str, float]], form: str = "") -> str:
     """Return the smallest and the largest value with their labels, or the one value that all have."""
     low, high = min(pairs, key=lambda pair: pair[1]), max(pairs, key=lambda pair: pair[1])
     texts = [format(value, form or (",.0f" if abs(value) >= 1000 else ".4g")) for _, value in (low, high)]
+    if len(pairs) == 1:
+        return f"{texts[0]} ({low[0]})"
     if texts[0] == texts[1]:
         return f"{texts[0]} for all"
     return f"from {texts[0]} ({low[0]}) to {texts[1]} ({high[0]})"

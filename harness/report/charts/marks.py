@@ -1,27 +1,39 @@
-"""The layers that charts share: bars by line, labelled points and curves.
+"""The layers that charts share: bars by line, labelled points and axes.
 
 All data are values in the spec, and all fields have fixed names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from harness.report.charts import label_placement, style
-from harness.report.charts.lines import ChartLine, Datum, failure_marks, padded_domain
+from harness.report.charts.lines import MOST, ChartLine, Datum, end_text, padded_domain
+from harness.report.charts.setting import setting_lines
 from harness.report.charts.style import alt
 from harness.report.document import VegaLite
+from harness.report.view import View
+from harness.util.text import sanitize
 
 _HIDDEN = "indexof(hidden, datum.strategy) < 0"
 
+_LEFT = 20  # pixels at the left, so that labels are whole where the reader's fonts are wider than those of FONT
+
 _MARGIN = 48  # pixels at the right of bars for their values
+
+DISTURBED = "disturbed: not comparable"
 
 
 def filterable_layer(values: Sequence[Datum]) -> alt.Chart:
     """Return a layer of these data without those of hidden strategies."""
     return static_layer(values).transform_filter(_HIDDEN)
+
+
+def bar_layer(values: Sequence[Datum]) -> alt.Chart:
+    """Return a layer of the data of bars: those of the first MOST bars whose strategies are not hidden."""
+    return static_layer(values).transform_filter(f"datum.position <= last && {_HIDDEN}")
 
 
 def static_layer(values: Sequence[Datum]) -> alt.Chart:
@@ -30,11 +42,18 @@ def static_layer(values: Sequence[Datum]) -> alt.Chart:
 
 
 def spec(
-    layers: Sequence[alt.Chart], alt_text: str, height: int | alt.Step = style.HEIGHT, margin: int = 0
+    view: View,
+    title: str,
+    layers: Sequence[alt.Chart],
+    alt_text: str,
+    height: int | alt.Step = style.HEIGHT,
+    margin: int = 0,
 ) -> VegaLite:
     """Return the chart of these layers as Vega-Lite without a config.
 
     Args:
+        view: The runs, whose setting stands under the title.
+        title: The title of the picture.
         layers: The layers, from the back to the front.
         alt_text: What the chart shows.
         height: The height of the plot in pixels, or of each bar.
@@ -44,28 +63,95 @@ def spec(
         width=style.WIDTH,
         height=height,
         autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
-        padding={"left": 4, "top": 4, "right": 4 + margin, "bottom": 4},
-        description=alt_text,
         usermeta={"fluid": True},
     )
-    vega_lite: VegaLite = chart.add_params(alt.param("hidden", value=[])).to_dict()
+    return finish(view, title, chart, alt_text, margin)
+
+
+def finish(view: View, title: str, chart: Any, alt_text: str, margin: int = 0, most: int = MOST) -> VegaLite:
+    """Return a chart as Vega-Lite without a config, with its title, its setting and the parameters of the page.
+
+    Args:
+        view: The runs, whose setting stands under the title.
+        title: The title of the picture.
+        chart: A layered chart, or several beside each other.
+        alt_text: What the chart shows.
+        margin: Pixels at the right for text beyond the plot.
+        most: How many bars are drawn at once.
+    """
+    chart = chart.properties(
+        title=alt.TitleParams(text=title, subtitle=setting_lines(view)),
+        padding={"left": _LEFT, "top": 4, "right": 4 + margin, "bottom": 4},
+        description=alt_text,
+    )
+    hidden, last = alt.param("hidden", value=[]), alt.param("last", value=most - 1)
+    vega_lite: VegaLite = chart.add_params(hidden, last).to_dict()
     del vega_lite["config"]
     return vega_lite
 
 
-def bars(layers: Sequence[alt.Chart], alt_text: str, count: int) -> VegaLite:
-    """Return a chart of `count` horizontal bars of the same height."""
-    return spec(layers, alt_text, alt.Step(style.step(count)), _MARGIN)
+def panels(chart: Any, columns: int, beside: int, narrow: tuple[int, int]) -> Any:
+    """Return a concatenation with what the page needs to fit it to its width.
+
+    Args:
+        chart: Plots of equal width beside each other.
+        columns: How many plots a row has.
+        beside: The pixels of a row that are not plots.
+        narrow: The same two numbers for narrow screens.
+    """
+    return chart.properties(
+        usermeta={"panels": {"columns": columns, "beside": beside, "narrow": list(narrow)}}, autosize="pad"
+    )
 
 
-def label_axis() -> alt.Y:
-    """Return the vertical axis with the lines of the report from the top."""
-    return alt.Y("label:N", title=None, sort=alt.EncodingSortField("position", op="min"), axis=alt.Axis(grid=False))
+def bars(
+    view: View,
+    title: str,
+    layers: Sequence[alt.Chart],
+    alt_text: str,
+    ordered: Sequence[ChartLine],
+    margin: int = _MARGIN,
+) -> VegaLite:
+    """Return a chart of horizontal bars of the same height, one for each of the ordered lines."""
+    height = alt.Step(style.step(min(len(ordered), MOST)))
+    return with_order(spec(view, title, layers, alt_text, height, margin), [line.strategy for line in ordered])
 
 
-def from_zero(field: str, title: str) -> alt.X:
-    """Return a horizontal axis of numbers that starts at 0."""
-    return alt.X(f"{field}:Q", title=title, scale=alt.Scale(zero=True))
+def with_order(vega_lite: VegaLite, strategies: Sequence[str], most: int = MOST) -> VegaLite:
+    """Return a chart with the strategies of all its bars, of which the page draws the first visible ones."""
+    if len(strategies) <= most:
+        return vega_lite
+    return vega_lite | {"usermeta": vega_lite["usermeta"] | {"order": list(strategies), "most": most}}
+
+
+def ordered(lines: Sequence[ChartLine], key: Callable[[ChartLine], float | None]) -> list[ChartLine]:
+    """Return the lines in ascending order, numbered from 0: those without a key come late, those that failed last."""
+
+    def rank(line: ChartLine) -> tuple[bool, bool, float]:
+        value = key(line)
+        return not line.ok, value is None, value or 0.0
+
+    return [replace(line, position=position) for position, line in enumerate(sorted(lines, key=rank))]
+
+
+def label_axis(labels: bool = True) -> alt.Y:
+    """Return the vertical axis with the bars of a chart from the top."""
+    axis = alt.Axis(grid=False, ticks=labels, domain=labels, labels=labels)
+    return alt.Y("label:N", title=None, sort=alt.EncodingSortField("position", op="min"), axis=axis)
+
+
+def from_zero(field: str, title: str, ticks: int | None = None) -> alt.X:
+    """Return a horizontal axis of numbers that starts at 0, with about so many ticks."""
+    axis: dict[str, Any] = {"axis": alt.Axis(tickCount=ticks)} if ticks else {}
+    return alt.X(f"{field}:Q", title=title, scale=alt.Scale(zero=True), **axis)
+
+
+def strategy_color(view: View, legend: bool = False) -> alt.Color:
+    """Return the channel by which every chart of a report colors a strategy alike."""
+    colors = style.strategy_colors(sanitize(line.row.get("strategy") or "") for line in view.lines)
+    shown = alt.Legend(title=None, orient="right", symbolLimit=0) if legend else None
+    scale = alt.Scale(domain=list(colors), range=list(colors.values()))
+    return alt.Color("strategy:N", scale=scale, legend=shown)
 
 
 def tooltips(*named: tuple[str, str, str]) -> list[alt.Tooltip]:
@@ -77,21 +163,21 @@ def tooltips(*named: tuple[str, str, str]) -> list[alt.Tooltip]:
 
 
 def stacked(
-    values: Sequence[Datum], title: str, exact: tuple[str, str, str], names: Sequence[str], margin: int = 0
+    values: Sequence[Datum], title: str, exact: Sequence[tuple[str, str, str]], names: Sequence[str], margin: int = 0
 ) -> alt.Chart:
     """Return stacked bars.
 
     Args:
         values: The data of the parts.
         title: The title of the axis.
-        exact: Field, title and format of the tooltip.
-        names: The names of the parts in the order of their stack.
+        exact: Field, title and format of each tooltip.
+        names: The names of the parts in the order of their stack; each has its color in every chart.
         margin: Pixels between the bars and the legend.
     """
     present = {datum["part"] for datum in values}
     shown = {name: color for name, color in zip(names, style.PALETTE, strict=False) if name in present}
     chart: alt.Chart = (
-        filterable_layer(values)
+        bar_layer(values)
         .mark_bar()
         .encode(
             x=alt.X("value:Q", title=title, stack="zero", scale=alt.Scale(zero=True)),
@@ -100,10 +186,10 @@ def stacked(
                 "part:N",
                 title=None,
                 scale=alt.Scale(domain=list(shown), range=list(shown.values())),
-                legend=alt.Legend(orient="top", symbolType="square", columns=3, offset=8 + margin),
+                legend=alt.Legend(orient="top", symbolType="square", columns=3, columnPadding=24, offset=8 + margin),
             ),
             order=alt.Order("rank:Q"),
-            tooltip=tooltips(("part:N", "part", ""), exact),
+            tooltip=tooltips(("part:N", "part", ""), *exact),
         )
     )
     return chart
@@ -111,27 +197,35 @@ def stacked(
 
 def numbers(values: Sequence[Datum], title: str) -> alt.Chart:
     """Return the figures behind the bars: the text `shown` at the position `total`."""
-    text = filterable_layer(values).mark_text(align="left", dx=5, style="value")
+    text = bar_layer(values).mark_text(align="left", dx=5, style="value")
     tooltip = tooltips(("shown:N", title, ""))
     chart: alt.Chart = text.encode(x=from_zero("total", title), y=label_axis(), text="shown:N", tooltip=tooltip)
     return chart
 
 
-def failures(lines: Sequence[ChartLine], title: str) -> list[alt.Chart]:
-    """Return the texts that replace the bars of lines that are not ok."""
-    values = failure_marks(lines)
+def notes(lines: Sequence[ChartLine], title: str, is_timed: bool, labels: bool = True) -> list[alt.Chart]:
+    """Return the texts that replace the bars of lines that are not ok, and in a chart of times of disturbed ones."""
+    values = [
+        line.datum(zero=0, ended=DISTURBED if line.ok else end_text(line), reason=_reason(line))
+        for line in lines
+        if not line.ok or (is_timed and line.is_disturbed)
+    ]
     if not values:
         return []
     return [
-        filterable_layer(values)
+        bar_layer(values)
         .mark_text(align="left", dx=5, style="ended")
         .encode(
             x=from_zero("zero", title),
-            y=label_axis(),
+            y=label_axis(labels),
             text="ended:N",
             tooltip=tooltips(("ended:N", "status", ""), ("reason:N", "reason", "")),
         )
     ]
+
+
+def _reason(line: ChartLine) -> str:
+    return sanitize(line.row.get("reason" if not line.ok else "noise_warning") or "")
 
 
 def spanning(field: str, title: str, values: Sequence[float], padding: float = 0.1) -> Any:
@@ -175,44 +269,4 @@ def labels(
         .encode(x=x, y=y, text="short:N")
         for side, (align, right, down) in label_placement.SIDES.items()
         if side in sides
-    ]
-
-
-@dataclass(frozen=True)
-class CurveChannels:
-    """The channels that distinguish curves, with one legend."""
-
-    color: alt.Color
-    stroke: alt.Stroke  # the same color for marks that are not in the legend
-    shape: alt.Shape  # of points
-    stroke_dash: alt.StrokeDash
-
-
-def by_label(names: Sequence[str], dashes: Sequence[Sequence[int]] = ()) -> CurveChannels:
-    """Return channels with a color for each name and a shape for its points, or, if dashes are passed, its dashes."""
-    points = {"symbolDash": [1, 0], "symbolOpacity": 1}
-    symbols: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 3} if dashes else points
-    legend = alt.Legend(orient="right", title=None, symbolSize=90, symbolLimit=0, **symbols)
-
-    def scale(values: Sequence[Any]) -> alt.Scale:
-        return alt.Scale(domain=list(names), range=list(values))
-
-    colors = style.colors(len(names))
-    return CurveChannels(
-        color=alt.Color("label:N", legend=legend, scale=scale(colors)),
-        stroke=alt.Stroke("label:N", legend=None, scale=scale(colors)),
-        shape=alt.Shape("label:N", legend=legend, scale=scale(style.shapes(len(names)))),
-        stroke_dash=alt.StrokeDash("label:N", legend=legend, scale=scale(dashes)),
-    )
-
-
-def curves(
-    points: Sequence[Datum], x: alt.X, y: alt.Y, tooltip: Sequence[alt.Tooltip], channels: CurveChannels
-) -> list[alt.Chart]:
-    """Return a curve for each label through its points, which have the shapes of the legend."""
-    return [
-        filterable_layer(points).mark_line(strokeWidth=2).encode(x=x, y=y, color=channels.color),
-        filterable_layer(points)
-        .mark_point(filled=True, size=60, opacity=1)
-        .encode(x=x, y=y, tooltip=list(tooltip), color=channels.color, shape=channels.shape),
     ]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.report.charts import marks, style
+from harness.report.charts import marks
+from harness.report.charts.curves import Scale, curves
 from harness.report.charts.lines import (
+    FASTEST,
+    MOST,
     ChartLine,
     Datum,
     chart_lines,
@@ -33,43 +36,40 @@ _FARTHEST = 4.0  # times the highest peak: a limit beyond is mentioned and not d
 
 
 def peak(view: View) -> Chart | None:
-    """Draw the parts of the peak memory of every line, and the device's limit."""
-    lines = chart_lines(view)
-    drawn = select(lines)
-    peaks = {line.label: line.number("peak_allocated_bytes") for line in drawn if line.ok}
+    """Draw the parts of the peak memory of every line, the smallest peak first, and the device's limit."""
+    lines = marks.ordered(chart_lines(view), lambda line: line.peak)
+    peaks = {line.label: line.peak for line in lines if line.ok}
     known_peaks = [value for value in peaks.values() if value]
     if not known_peaks:
         return None
     unit = byte_unit(known_peaks)
-    segments = [datum for line in drawn if line.ok for datum in _segments(line, unit.size)]
+    segments = [datum for line in lines if line.ok for datum in _segments(line, unit.size)]
     names = [name for name in (*_AT_PEAK.values(), _UNDIVIDED) if any(d["part"] == name for d in segments)]
-    limits = sorted({limit for line in drawn if (limit := line.number("memory_limit_bytes"))})
+    limits = sorted({limit for line in lines if (limit := line.number("memory_limit_bytes"))})
     near = [limit for limit in limits if limit <= _FARTHEST * max(known_peaks)]
     alt_text = (
         f"Peak memory of {pluralize(len(known_peaks), 'configuration')} in {unit.name}, stacked by its use: "
         + range_text([(label, value / unit.size) for label, value in peaks.items() if value])
-        + f".{_limit_text(limits, near)}{failure_text(drawn)}{omitted_text(len(drawn), len(lines))}"
+        + f".{_limit_text(limits, near)}{failure_text(lines)}{omitted_text(min(MOST, len(lines)), len(lines))}"
     )
     title = f"peak memory ({unit.name})"
     shown = dict(zip(peaks, format_numbers(list(peaks.values()), unit), strict=True))
     totals = [
         line.datum(total=_beside(value, near, 0.1 * max(known_peaks)) / unit.size, shown=shown[line.label])
-        for line in drawn
+        for line in lines
         if (value := peaks.get(line.label))
     ]
+    tooltip = [("value:Q", unit.name, ",.4~f"), ("exact:Q", "bytes", ",d")]
     layers = [
-        marks.stacked(segments, title, ("exact:Q", "bytes", ",d"), (*_AT_PEAK.values(), _UNDIVIDED), 16 if near else 0),
+        marks.stacked(segments, title, tooltip, (*_AT_PEAK.values(), _UNDIVIDED), 16 if near else 0),
         marks.numbers(totals, title),
-        *marks.failures(drawn, title),
+        *marks.notes(lines, title, is_timed=False),
         *_rules(near, unit, title),
     ]
-    return Chart(
-        "peak",
-        "Breakdown of peak memory",
-        alt_text,
-        marks.bars(layers, alt_text, len(drawn)),
-        _peak_table(drawn, names, unit),
-    )
+    name = "Breakdown of peak memory"
+    vega_lite = marks.bars(view, name, layers, alt_text, lines)
+    table = _peak_table(lines, names, unit)
+    return Chart("peak", name, alt_text, vega_lite, table, table.header.index(title))
 
 
 def _beside(value: float, limits: Sequence[float], margin: float) -> float:
@@ -114,7 +114,7 @@ def _peak_table(drawn: Sequence[ChartLine], names: Sequence[str], unit: Unit) ->
     for line in drawn:
         parts = {d["part"]: d["exact"] for d in _segments(line, unit.size)} if line.ok else {}
         sizes = [parts.get(name) for name in names]
-        sizes += [line.number("peak_allocated_bytes") if line.ok else None, line.number("memory_limit_bytes")]
+        sizes += [line.peak, line.number("memory_limit_bytes")]
         rows.append((line.label, line.status, *format_numbers(sizes, unit)))
     header = ["run", "status", *(f"{name} ({unit.name})" for name in (*names, "peak memory", "memory limit"))]
     return value_table(header, rows, [line.strategy for line in drawn], 2)
@@ -125,99 +125,100 @@ def predicted(view: View) -> Chart | None:
     pairs = [
         (line, planned, measured)
         for line in chart_lines(view)
-        if line.ok
-        and (planned := line.number("predicted_peak_bytes"))
-        and (measured := line.number("peak_allocated_bytes"))
+        if (planned := line.number("predicted_peak_bytes")) and (measured := line.peak)
     ]
-    drawn = {line.position for line in select([line for line, _, _ in pairs])}
-    shown = [pair for pair in pairs if pair[0].position in drawn]
-    if not shown:
+    if not pairs:
         return None
-    unit = byte_unit([size for _, *sizes in shown for size in sizes])
-    errors = [(line.label, 100 * (planned / measured - 1)) for line, planned, measured in shown]
+    unit = byte_unit([size for _, *sizes in pairs for size in sizes])
+    errors = [(line.label, 100 * (planned / measured - 1)) for line, planned, measured in pairs]
     alt_text = (
-        f"Predicted against measured peak memory of {pluralize(len(shown), 'configuration')} in {unit.name};"
+        f"Predicted against measured peak memory of {pluralize(len(pairs), 'configuration')} in {unit.name};"
         f" relative error of the prediction in %: {range_text(errors, '+.2f')}."
-        f"{omitted_text(len(shown), len(pairs))}"
     )
     points = [
-        line.datum(x=planned / unit.size, y=measured / unit.size, planned=planned, measured=measured, error=error)
-        for (line, planned, measured), (_, error) in zip(shown, errors, strict=True)
+        line.datum(x=planned / unit.size, y=measured / unit.size, error=error)
+        for (line, planned, measured), (_, error) in zip(pairs, errors, strict=True)
     ]
     domain = padded_domain([point[axis] for point in points for axis in ("x", "y")])
     scale = alt.Scale(domain=list(domain), nice=False, zero=False)
     x = alt.X("x:Q", title=f"predicted peak memory ({unit.name})", scale=scale)
     y = alt.Y("y:Q", title=f"measured peak memory ({unit.name})", scale=scale)
     tooltip = marks.tooltips(
-        ("planned:Q", "predicted, bytes", ",d"),
-        ("measured:Q", "measured, bytes", ",d"),
+        ("x:Q", f"predicted, {unit.name}", ",.4~f"),
+        ("y:Q", f"measured, {unit.name}", ",.4~f"),
         ("error:Q", "error, %", "+.2f"),
     )
     ends = [{"strategy": "", "x": end, "y": end} for end in domain]
     layers = [
         marks.static_layer(ends).mark_line(style="reference").encode(x=x, y=y),
         marks.filterable_layer(points)
-        .mark_point(filled=True, size=70, opacity=0.9, color=style.BETWEEN)
-        .encode(x=x, y=y, tooltip=tooltip),
+        .mark_point(filled=True, size=70, opacity=0.9)
+        .encode(x=x, y=y, tooltip=tooltip, color=marks.strategy_color(view)),
         *marks.labels(points, x, y, [ends]),
     ]
-    columns = [format_numbers([pair[1] for pair in shown], unit), format_numbers([pair[2] for pair in shown], unit)]
+    columns = [format_numbers([pair[1] for pair in pairs], unit), format_numbers([pair[2] for pair in pairs], unit)]
     rows = [
         (line.label, *sizes, f"{error:+.2f}")
-        for (line, *_), sizes, (_, error) in zip(shown, zip(*columns, strict=True), errors, strict=True)
+        for (line, *_), sizes, (_, error) in zip(pairs, zip(*columns, strict=True), errors, strict=True)
     ]
     header = ["run", f"predicted peak memory ({unit.name})", f"measured peak memory ({unit.name})", "error (%)"]
-    table = value_table(header, rows, [line.strategy for line, *_ in shown])
-    return Chart("predicted", "Predicted and measured peak memory", alt_text, marks.spec(layers, alt_text), table)
+    table = value_table(header, rows, [line.strategy for line, *_ in pairs])
+    name = "Predicted and measured peak memory"
+    return Chart(
+        "predicted", name, alt_text, marks.spec(view, name, layers, alt_text), table, header.index("error (%)")
+    )
 
 
 def batches(view: View) -> Chart | None:
     """Draw the measured and the predicted activation memory over the micro-batch."""
-    curves = by_micro_batch(chart_lines(view))
-    if not curves:
+    series = by_micro_batch(chart_lines(view))
+    if not series:
         return None
-    drawn = select(curves)
-    pairs = [(series, line) for series in drawn for line in series.points]
+    drawn = select(series)
+    pairs = [(curve, line) for curve in drawn for line in curve.points]
     sizes = [_activations(line) for _, line in pairs]
     unit = byte_unit([size for pair in sizes for size in pair])
-    measured = [
-        series.datum(x=line.number("micro_batch"), y=measured_bytes / unit.size, exact=measured_bytes)
-        for (series, line), (measured_bytes, _) in zip(pairs, sizes, strict=True)
-        if measured_bytes is not None
-    ]
+    points, predictions = (
+        [
+            curve.datum(x=line.number("micro_batch"), y=measured / unit.size)
+            for (curve, line), size in zip(pairs, sizes, strict=True)
+            if (measured := size[place]) is not None
+        ]
+        for place in (0, 1)
+    )
     ends = [
-        (_point_name(series, line), (measured_bytes or 0) / unit.size)
-        for (series, line), (measured_bytes, _) in zip(pairs, sizes, strict=True)
+        (_point_name(curve, line), (size[0] or 0) / unit.size) for (curve, line), size in zip(pairs, sizes, strict=True)
     ]
     alt_text = (
         f"Activation memory of {pluralize(len(drawn), 'configuration')} in {unit.name} by micro-batch size,"
         f" {range_text(ends)}."
-        f"{omitted_text(len(drawn), len(curves))}"
+        f"{omitted_text(len(drawn), len(series), FASTEST)}"
     )
-    predictions = [
-        series.datum(x=line.number("micro_batch"), y=planned / unit.size, exact=planned)
-        for (series, line), (_, planned) in zip(pairs, sizes, strict=True)
-        if planned is not None
+    batch = sorted({datum["x"] for datum in points})
+    highest = max(datum["y"] for datum in (*points, *predictions))
+    scales = (
+        Scale("micro-batch size (sequences)", (0, batch[-1] * 1.03), values=batch, form="d"),
+        Scale(f"activation memory ({unit.name}; × = predicted)", (0, highest * 1.05)),
+    )
+    x, y = scales[0].channel("x", "x"), scales[1].channel("y", "y")
+    tooltips = [
+        marks.tooltips(("x:Q", "micro-batch", ",d"), ("y:Q", f"{kind}, {unit.name}", ",.4~f"))
+        for kind in ("measured", "predicted")
     ]
-    batch = sorted({datum["x"] for datum in measured})
-    x = alt.X("x:Q", title="micro-batch size (sequences)", axis=alt.Axis(values=batch), scale=alt.Scale(zero=True))
-    y = alt.Y("y:Q", title=f"activation memory ({unit.name}; × = predicted)", scale=alt.Scale(zero=True))
-    tooltip = marks.tooltips(("x:Q", "micro-batch", ",d"), ("exact:Q", "measured, bytes", ",d"))
-    channels = marks.by_label([series.name for series in drawn])
-    layers = marks.curves(measured, x, y, tooltip, channels)
-    if predictions:
-        tooltip = marks.tooltips(("x:Q", "micro-batch", ",d"), ("exact:Q", "predicted, bytes", ",d"))
-        layers.append(
-            marks.filterable_layer(predictions).mark_text(text="×", style="predicted").encode(x=x, y=y, tooltip=tooltip)
-        )
+    crosses = (
+        predictions,
+        lambda layer: layer.mark_text(text="×", style="predicted").encode(x=x, y=y, tooltip=tooltips[1]),
+    )
     columns = [format_numbers([pair[0] for pair in sizes], unit), format_numbers([pair[1] for pair in sizes], unit)]
     rows = [
-        (series.name, str(line.row["micro_batch"]), *texts)
-        for (series, line), texts in zip(pairs, zip(*columns, strict=True), strict=True)
+        (curve.name, str(line.row["micro_batch"]), *texts)
+        for (curve, line), texts in zip(pairs, zip(*columns, strict=True), strict=True)
     ]
     header = ["run", "micro-batch size (sequences)", f"measured ({unit.name})", f"predicted ({unit.name})"]
-    table = value_table(header, rows, [series.strategy for series, _ in pairs])
-    return Chart("batches", "Activation memory by micro-batch size", alt_text, marks.spec(layers, alt_text), table)
+    table = value_table(header, rows, [curve.strategy for curve, _ in pairs])
+    name = "Activation memory by micro-batch size"
+    vega_lite = curves(view, name, alt_text, drawn, points, scales, tooltips[0], above=[crosses])
+    return Chart("batches", name, alt_text, vega_lite, table, 2)
 
 
 def _activations(line: ChartLine) -> tuple[float | None, float | None]:

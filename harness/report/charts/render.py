@@ -5,10 +5,13 @@ The process runs this module: it reads a request as JSON from standard input and
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
     from harness.report.document import VegaLite
 
 _SECONDS = 120.0  # for all charts of a report
+
+_PAPER_FONT = 8.0  # points of a label in a paper
+
+_NARROW, _EDGES, _LETTER = 500, 44, 6.2  # pixels, as in page.js: a narrow chart, its edges, and a subtitle's character
 
 _CACHE = Path("~/.cache/harness")
 
@@ -39,6 +46,75 @@ def svgs(specs: Mapping[str, VegaLite], dark: bool = False) -> dict[str, str]:
         return {}
     drawn = _request({"specs": dict(specs), "config": style.config(dark) | {"background": "white"}})
     return {name: _described(drawn[name], str(spec.get("description", ""))) for name, spec in specs.items()}
+
+
+def pictures(specs: Mapping[str, VegaLite], form: str, width: float | None = None) -> dict[str, bytes]:
+    """Return every spec as a file. Raise DrawingError if that fails.
+
+    Args:
+        specs: The charts by their names.
+        form: svg, png or pdf.
+        width: The width in millimetres; by default that of the report, at 96 pixels per inch.
+    """
+    if not specs:
+        return {}
+    if width is None:
+        texts, unit, zoom = svgs(specs), "px", 2.0
+    else:
+        scale = _PAPER_FONT / style.FONT_SIZE  # points of a pixel
+        drawn = svgs({name: fit(spec, round(width / 25.4 * 72 / scale)) for name, spec in specs.items()})
+        texts, unit, zoom = {name: _sized(text, scale) for name, text in drawn.items()}, "pt", 300 / 72
+    if form == "svg":
+        size = rf'\1 width="\2{unit}" height="\3{unit}"'
+        return {name: re.sub(_SIZE, size, text).encode() for name, text in texts.items()}
+    # vl_convert takes the pixels of an SVG for points of a PDF.
+    contents = _request({"svgs": texts, "form": form, "scale": zoom})
+    return {name: base64.b64decode(content) for name, content in contents.items()}
+
+
+_SIZE = r'^(<svg\b[^>]*?) width="([\d.]+)" height="([\d.]+)"'
+
+
+def fit(spec: VegaLite, width: int) -> VegaLite:
+    """Return a spec for another width in pixels; as in the page, fewer plots are beside each other if it is narrow."""
+    fitted = spec | {"title": spec["title"] | {"subtitle": _wrapped(spec["title"]["subtitle"], width)}}
+    if width < _NARROW:
+        fitted = _replaced(fitted, "legend", {"columns": 1})
+    if "concat" not in spec:
+        return fitted | {"width": width}
+    meta = spec["usermeta"]["panels"]
+    columns, beside = meta["narrow"] if width < _NARROW else (meta["columns"], meta["beside"])
+    each = max(60, (width - _EDGES - beside) // columns)
+    cells = [cell | {"width": each} for cell in fitted["concat"]]
+    if columns == 1:  # the labels that only the first plot of a row has
+        cells = [_replaced(cell, "axis", {"labels": True, "ticks": True, "domain": True}, "labels") for cell in cells]
+    return fitted | {"columns": columns, "concat": cells}
+
+
+def _wrapped(lines: Sequence[str], width: int) -> list[str]:
+    return textwrap.wrap(" ".join(lines), max(20, round(width / _LETTER)))
+
+
+def _replaced(value: Any, name: str, changes: Mapping[str, Any], unless: str = "") -> Any:
+    """Return a spec in which every object of this name has the changes, except where `unless` is not False."""
+    if isinstance(value, list):
+        return [_replaced(item, name, changes, unless) for item in value]
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _replaced(item, name, changes, unless) for key, item in value.items()}
+    own = inner.get(name)
+    if isinstance(own, dict) and (not unless or own.get(unless) is False):
+        inner[name] = {**own, **changes}
+    return inner
+
+
+def _sized(svg: str, scale: float) -> str:
+    """Return an SVG whose size is scaled; its drawing is what it was."""
+    return re.sub(
+        _SIZE,
+        lambda match: f'{match[1]} width="{float(match[2]) * scale:g}" height="{float(match[3]) * scale:g}"',
+        svg,
+    )
 
 
 def library() -> str:
@@ -83,11 +159,23 @@ def _request(request: dict[str, Any]) -> dict[str, str]:
     return answer
 
 
+def _converted(svg: str, request: dict[str, Any]) -> bytes:
+    import vl_convert
+
+    if request["form"] == "pdf":
+        pdf: bytes = vl_convert.svg_to_pdf(svg)
+        return pdf
+    png: bytes = vl_convert.svg_to_png(svg, scale=request["scale"])
+    return png
+
+
 def _answer(request: dict[str, Any]) -> dict[str, str]:
     import vl_convert
 
     if "snippet" in request:
         return {"library": vl_convert.javascript_bundle(request["snippet"])}
+    if "svgs" in request:
+        return {name: base64.b64encode(_converted(svg, request)).decode() for name, svg in request["svgs"].items()}
     drawn = {}
     for name, spec in request["specs"].items():
         try:

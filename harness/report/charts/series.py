@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.report.charts.lines import ChartLine, Datum, finite_number, median_record
 from harness.report.comparability import curve_columns, curve_key
-from harness.report.labels import VARYING, value_text
+from harness.report.labels import VARYING, configuration_name, value_text
 from harness.report.view import View
 from harness.util.text import sanitize
 
@@ -94,7 +94,7 @@ def _names(keys: Sequence[tuple[Any, ...]], columns: Sequence[str]) -> list[str]
             for position, name in enumerate(columns)
             if name in VARYING and len({other[position] for other in namesakes}) > 1
         ]
-        words = [str(key[0]), *([str(key[1])] if key[1] not in (None, "none") else [])]
+        words = [configuration_name(key[0], key[1])]
         words += [value_text(columns[position], key[position]) for position in varying if key[position] is not None]
         name = sanitize(" ".join(words))
         names.append(f"{name} ({len(names) + 1})" if name in names else name)

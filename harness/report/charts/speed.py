@@ -1,17 +1,20 @@
-"""Charts of speed: tokens per second with their spread, the parts of a step, and tokens per second over ranks."""
+"""Charts of speed: tokens per second by configuration and over ranks."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.report.charts import marks, style
+from harness.report.charts import marks
+from harness.report.charts.curves import Scale, curves
 from harness.report.charts.lines import (
+    FASTEST,
+    MOST,
     ChartLine,
     Datum,
     chart_lines,
+    disturbed_text,
     failure_text,
-    finite_number,
-    median_record,
     omitted_text,
-    part_data,
     range_text,
     select,
     value_table,
@@ -19,162 +22,155 @@ from harness.report.charts.lines import (
 from harness.report.charts.series import Series, by_world
 from harness.report.charts.style import alt
 from harness.report.document import Chart, Table
-from harness.report.labels import STEP_PARTS
-from harness.report.spread import spread
-from harness.report.text import MILLISECONDS, ONE, format_numbers, format_percents, join_words, pluralize
+from harness.report.speeds import MINIMUM_RUNS
+from harness.report.text import ONE, format_numbers, format_percents, join_words, pluralize
 from harness.report.view import View
 
 _WIDE = 8  # if the most ranks over the fewest exceed this, both axes are logarithmic
 
+TOKENS = "tokens per second"
+
 
 def throughput(view: View) -> Chart | None:
-    """Draw tokens per second of every line, with the spread of its runs or steps."""
-    lines = chart_lines(view)
+    """Draw tokens per second of every line, the fastest first.
+
+    Speeds of enough repeats are bars with the range of their runs. Others are hollow points, which rank nothing, and
+    disturbed ones are not drawn.
+    """
+    lines = marks.ordered(chart_lines(view), lambda line: -line.speed if line.speed else None)
     if not any(line.speed for line in lines):
         return None
-    drawn = select(lines)
-    ok = [(line, line.speed, finite_number(spread(line.row))) for line in drawn if line.speed]
+    known = [line for line in lines if line.speed]
     alt_text = (
-        f"Tokens per second of {pluralize(len(ok), 'configuration')},"
-        f" {range_text([(line.label, speed) for line, speed, _ in ok])}."
-        f"{_spread_text([line for line, *_ in ok])}"
-        f"{failure_text(drawn)}{omitted_text(len(drawn), len(lines))}"
+        f"{TOKENS.capitalize()} of {pluralize(len(known), 'configuration')},"
+        f" {range_text([(line.label, line.speed or 0.0) for line in known])}.{how_drawn(known)}"
+        f"{disturbed_text(lines)}{failure_text(lines)}{omitted_text(min(MOST, len(lines)), len(lines))}"
     )
-    title = "tokens per second"
-    shown = format_numbers([speed for _, speed, _ in ok], ONE)
+    layers = [*speed_layers(view, lines, TOKENS), *marks.notes(lines, TOKENS, is_timed=True)]
+    name = "Tokens per second"
+    return Chart("throughput", name, alt_text, marks.bars(view, name, layers, alt_text, lines), _speed_table(lines), 2)
+
+
+def how_drawn(lines: Sequence[ChartLine]) -> str:
+    """Return a sentence on what bars and points of speeds are, with a space before it."""
+    ranked = any(line.is_ranked for line in lines)
+    single = any(not line.is_ranked for line in lines)
+    text = " Bars are medians, with the range of the undisturbed repeats." if ranked else ""
+    return text + (f" Hollow points are of fewer than {MINIMUM_RUNS} repeats and rank nothing." if single else "")
+
+
+def speed_layers(
+    view: View, lines: Sequence[ChartLine], title: str, labels: bool = True, ticks: int | None = None
+) -> list[alt.Chart]:
+    """Return the layers of speeds: bars with ranges of those that are ranked, hollow points of the others."""
+    known = [(line, line.standing.speed) for line in lines if line.speed]
+    shown = format_numbers([speed.median if speed else None for _, speed in known], ONE)
     values = [
         line.datum(
-            value=speed,
-            total=speed * (1 + (relative_spread or 0)),
-            low=max(0.0, speed * (1 - (relative_spread or 0))),
-            shown=text,
-            apart=None if relative_spread is None else 100 * relative_spread,
+            value=speed.median,
+            low=speed.low,
+            high=speed.high,
+            runs=speed.runs,
+            total=speed.high if speed.is_ranked else speed.median,
+            shown=text if speed.is_ranked else f"{text} (n = {speed.runs})",
         )
-        for (line, speed, relative_spread), text in zip(ok, shown, strict=True)
+        for (line, speed), text in zip(known, shown, strict=True)
+        if speed
     ]
-    y = marks.label_axis()
-    tooltip = marks.tooltips(("value:Q", "tokens per second", ",.2f"), ("apart:Q", "spread, ± %", ".2f"))
-    bar = marks.filterable_layer(values).mark_bar(color=style.MEASURED)
-    with_spread = marks.filterable_layer([datum for datum in values if datum["apart"]])
-    low = marks.from_zero("low", title)
+    is_ranked = {line.label: line.is_ranked for line in lines}
+    ranked = [datum for datum in values if is_ranked[datum["label"]]]
+    single = [datum for datum in values if not is_ranked[datum["label"]]]
+    y = marks.label_axis(labels)
+    tooltip = marks.tooltips(
+        ("value:Q", f"{TOKENS}, median", ",.2f"),
+        ("low:Q", "slowest run", ",.2f"),
+        ("high:Q", "fastest run", ",.2f"),
+        ("runs:Q", "undisturbed runs", "d"),
+    )
+    value, low, high = (marks.from_zero(field, title, ticks) for field in ("value", "low", "high"))
+    color = marks.strategy_color(view)
+    with_range = marks.bar_layer(ranked)
+    hollow = marks.bar_layer(single).mark_point(filled=False, size=55, strokeWidth=2)
     layers = [
-        bar.encode(x=marks.from_zero("value", title), y=y, tooltip=tooltip),
-        with_spread.mark_rule(style="spread").encode(x=low, x2="total:Q", y=y, tooltip=tooltip),
+        with_range.mark_bar().encode(x=value, y=y, color=color, tooltip=tooltip),
+        with_range.mark_rule(style="spread").encode(x=low, x2="high:Q", y=y, tooltip=tooltip),
         *(
-            with_spread.mark_tick(style="spread", size=8, thickness=1.5).encode(x=end, y=y, tooltip=tooltip)
-            for end in (low, marks.from_zero("total", title))
+            with_range.mark_tick(style="spread", size=8, thickness=1.5).encode(x=end, y=y, tooltip=tooltip)
+            for end in (low, high)
         ),
-        marks.numbers(values, title),
-        *marks.failures(drawn, title),
+    ]
+    layers = layers if ranked else []
+    layers += [hollow.encode(x=value, y=y, color=color, tooltip=tooltip)] if single else []
+    text = marks.bar_layer(values).mark_text(align="left", dx=7, style="value")
+    return [*layers, text.encode(x=marks.from_zero("total", title), y=y, text="shown:N")] if values else layers
+
+
+def _speed_table(lines: Sequence[ChartLine]) -> Table:
+    """Return median, range and number of runs of every line whose speed is known."""
+    speeds = [line.standing.speed if line.ok else None for line in lines]
+    columns = [
+        format_numbers([None if speed is None else getattr(speed, name) for speed in speeds], ONE)
+        for name in ("median", "low", "high")
     ]
     rows = [
         (
             line.label,
-            line.status,
-            *format_numbers([line.speed], ONE),
-            *format_percents([finite_number(spread(line.row))]),
+            marks.DISTURBED if line.is_disturbed else line.status,
+            *("" if line.is_disturbed else text for text in texts),
+            "" if speed is None or line.is_disturbed else str(speed.runs),
         )
-        for line in drawn
+        for line, speed, texts in zip(lines, speeds, zip(*columns, strict=True), strict=True)
     ]
-    table = value_table(["run", "status", title, "spread (± %)"], rows, [line.strategy for line in drawn], 2)
-    return Chart("throughput", "Tokens per second", alt_text, marks.bars(layers, alt_text, len(drawn)), table)
-
-
-def _spread_text(lines: Sequence[ChartLine]) -> str:
-    kinds = {line.row.get("between_runs") is not None for line in lines if spread(line.row) is not None}
-    words = {True: "half the range of the repeated runs", False: "half the interquartile range of a run's steps"}
-    text = " or ".join(words[kind] for kind in sorted(kinds, reverse=True))
-    return f" Error bars extend to either side by {text}." if text else ""
-
-
-def step(view: View) -> Chart | None:
-    """Draw the parts of the step time of every line's median repeat."""
-    lines = chart_lines(view)
-    drawn = select(lines)
-    segments = [datum for line in drawn for datum in _step_parts(line)]
-    if not segments:
-        return None
-    totals: dict[str, float] = {}
-    for datum in segments:
-        totals[datum["label"]] = totals.get(datum["label"], 0.0) + datum["exact"]
-    names = [name for name in STEP_PARTS.values() if any(datum["part"] == name for datum in segments)]
-    alt_text = (
-        f"Step time of {pluralize(len(totals), 'configuration')} in ms, stacked by its parts, {', '.join(names)}:"
-        f" {range_text([(label, total / 1e-3) for label, total in totals.items()])}."
-        + (
-            " Repeated runs are represented by the one with the median speed."
-            if any(line.is_repeated for line in drawn)
-            else ""
-        )
-        + failure_text(drawn)
-        + omitted_text(len(drawn), len(lines))
-    )
-    title = "step time (ms)"
-    shown = dict(zip(totals, format_numbers(list(totals.values()), MILLISECONDS), strict=True))
-    figures = [
-        line.datum(total=totals[line.label] / 1e-3, shown=shown[line.label]) for line in drawn if line.label in totals
-    ]
-    layers = [
-        marks.stacked(segments, title, ("value:Q", "ms", ",.4f"), tuple(STEP_PARTS.values())),
-        marks.numbers(figures, title),
-        *marks.failures(drawn, title),
-    ]
-    rows = []
-    for line in drawn:
-        parts = {datum["part"]: datum["exact"] for datum in _step_parts(line)}
-        sizes = [*(parts.get(name) for name in names), totals.get(line.label)]
-        rows.append((line.label, line.status, *format_numbers(sizes, MILLISECONDS)))
-    header = ["run", "status", *(f"{name} (ms)" for name in names), "step time (ms)"]
-    table = value_table(header, rows, [line.strategy for line in drawn], 2)
-    return Chart("step", "Breakdown of step time", alt_text, marks.bars(layers, alt_text, len(drawn)), table)
-
-
-def _step_parts(line: ChartLine) -> list[Datum]:
-    return part_data(line, median_record(line).row, STEP_PARTS, MILLISECONDS.size) if line.ok else []
+    header = ["run", "status", TOKENS, "slowest run", "fastest run", "runs"]
+    return value_table(header, rows, [line.strategy for line in lines], 2)
 
 
 def scaling(view: View) -> Chart | None:
     """Draw tokens per second over ranks, and linear scaling from the fewest ranks."""
-    curves = by_world(chart_lines(view))
-    if not curves:
+    series = by_world(chart_lines(view))
+    if not series:
         return None
-    drawn = select(curves)
+    drawn = select(series)
     points = [
-        series.datum(x=_world(line), y=line.speed, ideal=ideal, efficiency=100 * (line.speed or 0) / ideal)
-        for series in drawn
-        for line, ideal in zip(series.points, _ideal(series), strict=True)
+        curve.datum(x=_world(line), y=line.speed, ideal=ideal, efficiency=100 * (line.speed or 0) / ideal)
+        for curve in drawn
+        for line, ideal in zip(curve.points, _ideal(curve), strict=True)
     ]
+    all_ranked = all(line.is_ranked for curve in drawn for line in curve.points)
     alt_text = (
         f"Tokens per second of {pluralize(len(drawn), 'configuration')} on {_count(points)} ranks, compared with linear"
         " scaling from the fewest ranks of each; efficiency on the most ranks in %:"
-        f" {range_text([(series.name, _efficiency(series)) for series in drawn])}."
-        f"{omitted_text(len(drawn), len(curves))}"
+        f" {range_text([(curve.name, _efficiency(curve)) for curve in drawn])}."
+        + ("" if all_ranked else f" Some points are of fewer than {MINIMUM_RUNS} repeats, and rank nothing.")
+        + disturbed_text(chart_lines(view))
+        + omitted_text(len(drawn), len(series), FASTEST)
     )
     worlds = sorted({point["x"] for point in points})
     wide = worlds[-1] / worlds[0] > _WIDE
-    rising = alt.Scale(type="log", nice=False) if wide else alt.Scale(zero=True)
-    scale = alt.Scale(type="log", base=2, nice=False) if wide else alt.Scale(zero=True)
-    x = alt.X("x:Q", title="number of ranks", scale=scale, axis=alt.Axis(values=worlds, format="d"))
-    y, ideal = (
-        alt.Y(f"{field}:Q", title="tokens per second (dashed = linear scaling)", scale=rising)
-        for field in ("y", "ideal")
+    highest = max(max(point["y"], point["ideal"]) for point in points)
+    lowest = min(point["y"] for point in points)
+    across = (worlds[0] / 1.1, worlds[-1] * 1.1) if wide else (0.0, worlds[-1] * 1.03)
+    up = (lowest / 1.2, highest * 1.2) if wide else (0.0, highest * 1.05)
+    scales = (
+        Scale("number of ranks", across, wide, worlds, "d"),
+        Scale("tokens per second (dashed = linear scaling)", up, wide),
     )
-    channels = marks.by_label([series.name for series in drawn])
     tooltip = marks.tooltips(
         ("x:Q", "ranks", ",d"),
         ("y:Q", "tokens per second", ",.2f"),
         ("ideal:Q", "linear scaling", ",.2f"),
         ("efficiency:Q", "efficiency, %", ".2f"),
     )
-    layers = [
-        *marks.curves(points, x, y, tooltip, channels),
-        marks.filterable_layer(points)
-        .mark_line(style="reference", opacity=0.6)
-        .encode(x=x, y=ideal, stroke=channels.stroke),
-    ]
-    return Chart(
-        "scaling", "Tokens per second by number of ranks", alt_text, marks.spec(layers, alt_text), _scaling_table(drawn)
+    x, ideal, color = scales[0].channel("x", "x"), scales[1].channel("y", "ideal"), marks.strategy_color(view)
+    linear = (
+        points,
+        lambda layer: layer.mark_line(style="reference", opacity=0.6).encode(
+            x=x, y=ideal, color=color, detail="label:N"
+        ),
     )
+    name = "Tokens per second by number of ranks"
+    vega_lite = curves(view, name, alt_text, drawn, points, scales, tooltip, behind=[linear])
+    return Chart("scaling", name, alt_text, vega_lite, _scaling_table(drawn), 2)
 
 
 def _world(line: ChartLine) -> float:

@@ -3,6 +3,7 @@
 A spec names styles and contains no config.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ __all__ = ["alt"]
 
 WIDTH, HEIGHT = 620, 340  # in pixels: the width of a whole chart with its axes, and the height of a plot without bars
 
-STEP, NARROW_STEP = 22, 16  # pixels per bar, and per bar where there are many
+STEP, NARROW_STEP = 20, 15  # pixels per bar, and per bar where there are many
 
 MANY = 12  # bars
 
-LABEL_LIMIT = 220  # pixels
+LABEL_LIMIT = 250  # pixels
 
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # fonts with equal metrics: text is equally wide everywhere
 
@@ -39,16 +40,36 @@ PALETTE = (
     *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
 )
 
-MEASURED, PREDICTED, BETWEEN = PALETTE[0], PALETTE[1], PALETTE[6]  # the last is for points of both at once
+# The place in the palette of the strategies that most reports compare, so that reports agree on their colors.
+_PLACES = {
+    "ddp": 0,
+    "zero1": 1,
+    "zero3": 2,
+    "single": 3,
+    "fsdp_full_shard": 4,
+    "tp": 5,
+    "zero2": 6,
+    "fsdp_shard_grad_op": 7,
+    "pp_1f1b": 8,
+    "cp": 9,
+}
 
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
-DASHES = ((1, 0), (6, 3), (2, 2))  # for the first ten curves, the second ten and the third
+DASHES = ((1, 0), (6, 3), (2, 2), (8, 2, 2, 2))  # for the curves of one strategy
 
 
-def colors(count: int) -> list[str]:
-    """Return the colors of this many curves."""
-    return [PALETTE[position % len(PALETTE)] for position in range(count)]
+def strategy_colors(strategies: Iterable[str]) -> dict[str, str]:
+    """Return the color of each strategy of a report, which all its charts use.
+
+    Up to ten strategies have ten colors; more share some.
+    """
+    names = list(dict.fromkeys(strategies))
+    places = {name: _PLACES[name] for name in names if name in _PLACES}
+    free = [place for place in range(len(PALETTE)) if place not in places.values()] or list(range(len(PALETTE)))
+    others = [name for name in names if name not in places]
+    places |= {name: free[rank % len(free)] for rank, name in enumerate(others)}
+    return {name: PALETTE[places[name]] for name in names}
 
 
 def shapes(count: int) -> list[str]:
@@ -58,7 +79,7 @@ def shapes(count: int) -> list[str]:
 
 def dashes(count: int) -> list[list[int]]:
     """Return the dashes of this many curves."""
-    return [list(DASHES[position // len(PALETTE) % len(DASHES)]) for position in range(count)]
+    return [list(DASHES[position % len(DASHES)]) for position in range(count)]
 
 
 def step(bars: int) -> int:
@@ -85,6 +106,9 @@ def config(dark: bool = False) -> dict[str, Any]:
         }
         | {"labelOverlap": "greedy", "tickCount": 7},
         "axisX": {"tickCount": 5},
+        "title": {"color": text, "subtitleColor": muted, "fontSize": FONT_SIZE + 1, "subtitleFontSize": FONT_SIZE - 1}
+        | {"anchor": "start", "frame": "bounds", "offset": 8, "subtitlePadding": 2},
+        "concat": {"spacing": 16},
         "legend": legend
         | {
             "labelFontSize": FONT_SIZE,
@@ -103,6 +127,8 @@ def config(dark: bool = False) -> dict[str, Any]:
             "reference": line | {"strokeDash": [4, 3]},
             "front": line | {"color": text},
             "spread": {"color": text, "strokeWidth": 1.5},
+            "quiet": {"color": muted},
+            "paper": {"stroke": text},
             "predicted": {"color": text, "fontSize": FONT_SIZE + 3},
             "formula": {"color": text},
         },

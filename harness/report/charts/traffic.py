@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from harness.report.charts import marks, style
 from harness.report.charts.lines import (
+    MOST,
     ChartLine,
     Datum,
     chart_lines,
@@ -14,7 +15,6 @@ from harness.report.charts.lines import (
     median_record,
     omitted_text,
     range_text,
-    select,
     value_table,
 )
 from harness.report.charts.style import alt
@@ -34,27 +34,49 @@ class _Entry(NamedTuple):
 
 
 def traffic(view: View) -> Chart | None:
-    """Draw the bytes that the rank that sends most sends along each mesh axis, and those of the formula."""
-    lines = [line for line in chart_lines(view) if line.ok and _entries(line)]
-    if not lines:
+    """Draw the bytes that the rank that sends most sends along each mesh axis, the fewest first.
+
+    There is no chart where all send the same. Ticks of the formula stand where the bytes differ from it.
+    """
+    known = [line for line in chart_lines(view) if line.ok and _entries(line)]
+    lines = marks.ordered(known, lambda line: sum(entry.sent for entry in _entries(line)))
+    entries = [entry for line in lines for entry in _entries(line)]
+    sent_bytes = [entry.sent for entry in entries]
+    if not entries or max(sent_bytes) - min(sent_bytes) <= _EQUAL * max(sent_bytes):
         return None
-    drawn = select(lines)
-    entries = [entry for line in drawn for entry in _entries(line)]
     axes = list(dict.fromkeys(entry.axis for entry in entries))
     unit = byte_unit([size for entry in entries for size in (entry.sent, entry.formula)])
     ends = [(f"{entry.line.label} on {entry.axis}", entry.sent / unit.size) for entry in entries]
+    differing = [entry for entry in entries if _differs(entry)]
     alt_text = (
-        f"Bytes that a rank of {pluralize(len(drawn), 'configuration')} sends per step by mesh axis ({', '.join(axes)})"
-        f" in {unit.name}, compared with the layout's formula: {range_text(ends)}."
-        f"{omitted_text(len(drawn), len(lines))}"
+        f"Bytes that a rank of {pluralize(len(lines), 'configuration')} sends per step by mesh axis ({', '.join(axes)})"
+        f" in {unit.name}: {range_text(ends)}. "
+        + (
+            "The ticks are the bytes of the layout's formula, where those that were sent differ."
+            if differing
+            else "All are those of the layout's formula."
+        )
+        + omitted_text(min(MOST, len(entries)), len(entries))
     )
-    sent = format_numbers([entry.sent for entry in entries], unit)
+    sent = format_numbers(sent_bytes, unit)
     formulas = format_numbers([entry.formula for entry in entries], unit)
     rows = [(entry.line.label, entry.axis, *texts) for entry, *texts in zip(entries, sent, formulas, strict=True)]
     header = ["run", "mesh axis", f"sent ({unit.name})", f"formula ({unit.name})"]
     table = value_table(header, rows, [entry.line.strategy for entry in entries], 2)
-    layers = _layers(_bars(entries, sent, len(axes) > 1, unit), axes, unit)
-    return Chart("traffic", "Bytes sent by mesh axis", alt_text, marks.bars(layers, alt_text, len(entries)), table)
+    title = f"sent per step ({unit.name}{'; | = formula' if differing else ''})"
+    layers = _layers(view, _bars(entries, sent, len(axes) > 1, unit), axes, title, unit)
+    name = "Bytes sent by mesh axis"
+    height = alt.Step(style.step(min(MOST, len(entries))))
+    vega_lite = marks.spec(view, name, layers, alt_text, height, 48)
+    vega_lite = marks.with_order(vega_lite, [entry.line.strategy for entry in entries])
+    return Chart("traffic", name, alt_text, vega_lite, table, 2)
+
+
+_EQUAL = 1e-3  # relative
+
+
+def _differs(entry: _Entry) -> bool:
+    return entry.formula is not None and abs(entry.sent - entry.formula) > _EQUAL * entry.formula
 
 
 def _entries(line: ChartLine) -> list[_Entry]:
@@ -69,13 +91,12 @@ def _bars(entries: Sequence[_Entry], texts: Sequence[str], by_axis: bool, unit: 
     """Return the data of a bar for each entry, named by its axis too if there are several axes."""
     return [
         entry.line.datum(
+            position=rank,
             bar=f"{entry.line.label} · {entry.axis}" if by_axis else entry.line.label,
-            rank=rank,
             axis=entry.axis,
             value=entry.sent / unit.size,
-            sent=entry.sent,
             formula=entry.formula / unit.size if entry.formula is not None else None,
-            exact=entry.formula,
+            differs=_differs(entry),
             total=max(entry.sent, entry.formula or 0) / unit.size,
             shown=text,
         )
@@ -83,24 +104,24 @@ def _bars(entries: Sequence[_Entry], texts: Sequence[str], by_axis: bool, unit: 
     ]
 
 
-def _layers(bars: Sequence[Datum], axes: Sequence[str], unit: Unit) -> list[alt.Chart]:
+def _layers(view: View, bars: Sequence[Datum], axes: Sequence[str], title: str, unit: Unit) -> list[alt.Chart]:
     """Return the layers of the bars, of the formula's ticks and of the figures."""
-    title = f"sent per step ({unit.name}; | = formula)"
-    y = alt.Y("bar:N", title=None, sort=alt.EncodingSortField("rank", op="min"), axis=alt.Axis(grid=False))
+    y = alt.Y("bar:N", title=None, sort=alt.EncodingSortField("position", op="min"), axis=alt.Axis(grid=False))
     tooltip = marks.tooltips(
-        ("axis:N", "mesh axis", ""), ("sent:Q", "sent, bytes", ",d"), ("exact:Q", "formula, bytes", ",d")
+        ("axis:N", "mesh axis", ""),
+        ("value:Q", f"sent, {unit.name}", ",.4~f"),
+        ("formula:Q", f"formula, {unit.name}", ",.4~f"),
     )
-    scale = alt.Scale(domain=list(axes), range=style.colors(len(axes)))
-    legend = alt.Legend(orient="top", title="mesh axis") if len(axes) > 1 else None
-    color = alt.Color("axis:N", scale=scale, legend=legend)
+    scale = alt.Scale(domain=list(axes), range=list(style.PALETTE[: len(axes)]))
+    legend = alt.Legend(orient="top", title="mesh axis")
+    by_axis = alt.Color("axis:N", scale=scale, legend=legend)
+    color = by_axis if len(axes) > 1 else marks.strategy_color(view)
+    differing = [bar for bar in bars if bar["differs"]]
+    ticks = marks.bar_layer(differing).mark_tick(style="formula", thickness=3, size=style.step(len(bars)) - 4)
     return [
-        marks.filterable_layer(bars)
-        .mark_bar()
-        .encode(x=marks.from_zero("value", title), y=y, tooltip=tooltip, color=color),
-        marks.filterable_layer([bar for bar in bars if bar["formula"] is not None])
-        .mark_tick(style="formula", thickness=3, size=style.step(len(bars)) - 4)
-        .encode(x=marks.from_zero("formula", title), y=y, tooltip=tooltip),
-        marks.filterable_layer(bars)
+        marks.bar_layer(bars).mark_bar().encode(x=marks.from_zero("value", title), y=y, tooltip=tooltip, color=color),
+        *([ticks.encode(x=marks.from_zero("formula", title), y=y, tooltip=tooltip)] if differing else []),
+        marks.bar_layer(bars)
         .mark_text(align="left", dx=6, style="value")
         .encode(x=marks.from_zero("total", title), y=y, text="shown:N", tooltip=tooltip),
     ]

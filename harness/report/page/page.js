@@ -56,12 +56,15 @@
   const MANY = 5; // tables with more rows have a text filter
   const tables = [];
 
-  // A cell's text without its trailing marks.
-  const cellText = (cell) => (cell.querySelector(".long") ?? cell).firstChild?.data?.trim() ?? "";
+  // A cell's text without its trailing marks; a figure that is not comparable is struck through.
+  const cellText = (cell) => {
+    const text = (cell.querySelector("button:not(.head)") ?? cell.querySelector(".long, s") ?? cell).firstChild;
+    return (text?.data ?? text?.textContent ?? "").trim();
+  };
 
-  // A cell's number, as in 1,234.5, "12 (3)" and "12 %"; <0.01 counts as 0.005; text is NaN.
+  // A cell's number, as in 1,234.5, "12 (3)", "12 [11–13]" and "12 %"; <0.01 counts as 0.005; text is NaN.
   function number(text) {
-    const match = /^(<?)\s*([-−+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(?:[%×]|\(.*\)|\s)*$/i.exec(text);
+    const match = /^(<?)\s*([-−+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(?:[%×‡†]|\(.*\)|\[.*\]|\s)*$/i.exec(text);
     if (!match) return NaN;
     const value = Number(match[2].replaceAll(",", "").replace("−", "-"));
     return match[1] ? value / 2 : value;
@@ -83,10 +86,10 @@
   }
 
   function sortable(table, rows) {
-    const heads = all("thead th", table);
+    const heads = [...table.tHead.rows[0].cells];
     heads.forEach((head, column) => {
       if (!head.textContent.trim()) return; // a button needs a name
-      const button = create("button", { type: "button" }, ...head.childNodes);
+      const button = create("button", { type: "button", className: "head" }, ...head.childNodes);
       head.append(button);
       button.addEventListener("click", () => {
         const next = { none: "ascending", ascending: "descending" }[head.ariaSort ?? "none"];
@@ -119,21 +122,119 @@
       const name = create("span", { className: "unseen" }, ` in ${table.caption.textContent}`);
       const label = create("label", {}, create("span", {}, "Filter rows", name), input);
       find.append(label, count);
-      table.closest(".table").prepend(find);
     }
+    find.append(...saving(table), ...columns(table));
+    if (find.children.length) table.closest(".table").prepend(find);
     show();
     tables.push(show);
   }
 
-  // A box that scrolls sideways can be focused with Tab, and fades at the right as long as more follows.
+  // The columns that a table shows on demand.
+  function columns(table) {
+    const extra = (table.dataset.extra ?? "").split(" ").filter(Boolean).map(Number);
+    if (!extra.length) return [];
+    const button = create("button", { type: "button", ariaExpanded: "false" });
+    const show = (shown) => {
+      for (const row of table.rows) for (const column of extra) row.cells[column].hidden = !shown;
+      button.textContent = shown ? "Fewer columns" : `${extra.length} more columns`;
+      button.ariaExpanded = String(shown);
+    };
+    button.addEventListener("click", () => { show(button.ariaExpanded !== "true"); });
+    show(false);
+    return [button];
+  }
+
+  // --- Taking it along: tables as CSV and LaTeX, charts as SVG and PNG.
+
+  function save(name, type, content) {
+    const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
+    create("a", { href: url, download: name }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 60000);
+  }
+
+  const slug = (text) => text.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-+|-+$/g, "").slice(0, 60) || "table";
+
+  const fileName = (text, suffix) => `${slug(DATA.name)}-${slug(text)}.${suffix}`;
+
+  const action = (text, of, act) => {
+    const button = create("button", { type: "button" }, text, create("span", { className: "unseen" }, ` of ${of}`));
+    button.addEventListener("click", act);
+    return button;
+  };
+
+  function saving(table) {
+    const name = table.caption.textContent.trim();
+    const quoted = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+    const csv = () => [...table.rows].filter((row) => !row.hidden)
+      .map((row) => [...row.cells].map((cell) => quoted(cellText(cell.querySelector("button.head") ?? cell))).join(","))
+      .join("\r\n");
+    const buttons = [action("CSV", name, () => save(fileName(name, "csv"), "text/csv", `${csv()}\r\n`))];
+    if ("latex" in table.dataset)
+      buttons.push(action("LaTeX", name, () => save(fileName("table", "tex"), "application/x-tex", DATA.latex)));
+    return buttons;
+  }
+
+  function picturing(box) {
+    const title = box.closest("figure").querySelector("figcaption").textContent;
+    const chart = () => drawn.get(box);
+    const svg = async () => { await chart().work; return chart().view.toSVG(); };
+    const png = async () => {
+      await chart().work;
+      const canvas = await chart().view.toCanvas(3);
+      const paper = create("canvas", { width: canvas.width, height: canvas.height });
+      const context = paper.getContext("2d");
+      context.fillStyle = getComputedStyle(document.body).backgroundColor;
+      context.fillRect(0, 0, paper.width, paper.height);
+      context.drawImage(canvas, 0, 0);
+      return new Promise((resolve) => { paper.toBlob(resolve, "image/png"); });
+    };
+    return create("p", { className: "take" },
+      action("SVG", title, async () => save(fileName(title, "svg"), "image/svg+xml", await svg())),
+      action("PNG", title, async () => save(fileName(title, "png"), "image/png", await png())));
+  }
+
+  // --- Derivations: a figure of the comparison opens its arithmetic.
+
+  function derivable(table, rows) {
+    const keys = (table.dataset.keys ?? "").split(" ");
+    const known = DATA.derivations;
+    if (!known || keys.length < 2) return;
+    const dialog = byId("derivation");
+    rows.forEach((row, position) => keys.forEach((key, column) => {
+      const derived = known.rows[position]?.[key];
+      const cell = row.cells[column];
+      if (!derived || !cellText(cell)) return;
+      const target = cell.querySelector("s") ?? cell;
+      const button = create("button", { type: "button", className: "why" }, target.firstChild);
+      target.prepend(button);
+      button.addEventListener("click", () => {
+        const [rule, , , sentence, terms] = derived;
+        const [run, figure] = [row.cells[0], table.tHead.rows[0].cells[column]].map((head) => head.textContent.trim());
+        dialog.querySelector("h2").textContent = `${run}: ${figure}`;
+        dialog.querySelector("p").textContent = [rule, sentence].map((place) => known.texts[place]).filter(Boolean).join(". ");
+        dialog.querySelector("tbody").replaceChildren(...terms.map(([operator, value, unit, name, source]) => {
+          const shown = typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 9 }) : value ?? "";
+          const cells = [known.texts[operator], shown, known.texts[unit], known.texts[name], known.texts[source]];
+          return create("tr", {}, ...cells.map((text, place) => create("td", { className: place === 1 ? "number" : "" }, String(text))));
+        }));
+        dialog.querySelector("table").hidden = !terms.length;
+        dialog.showModal();
+      });
+    }));
+  }
+
+  // A table wider than its box scrolls in it, can be focused with Tab, and fades at the right as long as more follows.
   function scrollable(box) {
     const update = () => {
-      const width = box.scrollWidth - box.clientWidth;
+      const width = box.firstElementChild.offsetWidth - box.clientWidth;
+      box.classList.toggle("fits", width <= 1);
       box.classList.toggle("more", box.scrollLeft < width - 1);
       if (width > 1) box.tabIndex = 0;
       else box.removeAttribute("tabindex");
     };
-    new ResizeObserver(update).observe(box);
+    const observer = new ResizeObserver(update);
+    observer.observe(box);
+    observer.observe(box.firstElementChild);
     box.addEventListener("scroll", update, { passive: true });
   }
 
@@ -147,7 +248,11 @@
       hidden.clear();
       boxes.filter((box) => !box.checked).forEach((box) => hidden.add(box.value));
       tables.forEach((show) => show());
-      drawn.forEach(({ view }) => view && hide(view));
+      drawn.forEach((chart, box) => {
+        describe(chart, box);
+        if (chart.view) hide(chart);
+        else if (!chart.work && hidden.size) draw(box); // the picture that was there before scripts shows everything
+      });
       byId("left-out").textContent = `Hidden strategies: ${[...hidden].join(", ")}.`;
       byId("left-out").hidden = hidden.size === 0;
     };
@@ -184,10 +289,22 @@
     logLevel: 1, // errors only: Vega warns of axes without extent where all strategies are hidden
   };
 
-  // On narrower screens a legend is one column above or below the chart.
+  // On narrower screens a legend is one column above or below the chart, and panels are fewer beside each other.
   const NARROW = 500;
 
-  function fitted(spec, width) {
+  const LETTER = 6.2; // pixels of a character of the setting under a title
+
+  function fitted(source, width) {
+    const spec = { ...source };
+    if (spec.title?.subtitle) spec.title = { ...spec.title, subtitle: wrapped(spec.title.subtitle, width / LETTER) };
+    const panels = spec.usermeta?.panels;
+    if (panels) {
+      const [columns, beside] = width < NARROW ? panels.narrow : [panels.columns, panels.beside];
+      const each = Math.max(60, Math.floor((width - 44 - beside) / columns));
+      spec.columns = columns;
+      spec.concat = spec.concat.map((cell) => ({ ...cell, width: each }));
+      if (columns === 1) spec.concat = spec.concat.map(labelled);
+    }
     if (width >= NARROW) return spec;
     const legend = (options) => ({ ...options, columns: 1, orient: options.orient === "top" ? "top" : "bottom" });
     return JSON.parse(JSON.stringify(spec), (key, value) => {
@@ -195,6 +312,19 @@
       if (key === "color" && value?.field && value.legend === undefined) return { ...value, legend: legend({}) };
       return value;
     });
+  }
+
+  // Panels below each other all have the labels that only the first of a row has.
+  const labelled = (cell) => JSON.parse(JSON.stringify(cell), (key, value) =>
+    (key === "axis" && value?.labels === false ? { ...value, labels: true, ticks: true, domain: true } : value));
+
+  function wrapped(lines, most) {
+    const wrap = [""];
+    for (const word of lines.join(" ").split(" ")) {
+      if (wrap.at(-1) && wrap.at(-1).length + word.length >= most) wrap.push("");
+      wrap[wrap.length - 1] += (wrap.at(-1) ? " " : "") + word;
+    }
+    return wrap;
   }
 
   // The equivalent of the width "container", for which Vega-Lite would warn of charts whose bars have a fixed height.
@@ -205,7 +335,63 @@
     return { ...rest, autosize: { type: "fit-x", contains: "padding" }, signals: [...(spec.signals ?? []), signal] };
   }
 
-  const hide = (view) => view.signal("hidden", [...hidden]).runAsync();
+  // --- What is visible: the first bars of those that are not hidden, and the front of the points that are not.
+
+  function last({ order, most } = {}) {
+    let shown = 0;
+    const end = order?.findIndex((strategy) => !hidden.has(strategy) && ++shown === most) ?? -1;
+    return end < 0 ? Number.MAX_SAFE_INTEGER : end;
+  }
+
+  // From the smallest peak on, the ranked configurations that are certainly faster than all before them on the front, and
+  // certainly slower than none before them at all: see `harness/report/ranking.py`.
+  function front({ candidates, clearance }) {
+    const leads = (a, b) => a.low - b.high > clearance * Math.max(a.high - a.low, b.high - b.low);
+    const known = candidates
+      .map(([position, strategy, group, peak, low, median, high]) => ({ position, strategy, group, peak, low, median, high }))
+      .filter(({ strategy }) => !hidden.has(strategy))
+      .sort((a, b) => a.peak - b.peak || b.median - a.median || a.position - b.position);
+    const chosen = [];
+    known.forEach((point, place) => {
+      const inGroup = ({ group }) => group === point.group;
+      const isSlower = known.slice(0, place).filter(inGroup).some((other) => leads(other, point));
+      if (!isSlower && chosen.filter(inGroup).every((other) => leads(point, other))) chosen.push(point);
+    });
+    return chosen.map(({ position }) => position);
+  }
+
+  function hide({ view, source }) {
+    view.signal("hidden", [...hidden]);
+    const meta = source.usermeta ?? {};
+    if (meta.order) view.signal("last", last(meta));
+    if (meta.candidates) view.signal("front", front(meta));
+    return view.runAsync();
+  }
+
+  // The caption of what is visible, from the table of exact values.
+  function describe(chart, box) {
+    const caption = byId(box.getAttribute("aria-describedby"));
+    if (!chart.caption) return;
+    if (!hidden.size) { caption.textContent = chart.caption; return; }
+    const table = box.closest("figure").querySelector("table");
+    const rows = [...table.tBodies[0].rows];
+    const shown = rows.filter((row) => !hidden.has(row.dataset.strategy));
+    let text = `${shown.length} of ${rows.length} rows belong to strategies that are shown.`;
+    const values = chart.measure
+      ? shown.map((row) => [number(cellText(row.cells[chart.measure])), cellText(row.cells[0])]).filter(([value]) => !Number.isNaN(value))
+      : [];
+    if (values.length) {
+      values.sort(([a], [b]) => a - b);
+      const end = ([value, label]) => `${value.toLocaleString("en", { maximumSignificantDigits: 5 })} (${label})`;
+      text += ` ${cellText(table.tHead.rows[0].cells[chart.measure])}: from ${end(values[0])} to ${end(values.at(-1))}.`;
+    }
+    if (chart.source?.usermeta?.candidates) {
+      const places = front(chart.source.usermeta);
+      const labels = new Map(Object.values(chart.source.datasets).flat().map((datum) => [datum.position, datum.label]));
+      text += places.length ? ` On the front: ${places.map((place) => labels.get(place)).filter(Boolean).join(", ")}.` : " No front is drawn.";
+    }
+    caption.textContent = text;
+  }
 
   // Drawn one after another: two overlapping drawings of a chart would both remain.
   function draw(box) {
@@ -214,16 +400,19 @@
     chart.work = (chart.work ?? Promise.resolve()).then(async () => {
       chart.view?.finalize();
       chart.view = null;
+      const target = box.lastElementChild;
       try {
         const spec = fitted(chart.spec(), box.clientWidth);
+        chart.width = box.clientWidth;
         const fluid = spec.usermeta?.fluid;
         const options = { ...OPTIONS, config: DATA.config[chart.dark ? 1 : 0], ...(fluid && { patch: container }) };
-        chart.view = (await vegaEmbed(box.firstChild, { ...spec, ...(fluid && { autosize: "pad" }) }, options)).view;
-        if (hidden.size) await hide(chart.view);
+        chart.view = (await vegaEmbed(target, { ...spec, ...(fluid && { autosize: "pad" }) }, options)).view;
+        if (hidden.size) await hide(chart);
       } catch (error) {
         const note = `This chart could not be drawn: ${error.message}`;
-        box.firstChild.replaceChildren(create("p", { className: "note" }, note));
+        target.replaceChildren(create("p", { className: "note" }, note));
       }
+      if (target !== box.firstElementChild) box.firstElementChild.hidden = true; // the picture for pages without scripts
     });
   }
 
@@ -236,14 +425,24 @@
       for (const { target, isIntersecting } of entries) if (isIntersecting && !drawn.get(target).work) draw(target);
     }, { rootMargin: "800px" });
     for (const box of all(".chart")) {
-      const spec = DATA.charts[box.dataset.chart];
-      drawn.set(box, { spec: spec ? () => spec : explorer(box) });
-      box.hidden = false;
+      const chart = DATA.charts[box.dataset.chart];
+      const known = chart
+        ? { spec: () => chart.spec, source: chart.spec, measure: chart.measure, caption: byId(box.getAttribute("aria-describedby")).textContent }
+        : { spec: explorer(box), source: {} };
+      drawn.set(box, known);
       box.append(create("div", { ariaHidden: "true" })); // assistive technology reads the box's description, not every tick
-      // Reserve the height, so that the text does not jump when a chart above it is drawn.
-      if (Number.isFinite(spec?.height)) box.style.minHeight = `${spec.height + 40}px`;
+      box.after(picturing(box));
+      if (hidden.size) describe(known, box);
       near.observe(box);
     }
+    // Panels beside each other have fixed widths.
+    let resizing;
+    addEventListener("resize", () => {
+      clearTimeout(resizing);
+      resizing = setTimeout(() => drawn.forEach((chart, box) => {
+        if (chart.work && chart.source.usermeta?.panels && chart.width !== box.clientWidth) draw(box);
+      }), 150);
+    });
   }
 
   // --- The custom chart.
@@ -281,10 +480,11 @@
       });
       const exact = (field) => ({ field, type: "quantitative", format: ",.6~r", title: numbers[field] });
       const tooltip = [{ field: "label", title: "run" }, { field: color, title: texts[color] }, exact(x), exact(y)];
-      // All values of the column, so that colors do not change when some are hidden.
+      // All values of the column, so that colors do not change when some are hidden; strategies have those of all charts.
       const domain = [...new Set(rows.map((row) => row[color]))];
+      const range = color === "strategy" && domain.every((name) => DATA.colors[name]) && domain.map((name) => DATA.colors[name]);
       const legend = { orient: "bottom", columns: Math.max(1, Math.floor(box.clientWidth / 170)), symbolLimit: 0 };
-      const colors = { field: color, type: "nominal", title: texts[color], scale: { domain }, legend };
+      const colors = { field: color, type: "nominal", title: texts[color], scale: { domain, ...(range && { range }) }, legend };
       // Labels beside the points, towards the middle of the chart, if there are few points.
       const ends = [Math.min, Math.max].map((end) => end(...known.map((row) => row[x])));
       const middle = logX ? Math.sqrt(ends[0] * ends[1]) : (ends[0] + ends[1]) / 2;
@@ -309,21 +509,16 @@
     return spec;
   }
 
-  // --- Printing: everything is open, and every chart is drawn in light colors.
-
-  const opened = [];
+  // --- Printing: every chart is in light colors, and details are as the reader left them.
 
   function toPaper() {
     if (printing) return;
     printing = true;
-    opened.push(...all("details:not([open])"));
-    opened.forEach((details) => { details.open = true; });
-    drawn.forEach((chart, box) => { if (!chart.work || chart.dark) draw(box); });
+    drawn.forEach((chart, box) => { if (chart.work ? chart.dark : !box.querySelector("img")) draw(box); });
   }
 
   function fromPaper() {
     printing = false;
-    opened.splice(0).forEach((details) => { details.open = false; });
     redraw();
   }
 
@@ -333,12 +528,21 @@
     const rows = [...table.tBodies[0].rows];
     if (rows.length > 1) sortable(table, rows);
     filterable(table, rows);
+    derivable(table, rows);
     scrollable(table.closest(".scroll"));
   }
   themes();
   strategies();
   all(".scripted").forEach((element) => { element.hidden = false; });
-  if (matchMedia("(max-width: 69.99rem)").matches) all(".side details").forEach((details) => { details.open = false; });
+  if (matchMedia("(min-width: 70rem)").matches) all(".side details").forEach((details) => { details.open = true; });
+  document.querySelector("button[name=print]").addEventListener("click", () => print());
+  // A link into what is folded opens it.
+  const unfold = () => {
+    const target = location.hash.length > 1 && byId(decodeURIComponent(location.hash.slice(1)));
+    for (let at = target || null; at; at = at.parentElement) at.querySelector(":scope > details.folded")?.setAttribute("open", "");
+  };
+  addEventListener("hashchange", unfold);
+  unfold();
   // Enter in a field of a form must not reload the page; a link to another view of this page must.
   addEventListener("submit", (event) => event.preventDefault());
   addEventListener("hashchange", () => { if (location.hash.startsWith(PREFIX)) location.reload(); });

@@ -1,0 +1,154 @@
+"""The picture of a report's first screen: peak memory and speed side by side, one row for each configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from harness.report.charts import marks, style
+from harness.report.charts.lines import (
+    ChartLine,
+    chart_lines,
+    disturbed_text,
+    end_text,
+    failure_text,
+    omitted_text,
+    range_text,
+    value_table,
+)
+from harness.report.charts.speed import TOKENS, how_drawn, speed_layers
+from harness.report.charts.style import alt
+from harness.report.document import Chart, Table
+from harness.report.text import ONE, Unit, byte_unit, format_numbers, pluralize
+from harness.report.view import View
+
+_MOST = 12  # configurations that fit on the first screen
+
+_STEP, _TICKS = 22, 3  # pixels of each row, and ticks of each axis
+
+_LETTER, _GAP, _VALUE = 6.4, 16, 56  # pixels: of a character, between the panels, and of a value behind a bar
+
+
+def first_picture(view: View) -> Chart | None:
+    """Draw peak memory and tokens per second side by side.
+
+    The largest group of comparable configurations comes first: sorted by speed if that may be compared, else by memory.
+    """
+    lines = _sorted(view)
+    if not any(line.peak for line in lines) and not any(line.speed for line in lines):
+        return None
+    drawn = lines[:_MOST]
+    unit = byte_unit([line.peak for line in lines])
+    alt_text = _description(view, lines, drawn, unit)
+    labels = min(style.LABEL_LIMIT, round(_LETTER * max(len(line.label) for line in drawn)) + 8)
+    width = (style.WIDTH - labels - _GAP - 2 * _VALUE) // 2
+    by_speed = _is_ranked(view)
+    note = "median, range" if by_speed else "not ranked"
+    panels = [
+        alt.layer(*_memory_layers(view, lines, f"peak memory ({unit.name})", unit)),
+        alt.layer(
+            *speed_layers(view, lines, f"tokens/s ({note})", labels=False, ticks=_TICKS),
+            *_words([line for line in lines if not line.speed], f"tokens/s ({note})", _without_speed, labels=False),
+        ),
+    ]
+    height = alt.Step(_STEP)
+    chart = alt.concat(*(panel.properties(width=width, height=height) for panel in panels), columns=2)
+    chart = marks.panels(chart.properties(spacing=_GAP), 2, labels + _GAP + 2 * _VALUE, (1, labels + _VALUE))
+    name = "Memory and speed"
+    vega_lite = marks.finish(view, name, chart, alt_text, _VALUE - 8, _MOST)
+    vega_lite = marks.with_order(vega_lite, [line.strategy for line in lines], _MOST)
+    return Chart("first", name, alt_text, vega_lite, _table(lines, unit), 2)
+
+
+def _is_ranked(view: View) -> bool:
+    return bool(view.ranking.groups) and bool(view.ranking.groups[0].ranked)
+
+
+def _sorted(view: View) -> list[ChartLine]:
+    """Return all lines: those of the largest group before others, the fastest or the smallest first."""
+    lines = chart_lines(view)
+    by_speed = _is_ranked(view)
+
+    def key(line: ChartLine) -> tuple[bool, bool, float]:
+        value = line.peak
+        if by_speed:
+            value = -line.speed if line.speed and line.is_ranked else None
+        return line.standing.group != 0, value is None, value or 0.0
+
+    places = {line.position: float(place) for place, line in enumerate(sorted(lines, key=key))}
+    return _named(marks.ordered(lines, lambda line: places[line.position]))
+
+
+def _named(lines: Sequence[ChartLine]) -> list[ChartLine]:
+    """Return the lines under names that say the ranks of those that are not in the first group, and of no others."""
+    names = []
+    for line in lines:
+        ranks = line.row.get("world_size")
+        suffix = f" on {pluralize(ranks, 'rank')}" if ranks else ""
+        bare = line.label.removesuffix(suffix)
+        names.append(bare if line.standing.group in (0, None) else f"{bare}{suffix}")
+    if len(set(names)) < len(names):
+        return list(lines)
+    return [replace(line, label=name) for line, name in zip(lines, names, strict=True)]
+
+
+def _description(view: View, lines: Sequence[ChartLine], drawn: Sequence[ChartLine], unit: Unit) -> str:
+    """Return what the picture shows, and what it does not."""
+    peaks = [(line.label, line.peak / unit.size) for line in drawn if line.peak]
+    speeds = [(line.label, line.speed) for line in drawn if line.speed]
+    of = "" if len(speeds) == len(drawn) else f" of {len(speeds)}"
+    return (
+        f"Peak memory and tokens per second of {pluralize(len(drawn), 'configuration')}, the"
+        f" {'fastest' if _is_ranked(view) else 'smallest'} first."
+        + (f" Peaks in {unit.name}: {range_text(peaks)}." if peaks else "")
+        + (f" {TOKENS.capitalize()}{of}: {range_text(speeds)}." if speeds else "")
+        + how_drawn([line for line in drawn if line.speed])
+        + disturbed_text(drawn)
+        + failure_text(drawn)
+        + omitted_text(len(drawn), len(lines), "those of the largest comparable group first; Comparison has all")
+    )
+
+
+def _memory_layers(view: View, lines: Sequence[ChartLine], title: str, unit: Unit) -> list[alt.Chart]:
+    """Return the layers of peak memory: a bar for each line, or why it has none."""
+    known = [line for line in lines if line.peak]
+    shown = format_numbers([line.peak for line in known], unit)
+    values = [
+        line.datum(value=(line.peak or 0.0) / unit.size, total=(line.peak or 0.0) / unit.size, shown=text)
+        for line, text in zip(known, shown, strict=True)
+    ]
+    tooltip = marks.tooltips(("value:Q", f"peak memory, {unit.name}", ",.4~f"))
+    bar = marks.bar_layer(values).mark_bar()
+    value = marks.from_zero("value", title, _TICKS)
+    layers = [bar.encode(x=value, y=marks.label_axis(), color=marks.strategy_color(view), tooltip=tooltip)]
+    layers = [*layers, marks.numbers(values, title)] if values else []
+    return layers + _words([line for line in lines if not line.peak], title, end_text, labels=True)
+
+
+def _words(lines: Sequence[ChartLine], title: str, text: Callable[[ChartLine], str], labels: bool) -> list[alt.Chart]:
+    """Return the texts in the rows of lines without a figure; every panel has all rows, so that they are level."""
+    values = [line.datum(zero=0, ended=text(line)) for line in lines]
+    if not values:
+        return []
+    words = marks.bar_layer(values).mark_text(align="left", dx=5, style="ended")
+    return [words.encode(x=marks.from_zero("zero", title), y=marks.label_axis(labels), text="ended:N")]
+
+
+def _without_speed(line: ChartLine) -> str:
+    return "disturbed" if line.is_disturbed else ""
+
+
+def _table(lines: Sequence[ChartLine], unit: Unit) -> Table:
+    peaks = format_numbers([line.peak for line in lines], unit)
+    speeds = format_numbers([line.speed for line in lines], ONE)
+    rows = [
+        (
+            line.label,
+            "disturbed" if line.is_disturbed else line.status,
+            *figures,
+            str(line.standing.speed.runs) if line.standing.speed and line.speed else "",
+        )
+        for line, figures in zip(lines, zip(peaks, speeds, strict=True), strict=True)
+    ]
+    header = ["run", "status", f"peak memory ({unit.name})", TOKENS, "runs"]
+    return value_table(header, rows, [line.strategy for line in lines], 2)

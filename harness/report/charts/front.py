@@ -1,0 +1,174 @@
+"""The chart of peak memory against speed, with the front of configurations that no other beats in both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness.report.charts import marks, style
+from harness.report.charts.lines import ChartLine, Datum, chart_lines, omitted_text, range_text, value_table
+from harness.report.charts.style import alt
+from harness.report.comparability import group_by
+from harness.report.document import Chart, Table
+from harness.report.speeds import CLEARANCE, MINIMUM_RUNS
+from harness.report.text import ONE, Unit, byte_unit, format_numbers, pluralize
+from harness.report.view import View
+
+_MOST_POINTS = 200  # of one chart
+
+_MOST_FRONTS = 3  # groups of comparable configurations that are drawn beside each other
+
+
+def trade(view: View) -> Chart | None:
+    """Draw peak memory against speed, for each of the largest groups of comparable configurations.
+
+    The front connects the ranked configurations that are certainly faster than every smaller one. It is worked out over
+    all of them, and again by the page over those that are visible.
+    """
+    lines = [line for line in chart_lines(view) if line.speed and line.peak]
+    by_group = group_by(lines, lambda line: line.standing.group)
+    shown = {number: group for number, group in sorted(by_group.items()) if len(group) > 1}
+    shown = dict(list(shown.items())[:_MOST_FRONTS])
+    drawn = [line for group in shown.values() for line in _drawn(group)]
+    if not drawn:
+        return None
+    total = sum(map(len, shown.values()))
+    unit = byte_unit([line.peak for line in drawn])
+    points = [_point(line, unit) for line in drawn]
+    alt_text = (
+        f"Peak memory in {unit.name} against {_RATE} of {pluralize(len(drawn), 'configuration')}"
+        f"{_group_text(len(shown), len(by_group))}. {_front_text(shown)} Peaks"
+        f" {range_text([(point['label'], point['y']) for point in points])}, {_RATE}"
+        f" {range_text([(point['label'], point['x']) for point in points])}."
+        f"{omitted_text(len(drawn), total, 'all that can be on a front, then the others in the order of the report')}"
+    )
+    name = "Peak memory and speed"
+    panels = [_trade_layers(view, [p for p in points if p["group"] == number], unit) for number in shown]
+    if len(panels) == 1:
+        vega_lite = marks.spec(view, name, panels[0], alt_text)
+    else:
+        width = (style.WIDTH - len(panels) * _BESIDE) // len(panels)
+        cells = [
+            alt.layer(*layers).properties(width=width, height=_PANEL, title=_panel_title(group[0]))
+            for layers, group in zip(panels, shown.values(), strict=True)
+        ]
+        chart = marks.panels(alt.concat(*cells, columns=len(cells)), len(cells), len(cells) * _BESIDE, (1, _BESIDE))
+        vega_lite = marks.finish(view, name, chart, alt_text)
+    candidates = [_candidate(line) for group in shown.values() for line in group if line.is_ranked]
+    vega_lite["params"] += [{"name": "front", "value": [line.position for line in drawn if line.standing.is_on_front]}]
+    vega_lite["usermeta"] |= {"candidates": candidates, "clearance": CLEARANCE}
+    return Chart("trade", name, alt_text, vega_lite, _trade_table(drawn, unit), 2)
+
+
+_RATE = "tokens per second"
+
+_PANEL, _BESIDE = 260, 64  # pixels: the height of one of several plots, and what lies beside it
+
+
+def _panel_title(line: ChartLine) -> alt.TitleParams:
+    count = line.row.get("world_size") or 1
+    return alt.TitleParams(f"{count} rank{'s' * (count != 1)}", fontSize=style.FONT_SIZE, offset=4)
+
+
+def _drawn(group: Sequence[ChartLine]) -> list[ChartLine]:
+    """Return the lines to draw: if there are too many, first those that can be on a front when strategies are hidden.
+
+    Such a line is on the front of its own strategy.
+    """
+    if len(group) <= _MOST_POINTS:
+        return list(group)
+    own = {line.position for line in group if line.standing.is_on_front}
+    for members in group_by([line for line in group if line.is_ranked], lambda line: line.strategy).values():
+        highest = 0.0
+        for line in sorted(members, key=lambda line: (line.peak or 0.0, -(line.speed or 0.0))):
+            if (line.speed or 0.0) > highest:
+                highest = line.speed or 0.0
+                own.add(line.position)
+    first = [line for line in group if line.position in own]
+    others = [line for line in group if line.position not in own]
+    positions = {line.position for line in [*first, *others[: max(0, _MOST_POINTS - len(first))]]}
+    return [line for line in group if line.position in positions]
+
+
+def _point(line: ChartLine, unit: Unit) -> Datum:
+    speed = line.standing.speed
+    return line.datum(
+        x=line.speed,
+        y=(line.peak or 0.0) / unit.size,
+        low=speed.low if speed else None,
+        high=speed.high if speed else None,
+        runs=speed.runs if speed else None,
+        ranked=line.is_ranked,
+        group=line.standing.group,
+        first=line.standing.is_on_front,
+    )
+
+
+def _candidate(line: ChartLine) -> list[Any]:
+    """Return what the page works a front out from: position, strategy, group, peak, slowest, median, fastest run."""
+    speed = line.standing.speed
+    runs = (speed.low, speed.median, speed.high) if speed else ()
+    return [line.position, line.strategy, line.standing.group, line.peak, *runs]
+
+
+def _group_text(shown: int, groups: int) -> str:
+    if groups == 1:
+        return ""
+    return f", of {'the largest' if shown == 1 else f'{shown}'} of {groups} groups of comparable ones"
+
+
+def _front_text(shown: Mapping[int | None, Sequence[ChartLine]]) -> str:
+    """Return which configurations are on a front; speeds of too few repeats are on none."""
+    names = [line.label for group in shown.values() for line in group if line.standing.is_on_front]
+    if not names:
+        return f"No front is drawn: no speed here has {MINIMUM_RUNS} undisturbed repeats."
+    return f"On the front, faster than all that need less memory: {', '.join(names)}."
+
+
+def _trade_layers(view: View, points: Sequence[Datum], unit: Unit) -> list[alt.Chart]:
+    """Return the front, the ranges of the speeds, their points and labels."""
+    x = marks.spanning("x", f"{_RATE} (higher is better)", [p[at] for p in points for at in ("x", "low", "high")])
+    y = marks.spanning("y", f"peak memory ({unit.name}, lower is better)", [point["y"] for point in points])
+    tooltip = marks.tooltips(
+        ("x:Q", f"{_RATE}, median", ",.2f"),
+        ("low:Q", "slowest run", ",.2f"),
+        ("high:Q", "fastest run", ",.2f"),
+        ("runs:Q", "undisturbed runs", "d"),
+        ("y:Q", f"peak, {unit.name}", ",.4~f"),
+    )
+    ranked, single = ([point for point in points if point["ranked"] is is_ranked] for is_ranked in (True, False))
+    front = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
+    color = marks.strategy_color(view)
+    layers = []
+    if ranked:
+        on_front = marks.filterable_layer(ranked).transform_filter("indexof(front, datum.position) >= 0")
+        line = on_front.mark_line(style="front").encode(x=x, y=y, order=alt.Order("x:Q"))
+        dots = marks.filterable_layer(ranked).mark_point(filled=True, size=80, opacity=1)
+        layers += [
+            line,
+            marks.filterable_layer(ranked).mark_rule(style="spread").encode(x=_same(x, "low"), x2="high:Q", y=y),
+            dots.encode(x=x, y=y, color=color, tooltip=tooltip),
+        ]
+    if single:
+        hollow = marks.filterable_layer(single).mark_point(filled=False, size=70, strokeWidth=2)
+        layers.append(hollow.encode(x=x, y=y, color=color, tooltip=tooltip))
+    return [*layers, *marks.labels(points, x, y, [front])]
+
+
+def _same(x: alt.X, field: str) -> alt.X:
+    """Return the channel of another field on the same axis."""
+    channel: Any = x.to_dict()
+    return alt.X(f"{field}:Q", title=channel["title"], scale=alt.Scale(**channel["scale"]))
+
+
+def _trade_table(drawn: Sequence[ChartLine], unit: Unit) -> Table:
+    """Return the drawn lines with their peaks, speeds, repeats, and whether each is on the front."""
+    columns = [
+        format_numbers([line.peak for line in drawn], unit),
+        format_numbers([line.speed for line in drawn], ONE),
+        [str(line.standing.speed.runs) if line.standing.speed else "" for line in drawn],
+        ["yes" if line.standing.is_on_front else "" for line in drawn],
+    ]
+    rows = [(line.label, *texts) for line, texts in zip(drawn, zip(*columns, strict=True), strict=True)]
+    header = ["run", f"peak ({unit.name})", _RATE, "runs", "on the front"]
+    return value_table(header, rows, [line.strategy for line in drawn])

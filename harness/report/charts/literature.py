@@ -1,0 +1,91 @@
+"""The dot plot of the papers' figures beside the measured ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from harness.report.charts import marks, style
+from harness.report.charts.lines import MOST, Datum, chart_lines, omitted_text, value_table
+from harness.report.charts.style import alt
+from harness.report.claim_peers import Claim
+from harness.report.document import Chart
+from harness.report.text import pluralize
+from harness.report.view import View
+from harness.util.text import sanitize
+
+
+def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None:
+    """Draw each claim's figure at this layout and the measured one on one row, those that are farthest apart first."""
+    known = [claim for claim in claims if claim.expected > 0 and claim.measured > 0]
+    if not known:
+        return None
+    known.sort(key=_apart, reverse=True)
+    strategies = {line.label: line.strategy for line in chart_lines(view)}
+    values: list[Datum] = [
+        {
+            "strategy": strategies.get(sanitize(claim.label), ""),
+            "label": f"{sanitize(claim.label)}: {_short(claim)}",
+            "position": position,
+            "expected": claim.expected,
+            "measured": claim.measured,
+            "apart": 100 * (claim.measured / claim.expected - 1),
+        }
+        for position, claim in enumerate(known)
+    ]
+    far = [claim for claim in known if not claim.agrees]
+    alt_text = (
+        f"The figures of papers at this layout beside the measured ones, {pluralize(len(known), 'claim')}:"
+        f" {len(known) - len(far)} agree."
+        + (f" The farthest apart is {values[0]['label']}, by {values[0]['apart']:+.0f} %." if far else "")
+        + omitted_text(min(MOST, len(known)), len(known))
+    )
+    title = "× (◇ paper, ● measured)"
+    vega_lite = marks.spec(
+        view, _NAME, _layers(view, values, title), alt_text, alt.Step(style.step(min(MOST, len(known))))
+    )
+    vega_lite = marks.with_order(vega_lite, [value["strategy"] for value in values])
+    rows = [
+        (value["label"], f"{value['expected']:.3g}", f"{value['measured']:.3g}", f"{value['apart']:+.1f}")
+        for value in values
+    ]
+    header = ["claim", "paper at this layout", "measured", "difference (%)"]
+    table = value_table(header, rows, [value["strategy"] for value in values])
+    return Chart("papers", _NAME, alt_text, vega_lite, table, 3)
+
+
+_NAME = "Measured against the papers"
+
+
+def _apart(claim: Claim) -> float:
+    ratio = claim.measured / claim.expected
+    return max(ratio, 1 / ratio)
+
+
+def _short(claim: Claim) -> str:
+    """Return what a claim is about, without how it is counted."""
+    return sanitize(re.split(r"[:,]", claim.claim, maxsplit=1)[0])
+
+
+def _layers(view: View, values: Sequence[Datum], title: str) -> list[alt.Chart]:
+    """Return the connected dots of each claim."""
+    ends = [value[name] for value in values for name in ("expected", "measured")]
+    low, high = min(ends), max(ends)
+    scale = alt.Scale(type="log", domain=[low / 1.2, high * 1.2], nice=False)
+    expected, measured = (alt.X(f"{name}:Q", title=title, scale=scale) for name in ("expected", "measured"))
+    y = alt.Y("label:N", title=None, sort=alt.EncodingSortField("position", op="min"), axis=alt.Axis(labelLimit=260))
+    tooltip = marks.tooltips(
+        ("expected:Q", "paper at this layout", ".3~g"),
+        ("measured:Q", "measured", ".3~g"),
+        ("apart:Q", "difference, %", "+.1f"),
+    )
+    layer = marks.bar_layer(values)
+    return [
+        layer.mark_rule(style="quiet").encode(x=expected, x2="measured:Q", y=y),
+        layer.mark_point(filled=False, shape="diamond", size=90, strokeWidth=1.5, style="paper").encode(
+            x=expected, y=y, tooltip=tooltip
+        ),
+        layer.mark_point(filled=True, size=55, opacity=1).encode(
+            x=measured, y=y, tooltip=tooltip, color=marks.strategy_color(view)
+        ),
+    ]

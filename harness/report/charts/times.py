@@ -1,0 +1,141 @@
+"""Charts of a step's time: its parts, and the communication that nothing hides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from harness.report.charts import marks
+from harness.report.charts.lines import (
+    MOST,
+    ChartLine,
+    Datum,
+    chart_lines,
+    disturbed_text,
+    failure_text,
+    median_record,
+    omitted_text,
+    part_data,
+    range_text,
+    value_table,
+)
+from harness.report.document import Chart, VegaLite
+from harness.report.labels import STEP_PARTS
+from harness.report.text import MILLISECONDS, format_numbers, pluralize
+from harness.report.view import View
+
+
+def step(view: View) -> Chart | None:
+    """Draw the parts of the step time of every line's median repeat, the shortest step first."""
+    lines = [line for line in chart_lines(view) if not line.ok or line.is_disturbed or _step_parts(line)]
+    parts = {line.label: _step_parts(line) for line in lines}
+    totals = {label: sum(datum["exact"] for datum in data) for label, data in parts.items() if data}
+    lines = marks.ordered(lines, lambda line: totals.get(line.label))
+    segments = [datum for line in lines for datum in _step_parts(line)]
+    if not segments:
+        return None
+    names = [name for name in STEP_PARTS.values() if any(datum["part"] == name for datum in segments)]
+    alt_text = (
+        f"Step time of {pluralize(len(totals), 'configuration')} in ms, stacked by its parts, {', '.join(names)}:"
+        f" {range_text([(label, total / MILLISECONDS.size) for label, total in totals.items()])}."
+        + (
+            " Repeated runs are represented by the one with the median speed."
+            if any(line.is_repeated for line in lines)
+            else ""
+        )
+        + disturbed_text(lines)
+        + failure_text(lines)
+        + omitted_text(min(MOST, len(lines)), len(lines))
+    )
+    name = "Breakdown of step time"
+    vega_lite = _time_bars(view, name, alt_text, lines, segments, totals, "step time (ms)", STEP_PARTS, totals)
+    rows = []
+    for line in lines:
+        seconds = {datum["part"]: datum["exact"] for datum in parts[line.label]}
+        sizes = [*(seconds.get(name) for name in names), totals.get(line.label)]
+        rows.append((line.label, _state(line), *format_numbers(sizes, MILLISECONDS)))
+    header = ["run", "status", *(f"{name} (ms)" for name in names), "step time (ms)"]
+    table = value_table(header, rows, [line.strategy for line in lines], 2)
+    return Chart("step", name, alt_text, vega_lite, table, len(table.header) - 1)
+
+
+def _state(line: ChartLine) -> str:
+    return marks.DISTURBED if line.is_disturbed else line.status
+
+
+def _step_parts(line: ChartLine) -> list[Datum]:
+    if not line.ok or line.is_disturbed:
+        return []
+    return part_data(line, median_record(line).row, STEP_PARTS, MILLISECONDS.size)
+
+
+def _time_bars(
+    view: View,
+    name: str,
+    alt_text: str,
+    lines: Sequence[ChartLine],
+    segments: Sequence[Datum],
+    totals: Mapping[str, float],
+    title: str,
+    parts: Mapping[str, str],
+    figures: Mapping[str, float | None],
+) -> VegaLite:
+    """Return stacked bars of times in ms, with these figures behind them."""
+    shown = dict(zip(figures, format_numbers(list(figures.values()), MILLISECONDS), strict=True))
+    beside = [
+        line.datum(total=totals[line.label] / MILLISECONDS.size, shown=shown[line.label])
+        for line in lines
+        if line.label in totals
+    ]
+    layers = [
+        marks.stacked(segments, title, [("value:Q", "ms", ",.4f")], tuple(parts.values())),
+        marks.numbers(beside, title),
+        *marks.notes(lines, title, is_timed=True),
+    ]
+    return marks.bars(view, name, layers, alt_text, lines)
+
+
+# The colors of these parts are those that the parts of a step have: exposed communication has its own in both charts.
+_EXPOSURE = {
+    "exposed_communication_seconds": STEP_PARTS["exposed_communication_seconds"],
+    "overlapped_communication_seconds": "overlapped with computing",
+}
+
+
+def exposed_communication(view: View) -> Chart | None:
+    """Draw how long each line communicates in a step, in the open and while it computes; the most exposed come last."""
+    lines = [line for line in chart_lines(view) if (line.row.get("world_size") or 1) > 1 and line.ok]
+    times = {line.label: _exposure(line) for line in lines}
+    if not any(exposed for exposed, _ in times.values()):
+        return None
+    lines = marks.ordered(lines, lambda line: times[line.label][0])
+    drawn = [line for line in lines if times[line.label][0] is not None]
+    names = (*STEP_PARTS.values(), _EXPOSURE["overlapped_communication_seconds"])
+    segments = [
+        datum for line in drawn for datum in part_data(line, median_record(line).row, _EXPOSURE, MILLISECONDS.size)
+    ]
+    totals = {line.label: sum(part or 0.0 for part in times[line.label]) for line in drawn}
+    ends = [(line.label, (times[line.label][0] or 0.0) / MILLISECONDS.size) for line in drawn]
+    alt_text = (
+        f"Communication of {pluralize(len(drawn), 'configuration')} in ms per step: exposed while nothing is computed,"
+        f" and overlapped with computing. Exposed: {range_text(ends)}.{disturbed_text(lines)}"
+        f"{omitted_text(min(MOST, len(lines)), len(lines))}"
+    )
+    name = "Exposed communication"
+    parts = {str(rank): part for rank, part in enumerate(names)}
+    title = "communication per step (ms; the figure is what is exposed)"
+    exposed = {line.label: times[line.label][0] for line in drawn}
+    vega_lite = _time_bars(view, name, alt_text, lines, segments, totals, title, parts, exposed)
+    columns = [format_numbers([times[line.label][place] for line in lines], MILLISECONDS) for place in (0, 1)]
+    rows = [(line.label, *texts) for line, texts in zip(lines, zip(*columns, strict=True), strict=True)]
+    header = ["run", "exposed (ms)", "overlapped with computing (ms)"]
+    table = value_table(header, rows, [line.strategy for line in lines])
+    return Chart("exposed", name, alt_text, vega_lite, table, 1)
+
+
+def _exposure(line: ChartLine) -> tuple[float | None, float | None]:
+    """Return the seconds of exposed and of overlapped communication, None where they are unknown or disturbed."""
+    if line.is_disturbed:
+        return None, None
+    row = median_record(line).row
+    exposed, overlapped = (row.get(name) for name in _EXPOSURE)
+    return exposed, overlapped

@@ -1,0 +1,129 @@
+"""The arithmetic behind a figure: terms that a reader can put together without the code, as text and as JSON."""
+
+import math
+import operator
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from harness.records.schema import Row
+from harness.report.text import bytes_text, join_words
+
+Operator = Literal["+", "×", "÷"]
+
+# How the terms make the figure: from left to right by their operators, or as the median or the largest of a list.
+Rule = Literal["arithmetic", "median", "maximum"]
+
+_OPERATIONS = {"+": operator.add, "×": operator.mul, "÷": operator.truediv}
+
+
+@dataclass(frozen=True)
+class Term:
+    """One number of a derivation; the operator of the first is not used, and neither are those of a list."""
+
+    name: str
+    value: float
+    source: str  # the counter or the formula that it comes from
+    unit: str = ""
+    operator: Operator = "+"
+    detail: str = ""  # what only the text says, such as the kinds of buffers
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """The arithmetic behind one column of a row."""
+
+    column: str
+    value: float
+    unit: str
+    sentence: str
+    terms: Sequence[Term]
+    rule: Rule = "arithmetic"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the terms make the value: some records lack a part of them."""
+        if not self.terms or any(term.operator == "÷" and not term.value for term in self.terms):
+            return False
+        return math.isclose(self._result(), self.value, rel_tol=1e-9, abs_tol=0.5 if self.unit == "B" else 0.0)
+
+    def _result(self) -> float:
+        values = [float(term.value) for term in self.terms]
+        if self.rule != "arithmetic":
+            return statistics.median(values) if self.rule == "median" else max(values)
+        result = values[0]
+        for term, value in zip(self.terms[1:], values[1:], strict=True):
+            result = _OPERATIONS[term.operator](result, value)
+        return result
+
+    def with_sentence(self, text: str) -> "Derivation":
+        """Return the derivation with one more sentence in front."""
+        return replace(self, sentence=f"{text} {self.sentence}")
+
+
+def number(row: Row, column: str) -> float:
+    """Return the number in a column of a row; not a number where it is unknown, which makes no derivation."""
+    value: float | None = row.get(column)
+    return math.nan if value is None else value
+
+
+def number_text(value: float) -> str:
+    """Return a number exactly if it is whole, and with ten significant figures otherwise."""
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.10g}"
+
+
+def group_by_value(values: Mapping[int, int]) -> list[tuple[str, int, int]]:
+    """Return the distinct values with the ranks that have each, as text, and their number; the largest first."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    return [(ranks_text(ranks), value, len(ranks)) for value, ranks in sorted(ranks_of.items(), reverse=True)]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks as text, with ranges: rank 0, ranks 0-3 and 5."""
+    ends: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ends and rank == ends[-1][-1] + 1:
+            ends[-1] = [ends[-1][0], rank]
+        else:
+            ends.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + join_words(["-".join(map(str, end)) for end in ends])
+
+
+def derivation_lines(derivation: Derivation) -> Iterator[str]:
+    """Yield the lines that show a derivation: the figure, a sentence, and one line for each term."""
+    unit = f" {derivation.unit}" if derivation.unit else ""
+    rounded = f" ({bytes_text(derivation.value)})" if derivation.unit == "B" and derivation.value >= 1024 else ""
+    yield f"{derivation.column} = {number_text(derivation.value)}{unit}{rounded}"
+    yield f"  {derivation.sentence}"
+    numbers = [f"{number_text(term.value)} {term.unit}".rstrip() for term in derivation.terms]
+    width, name_width = max(map(len, numbers)), max(len(term.name) for term in derivation.terms)
+    for position, (term, number) in enumerate(zip(derivation.terms, numbers, strict=True)):
+        sign = " " if position == 0 or derivation.rule != "arithmetic" else term.operator
+        source = f"{term.source}: {term.detail}" if term.detail else term.source
+        yield f"  {sign} {number:>{width}}  {term.name:<{name_width}}  {source}".rstrip()
+
+
+def pack(rows: Sequence[Mapping[str, Derivation]]) -> dict[str, Any]:
+    """Return the derivations of several rows as JSON in which every text occurs once.
+
+    `texts` has the texts, and `rows` for each row the derivations by column as [rule, value, unit, sentence, terms],
+    where a term is [operator, value, unit, name, source]; all of these but values are positions in `texts`.
+    """
+    positions: dict[str, int] = {}
+
+    def position(text: str) -> int:
+        return positions.setdefault(text, len(positions))
+
+    def packed(derivation: Derivation) -> list[Any]:
+        terms = [
+            [position(term.operator), term.value, *map(position, (term.unit, term.name, term.source))]
+            for term in derivation.terms
+        ]
+        rule, unit, sentence = map(position, (derivation.rule, derivation.unit, derivation.sentence))
+        return [rule, derivation.value, unit, sentence, terms]
+
+    columns = [{column: packed(derivation) for column, derivation in row.items()} for row in rows]
+    return {"texts": list(positions), "rows": columns}

@@ -1,0 +1,156 @@
+"""The first screen of a report: what was compared, what came of it, how sure that is, and what fits in a device."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from harness.records.schema import Record
+from harness.report.answers import Answer, answers, fits_table, fitting
+from harness.report.document import Table
+from harness.report.frame import column_values, distinct_values, shared_settings, varying_columns
+from harness.report.labels import column_title
+from harness.report.reported import ReportedGroup, reported_group, reported_groups
+from harness.report.summary_sentences import checkpointing_sentences, memory_wall_sentences, scaling_sentences
+from harness.report.text import join_words, pluralize
+from harness.report.view import View
+
+MOST_ANSWERS = 6
+
+_MOST_GROUPS = 4  # that the table of memory has
+
+
+@dataclass(frozen=True)
+class FirstScreen:
+    """The answer of a report, in plain text; every field but `compared` may be empty."""
+
+    warning: str  # the first line where the machine was busy: its speeds are to be ignored
+    compared: str  # what was compared, on what, and when
+    banner: str  # on a CPU: which figures carry over to GPUs, and which do not
+    answers: tuple[Answer, ...]  # at most six, each with a lead: what wins, what it costs, why, how sure
+    fits: Table | None  # memory per rank, and the fastest configuration that fits in it
+
+
+def first_screen(view: View, fits_in: int | None = None) -> FirstScreen:
+    """Return the first screen.
+
+    Args:
+        view: All runs of the report.
+        fits_in: The memory in bytes of the device that a recommendation is for; by default every size of device.
+    """
+    groups = reported_groups(view, _MOST_GROUPS)
+    chosen = tuple(_answers(view, groups, fits_in))
+    return FirstScreen(warning(view), compared_text(view), _banner(view), chosen, fits_table(groups))
+
+
+def warning(view: View) -> str:
+    """Return the line that says that all speeds are to be ignored; empty unless most of them are."""
+    speeds = [standing.speed for standing in view.ranking.standings if standing.speed]
+    ignored = sum(speed.is_disturbed for speed in speeds)
+    if 2 * ignored <= len(speeds):
+        return ""
+    is_busy = sum(bool(line.row.get("noise_warning")) for line in view.lines if line.status == "ok")
+    counts = f"of {ignored} of {pluralize(len(speeds), 'configuration')}"
+    if 2 * is_busy > ignored:
+        return (
+            f"The machine was busy: the times {counts} were disturbed. Ignore all speeds; memory and bytes are exact."
+        )
+    return f"Fewer than four steps were timed {counts}. Ignore all speeds; memory and bytes are exact."
+
+
+def compared_text(view: View) -> str:
+    """Return what was compared, on what machine, and when."""
+    table, records = view.line_medians, view.records
+    runs = "" if len(view.lines) == len(records) else f" in {pluralize(len(records), 'run')}"
+    statuses = Counter(line.status for line in view.lines)
+    ends = (
+        "" if set(statuses) <= {"ok"} else f" ({', '.join(f'{count} {status}' for status, count in statuses.items())})"
+    )
+    text = f"{pluralize(len(view.lines), 'configuration')}{runs}{ends}"
+    shared = shared_settings(table)
+    text += f": {'; '.join(shared)}." if shared else "."
+    varied = [name for name in ("strategy", "checkpointing") if len(distinct_values(table, name)) > 1]
+    varied += [column_title(name) for name in varying_columns(table)]
+    text += f" They differ in {join_words(varied)}." if varied else ""
+    machines, dates = _machines(records), _dates(records)
+    text += (
+        f" Measured{f' on {machines}' if machines else ''}{f' {dates}' if dates else ''}." if machines or dates else ""
+    )
+    if view.running:
+        text += f" Still running and not in the tables: {', '.join(view.running)}."
+    return text
+
+
+def _machines(records: Sequence[Record]) -> str:
+    """Return the processor or the devices of the records, or how many kinds of machine there are."""
+    machines = list(dict.fromkeys(text for record in records if (text := _machine(record))))
+    return machines[0] if len(machines) == 1 else f"{len(machines)} kinds of machine" if machines else ""
+
+
+def _machine(record: Record) -> str:
+    environment = record.environment
+    if record.row.get("measured_on") not in (None, "cpu"):
+        nodes = environment.get("nodes") or 1
+        count = f"{environment['devices']} × " if environment.get("devices") else ""
+        return f"{count}{record.row['measured_on']}" + (f", {nodes} nodes" if nodes > 1 else "")
+    processor, cores = environment.get("processor"), environment.get("cores")
+    return f"{processor or 'a CPU'}, {pluralize(cores, 'core')}" if cores else str(processor or "")
+
+
+def _dates(records: Sequence[Record]) -> str:
+    """Return the days on which the runs started."""
+    days = sorted({str(record.row["started_at"])[:10] for record in records if record.row.get("started_at")})
+    return "" if not days else f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
+
+
+def _banner(view: View) -> str:
+    """Return which figures of a CPU carry over to GPUs; empty where no run was measured on a CPU."""
+    if "cpu" not in distinct_values(view.line_medians, "measured_on"):
+        return ""
+    kernels = [str(kernel) for kernel in distinct_values(view.line_medians, "attention_kernel")]
+    kernel = f" ({', '.join(kernels)})" if kernels else ""
+    return (
+        "Measured on a CPU. To GPUs carry over: model state, bytes sent and operations, and activations where the same"
+        f" attention kernel runs{kernel}. Not: time, speed, and what fits beside a GPU's own workspaces."
+    )
+
+
+def _answers(view: View, groups: Sequence[ReportedGroup], fits_in: int | None) -> Iterator[Answer]:
+    """Yield at most MOST_ANSWERS answers: those on the largest group, and what is particular to these runs."""
+    if not groups:
+        yield from _without_groups(view)
+        return
+    *body, certainty = answers(groups[0])
+    head = [_fitting(view, groups[0], fits_in)] if fits_in is not None else list(_walls(view))
+    tail = [
+        *(("Checkpointing", text) for text in islice(checkpointing_sentences(groups[0]), 1)),
+        *(("Scaling", text) for text in islice(scaling_sentences(view), 1)),
+    ]
+    yield from [*head, *body, *tail][: MOST_ANSWERS - 1]
+    yield certainty
+
+
+def _walls(view: View) -> Iterator[Answer]:
+    yield from (("Largest model", text) for text in memory_wall_sentences(view))
+
+
+def _fitting(view: View, group: ReportedGroup, fits_in: int) -> Answer:
+    """Return what fits in a device's memory among the largest group."""
+    whole = view.ranking.groups[0]
+    peaks = column_values(view.line_medians, "peak_allocated_bytes")
+    positions = {position for position in whole.members if peaks[position] is not None and peaks[position] <= fits_in}
+    part = whole.among(positions, view.ranking.standings)
+    return (
+        fitting(group, fits_in, reported_group(view, part, group.title)) if positions else fitting(group, fits_in, None)
+    )
+
+
+def _without_groups(view: View) -> Iterator[Answer]:
+    """Yield the figures where no two configurations are comparable."""
+    for group in view.ranking.groups[: MOST_ANSWERS - 1]:
+        (line,) = reported_group(view, group, "").members
+        figures = [f"{line.speed.median:,.0f} tokens/s (n = {line.speed.runs})"] if not line.speed.is_disturbed else []
+        figures += [f"{line.peak_text} per rank at the peak"] if line.peak is not None else []
+        yield "Measured", f"{line.label}: {', '.join(figures) or 'its speed is disturbed'}."
+    if len(view.ranking.groups) > 1:
+        yield "Not compared", "No two configurations are comparable on the same number of ranks, so that none is best."

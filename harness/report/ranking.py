@@ -1,0 +1,215 @@
+"""What is best among comparable configurations: in speed, in memory, and on the front of both.
+
+Charts, tables and sentences take the answers from here. Positions are those of `View.lines`.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.config.fingerprint import result_affecting_keys
+from harness.records.schema import Record
+from harness.report.comparability import choice_key, comparability_key, group_by
+from harness.report.labels import non_default
+from harness.report.speeds import CLEARANCE, Speed, leads, pool, speed_of
+
+
+@dataclass(frozen=True)
+class Group:
+    """The configurations that a reader may choose between: those that ended ok, comparable, on as many ranks."""
+
+    members: tuple[int, ...]  # in the order of the report
+    ranked: tuple[int, ...]  # those whose speeds may be compared, the fastest median first
+    fastest: tuple[int, ...]  # the one that certainly leads, or all that run its program; empty if none does
+    contenders: tuple[int, ...]  # if none leads: the ranked ones that may be the fastest, by their medians
+    smallest: tuple[int, ...]  # those with the least peak memory
+    front: tuple[int, ...]  # from the smallest to the fastest, each certainly faster than all before it, see _front
+
+    def among(self, positions: Collection[int], standings: Sequence["Standing"]) -> "Group":
+        """Return the group of some of its members alone, such as those that fit in a device's memory.
+
+        The front stays that of the whole group.
+        """
+
+        def chosen(old: Sequence[int]) -> tuple[int, ...]:
+            return tuple(position for position in old if position in positions)
+
+        members, ranked = chosen(self.members), chosen(self.ranked)
+        speeds = {position: speed for position in members if (speed := standings[position].speed)}
+        fastest, contenders = _fastest(ranked, speeds, [standing.program for standing in standings])
+        return Group(members, ranked, fastest, contenders, chosen(self.smallest), chosen(self.front))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The place of one configuration among those that it may be compared with."""
+
+    speed: Speed | None  # None where no run ended ok
+    group: int | None  # the position of its group in `Ranking.groups`; None where no run ended ok
+    program: int  # equal for configurations that run the same program, such as `tp` and `single` on one rank
+    is_fastest: bool = False
+    is_smallest: bool = False
+    is_on_front: bool = False
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The groups of comparable configurations, and the place of every configuration."""
+
+    groups: tuple[Group, ...]  # the largest first, of equal ones the one on most ranks
+    standings: tuple[Standing, ...]  # one for each line
+    baseline: int | None  # the line that the ratios of all tables refer to; None where there are no ratios
+    compared: frozenset[int]  # the lines that are comparable with it, which have ratios
+
+    def part(self, positions: Sequence[int]) -> "Ranking":
+        """Return the ranking of these lines alone, which keep the places that they have among all lines."""
+        new = {position: index for index, position in enumerate(positions)}
+
+        def chosen(old: Sequence[int]) -> tuple[int, ...]:
+            return tuple(new[position] for position in old if position in new)
+
+        groups = tuple(Group(*(chosen(positions) for positions in vars(group).values())) for group in self.groups)
+        baseline = None if self.baseline is None else new.get(self.baseline)
+        return Ranking(
+            groups, tuple(self.standings[p] for p in positions), baseline, frozenset(chosen([*self.compared]))
+        )
+
+
+def rank(lines: Sequence[Record]) -> Ranking:
+    """Return the ranking of configurations, each of which is a record with the merged row of its repeats."""
+    speeds = [speed_of(line.runs or [line]) if line.status == "ok" else None for line in lines]
+    programs = _programs(lines)
+    known = [position for position, speed in enumerate(speeds) if speed is not None]
+    members = group_by(known, lambda position: choice_key(lines[position].row)).values()
+    ordered = sorted(members, key=lambda group: (len(group), lines[group[0]].row.get("world_size") or 0), reverse=True)
+    groups = tuple(_group(group, lines, speeds, programs) for group in ordered)
+    group_of = {position: number for number, group in enumerate(groups) for position in group.members}
+    standings = [Standing(speed, group_of.get(position), programs[position]) for position, speed in enumerate(speeds)]
+    for group in groups:
+        for position in group.members:
+            standings[position] = replace(
+                standings[position],
+                is_fastest=position in group.fastest,
+                is_smallest=position in group.smallest,
+                is_on_front=position in group.front,
+            )
+    baseline, compared = common_baseline(lines)
+    return Ranking(groups, tuple(standings), baseline, compared)
+
+
+def _programs(lines: Sequence[Record]) -> list[int]:
+    """Return for each line the position of the first line that runs the same program."""
+    first: dict[Any, int] = {}
+    return [first.setdefault(program_key(line) or position, position) for position, line in enumerate(lines)]
+
+
+def program_key(line: Record) -> str | None:
+    """Return a key that is equal for configurations that run the same program; None where the layout is not recorded.
+
+    It has the resolved layout without what a single pipeline stage or a single tensor-parallel rank ignores, the
+    engine's options, and all other keys of the configuration that affect results.
+    """
+    if not line.layout or not line.config:
+        return None
+    layout, config = dict(line.layout), result_affecting_keys(line.config)
+    if layout.get("pp") == 1:
+        layout = {key: value for key, value in layout.items() if key not in _OF_PIPELINES}
+    if layout.get("tp") == 1:
+        layout = {key: value for key, value in layout.items() if key not in _OF_TENSOR_PARALLELISM}
+    strategy = config.get("strategy") or {}
+    options = {key: strategy.get(key) for key in ("literature", "options")}
+    others = {key: value for key, value in config.items() if key not in ("strategy", "repeat", "world_size")}
+    return json.dumps([layout, options, others], sort_keys=True, default=str)
+
+
+_OF_PIPELINES = ("schedule", "virtual_stages", "layers_per_stage")
+
+_OF_TENSOR_PARALLELISM = ("sequence_parallel", "vocabulary_parallel")
+
+
+def _group(
+    members: Sequence[int], lines: Sequence[Record], speeds: Sequence[Speed | None], programs: Sequence[int]
+) -> Group:
+    """Return one group of comparable configurations, of which each has a speed."""
+    by_position = {position: speed for position in members if (speed := speeds[position]) is not None}
+    ranked = sorted((p for p in members if by_position[p].is_ranked), key=lambda p: (-by_position[p].median, p))
+    peaks = {p: lines[p].row["peak_allocated_bytes"] for p in members if lines[p].row.get("peak_allocated_bytes")}
+    least = min(peaks.values(), default=None)
+    fastest, contenders = _fastest(ranked, by_position, programs)
+    return Group(
+        members=tuple(members),
+        ranked=tuple(ranked),
+        fastest=fastest,
+        contenders=contenders,
+        smallest=tuple(position for position, peak in peaks.items() if peak == least),
+        front=_front([position for position in ranked if position in peaks], by_position, peaks),
+    )
+
+
+def _fastest(
+    ranked: Sequence[int], speeds: Mapping[int, Speed], programs: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the configuration that certainly leads all others, else those that may be the fastest.
+
+    Identical programs are one rival. Undisturbed runs too few to be ranked block a winner if one of them was as fast.
+    """
+    rivals = group_by(ranked, lambda position: programs[position])
+    if len(rivals) < 2:
+        return (), ()
+    pooled = {program: pool([speeds[position] for position in same]) for program, same in rivals.items()}
+    first = max(pooled, key=lambda program: pooled[program].median)
+    close = [program for program in pooled if program != first and not leads(pooled[first], [pooled[program]])]
+    few = [
+        speed
+        for position, speed in speeds.items()
+        if not speed.is_ranked and not speed.is_disturbed and programs[position] != first
+    ]
+    if not close and all(speed.high < pooled[first].low for speed in few):
+        return tuple(rivals[first]), ()
+    return (), tuple(position for position in ranked if programs[position] in (first, *close))
+
+
+def _front(candidates: Sequence[int], speeds: Mapping[int, Speed], peaks: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the candidates to choose between by the memory that there is, from the smallest peak on.
+
+    Each is certainly faster than all before it on the front, and certainly slower than no candidate that is smaller.
+    """
+    front: list[int] = []
+    before: list[Speed] = []  # of smaller candidates
+    highest = highest_padded = lowest = 0.0  # bounds of the front's ranges, and the highest lower end of all before
+    for position in sorted(candidates, key=lambda position: (peaks[position], -speeds[position].median)):
+        speed = speeds[position]
+        width = speed.high - speed.low
+        is_clear = speed.low > max(highest + CLEARANCE * width, highest_padded)
+        if (is_clear or not front) and not (lowest > speed.high and any(leads(other, [speed]) for other in before)):
+            front.append(position)
+            highest = max(highest, speed.high)
+            highest_padded = max(highest_padded, speed.high + CLEARANCE * width)
+        before.append(speed)
+        lowest = max(lowest, speed.low)
+    return tuple(front)
+
+
+def common_baseline(lines: Sequence[Record]) -> tuple[int | None, frozenset[int]]:
+    """Return the one line that all ratios of a table refer to, and the lines that are comparable with it.
+
+    It is `ddp`, or where `ddp` ran on several numbers of ranks `single`, else `ddp` on the fewest, else the first, of
+    the largest set of comparable lines; among several the one without checkpointing, on the fewest ranks and with the
+    fewest other options. There is none if fewer than half of the lines that ended ok could be compared with it.
+    """
+    ok = [position for position, line in enumerate(lines) if line.status == "ok"]
+    settings = group_by(ok, lambda position: comparability_key(lines[position].row))
+    largest = max(settings.values(), key=len, default=[])
+    ddp = [position for position in largest if lines[position].row.get("strategy") == "ddp"]
+    single = [position for position in largest if lines[position].row.get("strategy") == "single"]
+    has_one_size = len({lines[position].row.get("world_size") for position in ddp}) == 1
+    candidates = ddp if has_one_size else single or ddp or largest
+    if len(largest) < 2 or 2 * len(largest) < len(ok):
+        return None, frozenset()
+
+    def variations(position: int) -> tuple[bool, int, int]:
+        row = lines[position].row
+        return row.get("checkpointing") not in (None, "none"), row.get("world_size") or 0, len(non_default(row))
+
+    return min(candidates, key=variations), frozenset(largest)

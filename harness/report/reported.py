@@ -1,0 +1,138 @@
+"""Configurations and their groups as sentences name them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from harness.records.schema import Record, Row
+from harness.report.frame import column_values, records_frame
+from harness.report.ranking import Group, common_baseline
+from harness.report.speeds import Speed, timed_runs
+from harness.report.text import byte_unit, bytes_text, join_words
+from harness.report.view import View
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A configuration that ended ok, as sentences name it."""
+
+    label: str  # unique in its group
+    record: Record  # as merged
+    speed: Speed
+    program: int  # see Standing
+
+    @property
+    def row(self) -> Row:
+        """The merged row."""
+        row: Row = self.record.row
+        return row
+
+    @property
+    def peak(self) -> int | None:
+        """The peak memory of the rank with the largest one, in bytes."""
+        peak: int | None = self.row.get("peak_allocated_bytes")
+        return peak
+
+    @property
+    def peak_text(self) -> str:
+        """The peak memory with its unit."""
+        return bytes_text(self.peak or 0)
+
+    @property
+    def rate_text(self) -> str:
+        """The median speed with its unit and the range over runs."""
+        return f"{self.speed.median:,.0f} tokens/s [{self.speed.low:,.0f}–{self.speed.high:,.0f}]"
+
+    @cached_property
+    def timed(self) -> list[Record]:
+        """The runs that speed and times are taken from."""
+        return timed_runs(self.record.runs)
+
+
+@dataclass(frozen=True)
+class ReportedGroup:
+    """A group of comparable configurations, see Group, with the one that sentences compare the others with."""
+
+    title: str  # what distinguishes it from other groups, such as "on 4 ranks"; empty where it is the only one
+    members: Sequence[Reported]
+    ranked: Sequence[Reported]
+    fastest: Sequence[Reported]
+    contenders: Sequence[Reported]
+    smallest: Sequence[Reported]
+    front: Sequence[Reported]
+    baseline: Reported | None
+
+    @property
+    def unranked(self) -> list[Reported]:
+        """The members whose speeds are not compared."""
+        return [member for member in self.members if not member.speed.is_ranked]
+
+
+def reported_groups(view: View, most: int) -> list[ReportedGroup]:
+    """Return the largest groups of at least two configurations, at most `most` of them."""
+    ranking = view.ranking
+    groups = [group for group in ranking.groups if len(group.members) > 1]
+    rows = [view.lines[group.members[0]].row for group in ranking.groups]
+    return [reported_group(view, group, _title(view.lines[group.members[0]].row, rows)) for group in groups[:most]]
+
+
+def reported_group(view: View, group: Group, title: str) -> ReportedGroup:
+    """Return a group of the view under labels that are as short as they can be in it."""
+    records = [view.lines[position] for position in group.members]
+    labels = dict(zip(group.members, column_values(records_frame(records), "label"), strict=True))
+    reported = {
+        position: Reported(labels[position], view.lines[position], speed, standing.program)
+        for position in group.members
+        if (speed := (standing := view.ranking.standings[position]).speed)
+    }
+    baseline, _ = common_baseline(records)
+
+    def named(positions: Sequence[int]) -> list[Reported]:
+        return [reported[position] for position in positions]
+
+    return ReportedGroup(
+        title,
+        members=named(group.members),
+        ranked=named(group.ranked),
+        fastest=named(group.fastest),
+        contenders=named(group.contenders),
+        smallest=named(group.smallest),
+        front=named(group.front),
+        baseline=None if baseline is None else reported[group.members[baseline]],
+    )
+
+
+_FORMATS = {
+    "model": "{}",
+    "parameters": "{:,} parameters",
+    "precision": "{}",
+    "global_batch": "global batch {}",
+    "seq_len": "sequence length {}",
+    "measured_on": "on {}",
+    "launch": "launched as {}",
+    "world_size": "on {} ranks",
+}
+
+
+def _title(row: Row, rows: Sequence[Row]) -> str:
+    """Return what distinguishes the group of a row from the groups of the others."""
+    differing = [name for name in _FORMATS if len({other.get(name) for other in rows}) > 1]
+    known = [_FORMATS[name].format(row[name]) for name in differing if row.get(name) is not None]
+    return ", ".join(known).replace("on 1 ranks", "on 1 rank") or ("a further setting" if len(rows) > 1 else "")
+
+
+def names(members: Sequence[Reported], most: int = 4) -> str:
+    """Return the labels as an enumeration, of which at most `most` are named."""
+    rest = len(members) - most
+    return join_words([member.label for member in members[:most]] + ([f"{rest} more"] if rest > 0 else []))
+
+
+def share_text(part: float, whole: float) -> str:
+    """Return a part of a whole in percent."""
+    return f"{100 * part / whole:.0f} %"
+
+
+def larger_unit(size: int, other: int) -> str:
+    """Return the difference of two sizes in the unit of the larger one."""
+    unit = byte_unit([size, other])
+    return f"{abs(size - other) / unit.size:,.2f} {unit.name}"
