@@ -1,16 +1,13 @@
 """The API of `import harness` for notebooks and scripts: recorded runs as a table, and the memory a run needs."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import hydra
 import pandas as pd
 
-from harness.config.hydra import register_resolvers, to_container
-from harness.config.locations import PACKAGED_CONF
-from harness.config.overrides import composition_error
-from harness.config.schema import RunConfig
-from harness.config.values import ConfigValues
+from harness.config.from_dict import from_dict
+from harness.config.hydra import compose_values
+from harness.config.schema import ClusterConfig, Device, RunConfig
 from harness.cost_model.memory import MemoryEstimate
 from harness.cost_model.memory import estimate_memory as estimate_config_memory
 from harness.engines.base import load_engine
@@ -20,6 +17,7 @@ from harness.layout.layout import Layout, resolve_layout
 from harness.records.columns import column_type
 from harness.records.runs_csv import columns_of, rows_of
 from harness.records.store import read_all
+from harness.runner.machine_defaults import resolve_auto
 from harness.runner.resolve import resolve_run_config
 from harness.util.errors import UserError
 
@@ -48,29 +46,26 @@ def estimate_memory(*overrides: str) -> MemoryEstimate:
     neither imports torch nor examines this machine: a cluster that does not name its devices counts as one CPU with
     two ranks. Raises UserError for a configuration that is impossible.
     """
-    config = compose_run_config(*overrides)
+    config, device = compose_run_config(*overrides)
     cluster = config.cluster
     ranks_per_node = cluster.gpus_per_node or CPU_RANKS
-    has_gpus = cluster.device == "cuda" or (cluster.device == "auto" and cluster.gpus_per_node is not None)
     layout = resolve_layout(config.strategy, config.world_size or cluster.nodes * ranks_per_node)
     for problem in incompatibilities(config, layout):
         raise UserError(problem)
     widths = load_engine(layout.engine).state_widths(config, layout)
-    return estimate_config_memory(config, layout, widths, "cuda" if has_gpus else "cpu")
+    return estimate_config_memory(config, layout, widths, device)
 
 
-def compose_run_config(*overrides: str) -> RunConfig:
-    """Return the configuration that a command line with these overrides has. Raises UserError."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
+def compose_run_config(*overrides: str) -> tuple[RunConfig, Device]:
+    """Return the configuration that a command line with these overrides has, and its device. Raises UserError.
 
-    register_resolvers()
-    try:
-        with hydra.initialize_config_dir(str(PACKAGED_CONF), version_base="1.3"):
-            composed = hydra.compose("config", list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(composition_error(error)) from None
-    return resolve_run_config(cast("ConfigValues", to_container(composed)))
+    A cluster that names GPUs has devices that compute in bfloat16; one that names nothing is a CPU.
+    """
+    values = compose_values(*overrides)
+    cluster: ClusterConfig = from_dict(ClusterConfig, values["cluster"], "cluster")
+    has_gpus = cluster.device == "cuda" or (cluster.device == "auto" and cluster.gpus_per_node is not None)
+    device: Device = "cuda" if has_gpus else "cpu"
+    return resolve_run_config(resolve_auto(values, device)), device
 
 
 def _typed_column(name: str, values: list[Any]) -> Any:

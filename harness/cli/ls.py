@@ -68,10 +68,15 @@ def listing(kind: str) -> Iterator[str]:
         yield f"{sanitize(name):<{width}}  {sanitize(about)}".rstrip()
 
 
+def plural(kind: str) -> str:
+    """Return the kind that a group of the configuration has in this command: strategies for strategy."""
+    return {"strategy": "strategies", "model": "models", "cluster": "clusters", "sweep": "sweeps"}.get(kind, kind)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `harness ls` and return its exit status."""
     parser = argparse.ArgumentParser(prog="harness ls", description="List what can be chosen on the command line.")
-    parser.add_argument("kind", choices=list(LISTS))
+    parser.add_argument("kind", choices=list(LISTS), type=plural)
     options = parser.parse_args(arguments)
 
     def show() -> None:

@@ -8,13 +8,17 @@ from rich.text import Text
 
 from harness.cli.comparison import prepare_output, read_comparison
 from harness.config.byte_size import parse_bytes
+from harness.report.exports import FOLDER, FORMATS, Exported, parse_formats, parse_width
 from harness.report.files import write_files
 from harness.report.tables import print_table, terminal
+from harness.report.terminal_answers import print_answers
 from harness.report.view import merge_folders
 from harness.util.errors import UserError, run_command
 
 
-def report(folders: Sequence[Path], to: Path | None, pivot: str | None, fits_in: str | None) -> None:
+def report(
+    folders: Sequence[Path], to: Path | None, pivot: str | None, fits_in: str | None, exported: Exported | None = None
+) -> None:
     """Print the table of all folders' runs and write their report.
 
     The report goes to the folder `to`, or by default into the only folder, or for several folders into one beside the
@@ -27,11 +31,12 @@ def report(folders: Sequence[Path], to: Path | None, pivot: str | None, fits_in:
         raise UserError(f"--pivot={pivot} is not a column of these runs: choose one of runs.csv, such as world_size")
     console = terminal()
     print_table(view, console)
+    print_answers(view, console, pivot, limit)
     target = to or (
         folders[0] if len(folders) == 1 else folders[0].parent / "+".join(folder.resolve().name for folder in folders)
     )
     target.mkdir(parents=True, exist_ok=True)
-    for path in write_files(target, view, pivot, limit):
+    for path in write_files(target, view, pivot, limit, exported):
         console.print(Text(str(path)), soft_wrap=True)
 
 
@@ -43,6 +48,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, metavar="results/NAME", help="where to write; otherwise beside the records")
     parser.add_argument("--pivot", metavar="COLUMN", help="a table of strategies against this column of runs.csv")
     parser.add_argument("--fits-in", metavar="SIZE", help="recommend what is fastest in so much memory, such as 24GiB")
+    parser.add_argument(
+        "--export",
+        metavar="FORMAT,…",
+        help=f"also write the comparison and its charts into the folder {FOLDER}: any of {', '.join(FORMATS)}",
+    )
+    parser.add_argument("--width", metavar="SIZE", help="the width of exported charts in a paper, such as 84mm")
+    parser.add_argument(
+        "--statistic",
+        choices=("median", "mean"),
+        default="median",
+        help="how exported speeds are summarized: median [min, max] or mean ± sd",
+    )
     options = parser.parse_args(arguments)
     prepare_output()
-    return run_command(lambda: report(options.folders, options.to, options.pivot, options.fits_in))
+
+    def run() -> None:
+        exported = None
+        if options.export is not None:
+            width = None if options.width is None else parse_width(options.width)
+            exported = Exported(parse_formats(options.export), width, options.statistic)
+        elif options.width is not None:
+            raise UserError("--width is the width of exported charts: add --export, such as --export=pdf,latex")
+        report(options.folders, options.to, options.pivot, options.fits_in, exported)
+
+    return run_command(run)

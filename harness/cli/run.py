@@ -1,31 +1,21 @@
-"""The command that makes runs: its combinations are composed, run as one sweep, shown, and compared in a table."""
+"""The second half of the command that makes runs: they are planned, run as one sweep, shown, and compared in a table.
 
-import os
-import sys
-import tempfile
-from collections.abc import Sequence
+The first half, harness.cli.compose, has composed their configurations.
+"""
+
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from harness.cli.compose import Combinations, report_mistake
 from harness.config.command import merge_values
-from harness.config.hydra import register_resolvers, to_container
-from harness.config.locations import PACKAGED_CONF
-from harness.config.overrides import composition_error, expand_repeats, normalize_overrides
-from harness.config.validation import require_one_of
-from harness.config.values import ConfigValues, GroupValues
+from harness.config.overrides import expand_repeats
+from harness.config.values import ConfigValues
 from harness.records.run_folder import ComparisonFolder, comparison_folder
 from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.report.tables import print_table, terminal
+from harness.report.terminal_answers import print_answers
 from harness.report.view import View, view
 from harness.runner.rejected import write_rejected
 from harness.runner.resolve import load_model_presets
@@ -37,56 +27,31 @@ from harness.sweep.executors.parallel import ParallelExecutor
 from harness.sweep.executors.sequential import SequentialExecutor
 from harness.sweep.queued_run import QueuedRun, deduplicate_and_sort
 from harness.sweep.scheduler import Scheduler
-from harness.sweep.slurm import plugin
 from harness.sweep.slurm.executor import SlurmExecutor, write_scripts
 from harness.sweep.stop_after import parse_stop_after
-from harness.tracking.base import tracker_names
 from harness.tracking.client import TrackingClient
 from harness.util.errors import UserError, os_error_text
-from harness.util.text import one_line
 
 SWEEP_STATUSES = {"ok", "oom", "refused"}  # results of a sweep; any other status is a failure
 
 
 class RunCommand:
-    """One command that makes runs. Hydra calls on_composed() for each combination; execute() and finish() follow."""
+    """One command that makes runs: execute() makes them, and finish() shows them."""
 
-    def __init__(self) -> None:
-        self.requested: list[ConfigValues] = []  # the values of every combination
-        self.launcher: GroupValues = {}  # the keys of hydra.launcher
+    def __init__(self, combinations: Combinations) -> None:
+        self.requested = combinations.requested
+        self.launcher = combinations.launcher
+        self.comparison = combinations.comparison
+        self.is_sweep = combinations.is_sweep
+        self.is_for_slurm = combinations.is_for_slurm
         self.scripts: list[Path] = []  # to submit by hand
         self.records: list[Record] = []
-        self.comparison: ComparisonFolder | None = None
-        self.is_sweep = False
-        self.user_error: str | None = None  # stored and not raised, because Hydra would add lines of its own
         self.display = ProgressDisplay(self.on_ranks_starting)
         self.tracking_client = TrackingClient(self.display.print_line)
         self.started_folders: set[Path] = set()  # the folders of runs that the tracker knows
 
-    def on_composed(self, composed: Any) -> None:
-        """Store one combination, because all of them must be known before the first run is chosen."""
-        hydra_config = HydraConfig.get()
-        self.is_sweep = hydra_config.mode == RunMode.MULTIRUN
-        if self.user_error is not None:
-            return
-        try:
-            values = cast("ConfigValues", to_container(composed))
-            if not self.is_sweep:  # a single configuration is always tried
-                values["sweep"] |= {"skip_dominated": False}
-            self.launcher = to_container(hydra_config.launcher)
-            self.comparison = comparison_folder(values["name"], values["results_dir"])
-            self.requested.append(values)
-            self.display.show_composed(len(self.requested))
-        except UserError as error:
-            self.user_error = str(error)
-
     def execute(self) -> None:
         """Make all runs, or write their batch scripts. Raises UserError for a mistake that does not become a row."""
-        if self.user_error is not None:
-            raise UserError(self.user_error)
-        if not self.requested:  # Hydra only printed something, as for --cfg job
-            return
-        self.check_trackers()
         limits = parse_stop_after(self.requested[0]["stop_after"])
         executor = self.select_executor()
         runs = deduplicate_and_sort(self.plan_runs(executor))
@@ -102,14 +67,9 @@ class RunCommand:
                 stack.enter_context(register_command(comparison, planned, executor.max_parallel))
             Scheduler(executor, self, limits, runs).run()
 
-    def check_trackers(self) -> None:
-        """Raise UserError unless every combination's tracker is known."""
-        for name in {values["tracking"]["name"]: None for values in self.requested}:
-            require_one_of("tracking", name, ("none", *tracker_names()))
-
     def select_executor(self) -> Executor:
         """Return the executor that makes the runs."""
-        if plugin.is_selected(self.launcher):
+        if self.is_for_slurm:
             return SlurmExecutor(self.launcher, self.display)
         parallel = self.requested[0]["sweep"]["parallel"]
         if parallel == 1:
@@ -168,6 +128,8 @@ class RunCommand:
         if self.records and self.comparison is not None:
             shown = view(self.comparison.path, read_all(self.comparison.path))
             print_table(shown, terminal(), [record.run_id for record in self.records])
+            if self.is_sweep:
+                print_answers(shown, terminal())
             for path in self.write_files(self.comparison, shown):
                 print(path)
             if self.is_sweep or len(self.records) > 1:
@@ -187,25 +149,16 @@ class RunCommand:
         return write_files(comparison.path, shown)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run what the overrides describe.
+def main(combinations: Combinations) -> int:
+    """Run all combinations.
 
     Return 0 if every run is ok, or in a sweep also out of memory or refused; 1 if there is any other row; 2 for a
     mistake in the command; 130 if it was interrupted.
     """
-    command = RunCommand()
-    previous, sys.argv = sys.argv, ["harness", *normalize_overrides(arguments)]  # Hydra reads the process's arguments
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them its own way
-    register_resolvers()
-    plugin.register_launcher()
+    command = RunCommand(combinations)
     try:
-        with tempfile.TemporaryDirectory() as scratch:
-            OmegaConf.register_new_resolver("harness.scratch", lambda: scratch, replace=True)
-            hydra.main(version_base="1.3", config_path=str(PACKAGED_CONF), config_name="config")(command.on_composed)()
         command.execute()
         return command.finish()
-    except (HydraException, OmegaConfBaseException) as error:
-        return report_mistake(composition_error(error))
     except UserError as error:
         return report_mistake(str(error))
     except OSError as error:  # a disk that is full, or was made read-only meanwhile
@@ -213,11 +166,3 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         command.finish()
         return 130
-    finally:
-        sys.argv = previous
-
-
-def report_mistake(message: str) -> int:
-    """Print a mistake in the command as one line and return its exit status."""
-    print(one_line(message), file=sys.stderr)
-    return 2

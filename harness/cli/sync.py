@@ -49,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command() -> None:
         nonlocal failed
         target = requested_tracking(options.folder, options.tracker, options.project, options.entity)
-        sent = sync_comparison(options.folder, target, print_error, options.again, max(options.timeout, 1.0))
-        table = " and the table" if sent.table and not sent.problem else ""
-        print(f"sent {count_text(sent.runs, 'run')}{table}; the tracker had {sent.already} before")
-        if sent.problem:
+        result = sync_comparison(options.folder, target, print_error, options.again, max(options.timeout, 1.0))
+        table = " and the table" if result.table and not result.problem else ""
+        print(f"sent {count_text(result.runs, 'run')}{table}; the tracker had {result.sent_before} before")
+        if result.problem:
             failed = True
-            print_error(f"the rest was not sent: {sent.problem}")
+            print_error(f"the rest was not sent: {result.problem}")
 
     return run_command(command) or int(failed)

@@ -1,0 +1,167 @@
+"""The first half of the command that makes runs: its combinations, composed and checked before anything slow loads."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from harness.cli.notice import Notice, import_slowly, showing
+from harness.config.arguments import find_mistake, normalize_arguments
+from harness.config.command import read_command_config
+from harness.config.from_dict import from_dict
+from harness.config.hydra import register_resolvers, to_container
+from harness.config.locations import PACKAGED_CONF
+from harness.config.overrides import composition_error
+from harness.config.schema import ClusterConfig
+from harness.config.validation import require_one_of
+from harness.config.values import ConfigValues, GroupValues
+from harness.layout.layout import resolve_layout
+from harness.records.run_folder import ComparisonFolder, comparison_folder
+from harness.runner.local_machine import detect_machine
+from harness.runner.machine_defaults import resolve_auto
+from harness.runner.plan import find_problems
+from harness.runner.resolve import resolve_run_config
+from harness.runner.reuse import ensure_writable
+from harness.sweep.micro_batch_search import wants_max_micro_batch
+from harness.sweep.slurm import plugin
+from harness.sweep.stop_after import parse_stop_after
+from harness.tracking.base import tracker_names
+from harness.util.errors import UserError, os_error_text
+from harness.util.text import count_text, one_line
+
+
+@dataclass
+class Combinations:
+    """What a command line describes: the values of every combination of a sweep, or of the only run."""
+
+    requested: list[ConfigValues] = field(default_factory=list)
+    launcher: GroupValues = field(default_factory=dict)  # the keys of hydra.launcher
+    comparison: ComparisonFolder | None = None
+    is_sweep: bool = False
+    # A mistake that on_composed() found: stored and not raised, because Hydra would add lines of its own.
+    user_error: str | None = None
+
+    @property
+    def is_for_slurm(self) -> bool:
+        """Whether the runs are jobs of Slurm, so that their machine is another one."""
+        return plugin.is_selected(self.launcher)
+
+    def on_composed(self, composed: Any) -> None:
+        """Store one combination, because all of them must be known before the first run is chosen."""
+        hydra_config = HydraConfig.get()
+        self.is_sweep = hydra_config.mode == RunMode.MULTIRUN
+        if self.user_error is not None:
+            return
+        try:
+            values = cast("ConfigValues", to_container(composed))
+            if not self.is_sweep and isinstance(values["sweep"], dict):  # a single configuration is always tried
+                values["sweep"] |= {"skip_dominated": False}
+            self.launcher = to_container(hydra_config.launcher)
+            self.comparison = comparison_folder(values["name"], values["results_dir"])
+            self.requested.append(values)
+        except UserError as error:
+            self.user_error = str(error)
+
+
+def compose(arguments: Sequence[str], notice: Notice) -> Combinations:
+    """Return what the arguments describe; nothing is requested if Hydra only printed something, as for --cfg job.
+
+    Raises UserError for a mistake in them.
+    """
+    normalized = normalize_arguments(arguments)
+    mistake = find_mistake(normalized)
+    if mistake is not None:
+        raise UserError(mistake)
+    combinations = Combinations()
+
+    def on_composed(composed: Any) -> None:
+        """Store a combination and show how many there are; Hydra takes a minute or two for five hundred of them."""
+        combinations.on_composed(composed)
+        if combinations.is_sweep:
+            notice.show(f"harness: {count_text(len(combinations.requested), 'combination')} composed")
+
+    previous, sys.argv = sys.argv, ["harness", *normalized]  # Hydra reads the process's arguments
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them its own way
+    register_resolvers()
+    plugin.register_launcher()
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            OmegaConf.register_new_resolver("harness.scratch", lambda: scratch, replace=True)
+            hydra.main(version_base="1.3", config_path=str(PACKAGED_CONF), config_name="config")(on_composed)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(composition_error(error)) from None
+    finally:
+        sys.argv = previous
+    if combinations.user_error is not None:
+        raise UserError(combinations.user_error)
+    return combinations
+
+
+def check(combinations: Combinations) -> None:
+    """Raise UserError for what no run of the command could begin with, and for an impossible single run.
+
+    Impossible combinations of a sweep become rows.
+    """
+    for name in {values["tracking"]["name"]: None for values in combinations.requested}:
+        require_one_of("tracking", name, ("none", *tracker_names()))
+    parse_stop_after(combinations.requested[0]["stop_after"])
+    is_single = not combinations.is_sweep and not combinations.is_for_slurm
+    is_checked = not is_single or check_run(combinations.requested[0])
+    if combinations.comparison is not None and is_checked:  # an impossible single run leaves no files
+        ensure_writable(combinations.comparison)
+
+
+def check_run(values: ConfigValues) -> bool:
+    """Raise UserError if this machine cannot run these values.
+
+    Return False where that takes long to decide and is left to the run: for a model of the transformers library, a
+    search of micro-batches, and several nodes.
+    """
+    read_command_config(values)
+    cluster: ClusterConfig = from_dict(ClusterConfig, values["cluster"], "cluster")
+    if cluster.nodes > 1 or wants_max_micro_batch(values) or values["model"].get("family") == "hf":
+        return False
+    machine = detect_machine(cluster)
+    config = resolve_run_config(resolve_auto(values, machine.device, machine.compute_capability))
+    layout = resolve_layout(config.strategy, config.world_size or machine.world_size)
+    for problem in find_problems(config, layout, machine):
+        raise UserError(problem)
+    return True
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what the overrides describe, and return the exit status: 2 for a mistake in the command, else the runs' own.
+
+    What makes the runs is imported only once the command is known to be without a mistake.
+    """
+    try:
+        with showing("harness: reading the configuration") as notice:
+            combinations = compose(arguments, notice)
+            if not combinations.requested:
+                return 0
+            check(combinations)
+    except UserError as error:
+        return report_mistake(str(error))
+    except OSError as error:
+        return report_mistake(os_error_text(error))
+    except KeyboardInterrupt:
+        return 130
+    number = count_text(len(combinations.requested), "combination" if combinations.is_sweep else "run")
+    run = import_slowly("harness.cli.run", f"harness: {number} composed, loading what runs them")
+    status: int = run.main(combinations)
+    return status
+
+
+def report_mistake(message: str) -> int:
+    """Print a mistake in the command as one line and return its exit status."""
+    print(one_line(message), file=sys.stderr)
+    return 2

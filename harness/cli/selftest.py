@@ -1,0 +1,56 @@
+"""harness selftest: real runs that show what of an installation works, on any machine."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.util.errors import UserError, run_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `harness selftest` and return its exit status: 0 only if no step failed."""
+    about = (
+        "Show what of this installation works: versions, devices, and real runs with what must come of each. Steps"
+        " that have passed are not repeated by a later call. The exit status is 0 only if no step failed."
+    )
+    parser = argparse.ArgumentParser(prog="harness selftest", description=about)
+    parser.add_argument("--only", metavar="STEP,...", help="run these steps alone; --list names them all")
+    parser.add_argument("--again", action="store_true", help="repeat steps that have passed before")
+    parser.add_argument("--list", action="store_true", help="name the steps, what each shows, and what it needs")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="the device of the runs")
+    parser.add_argument("--to", type=Path, default=Path("results"), metavar="DIR", help="the folder of the results")
+    options = parser.parse_args(arguments)
+    status = 0
+
+    def show() -> None:
+        nonlocal status
+        status = selftest(options)
+
+    return run_command(show) or status
+
+
+def selftest(options: argparse.Namespace) -> int:
+    """Run the steps that the options choose and return the exit status. Raises UserError for an unknown step."""
+    from harness.selftest import summary
+    from harness.selftest.bench import Bench
+    from harness.selftest.results import ResultsFile
+    from harness.selftest.run import run_steps
+    from harness.selftest.steps import step_names
+
+    if options.list:
+        print(summary.list_steps())
+        return 0
+    names = step_names() if options.only is None else options.only.split(",")
+    for name in names:
+        if name not in step_names():
+            raise UserError(f"--only={name} is not a step: choose among {', '.join(step_names())}")
+    bench = Bench(options.to, options.device)
+    results = ResultsFile(bench)
+    summary.print_header(bench)
+    try:
+        is_ok = run_steps(bench, results, names, options.again, summary.print_started, summary.print_result)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command continues, and {results.path} has the steps so far")
+        return 130
+    summary.print_footer(results, names)
+    return 0 if is_ok else 1
