@@ -4,8 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.commands import Done, Harness, run_harness
+
+torch.set_num_threads(1)  # for this test process: the threads of two processes would wait for each other's cores
 
 
 @pytest.fixture(scope="session")

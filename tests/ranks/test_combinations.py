@@ -7,6 +7,7 @@ import pytest
 from tests.support import row_invariants
 from tests.support.combinations import COMBINATIONS, Combination
 from tests.support.commands import run_folder
+from tests.support.derived import check_derivations
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
@@ -24,3 +25,4 @@ def test_every_combination_is_a_proven_row(results: Path, combination: Combinati
     row_invariants.check_bytes(record)
     row_invariants.check_time(row)
     row_invariants.check_steps(run_folder(results, record), record)
+    check_derivations(record)

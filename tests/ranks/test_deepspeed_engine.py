@@ -28,6 +28,7 @@ from harness.launcher.forkserver import start_forkserver
 from harness.layout.layout import AXES, resolve_layout
 from harness.layout.state_widths import STATE_KINDS, StateKind
 from harness.measure.communication import bytes_sent
+from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.measure.memory import DeviceMemory
 from harness.measure.rank_state import state_bytes
 from harness.measure.step_profiler import profile_step
@@ -180,7 +181,8 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
             with probe.listen(ready):
                 results.append(engine.step(batches))
         else:
-            with profile_step(engine, probe, DeviceMemory(device), config.train.seed, layout) as profiled:
+            fingerprinter = Fingerprinter(config.model, config.train.seed, device)
+            with profile_step(engine, probe, DeviceMemory(device), fingerprinter, layout) as profiled:
                 results.append(engine.step(batches))
     measured = profiled.result(timed_log=None)
     outcome = started | {

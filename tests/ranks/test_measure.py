@@ -1,5 +1,6 @@
 """The meters compared with arithmetic: bytes of the allocator, of collectives, and of tensors saved for backward."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -29,11 +30,15 @@ from harness.layout.layout import Layout, resolve_layout
 from harness.measure.activations import ActivationMeter
 from harness.measure.collective_rules import has_rule
 from harness.measure.communication import CommunicationCounter, UncountedCollectiveError, bytes_sent
+from harness.measure.gradient_fingerprint import CHUNK_ELEMENTS, Fingerprinter
 from harness.measure.memory import DeviceMemory
+from harness.measure.memory_limit import CPU
 from harness.measure.native_allocator import Allocator, build_allocator, load_allocator
+from harness.tensors.shard import Shard
 from harness.tensors.storage import storage_bytes
 from harness.util.errors import UserError
 from harness.util.native_build import compiler_problem
+from tests.support.commands import compose_config
 
 WORLD = 4
 
@@ -155,6 +160,34 @@ def test_memory_of_a_cpu(allocator: Allocator) -> None:
 
 
 # ---------------------------------------------------------------- communication
+
+
+def test_fingerprints_need_the_memory_of_a_chunk(allocator: Allocator) -> None:
+    """Beside the tensor there are a chunk in fp64 and two numbers a row; an update has the initial value, too."""
+    model = dataclasses.replace(compose_config().model, vocab_size=8192, hidden_size=512)
+    fingerprinter = Fingerprinter(model, 0, CPU)
+    shape = (model.vocab_size, model.hidden_size)
+    shard = Shard("embed_tokens.weight", torch.ones(shape), shape, tuple((0, size) for size in shape))
+    before = allocator.live_bytes()
+    allocator.reset_peak()
+    fingerprinter.fingerprint(shard, shape)
+    of_state = allocator.peak_bytes() - before
+    chunk = 8 * CHUNK_ELEMENTS["cpu"] + 2 * 8 * model.vocab_size
+    assert chunk <= of_state < 1.01 * chunk + 10_000 < 4 * shard.local.numel() / 4
+    allocator.reset_peak()
+    fingerprinter.updates(OneShard(shard))
+    of_update = allocator.peak_bytes() - before
+    assert of_update < 4 * shard.local.numel() + 2.01 * chunk  # and a chunk of it is widened
+
+
+class OneShard:
+    """An engine with one parameter."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    def local_shards(self, kind: str) -> list[Shard]:
+        return [self.shard] if kind == "parameters" else []
 
 
 def test_every_collective_of_this_torch_has_a_rule() -> None:
@@ -378,6 +411,21 @@ def test_micro_batches_add_up_only_when_they_are_in_flight_together(checkpointed
         gc.enable()
     assert one_by_one == (CHECKPOINTED if checkpointed else WHOLE)
     assert meter.peak_bytes == (CHECKPOINTED + LAYERS * INPUT_BYTES if checkpointed else 2 * WHOLE)
+
+
+def test_an_activation_in_the_place_of_a_freed_weight_is_counted() -> None:
+    """An engine frees gathered weights, and the identity of their storages is that of later ones."""
+    layer = nn.Linear(8, 8, bias=False)
+    with ActivationMeter(layer) as meter:
+        layer(torch.ones(2, 8, requires_grad=True)).sum().backward()  # saves the weight, too
+        gathered, identity = meter.peak_bytes, layer.weight.untyped_storage()._cdata
+        layer.weight.data = torch.empty(0)
+        inputs: list[Tensor] = []
+        while not inputs or inputs[-1].untyped_storage()._cdata != identity:
+            inputs.append(torch.ones(50, requires_grad=True))
+            assert len(inputs) < 10_000
+        result = inputs[-1].square()
+    assert gathered == 4 * 2 * 8 and meter.saved_bytes == 4 * 50 and result.requires_grad
 
 
 def test_the_meter_leaves_autograd_as_it_was() -> None:

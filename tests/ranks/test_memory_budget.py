@@ -1,4 +1,4 @@
-"""A memory budget per rank ends a run that needs more, changes nothing otherwise, and does not limit the reference."""
+"""A memory budget per rank ends a run that needs more, and changes nothing otherwise."""
 
 import dataclasses
 import re
@@ -50,9 +50,8 @@ def test_byte_sizes_are_parsed(text: str | int | float, size: int) -> None:
     "wrong", ["", "lots", "24 gib", "24Gb", "-1GiB", "0", "0.5B", "1.5", "1e3GiB", 1e30, "٣GB", "9999999999GiB"]
 )
 def test_an_invalid_size_is_refused_with_examples(wrong: str | float) -> None:
-    with pytest.raises(
-        UserError, match=f"^a.key={re.escape(str(wrong))} is not a size .*: choose .* GiB, .* KB, B,"
-    ) as e:
+    answer = "did you mean 24GiB or 24GB" if str(wrong).startswith("24") else "choose .* GiB, .* KB, B,"
+    with pytest.raises(UserError, match=f"^a.key={re.escape(str(wrong))} is not a size .*: {answer}") as e:
         parse_bytes(wrong, "a.key")
     assert "\n" not in str(e.value)
 
@@ -87,21 +86,20 @@ def unbounded(results: Path, request: pytest.FixtureRequest) -> tuple[str, Recor
 
 
 def test_a_budget_of_the_peak_changes_nothing(results: Path, unbounded: tuple[str, Record]) -> None:
-    """The unsharded reference needs more than a pipeline's rank, and the budget does not apply to it."""
     strategy, free = unbounded
     peak = free.row["peak_allocated_bytes"]
-    _, limited = budget_run(results, f"strategy={strategy}", f"cluster.memory_budget={peak}")
+    _, limited = budget_run(results, f"strategy={strategy}", f"cluster.memory_budget={peak}", "proof.reference=false")
     assert (limited.row["status"], limited.row["memory_limit_bytes"]) == ("ok", peak), limited.row["reason"]
     assert limited.row["run_id"] != free.row["run_id"]
-    for figure in ("peak_allocated_bytes", "loss_first", "loss_last", "loss_deviation", "grad_deviation"):
+    for figure in ("peak_allocated_bytes", "loss_first", "loss_last"):
         assert limited.row[figure] == free.row[figure] is not None
-    assert limited.proof["reference"] == free.proof["reference"]
 
 
 def test_a_byte_less_is_out_of_memory_and_ends_every_rank(results: Path, unbounded: tuple[str, Record]) -> None:
     strategy, free = unbounded
     budget = free.row["peak_allocated_bytes"] - 1
-    config, ended = budget_run(results, f"strategy={strategy}", f"cluster.memory_budget={budget}")
+    overrides = (f"cluster.memory_budget={budget}", "proof.reference=false")
+    config, ended = budget_run(results, f"strategy={strategy}", *overrides)
     row = ended.row
     assert (row["status"], row["memory_limit_bytes"], row["failed_in_phase"]) == ("oom", budget, "timed"), row["reason"]
     blamed = re.match(
@@ -197,8 +195,8 @@ def test_a_run_predicted_to_exceed_its_budget_is_refused() -> None:
     reason = capacity_problem(planned(*short), PREPARED)
     assert reason is not None and "\n" not in reason
     assert reason.startswith(f"model=350m needs {format_bytes(peak)} a rank (")
-    assert f"cluster.memory_budget={peak - 1}B is less: choose checkpointing=" in reason
-    assert reason.endswith("or a larger cluster.memory_budget, or preflight=false to try")
+    assert f"cluster.memory_budget={peak - 1}B is less: choose " in reason and "or checkpointing=" in reason
+    assert "or a larger cluster.memory_budget, or preflight=false to try, or model=" in reason
     assert "process" not in reason  # only tensors are held to it
     for remedy in re.findall(r"(checkpointing=\w+|model=\w+) \(", reason.partition(": choose ")[2]):
         assert capacity_problem(planned(*short, remedy), PREPARED) is None, remedy

@@ -204,7 +204,8 @@ def test_offloaded_state_is_not_planned_on_the_gpu(strategy: str) -> None:
     on_device = activation_bytes(config, layout, "cuda", 0)
     of_last_layer = moved // config.model.num_hidden_layers
     rest = activation_bytes(without_offload, layout, "cuda", 0) - moved
-    assert rest <= on_device <= rest + of_last_layer
+    # In the last layer's backward its own part is there, and that of the layer before is on its way back.
+    assert rest + of_last_layer <= on_device <= rest + 2 * of_last_layer
     assert activation_bytes(without_offload, layout, "cpu", 0) == activation_bytes(config, layout, "cpu", 0)
 
 

@@ -142,8 +142,8 @@ def test_a_compiled_product_is_proven(results: Path, overrides: str) -> None:
     [
         (2, "cp", faults.keys_in_other_order, "loss deviates"),
         pytest.param(2, "cp", faults.positions_from_the_start, "gradient deviates", marks=pytest.mark.long),
-        pytest.param(2, "cp", faults.own_keys_alone, "along cp, which is 0.", marks=pytest.mark.long),
-        (4, "fsdp_hybrid_shard strategy.dp_replicate=2", faults.replicas_apart, "along dp_replicate, which is 0.00 x"),
+        pytest.param(2, "cp", faults.own_keys_alone, "along cp gather, which is 0.", marks=pytest.mark.long),
+        (4, "fsdp_hybrid_shard strategy.dp_replicate=2", faults.replicas_apart, "dp_replicate reduce, which is 0.00 x"),
         pytest.param(
             4,
             "fsdp_hybrid_shard strategy.dp_replicate=2",

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.proof.training import _copies, _mean, compare_training
+from harness.proof.deviations import _mean, copies_of_tensors, differences
 from harness.records.rank_report import RankReport
-from harness.runner import reference
+from harness.runner import reference_runs
 from harness.worker import main as worker_main
 from tests.support import faults, replayed_faults
 from tests.support.combinations import DEFAULTS, Combination, in_precision
@@ -25,7 +25,7 @@ TP, TP_SP, PP_1F1B, PP_GPIPE, PP_ZERO_BUBBLE = DEFAULTS
     ("fault", "combination", "problem"),
     [
         (replayed_faults.lower_stage, ZERO2, "0.67 x the"),
-        (replayed_faults.uncounted, FSDP, "0.67 x the"),
+        (replayed_faults.uncounted, FSDP, "along dp_shard reduce, which is 0.00 x the"),
         (replayed_faults.boundary_sent_twice, PP_GPIPE, "along pp send, which is 2.00 x the"),
         (replayed_faults.sequence_whole, TP_SP, "along tp reduce_scatter, which is 0.00 x the"),
         (replayed_faults.layer_twice, FSDP, "a step ran"),
@@ -92,11 +92,11 @@ def test_a_fault_in_the_reports_is_an_error(
         *(
             pytest.param(fault, strategy, problem, marks=pytest.mark.long)
             for fault, strategy, problem in (
-                (faults.lower_stage, "zero2", "0.67 x the"),
+                (faults.lower_stage, "zero2", "along dp_shard reduce, which is 0.50 x the"),
                 (faults.halved, "fsdp_full_shard", "layers.1.input_layernorm.weight"),
                 (faults.halved, "ddp precision=bf16_mixed", "layers.1.input_layernorm.weight"),
                 (faults.summed_in_16_bit, "zero2 precision=bf16_mixed", "gradients: they are accumulated in bfloat16"),
-                (faults.uncounted, "fsdp_full_shard", "0.67 x the"),
+                (faults.uncounted, "fsdp_full_shard", "along dp_shard reduce, which is 0.00 x the"),
                 (faults.not_finite, "ddp", "the loss is not finite from step 0 on, in warm-up"),
                 (faults.layer_twice, "fsdp_full_shard", "a step ran"),
                 (
@@ -152,10 +152,12 @@ def test_missing_synchronization_shows_in_the_gradients(results: Path) -> None:
 
 def test_a_failed_reference_is_an_error(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ordinary = worker_main.main
-    monkeypatch.setattr(reference, "worker_entry", faults.not_finite)
+    monkeypatch.setattr(reference_runs, "worker_entry", faults.not_finite)
     row = run_with(results, ordinary, "strategy=ddp", "train.seed=5").row
     assert row["status"] == "error"
-    assert row["reason"].startswith("nothing to compare with, the single process failed: not proven: the loss is not")
+    assert row["reason"].startswith("the reference single-none-tiny-w1-"), row["reason"]
+    assert "failed, so that nothing proves this run: not proven: the loss is not" in row["reason"]
+    assert row["reference"].startswith("none: the reference single-none-tiny-w1-")
 
 
 def test_a_block_missing_in_the_memory_log_is_an_error(results: Path) -> None:
@@ -172,8 +174,8 @@ def test_an_incomplete_copy_of_a_tensor_is_not_a_number() -> None:
 
     empty = rank(((4, 4),), 0.0)
     whole = [rank(halves[0], 3.0), rank(halves[1], 1.0), empty, empty]
-    assert _copies("last_gradients", whole) == {"w": [(4.0, 2.0)]}
-    first, second = _copies("last_gradients", [*whole, rank(halves[0], 3.0)])["w"]
+    assert copies_of_tensors("last_gradients", whole) == {"w": [(4.0, 2.0)]}
+    first, second = copies_of_tensors("last_gradients", [*whole, rank(halves[0], 3.0)])["w"]
     assert first == (4.0, 2.0) and all(map(math.isnan, second))
 
 
@@ -194,7 +196,7 @@ def test_a_gradient_below_rounding_errors_is_compared_with_them_at_the_last_step
         return RankReport.from_json(losses | moments | {moment: entries})
 
     def deviation(query: float, compute: str) -> float:
-        return compare_training(rank(2 * small), [rank(query)], compute).gradient
+        return max(difference.value for difference in differences(rank(2 * small), [rank(query)], compute))
 
     assert deviation(small, "float32") == pytest.approx(0.5)
     assert deviation(small, "bfloat16") == pytest.approx(expected)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.random_runs import Ending, draw, ending, is_proven
+from tests.support.random_draws import draw
+from tests.support.random_runs import Ending, ending, is_proven
 
 RANKS, FIRST, DRAWS = 4, 14, 7
 

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from harness.worker import main as worker_main
+from tests.support import replayed_faults
+from tests.support.combinations import Combination
 from tests.support.commands import run_with
 
 # 11.0 million parameters: most of them in the embedding and the head, whose odd number of rows no world divides.
@@ -27,14 +29,37 @@ TRAINING = (
 )
 
 
+TEN_MILLION = (*MODEL, *TRAINING)
+
+# By the strategy's options: the model that all tests of ranks share, of half a million parameters, and the large one.
+SIZES = {"0.5M": ("checkpointing=none",), "11M": TEN_MILLION}
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp_full_shard", "fsdp_shard_grad_op", "tp"])
 def test_ten_million_parameters_are_proven(strategy: str, results: Path) -> None:
-    record = run_with(results, worker_main.main, "world_size=2", f"strategy={strategy}", *MODEL, *TRAINING)
+    """Bytes are the formula's and its padding exactly, which the odd number of rows of the vocabulary needs."""
+    record = Combination(strategy, 2, TEN_MILLION).record(results)
     assert record.status == "ok", record.row["reason"]
     assert record.row["grad_deviation"] < 2e-5
     for entry in record.traffic:
-        if strategy.startswith("fsdp"):  # what is sent beyond the formula is the padding of the odd number of rows
-            assert entry["formula_bytes"] <= entry["bytes"] < entry["formula_bytes"] * 1.001, entry
+        assert entry["bytes"] == pytest.approx(entry["padded_bytes"], abs=0.5), entry
+        assert entry["formula_bytes"] <= entry["padded_bytes"] < entry["formula_bytes"] * 1.001, entry
+    if strategy == "fsdp_full_shard":
+        assert any(entry["padded_bytes"] > entry["formula_bytes"] for entry in record.traffic)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp_full_shard"])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [(replayed_faults.gathered_once_more, "gather"), (replayed_faults.reduced_once_less, "reduce")],
+)
+def test_one_small_tensor_too_many_or_too_few_is_an_error(
+    fault: replayed_faults.Fault, kind: str, strategy: str, size: str, results: Path
+) -> None:
+    """A final norm's weight is 384 bytes of a step's millions."""
+    problems = replayed_faults.problems_of(results, Combination(strategy, 2, SIZES[size]), fault)
+    assert any(f"bytes a step along dp_shard {kind}, which is" in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])

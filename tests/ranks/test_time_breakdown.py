@@ -1,18 +1,22 @@
 """The division of a step's time, on hand-made traces of both kinds of device and with a rank that really waits."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.measure.intervals import difference, intersection, merged_intervals, total_seconds
-from harness.measure.time_breakdown import StepTrace, TraceEvent, cpu_time_breakdown, gpu_time_breakdown
+from harness.measure.operator_log import OperatorLog, build_operator_log, load_operator_log
+from harness.measure.step_trace import ProfilerTracer, StepTrace
+from harness.measure.time_breakdown import TraceEvent, cpu_time_breakdown, gpu_time_breakdown
 from harness.records.run_folder import RunFolder
 from tests.support import faults
-from tests.support.commands import compose, execute_run
+from tests.support.commands import compose, compose_config, execute_run
 
 Pairs = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
 
@@ -35,7 +39,8 @@ MS = 1_000_000  # of nanoseconds
 
 
 def cpu(name: str, begin: int, end: int, thread: int = 1) -> TraceEvent:
-    return TraceEvent(name, begin * MS, end * MS, False, thread)
+    activity = "user_annotation" if name.startswith("harness.") else "cpu_op"
+    return TraceEvent(name, begin * MS, end * MS, activity, thread)
 
 
 def test_operators_on_a_cpu_hide_gloos_threads() -> None:
@@ -56,9 +61,9 @@ def test_operators_on_a_cpu_hide_gloos_threads() -> None:
         ]
     )
     assert breakdown.seconds == pytest.approx(0.1)
-    assert breakdown.phases["forward"] == pytest.approx((0.030, 0.0, 0.0))
-    assert breakdown.phases["backward"] == pytest.approx((0.060, 0.021, 0.0))  # 50 to 51, and 60 to 80
-    assert breakdown.phases["rest"] == pytest.approx((0.010, 0.0, 0.0))
+    assert breakdown.phases["forward"] == pytest.approx((0.030, 0.0, 0.0, 0.0))
+    assert breakdown.phases["backward"] == pytest.approx((0.060, 0.021, 0.0, 0.0))  # 50 to 51, and 60 to 80
+    assert breakdown.phases["rest"] == pytest.approx((0.010, 0.0, 0.0, 0.0))
     assert breakdown.overlapped_seconds == pytest.approx(0.029)
 
 
@@ -72,19 +77,25 @@ def test_waiting_for_messages_is_no_exposed_communication() -> None:
             cpu("gloo:send", 60, 90, thread=2),
         ]
     )
-    assert breakdown.phases["rest"] == pytest.approx((0.080, 0.0, 0.070))
+    assert breakdown.phases["rest"] == pytest.approx((0.080, 0.0, 0.070, 0.0))
     assert breakdown.overlapped_seconds == 0 and breakdown.phases["forward"].exposed_seconds == 0
 
 
 def test_a_matrix_product_hides_a_collective() -> None:
     """In a real trace torch lists small operators inside the product, and its own work outside every operator."""
     trace, matrix = StepTrace(torch.device("cpu")), torch.randn(1500, 1500)
+    assert isinstance(trace.tracer, ProfilerTracer)
+    trace.warm_up()
+    matrix @ matrix  # not recorded
     with trace, trace.phase("step"), trace.phase("forward"):
         matrix @ matrix
     breakdown = trace.breakdown()
-    assert breakdown is not None and trace.profiler.profiler is not None
-    results = trace.profiler.profiler.kineto_results
-    product = next(event for event in results.events() if event.name() == "aten::mm")
+    assert breakdown is not None and trace.tracer.profiler.profiler is not None
+    results = trace.tracer.profiler.profiler.kineto_results
+    (product,) = (event for event in results.events() if event.name() == "aten::mm")
+    annotations = [event for event in results.events() if event.name().startswith("harness.")]
+    activities = [event.activity_type() for event in (product, *annotations)]
+    assert activities == ["cpu_op", "user_annotation", "user_annotation"]  # the names that a GPU's trace is read by
     begin, end = product.start_ns(), product.start_ns() + product.duration_ns()
     marks = [TraceEvent(f"harness.{name}", begin, end, thread=1) for name in ("step", "forward")]
     listed = [TraceEvent(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), thread=1) for e in results.events()]
@@ -94,12 +105,55 @@ def test_a_matrix_product_hides_a_collective() -> None:
     assert hidden.phases["forward"].exposed_seconds == 0
 
 
-def gpu(name: str, begin: int, end: int, launched_by: int, annotation: bool = False) -> TraceEvent:
-    return TraceEvent(name, begin * MS, end * MS, True, 0, launched_by=launched_by, is_annotation=annotation)
+@pytest.fixture(scope="module")
+def operator_log() -> OperatorLog:
+    """Load the library that ranks on a CPU use, which a run of this session may have built already."""
+    return load_operator_log(build_operator_log(Path(compose_config().data.cache)))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Join a process group of one rank, whose collectives end in threads of gloo."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_operator_log_lists_what_torchs_profiler_lists(operator_log: OperatorLog, alone: None) -> None:
+    """Both trace the same operators: a backward, whose nodes contain operators, collectives, and operators in C++."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+    profiler, log = StepTrace(torch.device("cpu")), StepTrace(torch.device("cpu"), operator_log)
+    profiler.warm_up()
+    torch.ones(3) + 1  # before both
+    with profiler, log, log.phase("step"):
+        for _ in range(3):
+            with log.phase("forward"):
+                loss = model(torch.randn(16, 32)).square().mean()
+            with log.phase("backward"):
+                loss.backward()
+            works = [dist.all_reduce(parameter.grad, async_op=True) for parameter in model.parameters()]
+            for work in works:
+                work.wait()
+    torch.ones(3) + 1  # after both
+    listed, logged = profiler.tracer.events(), log.tracer.events()
+    assert [event.name for event in logged] == [event.name for event in listed]
+    assert {"harness.step", "aten::linear", "c10d::allreduce_", "gloo:all_reduce"} <= {event.name for event in logged}
+    assert len({event.thread for event in logged}) == 1  # a collective belongs to the thread that requested it
+    offset = listed[0].start - logged[0].start  # of their clocks
+    late = [abs(one.start - other.start - offset) for one, other in zip(listed, logged, strict=True)]
+    longer = [abs(one.end - one.start - other.end + other.start) for one, other in zip(listed, logged, strict=True)]
+    assert np.median(late) < 0.2 * MS and np.median(longer) < 0.2 * MS
+    with log:
+        torch.ones(3) + 1
+    assert {event.name for event in log.tracer.events()} == {"aten::ones", "aten::add"}
+
+
+def gpu(name: str, begin: int, end: int, launched_by: int, activity: str = "kernel") -> TraceEvent:
+    return TraceEvent(name, begin * MS, end * MS, activity, 0, launched_by)
 
 
 def launch(number: int, moment: int, thread: int = 1) -> TraceEvent:
-    return TraceEvent("aten::mm", moment * MS, (moment + 1) * MS, False, thread, number)
+    return TraceEvent("cudaLaunchKernel", moment * MS, (moment + 1) * MS, "cuda_runtime", thread, number)
 
 
 REDUCE, MESSAGE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", "ncclDevKernel_SendRecv(ncclDevComm*)"
@@ -117,8 +171,8 @@ def test_gpu_kernels_count_for_the_phase_that_launched_them() -> None:
             launch(3, 7, thread=9),
             launch(4, 15),
             gpu("sgemm", 20, 40, launched_by=1),
-            gpu("harness.backward", 90, 91, launched_by=3, annotation=True),
-            gpu("FSDP::all_gather", 50, 110, launched_by=2, annotation=True),
+            gpu("harness.backward", 90, 91, launched_by=3, activity="gpu_user_annotation"),
+            gpu("FSDP::all_gather", 50, 110, launched_by=2, activity="gpu_user_annotation"),
             gpu("sgemm", 50, 60, launched_by=2),
             gpu(REDUCE, 55, 80, launched_by=2),
             gpu("sgemm", 90, 100, launched_by=3),
@@ -127,10 +181,36 @@ def test_gpu_kernels_count_for_the_phase_that_launched_them() -> None:
         ]
     )
     assert breakdown is not None and breakdown.seconds == pytest.approx(0.1)
-    assert breakdown.phases["forward"] == pytest.approx((0.020, 0.0, 0.0))
-    assert breakdown.phases["backward"] == pytest.approx((0.050, 0.020, 0.010))  # 60 to 80 exposed, 80 to 90 nothing
-    assert breakdown.phases["rest"] == pytest.approx((0.030, 0.0, 0.020))  # before backward, the message, then adam
+    assert breakdown.phases["forward"] == pytest.approx((0.020, 0.0, 0.0, 0.0))
+    assert breakdown.phases["backward"] == pytest.approx((0.050, 0.020, 0.010, 0.0))  # to 80 exposed, to 90 idle
+    assert breakdown.phases["rest"] == pytest.approx((0.030, 0.0, 0.020, 0.0))  # before backward, message, adam
     assert breakdown.overlapped_seconds == pytest.approx(0.005)
+
+
+def test_copies_hide_no_communication() -> None:
+    """Offload's copies run beside kernels of NCCL, which nothing hides then; alone they are neither work nor idle."""
+    breakdown = gpu_time_breakdown(
+        [
+            cpu("harness.step", 0, 9),
+            cpu("harness.backward", 0, 9),
+            *(launch(number, number) for number in range(1, 5)),
+            gpu("sgemm", 10, 20, launched_by=1),
+            gpu(REDUCE, 15, 40, launched_by=2),
+            gpu("Memcpy DtoH (Device -> Pinned)", 18, 60, launched_by=3, activity="gpu_memcpy"),
+            gpu("sgemm", 70, 80, launched_by=4),
+        ]
+    )
+    assert breakdown is not None and breakdown.overlapped_seconds == pytest.approx(0.005)
+    assert breakdown.phases["backward"] == pytest.approx((0.070, 0.020, 0.010, 0.020))
+
+
+def test_an_operator_with_the_number_of_a_launch_moves_no_kernel() -> None:
+    """The kernel of the first step's backward would belong to the second step by the operator's moment."""
+    marks = [cpu("harness.step", 0, 10), cpu("harness.step", 10, 20)]
+    same_number = TraceEvent("aten::mm", 15 * MS, 16 * MS, "cpu_op", 1, 7)
+    kernels = [launch(7, 5), launch(8, 17), gpu("sgemm", 20, 30, launched_by=7), gpu("sgemm", 60, 70, launched_by=8)]
+    breakdown = gpu_time_breakdown([*marks, *kernels, same_number])
+    assert breakdown is not None and breakdown.seconds == pytest.approx(0.020)
 
 
 def test_a_phase_ends_where_the_next_begins() -> None:
@@ -146,6 +226,14 @@ def test_a_phase_ends_where_the_next_begins() -> None:
 
 def test_a_trace_without_kernels_has_no_breakdown() -> None:
     assert gpu_time_breakdown([cpu("harness.step", 0, 10), launch(1, 1), launch(2, 2)]) is None
+
+
+def test_no_garbage_is_collected_in_timed_steps(tmp_path: Path) -> None:
+    small = ("train.global_batch=2", "train.micro_batch=1", "train.seq_len=16", "train.steps=2", "train.warmup_steps=1")
+    config, command = compose(f"results_dir={tmp_path}", "proof.reference=false", "strategy=single", *small)
+    record = execute_run(config, command, faults.much_garbage)
+    assert record.row["status"] == "ok", record.row["reason"]
+    assert not (tmp_path / command.name / record.row["run_id"] / "collections").exists()
 
 
 def test_waiting_for_a_slow_rank_is_exposed_communication(tmp_path: Path) -> None:

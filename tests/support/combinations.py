@@ -66,6 +66,9 @@ def _data_parallel() -> list[Combination]:
 
 DATA_PARALLEL = _data_parallel()
 
+# DeepSpeed's settings for speed, whose layout and training are proven, and not the papers' volumes.
+TUNED = [Combination(f"zero{stage}_tuned") for stage in (1, 2, 3)]
+
 # --- tensor and pipeline parallelism
 
 SEQUENCES, SEQ_LEN, VOCABULARY = 2, 32, 258  # a vocabulary that four ranks cannot halve
@@ -110,4 +113,4 @@ def in_precision(precision: str) -> list[Combination]:
 # Every strategy's kind at its defaults, which faults are planted in.
 DEFAULTS = [Combination(name) for name in ("tp", "tp_sp", "pp_1f1b", "pp_gpipe", "pp_zero_bubble")]
 
-COMBINATIONS = [*DATA_PARALLEL, *MODEL_PARALLEL, *in_precision("bf16_mixed"), *DEFAULTS]
+COMBINATIONS = [*DATA_PARALLEL, *TUNED, *MODEL_PARALLEL, *in_precision("bf16_mixed"), *DEFAULTS]

@@ -1,5 +1,7 @@
 """The harness as a user calls it, and its parts: configurations, rows, and runs that tests share."""
 
+import copy
+import functools
 import io
 import time
 import zlib
@@ -12,6 +14,9 @@ import hydra
 import pandas as pd
 import pytest
 from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
+from omegaconf import DictConfig, OmegaConf
 
 from harness.cli.main import main
 from harness.config.command import CommandConfig, read_command_config
@@ -22,6 +27,7 @@ from harness.records.schema import Record
 from harness.report.charts import render
 from harness.runner import local_machine
 from harness.runner.context import RunContext
+from harness.runner.machine_defaults import resolve_auto
 from harness.runner.plan import make_plan
 from harness.runner.resolve import resolve_run_config
 from harness.runner.run import execute
@@ -38,7 +44,7 @@ def run_harness(results: Path, *arguments: str) -> Done:
     """Run a command of the harness inside this process, which has torch imported already, and return its outcome.
 
     Its results go to the folder given. Its reports are without pictures, whose drawing takes a second:
-    tests/unit/test_charts.py and the commands that tests start in processes of their own draw them.
+    tests/system/test_charts.py and the commands that tests start in processes of their own draw them.
     """
     command = ["harness", *arguments, f"results_dir={results}", "tracking=none"]
     out, error = io.StringIO(), io.StringIO()
@@ -52,11 +58,26 @@ def read_rows(results: Path, name: str) -> pd.DataFrame:
     return pd.read_csv(results / name / "runs.csv", keep_default_na=False, na_values=[""])
 
 
-def compose(*overrides: str) -> tuple[RunConfig, CommandConfig]:
-    """Return what these overrides configure on a command line."""
+@functools.cache
+def compose_groups(*overrides: str) -> DictConfig:
+    """Return what Hydra composes. It takes a quarter of a second, so that each choice of groups is composed once."""
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        values = to_container(hydra.compose("config", [*overrides, "tracking=none"]))
+        return hydra.compose("config", [*overrides, "tracking=none"])
+
+
+def compose(*overrides: str) -> tuple[RunConfig, CommandConfig]:
+    """Return what these overrides configure on a command line, with the defaults of a machine without GPUs.
+
+    Values with a dotted key are set as Hydra sets them.
+    """
+    parsed = OverridesParser.create().parse_overrides([*overrides])
+    dotted = [each for each in parsed if "." in each.key_or_group and each.type is OverrideType.CHANGE]
+    groups = [text for text, each in zip(overrides, parsed, strict=True) if each not in dotted]
+    composed = copy.deepcopy(compose_groups(*groups))
+    for override in dotted:
+        OmegaConf.update(composed, override.key_or_group, override.value(), merge=True)
+    values = resolve_auto(to_container(composed), "cpu")
     return resolve_run_config(values), read_command_config(values)
 
 

@@ -38,6 +38,7 @@ def row(number: int, strategy: str, engine: str, stage: int, **changes: Any) -> 
         "tokens_per_second": 12345.6,
         "tokens_per_second_per_device": 6172.8,
         "step_seconds": 0.08294,
+        "step_seconds_iqr_ratio": 0.02,
         "peak_allocated_bytes": 20 * MIB,
         "parameter_bytes": 4 * PARAMETERS // shards["parameter"],
         "gradient_bytes": 4 * PARAMETERS // shards["gradient"],
@@ -48,6 +49,11 @@ def row(number: int, strategy: str, engine: str, stage: int, **changes: Any) -> 
         "loss_last": 3.21,
         "loss_deviation": 1.23e-7,
         "grad_deviation": 4.56e-6,
+        "update_deviation": 2.34e-6,
+        "loss_floor": 9.87e-8,
+        "grad_floor": 3.45e-6,
+        "update_floor": 2.1e-6,
+        "proven_steps": 16,
         "measured_on": "cpu",
         "launch": "processes",
         "repeat": 0,
@@ -57,9 +63,11 @@ def row(number: int, strategy: str, engine: str, stage: int, **changes: Any) -> 
 
 FAILED = dict.fromkeys(
     (
-        *("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "peak_allocated_bytes"),
+        *("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "step_seconds_iqr_ratio"),
+        "peak_allocated_bytes",
         *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "communication_bytes"),
-        *("loss_first", "loss_last", "loss_deviation", "grad_deviation"),
+        *("loss_first", "loss_last", "loss_deviation", "grad_deviation", "update_deviation"),
+        *("loss_floor", "grad_floor", "update_floor", "proven_steps"),
     )
 )
 
@@ -86,7 +94,7 @@ def record_of(row: dict[str, Any]) -> Record:
             "ranks": ranks,
             "environment": {"cpu": "Some CPU | 8 cores"},
             "versions": dict(versions()),
-            "proof": {"layout": "proven", "loss_bound": 1e-5, "gradient_bound": 1e-4} if ok else {},
+            "proof": {"layout": "proven"} if ok else {},
             "communication": communication if sent else [],
             "pipeline": [],
         }

@@ -9,8 +9,11 @@ import pytest
 import vl_convert
 from playwright.sync_api import Browser, sync_playwright
 
+from harness.records.provenance import versions
+from harness.records.schema import Record
 from harness.report.document import Best, BulletList, Chart, Paragraph, Section, Table
 from harness.report.explorer import ExplorerData
+from harness.report.view import View
 from tests.support import packages
 
 # Chromium's own network requests are switched off, so that every request that a test sees is the page's.
@@ -167,6 +170,48 @@ def large() -> tuple[list[Section], ExplorerData]:
     some = rows[:40]
     pictures = [Chart(f"chart{i}", f"Chart {i}", "Forty points.", chart(some), values(some)) for i in range(10)]
     return [Section("Comparison", [table]), Section("Charts", pictures)], drawn(rows)
+
+
+def compared() -> View:
+    """Return nine configurations of three repeats each, as a CPU records them; those of one were disturbed."""
+    shares = {"parameter": 0.1, "optimizer": 0.2, "gradient": 0.1, "activation": 0.6}
+    parts = {"forward": 0.3, "backward": 0.4, "optimizer": 0.1, "exposed_communication": 0.2}
+    records = []
+    for place, (strategy, ranks, peak, speed) in enumerate(COMPARED):
+        for repeat, share in enumerate((1.0, 0.98, 1.02)):
+            tokens = speed * share
+            row = {"run_id": f"{strategy}-{repeat}", "status": "ok", "strategy": strategy, "world_size": ranks}
+            row |= {
+                "model": "tiny",
+                "parameters": 455520,
+                "precision": "fp32",
+                "checkpointing": "none",
+                "repeat": repeat,
+            }
+            row |= {"global_batch": 8, "micro_batch": 4, "seq_len": 128, "measured_on": "cpu", "launch": "processes"}
+            row |= {"tokens_per_second": tokens, "step_seconds": 1024 / tokens, "step_seconds_iqr_ratio": 0.05}
+            row |= {"peak_allocated_bytes": int(peak * 2**20), "communication_bytes": place * 2**20, "peak_rank": 0}
+            row |= {"started_at": "2026-01-02T03:04:05Z", "noise_warning": "busy" if strategy == "zero2" else None}
+            row |= {f"at_peak_{part}_bytes": int(peak * 2**20 * part_share) for part, part_share in shares.items()}
+            row |= {f"{part}_seconds": part_share * 1024 / tokens for part, part_share in parts.items()}
+            environment = {"cores": 2, "processor": "Example"}
+            content = {"row": row, "config": {"repeat": repeat}, "layout": {}, "environment": environment}
+            records.append(Record.from_json(content | {"versions": dict(versions()), "traffic": []}))
+    return View("compared", records)
+
+
+# Strategy, ranks, peak in MiB and tokens per second: ddp leads, zero3 is on no front, and zero2 is disturbed.
+COMPARED = (
+    ("single", 1, 23.8, 9700.0),
+    ("ddp", 2, 23.7, 26000.0),
+    ("zero1", 2, 22.5, 18300.0),
+    ("zero2", 2, 22.3, 90000.0),
+    ("zero3", 2, 23.2, 4900.0),
+    ("fsdp_full_shard", 2, 19.6, 8200.0),
+    ("fsdp_shard_grad_op", 2, 21.2, 10700.0),
+    ("tp", 2, 14.8, 5500.0),
+    ("pp_1f1b", 2, 19.3, 12800.0),
+)
 
 
 @contextmanager

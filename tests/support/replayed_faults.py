@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.command import read_run_config
+from harness.cost_model.communication import LAYOUT
 from harness.engines.base import load_engine
 from harness.layout.layout import resolve_layout
 from harness.proof.verify import verify_run
@@ -92,6 +93,29 @@ def sequence_whole(ranks: Reports) -> Reports:
     def change(entry: Traffic) -> Traffic:
         is_scattered = entry.operation in ("reduce_scatter", "all_gather")
         return Change(entry, operation="all_reduce") if is_scattered else entry
+
+    return traffic(ranks, change)
+
+
+def gathered_once_more(ranks: Reports) -> Reports:
+    """Gather the smallest tensor, such as the final norm's weight, once more than the layout does."""
+    return smallest_call_counted(ranks, ("all_gather",), times=1)
+
+
+def reduced_once_less(ranks: Reports) -> Reports:
+    """Leave out one reduction of the smallest gradient that is reduced by itself."""
+    return smallest_call_counted(ranks, ("reduce_scatter", "reduce"), times=-1)
+
+
+def smallest_call_counted(ranks: Reports, operations: Sequence[str], times: int) -> Reports:
+    """Return the reports in which the smallest call of these operations runs so many times more."""
+
+    def change(entry: Traffic) -> Traffic:
+        if entry.operation not in operations or entry.purpose != LAYOUT:
+            return entry
+        sizes = {int(size): count for size, count in entry.sizes.items()}
+        moved = sum(size * count for size, count in sizes.items())
+        return Change(entry, bytes_sent=entry.bytes_sent * (moved + times * min(sizes)) / moved)
 
     return traffic(ranks, change)
 

@@ -1,7 +1,11 @@
-"""Files that are truncated or filled with noise between two commands are made again or ignored, never a wrong row."""
+"""Files that are truncated, filled with noise or half written are made again or ignored, never a wrong row."""
 
 import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,11 +13,12 @@ import pytest
 
 from harness.cli.export import main as export
 from harness.data.corpus import token_file
+from harness.records.store import read_all, read_record
 from tests.support.commands import Done, run_harness
 from tests.support.folder_invariants import Ledger, differences, litter
 from tests.support.processes import TINY
 
-SWEEP = ("-m", "name=sweep", "strategy=ddp,tp", *TINY)
+SWEEP = ("-m", "name=sweep", "strategy=ddp,tp", "model.num_hidden_layers=1", "train.global_batch=2", *TINY)
 
 LONG = pytest.mark.long
 
@@ -139,3 +144,35 @@ def test_an_export_of_a_damaged_run_prints_one_line(
     assert export() == 2
     message = capsys.readouterr().err
     assert "run.json cannot be read" in message and message.count("\n") == 1
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from harness.records.store import write_record
+number = 0
+while True:
+    number += 1
+    row = {"run_id": "run", "status": "ok", "parameters": number}
+    write_record(Path(sys.argv[1]), {"row": row, "ranks": [{"number": number, "fill": "x" * 50} for _ in range(2000)]})
+    if number == 1:
+        print("ready", flush=True)
+"""
+
+
+def test_a_kill_during_writing_leaves_a_whole_record(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    leftovers = 0
+    for attempt in range(60):
+        with subprocess.Popen([sys.executable, "-c", _WRITER, str(run_dir)], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+            time.sleep(0.013 * (attempt % 8))
+            writer.send_signal(signal.SIGKILL)
+        stored = read_record(run_dir)
+        assert len(stored.rank_entries) == 2000
+        assert {rank["number"] for rank in stored.rank_entries} == {stored.row["parameters"]}
+        leftovers = len(list(run_dir.glob(".record.json.*.tmp")))
+        if leftovers and attempt >= 5:
+            break
+    assert leftovers > 0  # a kill did fall into a write
+    assert len(read_all(tmp_path).records) == 1

@@ -75,7 +75,7 @@ def test_a_disk_that_fills_during_a_run_is_an_error_row(small_disk: Path, calm: 
     filling.join()
     assert ended.returncode == 1, (ended.stdout, ended.stderr)
     assert (
-        f"no disk space is left in {small_disk / 'sweep'} with 1 run to go: the same command continues" in ended.stderr
+        f"no disk space is left in {small_disk / 'sweep'} with 1 run left: the same command continues" in ended.stderr
     )
     stored = read_all(small_disk / "sweep")
     ((row,), problems) = ([record.row for record in stored.records], stored.problems)

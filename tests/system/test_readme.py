@@ -28,11 +28,16 @@ ELSEWHERE = {
     "wide_pipeline": "test_extending.py",
     "engine=by_hand": "test_extending.py",
     "tracking=lines": "test_extending.py",
+    "harness completion": "test_cli.py",
+    "harness explain": "test_derivations.py",
     "harness export": "test_export.py",
+    "harness selftest": "test_selftest.py",
     "-m tests.support.reference_pages": "test_docs.py",
     "accelerate launch": "test_export.py",
     "-m tests.benchmarks.overhead": "test_overhead.py",
 }
+
+STARTS_A_PROGRAM = r"([A-Z_]+=\w+ )?(\.venv/bin/)?(python3?|wandb|pip|harness|accelerate) "
 
 
 def commands() -> list[str]:
@@ -44,7 +49,7 @@ def commands() -> list[str]:
         lines = [part for block in blocks for line in block.splitlines() for part in line.split(" && ")]
         spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
         for line in (*lines, *spans):
-            if re.match(r"(\.venv/bin/)?(python3?|wandb|pip|harness|accelerate) ", line) and not is_mention(line):
+            if re.match(STARTS_A_PROGRAM, line) and not is_mention(line):
                 copied[line.replace("\\|", "|")] = None
     return list(copied)
 

@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.cli import status
-from harness.config import overrides
+from harness.config.arguments import normalize_arguments
+from harness.hardware.device_placement import DevicePlacement
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_all
@@ -85,7 +86,7 @@ def test_a_wrong_budget_is_an_error_with_the_choices(wrong: str) -> None:
 def test_a_comma_in_a_list_starts_no_sweep() -> None:
     arguments = ["strategy=ddp,tp", "retry=error,timeout", "-m", "stop_after=8h", "retry=[oom]"]
     normalized = ["-m", "strategy=ddp,tp", "retry=[error,timeout]", "stop_after=[8h]", "retry=[oom]"]
-    assert overrides.normalize_overrides(arguments) == normalized
+    assert normalize_arguments(arguments) == normalized
 
 
 @dataclass
@@ -169,7 +170,7 @@ def test_a_command_continues_after_a_spent_budget(harness: Harness, tmp_path: Pa
     first = harness("stop_after=1runs", *sweep)
     assert (
         first.returncode == 0
-        and "stop_after=1runs is reached with 1 run to go: the same command continues" in first.stderr
+        and "stop_after=1runs is reached with 1 run left: the same command continues" in first.stderr
     )
     assert len(read_rows(tmp_path / "results", "spent")) == 1
     assert harness("stop_after=1runs", *sweep).returncode == 0  # what is on file costs nothing
@@ -204,9 +205,10 @@ def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> No
 def test_a_device_belongs_to_one_run_at_a_time(worlds: list[int], parallel: int | str) -> None:
     """The machine has eight devices, and its sixteen cores are divided with them."""
     slots = ParallelExecutor(parallel, [], ProgressDisplay())
-    slots.devices, slots.cores = [str(index) for index in range(8)], list(range(16))
+    cores = tuple((2 * index, 2 * index + 1) for index in range(8))
+    slots.placement = DevicePlacement(tuple("01234567"), cores)
     for world in worlds:
-        queue_item: Any = SimpleNamespace(plan=SimpleNamespace(layout=SimpleNamespace(world_size=world)))
+        queue_item: Any = SimpleNamespace(plan=SimpleNamespace(devices=world))
         free = slots.free_devices_and_cores(queue_item)
         used = [device for slot in slots.slots for device in slot.devices]
         if free is None:

@@ -365,19 +365,14 @@ def test_the_tracker_ends_with_a_killed_parent(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        deadline = time.monotonic() + 30
-        while not _size(tmp_path) and time.monotonic() < deadline:  # until the first values are in the file
-            time.sleep(0.1)
+        (run_dir,) = (path.parent for path in (tmp_path / "mine").glob("*/record.json"))
+        wait_until_logged(run_dir, "live/host_bytes", 5)
         family = child.children(recursive=True)
         parent.kill()
         _, alive = psutil.wait_procs([child, *family], timeout=30)
     assert family and not alive
-    (run_dir,) = (path.parent for path in (tmp_path / "mine").glob("*/record.json"))
+    inspect.cache_clear()
     assert set(column(history(run_dir), "live/host_bytes")) == {5}
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("mine/*/wandb/offline-run-*/run-*.wandb"))
 
 
 def test_tracking_none_starts_and_imports_nothing(tmp_path: Path) -> None:

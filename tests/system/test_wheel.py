@@ -107,4 +107,4 @@ def test_the_wheel_in_an_empty_environment_runs_the_quickstart(wheel: Path, tmp_
     call("pip", "install", "-q", str(wheel))
     call("harness", "sweeps=quickstart", "tracking=none")
     rows = pd.read_csv(folder / "results" / "quickstart" / "runs.csv")
-    assert rows.status.tolist() == ["ok"] * len(rows) and len(rows) == 9
+    assert rows.status.tolist() == ["ok"] * len(rows) and len(rows) == 27

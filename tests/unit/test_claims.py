@@ -105,11 +105,11 @@ EXPECTED = [
     ("tp_sp", "activations: tensor", 1.19, "1.29×", "activation_bytes", "tp"),
     ("tp", "activations: of the whole", 1.507, "1.55×", "activation_bytes", "ddp"),
     ("tp_sp", "activations: of the whole", 1.794, "t× = 2×", "activation_bytes", "ddp"),
-    ("ddp full", "activations: without", 3.65, "17×", "activation_bytes", "ddp"),
-    ("tp_sp full", "activations: without", 3.68, "17×", "activation_bytes", "tp_sp"),
-    ("pp_zero_bubble full", "activations: without", 2.12, "17×", "activation_bytes", "pp_zero_bubble"),
-    ("ddp full", "operations", 1.248, "1.33×", "executed_flops", "ddp"),
-    ("pp_zero_bubble full", "operations", 1.372, "1.33×", "executed_flops", "pp_zero_bubble"),
+    ("ddp + full checkpointing", "activations: without", 3.65, "17×", "activation_bytes", "ddp"),
+    ("tp_sp + full checkpointing", "activations: without", 3.68, "17×", "activation_bytes", "tp_sp"),
+    ("pp_zero_bubble + full checkpointing", "activations: without", 2.12, "17×", "activation_bytes", "pp_zero_bubble"),
+    ("ddp + full checkpointing", "operations", 1.248, "1.33×", "executed_flops", "ddp"),
+    ("pp_zero_bubble + full checkpointing", "operations", 1.372, "1.33×", "executed_flops", "pp_zero_bubble"),
     ("pp_1f1b", "parameters", 2, "p× = 2×", "parameter_bytes", "ddp"),
 ]
 
@@ -138,7 +138,10 @@ def test_all_claims_of_the_sweep_and_equal_volumes_agree() -> None:
     results = claims(sweep())
     assert [claim for claim in results if not claim.agrees] == []
     assert claim_of(results, "zero1", "bytes sent").expected == 1.0
-    assert {claim.label for claim in results} == {*MEASURED, *(f"{name} full" for name in CHECKPOINTED)} - {
+    assert {claim.label for claim in results} == {
+        *MEASURED,
+        *(f"{name} + full checkpointing" for name in CHECKPOINTED),
+    } - {
         "single",
         "ddp",
     }
@@ -251,17 +254,20 @@ def test_differences_of_deepspeed_from_the_paper_are_explained(engine: str) -> N
     assert "DDP" not in cloned.reason and cloned.expected == pytest.approx(16 / 12)
     assert not defaults.agrees and defaults.reason == "DeepSpeed's defaults are not the paper's method"
     assert defaults.measured == pytest.approx(1.5)
-    again = claim_of(results, "zero3 full", "bytes sent")
+    again = claim_of(results, "zero3 + full checkpointing", "bytes sent")
     assert not again.agrees and "second forward" in again.reason and "defaults" not in again.reason
-    projection, ddps = claim_of(results, "zero3 full", "operations"), claim_of(results, "ddp full", "operations")
+    projection, ddps = (
+        claim_of(results, "zero3 + full checkpointing", "operations"),
+        claim_of(results, "ddp + full checkpointing", "operations"),
+    )
     assert projection.reason.endswith("DeepSpeed's own projection runs that too")
     assert projection.expected > ddps.expected
 
 
 def test_a_cost_of_recomputation_below_a_third_is_always_explained() -> None:
     results = claims(sweep())
-    assert "head" in claim_of(results, "ddp full", "operations").reason
-    assert "halves" in claim_of(results, "pp_zero_bubble full", "operations").reason
+    assert "head" in claim_of(results, "ddp + full checkpointing", "operations").reason
+    assert "halves" in claim_of(results, "pp_zero_bubble + full checkpointing", "operations").reason
 
 
 @pytest.mark.parametrize(
@@ -352,18 +358,18 @@ def test_activations_are_tabulated_by_micro_batch() -> None:
     header, *rows = cells(text)
     assert header == ["run", "micro-batch", "measured MiB", "predicted MiB", "measured / predicted"]
     assert rows == [
-        ["single none", "1", "9.00", "18.00", "0.50"],
-        ["single none", "2", "17.00", "34.00", "0.50"],
-        ["single none", "4", "33.00", "66.00", "0.50"],
-        ["single full", "1", "3.00", "6.00", "0.50"],
-        ["single full", "2", "5.00", "10.00", "0.50"],
-        ["single full", "4", "9.00", "18.00", "0.50"],
+        ["single", "1", "9.00", "18.00", "0.50"],
+        ["single", "2", "17.00", "34.00", "0.50"],
+        ["single", "4", "33.00", "66.00", "0.50"],
+        ["single + full checkpointing", "1", "3.00", "6.00", "0.50"],
+        ["single + full checkpointing", "2", "5.00", "10.00", "0.50"],
+        ["single + full checkpointing", "4", "9.00", "18.00", "0.50"],
     ]
     sentences = [line for line in text.splitlines() if line.startswith("- ")]
     assert sentences == [
-        "- single none: each further sequence in the micro-batch adds 8.00 MiB.",
-        "- single full: each further sequence in the micro-batch adds 2.00 MiB, 4.0 times less than the 8.00 MiB"
-        " without checkpointing; at micro-batch 4 that saves 73%.",
+        "- single: each further sequence in the micro-batch adds 8.00 MiB.",
+        "- single + full checkpointing: each further sequence in the micro-batch adds 2.00 MiB, 4.0 times less than the"
+        " 8.00 MiB without checkpointing; at micro-batch 4 that saves 73%.",
     ]
 
 
@@ -381,12 +387,12 @@ def test_points_of_a_curve_differ_only_in_the_batch() -> None:
     del both[-1].row["predicted_activation_bytes"]
     text = written(batches, both)
     assert "<script" not in text and len(list(cells(text))) == 7
-    assert "single none precision fp32: each further sequence in the micro-batch adds 10 B." in text
+    assert "single precision fp32: each further sequence in the micro-batch adds 10 B." in text
 
 
 def test_a_flat_curve_does_not_divide_by_zero() -> None:
     text = written(batches, [*by_micro_batch("none", 100, 10), *by_micro_batch("full", 100, 0)])
-    assert "single full: each further sequence in the micro-batch adds 0 B." in text
+    assert "single + full checkpointing: each further sequence in the micro-batch adds 0 B." in text
 
 
 def test_the_sweep_of_the_classic_picture() -> None:

@@ -1,6 +1,10 @@
 """The start of the command line: it imports little, and does nothing harmful without arguments."""
 
+import contextlib
 import json
+import os
+import pty
+import re
 import resource
 import signal
 import subprocess
@@ -10,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from harness.cli import ls
-from harness.cli.main import unknown_command_text
+from harness.cli.commands import COMMANDS
+from harness.cli.completion import SHELLS, candidates, command_options
 from tests.support.commands import ROOT
 from tests.support.tracking import write_example_record
 
@@ -59,18 +64,13 @@ def test_commands_on_records_need_no_torch(command: str, tmp_path: Path) -> None
 PARENTS = ("launcher.multinode", "runner.run", "sweep.executors.parallel", "sweep.slurm.executor")
 
 
-@pytest.mark.parametrize("module", PARENTS)
-def test_parents_of_ranks_import_no_model_engine_or_worker(module: str) -> None:
-    code = f"import json, sys, harness.{module}\nprint(json.dumps(list(sys.modules)))"
+def test_parents_of_ranks_import_no_model_engine_or_worker() -> None:
+    imports = ", ".join(f"harness.{module}" for module in PARENTS)
+    code = f"import json, sys, {imports}\nprint(json.dumps(list(sys.modules)))"
     modules = json.loads(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))
     engines = {name for name in modules if name.startswith("harness.engines.")}
     assert engines <= {"harness.engines.base"}
     assert not [name for name in modules if name.startswith(("harness.models", "harness.worker"))]
-
-
-def test_a_word_that_is_no_command_names_the_nearest_command() -> None:
-    assert unknown_command_text("statsu") == "statsu is neither a command nor KEY=VALUE: choose status"
-    assert unknown_command_text("foo").endswith("choose status, report, diff, sync, export, ls, or write KEY=VALUE")
 
 
 def test_a_list_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +78,64 @@ def test_a_list_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     start = max(len(line.split()[0]) for line in lines) + 2
     assert all(line[start - 1] == " " and line[start] != " " for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("harness st", {"status", "strategy=", "strategy.", "stop_after="}),
+        (
+            "harness -m strategy=ddp,zero3",
+            {"strategy=ddp,zero3", "strategy=ddp,zero3_defaults", "strategy=ddp,zero3_tuned"},
+        ),
+        ("harness model=tiny train.warm", {"train.warmup_steps="}),
+        ("harness cluster.device=", {"cluster.device=auto", "cluster.device=cpu", "cluster.device=cuda"}),
+        ("harness ls s", {"strategies", "sweeps"}),
+        ("harness selftest --o", {"--only"}),
+        ("harness --cfg ", {"job", "hydra", "all"}),
+    ],
+)
+def test_what_may_follow_is_completed(line: str, words: set[str]) -> None:
+    assert set(candidates(line)) == words
+
+
+def test_a_completed_command_line_has_the_options_that_its_help_shows() -> None:
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+    for section in page.split("\n## harness ")[1:]:
+        command = section.partition("\n")[0].strip()
+        if command in COMMANDS:
+            shown = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", section, re.MULTILINE))
+            assert set(command_options(command)) == shown, command
+
+
+def test_bash_completes_after_an_equals_sign() -> None:
+    """The shell breaks words there, so that it must be given what follows."""
+    program = Path(sys.executable).with_name("harness")
+    line = "harness strategy=zero3_t"
+    script = (
+        f"{SHELLS['bash']}\nCOMP_WORDS=({program}) COMP_LINE='{line}' COMP_POINT={len(line)}\n_harness 2>/dev/null\n"
+    )
+    printed = subprocess.check_output(["bash", "-c", script + 'echo "${COMPREPLY[@]}"'], cwd=ROOT, text=True)
+    assert printed == "zero3_tuned\n"
+
+
+def test_a_terminal_shows_what_is_loading(tmp_path: Path) -> None:
+    """The first line appears before anything slow is imported, and is removed before the command's own output."""
+    reader, writer = pty.openpty()
+    command = [sys.executable, "-X", "importtime", "-m", "harness", "train.steps=x", f"results_dir={tmp_path}"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=writer)
+    os.close(writer)
+    lines = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while chunk := os.read(reader, 2**16):
+            lines += chunk
+    os.close(reader)
+    assert process.wait() == 2
+    printed = lines.decode()
+    assert "harness: loading" in printed
+    assert "| hydra" not in printed[: printed.index("harness: loading")]
+    assert printed.rindex("\x1b[2K") < printed.index("train.steps=x is not a whole number")
+    assert "| torch\r" not in printed
 
 
 def test_a_reader_that_closes_the_output_ends_a_command_quietly() -> None:

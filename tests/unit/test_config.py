@@ -11,6 +11,7 @@ from harness.config.fingerprint import make_run_id, result_affecting_keys
 from harness.config.hydra import register_resolvers, to_container
 from harness.config.schema import RunConfig
 from harness.hardware.machine import Machine
+from harness.runner.machine_defaults import resolve_auto
 from harness.runner.plan import make_plan
 from harness.runner.rejected import fallback_run_id
 from harness.util.errors import UserError
@@ -37,7 +38,7 @@ RUN_IDS = [
 def values_of(*overrides: str) -> dict[str, Any]:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return to_container(hydra.compose("config", list(overrides)))
+        return dict(resolve_auto(to_container(hydra.compose("config", list(overrides))), "cpu"))
 
 
 def run_id(config: RunConfig) -> str:
@@ -52,7 +53,7 @@ def test_a_configuration_keeps_its_run_id(overrides: str, expected: str) -> None
 @pytest.mark.parametrize("more", ["", "force=true retry=[oom] stop_after=[1h] sweep.parallel=2"])
 def test_impossible_values_keep_their_run_id(more: str) -> None:
     values = values_of("train.steps=0", "strategy=ddp", "tracking=none", "data.cache=/nowhere", *more.split())
-    assert fallback_run_id(values) == "ddp-none-tiny-358785a9dd"
+    assert fallback_run_id(values) == "ddp-none-tiny-fbebb0ee80"
 
 
 def test_nothing_that_a_command_decides_is_part_of_the_identity() -> None:

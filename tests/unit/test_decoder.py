@@ -10,7 +10,7 @@ from torch import Tensor
 from harness.config.from_dict import from_dict
 from harness.config.model import ModelConfig
 from harness.models.build import build_model
-from harness.models.decoder import Decoder
+from harness.models.decoder import Decoder, flash_attention
 from harness.models.init_weights import initial_value, materialize
 from tests.support.commands import ROOT
 
@@ -64,3 +64,11 @@ def test_initial_values_depend_only_on_seed_and_name() -> None:
     assert torch.equal(value, initial_value("layers.0.mlp.up_proj.weight", shape, TINY, 0, CPU))
     assert not torch.equal(value, initial_value("layers.1.mlp.up_proj.weight", shape, TINY, 0, CPU))
     assert not torch.equal(value, initial_value("layers.0.mlp.up_proj.weight", shape, TINY, 1, CPU))
+
+
+def test_attention_over_more_keys_is_compiled_as_one_graph() -> None:
+    """A break at the mask would cut a compiled layer into pieces, which compile again in later steps."""
+    query, keys = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 32, 16)
+    expected = flash_attention(query, keys, keys)  # makes the mask, as context parallelism does beforehand
+    compiled = torch.compile(flash_attention, backend="eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(query, keys, keys), expected)

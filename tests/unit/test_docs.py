@@ -61,7 +61,7 @@ def test_every_key_and_column_has_a_meaning_in_a_sentence() -> None:
 def test_the_readme_is_short_and_has_its_two_commands() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 130
-    install = "python3 -m venv .venv && .venv/bin/pip install -q -e"
+    install = "python3 -m venv .venv && DS_ACCELERATOR=cpu .venv/bin/pip install -q -e"
     assert re.findall(r"```sh\n(.*?)\n```", text, re.DOTALL) == [
         f"{install} . && .venv/bin/python -m harness sweeps=quickstart",
         f"{install} '.[dev]' && .venv/bin/python -m pytest",

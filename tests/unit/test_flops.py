@@ -10,6 +10,7 @@ from harness.layout.layout import resolve_layout
 from harness.layout.parameters import parameter_count
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
+from harness.metrics.kernels import attention_kernels
 from harness.proof.step import flops_problems
 from harness.records.rank_report import FUSED_KERNELS, ProfiledStep, RankReport
 from tests.support.commands import compose_config
@@ -31,6 +32,8 @@ CASES = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 
 ATTENTION = pytest.mark.parametrize("attention", ["flash", "eager"])
 
+RECOMPUTED = ("tiny", "one group", "gpt")  # one of each way to run a layer twice
+
 
 @CASES
 @ATTENTION
@@ -45,9 +48,12 @@ def test_operations_of_forward_and_backward_equal_torchs_count(sizes: list[str],
         assert forward + backward > model_flops(config)
 
 
-@CASES
+@pytest.mark.parametrize(
+    "name", [name if name in RECOMPUTED else pytest.param(name, marks=pytest.mark.long) for name in SIZES]
+)
 @ATTENTION
-def test_recomputed_operations_equal_torchs_count(sizes: list[str], attention: str) -> None:
+def test_recomputed_operations_equal_torchs_count(name: str, attention: str) -> None:
+    sizes = SIZES[name]
     config = compose_config(*SHORT, *sizes, f"model.attention={attention}", "checkpointing=full")
     plain = dataclasses.replace(config, checkpointing=dataclasses.replace(config.checkpointing, name="none"))
     executed = sum(counted(config))
@@ -101,15 +107,6 @@ def test_model_flops_equal_palms_formula(name: str) -> None:
     assert model_flops(config) == palm * config.train.global_batch * 100
 
 
-def test_cuda_has_no_fused_kernel_for_grouped_heads_in_fp32() -> None:
-    grouped, plain = compose_config(), compose_config("model.num_key_value_heads=4")
-    mixed = compose_config("precision=bf16_mixed")
-    layout = alone(compose_config("strategy=single"))
-    assert executed_flops(grouped, layout, "cuda") == model_flops(grouped)
-    assert executed_flops(plain, layout, "cuda") > model_flops(plain)
-    assert executed_flops(mixed, layout, "cuda") == executed_flops(mixed, layout) > model_flops(mixed)
-
-
 @pytest.mark.parametrize("checkpointing", ["none", "attention"])
 @pytest.mark.parametrize(
     ("overrides", "observed", "counts"),
@@ -137,6 +134,14 @@ def test_the_proof_expects_the_operations_of_the_observed_kernel(
         assert len(flops_problems(config, alone(config), StateWidths(4, 4, 8, 4), ranks)) == problems
 
 
+def test_attention_without_a_fused_kernel_is_composed_in_compiled_code_and_unknown_elsewhere() -> None:
+    """With dropout a CPU has no fused kernel, and the compiler hides the composed one in generated kernels."""
+    ranks = [RankReport(profiled=ProfiledStep(attention_kernels=[]))]
+    dropped = ("model=gpt_tiny", "model.dropout=0.1", "model.attention=flash")
+    assert attention_kernels(compose_config(*dropped, "train.compile=true"), ranks) == ["math"]
+    assert attention_kernels(compose_config(*dropped), ranks) == []
+
+
 @pytest.mark.parametrize(
     ("name", "teraflops"),
     [
@@ -154,4 +159,4 @@ def test_an_unknown_device_has_no_peak() -> None:
         assert peak_flops(name, "bfloat16") is None
     assert peak_flops("NVIDIA H200", "float64") is None and peak_flops("NVIDIA B200", "float32") is None
     # No figure may be one with sparsity or TF32: fp32 without matrix cores is far below 16 bit.
-    assert all(peaks.get("float32", 0) <= peaks["bfloat16"] / 1.9 for peaks in PEAKS.values())
+    assert all(peaks.get("float32", 0) <= peaks["float16"] / 1.9 for peaks in PEAKS.values())

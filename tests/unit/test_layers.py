@@ -10,7 +10,7 @@ import harness
 
 ROOT = Path(harness.__file__).parent
 
-# Left to right. `simulator`, `planner` and `selftest` are the places of packages that do not exist yet.
+# Left to right. `planner` is the place of a package that does not exist yet.
 LAYERS = (
     *("util", "config", "hardware", "layout", "cost_model", "data", "records", "tensors", "probe", "models", "engines"),
     *("measure", "launcher", "worker", "simulator", "metrics", "proof", "runner", "planner", "sweep"),

@@ -66,7 +66,7 @@ def test_the_latest_claim_before_the_peak_decides_the_role() -> None:
     annotations.claim(4, 3, "activation", "held", is_owned=False)
     annotations.claim(3, 2, "gradient", "gradients")
     peak = parts(attribute_peak(log_of(STEP, standing=2), annotations))
-    assert peak["temporary", "kept since forward"] == 40
+    assert peak["temporary", "allocated in forward"] == 40
     assert peak["gradient", "gradients"] == 100 and ("communication", "bucket") not in peak
     annotations.claim(4, 2, "gradient", "gradients", is_owned=False)
     assert ("gradient", "gradients") in parts(attribute_peak(log_of(STEP, standing=2), annotations))

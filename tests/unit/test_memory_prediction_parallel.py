@@ -28,7 +28,8 @@ from harness.cost_model.memory import activation_bytes, estimate_memory, estimat
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.pipeline import backward_starts, schedule_order
 from harness.cost_model.stage_activations import stage_activations
-from harness.cost_model.stage_memory import backward_peaks, local_parameter_count, stage_costs, step_peaks
+from harness.cost_model.stage_memory import local_parameter_count, stage_costs
+from harness.cost_model.step_peaks import backward_peaks, step_peaks
 from harness.engines.torch.tensor_parallel import apply_tensor_parallel
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.model_profile import model_profile
@@ -40,6 +41,7 @@ from harness.models.init_weights import materialize
 from harness.models.loss import loss_function
 from harness.probe import Probe
 from tests.support.models import ADAM_FP32, BF16, FP32, PREPARED, Live, Recomputing, built, model_named, run, shaped
+from tests.support.pairwise import pairwise
 from tests.support.schedules import laid_out
 from tests.support.schedules import order as order_of_torch
 
@@ -51,11 +53,13 @@ FAMILIES = {"llama": MODEL, "gpt": dataclasses.replace(GPT, dropout=0.1)}
 
 CPU = torch.device("cpu")
 
-PRECISIONS = pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
+PRECISIONS = {precision.name: precision for precision in (FP32, BF16)}
 
-PP_RANKS = pytest.mark.parametrize("pp_rank", (0, pytest.param(1, marks=pytest.mark.long), 2))
+CHECKPOINTINGS = {"none": "none", "full": "full"}
 
-CHECKPOINTINGS = pytest.mark.parametrize("checkpointing", ("none", "full"))
+SCHEDULES = {name: name for name in ("gpipe", "1f1b", "zero_bubble")}
+
+STAGES = {"first": 0, "inner": 1, "last": 2}  # of three
 
 
 @contextmanager
@@ -89,17 +93,24 @@ def test_tensor_parallelism_halves_the_tensors_between_matrices() -> None:
     assert {name for name in whole if 2 * cut[name] == whole[name]} == whole.keys() - outputs
 
 
-@pytest.mark.parametrize("tp", (2, 4))
-@pytest.mark.parametrize("sequence_parallel", (False, True))
-@pytest.mark.parametrize("attention", ("flash", "eager"))
-@pytest.mark.parametrize("family", FAMILIES)
-@PRECISIONS
-@CHECKPOINTINGS
+@pairwise(
+    tp={"tp2": 2, "tp4": 4},
+    sequence_parallel={"tp": False, "tp_sp": True},
+    attention={"flash": "flash", "eager": "eager"},
+    family=FAMILIES,
+    precision=PRECISIONS,
+    checkpointing=CHECKPOINTINGS,
+)
 def test_a_tensor_parallel_rank_saves_the_predicted_bytes(
-    tp: int, sequence_parallel: bool, attention: str, family: str, precision: PrecisionConfig, checkpointing: str
+    tp: int,
+    sequence_parallel: bool,
+    attention: str,
+    family: ModelConfig,
+    precision: PrecisionConfig,
+    checkpointing: str,
 ) -> None:
     tokens = torch.zeros(2, 64, dtype=torch.int64)
-    model = dataclasses.replace(FAMILIES[family], attention=attention)
+    model = dataclasses.replace(family, attention=attention)
     with cut_model(tp, sequence_parallel, precision, checkpointing, model) as module:
         with ActivationMeter(module) as meter:
             loss = loss_function(module(tokens), tokens)
@@ -112,16 +123,23 @@ def test_a_tensor_parallel_rank_saves_the_predicted_bytes(
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize("sizes", ({"vocab_size": 8000}, {"intermediate_size": 1024}, {"num_hidden_layers": 1}))
-@pytest.mark.parametrize(("tp", "sequence_parallel"), ((2, False), (4, False), (4, True)))
-@pytest.mark.parametrize("family", FAMILIES)
-@PRECISIONS
-@CHECKPOINTINGS
+@pairwise(
+    sizes={"loss": {"vocab_size": 8000}, "mlp": {"intermediate_size": 1024}, "one_layer": {"num_hidden_layers": 1}},
+    tensor={"tp2": (2, False), "tp4": (4, False), "tp_sp4": (4, True)},
+    family=FAMILIES,
+    precision=PRECISIONS,
+    checkpointing=CHECKPOINTINGS,
+)
 def test_predicted_peak_of_a_tensor_parallel_rank_equals_the_measured_peak(
-    sizes: dict[str, int], tp: int, sequence_parallel: bool, family: str, precision: PrecisionConfig, checkpointing: str
+    sizes: dict[str, int],
+    tensor: tuple[int, bool],
+    family: ModelConfig,
+    precision: PrecisionConfig,
+    checkpointing: str,
 ) -> None:
+    tp, sequence_parallel = tensor
     tokens = torch.zeros(2, 64, dtype=torch.int64)
-    model = dataclasses.replace(FAMILIES[family], **sizes)  # type: ignore[arg-type]
+    model = dataclasses.replace(family, **sizes)  # type: ignore[arg-type]
     with cut_model(tp, sequence_parallel, precision, checkpointing, model) as module:
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -190,7 +208,7 @@ def test_split_backwards_run_in_the_order_of_torchs_schedules(p: int, v: int) ->
 
 
 @pytest.mark.parametrize("micro_batches", (4, 6, 12))
-@PRECISIONS
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 def test_gpipe_saves_all_micro_batches_and_1f1b_at_most_one_per_following_stage(
     micro_batches: int, precision: PrecisionConfig
 ) -> None:
@@ -257,11 +275,18 @@ def test_the_estimate_is_of_the_rank_with_the_highest_peak() -> None:
     )
 
 
-@pytest.mark.parametrize("sizes", ({}, {"vocab_size": 4000}, {"intermediate_size": 1024}, {"name": "gpt_tiny"}))
-@pytest.mark.parametrize("seq_len", (128, 512))
-@pytest.mark.parametrize("pp_rank", (1, 2))
-@PRECISIONS
-@CHECKPOINTINGS
+@pairwise(
+    sizes={
+        "tiny": {},
+        "loss": {"vocab_size": 4000},
+        "mlp": {"intermediate_size": 1024},
+        "gpt": {"name": "gpt_tiny"},
+    },
+    seq_len={"128": 128, "512": 512},
+    pp_rank={"inner": 1, "last": 2},
+    precision=PRECISIONS,
+    checkpointing=CHECKPOINTINGS,
+)
 def test_predicted_peak_of_a_split_backward_equals_the_measured_peak(
     sizes: dict[str, Any], seq_len: int, pp_rank: int, precision: PrecisionConfig, checkpointing: str
 ) -> None:
@@ -333,10 +358,7 @@ def measured_step(config: RunConfig, layout: Layout, pp_rank: int) -> tuple[int,
     return live.peak_bytes, meter.peak_bytes
 
 
-@pytest.mark.parametrize("schedule", ("gpipe", "1f1b", "zero_bubble"))
-@PP_RANKS
-@pytest.mark.parametrize("vocab_size", (256, 4000))
-@CHECKPOINTINGS
+@pairwise(schedule=SCHEDULES, pp_rank=STAGES, vocab_size={"256": 256, "4000": 4000}, checkpointing=CHECKPOINTINGS)
 def test_predicted_peak_of_a_pipeline_rank_equals_the_measured_peak(
     schedule: str, pp_rank: int, vocab_size: int, checkpointing: str
 ) -> None:
@@ -349,12 +371,12 @@ def test_predicted_peak_of_a_pipeline_rank_equals_the_measured_peak(
     assert memory.peak_bytes - constant_bytes == pytest.approx(live_bytes, rel=0.05)
 
 
-@pytest.mark.parametrize("schedule", ("gpipe", "1f1b", "zero_bubble"))
-@PP_RANKS
-@pytest.mark.parametrize(
-    "family", ({}, pytest.param({"name": "gpt_tiny"}, marks=pytest.mark.long), {"name": "gpt_tiny", "dropout": 0.1})
+@pairwise(
+    schedule=SCHEDULES,
+    pp_rank=STAGES,
+    family={"llama": {}, "gpt": {"name": "gpt_tiny"}, "dropout": {"name": "gpt_tiny", "dropout": 0.1}},
+    checkpointing=CHECKPOINTINGS,
 )
-@CHECKPOINTINGS
 def test_a_pipeline_rank_saves_the_predicted_bytes(
     schedule: str, pp_rank: int, family: dict[str, Any], checkpointing: str
 ) -> None:

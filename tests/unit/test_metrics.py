@@ -103,8 +103,9 @@ def test_figures_that_the_profiler_missed_are_unknown_and_not_zero() -> None:
     config = compose_config("train.steps=3")
     ranks = [rank(number, [1.0, 2.0, 9.0], 1000) | {"traced": None} for number in range(2)]
     measured = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
-    unknown = ("exposed_communication_seconds", "idle_seconds", "overlapped_communication_seconds")
-    assert [measured[name] for name in unknown] == [None] * 3
+    unknown = ("exposed_communication_seconds", "exposed_copy_seconds", "idle_seconds")
+    unknown += ("overlapped_communication_seconds",)
+    assert [measured[name] for name in unknown] == [None] * 4
     assert sum(measured[name] for name in PARTS if name not in unknown) == pytest.approx(measured["step_seconds"])
 
 
@@ -183,9 +184,11 @@ def test_traffic_outside_the_formula_is_named() -> None:
     layout, values = resolve_layout(config.strategy, 2), rank(1, [1.0], 1000)
     norm = values["profiled"]["communication"][0] | {"purpose": "clip_grads", "bytes_sent": 8.0}
     values["profiled"]["communication"].append(norm)
-    assert bytes_by_axis(
-        layout, RankReport.from_json(values), {"dp_replicate": 90.0, "dp_shard": 0.0, "pp send": 0.0}
-    ) == [{"axis": "dp_replicate", "bytes": 100.0, "formula_bytes": 90.0, "outside": {"clip_grads all_reduce": 8.0}}]
+    papers = {"dp_replicate reduce": 90.0, "dp_shard gather": 0.0, "pp send": 0.0}
+    padded = papers | {"dp_replicate reduce": 100.0}
+    entry = {"axis": "dp_replicate", "bytes": 100.0, "formula_bytes": 90.0, "padded_bytes": 100.0}
+    outside = {"clip_grads all_reduce": 8.0}
+    assert bytes_by_axis(layout, RankReport.from_json(values), papers, padded) == [entry | {"outside": outside}]
 
 
 def test_pipeline_idle_time_is_the_step_without_its_phases() -> None:

@@ -1,6 +1,8 @@
 """Delays of known length, which are no faults."""
 
+import gc
 import time
+from pathlib import Path
 from typing import Any
 
 import harness.models.activation_checkpoint
@@ -11,6 +13,8 @@ import harness.models.loss
 from harness.engines.torch import (
     engine,
 )
+from harness.measure.step_timer import StepTimes
+from harness.records.run_spec import read_run_spec
 from harness.worker import main as worker_main
 from tests.support.faults.rank import rank
 
@@ -40,6 +44,32 @@ def slow_steps(run_dir: str) -> None:
         return step(self, micro_batches)
 
     engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
+
+
+def much_garbage(run_dir: str) -> None:
+    """Make garbage in every forward, and log each collection during the timed steps; this is not a fault."""
+    forward, mark_step, marks = harness.models.decoder.Decoder.forward, StepTimes.mark_step, [0]
+    steps = read_run_spec(Path(run_dir)).config.train.steps
+
+    def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
+        for _ in range(5000):
+            cycle: list[Any] = []
+            cycle.append(cycle)
+        return forward(self, hidden, targets)
+
+    def counted(self: StepTimes) -> None:
+        marks[0] += 1
+        mark_step(self)
+
+    def log_collection(phase: str, _: dict[str, int]) -> None:
+        if phase == "start" and 0 < marks[0] <= steps:
+            with (Path(run_dir) / "collections").open("a") as log:
+                log.write(f"{gc.get_freeze_count()}\n")
+
+    harness.models.decoder.Decoder.forward = spoiled  # type: ignore[method-assign]
+    StepTimes.mark_step = counted  # type: ignore[method-assign]
+    gc.callbacks.append(log_collection)
     worker_main.main(run_dir)
 
 

@@ -86,6 +86,20 @@ def stuck_in_a_step(run_dir: str) -> None:
     worker_main.main(run_dir)
 
 
+def stuck_everywhere(run_dir: str) -> None:
+    """Stop every rank in its second step."""
+    step = engine.TorchEngine.step
+    step_numbers = itertools.count()
+
+    def waiting(self: Any, micro_batches: Any) -> Any:
+        if next(step_numbers) == 1:
+            time.sleep(3600)
+        return step(self, micro_batches)
+
+    engine.TorchEngine.step = waiting  # type: ignore[method-assign]
+    worker_main.main(run_dir)
+
+
 def greedy(run_dir: str) -> None:
     """Touch more and more host memory in rank 1's second step, until the process is stopped."""
     step = engine.TorchEngine.step

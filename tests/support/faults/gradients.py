@@ -1,11 +1,13 @@
 """Gradients that are summed, averaged, scaled or clipped otherwise than they must be."""
 
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from harness.engines.deepspeed import initialize as deepspeed_initialize
+from harness.engines.deepspeed.engine import DeepSpeedTrainEngine
 from harness.engines.torch import (
     ddp,
     engine,
@@ -13,6 +15,7 @@ from harness.engines.torch import (
     loss_scaler,
 )
 from harness.probe import Probe
+from harness.records.run_spec import read_run_spec
 from harness.worker import main as worker_main
 from tests.support.faults.rank import rank
 
@@ -48,6 +51,52 @@ def halved(run_dir: str) -> None:
         ready(self, engine)
 
     Probe.gradients_ready = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
+
+
+SCALED_MATRIX = "layers.1.mlp.up_proj.weight"
+
+
+def scale_by_precision(run_dir: str) -> float:
+    """Return the smallest scale that the proof must not miss: 1.01 in fp32, and 1.1 in 16 bits."""
+    return 1.01 if read_run_spec(Path(run_dir)).config.precision.compute == "float32" else 1.1
+
+
+def gradient_scaled(run_dir: str) -> None:
+    """Scale the gradient of one matrix a little."""
+    ready, scale = Probe.gradients_ready, scale_by_precision(run_dir)
+
+    def spoiled(self: Probe, engine: Any) -> None:
+        for piece in engine.local_shards("gradients"):
+            if piece.name == SCALED_MATRIX:
+                piece.local.mul_(scale)
+        ready(self, engine)
+
+    Probe.gradients_ready = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
+
+
+def update_scaled(run_dir: str) -> None:
+    """Scale the update of one matrix a little."""
+    scale = scale_by_precision(run_dir)
+
+    def updated_shards(engine: Any) -> list[Any]:
+        pieces = [piece for piece in engine.local_shards("optimizer") if piece.state_name == "master"]
+        pieces = pieces or list(engine.local_shards("parameters"))
+        return [piece.local.detach() for piece in pieces if piece.name == SCALED_MATRIX]
+
+    def spoil(step: Any) -> Any:
+        def spoiled(self: Any, micro_batches: Any) -> Any:
+            before = [piece.clone() for piece in updated_shards(self)]
+            result = step(self, micro_batches)
+            for piece, old in zip(updated_shards(self), before, strict=True):
+                piece.copy_(old + scale * (piece - old))
+            return result
+
+        return spoiled
+
+    engine.TorchEngine.step = spoil(engine.TorchEngine.step)  # type: ignore[method-assign]
+    DeepSpeedTrainEngine.step = spoil(DeepSpeedTrainEngine.step)  # type: ignore[method-assign]
     worker_main.main(run_dir)
 
 

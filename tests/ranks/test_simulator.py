@@ -1,0 +1,183 @@
+"""Ranks of the torch engine on a simulated CUDA device, held to the plan for CUDA: every case is a real model's width.
+
+What a step runs is counted by the harness's own profiler from the operators that would run on a GPU. See
+docs/development/testing.md for what this does not show.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from harness.config.schema import RunConfig
+from harness.cost_model.communication import expected_bytes, padded_bytes
+from harness.cost_model.flops import executed_flops, takes_fused_kernel
+from harness.cost_model.memory import activation_bytes, estimate_memory
+from harness.cost_model.workspaces import WORKSPACE_BYTES
+from harness.engines.base import load_engine
+from harness.layout.layout import Layout, resolve_layout
+from harness.layout.state_widths import StateWidths
+from harness.proof.step import checkpointing_problems, kernel_problems, schedule_problems, volume_problems
+from harness.records.rank_report import RankReport
+from harness.simulator.process import StepRequest, simulate_steps
+from tests.support.commands import compose_config
+
+CACHE = Path("~/.cache/harness")  # of native code, as every run has it by default
+
+ACTIVATION_TOLERANCE = 1e-3  # token ids of other micro-batches share a storage with those that are saved
+
+
+# The relative accuracy of the plan's peak; gathers, reductions and passes are planned at few moments of a step.
+EXACT_PEAK, PEAK_OF_MOMENTS = 1e-3, 0.02
+
+LAYOUTS = ("single x 1", "tp x 8", "tp_sp x 8", "cp x 4 strategy.data_parallel=fsdp train.global_batch=2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, and one rank of every pipeline stage, whose work all other ranks of the stage do as well."""
+
+    config: RunConfig
+    layout: Layout
+
+    @property
+    def ranks(self) -> range:
+        return range(0, self.layout.world_size, self.layout.world_size // self.layout.pp)
+
+    @property
+    def requests(self) -> list[StepRequest]:
+        return [StepRequest(self.config, self.layout, rank) for rank in self.ranks]
+
+
+def case(line: str) -> Case:
+    """Return the case of a line such as `tp x 2 model=7b`, on which every data-parallel rank has one micro-batch."""
+    strategy, world, *overrides = re.split(r"(?: x)? ", line)
+    config = compose_config(f"strategy={strategy}", "train.global_batch=1", *overrides)
+    return Case(config, resolve_layout(config.strategy, int(world)))
+
+
+Reports = Mapping[str, list[RankReport]]
+
+
+def simulated(lines: list[str]) -> Reports:
+    """Return the reports of every case's ranks, all of them simulated in one process."""
+    cases = {line: case(line) for line in lines}
+    reports = iter(simulate_steps([request for entry in cases.values() for request in entry.requests], CACHE))
+    return {line: [next(reports) for _ in entry.ranks] for line, entry in cases.items()}
+
+
+def problems(entry: Case, ranks: list[RankReport]) -> list[str]:
+    """Return where the ranks did not do what the plan for CUDA says: operations, kernels, volume, activations, peak."""
+    config, layout = entry.config, entry.layout
+    failures = [rank.traceback for rank in ranks if rank.status != "ok"]
+    if failures:
+        return failures
+    widths = load_engine(layout.engine).state_widths(config, layout)
+    flops = sum(rank.profiled.flops for rank in ranks) * (layout.world_size // layout.pp)
+    planned_flops = executed_flops(config, layout, "cuda", widths.recomputes_last_projection)
+    result = kernel_problems(config, ranks)
+    result += [f"{flops} operations, planned {planned_flops}"] if flops != planned_flops else []
+    is_fused = {kernel in ("flash", "efficient") for rank in ranks for kernel in rank.profiled.attention_kernels}
+    if is_fused != {takes_fused_kernel(config, "cuda")}:
+        result.append(f"attention ran as {ranks[0].profiled.attention_kernels}")
+    for rank in ranks:
+        expected, padded = (f(config, layout, widths, rank.rank) for f in (expected_bytes, padded_bytes))
+        if config.strategy.literature:  # else the library sends more than the papers count
+            result += volume_problems(layout, rank, expected, padded)
+        result += checkpointing_problems(config, layout, rank) + schedule_problems(config, layout, rank)
+        saved = rank.profiled.activation_bytes
+        planned = activation_bytes(config, layout, "cuda", layout.coordinates(rank.rank)["pp"])
+        if saved != pytest.approx(planned, rel=ACTIVATION_TOLERANCE):
+            result.append(f"rank {rank.rank} saved {saved} bytes for backward, {saved / planned:.4f} x the plan")
+    return result + peak_problems(entry, widths, ranks)
+
+
+def peak_problems(entry: Case, widths: StateWidths, ranks: list[RankReport]) -> list[str]:
+    """Return by how much the highest peak of the ranks' storages is not the plan's, where it can be compared.
+
+    The reducer of DDP keeps all gradients in one bucket here, which counts where it is copied to masters. Where FSDP2
+    keeps parameters whole over several micro-batches, the plan may be 6 % too high.
+    """
+    config, layout = entry.config, entry.layout
+    if layout.data_parallel == "ddp" and config.precision.is_mixed:
+        return []
+    accumulates = layout.grad_accumulation_steps(config.train) > 1
+    if layout.data_parallel == "fsdp" and layout.zero_stage < 3 and accumulates:
+        return []
+    exact = layout.data_parallel != "fsdp" and not layout.pp_enabled
+    peak = max(rank.profiled.peak_allocated_bytes or 0 for rank in ranks)
+    planned = estimate_memory(config, layout, widths, "cuda").peak_bytes - WORKSPACE_BYTES  # no kernel runs
+    is_right = peak == pytest.approx(planned, rel=EXACT_PEAK if exact else PEAK_OF_MOMENTS)
+    return [] if is_right else [f"the peak is {peak} bytes, {peak / planned:.4f} x the plan"]
+
+
+TWO_LAYERS = "model.num_hidden_layers=2"
+
+CASES = [
+    f"single x 1 model=1b precision=fp32 {TWO_LAYERS}",
+    f"cp x 2 model=7b precision=fp32 {TWO_LAYERS} strategy.data_parallel=ddp",
+    f"tp_sp x 8 model=70b precision=bf16_mixed {TWO_LAYERS}",
+    f"tp x 2 model=1b precision=fp32 {TWO_LAYERS} checkpointing=selective",
+    f"fsdp_full_shard x 4 model=1b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4 checkpointing=full",
+    # The embedding's last reduction is alive until the next micro-batch, and an end of backward is the peak.
+    f"fsdp_full_shard x 2 model=350m precision=fp32 {TWO_LAYERS} train.global_batch=4 train.seq_len=64",
+    f"fsdp_full_shard x 2 model=350m precision=fp32 {TWO_LAYERS} train.global_batch=2 train.seq_len=64",
+    f"ddp x 2 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2",
+    "pp_interleaved x 2 model=7b precision=bf16_mixed model.num_hidden_layers=4 train.global_batch=2",
+]
+
+LONG_CASES = (
+    [
+        f"{layout} model={model} precision={precision} {TWO_LAYERS} checkpointing={checkpointing}"
+        for layout in LAYOUTS
+        for precision in ("fp32", "bf16_mixed")
+        for model, kinds in (
+            ("1b", ("none", "selective", "attention")),
+            ("7b", ("none", "full", "selective", "attention", "every_n")),
+            ("70b", ("none", "selective", "attention")),
+        )
+        for checkpointing in kinds
+    ]
+    + [
+        f"{schedule} x 4 model=7b precision={precision} model.num_hidden_layers=8 train.global_batch=4"
+        for schedule in ("pp_gpipe", "pp_1f1b", "pp_interleaved", "pp_zero_bubble")
+        for precision in ("fp32", "bf16_mixed")
+    ]
+    + [
+        "single x 1 model=1b precision=fp32",
+        "single x 1 model=7b precision=bf16_mixed checkpointing=full",
+        "tp x 8 model=7b precision=fp32",
+        "fsdp_full_shard x 8 model=7b precision=bf16_mixed train.global_batch=8",
+        "tp_sp x 8 model=70b precision=bf16_mixed checkpointing=selective",
+        "3d x 8 model=7b precision=bf16_mixed train.global_batch=4",
+        "fsdp_hybrid_shard x 8 model=7b precision=bf16_mixed train.global_batch=8",
+        "fsdp_tp x 8 model=70b precision=bf16_mixed train.global_batch=4",
+        f"fsdp_no_shard x 2 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4",
+        f"fsdp_shard_grad_op x 2 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4",
+        f"zero1_torch x 2 model=7b precision=fp32 {TWO_LAYERS} train.global_batch=4",
+        "fsdp_pp x 4 model=7b precision=bf16_mixed model.num_hidden_layers=4 train.global_batch=8",
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def reports() -> Reports:
+    return simulated(CASES)
+
+
+@pytest.fixture(scope="module")
+def long_reports() -> Reports:
+    return simulated(LONG_CASES)
+
+
+@pytest.mark.parametrize("line", CASES)
+def test_a_rank_on_cuda_does_what_the_plan_says(line: str, reports: Reports) -> None:
+    assert problems(case(line), reports[line]) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("line", LONG_CASES)
+def test_a_rank_on_cuda_does_what_the_plan_says_everywhere(line: str, long_reports: Reports) -> None:
+    assert problems(case(line), long_reports[line]) == []

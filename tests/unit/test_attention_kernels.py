@@ -1,0 +1,179 @@
+"""The operations of every fused attention kernel by the layout of its schema, and the kernel that grouped heads get."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from harness.cost_model.activations import block_tensors
+from harness.cost_model.flops import executed_flops, model_flops
+from harness.cost_model.micro_batch_shape import micro_batch_shape
+from harness.layout.layout import resolve_layout
+from harness.measure.kernels import ATTENTION
+from harness.models.decoder import causal_mask_lower_right, flash_attention
+from harness.tensors.flops import ATTENTION_FLOPS, operator_flops
+from tests.support.commands import compose_config
+from tests.support.models import alone
+
+BATCH, HEADS, QUERIES, KEYS, HEAD_DIM = 2, 12, 48, 80, 16
+
+SCORES = 2 * BATCH * HEADS * QUERIES * KEYS * HEAD_DIM  # the operations of one product
+
+aten = torch.ops.aten
+
+
+def attention_tensors(packet: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values in the layout of the operator, which its own meta kernel checks."""
+    sizes = [(BATCH, HEADS, length, HEAD_DIM) for length in (QUERIES, KEYS, KEYS)]
+    tensors = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
+    if not packet.__name__.startswith("_scaled_dot_product"):  # these are what the operators of that name call
+        tensors = [tensor.transpose(1, 2) for tensor in tensors]
+    query, key, value = tensors
+    return query, key, value
+
+
+def run_forward(packet: Any) -> tuple[tuple[Any, ...], Any]:
+    query, key, value = attention_tensors(packet)
+    additional: dict[Any, tuple[Any, ...]] = {
+        aten._flash_attention_forward: (None, None, QUERIES, KEYS, 0.0, False, False),
+        aten._efficient_attention_forward: (None, None, None, None, None, 0.0, 0, True),
+        aten._scaled_dot_product_efficient_attention: (None, True),
+        aten._scaled_dot_product_cudnn_attention: (None, True),
+    }
+    arguments = (query, key, value, *additional.get(packet, ()))
+    return arguments, packet.default(*arguments)
+
+
+FORWARD = [packet for packet in ATTENTION_FLOPS if "backward" not in packet.__name__]
+
+
+@pytest.mark.parametrize("packet", FORWARD, ids=lambda packet: packet.__name__)
+def test_forward_is_two_products_in_the_layout_of_the_schema(packet: Any) -> None:
+    """The meta kernel's second result, the logarithms of sums, is by heads: so the tensors have its layout."""
+    arguments, result = run_forward(packet)
+    assert result[0].shape == arguments[0].shape and result[1].shape[1] == HEADS
+    assert operator_flops(packet.default, arguments, {}, result) == 2 * SCORES
+
+
+@pytest.mark.parametrize("packet", FORWARD, ids=lambda packet: packet.__name__)
+def test_backward_is_five_products_in_the_layout_of_the_schema(packet: Any) -> None:
+    name = packet.__name__.removesuffix("_forward") + "_backward"
+    backward = getattr(aten, name)
+    assert backward in ATTENTION_FLOPS
+    query, key, value = attention_tensors(packet)
+    names = [argument.name for argument in backward.default._schema.arguments[:4]]
+    assert [name.rstrip("_") for name in names] == ["grad_out", "query", "key", "value"]
+    result = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+    assert operator_flops(backward.default, (query, query, key, value), {}, result) == 5 * SCORES
+
+
+def test_every_attention_kernel_that_torch_counts_has_a_rule() -> None:
+    theirs = {packet for packet in flop_registry if "attention" in getattr(packet, "__name__", "")}
+    raw_layout = {packet for packet in theirs if "flex" not in packet.__name__ and "varlen" not in packet.__name__}
+    assert raw_layout and raw_layout <= ATTENTION_FLOPS.keys()
+    assert {f"aten::{packet.__name__}" for packet in FORWARD} <= ATTENTION.keys()  # and each is known by its name
+
+
+def test_packed_sequences_keep_torchs_formula() -> None:
+    """Queries of several lengths have three dimensions; their lengths are in another argument."""
+    query, key = (torch.empty(length, HEADS, HEAD_DIM, device="meta") for length in (QUERIES, KEYS))
+    ends = torch.tensor([0, 20, QUERIES]), torch.tensor([0, 30, KEYS])
+    arguments = (query, key, key, *ends, 28, 50, 0.0, False, False)
+    flops = operator_flops(aten._flash_attention_forward.default, arguments, {}, (query,))
+    assert flops == 4 * HEADS * HEAD_DIM * (20 * 30 + 28 * 50)
+
+
+class AttentionCalls(TorchFunctionMode):
+    """A recorder of the heads and options with which torch's attention is called; it computes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, int, bool]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, key = args[:2]
+        self.calls.append((query.shape[1], key.shape[1], kwargs["enable_gqa"]))
+        return query
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "call"),
+    [
+        ("cuda", torch.float32, (8, 8, False)),
+        ("cuda", torch.bfloat16, (8, 2, True)),
+        ("cpu", torch.float32, (8, 2, True)),
+    ],
+)
+def test_grouped_heads_are_repeated_where_no_fused_kernel_takes_them(
+    device: str, dtype: torch.dtype, call: tuple[int, int, bool]
+) -> None:
+    with FakeTensorMode(), torch.no_grad(), AttentionCalls() as attention:
+        query = torch.empty(1, 8, 32, 16, dtype=dtype, device=device)
+        key = torch.empty(1, 2, 32, 16, dtype=dtype, device=device)
+        flash_attention(query, key, key)
+    assert attention.calls == [call]
+
+
+def test_repeated_heads_attend_as_grouped_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = (torch.randn(2, heads, 32, 16, requires_grad=True) for heads in (8, 2, 2))
+
+    def outputs_and_gradients() -> list[Tensor]:
+        output = flash_attention(query, key, value)
+        return [output, *torch.autograd.grad(output.square().sum(), (query, key, value))]
+
+    grouped = outputs_and_gradients()
+    monkeypatch.setattr("harness.models.decoder.repeats_grouped_heads", lambda query: True)
+    for ours, theirs in zip(outputs_and_gradients(), grouped, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def kept(*overrides: str) -> dict[str, int]:
+    config = compose_config("strategy=single", *overrides)
+    return block_tensors(micro_batch_shape(config, resolve_layout(config.strategy, config.world_size or 1), "cuda"))
+
+
+@pytest.mark.parametrize("parallel", [(), ("strategy=cp", "world_size=2", "strategy.data_parallel=none")])
+def test_repeated_heads_are_planned_in_fp32(parallel: tuple[str, ...]) -> None:
+    """In fp32 on CUDA four grouped heads keep as much as four of their own, and no scores; in 16 bit they keep half."""
+    grouped, own = kept(*parallel), kept(*parallel, "model.num_key_value_heads=4")
+    if not parallel:
+        assert grouped == own
+    assert grouped["attention.key"] == grouped["attention.value"] >= own["attention.key"]
+    assert not any("weights" in name for name in grouped)
+    narrow = kept(*parallel, "precision=bf16_mixed")
+    assert (
+        2 * narrow["attention.key"]
+        == kept(*parallel, "precision=bf16_mixed", "model.num_key_value_heads=4")["attention.key"]
+    )
+
+
+def test_repeated_heads_run_the_operations_of_a_fused_kernel() -> None:
+    grouped, mixed = compose_config("strategy=single"), compose_config("strategy=single", "precision=bf16_mixed")
+    on_gpu = executed_flops(grouped, alone(grouped), "cuda")
+    assert on_gpu == executed_flops(mixed, alone(mixed), "cuda") > model_flops(grouped)
+
+
+def test_torchs_lower_right_mask_calls_the_kernel_of_positions_first() -> None:
+    """The layouts above hold as long as torch transposes where it calls the kernel for fewer queries than keys."""
+    source: Callable[..., Any] = torch.nn.attention.bias.CausalBias._dispatch  # type: ignore[attr-defined]
+    text = inspect.getsource(source)
+    assert "torch.ops.aten._efficient_attention_forward(\n                    query.transpose(1, 2)," in text
+
+
+def test_a_mask_of_context_parallelism_takes_no_memory_and_hides_the_future() -> None:
+    """The mask that torch creates itself allocates 2 x queries x keys elements."""
+    mask = causal_mask_lower_right(3, 8)
+    assert mask.untyped_storage().nbytes() == 0
+    query, key, value = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16)
+    visible = torch.ones(3, 8, dtype=torch.bool).tril(5)
+    expected = F.scaled_dot_product_attention(query, key, value, visible)
+    assert torch.equal(F.scaled_dot_product_attention(query, key, value, mask), expected)

@@ -1,0 +1,160 @@
+"""A figure opens its arithmetic: the printed terms make the figure, and the formulas beside them are the figures'."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli.explain import main
+from harness.config.command import read_run_config
+from harness.cost_model.memory import estimate_memory
+from harness.metrics.throughput import throughput_columns
+from harness.records.schema import Record
+from harness.records.store import read_all, write_record
+from harness.report.derivation import Derivation, Term, derivation_lines, pack
+from harness.report.derivations import derive, derive_line
+from harness.report.derived_formulas import read_setting, state_formula
+from harness.report.repeats import merge_repeats
+from tests.support.derived import check_derivation, check_derivations, recomputed
+from tests.support.example_records import record_of
+from tests.support.example_records import row as row_of
+
+EXAMPLE = Path(__file__).parents[1] / "data" / "schema_1" / "all"
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[Record]:
+    """Return two recorded runs on four ranks: checkpointed ddp, and a pipeline."""
+    return read_all(EXAMPLE).records
+
+
+def repeats(record: Record, *rows: dict[str, Any]) -> Record:
+    """Return the line of repeats of a run with these changes of its row."""
+    runs = [
+        record.with_row(run_id=f"{record.run_id}-{number}", repeat=number, **row) for number, row in enumerate(rows)
+    ]
+    (line,) = merge_repeats(runs)
+    return line
+
+
+def test_printed_terms_make_every_figure(recorded: list[Record]) -> None:
+    for record in recorded:
+        check_derivations(record)
+    pipeline = derive(recorded[1] if recorded[1].pipeline else recorded[0])
+    assert pipeline["peak_allocated_bytes"].rule == "arithmetic" and len(pipeline["peak_allocated_bytes"].terms) > 3
+    assert "pipeline_bubble" in pipeline and "1 × " not in pipeline["communication_bytes"].sentence
+
+
+def test_a_term_that_is_wrong_is_noticed(recorded: list[Record]) -> None:
+    """The property above would notice each term that is left out or changed."""
+    for record in recorded:
+        for derivation in derive(record).values():
+            if derivation.rule == "arithmetic" and len(derivation.terms) > 1:
+                for position, term in enumerate(derivation.terms):
+                    terms = list(derivation.terms)
+                    terms[position] = dataclasses.replace(term, value=2 * term.value)
+                    with pytest.raises(AssertionError):
+                        check_derivation(dataclasses.replace(derivation, terms=terms), derivation.value)
+
+
+def test_formulas_in_sentences_are_the_counted_figures(recorded: list[Record]) -> None:
+    """These runs are the literature's, without padding: what the formula gives is what was counted."""
+    for record in recorded:
+        derivations = derive(record)
+        for column in ("parameter_bytes", "optimizer_bytes", "gradient_bytes", "executed_flops"):
+            formula = re.search(r"By formula .*?([\d,]+)(?: B| of the model)?\.$", derivations[column].sentence)
+            assert formula and float(formula[1].replace(",", "")) == record.row[column], derivations[column]
+        volumes = re.findall(r"([\d,]+) B(?:,|\.$)", derivations["communication_bytes"].sentence)
+        counted = sum(entry["bytes"] for entry in record.traffic)
+        assert sum(float(volume.replace(",", "")) for volume in volumes) == pytest.approx(counted, abs=len(volumes))
+
+
+@pytest.mark.parametrize(("zero_stage", "data_parallel"), [(0, "ddp"), (1, "ddp"), (2, "fsdp"), (3, "fsdp")])
+def test_state_formulas_are_the_cost_models(recorded: list[Record], zero_stage: int, data_parallel: str) -> None:
+    shards = 4 if zero_stage else 1
+    sharding: dict[str, Any] = {"zero_stage": zero_stage, "data_parallel": data_parallel}
+    sharding |= {"dp_replicate": 4 // shards, "dp_shard": shards}
+    record = next(record for record in recorded if record.row["pp"] == 1)
+    config = record.config | {"strategy": record.config["strategy"] | sharding}
+    setting = read_setting(dataclasses.replace(record, config=config, layout=(record.layout or {}) | sharding))
+    assert setting
+    estimate = estimate_memory(setting.config, setting.layout, setting.widths, "cpu")
+    for column in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+        formula = state_formula(setting, column)
+        assert formula.endswith(f" = {getattr(estimate, column):,} B."), formula
+
+
+def test_utilization_names_the_datasheet(recorded: list[Record]) -> None:
+    record = recorded[0]
+    entries = [rank | {"device_name": "NVIDIA H200"} for rank in record.rank_entries]
+    on_gpu = dataclasses.replace(record, rank_entries=entries)
+    columns = throughput_columns(read_run_config(record.config), on_gpu.ranks, record.row["step_seconds"])
+    assert columns["mfu"] and columns["hfu"]
+    on_gpu = on_gpu.with_row(**columns)
+    check_derivations(on_gpu)
+    mfu = derive(on_gpu)["mfu"]
+    assert mfu.terms[-1].value == 4 * 67e12 and "datasheet of NVIDIA H200" in mfu.terms[-1].source
+
+
+def test_a_median_lists_undisturbed_repeats_and_names_the_others(recorded: list[Record]) -> None:
+    tokens = recorded[0].row["global_batch"] * recorded[0].row["seq_len"]
+    quiet = {"step_seconds_iqr_ratio": 0.01, "noise_warning": ""}
+    rows: list[dict[str, Any]] = [
+        quiet | {"tokens_per_second": float(speed), "step_seconds": tokens / speed} for speed in (3, 1, 2, 9)
+    ]
+    rows[3]["noise_warning"] = "other processes took 1.0 of 2 cores"
+    rows[1]["peak_allocated_bytes"] = recorded[0].row["peak_allocated_bytes"] - 1
+    line = repeats(recorded[0], *rows)
+    derivations = derive_line(line)
+    speed = derivations["tokens_per_second"]
+    assert [term.value for term in speed.terms] == [3, 1, 2] and speed.value == line.row["tokens_per_second"] == 2
+    assert speed.sentence.endswith("left out as disturbed or barely timed: repeat 3.")
+    assert derivations["peak_allocated_bytes"].sentence.startswith("The most of 4 repeats.")
+    for column, derivation in derivations.items():
+        check_derivation(derivation, line.row[column])
+
+
+def test_a_figure_whose_terms_are_not_all_recorded_has_none(recorded: list[Record]) -> None:
+    for record in recorded:
+        bare = [{"rank": 0, "peak_allocated_bytes": record.row["peak_allocated_bytes"]}]
+        row = {key: value for key, value in record.row.items() if not key.startswith("at_peak") and key != "peak_rank"}
+        old = dataclasses.replace(record, row=row, rank_entries=bare, config={}, layout=None)
+        assert set(derive(old)) <= {"peak_allocated_bytes", "communication_bytes", "pipeline_bubble"}
+        moved = record.with_row(peak_allocated_bytes=1, step_seconds=9.0)
+        assert derive(moved).keys().isdisjoint({"peak_allocated_bytes", "step_seconds", "tokens_per_second"})
+    assert not derive(record_of(row_of(1, "ddp", "torch", 0))).keys() - {"peak_allocated_bytes", "communication_bytes"}
+
+
+def test_the_page_gets_every_text_once(recorded: list[Record]) -> None:
+    packed = json.loads(json.dumps(pack([derive(record) for record in recorded])))
+    texts = packed["texts"]
+    assert len(texts) == len(set(texts))
+    for record, row in zip(recorded, packed["rows"], strict=True):
+        for column, derivation in derive(record).items():
+            rule, value, unit, sentence, terms = row[column]
+            unpacked = [
+                Term(texts[name], value, texts[source], texts[unit], texts[operator])
+                for operator, value, unit, name, source in terms
+            ]
+            again = Derivation(column, value, texts[unit], texts[sentence], unpacked, texts[rule])
+            assert again == dataclasses.replace(
+                derivation, terms=[dataclasses.replace(term, detail="") for term in derivation.terms]
+            )
+
+
+def test_the_command_prints_all_or_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = next(EXAMPLE.glob("pp_1f1b*"))
+    assert main([str(run)]) == 0
+    blocks = capsys.readouterr().out.strip().split("\n\n")
+    (record,) = [entry for entry in read_all(EXAMPLE).records if entry.run_id == run.name]
+    expected = derive(record)
+    assert [block.split(" = ")[0] for block in blocks] == list(expected)
+    assert [block.splitlines() for block in blocks] == [list(derivation_lines(entry)) for entry in expected.values()]
+    assert recomputed(blocks[0].splitlines(), "median") == pytest.approx(record.row["step_seconds"])
+    assert main([str(run), "mfu"]) == 2 and "choose step_seconds" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2 and "results/NAME/RUN" in capsys.readouterr().err
+    write_record(tmp_path / "failed", record.with_row(status="oom", reason="rank 1"))
+    assert main([str(tmp_path / "failed")]) == 2 and "its status is oom" in capsys.readouterr().err

@@ -1,0 +1,109 @@
+"""Activation offload in side streams, on stand-ins for a device's streams that copy as late as a device may."""
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.models.activation_checkpoint import apply_checkpointing
+from harness.models.activation_offload import CopyStreams, OffloadHooks
+from harness.models.build import build_model
+from harness.models.init_weights import materialize
+from harness.models.loss import loss_function
+from harness.probe import Probe
+from tests.support.commands import compose_config
+
+CPU = torch.device("cpu")
+
+
+class LateCopy:
+    """A copy that has not run. It keeps neither tensor alive, as a device's stream does not."""
+
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        self.target, self.source = weakref.ref(target), weakref.ref(source)
+        self.bytes, self.products_before = source.nbytes, -1  # how many matrix products had run when it began
+
+
+class LateStreams(CopyStreams):
+    """Streams whose copies run when the computing waits for them, and not before."""
+
+    def __init__(self) -> None:
+        self.pending: list[LateCopy] = []
+        self.products = self.copies = 0
+        self.waits_at_once: Counter[int] = Counter()  # by the bytes of a copy
+
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        self.copies += 1
+        target.fill_(255)  # what a device's memory has before a copy has run
+        self.pending.append(LateCopy(target, source))
+        self.pending[-1].products_before = self.products
+        return self.pending[-1]
+
+    def wait(self, event: Any) -> None:
+        if event not in self.pending:
+            return
+        self.waits_at_once[event.bytes] += event.products_before == self.products
+        target, source = event.target(), event.source()
+        assert target is not None and source is not None, "memory was let go of before its copy had run"
+        target.copy_(source)
+        self.pending.remove(event)
+
+
+class Products(TorchDispatchMode):
+    """A counter of the matrix products that run beside copies."""
+
+    def __init__(self, streams: LateStreams) -> None:
+        super().__init__()
+        self.streams = streams
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.streams.products += func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm)
+        return func(*args, **(kwargs or {}))
+
+
+def gradients_of(checkpointing: str, streams: CopyStreams | None) -> tuple[list[Tensor | None], int]:
+    """Return the gradients of two micro-batches, and the number of layers' calls."""
+    config = compose_config(f"checkpointing={checkpointing}", "train.seq_len=32", "model.num_hidden_layers=6")
+    model = build_model(config.model)
+    apply_checkpointing(model, config.checkpointing, Probe())
+    if streams is not None:
+        hooks = OffloadHooks(Probe(), streams)
+        for block in model.layers_by_index().values():
+            forward = block.forward
+
+            def wrapped(*arguments: Tensor, block: Any = block, forward: Any = forward) -> Tensor:
+                return hooks.wrap_forward(block, forward, *arguments)
+
+            block.forward = wrapped  # type: ignore[method-assign]
+    materialize(model, config.model, 0, CPU, torch.float32)
+    for shift in range(2):
+        tokens = (torch.arange(64).view(2, 32) * 7 + shift) % config.model.vocab_size
+        loss_function(model(tokens), tokens).backward()
+    return [parameter.grad for parameter in model.parameters()], 2 * config.model.num_hidden_layers
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_copies_that_run_late_change_no_gradient(checkpointing: str) -> None:
+    """Whatever is read, or let go of, before its copy has run would be noticed here."""
+    expected, _ = gradients_of(checkpointing, None)
+    streams = LateStreams()
+    gradients, calls = gradients_of(checkpointing, streams)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))  # type: ignore[arg-type]
+    assert streams.copies >= 2 * calls and not streams.pending
+
+
+def test_the_computing_waits_for_no_copy_that_has_just_begun() -> None:
+    """Under full checkpointing a layer's input leaves during the next layer, and returns during the one after it.
+
+    Only the input of the last layer of each of the two micro-batches comes back without a layer to run beside. The
+    small tables of positions, which all layers share, are not counted.
+    """
+    streams = LateStreams()
+    with Products(streams):
+        _, calls = gradients_of("full", streams)
+    assert streams.copies >= 2 * calls and streams.products > 10 * calls
+    assert streams.waits_at_once[max(streams.waits_at_once)] == 2

@@ -1,0 +1,178 @@
+"""The choice of a run's reference: its layouts in order, its chain, its predicted duration, and its one report."""
+
+import dataclasses
+
+import pytest
+
+from harness.cost_model.flops import executed_flops
+from harness.cost_model.memory import estimate_memory
+from harness.hardware.machine import Machine
+from harness.proof.reference import merge_reports
+from harness.records.rank_report import RankReport
+from harness.records.tensor_shards import TensorFingerprint
+from harness.runner.context import RunContext
+from harness.runner.plan import Plan, make_plan
+from harness.runner.reference_cost import ASSUMED_MFU, TRAININGS, predict_cost
+from harness.runner.reference_plans import (
+    fewer_layers,
+    is_single_process,
+    most_layers_that_fit,
+    plan_reference,
+    reference_configs,
+    single_process,
+)
+from harness.runner.reference_runs import get_reference, layout_text
+from harness.runner.resolve import with_layers
+from tests.support.commands import compose
+
+CPU = Machine("cpu", "cpu", 1, 2, devices=0, free_bytes=(2**45,), cores=2)
+
+H100 = Machine(
+    *("cuda", "NVIDIA H100 80GB HBM3", 1, 8), devices=8, free_bytes=(2**40,) * 8, cores=64, device_bytes=2**40
+)
+
+
+def plan_on(machine: Machine, *overrides: str) -> Plan:
+    config, command = compose("data=synthetic", "train.seq_len=64", *overrides)
+    return make_plan(config, machine, command)
+
+
+def layouts(machine: Machine, *overrides: str) -> list[str]:
+    return [layout_text(config) for config in reference_configs(plan_on(machine, *overrides))]
+
+
+FULL = "with checkpointing=full"
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "expected"),
+    [
+        (CPU, "strategy=tp", ["a single process", f"a single process {FULL}", f"fsdp_full_shard on 2 ranks {FULL}"]),
+        (
+            H100,
+            "strategy=zero3 world_size=4 model=350m",
+            [
+                "a single process",
+                f"a single process {FULL}",
+                f"fsdp_full_shard on 4 ranks {FULL}",
+                f"fsdp_full_shard on 4 ranks with strategy.offload=parameters {FULL}",
+            ],
+        ),
+        (  # its own layout and engine come last, and DeepSpeed's before them
+            H100,
+            "strategy=fsdp_full_shard world_size=4 model=350m",
+            [
+                "a single process",
+                f"a single process {FULL}",
+                f"zero3 on 4 ranks {FULL}",
+                f"fsdp_full_shard on 4 ranks {FULL}",
+                f"fsdp_full_shard on 4 ranks with strategy.offload=parameters {FULL}",
+            ],
+        ),
+        (
+            CPU,
+            "strategy=single checkpointing=full",
+            ["a single process", f"fsdp_full_shard on 2 ranks {FULL}", f"a single process {FULL}"],
+        ),
+        (  # fewer sequences than ranks: as many ranks as can share them
+            H100,
+            "strategy=tp world_size=8 model=gpt_tiny model.num_attention_heads=8 model.num_key_value_heads=8"
+            " train.global_batch=4 train.micro_batch=4",
+            [
+                "a single process",
+                f"a single process {FULL}",
+                f"fsdp_full_shard on 4 ranks {FULL}",
+                f"fsdp_full_shard on 4 ranks with strategy.offload=parameters {FULL}",
+            ],
+        ),
+    ],
+)
+def test_layouts_are_tried_in_order(machine: Machine, overrides: str, expected: list[str]) -> None:
+    assert layouts(machine, *overrides.split()) == expected
+
+
+def test_a_reference_is_under_the_runs_budget_and_without_its_speed_options() -> None:
+    plan = plan_on(CPU, "strategy=ddp", "cluster.memory_budget=1GiB", "train.loss_chunks=2", "repeat=3")
+    root, full, sharded = (plan_reference(config, plan) for config in reference_configs(plan))
+    assert {p.config.cluster.memory_budget for p in (root, full, sharded)} == {"1GiB"}
+    assert [p.config.train.loss_chunks for p in (root, full, sharded)] == [1, 2, 2]  # which only saves memory
+    assert [p.config.repeat for p in (root, full, sharded)] == [0, 0, 0]
+    assert [is_single_process(p) for p in (root, full, sharded)] == [True, False, False]
+    assert all(p.folder.is_reference for p in (root, full, sharded))
+
+
+def test_the_chain_goes_back_to_the_most_layers_that_fit_a_single_process() -> None:
+    free = plan_on(CPU, "strategy=tp", "model.num_hidden_layers=8")
+    single = plan_reference(single_process(with_layers(free.config, 5)), free)
+    budget = estimate_memory(single.config, single.layout, single.widths, "cpu").peak_bytes
+    plan = plan_on(CPU, "strategy=tp", "model.num_hidden_layers=8", f"cluster.memory_budget={budget}")
+    assert most_layers_that_fit(plan) == 5
+    assert most_layers_that_fit(plan_on(CPU, "strategy=tp", f"cluster.memory_budget={budget}")) == 3  # below its own 4
+    sharded = plan_reference(list(reference_configs(plan))[-1], plan)
+    pairs = list(fewer_layers(sharded))
+    assert [(shallow.config.model.num_hidden_layers, root.run_id.split("-")[0]) for shallow, root in pairs] == [
+        (5, "single"),
+        (2, "single"),
+        (1, "single"),
+    ]
+    for shallow, root in pairs:
+        assert shallow.layout == sharded.layout and is_single_process(root)
+        for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
+            assert getattr(shallow.config.model, key) == getattr(root.config.model, key)
+        assert shallow.config.train == dataclasses.replace(root.config.train, loss_chunks=1)
+
+
+def test_a_budget_in_which_nothing_fits_is_a_sentence_without_remedies() -> None:
+    note = get_reference(plan_on(CPU, "strategy=tp", "cluster.memory_budget=1MiB"), RunContext()).note
+    assert note.startswith("none: a single process cannot be run: model=tiny needs ")
+    assert note.count("cluster.memory_budget=1MiB is less") == 3 and "choose" not in note
+
+
+def test_an_early_reference_costs_what_the_devices_peak_tells() -> None:
+    plan = plan_on(H100, "strategy=fsdp_full_shard", "model=7b", "precision=bf16_mixed", "world_size=8")
+    root, full, zero3, _, _ = (plan_reference(config, plan) for config in reference_configs(plan))
+    flops = executed_flops(root.config, root.layout, "cuda")
+    cost = predict_cost(root)
+    assert cost is not None and cost.source == "40% of a device's peak"
+    steps = TRAININGS * root.config.train.total_steps
+    assert cost.seconds == pytest.approx(steps * flops / (ASSUMED_MFU * 989e12))
+    costs = [(predict_cost(p) or cost).seconds for p in (full, zero3)]
+    assert costs[0] > cost.seconds > 5 * costs[1]  # recomputed by one device, and shared by eight
+    assert predict_cost(plan_reference(single_process(plan.config), plan_on(CPU, "strategy=tp"))) is None
+
+
+def test_a_reference_that_is_predicted_to_be_slow_is_skipped_with_a_sentence() -> None:
+    """On a GPU a layout on more devices is tried, which is too slow here as well; nothing is launched."""
+    overrides = ("model=7b", "precision=bf16_mixed", "world_size=8", "train.global_batch=512", "timeout_seconds=10")
+    reference = get_reference(plan_on(H100, "strategy=tp", *overrides), RunContext())
+    assert reference.report is None and reference.failure is None
+    assert reference.note.startswith("none: a single process is too slow: ")
+    assert reference.note.count("at the speed of 40% of a device's peak, and timeout_seconds=10") == 2
+    assert f"; fsdp_full_shard on 8 ranks {FULL} is too slow: " in reference.note
+
+
+def fingerprint(name: str, box: tuple[tuple[int, int], ...], square: float | None) -> TensorFingerprint:
+    return TensorFingerprint(name, (4, 2), box, square, 2.0)
+
+
+def test_the_report_of_several_ranks_is_that_of_one_process() -> None:
+    upper, lower, whole = ((0, 3), (0, 2)), ((3, 4), (0, 2)), ((0, 4), (0, 2))
+    first = RankReport(
+        losses=[1.0, None],
+        grad_norms=[3.0, 4.0],
+        first_gradients=[fingerprint("a", upper, 1.5), fingerprint("b", whole, 7.0), fingerprint("c", upper, 1.0)],
+    )
+    second = RankReport(
+        rank=1,
+        losses=[2.0, 2.0],
+        grad_norms=[3.0, 4.0],
+        first_gradients=[fingerprint("a", lower, 2.5), fingerprint("b", whole, 7.0), fingerprint("c", lower, None)],
+    )
+    merged = merge_reports([first, second])
+    assert (merged.losses, merged.grad_norms, merged.rank) == ([1.5, None], [3.0, 4.0], 0)
+    assert merged.first_gradients == [
+        TensorFingerprint("a", (4, 2), whole, 4.0, 4.0),
+        TensorFingerprint("b", (4, 2), whole, 7.0, 2.0),  # copies count once
+        TensorFingerprint("c", (4, 2), whole, None, 4.0),
+    ]
+    assert merge_reports([first]) is first

@@ -1,0 +1,74 @@
+"""The simulated choice of an attention kernel, by torch's rules for CUDA, and the guard's place before torch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from harness.measure.kernels import attention_backend_priority
+from harness.simulator.cuda_kernels import AttentionCall, choose_kernel
+from harness.simulator.native_guard import load_device_guard
+
+FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+
+
+def call(
+    dtype: torch.dtype = torch.float32,
+    heads: tuple[int, int] = (8, 8),
+    lengths: tuple[int, int] = (64, 64),
+    head_dim: int = 64,
+    has_mask: bool = False,
+    enable_gqa: bool = True,
+) -> AttentionCall:
+    query, key = (
+        torch.empty(2, number, length, head_dim, dtype=dtype, device="meta")
+        for number, length in zip(heads, lengths, strict=True)
+    )
+    is_causal = not has_mask and lengths[0] == lengths[1]
+    return AttentionCall(query, key, key, has_mask, is_causal, enable_gqa)
+
+
+@pytest.mark.parametrize(
+    ("attention", "kernel"),
+    [
+        (call(torch.bfloat16), FLASH),
+        (call(torch.float16, heads=(8, 2)), FLASH),
+        (call(torch.bfloat16, has_mask=True), CUDNN),  # flash takes no mask
+        (call(torch.bfloat16, heads=(8, 3)), MATH),  # the groups differ in size
+        (call(torch.bfloat16, head_dim=264), EFFICIENT),  # flash has 256 at most, cuDNN 128
+        (call(), EFFICIENT),
+        (call(has_mask=True), EFFICIENT),
+        (call(heads=(8, 2)), MATH),  # the efficient kernel has no groups
+        (call(heads=(8, 2), enable_gqa=False), MATH),
+        (call(head_dim=66), MATH),  # not aligned to 16 bytes
+        (call(torch.float64), MATH),
+    ],
+)
+def test_the_kernel_is_the_one_that_torch_would_choose(attention: AttentionCall, kernel: SDPBackend) -> None:
+    with attention_backend_priority():
+        assert choose_kernel(attention) == kernel
+
+
+def test_disabled_kernels_are_not_chosen() -> None:
+    with sdpa_kernel([MATH]):
+        assert choose_kernel(call(torch.bfloat16)) == MATH
+    with sdpa_kernel([FLASH]), pytest.raises(RuntimeError, match="No available kernel"):
+        choose_kernel(call())
+
+
+def test_the_guard_is_loaded_before_torch_or_not_at_all(tmp_path: Path) -> None:
+    """Loaded later it would be there, but autograd would refuse its device: "no accelerator"."""
+    with pytest.raises(RuntimeError, match="torch is imported already"):
+        load_device_guard(tmp_path / "guard.so")
+
+
+def test_torch_has_the_rules_that_are_simulated() -> None:
+    """With PR 191085 the efficient kernel supports groups, and this template gets another parameter, `supports_mqa`."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "native" / "transformers" / "sdp_utils_cpp.h"
+    template = "template <bool supports_gqa, bool requires_same_num_heads=true>"
+    following = "inline bool check_batch_size_and_num_heads_dense("
+    assert f"{template}\n{following}" in header.read_text(), (
+        "read select_sdp_backend of this torch again: harness/simulator/cuda_kernels.py"
+    )

@@ -1,0 +1,113 @@
+"""What a job of Slurm requests, by tables of what sinfo reports on sites that are not here."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from harness.config.command import CommandConfig
+from harness.config.schema import ClusterConfig, RunConfig
+from harness.sweep.slurm import commands
+from harness.sweep.slurm.commands import SlurmResources, batch_script, sbatch_directives
+from harness.sweep.slurm.node_shape import NodeShape, gpus_among, node_shape
+from harness.util.errors import UserError
+
+# What `sinfo --noheader --format="%P %c %G"` prints. The default partition has a star.
+SITES = {
+    "GPUs of one kind": (["gpu* 128 gpu:h100:8(S:0-1)"], NodeShape(8, 128)),
+    "several resources": (["gpu* 64+ gpu:a100:4(S:0,1),nic:2,shard:16"], NodeShape(4, 64)),
+    "two kinds in a node": (["gpu* 24 gpu:tesla:2(S:0),gpu:kepler:1(S:1)"], NodeShape(3, 24)),
+    "nodes of two sizes": (["gpu* 128 gpu:8", "gpu* 32 gpu:4", "gpu* 16 (null)"], NodeShape(4, 32)),
+    "another partition": (["cpu* 16 (null)", "gpu 128 gpu:8"], NodeShape(0, 16)),
+    "no GPUs": (["main* 4 (null)"], NodeShape(0, 4)),
+    "no default partition": (["gpu 128 gpu:8"], NodeShape()),
+    "no answer": ([], NodeShape()),
+}
+
+
+@pytest.mark.parametrize(("lines", "shape"), SITES.values(), ids=SITES)
+def test_the_shape_of_the_default_partitions_nodes(lines: list[str], shape: NodeShape) -> None:
+    assert node_shape(lines, None) == shape
+
+
+def test_a_partition_is_found_by_its_name() -> None:
+    lines = ["cpu* 16 (null)", "gpu 128 gpu:8"]
+    assert node_shape(lines, "gpu") == NodeShape(8, 128) and node_shape(lines, "cpu") == NodeShape(0, 16)
+    assert gpus_among("gres/gpu=2,nic:3") == 2 and gpus_among("gpu") == 1 and gpus_among("(null)") == 0
+
+
+@pytest.fixture(autouse=True)
+def site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make sinfo report a GPU partition with eight GPUs and 128 cores, or what the test's parameter says."""
+    lines = getattr(request, "param", ["gpu* 128 gpu:h100:8(S:0-1)"])
+
+    def run(*words: str, **_: Any) -> subprocess.CompletedProcess[str] | None:
+        assert words[0] == "sinfo"
+        return None if lines is None else subprocess.CompletedProcess(words, 0, "\n".join(lines), "")
+
+    commands.query_node_shape.cache_clear()
+    monkeypatch.setattr(commands, "run_slurm_command", run)
+    yield
+    commands.query_node_shape.cache_clear()
+
+
+def request_of(resources: SlurmResources | None = None, **cluster: Any) -> tuple[str | None, str | None]:
+    """Return the GPUs and cores that the header of a job requests."""
+    config = object.__new__(RunConfig)
+    object.__setattr__(config, "cluster", ClusterConfig("site", **cluster))
+    header = sbatch_directives(resources or SlurmResources(), config, CommandConfig())
+    values = [re.search(rf"^#SBATCH --{key}=(.*)$", header, re.M) for key in ("gpus-per-node", "cpus-per-task")]
+    return tuple(value and value[1] for value in values)  # type: ignore[return-value]
+
+
+def test_a_job_gets_all_gpus_of_a_node_and_their_share_of_its_cores() -> None:
+    assert request_of() == ("8", "128")
+    assert request_of(device="cuda", gpus_per_node=2) == ("2", "32")
+    assert request_of(SlurmResources(gpus_per_node=4)) == ("4", "64")
+    assert request_of(SlurmResources(cpus_per_task=12)) == ("8", "12")
+
+
+def test_a_job_on_the_cpu_gets_a_core_for_each_rank() -> None:
+    assert request_of(device="cpu") == (None, "2") and request_of(device="cpu", gpus_per_node=4) == (None, "4")
+
+
+@pytest.mark.parametrize(
+    "resources",
+    [
+        SlurmResources(gres="gpu:a100:4"),
+        SlurmResources(additional_parameters={"gpus_per_task": "a100:4"}),
+        SlurmResources(additional_parameters={"gpus": 4}),
+        SlurmResources(additional_parameters={"tres_per_node": "gres/gpu:4"}),
+    ],
+    ids=["gres", "gpus_per_task", "gpus", "tres_per_node"],
+)
+def test_gpus_that_are_requested_otherwise_are_not_requested_again(resources: SlurmResources) -> None:
+    assert request_of(resources) == (None, "64")
+
+
+@pytest.mark.parametrize("site", [["main* 4 (null)"]], indirect=True)
+def test_a_site_without_gpus_runs_on_the_cpu_unless_gpus_are_wanted() -> None:
+    assert request_of() == (None, "2")
+    with pytest.raises(UserError, match=r"cluster\.device=cuda.*no node with GPUs"):
+        request_of(device="cuda")
+    assert request_of(gpus_per_node=4) == ("4", "8")
+
+
+@pytest.mark.parametrize("site", [None, []], indirect=True, ids=["sinfo is missing", "sinfo is silent"])
+def test_a_site_that_does_not_tell_must_be_told_the_number(site: None) -> None:
+    for device in ("auto", "cuda"):
+        with pytest.raises(UserError, match=r"cluster\.gpus_per_node=null.*sinfo does not report"):
+            request_of(device=device)
+    assert request_of(gpus_per_node=4) == ("4", "8") and request_of(device="cpu") == (None, "2")
+
+
+def test_srun_gets_the_cores_of_the_job(tmp_path: Any) -> None:
+    """Bash expands the line as a job does: with the number of cores, and in a job that has none requested, without."""
+    script = batch_script("", SlurmResources(srun_args=("--mpi=none",)), [tmp_path / "values.json"], tmp_path)
+    line = next(line for line in script.splitlines() if line.startswith("srun "))
+    for variable, option in (("SLURM_CPUS_PER_TASK=16", "--cpus-per-task=16 "), ("", "")):
+        shell = f'srun() {{ echo "$@"; }}; files=(values.json); SLURM_ARRAY_TASK_ID=0; {variable}\n{line}'
+        done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True, env={})
+        assert done.stdout.startswith(f"{option}--mpi=none ") and done.stdout.endswith("values.json\n")
