@@ -18,10 +18,19 @@ class AllocationLogger:
     """A logger that runs from its creation until end()."""
 
     is_complete = True  # whether, after end(), allocations and frees add up to the blocks that are live
+    peak_bytes: int | None = None  # after end(): the peak outside pauses, where the allocator counts bytes as requested
 
     def position(self) -> int:
         """Return the moment of the next line."""
         raise NotImplementedError
+
+    def pause(self) -> int:
+        """Exclude the lines from now on from the peak; return the moment of the next line."""
+        return self.position()
+
+    def resume(self) -> int:
+        """Include the lines from now on in the peak; return the moment of the next line."""
+        return self.position()
 
     def end(self) -> AllocationLog:
         """Stop logging and return the log."""
@@ -44,9 +53,22 @@ class CpuAllocationLog(AllocationLogger):
         """Return the number of the next line."""
         return self.allocator.log_length()
 
+    def pause(self) -> int:
+        """Exclude the lines from now on from the peak; return the number of the next line."""
+        return self.allocator.pause_log()
+
+    def resume(self) -> int:
+        """Include the lines from now on in the peak; return the number of the next line."""
+        return self.allocator.resume_log()
+
     def end(self) -> AllocationLog:
         """Stop logging and return the log."""
-        addresses, sizes, foreign = self.allocator.end_log().T
+        self.peak_bytes = self.allocator.end_log()
+        return self.read()
+
+    def read(self) -> AllocationLog:
+        """Return the log of an allocator that has stopped logging."""
+        addresses, sizes, foreign = self.allocator.read_log().T
         self.log = AllocationLog(np.arange(len(addresses)), addresses, sizes, foreign, self.initial_count)
         return self.log
 
@@ -113,8 +135,6 @@ class PeakStepLog:
             return
         logger = CpuAllocationLog(self.allocator)
         yield
-        peak_bytes = self.allocator.peak_bytes()
+        peak_bytes = self.allocator.end_log()
         if peak_bytes > self.peak_bytes:
-            self.peak_bytes, self.log = peak_bytes, logger.end()
-        else:
-            self.allocator.drop_log()
+            self.peak_bytes, self.log = peak_bytes, logger.read()

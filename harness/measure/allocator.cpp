@@ -1,5 +1,5 @@
 // A CPU allocator for torch that counts requested bytes: those that are live, and the most that ever were. It can also
-// log every allocation and free, and refuse allocations that would exceed a limit.
+// log every allocation and free with a peak of its own, and refuse allocations that would exceed a limit.
 //
 // Each block is preceded by one alignment unit that holds its size and its neighbors in the list of live blocks. So the
 // data pointer keeps torch's alignment of 64 bytes, and a block can be freed by its pointer alone (raw_deleter). The
@@ -49,6 +49,8 @@ struct Blocks {
   std::int64_t limit_bytes = kNoLimit;
   Header* newest = nullptr;
   bool logging = false;
+  bool log_paused = false; // lines are written, and do not count towards the log's peak
+  std::int64_t log_peak_bytes = 0;
   std::vector<Event> log; // in malloc's memory, which is not counted
 
   // Add a block. Throw and change nothing if that would exceed the limit.
@@ -87,6 +89,9 @@ struct Blocks {
   void write(const Header* block, std::int64_t sign) {
     if (logging) {
       log.push_back({address_of(block), sign * static_cast<std::int64_t>(block->bytes), block->foreign ? 1 : 0});
+      if (!log_paused && live_bytes > log_peak_bytes) {
+        log_peak_bytes = live_bytes;
+      }
     }
   }
 
@@ -95,6 +100,8 @@ struct Blocks {
     const std::lock_guard<std::mutex> guard(mutex);
     log.clear();
     logging = true;
+    log_paused = false;
+    log_peak_bytes = live_bytes;
     Header* block = newest;
     while (block != nullptr && block->before != nullptr) {
       block = block->before;
@@ -102,6 +109,21 @@ struct Blocks {
     for (; block != nullptr; block = block->after) {
       write(block, 1);
     }
+  }
+
+  // Exclude the lines from now on from the log's peak, or include them again. Return the number of the next line.
+  // Nothing can be allocated between the change and the number, by no thread.
+  std::int64_t pause_log(bool pauses) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    log_paused = pauses;
+    return static_cast<std::int64_t>(log.size());
+  }
+
+  // Stop logging. Return the log's peak. The log is complete and stays unchanged until begin_log().
+  std::int64_t end_log() {
+    const std::lock_guard<std::mutex> guard(mutex);
+    logging = false;
+    return log_peak_bytes;
   }
 };
 
@@ -201,10 +223,17 @@ std::int64_t log_length() {
   return static_cast<std::int64_t>(blocks().log.size());
 }
 
-// Stop logging. The returned log is complete and stays unchanged until begin_log().
-const Event* end_log() {
+std::int64_t pause_log(int pauses) {
+  return blocks().pause_log(pauses != 0);
+}
+
+std::int64_t end_log() {
+  return blocks().end_log();
+}
+
+// Return the lines of the log. Call end_log() first.
+const Event* read_log() {
   const std::lock_guard<std::mutex> guard(blocks().mutex);
-  blocks().logging = false;
   return blocks().log.data();
 }
 }

@@ -56,10 +56,10 @@ class OwnershipRecorder:
     def pause(self) -> Iterator[None]:
         """Exclude allocations inside the block from the step's, because the measurement itself makes them."""
         self._update_peak()
-        self.is_paused, started = True, self.position()
+        self.is_paused, started = True, self.logger.pause() if self.logger else 0
         with torch.no_grad():
             yield
-        self.is_paused, ended = False, self.position()
+        self.is_paused, ended = False, self.logger.resume() if self.logger else 0
         self.memory.reset_peak()
         if ended > started:
             self.annotations.pauses.append(OpSpan(started, ended, "measuring"))
@@ -136,8 +136,8 @@ class OwnershipRecorder:
         if self.log is None or not (self.logger and self.logger.is_complete):
             return None
         own = attribute_peak(self.log, self.annotations)
-        if self.memory.counts_requests and own.bytes != self.peak_allocated_bytes:
-            raise RuntimeError(f"blocks of {own.bytes} bytes are logged at the peak of {self.peak_allocated_bytes}")
+        if self.logger.peak_bytes not in (None, own.bytes):
+            raise RuntimeError(f"blocks of {own.bytes} bytes are logged at the peak of {self.logger.peak_bytes}")
         timed = attribute_peak_by_example(timed_log, self.log, self.annotations) if timed_log is not None else None
         peak = timed or own
         phase = name_at(sorted(self.annotations.phases), peak.moment, "between")

@@ -41,17 +41,25 @@ class Allocator:
         """Return the number of lines logged so far, which serves as the log's clock."""
         return self.library.log_length()  # type: ignore[no-any-return]
 
-    def drop_log(self) -> None:
-        """Stop logging without reading the log."""
-        self.library.end_log()
+    def pause_log(self) -> int:
+        """Exclude the lines from now on from the log's peak; return the number of the next line."""
+        return self.library.pause_log(1)  # type: ignore[no-any-return]
 
-    def end_log(self) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
-        """Stop logging and return the log.
+    def resume_log(self) -> int:
+        """Include the lines from now on in the log's peak; return the number of the next line."""
+        return self.library.pause_log(0)  # type: ignore[no-any-return]
+
+    def end_log(self) -> int:
+        """Stop logging; return the most bytes that were live at once after a line outside pauses."""
+        return self.library.end_log()  # type: ignore[no-any-return]
+
+    def read_log(self) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
+        """Return the log, after end_log().
 
         Its shape is (lines, 3): the address, the bytes (negative if freed), and 1 if another thread than the one that
         loaded the allocator requested the block, else 0.
         """
-        pointer = ctypes.cast(self.library.end_log(), ctypes.POINTER(ctypes.c_int64))
+        pointer = ctypes.cast(self.library.read_log(), ctypes.POINTER(ctypes.c_int64))
         lines = self.log_length()
         return np.ctypeslib.as_array(pointer, (lines, 3)).copy() if lines else np.zeros((0, 3), np.int64)
 
@@ -70,10 +78,12 @@ def load_allocator(path: Path) -> Allocator:
 
     library = ctypes.CDLL(str(path))
     library.install.restype = ctypes.c_int
-    library.live_bytes.restype = library.peak_bytes.restype = library.log_length.restype = ctypes.c_int64
+    for count in (library.live_bytes, library.peak_bytes, library.log_length, library.pause_log, library.end_log):
+        count.restype = ctypes.c_int64
     library.reset_peak.restype = library.begin_log.restype = library.set_limit.restype = None
     library.set_limit.argtypes = [ctypes.c_int64]
-    library.end_log.restype = ctypes.c_void_p
+    library.pause_log.argtypes = [ctypes.c_int]
+    library.read_log.restype = ctypes.c_void_p
     if library.install() != 1:
         raise RuntimeError(f"{path.name} is not torch's CPU allocator: another one has a higher priority")
     return Allocator(library)

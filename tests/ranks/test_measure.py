@@ -4,12 +4,14 @@ import dataclasses
 import gc
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ from harness.measure.communication import CommunicationCounter, UncountedCollect
 from harness.measure.gradient_fingerprint import CHUNK_ELEMENTS, Fingerprinter
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_limit import CPU
+from harness.measure.memory_ownership import OwnershipRecorder
 from harness.measure.native_allocator import Allocator, build_allocator, load_allocator
 from harness.tensors.shard import Shard
 from harness.tensors.storage import storage_bytes
@@ -116,6 +119,48 @@ def test_allocator_edges(allocator: Allocator) -> None:
         thread.join()
     assert allocator.live_bytes() == start
     assert 299 <= allocator.peak_bytes() - start <= 4 * 299
+
+
+class NoState(SimpleNamespace):
+    """An engine without parameters."""
+
+    model = nn.Module()
+
+    def local_shards(self, kind: str) -> list[Shard]:
+        return []
+
+    def named_buffers(self) -> list[tuple[str, str, Tensor]]:
+        return []
+
+
+def test_the_log_and_its_peak_agree_while_other_threads_allocate(allocator: Allocator) -> None:
+    """Threads of a communication backend allocate and free at any moment, between the end of a pause and the next."""
+    stopped, kept = threading.Event(), torch.empty(100)  # as in every step, some blocks are live at the start
+
+    def churn(size: int) -> None:
+        while not stopped.is_set():
+            torch.empty(size, dtype=torch.uint8)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=churn, args=(size,)) for size in (12, 128)]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(30):
+            recorder = OwnershipRecorder(NoState(), DeviceMemory(CPU, allocator))  # type: ignore[arg-type]
+            recorder.start()
+            for _ in range(50):
+                with recorder.pause():
+                    torch.empty(1000, dtype=torch.uint8)
+            recorder.end()
+            peak = recorder.at_peak(None)  # raises an error if the two differ
+            assert peak is not None and peak.bytes == sum(part.bytes for part in peak.parts) >= storage_bytes([kept])
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
 
 
 def test_a_missing_compiler_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
