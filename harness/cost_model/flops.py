@@ -73,17 +73,14 @@ def executed_flops_with(
 def takes_fused_kernel(config: RunConfig, device: Device) -> bool:
     """Return whether attention is expected to run as one fused kernel on this device, cpu or cuda.
 
-    On a CPU none has dropout. On CUDA torch has none for grouped heads in fp32: flash and cuDNN take 16 bit, the
-    memory-efficient kernel takes no groups. The decoder repeats the heads there, a Hugging Face model does not. Without
-    a kernel torch multiplies the matrices one by one, and keeps the scores.
+    On a CPU none has dropout. On CUDA torch has none for grouped heads in fp32 (flash and cuDNN take 16 bit, the
+    memory-efficient kernel takes no groups), but they are repeated there (harness.models.decoder). Without a kernel
+    torch multiplies the matrices one by one, and keeps the scores.
     """
     model = config.model
     if model.attention != "flash":
         return False
-    if device == "cuda":
-        is_grouped = model.num_key_value_heads != model.num_attention_heads
-        return config.precision.compute != "float32" or not is_grouped or model.hf_info is None
-    return model_profile(model).has_fused_attention_on_cpu
+    return device == "cuda" or model_profile(model).has_fused_attention_on_cpu
 
 
 def replicated_head_flops(config: RunConfig, layout: Layout) -> int:

@@ -222,13 +222,13 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 
     return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=is_square, enable_gqa=is_grouped)
 
 
-def repeats_grouped_heads(query: Tensor) -> bool:
+def repeats_grouped_heads(heads: Tensor) -> bool:
     """Return whether grouped keys must be repeated, because no fused kernel of the device takes them as they are.
 
     On CUDA that is the case in fp32: flash and cuDNN attention take 16 bit only, and the memory-efficient kernel takes
     as many keys' heads as queries' heads. With grouped heads torch would materialize the scores there.
     """
-    return query.device.type == "cuda" and query.dtype == torch.float32
+    return heads.device.type == "cuda" and heads.dtype == torch.float32
 
 
 def repeat_heads(heads: Tensor, query: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from harness.config.hf_model_info import HFModelInfo
 from harness.config.model import ModelConfig
+from harness.models.decoder import repeats_grouped_heads
 from harness.util.errors import UserError
 from harness.util.text import one_line
 
@@ -52,11 +53,29 @@ def build_hf_model(model: ModelConfig, info: HFModelInfo) -> nn.Module:
     """Return the model that a run trains: parameters on the meta device, buffers on the host with their values."""
     from accelerate import init_empty_weights
 
+    repeat_grouped_heads()
     config = load_hf_config(info.config, model.path)
     with init_empty_weights(include_buffers=False):
         built = instantiate(config, ATTENTION_IMPLEMENTATIONS[model.attention], model.path)
     built.tie_weights()  # type: ignore[operator]  # init_empty_weights replaced each parameter and undid the tying
     return built
+
+
+@functools.cache
+def repeat_grouped_heads() -> None:
+    """Let the library's attention repeat grouped heads wherever the decoder does, for as long as this process lives.
+
+    Its own rule (transformers/integrations/sdpa_attention.py) hands grouped keys to torch unless there is a mask, in
+    fp32 on CUDA too, where torch then materializes the scores. Keys that the rule refuses are repeated by the library.
+    """
+    from transformers.integrations import sdpa_attention
+
+    rule_of_library = sdpa_attention.use_gqa_in_sdpa
+
+    def use_gqa_in_sdpa(attention_mask: Tensor | None, key: Tensor, *others: Tensor) -> bool:
+        return not repeats_grouped_heads(key) and rule_of_library(attention_mask, key, *others)
+
+    sdpa_attention.use_gqa_in_sdpa = use_gqa_in_sdpa
 
 
 @functools.cache

@@ -10,11 +10,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.models import init_weights
+from harness.config.hf_model_info import HFModelInfo
+from harness.config.model import ModelConfig
+from harness.models import hf_library, init_weights
 
 # Functions that compute ranks and boxes by small tensors on the host, and read their values.
 _READ_VALUES: tuple[tuple[Any, str], ...] = (
@@ -43,6 +46,28 @@ def without_fake_mode(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments, **keywords)
 
     return wrapper
+
+
+def build_hf_model_within(mode: FakeTensorMode, stack: ExitStack) -> Callable[[ModelConfig, HFModelInfo], nn.Module]:
+    """Return hf_library.build_hf_model, whose parameters and buffers become tensors of the mode.
+
+    Accelerate's init_empty_weights cannot move a fake parameter to the meta device. Nor can transformers read whether a
+    sequence's positions are consecutive, as those of the harness are: until the stack is closed, it takes them so.
+    """
+    build_hf_model = without_fake_mode(hf_library.build_hf_model)
+
+    def build(model: ModelConfig, info: HFModelInfo) -> nn.Module:
+        from transformers import masking_utils
+
+        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None))
+        built: nn.Module = build_hf_model(model, info)
+        for module in built.modules():
+            for tensors in (module._parameters, module._buffers):
+                fakes = {name: mode.from_tensor(tensor) for name, tensor in tensors.items() if tensor is not None}
+                tensors.update(fakes)
+        return built
+
+    return build
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
@@ -85,4 +110,5 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         stack.enter_context(mock.patch.dict(fake_impls.op_implementations_dict, _OPERATORS))
         mode = stack.enter_context(FakeTensorMode())
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", swap_within(mode)))
+        stack.enter_context(mock.patch.object(hf_library, "build_hf_model", build_hf_model_within(mode, stack)))
         yield mode

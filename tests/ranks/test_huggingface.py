@@ -34,6 +34,7 @@ from harness.records.schema import Record
 from harness.report.claims import claims
 from harness.runner.record import config_columns
 from harness.runner.resolve import resolve_run_config
+from harness.simulator.process import StepRequest, simulate_steps
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
 from tests.support import commands, faults
@@ -177,7 +178,7 @@ def test_a_tensor_parallel_rank_holds_its_share_of_every_layer(tmp_path: Path, k
 
 
 def test_the_observed_attention_kernel_decides_the_expected_operations(tmp_path: Path) -> None:
-    """The model is inspected on a CPU and run on a GPU: math takes fp32's grouped heads, and a fused kernel drops."""
+    """The model is inspected on a CPU and run on a GPU, where a fused kernel drops and other kernels may be chosen."""
     for kind, is_fused in (("llama", True), ("gpt2", False)):
         config = config_of(folder(tmp_path, kind), "strategy=single")
         layout, scores = (
@@ -193,6 +194,20 @@ def test_the_observed_attention_kernel_decides_the_expected_operations(tmp_path:
                 profiled = {"flops": flops, "attention_kernels": [reported]}
                 ranks = [RankReport.from_json({"devices": 1, "profiled": profiled})]
                 assert bool(flops_problems(config, layout, StateWidths(4, 4, 8, 4), ranks)) == (reported != kernel)
+
+
+def test_grouped_heads_run_as_a_fused_kernel_on_cuda(tmp_path: Path) -> None:
+    """In fp32 no fused kernel takes groups, and the library's own rule (use_gqa_in_sdpa) asks for none of them."""
+    path, small = folder(tmp_path, "llama"), ("train.global_batch=1", "train.micro_batch=1")
+    cases = {"strategy=tp checkpointing=full precision=fp32": 2, "strategy=single precision=bf16_mixed": 1}
+    configs = [config_of(path, *small, *overrides.split()) for overrides in cases]
+    layouts = [resolve_layout(config.strategy, ranks) for config, ranks in zip(configs, cases.values(), strict=True)]
+    requests = [StepRequest(config, layout) for config, layout in zip(configs, layouts, strict=True)]
+    reports = simulate_steps(requests, Path("~/.cache/harness"))
+    assert [report.traceback for report in reports] == ["", ""]
+    assert [report.profiled.attention_kernels for report in reports] == [["efficient"], ["flash"]]
+    for config, layout, report in zip(configs, layouts, reports, strict=True):
+        assert layout.world_size * report.profiled.flops == executed_flops(config, layout, "cuda")
 
 
 @pytest.mark.long
