@@ -25,3 +25,16 @@ def keeps_grad_buffers(config: RunConfig, layout: Layout) -> bool:
     if layout.data_parallel == "ddp":
         return config.strategy.gradient_as_bucket_view and not config.precision.is_mixed
     return layout.data_parallel != "fsdp" and layout.dp_enabled
+
+
+def gloo_gather_peak(config: RunConfig, layout: Layout, widths: StateWidths, parameters: int) -> dict[str, int]:
+    """Return a rank's bytes while DeepSpeed's stages 1 and 2 gather the new parameters, which gloo does in a flat copy.
+
+    The reduction buckets are freed by then, and so are the gradients, but for those of BF16_Optimizer.
+    """
+    if not layout.uses_deepspeed_zero or layout.zero_stage == 3:
+        return {}
+    copy = config.precision.compute_bytes * parameters if layout.dp_shard > 1 else 0
+    if layout.zero_stage == 1 and widths.gradients > config.precision.accumulate_bytes:
+        return {"gradients": widths.gradients * parameters, "buffers": copy}
+    return {"buffers": copy - widths.buffer_bytes}

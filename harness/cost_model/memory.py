@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.activations import loss_tensors
-from harness.cost_model.buffers import buffer_tensors, keeps_grad_buffers
+from harness.cost_model.buffers import buffer_tensors, gloo_gather_peak, keeps_grad_buffers
 from harness.cost_model.pipeline import BackwardStart, backward_starts
 from harness.cost_model.stage_activations import host_gradient_bytes
 from harness.cost_model.stage_memory import Bytes, StageCost, local_parameter_count, stage_costs
@@ -161,6 +161,8 @@ def estimate_rank_memory(
     peaks.append(dict.fromkeys(peaks[0], 0) | {"gradients": sum(gradients), "temporaries": temporaries})
     copied = gradient_copy_bytes(config, layout, widths, total)
     peaks.append(dict.fromkeys(peaks[0], 0) | {"gradients": sum(gradients), "temporaries": copied})
+    if device == "cpu":
+        peaks.append(dict.fromkeys(peaks[0], 0) | gloo_gather_peak(config, layout, widths, total))
     highest = max(peaks, key=lambda peak: sum(peak.values()))
     highest["buffers"] += buffer_bytes
     return MemoryEstimate(

@@ -30,7 +30,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
         padding="elements" if layout.zero_stage == 3 else "partition",
         parameter_alignment=parameter_alignment(config),
         reduce_bucket_elements=int(config.strategy.options.get("reduce_bucket_size", 5e8)),
-        buffer_bytes=bucket_bytes(config) + (staging_bytes(config, layout) if offloads else 0),
+        buffer_bytes=bucket_bytes(config, layout) + (staging_bytes(config, layout) if offloads else 0),
         recomputes_last_projection=replaces_linear,
         tp_allreduces_per_layer=7,  # 2 in forward, and 1 in backward for each of 5 column-parallel layers
         host_gradients=host_gradient_width(config, layout) if offloads else 0,
@@ -38,23 +38,36 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     )
 
 
-def bucket_bytes(config: "RunConfig") -> int:
-    """Return the bytes of the reduction buckets, in the width of the reduction.
+def bucket_bytes(config: "RunConfig", layout: "Layout") -> int:
+    """Return the bytes of the reduction buckets.
 
-    There is one bucket, and in stages 1 and 2 with overlap_comm a second to fill while the first is sent.
+    There is one bucket, and in stages 1 and 2 with overlap_comm a second to fill while the first is sent. They have the
+    width of the reduction, but in stage 2 that of the gradients that backward computes (stage_1_and_2.py,
+    _gradient_reduction_buffer_dtype). BF16_Optimizer has none.
     """
-    options = config.strategy.options
-    has_second_bucket = config.strategy.zero_stage < 3 and options.get("overlap_comm", False)
-    elements = int(options.get("reduce_bucket_size", 5e8)) * (2 if has_second_bucket else 1)
-    return elements * config.precision.reduce_bytes
+    if uses_bf16_optimizer(config, layout):
+        return 0
+    options, stage, precision = config.strategy.options, layout.zero_stage, config.precision
+    buckets = 2 if stage < 3 and options.get("overlap_comm", False) else 1
+    width = precision.compute_bytes if stage == 2 else precision.reduce_bytes
+    return buckets * int(options.get("reduce_bucket_size", 5e8)) * width
+
+
+def uses_bf16_optimizer(config: "RunConfig", layout: "Layout") -> bool:
+    """Return whether DeepSpeed trains by BF16_Optimizer: in stage 1 where bf16 gradients are summed in fp32.
+
+    Offload and the reduction of each gradient to the rank that owns it are the other stage-1 optimizer's.
+    """
+    is_plain = layout.offload == "none" and not reduces_to_owner_rank(config)
+    return layout.zero_stage == 1 and config.precision.is_mixed and is_plain
 
 
 def gradient_width(config: "RunConfig", layout: "Layout") -> int:
     """Return the most bytes per element that the layout's shards of gradients take at a time, without buckets."""
     stage, mixed, options = layout.zero_stage, config.precision.is_mixed, config.strategy.options
     width = config.precision.accumulate_bytes
-    if stage == 1 and mixed and not reduces_to_owner_rank(config):
-        return 6  # BF16_Optimizer: fp32 sums, and the bf16 gradients of the last micro-batch
+    if uses_bf16_optimizer(config, layout):
+        return 6  # fp32 sums, and the bf16 gradients of the last micro-batch
     if stage == 2 and not mixed and layout.grad_accumulation_steps(config.train) > 1:
         return 2 * width  # the sum so far, and the next micro-batch's gradient
     if stage == 2 and mixed and options.get("reduce_bucket_size", 5e8) < config.model.hidden_size**2:
