@@ -10,7 +10,6 @@ from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_me
 from harness.cost_model.remedies import Choices, Variant, remedies, smaller_model
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout
-from harness.layout.parameters import parameter_count
 from harness.layout.state_widths import StateWidths
 
 MIN_REPORTED_SHARE = 0.005  # of a rank's bytes: the message leaves out smaller parts
@@ -48,7 +47,6 @@ def capacity_problem(
     choices = choices or same_layout_choices(config, layout, widths, models)
     memory = estimate_memory(config, layout, widths, device)
     host_problem = host_capacity_problem(config, memory, ranks_on_host, host_available_bytes)
-    host_problem = host_problem or host_copy_problem(config, widths, ranks_on_host, host_available_bytes)
     if host_problem:
         return host_problem
     budget = config.cluster.memory_budget_bytes
@@ -66,7 +64,6 @@ def capacity_problem(
         trial = estimate_memory(changed, variant.layout, variant.widths, device)
         fits = needed_bytes(trial, ranks, device) <= available_bytes and fits_budget(budget, trial)
         fits = fits and not host_capacity_problem(changed, trial, ranks, host_available_bytes)
-        fits = fits and not host_copy_problem(changed, variant.widths, ranks, host_available_bytes)
         return trial.peak_bytes + process_bytes if fits else None
 
     offers = list(remedies(config, layout, choices, rank_bytes_if_fitting))
@@ -124,20 +121,4 @@ def host_capacity_problem(
         f" {format_bytes(needed // ranks_on_host)} a rank x {ranks_on_host} ranks of the host ="
         f" {format_bytes(needed)}, {format_bytes(available_bytes)} are available:"
         " choose less offload, preflight=false to try, or a smaller model"
-    )
-
-
-def host_copy_problem(
-    config: RunConfig, widths: StateWidths, ranks_on_host: int, available_bytes: int | None
-) -> str | None:
-    """Return why the whole models that an engine builds on the host, one for each rank, do not fit; None if they do."""
-    rank_bytes = widths.host_copy * parameter_count(config.model) + PROCESS_BYTES["cpu"]
-    needed = rank_bytes * ranks_on_host
-    if not widths.host_copy or available_bytes is None or needed <= available_bytes:
-        return None
-    return (
-        f"strategy.engine={config.strategy.engine} builds the whole model={config.model.name} on the host for every"
-        f" rank before it shards: {format_bytes(rank_bytes)} x {ranks_on_host} ranks = {format_bytes(needed)},"
-        f" {format_bytes(available_bytes)} are available: choose strategy.engine=torch, preflight=false to try, or a"
-        " smaller model"
     )

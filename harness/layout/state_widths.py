@@ -31,6 +31,5 @@ class StateWidths:
     reduce_bucket_elements: int = 0  # of DeepSpeed, which reduces a larger gradient by itself
     recomputes_last_projection: bool = False  # a checkpointed layer runs again to its end; torch stops before its last
     tp_allreduces_per_layer: int = 4  # of hidden states over tensor-parallel ranks, in a layer's forward and backward
-    host_copy: int = 0  # of every parameter, whole, on each rank's host until it is sharded
     host_gradients: int = 0
     host_buffer_bytes: int = 0  # in total

@@ -83,7 +83,7 @@ def assert_proven(record: Record) -> None:
         (
             accelerate_entries.sharding_ignored,
             "fsdp_full_shard",
-            "returned a DistributedDataParallel instead of an FSDPModule",
+            "Accelerate dropped its plugin for FSDP2",
         ),
         pytest.param(
             *(accelerate_entries.one_group, "fsdp_full_shard", "groups of 4 layers, embedding and head"),

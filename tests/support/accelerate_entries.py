@@ -15,7 +15,10 @@ from harness.worker import main as worker_main
 
 
 def sharded_on_cpu(run_dir: str) -> None:
-    """Make Accelerate shard on a CPU by setting the state that it would detect on a machine with GPUs."""
+    """Make Accelerate shard on a CPU by setting the state that it would detect on a machine with GPUs.
+
+    It raises RuntimeError if the model has values before it is sharded.
+    """
 
     def accelerator_of(config: Any, layout: Any, model: Any) -> Accelerator:
         accelerator = Accelerator(cpu=True, mixed_precision="no")
@@ -26,6 +29,14 @@ def sharded_on_cpu(run_dir: str) -> None:
         )
         state.device_mesh = state.parallelism_config.get_device_mesh("cpu")
         state.distributed_type = DistributedType.FSDP
+        prepare = accelerator.prepare
+
+        def prepare_without_values(model: Any, *others: Any) -> Any:
+            if any(not parameter.is_meta for parameter in model.parameters()):
+                raise RuntimeError("a rank holds the whole model before it is sharded")
+            return prepare(model, *others)
+
+        accelerator.prepare = prepare_without_values  # type: ignore[method-assign]
         return accelerator
 
     fsdp.create_accelerator = accelerator_of

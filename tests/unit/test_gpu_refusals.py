@@ -151,19 +151,12 @@ def test_strategies_of_deepspeed_without_deepspeed_are_refused(strategy: str, mo
     )
 
 
-def test_whole_models_on_the_host_are_counted() -> None:
-    """Accelerate shards a model that every rank has built: eight times 25 GiB for model=7b."""
+def test_a_sharded_model_of_accelerate_needs_no_host_memory() -> None:
+    """No rank ever holds the whole model: eight times 25 GiB for model=7b would not fit."""
     seven = compose_config(
         *("strategy=fsdp_full_shard", "strategy.engine=accelerate", "model=7b", "precision=bf16_mixed"),
         *("train.global_batch=8", "train.micro_batch=1", "checkpointing=full"),
     )
-    problem = capacity_problem(make_plan(seven, gpus()), ())
-    assert problem is not None and problem.startswith(
-        "strategy.engine=accelerate builds the whole model=7b on the host"
-    )
-    assert "8 ranks = 20" in problem and "200.0 GiB are available" in problem
-    assert capacity_problem(make_plan(seven, gpus(host_free_bytes=300 * GIB)), ()) is None
-    by_torch = dataclasses.replace(seven, strategy=dataclasses.replace(seven.strategy, engine="torch"))
-    assert capacity_problem(make_plan(by_torch, gpus()), ()) is None
+    assert capacity_problem(make_plan(seven, gpus(host_free_bytes=100 * GIB)), ()) is None
     with pytest.raises(UserError):
         make_plan(seven, dataclasses.replace(gpus(), device="cpu"))

@@ -6,7 +6,6 @@ Accelerate's task here, so its autocast and its gradient accumulation stay off. 
 configured layout before the first step; a RuntimeError names the difference.
 """
 
-import dataclasses
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -125,10 +124,8 @@ def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[
 
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
-    """Return the wrapped engine's widths. Before fully_shard, Accelerate has the whole model on every rank's host."""
-    widths = backing_engine(layout).state_widths(config, layout)
-    has_host_copy = layout.data_parallel == "fsdp"
-    return dataclasses.replace(widths, host_copy=config.precision.master_bytes) if has_host_copy else widths
+    """Return the wrapped engine's widths."""
+    return backing_engine(layout).state_widths(config, layout)
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:

@@ -1,12 +1,11 @@
 """fully_shard and the optimizer by Accelerator.prepare with its plugin for FSDP2, with Accelerate's own backward.
 
-This follows the source of Accelerate 1.15 (utils/fsdp_utils.py). Accelerate needs the whole model with its values
-before it shards. The model is on the host then, so that a device never holds more than one group. Accelerate forms a
-group of each layer, which it recognizes by the name of its class; the final norm is a group of its own. Accelerate
-leaves norm and root gathered until backward, which matches neither the memory nor the communication volume of ZeRO-3,
-so set_reshard_after_forward overrides this for all groups. Gradients of micro-batches are reduced as in the torch
-engine, by fully_shard's own switches: Accelerate's no_sync would keep unsharded gradients, which stages 2 and 3 must
-not keep.
+This follows the source of Accelerate 1.15 (utils/fsdp_utils.py). Accelerate shards the model on the meta device, and
+its shards get their values afterwards, so that no rank ever holds the whole model. Accelerate forms a group of each
+layer, which it recognizes by the name of its class; the final norm is a group of its own. Accelerate leaves norm and
+root gathered until backward, which matches neither the memory nor the communication volume of ZeRO-3, so
+set_reshard_after_forward overrides this for all groups. Gradients of micro-batches are reduced as in the torch engine,
+by fully_shard's own switches: Accelerate's no_sync would keep unsharded gradients, which stages 2 and 3 must not keep.
 """
 
 import torch
@@ -39,16 +38,22 @@ class AccelerateFSDP(FSDPParams):
 
 
 def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device, probe: Probe) -> Engine:
-    """Build a TorchEngine around what Accelerate prepares; raise RuntimeError if that is not this layout."""
+    """Build a TorchEngine around what Accelerate prepares; raise RuntimeError if that is not this layout.
+
+    Accelerate prepares no model without an optimizer, whose parameters it finds again by their addresses. On the meta
+    device they have none, so that the optimizer that trains is made of the shards, and prepared by itself.
+    """
     model = build_meta_model(config, probe)
     accelerator = create_accelerator(config, layout, model)
-    host, master = torch.device("cpu"), getattr(torch, config.precision.master)
-    materialize(model, config.model, config.train.seed, device, master, storage_device=host)
-    prepared, optimizer = accelerator.prepare(model, build_adamw(list(model.parameters()), config.train))
+    if not accelerator.is_fsdp2:
+        raise RuntimeError(f"Accelerate dropped its plugin for FSDP2: it would train as {accelerator.distributed_type}")
+    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     if not isinstance(prepared, FSDPModule):
         raise RuntimeError(f"Accelerator.prepare returned a {type(prepared).__name__} instead of an FSDPModule")
     prepared.set_reshard_after_forward(layout.zero_stage == 3)
     verify_prepared(prepared, config, layout)
+    materialize(model, config.model, config.train.seed, device, getattr(torch, config.precision.master))
+    optimizer = accelerator.prepare_optimizer(build_adamw(list(model.parameters()), config.train))
     parts = [*model.embedding_and_head_groups()[0], *model.layers_by_index().values()]
     end_backward_prefetch(next(part for part in parts if isinstance(part, FSDPModule)))
     parallel = AccelerateFSDP(model, layout.zero_stage)  # sharded in place
