@@ -8,16 +8,18 @@ from typing import Any
 class HFModelInfo:
     """A causal language model of the transformers library, as its own configuration builds it.
 
-    FLOPs are those of one sequence of train.seq_len tokens, as it runs on a CPU.
+    FLOPs are those of one sequence of train.seq_len tokens, as it runs on a CPU. Equality compares all fields; the hash
+    leaves out those that are dicts.
     """
 
-    config: dict[str, Any]  # The contents of its config.json, from which the ranks build it.
-    shapes: dict[str, tuple[int, ...]]  # The shape of every parameter by its name; a tied one appears once.
+    config: dict[str, Any] = field(hash=False)  # The contents of its config.json, from which the ranks build it.
+    # The shape of every parameter by its name; a tied one appears once.
+    shapes: dict[str, tuple[int, ...]] = field(hash=False)
     layers: tuple[str, ...]  # The paths of the decoder layers, in order.
     head: str  # The path of the head.
     # The tensor-parallel style of each module by its path: a key of harness.layout.tensor_plan.SHARD_DIM, or the
     # library's name of a style that is not supported.
-    tensor_plan: dict[str, str]
+    tensor_plan: dict[str, str] = field(hash=False)
     # The paths of modules in layers that the recomputation of a checkpointed layer does not run to their end.
     not_recomputed_modules: tuple[str, ...] = field(metadata={"old_key": "unfinished"})
     # Whether all of these are nn.Linear modules, and none calls torch's functions in another way.

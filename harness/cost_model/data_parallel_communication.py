@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
+from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.layout.layout import Layout
@@ -28,16 +30,35 @@ class SentElements:
 
 def even_elements(config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage) -> SentElements:
     """Return the elements of the papers, in which every rank has an even share of every parameter."""
-    shares = local_numel(config.model, layout, stage)
-    reductions = reductions_per_step(config, layout)
-    return SentElements(
-        gathered=sum(gathers_per_step(config, layout, widths, name) * share for name, share in shares.items()),
-        reduced=reductions * sum(shares.values()),
-    )
+    once = _even_elements_once(config.model, config.checkpointing, layout, widths, stage)
+    return _in_a_step(config, layout, once)
 
 
 def padded_elements(config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage, rank: int) -> SentElements:
-    """Return the elements that this rank moves, with its own part of every parameter and the padding of the shards.
+    """Return the elements that this rank moves, with its own part of every parameter and the padding of the shards."""
+    once = _padded_elements_once(config.model, config.checkpointing, layout, widths, stage, rank)
+    return _in_a_step(config, layout, once)
+
+
+def _in_a_step(config: RunConfig, layout: Layout, once: SentElements) -> SentElements:
+    """Return the elements that move in a step, from those of one gathering or one reduction."""
+    return SentElements(gatherings(config, layout) * once.gathered, reductions_per_step(config, layout) * once.reduced)
+
+
+@lru_cache(maxsize=1024)
+def _even_elements_once(
+    model: ModelConfig, checkpointing: CheckpointingConfig, layout: Layout, widths: StateWidths, stage: Stage
+) -> SentElements:
+    shares = local_numel(model, layout, stage)
+    gathered = sum(gathers(model, checkpointing, layout, widths, name) * share for name, share in shares.items())
+    return SentElements(gathered, sum(shares.values()))
+
+
+@lru_cache(maxsize=1024)
+def _padded_elements_once(
+    model: ModelConfig, checkpointing: CheckpointingConfig, layout: Layout, widths: StateWidths, stage: Stage, rank: int
+) -> SentElements:
+    """Return the elements with their padding.
 
     `widths.padding` says what is padded to a multiple of the shards' number. rows: the first dimension of every
     parameter (fully_shard: torch.distributed.fsdp._fully_shard._fsdp_collectives). elements: every flat parameter
@@ -45,19 +66,20 @@ def padded_elements(config: RunConfig, layout: Layout, widths: StateWidths, stag
     parameters that stages 1 and 2 gather, and no gradient (stage_1_and_2.py, flatten_dense_tensors_aligned).
     """
     shards = layout.axes_size(layout.sharding_axes)
-    sizes = {name: math.prod(shape) for name, shape in local_shapes(config.model, layout, stage, rank).items()}
+    shapes = local_shapes(model, layout, stage, rank)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     if widths.padding == "rows":
-        for name, (rows, *rest) in local_shapes(config.model, layout, stage, rank).items():
+        for name, (rows, *rest) in shapes.items():
             sizes[name] = _round_up(rows, shards) * math.prod(rest)
     elif widths.padding == "elements":
         sizes = {name: _round_up(size, shards) for name, size in sizes.items()}
-    gathered = sum(gathers_per_step(config, layout, widths, name) * size for name, size in sizes.items())
+    gathered: float = sum(gathers(model, checkpointing, layout, widths, name) * size for name, size in sizes.items())
     if widths.padding == "partition":
         last = list(sizes.values())[-1]
         unaligned = sum(_round_up(size, widths.parameter_alignment) for size in sizes.values())
         unaligned += last - _round_up(last, widths.parameter_alignment)
         gathered = _round_up(unaligned, FLAT_ALIGNMENT * shards)
-    return SentElements(gathered, reductions_per_step(config, layout) * sum(sizes.values()))
+    return SentElements(gathered, sum(sizes.values()))
 
 
 def dp_bytes(
@@ -86,24 +108,30 @@ def reductions_per_step(config: RunConfig, layout: Layout) -> int:
     return layout.grad_accumulation_steps(config.train) if layout.zero_stage >= 2 else 1
 
 
-def gathers_per_step(config: RunConfig, layout: Layout, widths: StateWidths, name: str) -> int:
-    """Return how often a step gathers this parameter when none is cached between uses.
+def gatherings(config: RunConfig, layout: Layout) -> int:
+    """Return how often a step gathers parameters as `gathers` counts them: once, or in stage 3 in every micro-batch."""
+    return layout.grad_accumulation_steps(config.train) if layout.zero_stage == 3 else 1
 
-    Stages 1 and 2 gather it once. Stage 3 gathers it twice in every micro-batch. Where each use gathers, a parameter of
-    a recomputed layer, even of a selectively recomputed one, is gathered a third time; the layer's last projection is
-    an exception, before which the recomputation stops unless dropout follows it. A tied embedding has two uses.
+
+def gathers(
+    model: ModelConfig, checkpointing: CheckpointingConfig, layout: Layout, widths: StateWidths, name: str
+) -> int:
+    """Return how often this parameter is gathered in a step, or in stage 3 in a micro-batch, if none is cached.
+
+    Stages 1 and 2 gather it once. Stage 3 gathers it twice. Where each use gathers, a parameter of a recomputed layer,
+    even of a selectively recomputed one, is gathered a third time; the layer's last projection is an exception, before
+    which the recomputation stops unless dropout follows it. A tied embedding has two uses.
     """
     if layout.zero_stage < 3:
         return min(1, layout.zero_stage)
-    model, profile, uses = config.model, model_profile(config.model), 1
+    if not widths.gathers_for_each_use:
+        return 2
+    profile = model_profile(model)
     layer = profile.layer_index(name)
-    is_recomputed = layer is not None and config.checkpointing.recomputes_layer(layer)
-    runs_again = model.dropout > 0 or profile.recomputes_to_end(name.rpartition(".")[0])
-    if widths.gathers_for_each_use and is_recomputed and runs_again:
-        return layout.grad_accumulation_steps(config.train) * 3
-    if widths.gathers_for_each_use and name == tied_matrix(model):
-        uses = 2
-    return layout.grad_accumulation_steps(config.train) * 2 * uses
+    is_recomputed = layer is not None and checkpointing.recomputes_layer(layer)
+    if is_recomputed and (model.dropout > 0 or profile.recomputes_to_end(name.rpartition(".")[0])):
+        return 3
+    return 4 if name == tied_matrix(model) else 2
 
 
 def tied_matrix(model: ModelConfig) -> str | None:

@@ -1,6 +1,7 @@
 """The bytes that a pass through a pipeline stage keeps for backward, and when. Imports no torch."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -123,10 +124,10 @@ def weight_grad_only_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: 
     """
     block, norm = block_tensors(shape), head_tensors(shape, stage)
     head, left = sum(norm.values()), saved_by_layers_bytes(shape, stage, checkpointing)
-    for layer in stage.layer_indices:
-        left -= layer_weight_grad_bytes(shape, checkpointing, layer)
+    for layer, count in layers_by_kind(checkpointing, stage.layer_indices):
+        left -= count * layer_weight_grad_bytes(shape, checkpointing, layer)
         if checkpointing.recomputes_layer(layer):
-            left += sum(recomputed_tensors(shape, checkpointing, layer).values())
+            left += count * sum(recomputed_tensors(shape, checkpointing, layer).values())
     freed = weight_pass_bytes(norm, shape) + layer_norm_statistics_bytes(norm, shape)
     used_by_last_layer = layer_weight_grad_bytes(shape, checkpointing, stage.layer_indices[-1])
     used_by_last_matrix = head - freed + norm["norm.output"] if norm else block["mlp.product"]
@@ -146,7 +147,15 @@ def saved_by_layers_bytes(
         0 if shape.model.architecture.learned_positions else 2 * seq_len * shape.model.head_dim * shape.width
     )
     shared = rotary_tables + saved_by_embedding_bytes(shape, stage)
-    return shared + sum(sum(layer_activations(shape, checkpointing, layer).values()) for layer in indices)
+    kinds = layers_by_kind(checkpointing, indices)
+    return shared + sum(count * sum(layer_activations(shape, checkpointing, layer).values()) for layer, count in kinds)
+
+
+def layers_by_kind(checkpointing: CheckpointingConfig, layers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return one of these layers that is recomputed and one that is not, each with the number of those like it."""
+    examples = {checkpointing.recomputes_layer(layer): layer for layer in layers}
+    counts = Counter(map(checkpointing.recomputes_layer, layers))
+    return [(layer, counts[is_recomputed]) for is_recomputed, layer in examples.items()]
 
 
 def saved_by_embedding_bytes(shape: MicroBatchShape, stage: Stage) -> int:

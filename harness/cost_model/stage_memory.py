@@ -6,6 +6,7 @@ Imports no torch.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
@@ -31,6 +32,7 @@ from harness.layout.state_widths import StateWidths
 Bytes = dict[str, int]  # by what fills them: gradients, buffers, activations, loss, temporaries
 
 
+@lru_cache(maxsize=1024)
 def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int | None = None) -> int:
     """Return the number of a stage's parameters on the tensor-parallel rank that has most of them.
 

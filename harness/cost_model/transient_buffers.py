@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
@@ -70,6 +71,7 @@ def group_name(parameter: str, model: ModelConfig) -> str:
     return "embedding" if parameter in profile.embedding_shapes and not model.tie_word_embeddings else "head"
 
 
+@lru_cache(maxsize=1024)
 def group_sizes(model: ModelConfig, layout: Layout, stage: Stage, by_parameter: bool) -> GroupSizes:
     """Return the sizes of a stage's groups, or of the largest parameter of each group."""
     sizes = parameter_groups(model, layout, stage)

@@ -1,5 +1,7 @@
 """The counts of a model's parameters, from its configuration alone."""
 
+from functools import lru_cache
+
 from harness.config.model import ModelConfig
 from harness.layout.model_profile import model_profile
 from harness.layout.shapes import Shapes, numel
@@ -10,6 +12,7 @@ def parameter_count(model: ModelConfig) -> int:
     return numel(model_profile(model).parameter_shapes)
 
 
+@lru_cache(maxsize=128)
 def layer_parameter_count(model: ModelConfig) -> int:
     """Return the number of parameters of one decoder layer; the first represents all of them."""
     return numel(_first_layer_shapes(model))

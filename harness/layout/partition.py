@@ -1,13 +1,16 @@
 """The partition of a model along the tensor-parallel and the pipeline-parallel axis, without torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 
 from harness.config.model import ModelConfig
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.parameters import layer_parameter_count
-from harness.layout.shapes import Shapes, numel
+from harness.layout.shapes import numel
 from harness.layout.tensor_plan import SHARD_DIM
 from harness.util.errors import UserError
 
@@ -102,21 +105,26 @@ def stages_of_rank(model: ModelConfig, layout: Layout, rank: int) -> list[Stage]
     return split_into_stages(model, layout)[layout.coordinates(rank)["pp"] :: layout.pp]
 
 
-def local_numel(model: ModelConfig, layout: Layout, stage: Stage) -> dict[str, float]:
+@lru_cache(maxsize=128)
+def local_numel(model: ModelConfig, layout: Layout, stage: Stage) -> Mapping[str, float]:
     """Return the elements of each of a stage's parameters on one tensor-parallel rank, before data-parallel sharding.
 
     They are an even share: fractions where a dimension cannot be cut evenly.
     """
     shapes = model_profile(model).parameter_shapes.items()
-    return {name: math.prod(shape) / tp_shards(name, model, layout) for name, shape in shapes if stage.holds(name)}
+    return MappingProxyType(
+        {name: math.prod(shape) / tp_shards(name, model, layout) for name, shape in shapes if stage.holds(name)}
+    )
 
 
-def local_shapes(model: ModelConfig, layout: Layout, stage: Stage, rank: int) -> Shapes:
+@lru_cache(maxsize=128)
+def local_shapes(model: ModelConfig, layout: Layout, stage: Stage, rank: int) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of a stage's parameters on this rank, before data-parallel sharding.
 
     A dimension that cannot be cut evenly has equal parts but for the last, as torch.chunk cuts it.
     """
-    coordinate, shapes = layout.coordinates(rank)["tp"], {}
+    coordinate = layout.coordinates(rank)["tp"]
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in model_profile(model).parameter_shapes.items():
         if stage.holds(name):
             cut, sizes = tp_shard_dim_under(name, model, layout), list(shape)
@@ -124,7 +132,7 @@ def local_shapes(model: ModelConfig, layout: Layout, stage: Stage, rank: int) ->
                 part = math.ceil(shape[cut] / layout.tp)
                 sizes[cut] = max(0, min(part, shape[cut] - coordinate * part))
             shapes[name] = tuple(sizes)
-    return shapes
+    return MappingProxyType(shapes)
 
 
 def embedding_and_head_in_layers(model: ModelConfig) -> tuple[float, float]:
@@ -133,6 +141,7 @@ def embedding_and_head_in_layers(model: ModelConfig) -> tuple[float, float]:
     return numel(profile.embedding_shapes) / layer, numel(profile.head_shapes) / layer
 
 
+@lru_cache(maxsize=128)
 def balanced_layers(depth: int, first: float, last: float, count: int) -> tuple[int, ...]:
     """Return the layers per stage for which the largest stage is as small as possible.
 

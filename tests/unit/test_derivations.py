@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,29 @@ def test_the_command_prints_all_or_some(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([str(tmp_path)]) == 2 and "results/NAME/RUN" in capsys.readouterr().err
     write_record(tmp_path / "failed", record.with_row(status="oom", reason="rank 1"))
     assert main([str(tmp_path / "failed")]) == 2 and "its status is oom" in capsys.readouterr().err
+
+
+def deep(record: Record, layers: int, seq_len: int) -> Record:
+    """Return the record of a run of so many layers, with the peak that is predicted for it."""
+    sizes = {"model": record.config["model"] | {"num_hidden_layers": layers}}
+    sizes["train"] = record.config["train"] | {"seq_len": seq_len}
+    changed = dataclasses.replace(record, config=record.config | sizes)
+    setting = read_setting(changed)
+    assert setting
+    predicted = estimate_memory(setting.config, setting.layout, setting.widths, setting.device)
+    return changed.with_row(predicted_peak_bytes=predicted.peak_bytes)
+
+
+def test_a_deep_model_is_derived_as_fast_as_a_shallow_one(recorded: list[Record]) -> None:
+    """The fault was a walk over every parameter of every layer, and a new balance of stages, for each line."""
+    for record in recorded:
+        seconds = {}
+        for layers in (8, 80):
+            lines = [deep(record, layers, seq_len) for seq_len in range(16, 112, 16)]
+            took = []
+            for line in lines:
+                started = time.process_time()
+                assert "predicted_peak_bytes" in derive(line)
+                took.append(time.process_time() - started)
+            seconds[layers] = min(took)
+        assert seconds[80] < 3 * seconds[8], record.row["strategy"]
