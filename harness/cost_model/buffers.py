@@ -7,6 +7,10 @@ from harness.layout.layout import Layout
 from harness.layout.partition import Stage, local_numel
 from harness.layout.state_widths import StateWidths
 
+# The sizes of DDP's buckets, by default.
+FIRST_BUCKET_BYTES = 2**20
+BUCKET_MEBIBYTES = 25
+
 
 def buffer_tensors(config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage]) -> dict[str, int]:
     """Return the bytes of the buffers that a rank with these stages keeps through a step, by name."""
@@ -18,6 +22,21 @@ def buffer_tensors(config: RunConfig, layout: Layout, widths: StateWidths, stage
         total = sum(sum(local_numel(config.model, layout, stage).values()) for stage in stages)
         buffers["ddp_buckets"] = round(copies * total * config.precision.compute_bytes)
     return buffers
+
+
+def last_bucket_elements(config: RunConfig, layout: Layout, stage: Stage) -> float:
+    """Return the elements of the larger one of the two buckets that DDP reduces last.
+
+    DDP fills buckets in the order in which gradients are computed, and closes each once it has reached its limit
+    (torch.nn.parallel.distributed, _DEFAULT_FIRST_BUCKET_BYTES and bucket_cap_mb).
+    """
+    options, limit, buckets = config.strategy.ddp_options, FIRST_BUCKET_BYTES, [0.0]
+    for size in reversed(local_numel(config.model, layout, stage).values()):
+        if buckets[-1] * config.precision.compute_bytes >= limit:
+            limit = int(options.get("bucket_cap_mb", BUCKET_MEBIBYTES)) * 2**20
+            buckets.append(0)
+        buckets[-1] += size
+    return max(buckets[-2:])
 
 
 def keeps_grad_buffers(config: RunConfig, layout: Layout) -> bool:

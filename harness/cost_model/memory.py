@@ -157,10 +157,10 @@ def estimate_rank_memory(
     keeps_gradients = keeps_grad_buffers(config, layout)
     keeps_sent = layout.schedule != "1f1b"  # torch's other schedules wait for all sends at the end of the step
     peaks = [peak for start in starts for peak in step_peaks(costs, gradients, keeps_gradients, start, keeps_sent)]
-    temporaries = optimizer_temporary_bytes(config, layout, total)
-    peaks.append(dict.fromkeys(peaks[0], 0) | {"gradients": sum(gradients), "temporaries": temporaries})
     copied = gradient_copy_bytes(config, layout, widths, total)
-    peaks.append(dict.fromkeys(peaks[0], 0) | {"gradients": sum(gradients), "temporaries": copied})
+    temporaries = optimizer_temporary_bytes(config, layout, total) + copied * (layout.zero_stage == 3)
+    for size in (temporaries, copied):
+        peaks.append(dict.fromkeys(peaks[0], 0) | {"gradients": sum(gradients), "temporaries": size})
     if device == "cpu":
         peaks.append(dict.fromkeys(peaks[0], 0) | gloo_gather_peak(config, layout, widths, total))
     highest = max(peaks, key=lambda peak: sum(peak.values()))
@@ -200,15 +200,19 @@ def optimizer_temporary_bytes(config: RunConfig, layout: Layout, parameters: int
 
 
 def gradient_copy_bytes(config: RunConfig, layout: Layout, widths: StateWidths, parameters: int) -> int:
-    """Return the bytes of this rank's part of the gradients in a flat copy beside the whole ones.
+    """Return the bytes of this rank's part of the gradients in a flat copy beside the gradients.
 
     DeepSpeed's stage 1 makes it once they are reduced (stage_1_and_2.py, get_flat_partition); its BF16_Optimizer,
-    which holds gradients twice all the time, does not.
+    which holds gradients twice all the time, does not. Stage 3 makes it for the optimizer, of one sub-group after the
+    other (stage3.py, _prepare_fp32_grad_for_sub_group).
     """
     width = config.precision.accumulate_bytes
-    if not layout.uses_deepspeed_zero or layout.zero_stage != 1 or widths.gradients != width:
+    part = -(-width * parameters // layout.dp_shard)
+    if not layout.uses_deepspeed_zero or widths.gradients != width:
         return 0
-    return -(-width * parameters // layout.dp_shard)
+    if layout.zero_stage == 3:
+        return min(part, width * int(config.strategy.options.get("sub_group_size", 1e9)))
+    return part if layout.zero_stage == 1 else 0
 
 
 def activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:

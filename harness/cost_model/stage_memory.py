@@ -15,6 +15,7 @@ from harness.cost_model.activations import (
     logits_bytes,
     norm_gradient_bytes,
 )
+from harness.cost_model.buffers import last_bucket_elements
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape, micro_batch_shape
 from harness.cost_model.stage_activations import (
     StageActivations,
@@ -65,6 +66,7 @@ class StageCost:
     keeps_received_input: bool  # whether the stage's input is kept in the buffer that received it
     parameter_count: int
     has_16_bit_grads: bool  # whether backward computes gradients in 16 bit, which are summed in fp32
+    reduced_last_elements: float  # of DDP's last bucket, which is reduced in an fp32 copy; 0 where there is none
     transient: TransientBuffers
     groups: GroupSizes  # of the parameters that are gathered and reduced together, elements
     reduces_groups: bool  # whether gradients are reduced to shards group by group
@@ -156,6 +158,7 @@ def stage_costs(
     """Return the costs of a rank's stages; device is cpu or cuda. Without widths they have no transient buffers."""
     shape = micro_batch_shape(config, layout, device)
     norm_keeps_input = shape.width == FP32_BYTES or not shape.norm_is_decomposed  # without an fp32 copy
+    reduces_copies = layout.data_parallel == "ddp" and config.precision.is_mixed
     costs = []
     for stage in stages:
         checkpointing = config.checkpointing
@@ -175,6 +178,7 @@ def stage_costs(
                 keeps_received_input=norm_keeps_input or checkpointing.recomputes_layer(stage.first_layer),
                 parameter_count=local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp),
                 has_16_bit_grads=config.precision.is_mixed,
+                reduced_last_elements=last_bucket_elements(config, layout, stage) if reduces_copies else 0,
                 groups=group_sizes(config.model, layout, stage, by_parameter=False),
                 reduces_groups=layout.data_parallel == "fsdp",
                 transient=transient_buffers(config, layout, widths, stages, stage) if widths else TransientBuffers(),

@@ -11,15 +11,19 @@ from harness.cost_model.activations import (
     recompute_allreduce_bytes,
 )
 from harness.cost_model.attention_activations import eager_score_tensors
+from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.pipeline import BackwardStart, PassKind
 from harness.cost_model.stage_activations import LayerActivations
 from harness.cost_model.stage_memory import Bytes, StageCost
 
 
-def backward_peaks(cost: StageCost, kind: PassKind, new_gradients: int) -> Iterator[Bytes]:
+def backward_peaks(
+    cost: StageCost, kind: PassKind, new_gradients: int, reduces_copies: bool = False
+) -> Iterator[Bytes]:
     """Yield the bytes of a pass at the worst moments of its backward, in their order.
 
     `new_gradients` is the bytes of the gradients that this pass allocates; 0 if it adds to those of an earlier pass.
+    `reduces_copies` is whether DDP reduces them in this pass, in fp32 copies of its 16-bit buckets.
     """
     shape, activations, holds_head = cost.shape, cost.activations, cost.stage.holds_head
     buffers = cost.transient
@@ -66,6 +70,9 @@ def backward_peaks(cost: StageCost, kind: PassKind, new_gradients: int) -> Itera
     widened = cost.has_16_bit_grads * cost.vocabulary_grad_bytes  # the first gradient becomes the sum
     embedding_grad = widened if new_gradients else cost.grad_accumulate_bytes
     rest = max(0, cost.stage.holds_embedding * embedding_grad - buffers.end)
+    if reduces_copies and not new_gradients:  # the copies are made while the sums so far exist
+        copied = cost.stage.holds_embedding * cost.vocabulary_grad_bytes + FP32_BYTES * cost.reduced_last_elements
+        rest = max(rest, round(copied))
     yield {"gradients": new_gradients, "temporaries": rest, "buffers": buffers.end}
 
 
@@ -131,6 +138,8 @@ def step_peaks(
         totals["loss"] += pending * cost.log_probability_bytes
         totals["temporaries"] += awaiting * cost.deferred_grad_bytes
     own = costs[start.stage]
-    for peak in backward_peaks(own, start.kind, 0 if has_gradients[start.stage] else gradients[start.stage]):
+    new_gradients = 0 if has_gradients[start.stage] else gradients[start.stage]
+    reduces_copies = own.reduced_last_elements > 0 and start.pending[start.stage] == 1  # in the last pass
+    for peak in backward_peaks(own, start.kind, new_gradients, reduces_copies):
         peak["buffers"] = peak.get("buffers", 0) - (own.received_input_bytes if "activations" in peak else 0)
         yield {name: size + peak.get(name, 0) for name, size in totals.items()}

@@ -32,6 +32,14 @@ def prediction_error(row: dict[str, str]) -> float:
     return estimate_memory(config, layout, widths, device).peak_bytes / int(row["peak_allocated_bytes"]) - 1
 
 
+def test_copies_of_gradients_are_planned() -> None:
+    """DDP's 16-bit buckets are reduced in fp32 copies, and stage 3 copies all gradients for its optimizer."""
+    draws = ("1008", "1013", "1057", "1104", "1111", "2017", "2027", "2069", "2076", "2090", "2118")
+    errors = {row["draw"]: prediction_error(row) for row in recorded_runs() if row["draw"] in draws}
+    assert len(errors) == len(draws)
+    assert {draw: error for draw, error in errors.items() if abs(error) > 0.001} == {}
+
+
 def test_buckets_of_deepspeed_are_planned_as_they_are() -> None:
     """A bucket has 2e8 to 2e9 bytes, far more than these models; BF16_Optimizer has none, stage 2 has 16-bit ones."""
     errors = {row["draw"]: prediction_error(row) for row in recorded_runs() if row["strategy"] in WITH_BUCKETS}
@@ -49,6 +57,6 @@ def test_most_peaks_are_planned_within_a_percent(capsys: pytest.CaptureFixture[s
         for strategy, values in sorted(errors.items()):
             print(f"\n{strategy:20} {len(values):3} runs, median {median(values):.4f}, most {max(values):.4f}", end="")
     everything = [value for values in errors.values() for value in values]
-    assert median(everything) <= 0.011
+    assert median(everything) <= 0.007
     assert quantiles(everything, n=20)[-1] <= 0.15
     assert max(everything) <= 0.25
