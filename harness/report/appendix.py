@@ -63,7 +63,7 @@ def unreadable(view: View) -> list[Section]:
 
 def predicted_section(view: View) -> list[Section]:
     """Return the section on predictions: predicted and measured values in columns of their own, and the error."""
-    table = view.median_runs.table
+    table = view.line_medians
     columns: dict[str, list[str]] = {}
     pairs = {"predicted_peak_bytes": "peak_allocated_bytes", "predicted_step_seconds": "step_seconds"}
     for predicted_name, measured_name in pairs.items():

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from harness.report.comparability import EQUAL_BYTES
 from harness.report.frame import column_values
 from harness.report.view import View
 
@@ -32,7 +33,7 @@ def _least(values: Sequence[Any], members: Sequence[int], view: View) -> set[int
     """Return the members with the smallest value, if they run one program and others do not."""
     known = [position for position in members if values[position] is not None]
     programs = [view.ranking.standings[position].program for position in known]
-    least = min((values[position] for position in known), default=None)
-    smallest = {position for position in known if values[position] == least}
+    least = min((values[position] for position in known), default=0)
+    smallest = {position for position in known if values[position] <= (1 + EQUAL_BYTES) * least}
     names = {view.ranking.standings[position].program for position in smallest}
     return smallest if len(names) == 1 and len(set(programs)) > 1 else set()

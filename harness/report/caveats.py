@@ -50,8 +50,8 @@ def _speeds(view: View) -> Iterator[str]:
     if by_reason:
         reasons = "; ".join(f"{reason}: {_some(view, labels)}" for reason, labels in by_reason.items())
         yield (
-            "How these speeds vary between runs is not known, so that they are compared with none (at least"
-            f" {MINIMUM_RUNS} undisturbed runs are needed, repeats={MINIMUM_RUNS}). {reasons[0].upper()}{reasons[1:]}."
+            "How these speeds vary between runs is not known, so that they are not ranked: at least"
+            f" {MINIMUM_RUNS} undisturbed runs are needed. {reasons[0].upper()}{reasons[1:]}."
         )
     if disturbed:
         yield (
@@ -121,21 +121,29 @@ def _proven(view: View) -> Iterator[str]:
     ok = [line for line in view.lines if line.status == "ok"]
     unproven = [line for line in ok if line.row.get("loss_deviation") is None]
     if unproven:
-        yield f"Not compared with a reference, for the reason in the column reference: {_labels(view, unproven)}."
+        yield (
+            "Not compared with a reference, for the reason in the column reference of runs.csv:"
+            f" {_labels(view, unproven)}."
+        )
     chained = [line for line in ok if compared_layers(line)]
     if chained:
         yield (
             "No single process fits the whole model of these. They were compared with another layout, which was itself"
-            " compared with a single process on fewer layers, as the column reference tells:"
+            " compared with a single process on fewer layers, as the column reference of runs.csv tells:"
             f" {_labels(view, chained)}."
         )
     steps = sorted({(line.config.get("train") or {}).get("steps") or 0 for line in ok} - {0})
     if steps:
         count = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
-        proof = "" if unproven else " prove that all strategies ran the same training; they"
+        proven = [line.row["proven_steps"] for line in ok if line.row.get("proven_steps")]
+        proof = (
+            f" The first {pluralize(min(proven), 'step')} of each are proven to be the same training."
+            if len(proven) == len(ok)
+            else ""
+        )
         yield (
-            f"{count} timed steps{proof} do not tell how a model converges, nor how long runs cope with failures,"
-            " checkpoints to disk and slow data loading."
+            f"{count} timed steps do not tell how a model converges, nor how long runs cope with failures, checkpoints"
+            f" to disk and slow data loading.{proof}"
         )
 
 
@@ -150,7 +158,7 @@ def _missing(view: View) -> Iterator[str]:
     worlds = {record.row.get("world_size") or 1 for record in _ok_records(view)}
     if nodes == {1} and max(worlds, default=1) > 1:
         yield "All ranks were on one machine: the cost of the network between nodes was not measured."
-    if len({line.row.get("model") for line in view.lines}) == 1 and view.lines:
+    if len({(line.row.get("model"), line.row.get("parameters")) for line in view.lines}) == 1:
         yield (
             "One model was trained: which strategy is best depends on the size of the model, the batch and the sequence"
             " length."

@@ -8,6 +8,7 @@ from harness.layout.layout import Layout
 from harness.layout.parameters import parameter_count
 from harness.layout.partition import stages_of_rank, whole_model
 from harness.report.claim_peers import COUNTED, TIMED, Claim, ClaimRun, compare_claim, ddp_of, peer, ratio
+from harness.report.speeds import is_undisturbed
 
 
 def tensor_parallel(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
@@ -71,6 +72,8 @@ def pipeline(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     yield from _in_flight(run)
     schedule = run.row.get("schedule")
     formulas = {"zero_bubble": "(p − 1)/(3vm)", "interleaved_1f1b": "(p − 1)/(vm)"}
+    if not is_undisturbed(run.row):
+        return
     formula, measured = run.number("pipeline_bubble_theory") or 0.0, run.number("pipeline_bubble") or 0.0
     cores, threads = (run.record.environment.get(key) or 0 for key in ("cores", "threads"))
     shared = run.row.get("measured_on") == "cpu" and cores < run.degree("world_size") * threads

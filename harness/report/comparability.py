@@ -25,6 +25,8 @@ PARTITION_COLUMNS = (
     *("data_parallel", "vocabulary_parallel"),
 )
 
+EQUAL_BYTES = 1e-3  # relative: sizes that differ by less are equal, such as gradients with and without their norm
+
 # The columns known before a run starts. Rows without a configuration are distinguished by these columns alone.
 _CONFIGURED_COLUMNS = ("strategy", "checkpointing", "parameters", *(name for name in VARYING if name != "repeat"))
 

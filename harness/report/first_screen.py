@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from itertools import islice
 
 from harness.records.schema import Record
-from harness.report.answers import Answer, answers, fits_table, fitting
+from harness.report.answers import Answer, answers
 from harness.report.document import Table
+from harness.report.fits import fits_table, fitting
 from harness.report.frame import column_values, distinct_values, shared_settings, varying_columns
 from harness.report.labels import column_title
 from harness.report.reported import ReportedGroup, reported_group, reported_groups
-from harness.report.summary_sentences import checkpointing_sentences, memory_wall_sentences, scaling_sentences
+from harness.report.summary_sentences import checkpointing_answer, memory_wall_sentences, scaling_sentences
 from harness.report.text import join_words, pluralize
-from harness.report.view import View
+from harness.report.view import View, median_run
 
 MOST_ANSWERS = 6
 
@@ -26,7 +27,7 @@ class FirstScreen:
 
     warning: str  # the first line where the machine was busy: its speeds are to be ignored
     compared: str  # what was compared, on what, and when
-    banner: str  # on a CPU: which figures carry over to GPUs, and which do not
+    banner: str  # on a CPU: which figures carry over to GPUs; on GPUs: that most were idle, if they were
     answers: tuple[Answer, ...]  # at most six, each with a lead: what wins, what it costs, why, how sure
     fits: Table | None  # memory per rank, and the fastest configuration that fits in it
 
@@ -40,7 +41,9 @@ def first_screen(view: View, fits_in: int | None = None) -> FirstScreen:
     """
     groups = reported_groups(view, _MOST_GROUPS)
     chosen = tuple(_answers(view, groups, fits_in))
-    return FirstScreen(warning(view), compared_text(view), _banner(view), chosen, fits_table(groups))
+    return FirstScreen(
+        warning(view), compared_text(view), _banner(view) or launch_bound(view), chosen, fits_table(groups)
+    )
 
 
 def warning(view: View) -> str:
@@ -50,12 +53,13 @@ def warning(view: View) -> str:
     if 2 * ignored <= len(speeds):
         return ""
     is_busy = sum(bool(line.row.get("noise_warning")) for line in view.lines if line.status == "ok")
-    counts = f"of {ignored} of {pluralize(len(speeds), 'configuration')}"
+    count = pluralize(len(speeds), "configuration")
+    which = f"all {count}" if ignored == len(speeds) > 1 else f"{ignored} of {count}"
     if 2 * is_busy > ignored:
         return (
-            f"The machine was busy: the times {counts} were disturbed. Ignore all speeds; memory and bytes are exact."
+            f"The machine was busy: the times of {which} were disturbed. Ignore all speeds; memory and bytes are exact."
         )
-    return f"Fewer than four steps were timed {counts}. Ignore all speeds; memory and bytes are exact."
+    return f"Fewer than four steps were timed in {which}. Ignore all speeds; memory and bytes are exact."
 
 
 def compared_text(view: View) -> str:
@@ -73,9 +77,8 @@ def compared_text(view: View) -> str:
     varied += [column_title(name) for name in varying_columns(table)]
     text += f" They differ in {join_words(varied)}." if varied else ""
     machines, dates = _machines(records), _dates(records)
-    text += (
-        f" Measured{f' on {machines}' if machines else ''}{f' {dates}' if dates else ''}." if machines or dates else ""
-    )
+    measured = ", ".join(part for part in (machines and f"on {machines}", dates) if part)
+    text += f" Measured {measured}." if measured else ""
     if view.running:
         text += f" Still running and not in the tables: {', '.join(view.running)}."
     return text
@@ -115,6 +118,24 @@ def _banner(view: View) -> str:
     )
 
 
+def launch_bound(view: View) -> str:
+    """Return that most configurations left their GPUs idle for most of the step; empty unless they did.
+
+    Pipelines do not count: their stages wait for each other, which is their bubble.
+    """
+    lines = [line for line in view.lines if line.status == "ok" and (line.row.get("pp") or 1) == 1]
+    rows = [row for line in lines if (row := median_run(line).row).get("measured_on") != "cpu"]
+    known = [(row["idle_seconds"], row["step_seconds"]) for row in rows if row.get("idle_seconds") is not None]
+    idle = sum(2 * seconds > whole for seconds, whole in known)
+    if 2 * idle <= len(known):
+        return ""
+    return (
+        f"Launch-bound: in {idle} of {pluralize(len(known), 'configuration')} the GPUs were idle for more than half of"
+        " the traced steps, waiting for the host to launch kernels. Their speeds compare the overhead of launching, not"
+        " the strategies. A larger micro-batch, sequence or model, or compile=true, keeps GPUs busy."
+    )
+
+
 def _answers(view: View, groups: Sequence[ReportedGroup], fits_in: int | None) -> Iterator[Answer]:
     """Yield at most MOST_ANSWERS answers: those on the largest group, and what is particular to these runs."""
     if not groups:
@@ -123,7 +144,7 @@ def _answers(view: View, groups: Sequence[ReportedGroup], fits_in: int | None) -
     *body, certainty = answers(groups[0])
     head = [_fitting(view, groups[0], fits_in)] if fits_in is not None else list(_walls(view))
     tail = [
-        *(("Checkpointing", text) for text in islice(checkpointing_sentences(groups[0]), 1)),
+        *([("Checkpointing", text)] if (text := checkpointing_answer(groups[0])) else []),
         *(("Scaling", text) for text in islice(scaling_sentences(view), 1)),
     ]
     yield from [*head, *body, *tail][: MOST_ANSWERS - 1]

@@ -97,17 +97,19 @@ def distinct_values(table: pd.DataFrame, name: str) -> list[Any]:
     return list(dict.fromkeys(value for value in column_values(table, name) if value is not None))
 
 
+def _settings(table: pd.DataFrame, name: str) -> list[Any]:
+    """Return the different values of a setting; None is one of them where it is the default."""
+    values = dict.fromkeys(column_values(table, name))
+    return [value for value in values if value is not None or DEFAULTS.get(name, "") is None]
+
+
 def varying_columns(table: pd.DataFrame) -> list[str]:
     """Return the columns that differ between rows, without those that strategy and ranks determine."""
     by_strategy = table.groupby(["strategy", "world_size"])
     return [
         name
         for name in VARYING
-        if (
-            by_strategy[name].nunique().gt(1).any()
-            if name in IMPLIED_BY_STRATEGY
-            else len(distinct_values(table, name)) > 1
-        )
+        if (by_strategy[name].nunique().gt(1).any() if name in IMPLIED_BY_STRATEGY else len(_settings(table, name)) > 1)
     ]
 
 
@@ -155,7 +157,7 @@ def labels_by(table: pd.DataFrame, name: str) -> dict[str, list[str]]:
 
 def shared_settings(table: pd.DataFrame) -> list[str]:
     """Return a phrase for each setting that all rows share; settings that vary are left to the columns."""
-    distinct = {name: distinct_values(table, name) for name in (*VARYING, "parameters", "checkpointing")}
+    distinct = {name: _settings(table, name) for name in (*VARYING, "parameters", "checkpointing")}
     shared = {name: values[0] for name, values in distinct.items() if len(values) == 1}
     phrases: list[str] = []
     if "model" in shared:
@@ -171,6 +173,8 @@ def shared_settings(table: pd.DataFrame) -> list[str]:
     phrases += [f"on {shared['measured_on']}"] if "measured_on" in shared else []
     phrases += [f"ranks launched as {shared['launch']}"] if "launch" in shared else []
     phrases += [
-        value_text(name, shared[name]) for name, default in DEFAULTS.items() if shared.get(name, default) != default
+        f"{'checkpointing ' * (name == 'checkpointing_every')}{value_text(name, shared[name])}"
+        for name, default in DEFAULTS.items()
+        if shared.get(name, default) != default
     ]
     return phrases

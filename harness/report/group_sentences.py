@@ -1,6 +1,7 @@
 """Sentences on a group of comparable configurations: each one beside the baseline, and beside the papers."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from harness.report.answers import times_text
 from harness.report.claim_peers import Claim
@@ -16,7 +17,7 @@ MOST_SENTENCES = 8  # on the configurations of a group
 def group_sentences(group: ReportedGroup) -> Iterator[str]:
     """Yield the sentences on one group."""
     yield from _against_baseline(group)
-    yield from [f"Checkpointing {text}" for text in checkpointing_sentences(group)][:MOST_SENTENCES]
+    yield from islice(checkpointing_sentences(group), MOST_SENTENCES)
     pipelines = list(pipeline_texts(group.members))
     if pipelines:
         yield f"Idle over working time of the pipelines: {join_words(pipelines[:MOST_SENTENCES])}."

@@ -68,7 +68,7 @@ def _legend(table: pd.DataFrame, baseline: str, has_best: bool) -> Iterator[str]
             " wider of both ranges."
         )
     if any("(n = " in text for text in speed_texts(table)):
-        yield "n is the number of undisturbed runs; fewer than three are not compared (repeats=3 would rank them)."
+        yield "n is the number of undisturbed runs; with fewer than three, a speed is not ranked."
     if any(column_values(table, "unsettled")):
         yield "~ marks a speed that differs from the baseline's only within run-to-run variation."
     yield (
@@ -84,8 +84,9 @@ def _legend(table: pd.DataFrame, baseline: str, has_best: bool) -> Iterator[str]
         yield "The bubble is the idle time of all pipeline stages over their working time."
     if any(count and count > 1 for count in column_values(table, "runs")):
         yield (
-            "Repeats of a configuration share a row; the tables below show the run with the median speed, and the"
-            " sections on proof, failures and noise warnings every run."
+            "Repeats of a configuration share a row: the median of speeds and times, the maximum of memory. Below, the"
+            " parts of a step are those of the run with the median speed, the parts of a peak those of the run with the"
+            " largest one; the sections on proof, failures and noise warnings have every run."
         )
     if any(column_values(table, "is_ignored")):
         yield (

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from harness.report.labels import PEAK_PARTS, STEP_PARTS
 from harness.report.reported import Reported
 from harness.report.text import byte_unit, format_numbers, join_words, percent_text
-from harness.report.view import median_run
+from harness.report.view import median_run, peak_run
 
 # A part is named if it is at least this share of the difference; the named ones are at least EXPLAINED of it.
 _LEAST_SHARE, _EXPLAINED = 0.2, 0.5
@@ -61,7 +61,7 @@ def _largest(differences: dict[str, float], whole: float) -> dict[str, float]:
 
 def memory_reason(small: Reported, large: Reported) -> str:
     """Return the sentence on what `large` has more of at its peak; empty where the parts are not known."""
-    small_row, large_row = _peak_row(small), _peak_row(large)
+    small_row, large_row = peak_run(small.record).row, peak_run(large.record).row
     difference = (large.peak or 0) - (small.peak or 0)
     names = {name: title for part, title in PEAK_PARTS.items() if (name := f"at_peak_{part}_bytes") in large_row}
     more = {title: (large_row.get(name) or 0) - (small_row.get(name) or 0) for name, title in names.items()}
@@ -74,12 +74,6 @@ def memory_reason(small: Reported, large: Reported) -> str:
     return (
         f"The peak of {large.label} is {whole} {unit.name} above that of {small.label}, mainly by {join_words(texts)}."
     )
-
-
-def _peak_row(line: Reported) -> dict[str, int]:
-    """Return the row of the run whose peak stands for the configuration."""
-    runs = [run.row for run in line.record.runs if run.status == "ok"]
-    return max(runs, key=lambda row: row.get("peak_allocated_bytes") or 0)
 
 
 def recomputation_text(line: Reported, plain: Reported) -> str:

@@ -103,11 +103,11 @@ def reported_group(view: View, group: Group, title: str) -> ReportedGroup:
 
 
 _FORMATS = {
-    "model": "{}",
-    "parameters": "{:,} parameters",
-    "precision": "{}",
-    "global_batch": "global batch {}",
-    "seq_len": "sequence length {}",
+    "model": "with {}",
+    "parameters": "with {:,} parameters",
+    "precision": "in {}",
+    "global_batch": "at global batch {}",
+    "seq_len": "at sequence length {}",
     "measured_on": "on {}",
     "launch": "launched as {}",
     "world_size": "on {} ranks",

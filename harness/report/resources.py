@@ -1,20 +1,19 @@
-"""The report's sections on resources: pipelines, memory, what fills its peak, the time of a step, and operations."""
+"""The report's sections on pipelines, the time of a step, and operations."""
 
 from collections.abc import Sequence
 
+import pandas as pd
+
 from harness.records.columns import column
-from harness.records.schema import Record
-from harness.report.charts import memory as memory_charts
 from harness.report.charts import times as time_charts
 from harness.report.comparison_columns import disturbed_cells
-from harness.report.document import BulletList, Paragraph, Section, Table, run_table, section
-from harness.report.frame import MEMORY_COLUMNS, baseline_name, column_values
-from harness.report.labels import PEAK_PARTS, STEP_PARTS
+from harness.report.document import Disturbed, Paragraph, Section, Table, run_table, section
+from harness.report.frame import column_values
+from harness.report.labels import STEP_PARTS
 from harness.report.text import (
     MILLISECONDS,
     ONE,
     byte_unit,
-    bytes_text,
     flop_unit,
     format_fractions,
     format_numbers,
@@ -38,11 +37,16 @@ _HOW_TO_READ = (
 def pipeline_section(view: View) -> list[Section]:
     """Return the section on pipelines, with one row per rank of every run that has a pipeline."""
     table, records = view.median_runs.table, view.median_runs.records
-    runs = zip(column_values(table, "label"), column_values(table, "pipeline_bubble_theory"), records, strict=True)
-    entries = [(label, formula, rank) for label, formula, record in runs for rank in record.pipeline]
+    names = ("label", "pipeline_bubble_theory", "is_ignored")
+    runs = zip(*(column_values(table, name) for name in names), records, strict=True)
+    entries = [(*figures, rank) for *figures, record in runs for rank in record.pipeline]
     if not entries:
         return []
-    labels, formulas, ranks = zip(*entries, strict=True)
+    labels, formulas, ignored, ranks = zip(*entries, strict=True)
+
+    def timed(cells: Sequence[str]) -> list[str]:
+        return [Disturbed(cell) if is_ignored else cell for cell, is_ignored in zip(cells, ignored, strict=True)]
+
     activation_bytes = [rank["activation_bytes"] for rank in ranks]
     memory = byte_unit(activation_bytes)
     columns = {
@@ -50,130 +54,15 @@ def pipeline_section(view: View) -> list[Section]:
         "rank": [str(rank["rank"]) for rank in ranks],
         "stages": [", ".join(map(str, rank["stages"])) for rank in ranks],
         "layers": [", ".join(map(str, rank["layers"])) for rank in ranks],
-        "working ms": format_numbers([rank["working_seconds"] for rank in ranks], MILLISECONDS),
-        "idle ms": format_numbers([rank["idle_seconds"] for rank in ranks], MILLISECONDS),
-        "bubble": format_fractions([rank["bubble"] for rank in ranks]),
+        "working ms": timed(format_numbers([rank["working_seconds"] for rank in ranks], MILLISECONDS)),
+        "idle ms": timed(format_numbers([rank["idle_seconds"] for rank in ranks], MILLISECONDS)),
+        "bubble": timed(format_fractions([rank["bubble"] for rank in ranks])),
         column("pipeline_bubble_theory").title: format_fractions(formulas),
         column("max_in_flight_micro_batches").title: [str(rank["in_flight"]) for rank in ranks],
         f"activations {memory.name}": format_numbers(activation_bytes, memory),
     }
     rows = list(zip(*columns.values(), strict=True))
     return section("Pipelines", Table(list(columns), rows), *map(Paragraph, _HOW_TO_READ))
-
-
-# The sentences on memory of the host, for the columns that are shown only where one of them has a value.
-_HOST_NOTES = {
-    "offloaded_bytes": (
-        " Parameters, gradients and optimizer state are counted on the device and on the host; the state on the host is"
-        " no part of the device's peak memory."
-    ),
-    "offloaded_activation_bytes": (
-        " Activations on the host are the most that offload stored there at once: on a GPU in addition to the column"
-        " activations, on a CPU in the same memory."
-    ),
-}
-
-# Columns beside the parts of memory; the registry does not have the last three.
-_OTHER_MEMORY = {
-    "peak_reserved_bytes": column("peak_reserved_bytes").title,
-    "fragmentation_bytes": "fragmentation",
-    "non_torch_bytes": "not allocated by torch",
-    "peak_rss_bytes": "host process",
-}
-
-_DETAILED = ("gathered", "communication", "temporary")
-
-_LARGEST = 3  # blocks of a run that are listed
-
-
-def memory(view: View) -> list[Section]:
-    """Return the section on memory: the maximum over ranks of each kind, and over the baseline's."""
-    runs, table = view.median_runs, view.median_runs.table
-    on_host = {name: column(name).title for name in _HOST_NOTES if any(column_values(table, name))}
-    names = (*MEMORY_COLUMNS, *on_host, *_OTHER_MEMORY)
-    unit = byte_unit([value for name in names for value in column_values(table, name)])
-    compared = baseline_name(table)
-    columns: dict[str, list[str]] = {}
-    for name in MEMORY_COLUMNS:
-        header = column(name).title
-        columns[header] = format_numbers(column_values(table, name), unit)
-        if compared:
-            columns[f"× {header}"] = format_ratios(column_values(table, f"{name}_ratio"))
-    columns["smallest peak of any rank"] = format_numbers(_least_peaks(runs.records), unit)
-    for name, header in (on_host | _OTHER_MEMORY).items():
-        columns[header] = format_numbers(column_values(table, name), unit)
-    columns = {header: cells for header, cells in columns.items() if any(cells)}
-    if not columns:
-        return []
-    return section(
-        f"Memory ({unit.name})",
-        run_table(table, columns),
-        Paragraph(
-            "Each column is the maximum over ranks. Parameters and optimizer state are measured between steps,"
-            " gradients and activations at their maximum during a step; these maxima may occur at different times, so"
-            " that their sum can differ from the peak."
-            + (
-                " Host process is the largest resident memory of any rank's process, including the interpreter and"
-                " libraries."
-                if any(column_values(table, "peak_rss_bytes"))
-                else ""
-            )
-            + "".join(_HOST_NOTES[name] for name in on_host)
-            + (f" × is the ratio to {compared}." if compared else "")
-        ),
-    )
-
-
-def _least_peaks(records: Sequence[Record]) -> list[float | None]:
-    """Return the smallest peak of any rank, if every rank's is recorded."""
-    peaks = [[rank.peak_allocated_bytes for rank in record.ranks] for record in records]
-    known = [[peak for peak in ranks if peak is not None] for ranks in peaks]
-    complete = [bool(ranks) and len(ranks) == len(all_ranks) for ranks, all_ranks in zip(known, peaks, strict=True)]
-    return [min(ranks) if is_complete else None for ranks, is_complete in zip(known, complete, strict=True)]
-
-
-def peak(view: View) -> list[Section]:
-    """Return the section on what fills the peak of the rank with the largest one.
-
-    It has a column for each part and lists the largest blocks that are neither model state nor activations.
-    """
-    runs, table = view.median_runs, view.median_runs.table
-    names = {f"at_peak_{part}_bytes": header for part, header in PEAK_PARTS.items()}
-    names = {name: header for name, header in names.items() if any(column_values(table, name))}
-    if not names:
-        return []
-    unit = byte_unit([value for name in (*names, "peak_allocated_bytes") for value in column_values(table, name)])
-    columns = {header: format_numbers(column_values(table, name), unit) for name, header in names.items()}
-    columns[column("peak_allocated_bytes").title] = format_numbers(column_values(table, "peak_allocated_bytes"), unit)
-    columns = {"phase": [phase or "" for phase in column_values(table, "peak_phase")], **columns}
-    largest = [
-        (label, _largest(record)) for label, record in zip(column_values(table, "label"), runs.records, strict=True)
-    ]
-    blocks = [
-        Paragraph("The largest buffers and temporary tensors, by their purpose or the operator that allocated them:"),
-        BulletList([(label, text) for label, text in largest if text]),
-    ]
-    return section(
-        f"Breakdown of peak memory ({unit.name})",
-        memory_charts.peak(view),
-        run_table(table, columns, label_columns=2),
-        Paragraph(
-            "All memory of the rank with the highest peak at the time of that peak, by its use; the parts add up to the"
-            " peak. The phase is the one in which the peak occurred. Gathered parameters are shards that were gathered"
-            " for computing; communication buffers are buckets, gradients that wait for their reduction, and copies of"
-            " the communication backend; temporary tensors are all others, which live within an operator or between"
-            " two."
-        ),
-        *(blocks if any(text for _, text in largest) else ()),
-    )
-
-
-def _largest(record: Record) -> str:
-    peak_rank = record.row.get("peak_rank")
-    peaks = [rank.profiled.at_peak for rank in record.ranks if rank.rank == peak_rank]
-    parts = [part for at_peak in peaks if at_peak for part in at_peak.parts if part.role in _DETAILED]
-    largest = sorted(parts, key=lambda part: -part.bytes)[:_LARGEST]
-    return ", ".join(f"{part.what} {bytes_text(part.bytes)}" for part in largest)
 
 
 def time(view: View) -> list[Section]:
@@ -199,10 +88,21 @@ def time(view: View) -> list[Section]:
             "The parts are those of the slowest rank in the median step; from data to other they add up to the step"
             " time. Communication is exposed while a collective is in flight and no operator computes, and overlapped"
             " while one does. The shares of communication come from two steps under torch's profiler, the phases from"
-            " the timed steps. Other is the time outside all phases. The spread is the interquartile range of the step"
-            " times over their median. CPU time is the processor time of all ranks in one step, in seconds."
+            f" the timed steps.{_idle_text(table)} Other is the time outside all phases. The spread is the"
+            " interquartile range of the step times over their median. CPU time is the processor time of all ranks in"
+            " one step, in seconds."
         ),
     )
+
+
+def _idle_text(table: pd.DataFrame) -> str:
+    """Return what idle time is of, with a space before it; empty where no row has any beside waiting for messages."""
+    text = ""
+    if any((degree or 1) > 1 for degree in column_values(table, "pp")):
+        text += " What a pipeline sends, and its waiting for other stages, is idle time."
+    if any(device not in (None, "cpu") for device in column_values(table, "measured_on")):
+        text += " Idle time of a GPU is an upper bound, because the profiler slows the host that launches kernels."
+    return text
 
 
 def operations(view: View) -> list[Section]:
@@ -229,8 +129,13 @@ def operations(view: View) -> list[Section]:
             "The model's operations are the matrix products and attention (not halved for its causal mask) of the"
             " forward, and twice as many for the backward. The executed operations were counted operator by operator on"
             " all ranks; they include the forwards that checkpointing repeats and the scores that fused attention"
-            " recomputes. MFU (model FLOPs utilization) and HFU (hardware FLOPs utilization) are the model's and the"
-            " executed operations over the device's dense peak in the compute dtype; they are empty where that peak is"
-            " not known."
+            " recomputes."
+            + (
+                " MFU (model FLOPs utilization) and HFU (hardware FLOPs utilization) are the model's and the executed"
+                " operations over the device's dense peak in the compute dtype; they are empty where that peak is not"
+                " known."
+                if any(column_values(table, "mfu"))
+                else ""
+            )
         ),
     )

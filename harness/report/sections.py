@@ -11,8 +11,9 @@ from harness.report.claims import literature
 from harness.report.document import Banner, BulletList, Paragraph, Section, section
 from harness.report.findings import findings
 from harness.report.first_screen import first_screen
+from harness.report.memory_sections import memory, peak
 from harness.report.overview import comparison, pivots
-from harness.report.resources import memory, operations, peak, pipeline_section, time
+from harness.report.resources import operations, pipeline_section, time
 from harness.report.traffic import traffic_section
 from harness.report.view import MOST, View, truncate
 

@@ -35,10 +35,10 @@ class Speed:
 
     @property
     def unranked_reason(self) -> str:
-        """Why the speed may not be compared with others, as "disturbed" or "1 run"; empty if it may."""
+        """Why the speed may not be compared with others, as "disturbed" or "1 undisturbed run"; empty if it may."""
         if self.is_disturbed:
             return "disturbed"
-        return "" if self.is_ranked else f"{self.runs} run{'s' if self.runs > 1 else ''}"
+        return "" if self.is_ranked else f"{self.runs} undisturbed run{'s' if self.runs > 1 else ''}"
 
 
 def is_undisturbed(row: Row) -> bool:
@@ -66,6 +66,15 @@ def speed_of(runs: Sequence[Record]) -> Speed | None:
         return None
     is_disturbed = not is_undisturbed(timed[0].row)
     return Speed(statistics.median(speeds), min(speeds), max(speeds), len(speeds), is_disturbed)
+
+
+def remedy(lines: Sequence[Record]) -> str:
+    """Return what would rank the speeds of these configurations, of which none is ranked."""
+    rows = [run.row for line in lines for run in line.runs or [line] if run.status == "ok"]
+    repeats = "more repeats" if any(len(line.runs) >= MINIMUM_RUNS for line in lines) else f"repeats={MINIMUM_RUNS}"
+    steps = "train.steps=10 and " if any(row.get("step_seconds_iqr_ratio") is None for row in rows) else ""
+    where = " on a quiet machine" if any(row.get("noise_warning") for row in rows) else ""
+    return f"{steps}{repeats}{where}"
 
 
 def leads(first: Speed, others: Iterable[Speed]) -> bool:

@@ -77,18 +77,36 @@ def is_crowded(record: Record) -> bool:
 
 def checkpointing_sentences(group: ReportedGroup) -> Iterator[str]:
     """Yield how much memory each kind of checkpointing saves over the same run without, and what that costs."""
+    for line, plain in _checkpointed(group):
+        sizes = {"activations": "activation_bytes", "the peak": "peak_allocated_bytes"}
+        changes = [text for noun, name in sizes.items() if (text := _size_text(noun, line.row, plain.row, name))]
+        if changes:
+            kind = line.row["checkpointing"]
+            yield f"{kind} checkpointing of {plain.label}: {join_words(changes)}{_cost_text(line, plain)}."
+
+
+def checkpointing_answer(group: ReportedGroup) -> str:
+    """Return what each kind of checkpointing saves of one configuration's peak: of the one that has the most kinds."""
+    kinds: dict[str, list[str]] = {}
+    for line, plain in _checkpointed(group):
+        if line.peak and plain.peak:
+            share = 1 - line.peak / plain.peak
+            saves = f"{'saves' if share >= 0 else 'adds'} {percent_text(abs(share))}{_cost_text(line, plain)}"
+            kinds.setdefault(plain.label, []).append(f"{line.row['checkpointing']} {saves}")
+    label = max(kinds, key=lambda name: len(kinds[name]), default="")
+    return f"Of the peak of {label}, {'; '.join(kinds[label])}." if label else ""
+
+
+def _checkpointed(group: ReportedGroup) -> Iterator[tuple[Reported, Reported]]:
+    """Yield every configuration that checkpoints, with the same one that does not."""
     plains: dict[tuple[Any, ...], Reported] = {}
     for line in group.members:
         if line.row.get("checkpointing") in (None, "none"):
             plains.setdefault(_key(line), line)
     for line in group.members:
-        kind, plain = line.row.get("checkpointing"), plains.get(_key(line))
-        if kind in (None, "none") or plain is None:
-            continue
-        sizes = {"activations": "activation_bytes", "the peak": "peak_allocated_bytes"}
-        changes = [text for noun, name in sizes.items() if (text := _size_text(noun, line.row, plain.row, name))]
-        if changes:
-            yield f"{kind} on {plain.label}: {join_words(changes)}{_cost_text(line, plain)}."
+        plain = plains.get(_key(line))
+        if line.row.get("checkpointing") not in (None, "none") and plain is not None:
+            yield line, plain
 
 
 def _size_text(noun: str, after: Row, before: Row, name: str) -> str:
@@ -110,11 +128,11 @@ def _cost_text(line: Reported, plain: Reported) -> str:
     if line.speed.is_ranked and plain.speed.is_ranked:
         change = line.speed.median / plain.speed.median - 1
         if are_alike(line.speed, plain.speed):
-            costs.insert(0, "no speed beyond run-to-run variation")
+            costs.insert(0, "the same speed within run-to-run variation")
         else:
             costs.insert(0, f"{percent_text(abs(change))} {'less' if change < 0 else 'more'} speed")
     known = [cost for cost in costs if cost]
-    return f", for {' and '.join(known)}" if known else ""
+    return f", at {' and '.join(known)}" if known else ""
 
 
 def _key(line: Reported) -> tuple[Any, ...]:

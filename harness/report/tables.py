@@ -89,7 +89,7 @@ def _legend(columns: Sequence[Column]) -> list[str]:
         "[slowest–fastest run] stands behind the median of at least three undisturbed runs": any(
             cell.endswith("]") for cell in cells
         ),
-        "n is the number of undisturbed runs: with fewer than three, speeds are not compared (repeats=3)": any(
+        "n is the number of undisturbed runs: with fewer than three, speeds are not ranked": any(
             "(n = " in cell for cell in cells
         ),
         f"{UNSETTLED_MARK} marks a difference within run-to-run variation": any(

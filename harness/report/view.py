@@ -56,6 +56,11 @@ class View:
         """A view of one run for each line: the parts of a step or of a peak add up within one run only."""
         return replace(self, records=[median_run(line) for line in self.lines])
 
+    @cached_property
+    def peak_runs(self) -> "View":
+        """A view of the run with the largest peak of each line."""
+        return replace(self, records=[peak_run(line) for line in self.lines])
+
     def part(self, run_ids: Collection[str], lines: Sequence[int]) -> "View":
         """Return a view of these runs and these lines alone.
 
@@ -76,6 +81,12 @@ def median_run(line: Record) -> Record:
     """Return the run of a line with the median speed, among the undisturbed ones if there are any."""
     runs = timed_runs(line.runs) or [run for run in line.runs if run.status == line.status]
     return sorted(runs, key=_speed)[(len(runs) - 1) // 2]
+
+
+def peak_run(line: Record) -> Record:
+    """Return the run of a line with the largest peak."""
+    runs = [run for run in line.runs if run.status == line.status] or [line]
+    return max(runs, key=lambda run: run.row.get("peak_allocated_bytes") or 0)
 
 
 def truncate(whole: View, most: int) -> View:

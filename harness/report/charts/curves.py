@@ -125,8 +125,8 @@ def _curve_layers(
     """Return the lines and points of curves; those of one strategy differ in their dashes and shapes."""
     ranks = list(range(max((point["variant"] for point in points), default=0) + 1))
     x, y = scales[0].channel("x", "x"), scales[1].channel("y", "y")
-    dash = alt.StrokeDash("variant:O", legend=None, scale=alt.Scale(domain=ranks, range=style.dashes(len(ranks))))
-    shape = alt.Shape("variant:O", legend=None, scale=alt.Scale(domain=ranks, range=style.shapes(len(ranks))))
+    dash = alt.StrokeDash("variant:N", legend=None, scale=alt.Scale(domain=ranks, range=style.dashes(len(ranks))))
+    shape = alt.Shape("variant:N", legend=None, scale=alt.Scale(domain=ranks, range=style.shapes(len(ranks))))
     lines = marks.filterable_layer(points).mark_line(strokeWidth=2)
     dots = marks.filterable_layer(points).mark_point(filled=True, size=50, opacity=1)
     return [

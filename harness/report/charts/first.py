@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from harness.report.charts import marks, style
+from harness.report.charts import bar_marks, marks, style
 from harness.report.charts.lines import (
     ChartLine,
     chart_lines,
@@ -56,7 +56,7 @@ def first_picture(view: View) -> Chart | None:
     chart = marks.panels(chart.properties(spacing=_GAP), 2, labels + _GAP + 2 * _VALUE, (1, labels + _VALUE))
     name = "Memory and speed"
     vega_lite = marks.finish(view, name, chart, alt_text, _VALUE - 8, _MOST)
-    vega_lite = marks.with_order(vega_lite, [line.strategy for line in lines], _MOST)
+    vega_lite = bar_marks.with_order(vega_lite, [line.strategy for line in lines], _MOST)
     return Chart("first", name, alt_text, vega_lite, _table(lines, unit), 2)
 
 
@@ -76,15 +76,16 @@ def _sorted(view: View) -> list[ChartLine]:
         return line.standing.group != 0, value is None, value or 0.0
 
     places = {line.position: float(place) for place, line in enumerate(sorted(lines, key=key))}
-    return _named(marks.ordered(lines, lambda line: places[line.position]))
+    return _named(bar_marks.ordered(lines, lambda line: places[line.position]))
 
 
 def _named(lines: Sequence[ChartLine]) -> list[ChartLine]:
     """Return the lines under names that say the ranks of those that are not in the first group, and of no others."""
+    varies = len({line.row.get("world_size") for line in lines}) > 1
     names = []
     for line in lines:
         ranks = line.row.get("world_size")
-        suffix = f" on {pluralize(ranks, 'rank')}" if ranks else ""
+        suffix = f" on {pluralize(ranks, 'rank')}" if ranks and varies else ""
         bare = line.label.removesuffix(suffix)
         names.append(bare if line.standing.group in (0, None) else f"{bare}{suffix}")
     if len(set(names)) < len(names):
@@ -96,7 +97,7 @@ def _description(view: View, lines: Sequence[ChartLine], drawn: Sequence[ChartLi
     """Return what the picture shows, and what it does not."""
     peaks = [(line.label, line.peak / unit.size) for line in drawn if line.peak]
     speeds = [(line.label, line.speed) for line in drawn if line.speed]
-    of = "" if len(speeds) == len(drawn) else f" of {len(speeds)}"
+    of = "" if len(speeds) == len(drawn) else f" of {'one' if len(speeds) == 1 else len(speeds)} of them"
     return (
         f"Peak memory and tokens per second of {pluralize(len(drawn), 'configuration')}, the"
         f" {'fastest' if _is_ranked(view) else 'smallest'} first."
@@ -118,10 +119,10 @@ def _memory_layers(view: View, lines: Sequence[ChartLine], title: str, unit: Uni
         for line, text in zip(known, shown, strict=True)
     ]
     tooltip = marks.tooltips(("value:Q", f"peak memory, {unit.name}", ",.4~f"))
-    bar = marks.bar_layer(values).mark_bar()
-    value = marks.from_zero("value", title, _TICKS)
-    layers = [bar.encode(x=value, y=marks.label_axis(), color=marks.strategy_color(view), tooltip=tooltip)]
-    layers = [*layers, marks.numbers(values, title)] if values else []
+    bar = bar_marks.bar_layer(values).mark_bar()
+    value = bar_marks.from_zero("value", title, _TICKS)
+    layers = [bar.encode(x=value, y=bar_marks.label_axis(), color=marks.strategy_color(view), tooltip=tooltip)]
+    layers = [*layers, bar_marks.numbers(values, title)] if values else []
     return layers + _words([line for line in lines if not line.peak], title, end_text, labels=True)
 
 
@@ -130,8 +131,8 @@ def _words(lines: Sequence[ChartLine], title: str, text: Callable[[ChartLine], s
     values = [line.datum(zero=0, ended=text(line)) for line in lines]
     if not values:
         return []
-    words = marks.bar_layer(values).mark_text(align="left", dx=5, style="ended")
-    return [words.encode(x=marks.from_zero("zero", title), y=marks.label_axis(labels), text="ended:N")]
+    words = bar_marks.bar_layer(values).mark_text(align="left", dx=5, style="ended")
+    return [words.encode(x=bar_marks.from_zero("zero", title), y=bar_marks.label_axis(labels), text="ended:N")]
 
 
 def _without_speed(line: ChartLine) -> str:

@@ -119,10 +119,14 @@ def _group_text(shown: int, groups: int) -> str:
 
 def _front_text(shown: Mapping[int | None, Sequence[ChartLine]]) -> str:
     """Return which configurations are on a front; speeds of too few repeats are on none."""
-    names = [line.label for group in shown.values() for line in group if line.standing.is_on_front]
+    fronts = [
+        sorted((line for line in group if line.standing.is_on_front), key=lambda line: line.peak or 0.0)
+        for group in shown.values()
+    ]
+    names = [", ".join(line.label for line in front) for front in fronts if front]
     if not names:
         return f"No front is drawn: no speed here has {MINIMUM_RUNS} undisturbed repeats."
-    return f"On the front, faster than all that need less memory: {', '.join(names)}."
+    return f"On the front, certainly faster than all ranked ones that need less memory: {'; '.join(names)}."
 
 
 def _trade_layers(view: View, points: Sequence[Datum], unit: Unit) -> list[alt.Chart]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.report.charts import marks, style
+from harness.report.charts import bar_marks, marks, style
 from harness.report.charts.curves import Scale, curves
 from harness.report.charts.lines import (
     FASTEST,
@@ -80,17 +80,17 @@ def largest_model(view: View) -> Chart | None:
         f" {range_text([(name, size) for name, (size, _) in sizes.items()])}."
         f"{omitted_text(min(MOST, len(ordered)), len(ordered))}"
     )
-    bar = marks.bar_layer(values).mark_bar()
+    bar = bar_marks.bar_layer(values).mark_bar()
     tooltip = marks.tooltips(("value:Q", "parameters, millions", ",.3f"))
-    x = marks.from_zero("value", title)
+    x = bar_marks.from_zero("value", title)
     layers = [
-        bar.encode(x=x, y=marks.label_axis(), color=marks.strategy_color(view), tooltip=tooltip),
-        marks.numbers(values, title),
+        bar.encode(x=x, y=bar_marks.label_axis(), color=marks.strategy_color(view), tooltip=tooltip),
+        bar_marks.numbers(values, title),
     ]
     name = f"Largest model that fits{within}"
     height = alt.Step(style.step(min(MOST, len(ordered))))
     vega_lite = marks.spec(view, name, layers, alt_text, height, _ROOM)
-    vega_lite = marks.with_order(vega_lite, [curve.strategy for curve in ordered])
+    vega_lite = bar_marks.with_order(vega_lite, [curve.strategy for curve in ordered])
     rows = [
         (curve.name, f"{size:,.3f}", f"{failed:,.3f}" if failed else "")
         for curve in ordered

@@ -143,12 +143,6 @@ def median_record(line: ChartLine) -> Record:
     return sorted(runs, key=lambda run: finite_number(run.row.get("tokens_per_second")) or 0.0)[(len(runs) - 1) // 2]
 
 
-def peak_record(line: ChartLine) -> Record:
-    """Return the record of the repeat with the largest peak."""
-    runs = [run for run in line.record.runs if run.status == line.status] or [line.record]
-    return max(runs, key=lambda run: finite_number(run.row.get("peak_allocated_bytes")) or 0.0)
-
-
 def part_data(line: ChartLine, row: Row, names: Mapping[str, str], size: float) -> list[Datum]:
     """Return the data of a bar's parts, one for each column of `names` in their order, in units of `size`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from harness.report.charts import marks, style
+from harness.report.charts import bar_marks, marks, style
 from harness.report.charts.lines import MOST, Datum, chart_lines, omitted_text, value_table
 from harness.report.charts.style import alt
 from harness.report.claim_peers import Claim
@@ -44,7 +44,7 @@ def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None
     vega_lite = marks.spec(
         view, _NAME, _layers(view, values, title), alt_text, alt.Step(style.step(min(MOST, len(known))))
     )
-    vega_lite = marks.with_order(vega_lite, [value["strategy"] for value in values])
+    vega_lite = bar_marks.with_order(vega_lite, [value["strategy"] for value in values])
     rows = [
         (value["label"], f"{value['expected']:.3g}", f"{value['measured']:.3g}", f"{value['apart']:+.1f}")
         for value in values
@@ -79,7 +79,7 @@ def _layers(view: View, values: Sequence[Datum], title: str) -> list[alt.Chart]:
         ("measured:Q", "measured", ".3~g"),
         ("apart:Q", "difference, %", "+.1f"),
     )
-    layer = marks.bar_layer(values)
+    layer = bar_marks.bar_layer(values)
     return [
         layer.mark_rule(style="quiet").encode(x=expected, x2="measured:Q", y=y),
         layer.mark_point(filled=False, shape="diamond", size=90, strokeWidth=1.5, style="paper").encode(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.report.charts import marks
+from harness.report.charts import bar_marks, marks
 from harness.report.charts.curves import Scale, curves
 from harness.report.charts.lines import (
     FASTEST,
@@ -16,7 +16,6 @@ from harness.report.charts.lines import (
     omitted_text,
     padded_domain,
     part_data,
-    peak_record,
     range_text,
     select,
     value_table,
@@ -26,7 +25,7 @@ from harness.report.charts.style import alt
 from harness.report.document import Chart, Table
 from harness.report.labels import PEAK_PARTS
 from harness.report.text import Unit, byte_unit, bytes_text, format_numbers, pluralize
-from harness.report.view import View
+from harness.report.view import View, peak_run
 
 _UNDIVIDED = "no breakdown recorded"
 
@@ -37,7 +36,7 @@ _FARTHEST = 4.0  # times the highest peak: a limit beyond is mentioned and not d
 
 def peak(view: View) -> Chart | None:
     """Draw the parts of the peak memory of every line, the smallest peak first, and the device's limit."""
-    lines = marks.ordered(chart_lines(view), lambda line: line.peak)
+    lines = bar_marks.ordered(chart_lines(view), lambda line: line.peak)
     peaks = {line.label: line.peak for line in lines if line.ok}
     known_peaks = [value for value in peaks.values() if value]
     if not known_peaks:
@@ -61,13 +60,13 @@ def peak(view: View) -> Chart | None:
     ]
     tooltip = [("value:Q", unit.name, ",.4~f"), ("exact:Q", "bytes", ",d")]
     layers = [
-        marks.stacked(segments, title, tooltip, (*_AT_PEAK.values(), _UNDIVIDED), 16 if near else 0),
-        marks.numbers(totals, title),
-        *marks.notes(lines, title, is_timed=False),
+        bar_marks.stacked(segments, title, tooltip, (*_AT_PEAK.values(), _UNDIVIDED), 16 if near else 0),
+        bar_marks.numbers(totals, title),
+        *bar_marks.notes(lines, title, is_timed=False),
         *_rules(near, unit, title),
     ]
     name = "Breakdown of peak memory"
-    vega_lite = marks.bars(view, name, layers, alt_text, lines)
+    vega_lite = bar_marks.bars(view, name, layers, alt_text, lines)
     table = _peak_table(lines, names, unit)
     return Chart("peak", name, alt_text, vega_lite, table, table.header.index(title))
 
@@ -79,7 +78,7 @@ def _beside(value: float, limits: Sequence[float], margin: float) -> float:
 
 def _segments(line: ChartLine, size: float) -> list[Datum]:
     """Return the parts of a peak, or the whole peak if they are not known."""
-    row = peak_record(line).row
+    row = peak_run(line.record).row
     parts = part_data(line, row, _AT_PEAK, size)
     whole = part_data(line, row, {"peak_allocated_bytes": _UNDIVIDED}, size)
     return parts or whole
@@ -92,7 +91,7 @@ def _rules(limits: Sequence[float], unit: Unit, title: str) -> list[alt.Chart]:
     values = [
         {"strategy": "", "limit": limit / unit.size, "shown": f"memory limit {bytes_text(limit)}"} for limit in limits
     ]
-    x = marks.from_zero("limit", title)
+    x = bar_marks.from_zero("limit", title)
     tooltip = [alt.Tooltip("shown:N", title="device")]
     return [
         marks.static_layer(values).mark_rule(style="limit").encode(x=x, tooltip=tooltip),

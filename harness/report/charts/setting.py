@@ -19,7 +19,7 @@ def setting(view: View) -> str:
     rows = [record.row for record in view.lines]
     models = list(dict.fromkeys(_model(record) for record in view.lines))
     ranks = sorted({row["world_size"] for row in rows if row.get("world_size")})
-    days = sorted({str(row["started_at"])[:10] for row in rows if row.get("started_at")})
+    days = sorted({str(run.row["started_at"])[:10] for run in view.records if run.row.get("started_at")})
     parts = [
         _some(models, "models"),
         _some((row.get("precision") for row in rows), "precisions"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.report.charts import marks
+from harness.report.charts import bar_marks, marks
 from harness.report.charts.curves import Scale, curves
 from harness.report.charts.lines import (
     FASTEST,
@@ -37,7 +37,7 @@ def throughput(view: View) -> Chart | None:
     Speeds of enough repeats are bars with the range of their runs. Others are hollow points, which rank nothing, and
     disturbed ones are not drawn.
     """
-    lines = marks.ordered(chart_lines(view), lambda line: -line.speed if line.speed else None)
+    lines = bar_marks.ordered(chart_lines(view), lambda line: -line.speed if line.speed else None)
     if not any(line.speed for line in lines):
         return None
     known = [line for line in lines if line.speed]
@@ -46,9 +46,11 @@ def throughput(view: View) -> Chart | None:
         f" {range_text([(line.label, line.speed or 0.0) for line in known])}.{how_drawn(known)}"
         f"{disturbed_text(lines)}{failure_text(lines)}{omitted_text(min(MOST, len(lines)), len(lines))}"
     )
-    layers = [*speed_layers(view, lines, TOKENS), *marks.notes(lines, TOKENS, is_timed=True)]
+    layers = [*speed_layers(view, lines, TOKENS), *bar_marks.notes(lines, TOKENS, is_timed=True)]
     name = "Tokens per second"
-    return Chart("throughput", name, alt_text, marks.bars(view, name, layers, alt_text, lines), _speed_table(lines), 2)
+    return Chart(
+        "throughput", name, alt_text, bar_marks.bars(view, name, layers, alt_text, lines), _speed_table(lines), 2
+    )
 
 
 def how_drawn(lines: Sequence[ChartLine]) -> str:
@@ -80,17 +82,17 @@ def speed_layers(
     is_ranked = {line.label: line.is_ranked for line in lines}
     ranked = [datum for datum in values if is_ranked[datum["label"]]]
     single = [datum for datum in values if not is_ranked[datum["label"]]]
-    y = marks.label_axis(labels)
+    y = bar_marks.label_axis(labels)
     tooltip = marks.tooltips(
         ("value:Q", f"{TOKENS}, median", ",.2f"),
         ("low:Q", "slowest run", ",.2f"),
         ("high:Q", "fastest run", ",.2f"),
         ("runs:Q", "undisturbed runs", "d"),
     )
-    value, low, high = (marks.from_zero(field, title, ticks) for field in ("value", "low", "high"))
+    value, low, high = (bar_marks.from_zero(field, title, ticks) for field in ("value", "low", "high"))
     color = marks.strategy_color(view)
-    with_range = marks.bar_layer(ranked)
-    hollow = marks.bar_layer(single).mark_point(filled=False, size=55, strokeWidth=2)
+    with_range = bar_marks.bar_layer(ranked)
+    hollow = bar_marks.bar_layer(single).mark_point(filled=False, size=55, strokeWidth=2)
     layers = [
         with_range.mark_bar().encode(x=value, y=y, color=color, tooltip=tooltip),
         with_range.mark_rule(style="spread").encode(x=low, x2="high:Q", y=y, tooltip=tooltip),
@@ -101,8 +103,8 @@ def speed_layers(
     ]
     layers = layers if ranked else []
     layers += [hollow.encode(x=value, y=y, color=color, tooltip=tooltip)] if single else []
-    text = marks.bar_layer(values).mark_text(align="left", dx=7, style="value")
-    return [*layers, text.encode(x=marks.from_zero("total", title), y=y, text="shown:N")] if values else layers
+    text = bar_marks.bar_layer(values).mark_text(align="left", dx=7, style="value")
+    return [*layers, text.encode(x=bar_marks.from_zero("total", title), y=y, text="shown:N")] if values else layers
 
 
 def _speed_table(lines: Sequence[ChartLine]) -> Table:
@@ -115,7 +117,7 @@ def _speed_table(lines: Sequence[ChartLine]) -> Table:
     rows = [
         (
             line.label,
-            marks.DISTURBED if line.is_disturbed else line.status,
+            bar_marks.DISTURBED if line.is_disturbed else line.status,
             *("" if line.is_disturbed else text for text in texts),
             "" if speed is None or line.is_disturbed else str(speed.runs),
         )

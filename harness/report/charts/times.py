@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from harness.report.charts import marks
+from harness.report.charts import bar_marks
 from harness.report.charts.lines import (
     MOST,
     ChartLine,
@@ -29,7 +29,7 @@ def step(view: View) -> Chart | None:
     lines = [line for line in chart_lines(view) if not line.ok or line.is_disturbed or _step_parts(line)]
     parts = {line.label: _step_parts(line) for line in lines}
     totals = {label: sum(datum["exact"] for datum in data) for label, data in parts.items() if data}
-    lines = marks.ordered(lines, lambda line: totals.get(line.label))
+    lines = bar_marks.ordered(lines, lambda line: totals.get(line.label))
     segments = [datum for line in lines for datum in _step_parts(line)]
     if not segments:
         return None
@@ -59,7 +59,7 @@ def step(view: View) -> Chart | None:
 
 
 def _state(line: ChartLine) -> str:
-    return marks.DISTURBED if line.is_disturbed else line.status
+    return bar_marks.DISTURBED if line.is_disturbed else line.status
 
 
 def _step_parts(line: ChartLine) -> list[Datum]:
@@ -87,11 +87,11 @@ def _time_bars(
         if line.label in totals
     ]
     layers = [
-        marks.stacked(segments, title, [("value:Q", "ms", ",.4f")], tuple(parts.values())),
-        marks.numbers(beside, title),
-        *marks.notes(lines, title, is_timed=True),
+        bar_marks.stacked(segments, title, [("value:Q", "ms", ",.4f")], tuple(parts.values())),
+        bar_marks.numbers(beside, title),
+        *bar_marks.notes(lines, title, is_timed=True),
     ]
-    return marks.bars(view, name, layers, alt_text, lines)
+    return bar_marks.bars(view, name, layers, alt_text, lines)
 
 
 # The colors of these parts are those that the parts of a step have: exposed communication has its own in both charts.
@@ -107,7 +107,7 @@ def exposed_communication(view: View) -> Chart | None:
     times = {line.label: _exposure(line) for line in lines}
     if not any(exposed for exposed, _ in times.values()):
         return None
-    lines = marks.ordered(lines, lambda line: times[line.label][0])
+    lines = bar_marks.ordered(lines, lambda line: times[line.label][0])
     drawn = [line for line in lines if times[line.label][0] is not None]
     names = (*STEP_PARTS.values(), _EXPOSURE["overlapped_communication_seconds"])
     segments = [

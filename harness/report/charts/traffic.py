@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from harness.report.charts import marks, style
+from harness.report.charts import bar_marks, marks, style
 from harness.report.charts.lines import (
     MOST,
     ChartLine,
@@ -18,6 +18,7 @@ from harness.report.charts.lines import (
     value_table,
 )
 from harness.report.charts.style import alt
+from harness.report.comparability import EQUAL_BYTES
 from harness.report.document import Chart
 from harness.report.text import Unit, byte_unit, format_numbers, pluralize
 from harness.report.view import View
@@ -39,10 +40,10 @@ def traffic(view: View) -> Chart | None:
     There is no chart where all send the same. Ticks of the formula stand where the bytes differ from it.
     """
     known = [line for line in chart_lines(view) if line.ok and _entries(line)]
-    lines = marks.ordered(known, lambda line: sum(entry.sent for entry in _entries(line)))
+    lines = bar_marks.ordered(known, lambda line: sum(entry.sent for entry in _entries(line)))
     entries = [entry for line in lines for entry in _entries(line)]
     sent_bytes = [entry.sent for entry in entries]
-    if not entries or max(sent_bytes) - min(sent_bytes) <= _EQUAL * max(sent_bytes):
+    if not entries or max(sent_bytes) - min(sent_bytes) <= EQUAL_BYTES * max(sent_bytes):
         return None
     axes = list(dict.fromkeys(entry.axis for entry in entries))
     unit = byte_unit([size for entry in entries for size in (entry.sent, entry.formula)])
@@ -64,19 +65,16 @@ def traffic(view: View) -> Chart | None:
     header = ["run", "mesh axis", f"sent ({unit.name})", f"formula ({unit.name})"]
     table = value_table(header, rows, [entry.line.strategy for entry in entries], 2)
     title = f"sent per step ({unit.name}{'; | = formula' if differing else ''})"
-    layers = _layers(view, _bars(entries, sent, len(axes) > 1, unit), axes, title, unit)
+    layers = _layers(view, _bars(entries, sent, len(axes) > 1, unit), title, unit)
     name = "Bytes sent by mesh axis"
     height = alt.Step(style.step(min(MOST, len(entries))))
     vega_lite = marks.spec(view, name, layers, alt_text, height, 48)
-    vega_lite = marks.with_order(vega_lite, [entry.line.strategy for entry in entries])
+    vega_lite = bar_marks.with_order(vega_lite, [entry.line.strategy for entry in entries])
     return Chart("traffic", name, alt_text, vega_lite, table, 2)
 
 
-_EQUAL = 1e-3  # relative
-
-
 def _differs(entry: _Entry) -> bool:
-    return entry.formula is not None and abs(entry.sent - entry.formula) > _EQUAL * entry.formula
+    return entry.formula is not None and abs(entry.sent - entry.formula) > EQUAL_BYTES * entry.formula
 
 
 def _entries(line: ChartLine) -> list[_Entry]:
@@ -104,7 +102,7 @@ def _bars(entries: Sequence[_Entry], texts: Sequence[str], by_axis: bool, unit: 
     ]
 
 
-def _layers(view: View, bars: Sequence[Datum], axes: Sequence[str], title: str, unit: Unit) -> list[alt.Chart]:
+def _layers(view: View, bars: Sequence[Datum], title: str, unit: Unit) -> list[alt.Chart]:
     """Return the layers of the bars, of the formula's ticks and of the figures."""
     y = alt.Y("bar:N", title=None, sort=alt.EncodingSortField("position", op="min"), axis=alt.Axis(grid=False))
     tooltip = marks.tooltips(
@@ -112,16 +110,15 @@ def _layers(view: View, bars: Sequence[Datum], axes: Sequence[str], title: str, 
         ("value:Q", f"sent, {unit.name}", ",.4~f"),
         ("formula:Q", f"formula, {unit.name}", ",.4~f"),
     )
-    scale = alt.Scale(domain=list(axes), range=list(style.PALETTE[: len(axes)]))
-    legend = alt.Legend(orient="top", title="mesh axis")
-    by_axis = alt.Color("axis:N", scale=scale, legend=legend)
-    color = by_axis if len(axes) > 1 else marks.strategy_color(view)
+    color = marks.strategy_color(view)
     differing = [bar for bar in bars if bar["differs"]]
-    ticks = marks.bar_layer(differing).mark_tick(style="formula", thickness=3, size=style.step(len(bars)) - 4)
+    ticks = bar_marks.bar_layer(differing).mark_tick(style="formula", thickness=3, size=style.step(len(bars)) - 4)
     return [
-        marks.bar_layer(bars).mark_bar().encode(x=marks.from_zero("value", title), y=y, tooltip=tooltip, color=color),
-        *([ticks.encode(x=marks.from_zero("formula", title), y=y, tooltip=tooltip)] if differing else []),
-        marks.bar_layer(bars)
+        bar_marks.bar_layer(bars)
+        .mark_bar()
+        .encode(x=bar_marks.from_zero("value", title), y=y, tooltip=tooltip, color=color),
+        *([ticks.encode(x=bar_marks.from_zero("formula", title), y=y, tooltip=tooltip)] if differing else []),
+        bar_marks.bar_layer(bars)
         .mark_text(align="left", dx=6, style="value")
-        .encode(x=marks.from_zero("total", title), y=y, text="shown:N", tooltip=tooltip),
+        .encode(x=bar_marks.from_zero("total", title), y=y, text="shown:N", tooltip=tooltip),
     ]

@@ -1,0 +1,131 @@
+"""The layers and axes of charts of horizontal bars, one for each line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from harness.report.charts import marks, style
+from harness.report.charts.lines import MOST, ChartLine, Datum, end_text
+from harness.report.charts.style import alt
+from harness.report.document import VegaLite
+from harness.report.view import View
+from harness.util.text import sanitize
+
+_MARGIN = 48  # pixels at the right of bars for their values
+
+DISTURBED = "disturbed: not comparable"
+
+
+def bar_layer(values: Sequence[Datum]) -> alt.Chart:
+    """Return a layer of the data of bars: those of the first MOST bars whose strategies are not hidden."""
+    return marks.static_layer(values).transform_filter(f"datum.position <= last && {marks.HIDDEN}")
+
+
+def bars(
+    view: View,
+    title: str,
+    layers: Sequence[alt.Chart],
+    alt_text: str,
+    ordered: Sequence[ChartLine],
+    margin: int = _MARGIN,
+) -> VegaLite:
+    """Return a chart of horizontal bars of the same height, one for each of the ordered lines."""
+    height = alt.Step(style.step(min(len(ordered), MOST)))
+    return with_order(marks.spec(view, title, layers, alt_text, height, margin), [line.strategy for line in ordered])
+
+
+def with_order(vega_lite: VegaLite, strategies: Sequence[str], most: int = MOST) -> VegaLite:
+    """Return a chart with the strategies of all its bars, of which the page draws the first visible ones."""
+    if len(strategies) <= most:
+        return vega_lite
+    return vega_lite | {"usermeta": vega_lite["usermeta"] | {"order": list(strategies), "most": most}}
+
+
+def ordered(lines: Sequence[ChartLine], key: Callable[[ChartLine], float | None]) -> list[ChartLine]:
+    """Return the lines in ascending order, numbered from 0: those without a key come late, those that failed last."""
+
+    def rank(line: ChartLine) -> tuple[bool, bool, float]:
+        value = key(line)
+        return not line.ok, value is None, value or 0.0
+
+    return [replace(line, position=position) for position, line in enumerate(sorted(lines, key=rank))]
+
+
+def label_axis(labels: bool = True) -> alt.Y:
+    """Return the vertical axis with the bars of a chart from the top."""
+    axis = alt.Axis(grid=False, ticks=labels, domain=labels, labels=labels)
+    return alt.Y("label:N", title=None, sort=alt.EncodingSortField("position", op="min"), axis=axis)
+
+
+def from_zero(field: str, title: str, ticks: int | None = None) -> alt.X:
+    """Return a horizontal axis of numbers that starts at 0, with about so many ticks."""
+    axis: dict[str, Any] = {"axis": alt.Axis(tickCount=ticks)} if ticks else {}
+    return alt.X(f"{field}:Q", title=title, scale=alt.Scale(zero=True), **axis)
+
+
+def stacked(
+    values: Sequence[Datum], title: str, exact: Sequence[tuple[str, str, str]], names: Sequence[str], margin: int = 0
+) -> alt.Chart:
+    """Return stacked bars.
+
+    Args:
+        values: The data of the parts.
+        title: The title of the axis.
+        exact: Field, title and format of each tooltip.
+        names: The names of the parts in the order of their stack; each has its color in every chart.
+        margin: Pixels between the bars and the legend.
+    """
+    present = {datum["part"] for datum in values}
+    shown = {name: color for name, color in zip(names, style.PALETTE, strict=False) if name in present}
+    chart: alt.Chart = (
+        bar_layer(values)
+        .mark_bar()
+        .encode(
+            x=alt.X("value:Q", title=title, stack="zero", scale=alt.Scale(zero=True)),
+            y=label_axis(),
+            color=alt.Color(
+                "part:N",
+                title=None,
+                scale=alt.Scale(domain=list(shown), range=list(shown.values())),
+                legend=alt.Legend(orient="top", symbolType="square", columns=3, columnPadding=24, offset=8 + margin),
+            ),
+            order=alt.Order("rank:Q"),
+            tooltip=marks.tooltips(("part:N", "part", ""), *exact),
+        )
+    )
+    return chart
+
+
+def numbers(values: Sequence[Datum], title: str) -> alt.Chart:
+    """Return the figures behind the bars: the text `shown` at the position `total`."""
+    text = bar_layer(values).mark_text(align="left", dx=5, style="value")
+    tooltip = marks.tooltips(("shown:N", title, ""))
+    chart: alt.Chart = text.encode(x=from_zero("total", title), y=label_axis(), text="shown:N", tooltip=tooltip)
+    return chart
+
+
+def notes(lines: Sequence[ChartLine], title: str, is_timed: bool, labels: bool = True) -> list[alt.Chart]:
+    """Return the texts that replace the bars of lines that are not ok, and in a chart of times of disturbed ones."""
+    values = [
+        line.datum(zero=0, ended=DISTURBED if line.ok else end_text(line), reason=_reason(line))
+        for line in lines
+        if not line.ok or (is_timed and line.is_disturbed)
+    ]
+    if not values:
+        return []
+    return [
+        bar_layer(values)
+        .mark_text(align="left", dx=5, style="ended")
+        .encode(
+            x=from_zero("zero", title),
+            y=label_axis(labels),
+            text="ended:N",
+            tooltip=marks.tooltips(("ended:N", "status", ""), ("reason:N", "reason", "")),
+        )
+    ]
+
+
+def _reason(line: ChartLine) -> str:
+    return sanitize(line.row.get("reason" if not line.ok else "noise_warning") or "")

@@ -1,0 +1,123 @@
+"""The report's sections on memory: the maximum of each kind, and what fills the peak."""
+
+from harness.records.columns import column
+from harness.records.schema import Record
+from harness.report.charts import memory as memory_charts
+from harness.report.document import BulletList, Paragraph, Section, run_table, section
+from harness.report.frame import MEMORY_COLUMNS, baseline_name, column_values
+from harness.report.labels import PEAK_PARTS
+from harness.report.text import byte_unit, bytes_text, format_numbers, format_ratios
+from harness.report.view import View
+
+# The sentences on memory of the host, for the columns that are shown only where one of them has a value.
+_HOST_NOTES = {
+    "offloaded_bytes": (
+        " Parameters, gradients and optimizer state are counted on the device and on the host; the state on the host is"
+        " no part of the device's peak memory."
+    ),
+    "offloaded_activation_bytes": (
+        " Activations on the host are the most that offload stored there at once: on a GPU in addition to the column"
+        " activations, on a CPU in the same memory."
+    ),
+}
+
+# Columns beside the parts of memory; the registry does not have the last three.
+_OTHER_MEMORY = {
+    "peak_reserved_bytes": column("peak_reserved_bytes").title,
+    "fragmentation_bytes": "fragmentation",
+    "non_torch_bytes": "not allocated by torch",
+    "peak_rss_bytes": "host process",
+}
+
+_DETAILED = ("gathered", "communication", "temporary")
+
+_LARGEST = 3  # blocks of a run that are listed
+
+
+def memory(view: View) -> list[Section]:
+    """Return the section on memory: the maximum over ranks and repeats of each kind, and over the baseline's."""
+    table = view.line_medians
+    on_host = {name: column(name).title for name in _HOST_NOTES if any(column_values(table, name))}
+    names = (*MEMORY_COLUMNS, *on_host, *_OTHER_MEMORY)
+    unit = byte_unit([value for name in names for value in column_values(table, name)])
+    compared = baseline_name(table)
+    columns: dict[str, list[str]] = {}
+    for name in MEMORY_COLUMNS:
+        header = column(name).title
+        columns[header] = format_numbers(column_values(table, name), unit)
+        if compared:
+            columns[f"× {header}"] = format_ratios(column_values(table, f"{name}_ratio"))
+    columns["smallest peak of any rank"] = format_numbers([_least_peak(line) for line in view.lines], unit)
+    for name, header in (on_host | _OTHER_MEMORY).items():
+        columns[header] = format_numbers(column_values(table, name), unit)
+    columns = {header: cells for header, cells in columns.items() if any(cells)}
+    if not columns:
+        return []
+    return section(
+        f"Memory ({unit.name})",
+        run_table(table, columns),
+        Paragraph(
+            "Each column is the maximum over ranks and repeats. Parameters and optimizer state are measured between"
+            " steps, gradients and activations at their maximum during a step; these maxima may occur at different"
+            " times, so that their sum can differ from the peak."
+            + (
+                " Host process is the largest resident memory of any rank's process, including the interpreter and"
+                " libraries."
+                if any(column_values(table, "peak_rss_bytes"))
+                else ""
+            )
+            + "".join(_HOST_NOTES[name] for name in on_host)
+            + (f" × is the ratio to {compared}." if compared else "")
+        ),
+    )
+
+
+def _least_peak(line: Record) -> int | None:
+    """Return the smallest peak of any rank in any repeat, if all of them are recorded."""
+    peaks = [rank.peak_allocated_bytes for run in line.runs if run.status == line.status for rank in run.ranks]
+    known = [peak for peak in peaks if peak is not None]
+    return min(known) if known and len(known) == len(peaks) else None
+
+
+def peak(view: View) -> list[Section]:
+    """Return the section on what fills the peak of the rank with the largest one.
+
+    It has a column for each part and lists the largest blocks that are neither model state nor activations.
+    """
+    runs, table = view.peak_runs, view.peak_runs.table
+    names = {f"at_peak_{part}_bytes": header for part, header in PEAK_PARTS.items()}
+    names = {name: header for name, header in names.items() if any(column_values(table, name))}
+    if not names:
+        return []
+    unit = byte_unit([value for name in (*names, "peak_allocated_bytes") for value in column_values(table, name)])
+    columns = {header: format_numbers(column_values(table, name), unit) for name, header in names.items()}
+    columns[column("peak_allocated_bytes").title] = format_numbers(column_values(table, "peak_allocated_bytes"), unit)
+    columns = {"phase": [phase or "" for phase in column_values(table, "peak_phase")], **columns}
+    largest = [
+        (label, _largest(record)) for label, record in zip(column_values(table, "label"), runs.records, strict=True)
+    ]
+    blocks = [
+        Paragraph("The largest buffers and temporary tensors, by their purpose or the operator that allocated them:"),
+        BulletList([(label, text) for label, text in largest if text]),
+    ]
+    return section(
+        f"Breakdown of peak memory ({unit.name})",
+        memory_charts.peak(view),
+        run_table(table, columns, label_columns=2),
+        Paragraph(
+            "All memory of the rank with the highest peak of all repeats at the time of that peak, by its use; the"
+            " parts add up to the peak, and are empty where the profiled step had another peak than the timed ones. The"
+            " phase is the one in which the peak occurred. Gathered parameters are shards that were gathered for"
+            " computing; communication buffers are buckets, gradients that wait for their reduction, and copies of the"
+            " communication backend; temporary tensors are all others, which live within an operator or between two."
+        ),
+        *(blocks if any(text for _, text in largest) else ()),
+    )
+
+
+def _largest(record: Record) -> str:
+    peak_rank = record.row.get("peak_rank")
+    peaks = [rank.profiled.at_peak for rank in record.ranks if rank.rank == peak_rank]
+    parts = [part for at_peak in peaks if at_peak for part in at_peak.parts if part.role in _DETAILED]
+    largest = sorted(parts, key=lambda part: -part.bytes)[:_LARGEST]
+    return ", ".join(f"{part.what} {bytes_text(part.bytes)}" for part in largest)
