@@ -93,7 +93,7 @@ def build_run_spec(plan: Plan) -> tuple[RunSpec, list[str]]:
         environment=load_engine(plan.layout.engine).rank_environment(plan.layout, plan.machine, cache),
         timeout_seconds=plan.command.timeout_seconds,
         memory_snapshot=plan.command.measure.memory_snapshot,
-        perturbs=plan.folder.is_reference and plan.layout.engine == "torch",
+        perturbs=plan.folder.is_reference,
     ), notes
 
 

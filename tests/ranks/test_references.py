@@ -11,18 +11,22 @@ import pytest
 
 from harness.config.command import CommandConfig
 from harness.config.schema import RunConfig
+from harness.proof.bounds import noise_floors
+from harness.proof.reference import merge_reports
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_record
 from harness.runner import reference_runs
 from harness.runner.context import RunContext
+from harness.runner.launch_run import launch_run
 from harness.runner.local_machine import detect_machine
 from harness.runner.plan import make_plan
+from harness.runner.reference import Reference
 from harness.runner.reference_cost import predict_cost
 from harness.runner.resolve import with_layers
 from harness.runner.run import execute
 from harness.worker import main as worker_main
-from tests.support import faults
+from tests.support import faults, second_training
 from tests.support.commands import SMALL_BATCH, compose, run_with
 
 # With full checkpointing, fsdp_full_shard needs 6.7 MB, zero3 8.1 MB and a single process 8.7 MB.
@@ -115,6 +119,20 @@ def test_a_fault_in_the_references_layout_is_an_error(chain: Chain, monkeypatch:
     assert layers_of(faulty) == 2 and faulty.row["grad_deviation"] > 0.01
     failed = f"the reference {faulty.run_id} failed, so that nothing proves this run: not proven: loss deviates"
     assert row["reason"].startswith(failed), row["reason"]
+
+
+def test_a_reference_of_deepspeed_trains_twice(tmp_path: Path) -> None:
+    """Fully sharded ranks of PyTorch are compared with it. Its first engine is released before it builds another."""
+    config, command = compose(f"results_dir={tmp_path}", "world_size=2", *SMALL_BATCH, "strategy=zero3")
+    plan = make_plan(config, detect_machine(config.cluster), command, is_reference=True)
+    record = launch_run(plan, RunContext(second_training.record_remaining_memory), Reference("none"))
+    assert record.status == "ok", record.row["reason"]
+    remaining = [int(second_training.remaining_file(plan.folder.path, rank).read_text()) for rank in range(2)]
+    assert max(remaining) < record.row["parameter_bytes"] / 100
+    report = merge_reports(reference_runs.read_reports(plan))
+    assert report.perturbed is not None and report.perturbed.losses != report.losses
+    floors = noise_floors(report, report.perturbed, "float32").of_aspects.values()
+    assert 0 < max(floors) < 1e-2
 
 
 def test_a_reference_that_hangs_takes_no_row_with_it(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

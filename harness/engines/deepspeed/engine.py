@@ -1,5 +1,6 @@
 """The Engine over a DeepSpeed engine: its steps, the shards a rank holds, and its shutdown."""
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -88,4 +89,18 @@ class DeepSpeedTrainEngine:
         from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
 
         self._engine.destroy()
+        forget_modules()
         torch.nn.functional.linear = getattr(Patched, "linear_bk", torch.nn.functional.linear)
+
+
+def forget_modules() -> None:
+    """Clear DeepSpeed's lists of modules that outlive an engine: in stage 3 they keep all of its memory allocated.
+
+    They are a stack of modules, and a cache that functools keeps behind DeepSpeed's wrapper for profiling.
+    """
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    FWD_MODULE_STACK.clear()
+    wrapped = getattr(Coordinator, f"_{Coordinator.__name__}__params_to_release")
+    inspect.getclosurevars(wrapped).nonlocals["func"].cache_clear()
