@@ -65,7 +65,7 @@ def much_garbage(run_dir: str) -> None:
     def log_collection(phase: str, _: dict[str, int]) -> None:
         if phase == "start" and 0 < marks[0] <= steps:
             with (Path(run_dir) / "collections").open("a") as log:
-                log.write(f"{gc.get_freeze_count()}\n")
+                log.write("one\n")
 
     harness.models.decoder.Decoder.forward = spoiled  # type: ignore[method-assign]
     StepTimes.mark_step = counted  # type: ignore[method-assign]
