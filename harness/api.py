@@ -34,7 +34,7 @@ def load(folder: str | Path) -> pd.DataFrame:
     """
     loaded = read_all(Path(folder))
     rows = rows_of(loaded.records)
-    table = pd.DataFrame({name: _typed_column(name, [row.get(name) for row in rows]) for name in columns_of(rows)})
+    table = pd.DataFrame({name: _typed_column(name, values) for name, values in columns_of(rows).items()})
     table.attrs["problems"] = loaded.problems
     return table
 

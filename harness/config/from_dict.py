@@ -3,6 +3,7 @@
 import dataclasses
 import types
 import typing
+from functools import cache
 from typing import Any
 
 from harness.config.validation import require_one_of
@@ -20,17 +21,38 @@ def from_dict(cls: type, values: Any, key: str = "") -> Any:
         return _checked_value(cls, values, key)
     if not isinstance(values, dict):
         raise UserError(f"{key}={values} is not a group of keys: choose one of the files in conf/{key}")
-    hints = typing.get_type_hints(cls)
-    fields = {entry.name: entry for entry in dataclasses.fields(cls)}
-    names = {entry.metadata["old_key"]: entry.name for entry in fields.values() if "old_key" in entry.metadata}
-    values = {names.get(name, name): value for name, value in values.items()}
-    for unknown in sorted(values.keys() - fields.keys()):
-        raise UserError(f"{_dotted_key(key, unknown)} is not a key: choose one of {', '.join(fields)}")
-    for name, entry in fields.items():
-        required = entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
-        if required and name not in values:
+    keys = _keys(cls)
+    values = {keys.new_names.get(name, name): value for name, value in values.items()}
+    for unknown in sorted(values.keys() - keys.hints.keys()):
+        raise UserError(f"{_dotted_key(key, unknown)} is not a key: choose one of {', '.join(keys.hints)}")
+    for name in keys.required:
+        if name not in values:
             raise UserError(f"{_dotted_key(key, name)} is missing: give it a value")
-    return cls(**{name: from_dict(hints[name], values[name], _dotted_key(key, name)) for name in values})
+    return cls(**{name: from_dict(keys.hints[name], values[name], _dotted_key(key, name)) for name in values})
+
+
+class _Keys(typing.NamedTuple):
+    """The keys of a group: the fields of its dataclass."""
+
+    hints: dict[str, Any]  # the type of each key
+    required: tuple[str, ...]
+    new_names: dict[str, str]  # by the name that old records have
+
+
+@cache
+def _keys(cls: type) -> _Keys:
+    """Return the keys of a class, whose type hints are slow to resolve."""
+    fields = dataclasses.fields(cls)
+    hints = typing.get_type_hints(cls)
+    return _Keys(
+        {entry.name: hints[entry.name] for entry in fields},
+        tuple(
+            entry.name
+            for entry in fields
+            if entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
+        ),
+        {entry.metadata["old_key"]: entry.name for entry in fields if "old_key" in entry.metadata},
+    )
 
 
 def _dotted_key(key: str, name: str) -> str:

@@ -175,9 +175,10 @@ class ComparisonFolder:
 
     def recorded_runs(self, pattern: str = "*") -> Iterator[RunFolder]:
         """Yield the folders of runs that have a record, by name; references and hidden folders are left out."""
-        for path in sorted(self.path.glob(f"{pattern}/{_RECORD}")):
-            if path.parent.name != _REFERENCES and not path.parent.name.startswith("."):
-                yield RunFolder(path.parent)
+        folders = (path.parent for path in self.path.glob(f"{pattern}/{_RECORD}"))
+        for folder in sorted(folders, key=lambda folder: folder.name):
+            if folder.name != _REFERENCES and not folder.name.startswith("."):
+                yield RunFolder(folder)
 
 
 def comparison_folder(name: str, results_dir: str) -> ComparisonFolder:

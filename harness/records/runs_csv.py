@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -26,9 +27,13 @@ def rows_of(records: Iterable[Record]) -> list[Row]:
     ]
 
 
-def columns_of(rows: Iterable[Row]) -> list[str]:
-    """Return the names of the registered columns, followed by those that only these rows have."""
-    return list(dict.fromkeys((*COLUMN_NAMES, *(column for row in rows for column in row))))
+def columns_of(rows: Sequence[Row]) -> dict[str, list[Cell]]:
+    """Return the values of the registered columns by name, followed by those of columns that only these rows have."""
+    names: dict[str, None] = dict.fromkeys(COLUMN_NAMES)
+    for row in rows:
+        names |= dict.fromkeys(row)
+    columns = zip(*(map(row.get, names) for row in rows), strict=True) if rows else itertools.repeat(())
+    return {name: list(values) for name, values in zip(names, columns, strict=False)}
 
 
 def write_runs_csv(results_dir: Path, rows: Sequence[Row]) -> Path:
@@ -37,13 +42,21 @@ def write_runs_csv(results_dir: Path, rows: Sequence[Row]) -> Path:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([csv_cell(column) for column in columns])
-    writer.writerows([csv_cell(row.get(column)) for column in columns] for row in rows)
+    writer.writerows(zip(*map(_cells, columns.values()), strict=True))
     path = ComparisonFolder(Path(results_dir)).runs_csv
     atomic_write_text(path, text.getvalue())
     return path
 
 
-def csv_cell(value: str | int | float | bool | None) -> str:
+def _cells(values: Sequence[Cell]) -> list[Cell]:
+    """Return the cells of a column as `csv_cell` makes them; csv itself writes numbers exactly, and no value empty."""
+    if str not in set(map(type, values)):
+        return list(values)
+    texts = {text: csv_cell(text) for text in {value for value in values if isinstance(value, str)}}
+    return [texts[value] if isinstance(value, str) else value for value in values]
+
+
+def csv_cell(value: Cell) -> str:
     """Return a cell: numbers exact, unknown values empty, text on one line, a ' before what looks like a formula."""
     if value is None:
         return ""

@@ -8,7 +8,7 @@ from harness.config.fingerprint import result_affecting_keys
 from harness.config.values import ConfigValues
 from harness.records.provenance import version_differences
 from harness.records.schema import Record, Row
-from harness.report.labels import VARYING, flattened
+from harness.report.labels import VARYING
 
 T = TypeVar("T")
 
@@ -69,9 +69,15 @@ def curve_key(row: Row, config: ConfigValues, free: Sequence[str]) -> tuple[Any,
     the groups `model` and `strategy` of their configurations, some of whose keys have no column. The values of
     CURVE_COLUMNS without `free` come first, in that order.
     """
-    groups = flattened({name: config.get(name) for name in ("model", "strategy")})
-    options = {key: value for key, value in groups.items() if key.rsplit(".", 1)[-1] not in free}
+    options = [_without(config.get(name), free) for name in ("model", "strategy")]
     return (*(row.get(name) for name in curve_columns(free)), repr(options))
+
+
+def _without(values: Any, free: Sequence[str]) -> Any:
+    """Return a value as it is, or a group of keys without these."""
+    if not isinstance(values, dict):
+        return values
+    return {key: _without(value, free) for key, value in values.items() if isinstance(value, dict) or key not in free}
 
 
 def curve_columns(free: Sequence[str]) -> list[str]:

@@ -48,7 +48,9 @@ def records_frame(records: Sequence[Record]) -> pd.DataFrame:
     Repeated runs are a row each: `records_frame(merge_repeats(records))` has one row for all repeats.
     """
     rows: list[Row] = [record.row for record in records]
-    names = dict.fromkeys((*COLUMN_TYPES, *(name for row in rows for name in row)))
+    names: dict[str, Any] = dict.fromkeys(COLUMN_TYPES)
+    for row in rows:
+        names |= dict.fromkeys(row)
     columns = {name: pd.array([row.get(name) for row in rows], dtype=_DTYPES[COLUMN_TYPES.get(name)]) for name in names}
     table = pd.DataFrame(columns)
     installed = versions()
@@ -89,12 +91,17 @@ def column_values(table: pd.DataFrame, name: str) -> list[Any]:
     """Return a column as plain values, None where unknown. A column that no record has is unknown everywhere."""
     if name not in table:
         return [None] * len(table)
-    return [None if value is None or pd.isna(value) else value for value in table[name].tolist()]
+    values: list[Any] = table[name].tolist()
+    is_missing = table[name].isna()
+    if not is_missing.any():
+        return values
+    return [None if missing else value for value, missing in zip(values, is_missing.tolist(), strict=True)]
 
 
 def distinct_values(table: pd.DataFrame, name: str) -> list[Any]:
     """Return the different known values of a column, in the order of their first rows."""
-    return list(dict.fromkeys(value for value in column_values(table, name) if value is not None))
+    values: list[Any] = table[name].dropna().unique().tolist() if name in table else []
+    return values
 
 
 def _settings(table: pd.DataFrame, name: str) -> list[Any]:

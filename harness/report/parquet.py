@@ -27,7 +27,7 @@ def write_runs_parquet(results_dir: Path, rows: Sequence[Row]) -> Path:
 
     Unknown values are null. Text is on one line, as in runs.csv but without its quotes.
     """
-    columns = {name: _column(name, [row.get(name) for row in rows]) for name in columns_of(rows)}
+    columns = {name: _column(name, values) for name, values in columns_of(rows).items()}
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), sink, compression="zstd")
     path = ComparisonFolder(results_dir).runs_parquet
@@ -44,5 +44,6 @@ def _column(name: str, values: Sequence[Any]) -> pa.Array:
     if dtype is float:
         values = [None if value is None else float(value) for value in values]
     if dtype is str:
-        values = [None if value is None else sanitize(value) for value in values]
+        texts = {text: sanitize(text) for text in {str(value) for value in values if value is not None}}
+        values = [None if value is None else texts[str(value)] for value in values]
     return pa.array(values, type=_TYPES[dtype])

@@ -68,7 +68,7 @@ def _merge_values(name: str, column: Sequence[Any]) -> Any:
 
     The parts of a peak or of a step add up within one run; as medians or maxima they would not.
     """
-    if all(value == column[0] for value in column):
+    if column.count(column[0]) == len(column):
         return column[0]
     known = [value for value in column if value is not None]
     if name in _MEDIAN:

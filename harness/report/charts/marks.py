@@ -28,7 +28,7 @@ def filterable_layer(values: Sequence[Datum]) -> alt.Chart:
 
 def static_layer(values: Sequence[Datum]) -> alt.Chart:
     """Return a layer of these data, whatever is hidden."""
-    return alt.Chart(alt.InlineData(values=list(values)))
+    return alt.Chart(alt.InlineData(values=tuple(values)))
 
 
 def spec(

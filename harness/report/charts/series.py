@@ -47,6 +47,8 @@ class Series:
 def by_world(lines: Sequence[ChartLine]) -> list[Series]:
     """Return the curves of speed over ranks, with equal batches if there are such lines, else with any batches."""
     ok = [line for line in lines if line.speed and line.number("world_size")]
+    if not _group(ok, "world_size", (*_DEGREES, *BATCH_COLUMNS)):  # what is alone with any batch is so with equal ones
+        return []
     for free in ((), BATCH_COLUMNS[:1], BATCH_COLUMNS[1:], BATCH_COLUMNS):
         series = _group(ok, "world_size", (*_DEGREES, *free))
         if series:
@@ -68,12 +70,18 @@ def by_parameters(lines: Sequence[ChartLine]) -> list[Series]:
 
 def _group(lines: Sequence[ChartLine], name: str, free: Sequence[str]) -> list[Series]:
     """Return the series over a column with more than one point; the first of several lines at a point counts."""
+    columns = curve_columns(free)
+    settings = [tuple(map(line.row.get, columns)) for line in lines]
+    values: dict[tuple[Any, ...], set[float | None]] = {}
+    for setting, line in zip(settings, lines, strict=True):
+        values.setdefault(setting, set()).add(line.number(name))
     groups: dict[tuple[Any, ...], dict[float, ChartLine]] = {}
-    for line in lines:
-        key = curve_key(line.row, line.record.config, free)
-        groups.setdefault(key, {}).setdefault(line.number(name) or 0.0, line)
+    for setting, line in zip(settings, lines, strict=True):
+        if len(values[setting]) > 1:  # otherwise it is alone on its curve, whatever its options are
+            key = curve_key(line.row, line.record.config, free)
+            groups.setdefault(key, {}).setdefault(line.number(name) or 0.0, line)
     curves = {key: [points[value] for value in sorted(points)] for key, points in groups.items() if len(points) > 1}
-    names = _names(list(curves), curve_columns(free))
+    names = _names(list(curves), columns)
     return [
         Series(label, points[0].strategy, position, points)
         for position, (label, points) in enumerate(zip(names, curves.values(), strict=True))

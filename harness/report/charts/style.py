@@ -11,11 +11,16 @@ if TYPE_CHECKING:
 else:
 
     class _LazyAltair:
-        """A stand-in that imports altair only when it is used, because that import takes a third of a second."""
+        """A stand-in that imports altair only when it is used, because that import takes a third of a second.
+
+        A chart is validated when it is whole, and its parts are not before that, which would take as long again.
+        """
 
         def __getattr__(self, name: str) -> Any:
             import altair
+            from altair.utils.schemapi import disable_debug_mode
 
+            disable_debug_mode()
             return getattr(altair, name)
 
     alt = _LazyAltair()
