@@ -1,8 +1,11 @@
-"""The memory that a rank needs to communicate during a whole step, beside model state. Imports no torch."""
+"""The memory that a rank needs to communicate, beside model state. Imports no torch."""
 
 from collections.abc import Sequence
 
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
+from harness.cost_model.deepspeed_memory import stage_2_buffers, stage_3_buffers
+from harness.cost_model.fully_shard_memory import resharded_buffers, whole_buffers
+from harness.cost_model.transient_buffers import TransientBuffers, group_sizes
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, local_numel
 from harness.layout.state_widths import StateWidths
@@ -39,21 +42,29 @@ def last_bucket_elements(config: RunConfig, layout: Layout, stage: Stage) -> flo
     return max(buckets[-2:])
 
 
-def keeps_grad_buffers(config: RunConfig, layout: Layout) -> bool:
-    """Return whether the memory of gradients is still allocated when a step begins."""
+def keeps_grad_buffers(config: RunConfig, layout: Layout, widths: StateWidths) -> bool:
+    """Return whether the memory of gradients is still allocated when a step begins.
+
+    DeepSpeed's stages 1 and 2 free it after the optimizer's step, but for BF16_Optimizer and the host's part.
+    """
+    if layout.uses_deepspeed_zero and layout.zero_stage < 3 and layout.offload == "none":
+        return layout.zero_stage == 1 and widths.gradients > config.precision.accumulate_bytes
     if layout.data_parallel == "ddp":
         return config.strategy.gradient_as_bucket_view and not config.precision.is_mixed
     return layout.data_parallel != "fsdp" and layout.dp_enabled
 
 
-def gloo_gather_peak(config: RunConfig, layout: Layout, widths: StateWidths, parameters: int) -> dict[str, int]:
-    """Return a rank's bytes while DeepSpeed's stages 1 and 2 gather the new parameters, which gloo does in a flat copy.
-
-    The reduction buckets are freed by then, and so are the gradients, but for those of BF16_Optimizer.
-    """
-    if not layout.uses_deepspeed_zero or layout.zero_stage == 3:
-        return {}
-    copy = config.precision.compute_bytes * parameters if layout.dp_shard > 1 else 0
-    if layout.zero_stage == 1 and widths.gradients > config.precision.accumulate_bytes:
-        return {"gradients": widths.gradients * parameters, "buffers": copy}
-    return {"buffers": copy - widths.buffer_bytes}
+def transient_buffers(
+    config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage], stage: Stage, device: Device
+) -> TransientBuffers:
+    """Return the buffers of one of a rank's stages; none where nothing is sharded but optimizer state."""
+    if layout.uses_deepspeed_zero:
+        if layout.zero_stage == 3:
+            return stage_3_buffers(config, widths, layout, stage, device)
+        return stage_2_buffers(config, widths, layout, stage) if layout.zero_stage == 2 else TransientBuffers()
+    if layout.data_parallel != "fsdp":
+        return TransientBuffers()
+    if layout.zero_stage == 3:
+        return resharded_buffers(config, layout, widths, stage, device)
+    others = [group_sizes(config.model, layout, other, by_parameter=False).total for other in stages if other != stage]
+    return whole_buffers(config, layout, widths, stage, device, sum(others))

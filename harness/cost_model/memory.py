@@ -12,12 +12,17 @@ from dataclasses import dataclass
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.activations import loss_tensors
-from harness.cost_model.buffers import buffer_tensors, gloo_gather_peak, keeps_grad_buffers
+from harness.cost_model.buffers import buffer_tensors, keeps_grad_buffers, transient_buffers
+from harness.cost_model.deepspeed_memory import (
+    gloo_gather_peak,
+    gradient_copy_bytes,
+    partition_elements,
+    summed_gradient_bytes,
+)
 from harness.cost_model.pipeline import BackwardStart, backward_starts
 from harness.cost_model.stage_activations import host_gradient_bytes
 from harness.cost_model.stage_memory import Bytes, StageCost, local_parameter_count, stage_costs
 from harness.cost_model.step_peaks import step_peaks
-from harness.cost_model.transient_buffers import transient_buffers
 from harness.cost_model.workspaces import WORKSPACE_BYTES
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
@@ -107,13 +112,13 @@ def lower_bound_estimate(config: RunConfig, layout: Layout, widths: StateWidths,
             ("optimizer", widths.optimizer),
         )
     )
-    buffers = sum(buffer_tensors(config, layout, widths, [stage]).values())
+    buffers = sum(buffer_tensors(config, layout, widths, [stage]).values()) + widths.backward_buffer_bytes
     (host_gradients,) = host_gradient_bytes(widths, layout, [total])
     gradient_bytes += host_gradients
     at_peak = {"parameters": parameter_bytes, "optimizer": optimizer_bytes, "gradients": gradient_bytes}
     host_bytes = 0 if device == "cpu" else sum(at_peak.pop(kind) for kind in layout.offloaded_state)
     # Parameters are whole in forward, when there are no gradients yet.
-    buffers += max(0, transient_buffers(config, layout, widths, [stage], stage).forward - gradient_bytes)
+    buffers += max(0, transient_buffers(config, layout, widths, [stage], stage, device).forward - gradient_bytes)
     at_peak["buffers"] = buffers
     return MemoryEstimate(
         parameter_bytes,
@@ -154,9 +159,14 @@ def estimate_rank_memory(
     )
     buffer_bytes = received + sum(buffer_tensors(config, layout, widths, stages).values())
     buffer_bytes += widths.host_buffer_bytes if device == "cpu" else 0
-    keeps_gradients = keeps_grad_buffers(config, layout)
+    keeps_gradients = keeps_grad_buffers(config, layout, widths)
     keeps_sent = layout.schedule != "1f1b"  # torch's other schedules wait for all sends at the end of the step
-    peaks = [peak for start in starts for peak in step_peaks(costs, gradients, keeps_gradients, start, keeps_sent)]
+    if layout.uses_deepspeed_zero and layout.zero_stage == 2 and layout.offload == "none":
+        gradients = [-(-widths.gradients * round(partition_elements(config, layout, stages)))]
+    sums = summed_gradient_bytes(config, layout, widths, gradients)
+    peaks = [
+        peak for start in starts for peak in step_peaks(costs, gradients, sums, keeps_gradients, start, keeps_sent)
+    ]
     copied = gradient_copy_bytes(config, layout, widths, total)
     temporaries = optimizer_temporary_bytes(config, layout, total) + copied * (layout.zero_stage == 3)
     for size in (temporaries, copied):
@@ -197,22 +207,6 @@ def optimizer_temporary_bytes(config: RunConfig, layout: Layout, parameters: int
     """
     width = config.precision.master_bytes
     return 0 if config.train.fused_optimizer else -(-width * parameters // layout.shard_count("optimizer"))
-
-
-def gradient_copy_bytes(config: RunConfig, layout: Layout, widths: StateWidths, parameters: int) -> int:
-    """Return the bytes of this rank's part of the gradients in a flat copy beside the gradients.
-
-    DeepSpeed's stage 1 makes it once they are reduced (stage_1_and_2.py, get_flat_partition); its BF16_Optimizer,
-    which holds gradients twice all the time, does not. Stage 3 makes it for the optimizer, of one sub-group after the
-    other (stage3.py, _prepare_fp32_grad_for_sub_group).
-    """
-    width = config.precision.accumulate_bytes
-    part = -(-width * parameters // layout.dp_shard)
-    if not layout.uses_deepspeed_zero or widths.gradients != width:
-        return 0
-    if layout.zero_stage == 3:
-        return min(part, width * int(config.strategy.options.get("sub_group_size", 1e9)))
-    return part if layout.zero_stage == 1 else 0
 
 
 def activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:

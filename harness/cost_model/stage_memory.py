@@ -15,7 +15,7 @@ from harness.cost_model.activations import (
     logits_bytes,
     norm_gradient_bytes,
 )
-from harness.cost_model.buffers import last_bucket_elements
+from harness.cost_model.buffers import last_bucket_elements, transient_buffers
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape, micro_batch_shape
 from harness.cost_model.stage_activations import (
     StageActivations,
@@ -24,7 +24,7 @@ from harness.cost_model.stage_activations import (
     weight_grad_only_bytes,
     without_offloaded_activations,
 )
-from harness.cost_model.transient_buffers import GroupSizes, TransientBuffers, group_sizes, transient_buffers
+from harness.cost_model.transient_buffers import GroupSizes, TransientBuffers, group_sizes
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, is_vocab_sharded, tp_shard_dim
@@ -70,6 +70,7 @@ class StageCost:
     transient: TransientBuffers
     groups: GroupSizes  # of the parameters that are gathered and reduced together, elements
     reduces_groups: bool  # whether gradients are reduced to shards group by group
+    allocates_gradients_at_once: bool  # when the first one is computed, as DeepSpeed's stage 2 does
     offloaded_bytes: int  # of the activations of a pass that activation offload moves to the host
 
     @property
@@ -181,7 +182,10 @@ def stage_costs(
                 reduced_last_elements=last_bucket_elements(config, layout, stage) if reduces_copies else 0,
                 groups=group_sizes(config.model, layout, stage, by_parameter=False),
                 reduces_groups=layout.data_parallel == "fsdp",
-                transient=transient_buffers(config, layout, widths, stages, stage) if widths else TransientBuffers(),
+                allocates_gradients_at_once=layout.uses_deepspeed_zero and layout.zero_stage == 2,
+                transient=transient_buffers(config, layout, widths, stages, stage, device)
+                if widths
+                else TransientBuffers(),
                 offloaded_bytes=offloaded,
             )
         )

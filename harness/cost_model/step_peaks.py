@@ -50,13 +50,16 @@ def backward_peaks(
         at_head = {"activations": activations.before_backward, "temporaries": shape.hidden_bytes + matrix}
         yield at_head | {"buffers": buffers.head}
         at_reduction = {"activations": activations.in_final_norm, "temporaries": shape.hidden_bytes}
-        yield at_reduction | {"buffers": buffers.head_reduction}
+        at_once = new_gradients * cost.allocates_gradients_at_once
+        yield at_reduction | {"buffers": buffers.head_reduction, "gradients": at_once}
     if holds_head:
         at_norm = {"activations": activations.in_final_norm, "temporaries": norm_backward_bytes(shape)}
         yield at_norm | {"buffers": buffers.in_layer(0)}
     for index, layer in enumerate(activations.layers):
         for peak in layer_peaks(cost, layer, new_gradients):
             yield peak | {"buffers": peak.get("buffers", 0) + buffers.in_layer(index)}
+        if buffers.reductions:
+            yield {"activations": layer.in_projections, "buffers": buffers.reductions[index]}
         if kind == "inputs":  # it frees nothing, and what it leaves is yielded below
             break
     if kind == "inputs":
@@ -89,6 +92,8 @@ def layer_peaks(cost: StageCost, layer: LayerActivations, new_gradients: int) ->
     def gradients(own_elements: float) -> Bytes:
         if cost.reduces_groups:  # those of a group are whole and in the width of compute until then
             return {"gradients": round(computed), "buffers": round(own_elements * shape.width)}
+        if cost.allocates_gradients_at_once:
+            return {"gradients": new_gradients}
         return {"gradients": round(computed + new_gradients * own_elements / cost.groups.total)}
 
     mlp = matrix * (1 + len(shape.model.architecture.widening))
@@ -111,13 +116,15 @@ def layer_backward_bytes(cost: StageCost) -> int:
 def step_peaks(
     costs: Sequence[StageCost],
     gradients: Sequence[int],
+    sums: Sequence[int],
     keeps_gradients: bool,
     start: BackwardStart,
     keeps_sent: bool,
 ) -> Iterator[Bytes]:
     """Yield the rank's bytes at the worst moments of one backward of a step: of that pass and of all that is kept.
 
-    `gradients` is the bytes of each stage's gradients, and `keeps_gradients` whether they exist when a step begins.
+    `gradients` is the most bytes of each stage's gradients, `sums` is those that are kept from one micro-batch to the
+    next, and `keeps_gradients` is whether they exist when a step begins.
     `keeps_sent` is whether tensors that were sent are kept until the end of the step.
     """
     totals = dict.fromkeys(("gradients", "buffers", "activations", "loss", "temporaries"), 0)
@@ -130,7 +137,7 @@ def step_peaks(
         if index == start.stage:  # the pass itself is added below
             pending, awaiting = (pending, awaiting - 1) if start.kind == "weights" else (pending - 1, awaiting)
         passes = pending + awaiting
-        totals["gradients"] += gradients[index] if has_gradients[index] else 0
+        totals["gradients"] += sums[index] if has_gradients[index] else 0
         totals["activations"] += passes * cost.activations.before_backward
         totals["buffers"] += (
             sent * cost.output_bytes + sent_back * cost.input_bytes - passes * cost.received_input_bytes
@@ -138,7 +145,7 @@ def step_peaks(
         totals["loss"] += pending * cost.log_probability_bytes
         totals["temporaries"] += awaiting * cost.deferred_grad_bytes
     own = costs[start.stage]
-    new_gradients = 0 if has_gradients[start.stage] else gradients[start.stage]
+    new_gradients = gradients[start.stage] - (sums[start.stage] if has_gradients[start.stage] else 0)
     reduces_copies = own.reduced_last_elements > 0 and start.pending[start.stage] == 1  # in the last pass
     for peak in backward_peaks(own, start.kind, new_gradients, reduces_copies):
         peak["buffers"] = peak.get("buffers", 0) - (own.received_input_bytes if "activations" in peak else 0)

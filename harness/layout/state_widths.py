@@ -28,6 +28,7 @@ class StateWidths:
     padding: Padding = "none"  # with what parameters are padded to equal shards when they are sent
     parameter_alignment: int = 1  # elements to which each parameter of a padded partition is aligned
     buffer_bytes: int = 0  # in total, allocated for communication whatever the size of the model
+    backward_buffer_bytes: int = 0  # beside these, from the first gradient of a backward until its end
     reduce_bucket_elements: int = 0  # of DeepSpeed, which reduces a larger gradient by itself
     recomputes_last_projection: bool = False  # a checkpointed layer runs again to its end; torch stops before its last
     tp_allreduces_per_layer: int = 4  # of hidden states over tensor-parallel ranks, in a layer's forward and backward

@@ -33,11 +33,15 @@ def prediction_error(row: dict[str, str]) -> float:
 
 
 def test_copies_of_gradients_are_planned() -> None:
-    """DDP's 16-bit buckets are reduced in fp32 copies, and stage 3 copies all gradients for its optimizer."""
-    draws = ("1008", "1013", "1057", "1104", "1111", "2017", "2027", "2069", "2076", "2090", "2118")
+    """DDP's 16-bit buckets are reduced in fp32 copies, and stage 3 copies all gradients for its optimizer.
+
+    Stage 2 keeps whole gradients of the parameters in a rank's partition; stage 3 and gloo copy what they reduce.
+    """
+    draws = ["1008", "1013", "1057", "1104", "1111", "2017", "2027", "2069", "2076", "2090", "2118"]
+    draws += ["1046", "1050", "1061", "1071", "1094", "2094", "2127", "1093"]
     errors = {row["draw"]: prediction_error(row) for row in recorded_runs() if row["draw"] in draws}
     assert len(errors) == len(draws)
-    assert {draw: error for draw, error in errors.items() if abs(error) > 0.001} == {}
+    assert {draw: error for draw, error in errors.items() if abs(error) > 0.0025} == {}
 
 
 def test_buckets_of_deepspeed_are_planned_as_they_are() -> None:
@@ -57,6 +61,6 @@ def test_most_peaks_are_planned_within_a_percent(capsys: pytest.CaptureFixture[s
         for strategy, values in sorted(errors.items()):
             print(f"\n{strategy:20} {len(values):3} runs, median {median(values):.4f}, most {max(values):.4f}", end="")
     everything = [value for values in errors.values() for value in values]
-    assert median(everything) <= 0.007
-    assert quantiles(everything, n=20)[-1] <= 0.15
-    assert max(everything) <= 0.25
+    assert median(everything) <= 0.003
+    assert quantiles(everything, n=20)[-1] <= 0.11
+    assert max(everything) <= 0.2

@@ -20,6 +20,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     compute = config.precision.compute_bytes
     offloads = layout.offload != "none"
     gradients = device_gradient_width(config, layout) if offloads else gradient_width(config, layout)
+    buckets = bucket_bytes(config, layout)
     replaces_linear = replaces_linear_function(config, layout)  # that function saves its input only after it has run
     return StateWidths(
         compute,
@@ -30,7 +31,8 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
         padding="elements" if layout.zero_stage == 3 else "partition",
         parameter_alignment=parameter_alignment(config),
         reduce_bucket_elements=int(config.strategy.options.get("reduce_bucket_size", 5e8)),
-        buffer_bytes=bucket_bytes(config, layout) + (staging_bytes(config, layout) if offloads else 0),
+        buffer_bytes=(buckets if layout.zero_stage != 2 else 0) + (staging_bytes(config, layout) if offloads else 0),
+        backward_buffer_bytes=buckets if layout.zero_stage == 2 else 0,  # stage_1_and_2.py, setup_buckets
         recomputes_last_projection=replaces_linear,
         tp_allreduces_per_layer=7,  # 2 in forward, and 1 in backward for each of 5 column-parallel layers
         host_gradients=host_gradient_width(config, layout) if offloads else 0,
