@@ -34,7 +34,7 @@ def last_bucket_elements(config: RunConfig, layout: Layout, stage: Stage) -> flo
     (torch.nn.parallel.distributed, _DEFAULT_FIRST_BUCKET_BYTES and bucket_cap_mb).
     """
     options, limit, buckets = config.strategy.ddp_options, FIRST_BUCKET_BYTES, [0.0]
-    for size in reversed(local_numel(config.model, layout, stage).values()):
+    for size in reversed(list(local_numel(config.model, layout, stage).values())):
         if buckets[-1] * config.precision.compute_bytes >= limit:
             limit = int(options.get("bucket_cap_mb", BUCKET_MEBIBYTES)) * 2**20
             buckets.append(0)
