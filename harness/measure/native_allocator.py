@@ -66,7 +66,7 @@ class Allocator:
 
 def build_allocator(cache: Path) -> Path:
     """Return the path of the compiled allocator. Raise UserError or RuntimeError if it cannot be built."""
-    return build_torch_library(_SOURCE, cache, ["-O2"])
+    return build_torch_library("the counting allocator", _SOURCE, cache, ["-O2"])
 
 
 def load_allocator(path: Path) -> Allocator:

@@ -48,7 +48,7 @@ def _strings(values: Sequence[str]) -> "ctypes.Array[ctypes.c_char_p]":
 
 def build_operator_log(cache: Path) -> Path:
     """Return the path of the compiled library. Raise UserError or RuntimeError if it cannot be built."""
-    return build_torch_library(_SOURCE, cache, ["-O2", "-ltorch_cpu"])
+    return build_torch_library("the operator log", _SOURCE, cache, ["-O2", "-ltorch_cpu"])
 
 
 def load_operator_log(path: Path) -> OperatorLog:

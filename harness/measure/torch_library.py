@@ -16,8 +16,10 @@ from harness.util.native_build import file_digest, make_extension_folder, requir
 _COMPILER_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-Wall")  # torch's headers need C++20
 
 
-def build_torch_library(source: Path, cache: Path, flags: Sequence[str]) -> Path:
+def build_torch_library(title: str, source: Path, cache: Path, flags: Sequence[str]) -> Path:
     """Return the path of the library compiled from `source` with these flags, built in 2 to 3 s if it does not exist.
+
+    The build is announced by its title.
 
     Raise UserError without a compiler, and RuntimeError with the compiler's output if it fails.
     """
@@ -28,7 +30,7 @@ def build_torch_library(source: Path, cache: Path, flags: Sequence[str]) -> Path
         return library
     require_compiler()
     with FileLock(folder / "build.lock"):
-        return _find_library(folder, name) or _compile(source, flags, folder / f"{name}.{os.getpid()}.tmp")
+        return _find_library(folder, name) or _compile(title, source, flags, folder / f"{name}.{os.getpid()}.tmp")
 
 
 def _find_library(folder: Path, name: str) -> Path | None:
@@ -40,7 +42,7 @@ def _library_name(name: str, path: Path) -> str:
     return f"{name}-{file_digest(path)}.so"
 
 
-def _compile(source: Path, flags: Sequence[str], temporary: Path) -> Path:
+def _compile(title: str, source: Path, flags: Sequence[str], temporary: Path) -> Path:
     """Compile into a temporary file and rename it, so that a killed build leaves no file that looks complete."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
@@ -50,7 +52,7 @@ def _compile(source: Path, flags: Sequence[str], temporary: Path) -> Path:
     # A library that is loaded before torch must find torch's libraries; macOS searches the rpath in any case.
     command += [f"-Wl,-rpath,{path}" for path in library_paths()]
     try:
-        run_build(command, str(source.relative_to(Path(__file__).parents[2])), os.environ)
+        run_build(command, f"{title} {source.relative_to(Path(__file__).parents[2])}", os.environ)
         return temporary.replace(temporary.with_name(_library_name(source.stem, temporary)))
     finally:
         temporary.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ _SOURCE = Path(__file__).with_name("device_guard.cpp")
 
 def build_device_guard(cache: Path) -> Path:
     """Return the path of the compiled guard. Raise UserError or RuntimeError if it cannot be built."""
-    return build_torch_library(_SOURCE, cache, ["-O1", "-ltorch_cpu"])
+    return build_torch_library("the stand-in for a GPU", _SOURCE, cache, ["-O1", "-ltorch_cpu"])
 
 
 def load_device_guard(path: Path) -> None:
