@@ -35,7 +35,7 @@ def reference_configs(plan: Plan) -> Iterator[RunConfig]:
     yield single_process(plan.config)
     train = dataclasses.replace(plan.config.train, fused_optimizer=True, compile=False)
     saving = dataclasses.replace(plan.config, train=train, checkpointing=FULL, world_size=None, repeat=0)
-    world_size = math.gcd(plan.config.world_size or plan.machine.world_size, train.global_batch)
+    world_size = math.gcd(most_ranks(plan), train.global_batch)
     configs = [dataclasses.replace(saving, strategy=SINGLE_PROCESS)]
     if world_size > 1:
         configs.append(sharded(saving, FULLY_SHARDED, world_size))
@@ -46,6 +46,15 @@ def reference_configs(plan: Plan) -> Iterator[RunConfig]:
     if any(config.strategy.data_parallel == "fsdp" for config in same):
         others.append(sharded(saving, load_strategy_preset("zero3"), world_size))
     yield from (*others, *same)
+
+
+def most_ranks(plan: Plan) -> int:
+    """Return how many ranks a reference may have: those of the run, or of the machine.
+
+    A run that others run beside sees some of the machine's devices.
+    """
+    machine, ranks = plan.machine, plan.config.world_size or plan.machine.world_size
+    return min(ranks, machine.devices * machine.nodes) if machine.device == "cuda" else ranks
 
 
 def single_process(config: RunConfig) -> RunConfig:

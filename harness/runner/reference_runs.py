@@ -26,6 +26,9 @@ from harness.runner.reference_plans import (
 from harness.runner.reuse import NO_REFERENCE, reusable_record
 from harness.util.errors import UserError
 from harness.util.locks import run_lock
+from harness.util.text import count_text
+
+SINGLE = "a single process"
 
 
 class SlowReferenceError(UserError):
@@ -78,7 +81,7 @@ def with_note_on_layout(reference: Reference, config: RunConfig, plan: Plan) -> 
 
 def layout_text(config: RunConfig) -> str:
     """Return the name of a reference's layout in a sentence."""
-    ranks = "a single process" if config.world_size is None else f"{config.strategy.name} on {config.world_size} ranks"
+    ranks = f"{config.strategy.name} on {count_text(config.world_size, 'rank')}" if config.world_size else SINGLE
     offload = "" if config.strategy.offload == "none" else f" with strategy.offload={config.strategy.offload}"
     checkpointing = "" if config.checkpointing.name == "none" else f" with checkpointing={config.checkpointing.name}"
     return ranks + offload + checkpointing

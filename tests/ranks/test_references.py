@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from harness.runner.resolve import with_layers
 from harness.runner.run import execute
 from harness.worker import main as worker_main
 from tests.support import faults, second_training
-from tests.support.commands import SMALL_BATCH, compose, run_with
+from tests.support.commands import SMALL_BATCH, Harness, compose, run_with
 
 # With full checkpointing, fsdp_full_shard needs 6.7 MB, zero3 8.1 MB and a single process 8.7 MB.
 BUDGET = 7_400_000
@@ -119,6 +120,25 @@ def test_a_fault_in_the_references_layout_is_an_error(chain: Chain, monkeypatch:
     assert layers_of(faulty) == 2 and faulty.row["grad_deviation"] > 0.01
     failed = f"the reference {faulty.run_id} failed, so that nothing proves this run: not proven: loss deviates"
     assert row["reason"].startswith(failed), row["reason"]
+
+
+@pytest.mark.long
+def test_runs_side_by_side_share_a_chain(harness: Harness, tmp_path: Path) -> None:
+    """Both need the same references, which no single process can train: the first trains each, the other waits."""
+    done = harness("-m", "strategy=tp,fsdp_full_shard", "sweep.parallel=2", "name=chain", "train.steps=4", *TINY)
+    assert done.returncode == 0, done.stderr
+    comparison = ComparisonFolder(tmp_path / "results" / "chain")
+    records = [read_record(folder.path) for folder in comparison.recorded_runs()]
+    starts = [datetime.fromisoformat(record.row["started_at"]).timestamp() for record in records]
+    ends = [start + record.row["duration_seconds"] for start, record in zip(starts, records, strict=True)]
+    assert len(records) == 2 and max(starts) < min(ends)
+    references = [read_record(folder.path) for folder in ComparisonFolder(comparison.references).recorded_runs()]
+    assert len(references) == 3 == done.stderr.count("\nreference ")
+    assert all(reference.row["memory_limit_bytes"] == BUDGET for reference in references)
+    (chained,) = [r for r in references if layers_of(r) == 4]
+    for record in records:
+        assert record.status == "ok", record.row["reason"]
+        assert record.row["reference"].startswith(f"compared with {chained.run_id}; its layout was compared on")
 
 
 def test_a_reference_of_deepspeed_trains_twice(tmp_path: Path) -> None:

@@ -74,6 +74,15 @@ FULL = "with checkpointing=full"
             "strategy=single checkpointing=full",
             ["a single process", f"fsdp_full_shard on 2 ranks {FULL}", f"a single process {FULL}"],
         ),
+        (  # sweep.parallel gave it one device of eight
+            dataclasses.replace(H100, devices=1),
+            "strategy=single model=350m",
+            [
+                "a single process",
+                f"fsdp_full_shard on 1 rank with strategy.offload=parameters {FULL}",
+                f"a single process {FULL}",
+            ],
+        ),
         (  # fewer sequences than ranks: as many ranks as can share them
             H100,
             "strategy=tp world_size=8 model=gpt_tiny model.num_attention_heads=8 model.num_key_value_heads=8"
