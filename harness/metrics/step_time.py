@@ -1,9 +1,9 @@
 """The time of a step: its phases, how much of them is communication or waiting, and a pipeline's bubble."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from harness.config.schema import RunConfig
+from harness.config.schema import TRACED_STEPS, RunConfig
 from harness.cost_model import pipeline
 from harness.layout.layout import Layout
 from harness.layout.partition import stages_of_rank
@@ -72,15 +72,15 @@ def step_time_parts(layout: Layout, rank: RankReport, step: int) -> dict[str, fl
     The phases are timed by the clock, and divided as those of the traced steps; they stay undivided without a trace.
     On a CPU a rank is idle where it has sent everything and waits for others; on a GPU where it has nothing to do.
     """
-    parts = dict.fromkeys(PARTS, 0.0)
+    parts, on_gpu = dict.fromkeys(PARTS, 0.0), rank.device_name != "cpu"
     timed = {name: seconds[step] for name, seconds in rank.phase_seconds.items()}
     timed[OUTSIDE_PHASES] = rank.step_seconds[step] - sum(timed.values())
     for name, seconds in timed.items():
-        phases = rank.time_breakdown.phases if rank.time_breakdown else {}
-        exposed, waiting, copying = exposed_shares(phases, name)
+        traced = rank.time_breakdown.phases.get(name) if rank.time_breakdown else None
+        exposed, waiting, copying = exposed_shares(traced, seconds, on_gpu)
         if layout.pp_enabled and name in (OUTSIDE_PHASES, "norm"):  # all ranks meet in the norm, and early ones wait
             exposed, waiting = 0.0, exposed + waiting
-        elif name != OUTSIDE_PHASES and rank.device_name == "cpu":
+        elif name != OUTSIDE_PHASES and not on_gpu:
             waiting = 0.0
         parts[EXPOSED] += exposed * seconds
         parts[IDLE] += waiting * seconds
@@ -89,19 +89,31 @@ def step_time_parts(layout: Layout, rank: RankReport, step: int) -> dict[str, fl
     return parts
 
 
-def exposed_shares(phases: Mapping[str, PhaseShare], name: str) -> tuple[float, float, float]:
-    """Return the shares of a phase spent on communication, on waiting and on copies, all without computing."""
-    share = phases.get(name)
-    if share is None or not share.seconds:
+def exposed_shares(traced: PhaseShare | None, seconds: float, on_gpu: bool) -> tuple[float, float, float]:
+    """Return the shares of a timed phase spent on communication, on waiting and on copies, all without computing.
+
+    `seconds` is the phase's time in a timed step. On a GPU the profiler delays the host, so that the device waits
+    longer in traced steps, but its kernels and copies take their time: the rest of the timed phase is waiting.
+    """
+    if traced is None:
         return 0.0, 0.0, 0.0
-    exposed, waiting, copying = share.exposed_seconds, share.waiting_seconds, share.copy_seconds
-    return exposed / share.seconds, waiting / share.seconds, copying / share.seconds
+    whole, waiting = traced.seconds, traced.waiting_seconds
+    if on_gpu:
+        busy = traced.seconds - traced.waiting_seconds
+        whole = max(busy, TRACED_STEPS * seconds)
+        waiting = whole - busy
+    if not whole:
+        return 0.0, 0.0, 0.0
+    return traced.exposed_seconds / whole, waiting / whole, traced.copy_seconds / whole
 
 
 def overlapped_seconds(rank: RankReport, step: float) -> float | None:
     """Return the seconds of a step in which a collective was hidden behind computing; None without a trace."""
     breakdown = rank.time_breakdown
-    return step * breakdown.overlapped_seconds / breakdown.seconds if breakdown and breakdown.seconds else None
+    if breakdown is None or not breakdown.seconds:
+        return None
+    whole = breakdown.seconds if rank.device_name == "cpu" else TRACED_STEPS * step
+    return step * min(1.0, breakdown.overlapped_seconds / whole)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

@@ -15,7 +15,7 @@ from tests.support.commands import compose_config
 PHASES = {"data": 0.05, "forward": 0.3, "backward": 0.4, "norm": 0.05, "optimizer": 0.1}  # shares of a step
 
 
-def rank(number: int, seconds: list[float], peak: int, **profiled: Any) -> dict[str, Any]:
+def rank(number: int, seconds: list[float], peak: int, device: str = "NVIDIA H200", **profiled: Any) -> dict[str, Any]:
     blocks = [("parameter", 100), ("optimizer", 200), ("gradient", 50), ("activation", 300), ("temporary", peak - 650)]
     parts = [{"role": role, "what": "", "bytes": size} for role, size in blocks]
     sent = {"operation": "all_reduce", "group_ranks": [0, 1], "dtype": "float32", "purpose": "layout"}
@@ -27,7 +27,7 @@ def rank(number: int, seconds: list[float], peak: int, **profiled: Any) -> dict[
         "rank": number,
         "devices": 1,
         "skipped_steps": 0,
-        "device_name": "NVIDIA H200",
+        "device_name": device,
         "step_seconds": seconds,
         "phase_seconds": {name: [share * second for second in seconds] for name, share in PHASES.items()},
         "losses": [4.0 + number, 2.0 + number],
@@ -109,16 +109,39 @@ def test_figures_that_the_profiler_missed_are_unknown_and_not_zero() -> None:
     assert sum(measured[name] for name in PARTS if name not in unknown) == pytest.approx(measured["step_seconds"])
 
 
-def test_a_gpu_waits_inside_its_phases_too() -> None:
-    """A CPU's rank that waits there prepares the next message, so it works."""
+def test_a_gpu_waits_as_long_as_it_is_not_busy() -> None:
+    """The profiler delays the host, so that a GPU waits longer in traced steps, but is busy for as long."""
     config = compose_config("train.steps=1")
-    idle = {}
-    for name in ("cpu", "NVIDIA H200"):
-        values = rank(0, [1.0], 1000) | {"device_name": name}
-        forward = values["traced"]["phases"]["forward"]
-        forward["waiting_seconds"] = 0.5 * forward["seconds"]
-        idle[name] = measured_columns(config, resolve_layout(config.strategy, 1), reports(values))["idle_seconds"]
-    assert idle["NVIDIA H200"] == pytest.approx(idle["cpu"] + 0.5 * values["phase_seconds"]["forward"][0])
+    for delay in (0.0, 3.0):
+        values = rank(0, [1.0], 1000)
+        for share in values["traced"]["phases"].values():  # two steps are traced
+            share["seconds"], share["exposed_seconds"] = 1.4 * share["seconds"] + delay, 1.4 * share["exposed_seconds"]
+            share["waiting_seconds"] = delay
+        values["traced"] |= {"seconds": 1.4 + 6 * delay, "overlapped_seconds": 0.28}
+        measured = measured_columns(config, resolve_layout(config.strategy, 1), reports(values))
+        assert measured["idle_seconds"] == pytest.approx(0.3)
+        assert measured["exposed_communication_seconds"] == pytest.approx(0.07)
+        assert measured["overlapped_communication_seconds"] == pytest.approx(0.14)
+        assert sum(measured[name] for name in PARTS) == pytest.approx(1.0)
+
+
+def test_a_cpu_that_waits_inside_its_phases_prepares_messages() -> None:
+    config = compose_config("train.steps=1")
+    values = rank(0, [1.0], 1000, "cpu")
+    forward = values["traced"]["phases"]["forward"]
+    forward["waiting_seconds"] = 0.5 * forward["seconds"]
+    measured = measured_columns(config, resolve_layout(config.strategy, 1), reports(values))
+    assert measured["forward_seconds"] == pytest.approx(0.3)
+
+
+def test_a_gpu_that_was_busy_for_longer_never_waits() -> None:
+    config = compose_config("train.steps=1")
+    values = rank(0, [0.25], 1000)
+    values["traced"]["phases"]["rest"]["waiting_seconds"] = 0.0
+    measured = measured_columns(config, resolve_layout(config.strategy, 1), reports(values))
+    assert measured["idle_seconds"] == pytest.approx(0.0, abs=1e-9)
+    assert measured["exposed_communication_seconds"] == pytest.approx(0.25 * 0.1)
+    assert sum(measured[name] for name in PARTS) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("fullest", range(3))
@@ -136,7 +159,7 @@ def test_memory_is_the_fullest_ranks_wherever_it_is(fullest: int) -> None:
 def test_a_step_is_the_sum_of_its_parts() -> None:
     """Phases are by the clock, of the slowest rank in the median step, each divided as the traced phases were."""
     config = compose_config("train.steps=3")
-    ranks = [rank(0, [1.0, 2.0, 9.0], 1000), rank(1, [3.0, 1.0, 1.0], 1500)]
+    ranks = [rank(0, [1.0, 2.0, 9.0], 1000, "cpu"), rank(1, [3.0, 1.0, 1.0], 1500, "cpu")]
     ranks[1]["phase_seconds"]["forward"][0] = 1.2  # 0.4 of the step
     measured = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
     expected = {"data": 0.15, "forward": 1.2, "backward": 0.9, "optimizer": 0.45, "exposed_communication": 0.3}
@@ -144,7 +167,9 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert measured["idle_seconds"] == pytest.approx(0.8 * 0.0, abs=1e-9)  # all but the phases is 0 here
     assert measured["overlapped_communication_seconds"] == pytest.approx(0.6)
     assert sum(measured[name] for name in PARTS) == pytest.approx(measured["step_seconds"])
-    even = measured_columns(config, resolve_layout(config.strategy, 2), reports(rank(0, [1.0, 2.0, 4.0, 8.0], 1000)))
+    even = measured_columns(
+        config, resolve_layout(config.strategy, 2), reports(rank(0, [1.0, 2.0, 4.0, 8.0], 1000, "cpu"))
+    )
     assert sum(even[name] for name in PARTS) == pytest.approx(even["step_seconds"]) and even["step_seconds"] == 3.0
     assert even["idle_seconds"] == pytest.approx(0.08 * 3) and even["other_seconds"] == pytest.approx(0.02 * 3)
     assert even["step_seconds_iqr_ratio"] == pytest.approx((5 - 1.75) / 3)
@@ -152,7 +177,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 def test_waiting_of_a_pipeline_is_idle() -> None:
     config = compose_config("strategy=pp_1f1b", "train.steps=1")
-    values = rank(0, [10.0], 1000)
+    values = rank(0, [10.0], 1000, "cpu")
     values["traced"]["phases"]["norm"]["exposed_seconds"] = 0.05  # all of it: there the stages meet
     measured = measured_columns(config, resolve_layout(config.strategy, 2), reports(values, rank(1, [5.0], 900)))
     assert measured["idle_seconds"] == pytest.approx(0.5 + 0.8) and measured["other_seconds"] == pytest.approx(0.2)
