@@ -5,6 +5,7 @@ and over ranks in fp32 (mixed precision training, arXiv 1710.03740, with fp32 ac
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
@@ -139,6 +140,8 @@ def distributed_data_parallel(
     group: ProcessGroup, device: torch.device, config: RunConfig
 ) -> Callable[[nn.Module], DistributedDataParallel]:
     """Return a function that wraps a model in DDP over `group`, with strategy.options as DDP's own arguments."""
+    # torch 2.13 deprecates the name `broadcast_buffers` for one that earlier versions do not know.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     return functools.partial(
         DistributedDataParallel,
         device_ids=[device.index] if device.type == "cuda" else None,
