@@ -17,6 +17,8 @@ ANSWERS: dict[str, Any] = {
     "CreateArtifact": {"createArtifact": {"artifact": {"id": "a", "state": "COMMITTED", "artifactSequence": None}}},
 }
 
+HANG_SECONDS = 240.0  # after which a server that hangs gives up
+
 
 @dataclass
 class Run:
@@ -75,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.misbehaves and self.server.misbehaves[0] == part:
             status = self.server.misbehaves[1]
             if status == 0:
-                self.server.over.wait(60)
+                self.server.over.wait(HANG_SECONDS)
                 self.close_connection = True
                 return
             self.answer({"errors": [{"message": "not today"}]}, status)

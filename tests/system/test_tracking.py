@@ -25,11 +25,10 @@ from harness.records import heartbeat
 from harness.records.store import read_all, read_record
 from harness.tracking import sync_state
 from harness.tracking.client import CLOSE_SECONDS, TrackingClient
-from harness.tracking.process import ANSWER_SECONDS
 from harness.util.redact import redacted
 from tests.support.commands import ROOT
 from tests.support.tracking import OFFLINE, ONLINE, write_example_record
-from tests.support.wandb_server import Run, Server, serving
+from tests.support.wandb_server import HANG_SECONDS, Run, Server, serving
 
 KEY = "0123456789abcdef" * 2 + "PLANTED0"  # as long as W&B's
 
@@ -60,8 +59,8 @@ def column(rows: list[dict[str, Any]], name: str) -> list[Any]:
 
 
 def wait_until_logged(folder: Path, name: str, value: Any) -> None:
-    """Wait until the file of a run, which is still being written, has this value; fail after a minute."""
-    deadline = time.monotonic() + 60
+    """Wait until the file of a run, which is still being written, has this value; fail after three minutes."""
+    deadline = time.monotonic() + 180
     values: list[Any] = []
     while value not in values:
         assert time.monotonic() < deadline, values
@@ -212,7 +211,7 @@ def send_with_fault(fault: str, folder: Path, server: Server, feed: TrackingClie
     run_dir, record = write_example_record(folder, 0)
     feed.start_run(ONLINE, run_dir, record.config)
     if amid is not None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not server.runs and time.monotonic() < deadline:
             time.sleep(0.05)
         amid(server)
@@ -220,8 +219,8 @@ def send_with_fault(fault: str, folder: Path, server: Server, feed: TrackingClie
     for number in range(2):
         feed.finish_run(ONLINE, write_example_record(folder, number)[0])
     feed.log_table(ONLINE, folder)
-    assert time.monotonic() - started < ANSWER_SECONDS  # whatever the server does, a run does not wait for it
-    feed.close()
+    assert time.monotonic() - started < HANG_SECONDS / 4  # whatever the server does, a run does not wait for it
+    feed.close(3 * CLOSE_SECONDS)  # a busy machine needs longer to keep everything
     return Outcome(time.monotonic() - started, messages, folder, server)
 
 
@@ -257,7 +256,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Out
 def test_a_bad_server_costs_seconds_and_one_line(fault: str, outcomes: dict[str, Outcome]) -> None:
     """A bad server costs seconds and is reported in a line, and nothing counts as sent that was not."""
     outcome = outcomes[fault]
-    assert outcome.seconds < 2 * CLOSE_SECONDS  # a server that hangs would answer after 60 s
+    assert outcome.seconds < HANG_SECONDS / 2
     assert len(outcome.messages) == 1 and outcome.messages[0].startswith("tracking: "), outcome.messages
     assert outcome.messages[0].endswith(f"`harness sync {outcome.folder}` sends all of it")
     if fault == "hangs at the end":
@@ -292,7 +291,7 @@ def test_a_sync_that_fails_prints_one_line(
     server.misbehaves = ("graphql", 0) if "start" in fault else ("file_stream", 401)
     write_example_record(tmp_path / "mine")
     started = time.monotonic()
-    assert send(tmp_path / "mine", "--timeout", "3") == 1 and time.monotonic() - started < 30
+    assert send(tmp_path / "mine", "--timeout", "3") == 1 and time.monotonic() - started < HANG_SECONDS / 2
     out, error = capsys.readouterr()
     assert out == "sent 0 runs; the tracker had 0 before\n"
     assert error.startswith("the rest was not sent: W&B") and error.count("\n") == 1
@@ -306,7 +305,7 @@ def test_a_sync_without_a_key_sends_nothing(
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     write_example_record(tmp_path / "mine")
     started = time.monotonic()
-    assert send(tmp_path / "mine") == 1 and time.monotonic() - started < 30
+    assert send(tmp_path / "mine") == 1 and time.monotonic() - started < HANG_SECONDS / 2
     assert "run `wandb login`, or set WANDB_API_KEY" in capsys.readouterr().err
     assert server.bytes_received == b""
 
@@ -332,7 +331,7 @@ def test_a_stopped_tracker_delays_no_run(tmp_path: Path) -> None:
 
     handing = threading.Thread(target=hand_over, daemon=True)
     handing.start()
-    handing.join(20)
+    handing.join(60)
     if handing.is_alive():
         feed.process.kill()
         pytest.fail("handing over waits for the tracker")
@@ -369,7 +368,7 @@ def test_the_tracker_ends_with_a_killed_parent(tmp_path: Path) -> None:
         wait_until_logged(run_dir, "live/host_bytes", 5)
         family = child.children(recursive=True)
         parent.kill()
-        _, alive = psutil.wait_procs([child, *family], timeout=30)
+        _, alive = psutil.wait_procs([child, *family], timeout=90)
     assert family and not alive
     inspect.cache_clear()
     assert set(column(history(run_dir), "live/host_bytes")) == {5}
@@ -395,7 +394,7 @@ def test_no_secret_is_written_anywhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "harness", "-m", f"results_dir={tmp_path}", "name=mine", "strategy=ddp"]
     command += ["train.seq_len=32", "train.steps=1", "train.warmup_steps=1", "proof.reference=false"]
     command += [f"tracking.tags=[],[{word}],['https://me:PLANTED2@there']"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     records = read_all(tmp_path / "mine").records
     assert [record.row["status"] for record in records] == ["ok", "refused", "refused"]
@@ -434,7 +433,7 @@ def test_a_documented_tracker_works_as_one_file(tmp_path: Path) -> None:
     (tmp_path / "harness" / "tracking" / "trackers" / "lines.py").write_text(block)
     write_example_record(tmp_path / "results" / "mine")
     command = [sys.executable, "-m", "harness", "sync", "results/mine", "--tracker", "lines"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout == "sent 1 run and the table; the tracker had 0 before\n"
     lines = [json.loads(line) for line in (tmp_path / "results" / "mine" / "lines.jsonl").read_text().splitlines()]
     assert [line["status"] for line in lines] == ["ok"]
