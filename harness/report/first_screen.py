@@ -131,7 +131,7 @@ def launch_bound(view: View) -> str:
         return ""
     return (
         f"Launch-bound: in {idle} of {pluralize(len(known), 'configuration')} the GPUs were idle for more than half of"
-        " the traced steps, waiting for the host to launch kernels. Their speeds compare the overhead of launching, not"
+        " the step, waiting for the host to launch kernels. Their speeds compare the overhead of launching, not"
         " the strategies. A larger micro-batch, sequence or model, or compile=true, keeps GPUs busy."
     )
 
