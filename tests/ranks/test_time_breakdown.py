@@ -236,6 +236,18 @@ def test_no_garbage_is_collected_in_timed_steps(tmp_path: Path) -> None:
     assert not (tmp_path / command.name / record.row["run_id"] / "collections").exists()
 
 
+def test_a_tracer_that_starts_late_is_no_communication(tmp_path: Path) -> None:
+    """Torch's profiler takes longer to attach itself on some ranks, for which the others would wait in a collective."""
+    small = ("train.global_batch=2", "train.micro_batch=1", "train.seq_len=16", "train.steps=1", "train.warmup_steps=1")
+    to = (f"results_dir={tmp_path}", "proof.reference=false")
+    config, command = compose(*to, "strategy=ddp", "world_size=2", *small)
+    record = execute_run(config, command, faults.slow_to_trace)
+    assert record.row["status"] == "ok", record.row["reason"]
+    ranks = RunFolder(tmp_path / command.name / record.row["run_id"]).read_rank_reports(2)
+    exposed = [sum(p.exposed_seconds for p in rank.time_breakdown.phases.values()) for rank in ranks]
+    assert max(exposed) < 0.5 * faults.SLOW_TRACER_SECONDS
+
+
 def test_waiting_for_a_slow_rank_is_exposed_communication(tmp_path: Path) -> None:
     """Rank 1 sleeps in its forwards, and rank 0 waits for it in the synchronization at the end of backward."""
     small = ("train.global_batch=4", "train.micro_batch=1", "train.seq_len=16", "train.steps=1", "train.warmup_steps=1")

@@ -16,10 +16,12 @@ from tests.support.faults.communication import (
 from tests.support.faults.delays import (
     SLOW_RANK_SECONDS,
     SLOW_SECONDS,
+    SLOW_TRACER_SECONDS,
     much_garbage,
     slow_last_stage,
     slow_rank,
     slow_steps,
+    slow_to_trace,
 )
 from tests.support.faults.dropout import (
     heads_drop_alike,
@@ -99,6 +101,7 @@ from tests.support.faults.training import (
 __all__ = [
     "SLOW_RANK_SECONDS",
     "SLOW_SECONDS",
+    "SLOW_TRACER_SECONDS",
     "autotp_dropped",
     "autotp_not_marked",
     "autotp_parts_swapped",
@@ -159,6 +162,7 @@ __all__ = [
     "slow_last_stage",
     "slow_rank",
     "slow_steps",
+    "slow_to_trace",
     "stale_copy",
     "stuck",
     "stuck_everywhere",

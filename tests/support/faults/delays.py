@@ -14,11 +14,15 @@ from harness.engines.torch import (
     engine,
 )
 from harness.measure.step_timer import StepTimes
+from harness.measure.step_trace import StepTrace
 from harness.records.run_spec import read_run_spec
 from harness.worker import main as worker_main
+from harness.worker import train_loop
 from tests.support.faults.rank import rank
 
 SLOW_SECONDS = 0.05  # for every forward of the last stage
+
+SLOW_TRACER_SECONDS = 2.0  # for the beginning of rank 1's trace
 
 SLOW_RANK_SECONDS = 0.15  # for every forward of rank 1: much longer than a busy kernel's time slices
 
@@ -82,4 +86,29 @@ def slow_rank(run_dir: str) -> None:
         return forward(self, hidden, targets)
 
     harness.models.decoder.Decoder.forward = spoiled  # type: ignore[method-assign]
+    worker_main.main(run_dir)
+
+
+def slow_to_trace(run_dir: str) -> None:
+    """Attach rank 1's tracer late, after it was warmed up before the profiled step; this is not a fault."""
+    warm_up, enter, profile_step = StepTrace.warm_up, StepTrace.__enter__, train_loop.profile_step
+    done: list[str] = []
+
+    def warmed_up(self: StepTrace) -> None:
+        done.append("warm-up")
+        warm_up(self)
+
+    def profiled(*arguments: Any) -> Any:
+        done.append("profiled step")
+        return profile_step(*arguments)
+
+    def entered(self: StepTrace) -> StepTrace:
+        if done != ["warm-up", "profiled step"]:
+            raise RuntimeError(f"before the traced steps came {done}")
+        trace = enter(self)
+        time.sleep(SLOW_TRACER_SECONDS if rank() == 1 else 0)
+        return trace
+
+    StepTrace.warm_up, StepTrace.__enter__ = warmed_up, entered  # type: ignore[method-assign]
+    train_loop.profile_step = profiled  # type: ignore[attr-defined]
     worker_main.main(run_dir)
