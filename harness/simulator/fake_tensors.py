@@ -62,6 +62,7 @@ def build_hf_model_within(mode: FakeTensorMode, stack: ExitStack) -> Callable[[M
         stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None))
         built: nn.Module = build_hf_model(model, info)
         for module in built.modules():
+            tensors: Any
             for tensors in (module._parameters, module._buffers):
                 fakes = {name: mode.from_tensor(tensor) for name, tensor in tensors.items() if tensor is not None}
                 tensors.update(fakes)

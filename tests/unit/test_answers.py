@@ -15,7 +15,7 @@ from harness.records.schema import Record
 from harness.report.comparison_columns import comparison_columns
 from harness.report.document import BulletList, Disturbed
 from harness.report.findings import findings
-from harness.report.first_screen import FirstScreen, first_screen
+from harness.report.first_screen import FirstScreen, first_screen, launch_bound
 from harness.report.labels import PEAK_PARTS, STEP_PARTS
 from harness.report.view import View
 from tests.support.example_records import FAILED, MIB, record_of, row
@@ -429,3 +429,19 @@ def test_every_claim_follows_from_runs_csv(tmp_path: Path) -> None:
     kinds |= {"beside", "run-to-run variation", "is the fastest", "Ignore all speeds", "may win", "Of the peak of"}
     kinds |= {"The peaks predicted", "no figures", "Idle over working", "full checkpointing of", "sent per rank"}
     assert {kind for kind in kinds if sum(kind in text for text in texts) < 3} == set()
+
+
+def test_gpus_that_wait_for_their_host_are_named() -> None:
+    """Speeds of models too small for a GPU compare how fast kernels are launched, except where stages wait."""
+
+    def banner(measured_on: str, *idle: float, **changes: Any) -> str:
+        rows = [
+            row(number, f"s{number}", "torch", 0, measured_on=measured_on, step_seconds=1.0, idle_seconds=share)
+            | changes
+            for number, share in enumerate(idle)
+        ]
+        return launch_bound(View("gpu", [record_of(values) for values in rows]))
+
+    gpu = "NVIDIA H200"
+    assert banner(gpu, 0.9, 0.6, 0.1).startswith("Launch-bound: in 2 of 3 configurations the GPUs were idle")
+    assert banner(gpu, 0.9, 0.4) == banner(gpu) == banner("cpu", 0.9, 0.9) == banner(gpu, 0.9, 0.9, pp=2) == ""
