@@ -399,6 +399,24 @@ def test_the_first_screen_has_the_answers_and_the_picture(
     assert page.evaluate(EMPTY) == []
 
 
+OVERLAPS = """() => [...document.querySelectorAll("[data-chart] svg")].flatMap((svg) => {
+  const boxes = [...svg.querySelectorAll("[aria-roledescription='text mark']")]
+    .filter((text) => text.textContent.trim()).map((text) => [text.textContent, text.getBoundingClientRect()]);
+  return boxes.flatMap(([name, a], place) => boxes.slice(place + 1)
+    .filter(([, b]) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1)
+    .filter(([, b]) => Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1)
+    .map(([other]) => `${name} / ${other}`));
+})"""
+
+
+def test_labels_in_charts_do_not_overlap(opened: Opened, written: Path) -> None:
+    page = opened("report")
+    page.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
+    see_all(page)
+    assert page.locator("[data-chart] svg [aria-roledescription='text mark']").count() > 20
+    assert page.evaluate(OVERLAPS) == []
+
+
 def test_static_charts_and_few_pages_without_scripts(opened: Opened, written: Path, tmp_path: Path) -> None:
     page = opened("report", java_script_enabled=False)
     charts = page.locator(".chart:not([data-chart=explorer])")
@@ -464,18 +482,27 @@ def test_axe_finds_nothing(opened: Opened, written: Path) -> None:
 
 
 def test_a_large_report_is_quick(opened: Opened, folder: Path) -> None:
+    """The limits are of processor time, of this process and of the page's main thread, as machines may be busy."""
     sections, explored = pages.large()
     library = pages.library()
-    start = time.monotonic()
+    start = time.process_time()
     text = html.page("large", sections, explored, library, (LIGHT, DARK))
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
     (folder / "large.html").write_text(text, encoding="utf-8")
-    page = opened("large")
-    interactive = page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")
-    assert interactive < 2000
-    start = time.monotonic()
+    page = opened("plain")
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def busy_seconds() -> float:
+        metrics = {entry["name"]: entry["value"] for entry in session.send("Performance.getMetrics")["metrics"]}
+        return float(metrics["TaskDuration"])
+
+    page.goto((folder / "large.html").as_uri(), wait_until="domcontentloaded")
+    assert 0 < busy_seconds() < 1
+    before = busy_seconds()
     page.get_by_role("button", name="column 7").first.click()
-    assert time.monotonic() - start < 2
+    expect(page.locator("#comparison th[aria-sort]")).to_have_count(1)
+    assert busy_seconds() - before < 1.5
     expect(page.locator("#comparison tbody tr")).to_have_count(200)
 
 
