@@ -503,6 +503,25 @@ def test_losses_are_drawn_for_runs_that_have_them(
     assert list(drawn["losses"].table.rows[0][:2]) == ["ddp", "5.0000000"]
 
 
+COLORED_BY_PART = ("peak", "step", "exposed")
+
+
+def test_a_strategy_and_a_part_have_one_color_in_all_charts(trees: dict[str, ElementTree.Element]) -> None:
+    colors: dict[str, dict[str, set[str]]] = {"strategy": {}, "part": {}}
+    for name in PICTURES:
+        for mark in [*marks(trees[name], "bar"), *marks(trees[name], "point"), *marks(trees[name], "line mark")]:
+            kind = "part" if name in COLORED_BY_PART else "strategy"
+            named = mark.texts.get("part", "") if kind == "part" else mark.run.split(" ")[0]
+            if named:
+                fill = mark.element.attrib.get("fill", "none")
+                color = mark.element.attrib["stroke"] if fill in ("none", "transparent") else fill
+                colors[kind].setdefault(named, set()).add(color)
+    assert len(colors["strategy"]) == 6 and {"activations", "backward"} <= colors["part"].keys()
+    for by_name in colors.values():
+        assert {name: found for name, found in by_name.items() if len(found) > 1} == {}
+    assert len(set.union(*colors["strategy"].values())) == len(colors["strategy"])
+
+
 def test_hidden_strategies_are_not_drawn(trees: dict[str, ElementTree.Element]) -> None:
     kinds = ("bar", "point", "line mark", "tick", "text mark", "rule mark")
     for name in PICTURES:
