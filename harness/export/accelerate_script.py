@@ -34,7 +34,7 @@ def train_accelerate_py(run: RecordedRun) -> str:
         step_loop([step, PRINT]),
     ]
     fill = FILL
-    if run.layout.data_parallel == "fsdp":  # on the host, because no device may have room for all before they are sharded
+    if run.layout.data_parallel == "fsdp":  # no device may have room for all parameters before they are sharded
         fill = FILL.replace("DTYPE)", 'DTYPE, storage_device=torch.device("cpu"))')
     user_part = [BUILD, *([LAYERS] if checkpointing else []), fill, BATCHES]
     header = Snippet(
