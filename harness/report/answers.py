@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from harness.report.comparability import EQUAL_BYTES
+from harness.report.comparability import EQUAL_BYTES, group_by
 from harness.report.reasons import memory_reason, step_reason
 from harness.report.reported import Reported, ReportedGroup, names, share_text
 from harness.report.speeds import MINIMUM_RUNS, are_alike, remedy
@@ -179,12 +179,11 @@ def _unranked_text(group: ReportedGroup) -> str:
         reasons.append(f"{len(few)} ran {ran}{' undisturbed' * bool(disturbed)}")
     reasons += [f"{len(group.ranked)} with {MINIMUM_RUNS} undisturbed runs or more"] if group.ranked else []
     return (
-        f"Not ranked: of {pluralize(len(group.members), 'configuration')}, {join_words(reasons)}."
+        f"Not ranked: of {pluralize(len(group.members), 'configuration')}, {join_words(reasons)};"
         f" {remedy([member.record for member in group.unranked])} would rank them."
     )
 
 
 def _unranked_names(group: ReportedGroup) -> str:
-    shown = [f"{member.label} ({member.speed.unranked_reason})" for member in group.unranked[:MOST_RIVALS]]
-    rest = len(group.unranked) - MOST_RIVALS
-    return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
+    by_reason = group_by(group.unranked, lambda member: member.speed.unranked_reason)
+    return ", ".join(f"{names(members)} ({reason})" for reason, members in by_reason.items())

@@ -15,6 +15,8 @@ IMPLIED_BY_STRATEGY = (
     *("offload", "offload_activations"),
 )
 
+_DEGREES = {"dp_replicate", "dp_shard", "tp", "cp", "pp"}
+
 OTHER_OPTIONS = "other options"  # a column that only frames have: keys without a column that differ
 
 # The columns that are shown where they vary between the rows and mentioned once where they do not.
@@ -137,18 +139,28 @@ def labels(rows: Sequence[Row], varying: Sequence[str], differences: Sequence[st
     groups: dict[str, list[Row]] = {}
     for name, row in zip(row_labels, rows, strict=True):
         groups.setdefault(name, []).append(row)
-    differing = {name: [key for key in varying if _differ(group, key)] for name, group in groups.items()}
-    for keys in differing.values():
-        if "model" in keys and "parameters" in keys:
-            keys.remove("parameters")  # the name of the model implies it
+    differing = {name: _distinguishing(group, varying) for name, group in groups.items()}
     details = [_details(row, differing[name]) for row, name in zip(rows, row_labels, strict=True)]
     row_labels = _distinguish(row_labels, details)
     row_labels = _distinguish(row_labels, [text or "" for text in differences])
     return _distinguish(row_labels, [row["run_id"] for row in rows])
 
 
-def _differ(rows: Sequence[Row], key: str) -> bool:
-    return len({row.get(key) for row in rows}) > 1
+def _distinguishing(rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
+    """Return the columns that together tell these rows apart, without those that others before them imply.
+
+    Of the parallel degrees all that differ are among them if one is.
+    """
+    chosen: list[str] = []
+    groups: list[tuple[Any, ...]] = [()] * len(rows)
+    for key in varying:
+        finer = [(*group, row.get(key)) for group, row in zip(groups, rows, strict=True)]
+        is_finer = len(set(finer)) > len(set(groups))
+        has_degree = key in _DEGREES and not _DEGREES.isdisjoint(chosen) and len({row.get(key) for row in rows}) > 1
+        if is_finer or has_degree:
+            chosen.append(key)
+            groups = finer
+    return chosen
 
 
 def configuration_name(strategy: Any, checkpointing: Any) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.report.labels import PEAK_PARTS, STEP_PARTS
 from harness.report.reported import Reported
-from harness.report.text import byte_unit, format_numbers, join_words, percent_text
+from harness.report.text import byte_unit, duration_text, format_numbers, join_words, percent_text
 from harness.report.view import median_run, peak_run
 
 # A part is named if it is at least this share of the difference; the named ones are at least EXPLAINED of it.
@@ -29,8 +29,8 @@ def step_reason(fast: Reported, slow: Reported) -> str:
     parts = _largest(longer, difference)
     if not parts:
         return ""
-    texts = [f"{1e3 * seconds:.3g} ms more {_step_part(title, fast, slow)}" for title, seconds in parts.items()]
-    longer_text = f"{1e3 * difference:.3g} ms longer than one of {fast.label}, mainly by {join_words(texts)}"
+    texts = [f"{duration_text(seconds)} more {_step_part(title, fast, slow)}" for title, seconds in parts.items()]
+    longer_text = f"{duration_text(difference)} longer than one of {fast.label}, mainly by {join_words(texts)}"
     return f"A step of {slow.label} takes {longer_text}."
 
 

@@ -72,8 +72,14 @@ def reported_groups(view: View, most: int) -> list[ReportedGroup]:
     """Return the largest groups of at least two configurations, at most `most` of them."""
     ranking = view.ranking
     groups = [group for group in ranking.groups if len(group.members) > 1]
-    rows = [view.lines[group.members[0]].row for group in ranking.groups]
-    return [reported_group(view, group, _title(view.lines[group.members[0]].row, rows)) for group in groups[:most]]
+    titles = {group.members: title for group, title in zip(ranking.groups, group_titles(view), strict=True)}
+    return [reported_group(view, group, titles[group.members]) for group in groups[:most]]
+
+
+def group_titles(view: View) -> list[str]:
+    """Return for each group what distinguishes it from the others, such as "on 4 ranks"; empty where it is alone."""
+    rows = [view.lines[group.members[0]].row for group in view.ranking.groups]
+    return [_title(row, rows) for row in rows]
 
 
 def reported_group(view: View, group: Group, title: str) -> ReportedGroup:

@@ -49,7 +49,7 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
         *findings(view),
         *memory(part),
         *peak(part),
-        *section("Peak memory by model size", growth.largest_model(part), growth.memory_wall(part)),
+        *section("Peak memory by model size", growth.largest_model(view), growth.memory_wall(part)),
         *section("Memory savings and cost of activation checkpointing", tradeoffs.checkpointing(part)),
         *batches(part),
         *time(part),

@@ -16,6 +16,8 @@ from harness.report.view import View
 
 _MOST_LINES = 6  # that have a sentence each
 
+_MOST_SIZES = 3  # of models that a sentence lists: the largest, and the smallest
+
 
 def memory_wall_sentences(view: View) -> Iterator[str]:
     """Yield the largest model that each strategy trained within the memory limit, if some ran out of memory."""
@@ -30,6 +32,8 @@ def memory_wall_sentences(view: View) -> Iterator[str]:
         largest = max((line.row["parameters"] for line in series.points if line.ok), default=0)
         by_size.setdefault(largest, []).append(series.name)
     sizes = [f"{_millions(size)} {join_words(names)}" for size, names in sorted(by_size.items(), reverse=True)]
+    if len(sizes) > _MOST_SIZES:
+        sizes = [*sizes[: _MOST_SIZES - 1], f"the least, {sizes[-1]}"]
     yield f"The largest model that ran in {bytes_text(limit)} per rank: {'; '.join(sizes)}."
 
 

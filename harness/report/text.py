@@ -96,6 +96,13 @@ def _format_deviation(number: float) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
+def duration_text(seconds: float) -> str:
+    """Return a duration for a sentence with three significant figures: in ms, or from one second on in s."""
+    if seconds < 0.9995:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
+
+
 def outcome_text(row: Row) -> str:
     """Return the status of a row that is not ok, with the reason."""
     return f"{row['status']}: {row.get('reason') or 'no reason recorded'}"

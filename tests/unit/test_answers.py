@@ -127,6 +127,11 @@ def number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
+def seconds(text: str) -> float:
+    value, unit = text.split()
+    return float(value) * {"ms": 1e-3, "s": 1.0}[unit]
+
+
 def check_rates(text: str, oracle: Oracle) -> None:
     """Check every speed with a range, each of which stands behind its label."""
     rates = re.findall(RATE, text.replace(" at ", " "))
@@ -258,18 +263,18 @@ def check_smallest(text: str, oracle: Oracle) -> None:
 
 
 def check_why(text: str, oracle: Oracle) -> None:
-    steps = rf"A step of ({NAME}) takes ([\d.e+]+) ms longer than one of ({NAME}), mainly by (.+?)\.(?: [AT]|$)"
+    steps = rf"A step of ({NAME}) takes ([\d.]+ m?s) longer than one of ({NAME}), mainly by (.+?)\.(?: [AT]|$)"
     assert len(re.findall(steps, text)) == text.count("A step of")
     for slow, longer, fast, parts in re.findall(steps, text):
         assert oracle.is_clear(fast, slow)
         slow_run, fast_run = oracle.median_run(slow), oracle.median_run(fast)
         whole = float(slow_run["step_seconds"]) - float(fast_run["step_seconds"])
-        assert float(longer) == pytest.approx(1e3 * whole, rel=0.006)
+        assert seconds(longer) == pytest.approx(whole, rel=0.006)
         explained = 0.0
-        for milliseconds, title in re.findall(r"([\d.e+]+) ms more ([a-z ]+?)(?=,| and |$)", parts):
+        for duration, title in re.findall(r"([\d.]+ m?s) more ([a-z ]+?)(?=,| and |$)", parts):
             column = next(name for name, known in STEP_PARTS.items() if known == title)
             part = float(slow_run[column]) - float(fast_run[column])
-            assert float(milliseconds) == pytest.approx(1e3 * part, rel=0.006)
+            assert seconds(duration) == pytest.approx(part, rel=0.006)
             assert min(float(run[column]) for run in oracle.calm[slow]) > max(
                 float(run[column]) for run in oracle.calm[fast]
             )

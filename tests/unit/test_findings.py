@@ -210,11 +210,11 @@ def test_speeds_of_single_runs_are_not_ranked() -> None:
     alone = [record for record in clear() if record.row["repeat"] == 0]
     view = View("alone", alone)
     text = everything(view)
-    assert "Not ranked: of 3 configurations, 3 ran once. repeats=3 would rank them." in text
+    assert "Not ranked: of 3 configurations, 3 ran once; repeats=3 would rank them." in text
     mixed_up = [*clear()[:3], clear()[3], clear()[6].with_row(noise_warning="busy")]
     assert first_screen(View("mixed up", mixed_up)).answers[0][1] == (
         "Not ranked: of 3 configurations, 1 disturbed, 1 ran once undisturbed and 1 with 3 undisturbed"
-        " runs or more. repeats=3 on a quiet machine would rank them."
+        " runs or more; repeats=3 on a quiet machine would rank them."
     )
     assert "tokens/s" not in text and "× the speed" not in text and "A step of" not in text
     assert not {"tokens_per_second", "step_seconds"} & best(view).keys() and first_screen(view).fits is None
@@ -394,6 +394,56 @@ def test_variants_of_a_strategy_are_separate_curves() -> None:
         assert sorted(re.findall(r"([\d.]+) × the tokens/s", " ".join(sentences))) == ["1.50", "1.60"]
     mismatched = View("ways", [*entries[0], *entries[3]])
     assert not any("linear scaling" in text for text in texts(findings(mismatched)))
+
+
+def test_settings_of_some_rows_are_not_those_of_all() -> None:
+    """The faults: "in 1 of 2 layers" for rows without checkpointing, and "one model" for models of several sizes."""
+    some = [record.with_row(checkpointing_every=2) if n == 3 else record for n, record in enumerate(example())]
+    assert "in 1 of 2 layers" not in first_screen(View("some", some)).compared
+    every = [record.with_row(checkpointing_every=2) for record in example()]
+    assert "; checkpointing in 1 of 2 layers" in first_screen(View("every", every)).compared
+    sizes = [record.with_row(parameters=n) for n, record in enumerate(example())]
+    assert "One model" in str(caveats(View("one", example()))) and "One model" not in str(caveats(View("n", sizes)))
+
+
+def test_bytes_of_a_norm_make_no_difference() -> None:
+    """The fault: ddp "with the least communication", by the four bytes of ZeRO's gradient norm."""
+    sent = {"ddp": 4 * MIB, "zero1": 4 * MIB + 4, "tp": 6 * MIB}
+    alone = [record.with_row(communication_bytes=sent[record.row["strategy"]]) for record in clear()[::3]]
+    answers = dict(first_screen(View("norm", alone)).answers)
+    assert answers["Least communication"] == "ddp and zero1 with 4.00 MiB sent per rank and step."
+    assert "communication_bytes" not in best(View("norm", alone))
+    assert "Least communication" not in dict(first_screen(View("norm", alone[:2])).answers)
+
+
+def test_memory_is_the_same_in_every_table() -> None:
+    """The fault: the comparison had the largest peak of all repeats, and the tables of memory that of another run."""
+    peaks = (20 * MIB, 21 * MIB, 20 * MIB)
+    repeats = line(1, "ddp", "torch", 0, [16000.0, 15900.0, 16100.0])
+    for record, peak in zip(repeats, peaks, strict=True):
+        record.row.update({"peak_allocated_bytes": peak, "at_peak_temporary_bytes": peak - 13 * MIB})
+    page = markdown.page("page", sections(View("page", [*repeats, *clear()[3:]])))
+    assert "20.00" not in page.split("## Comparison")[1].split("## Predicted")[0] and page.count("| 21.00 |") >= 4
+
+
+def test_gpus_that_wait_for_their_host_are_launch_bound() -> None:
+    def banner(idle: float, **changes: Any) -> str:
+        waiting = [record.with_row(idle_seconds=idle * record.row["step_seconds"], **changes) for record in clear()]
+        return first_screen(View("gpu", waiting)).banner
+
+    gpu = {"measured_on": "NVIDIA H200"}
+    assert banner(0.6, **gpu).startswith("Launch-bound: in 3 of 3 configurations the GPUs were idle for more than half")
+    assert banner(0.4, **gpu) == banner(0.6, pp=2, **gpu) == "" and "Launch-bound" not in banner(0.6)
+
+
+def test_what_would_rank_speeds_depends_on_what_they_lack() -> None:
+    """The faults: repeats=3 for runs of too few steps, and where there were three repeats already."""
+    barely = spoiled("step_seconds_iqr_ratio", None, ("ddp", "zero1", "tp"))
+    assert "3 timed over fewer than four steps; train.steps=10 and more repeats would rank" in everything(barely)
+    busy = [record.with_row(noise_warning="busy") if record.row["repeat"] else record for record in clear()]
+    text = everything(View("busy", busy))
+    assert "3 ran once; more repeats on a quiet machine would rank them." in text
+    assert "in all 3 configurations. Ignore all speeds" in first_screen(barely).warning
 
 
 def test_limitations_name_the_rows_they_concern() -> None:

@@ -53,10 +53,33 @@ def ordered(lines: Sequence[ChartLine], key: Callable[[ChartLine], float | None]
     return [replace(line, position=position) for position, line in enumerate(sorted(lines, key=rank))]
 
 
-def label_axis(labels: bool = True) -> alt.Y:
-    """Return the vertical axis with the bars of a chart from the top."""
-    axis = alt.Axis(grid=False, ticks=labels, domain=labels, labels=labels)
-    return alt.Y("label:N", title=None, sort=alt.EncodingSortField("position", op="min"), axis=axis)
+def label_axis(labels: bool = True, field: str = "label") -> alt.Y:
+    """Return the vertical axis with the bars of a chart from the top; in a narrow chart long labels have two lines."""
+    label = "(tiny ? replace(datum.label, ' checkpointing', ' ckpt') : datum.label)"
+    text = label
+    for separator in (" on ", " + "):
+        at = f"indexof({label}, '{separator}')"
+        text = f"{at} > 0 ? [slice({label}, 0, {at}), slice({label}, {at} + 1)] : {text}"
+    is_split = f"narrow && length(datum.label) > {style.LONG}"
+    axis = alt.Axis(
+        grid=False,
+        ticks=labels,
+        domain=labels,
+        labels=labels,
+        labelExpr=f"{is_split} ? ({text}) : {label}",
+        labelLineHeight=style.FONT_SIZE,
+        labelOffset=alt.ExprRef(f"{is_split} ? {-style.FONT_SIZE / 2} : 0"),
+    )
+    return alt.Y(f"{field}:N", title=None, sort=alt.EncodingSortField("position", op="min"), axis=axis)
+
+
+def label_lines(label: str) -> list[str]:
+    """Return the one or two lines of a label, as the axis splits it."""
+    separator = next((separator for separator in (" + ", " on ") if separator in label), "")
+    if len(label) <= style.LONG or not separator:
+        return [label]
+    at = label.index(separator)
+    return [label[:at], label[at + 1 :]]
 
 
 def from_zero(field: str, title: str, ticks: int | None = None) -> alt.X:

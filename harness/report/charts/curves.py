@@ -17,7 +17,7 @@ from harness.report.view import View
 
 _FEW = 6  # curves that one chart can show
 
-_COLUMNS, _CELL_HEIGHT, _CELL_AXIS = 3, 130, 52  # of small charts: beside each other, and pixels
+_COLUMNS, _CELL_HEIGHT, _CELL_AXIS = 2, 150, 56  # of small charts: beside each other, and pixels
 
 _LETTER, _LINE = 6.2, 13  # pixels of a label's character and line
 
@@ -78,6 +78,7 @@ def curves(
     """
     groups = group_by(series, lambda curve: curve.strategy)
     variants = {curve.name: rank for group in groups.values() for rank, curve in enumerate(group)}
+    ranks = sorted(set(variants.values()))
     points = [point | {"variant": variants[point["label"]]} for point in points]
     color = marks.strategy_color(view)
 
@@ -86,7 +87,7 @@ def curves(
             return [datum for datum in data if datum["strategy"] in strategies]
 
         layers = [draw(_layer(own(data))) for data, draw in behind if own(data)]
-        layers += _curve_layers(own(points), scales, tooltip, color)
+        layers += _curve_layers(own(points), scales, tooltip, color, ranks)
         layers += [draw(_layer(own(data))) for data, draw in above if own(data)]
         return [*layers, *_end_labels(own(points), names, scales, height)]
 
@@ -95,7 +96,7 @@ def curves(
         layers = plot({*groups, ""}, names, style.HEIGHT)
         margin = round(_LETTER * max(map(len, names.values()))) + 4
         return marks.spec(view, title, layers, alt_text, margin=margin)
-    names = {curve.name: curve.name.removeprefix(curve.strategy).strip() for curve in series}
+    names = {curve.name: _variant(curve) for curve in series}
     width = (style.WIDTH - _COLUMNS * (_CELL_AXIS + _room(names))) // _COLUMNS
     cells = [
         alt.layer(*plot({strategy, ""}, names, _CELL_HEIGHT)).properties(
@@ -108,9 +109,14 @@ def curves(
     return marks.finish(view, title, chart, alt_text, _room(names))
 
 
+def _variant(curve: Series) -> str:
+    """Return what a curve is beside its strategy, such as "full" for full checkpointing."""
+    return curve.name.removeprefix(curve.strategy).strip().removeprefix("+ ").replace(" checkpointing", "")
+
+
 def _room(names: dict[str, str]) -> int:
     """Return the pixels that labels need at the right of a small chart."""
-    return round(_LETTER * min(10, max(map(len, names.values()))))
+    return round(_LETTER * min(12, max(map(len, names.values()))))
 
 
 def _layer(data: Sequence[Datum]) -> alt.Chart:
@@ -120,13 +126,16 @@ def _layer(data: Sequence[Datum]) -> alt.Chart:
 
 
 def _curve_layers(
-    points: Sequence[Datum], scales: tuple[Scale, Scale], tooltip: Sequence[alt.Tooltip], color: alt.Color
+    points: Sequence[Datum],
+    scales: tuple[Scale, Scale],
+    tooltip: Sequence[alt.Tooltip],
+    color: alt.Color,
+    ranks: Sequence[int],
 ) -> list[alt.Chart]:
-    """Return the lines and points of curves; those of one strategy differ in their dashes and shapes."""
-    ranks = list(range(max((point["variant"] for point in points), default=0) + 1))
+    """Return the lines and points of curves; those of one strategy differ in their dashes and shapes by their rank."""
     x, y = scales[0].channel("x", "x"), scales[1].channel("y", "y")
-    dash = alt.StrokeDash("variant:N", legend=None, scale=alt.Scale(domain=ranks, range=style.dashes(len(ranks))))
-    shape = alt.Shape("variant:N", legend=None, scale=alt.Scale(domain=ranks, range=style.shapes(len(ranks))))
+    dash = alt.StrokeDash("variant:N", legend=None, scale=alt.Scale(domain=list(ranks), range=style.dashes(len(ranks))))
+    shape = alt.Shape("variant:N", legend=None, scale=alt.Scale(domain=list(ranks), range=style.shapes(len(ranks))))
     lines = marks.filterable_layer(points).mark_line(strokeWidth=2)
     dots = marks.filterable_layer(points).mark_point(filled=True, size=50, opacity=1)
     return [

@@ -24,7 +24,7 @@ from harness.report.view import View
 
 _MOST = 12  # configurations that fit on the first screen
 
-_STEP, _TICKS = 22, 3  # pixels of each row, and ticks of each axis
+_STEP, _SPLIT_STEP, _TICKS = 22, 28, 3  # pixels of each row, also where labels have two lines; ticks of each axis
 
 _LETTER, _GAP, _VALUE = 6.4, 16, 56  # pixels: of a character, between the panels, and of a value behind a bar
 
@@ -40,22 +40,25 @@ def first_picture(view: View) -> Chart | None:
     drawn = lines[:_MOST]
     unit = byte_unit([line.peak for line in lines])
     alt_text = _description(view, lines, drawn, unit)
-    labels = min(style.LABEL_LIMIT, round(_LETTER * max(len(line.label) for line in drawn)) + 8)
-    width = (style.WIDTH - labels - _GAP - 2 * _VALUE) // 2
+    labels = round(_LETTER * max(len(text) for line in drawn for text in bar_marks.label_lines(line.label))) + 8
+    is_split = any(len(bar_marks.label_lines(line.label)) > 1 for line in drawn)
+    has_speeds = any(line.speed for line in drawn)
+    count = 2 if has_speeds else 1
+    beside = labels + (count - 1) * _GAP + count * _VALUE
+    width = (style.WIDTH - beside) // count
     by_speed = _is_ranked(view)
     note = "median, range" if by_speed else "not ranked"
-    panels = [
-        alt.layer(*_memory_layers(view, lines, f"peak memory ({unit.name})", unit)),
-        alt.layer(
-            *speed_layers(view, lines, f"tokens/s ({note})", labels=False, ticks=_TICKS),
-            *_words([line for line in lines if not line.speed], f"tokens/s ({note})", _without_speed, labels=False),
-        ),
-    ]
-    height = alt.Step(_STEP)
-    chart = alt.concat(*(panel.properties(width=width, height=height) for panel in panels), columns=2)
-    chart = marks.panels(chart.properties(spacing=_GAP), 2, labels + _GAP + 2 * _VALUE, (1, labels + _VALUE))
-    name = "Memory and speed"
-    vega_lite = marks.finish(view, name, chart, alt_text, _VALUE - 8, _MOST)
+    panels = [_memory_layers(view, lines, f"peak memory ({unit.name})", unit)]
+    if has_speeds:
+        title = f"tokens/s ({note})"
+        words = _words([line for line in lines if not line.speed], title, _without_speed, labels=False)
+        panels.append([*speed_layers(view, lines, title, labels=False, ticks=_TICKS), *words])
+    height = alt.Step(_SPLIT_STEP if is_split else _STEP)
+    cells = [alt.layer(*layers).properties(width=width, height=height) for layers in panels]
+    chart = alt.concat(*cells, columns=count).properties(spacing=_GAP)
+    chart = marks.panels(chart, count, beside, (1, labels + _VALUE))
+    name = "Memory and speed" if has_speeds else "Peak memory"
+    vega_lite = marks.finish(view, name, chart, alt_text, _VALUE - 8, _MOST, is_narrow=True)
     vega_lite = bar_marks.with_order(vega_lite, [line.strategy for line in lines], _MOST)
     return Chart("first", name, alt_text, vega_lite, _table(lines, unit), 2)
 

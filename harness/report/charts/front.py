@@ -10,9 +10,11 @@ from harness.report.charts.lines import ChartLine, Datum, chart_lines, omitted_t
 from harness.report.charts.style import alt
 from harness.report.comparability import group_by
 from harness.report.document import Chart, Table
+from harness.report.reported import group_titles
 from harness.report.speeds import CLEARANCE, MINIMUM_RUNS
 from harness.report.text import ONE, Unit, byte_unit, format_numbers, pluralize
 from harness.report.view import View
+from harness.util.text import sanitize
 
 _MOST_POINTS = 200  # of one chart
 
@@ -43,16 +45,18 @@ def trade(view: View) -> Chart | None:
         f"{omitted_text(len(drawn), total, 'all that can be on a front, then the others in the order of the report')}"
     )
     name = "Peak memory and speed"
-    panels = [_trade_layers(view, [p for p in points if p["group"] == number], unit) for number in shown]
+    width = (style.WIDTH - _COLUMNS * _BESIDE) // _COLUMNS
+    size = marks.PLOT if len(shown) == 1 else (width, _PANEL)
+    panels = [_trade_layers(view, [p for p in points if p["group"] == number], unit, size) for number in shown]
     if len(panels) == 1:
         vega_lite = marks.spec(view, name, panels[0], alt_text)
     else:
-        width = (style.WIDTH - len(panels) * _BESIDE) // len(panels)
+        titles = group_titles(view)
         cells = [
-            alt.layer(*layers).properties(width=width, height=_PANEL, title=_panel_title(group[0]))
-            for layers, group in zip(panels, shown.values(), strict=True)
+            alt.layer(*layers).properties(width=width, height=_PANEL, title=_panel_title(titles[number or 0]))
+            for layers, number in zip(panels, shown, strict=True)
         ]
-        chart = marks.panels(alt.concat(*cells, columns=len(cells)), len(cells), len(cells) * _BESIDE, (1, _BESIDE))
+        chart = marks.panels(alt.concat(*cells, columns=_COLUMNS), _COLUMNS, _COLUMNS * _BESIDE, (1, _BESIDE))
         vega_lite = marks.finish(view, name, chart, alt_text)
     candidates = [_candidate(line) for group in shown.values() for line in group if line.is_ranked]
     vega_lite["params"] += [{"name": "front", "value": [line.position for line in drawn if line.standing.is_on_front]}]
@@ -62,12 +66,11 @@ def trade(view: View) -> Chart | None:
 
 _RATE = "tokens per second"
 
-_PANEL, _BESIDE = 260, 64  # pixels: the height of one of several plots, and what lies beside it
+_COLUMNS, _PANEL, _BESIDE = 2, 280, 64  # plots beside each other; pixels: the height of each, and what lies beside it
 
 
-def _panel_title(line: ChartLine) -> alt.TitleParams:
-    count = line.row.get("world_size") or 1
-    return alt.TitleParams(f"{count} rank{'s' * (count != 1)}", fontSize=style.FONT_SIZE, offset=4)
+def _panel_title(title: str) -> alt.TitleParams:
+    return alt.TitleParams(sanitize(title[:1].upper() + title[1:]), fontSize=style.FONT_SIZE, offset=4)
 
 
 def _drawn(group: Sequence[ChartLine]) -> list[ChartLine]:
@@ -101,6 +104,7 @@ def _point(line: ChartLine, unit: Unit) -> Datum:
         ranked=line.is_ranked,
         group=line.standing.group,
         first=line.standing.is_on_front,
+        name=line.label.removesuffix(f" on {pluralize(line.row.get('world_size') or 1, 'rank')}"),
     )
 
 
@@ -129,8 +133,8 @@ def _front_text(shown: Mapping[int | None, Sequence[ChartLine]]) -> str:
     return f"On the front, certainly faster than all ranked ones that need less memory: {'; '.join(names)}."
 
 
-def _trade_layers(view: View, points: Sequence[Datum], unit: Unit) -> list[alt.Chart]:
-    """Return the front, the ranges of the speeds, their points and labels."""
+def _trade_layers(view: View, points: Sequence[Datum], unit: Unit, size: tuple[float, float]) -> list[alt.Chart]:
+    """Return the front, the ranges of the speeds, their points and labels, in a plot of this size in pixels."""
     x = marks.spanning("x", f"{_RATE} (higher is better)", [p[at] for p in points for at in ("x", "low", "high")])
     y = marks.spanning("y", f"peak memory ({unit.name}, lower is better)", [point["y"] for point in points])
     tooltip = marks.tooltips(
@@ -156,7 +160,8 @@ def _trade_layers(view: View, points: Sequence[Datum], unit: Unit) -> list[alt.C
     if single:
         hollow = marks.filterable_layer(single).mark_point(filled=False, size=70, strokeWidth=2)
         layers.append(hollow.encode(x=x, y=y, color=color, tooltip=tooltip))
-    return [*layers, *marks.labels(points, x, y, [front])]
+    ranges = [[point | {"x": point[end]} for end in ("low", "high")] for point in ranked]
+    return [*layers, *marks.labels(points, x, y, [front, *ranges], size)]
 
 
 def _same(x: alt.X, field: str) -> alt.X:

@@ -49,13 +49,15 @@ def memory_wall(view: View) -> Chart | None:
         f" {len([line for _, line in points if not line.ok])} ran out of memory."
         f"{omitted_text(len(drawn), len(series), FASTEST)}"
     )
-    name = "Peak memory by model size"
+    name = "Peak memory by model size (×: out of memory)"
     vega_lite = _wall_spec(view, name, alt_text, drawn, measured, failed, _limits(points, unit), unit)
     return Chart("wall", name, alt_text, vega_lite, _value_table(points, unit), 3)
 
 
 def largest_model(view: View) -> Chart | None:
     """Draw the largest model that each configuration trained, the largest first, if some ran out of memory."""
+    if not any(line.status == "oom" for line in view.lines):
+        return None
     series = by_parameters(chart_lines(view))
     if not any(line.status == "oom" for curve in series for line in curve.points):
         return None
@@ -141,8 +143,8 @@ def _wall_spec(
     highest = max(datum["y"] for datum in (*measured, *failed, *limits))
     margin = 0.03 * (across[-1] - across[0])
     scales = (
-        Scale("model parameters (millions)", (across[0] - margin, across[-1] + margin)),
-        Scale(f"peak memory ({unit.name}; × = out of memory)", (0.0, 1.1 * highest)),
+        Scale("parameters (millions)", (across[0] - margin, across[-1] + margin)),
+        Scale(f"peak memory ({unit.name})", (0.0, 1.1 * highest)),
     )
     x, y = scales[0].channel("x", "x"), scales[1].channel("y", "y")
     parameters = ("x:Q", "parameters, millions", ",.3f")

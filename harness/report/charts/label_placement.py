@@ -10,7 +10,7 @@ _LETTER, _LINE, _POINT = 0.54 * (style.FONT_SIZE - 1), style.FONT_SIZE + 1, 5.0 
 
 _STEPS = 80  # points on each segment of a line
 
-LONGEST = 30  # characters of a label
+LONGEST = 40  # characters of a label
 
 Align = Literal["left", "center", "right"]
 
@@ -36,23 +36,25 @@ def place_labels(
     texts: Sequence[str],
     has_priority: Sequence[bool],
     lines: Sequence[Sequence[Point]],
-    legend_width: int = 0,
+    size: tuple[float, float],
 ) -> list[str]:
-    """Return the side of each point on which its label goes, or "" if there is no space.
+    """Return the side of each point on which its label goes, or "" if there is no space or no text.
 
     Args:
         points: Positions as shares of the plot's width from the left, and of its height from the top.
         texts: The labels.
-        has_priority: Whether a label is placed before the others and shown even if there is no space.
+        has_priority: Whether a label is placed before the others.
         lines: The corners of lines that labels must not cover, in the coordinates of points.
-        legend_width: The pixels of the chart's width that a legend takes.
+        size: Width and height of the plot in pixels.
     """
-    width, height = style.WIDTH - 70 - legend_width, style.HEIGHT
+    width, height = size
     centers = [(x * width, y * height) for x, y in points]
     occupied = [_square(x, y, _POINT) for x, y in centers]
     occupied += [_square(x * width, y * height, 1.0) for line in lines for x, y in _points_on(line)]
     sides = [""] * len(centers)
     for position in sorted(range(len(centers)), key=lambda position: not has_priority[position]):
+        if not texts[position]:
+            continue
         for side in SIDES:
             box = _box(side, *centers[position], len(shortened(texts[position])) * _LETTER)
             inside = box[0] >= 0 and box[1] >= 0 and box[2] <= width and box[3] <= height
@@ -60,8 +62,6 @@ def place_labels(
                 sides[position] = side
                 occupied.append(box)
                 break
-        else:
-            sides[position] = "right" if has_priority[position] else ""
     return sides
 
 

@@ -62,9 +62,19 @@ def _apart(claim: Claim) -> float:
     return max(ratio, 1 / ratio)
 
 
+_SUBJECTS = {
+    "bytes sent a step over DDP's": "bytes sent",
+    "operations that ran": "recomputation",
+    "most passes in flight": "in flight",
+    "activations: tensor parallel alone": "sequence parallel",
+    "activations: without checkpointing": "checkpointing",
+}
+
+
 def _short(claim: Claim) -> str:
     """Return what a claim is about, without how it is counted."""
-    return sanitize(re.split(r"[:,]", claim.claim, maxsplit=1)[0])
+    known = (subject for beginning, subject in _SUBJECTS.items() if claim.claim.startswith(beginning))
+    return sanitize(next(known, re.split(r"[:,]", claim.claim, maxsplit=1)[0]))
 
 
 def _layers(view: View, values: Sequence[Datum], title: str) -> list[alt.Chart]:
@@ -73,7 +83,7 @@ def _layers(view: View, values: Sequence[Datum], title: str) -> list[alt.Chart]:
     low, high = min(ends), max(ends)
     scale = alt.Scale(type="log", domain=[low / 1.2, high * 1.2], nice=False)
     expected, measured = (alt.X(f"{name}:Q", title=title, scale=scale) for name in ("expected", "measured"))
-    y = alt.Y("label:N", title=None, sort=alt.EncodingSortField("position", op="min"), axis=alt.Axis(labelLimit=260))
+    y = bar_marks.label_axis()
     tooltip = marks.tooltips(
         ("expected:Q", "paper at this layout", ".3~g"),
         ("measured:Q", "measured", ".3~g"),

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from harness.records.schema import Row
 from harness.report.charts import marks
-from harness.report.charts.label_placement import shortened
 from harness.report.charts.lines import (
     FASTEST,
     ChartLine,
@@ -20,6 +19,7 @@ from harness.report.charts.series import downsample, step_losses
 from harness.report.charts.style import alt
 from harness.report.comparability import comparability_key, group_by
 from harness.report.document import Chart, Table
+from harness.report.labels import value_text
 from harness.report.text import pluralize
 from harness.report.view import View
 from harness.util.text import sanitize
@@ -30,8 +30,6 @@ _COINCIDE = 1e-3  # relative
 
 
 _MOST = 24  # curves of one chart, most of which coincide
-
-_FEW_NAMES = 2  # of the curves that coincide, which their label has
 
 Curve = tuple[ChartLine, Sequence[tuple[int, float, str]]]  # a line with step, loss and phase of its median repeat
 
@@ -52,7 +50,9 @@ def losses(view: View) -> list[Chart]:
 
 
 def _training(row: Row) -> str:
-    parts = (row.get("model"), row.get("precision"), f"{row.get('global_batch')} × {row.get('seq_len')} tokens")
+    size = value_text("parameters", row["parameters"]) if row.get("parameters") else ""
+    tokens = f"{row.get('global_batch')} × {row.get('seq_len')} tokens"
+    parts = (" ".join(part for part in (row.get("model"), size) if part), row.get("precision"), tokens)
     return sanitize(", ".join(str(part) for part in parts if part))
 
 
@@ -95,11 +95,12 @@ def _names(curves: Sequence[Curve], bundles: Sequence[Sequence[int]], x: alt.X, 
     """Return the names at the ends of the curves, one for all that coincide; they belong to no strategy."""
     ends = []
     for bundle in bundles:
-        labels = [curves[place][0].label for place in bundle]
-        rest = len(labels) - _FEW_NAMES
-        text = ", ".join(labels[:_FEW_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+        rest = len(bundle) - 1
+        text = curves[bundle[0]][0].label + (f" and {rest} more" if rest else "")
+        if 1 < len(bundle) == len(curves):
+            text = f"{f'all {len(bundle)}' if len(bundle) > 2 else 'both'} configurations"
         step, loss, _ = curves[bundle[0]][1][-1]
-        ends.append({"strategy": "", "x": step, "y": loss, "short": shortened(text)})
+        ends.append({"strategy": "", "x": step, "y": loss, "short": text})
     text_marks = marks.static_layer(ends).mark_text(style="value", align="right", dy=-9)
     names: alt.Chart = text_marks.encode(x=x, y=y, text="short:N")
     return names

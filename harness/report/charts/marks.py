@@ -18,6 +18,8 @@ from harness.util.text import sanitize
 
 HIDDEN = "indexof(hidden, datum.strategy) < 0"
 
+PLOT = (style.WIDTH - 70.0, float(style.HEIGHT))  # pixels of a plot that is alone in its chart
+
 _LEFT = 20  # pixels at the left, so that labels are whole where the reader's fonts are wider than those of FONT
 
 
@@ -58,7 +60,15 @@ def spec(
     return finish(view, title, chart, alt_text, margin)
 
 
-def finish(view: View, title: str, chart: Any, alt_text: str, margin: int = 0, most: int = MOST) -> VegaLite:
+def finish(
+    view: View,
+    title: str,
+    chart: Any,
+    alt_text: str,
+    margin: int = 0,
+    most: int = MOST,
+    is_narrow: bool = False,
+) -> VegaLite:
     """Return a chart as Vega-Lite without a config, with its title, its setting and the parameters of the page.
 
     Args:
@@ -68,14 +78,16 @@ def finish(view: View, title: str, chart: Any, alt_text: str, margin: int = 0, m
         alt_text: What the chart shows.
         margin: Pixels at the right for text beyond the plot.
         most: How many bars are drawn at once.
+        is_narrow: Whether long labels of bars have two lines at any width.
     """
     chart = chart.properties(
         title=alt.TitleParams(text=title, subtitle=setting_lines(view)),
         padding={"left": _LEFT, "top": 4, "right": 4 + margin, "bottom": 4},
         description=alt_text,
     )
-    hidden, last = alt.param("hidden", value=[]), alt.param("last", value=most - 1)
-    vega_lite: VegaLite = chart.add_params(hidden, last).to_dict()
+    values = {"hidden": [], "last": most - 1, "narrow": is_narrow, "tiny": False}
+    parameters = [alt.param(name, value=value) for name, value in values.items()]
+    vega_lite: VegaLite = chart.add_params(*parameters).to_dict()
     del vega_lite["config"]
     return vega_lite
 
@@ -119,16 +131,20 @@ def spanning(field: str, title: str, values: Sequence[float], padding: float = 0
 
 
 def labels(
-    values: Sequence[Datum], x: alt.X, y: alt.Y, lines: Sequence[Sequence[Datum]] = (), legend: int = 0
+    values: Sequence[Datum],
+    x: alt.X,
+    y: alt.Y,
+    lines: Sequence[Sequence[Datum]] = (),
+    size: tuple[float, float] = PLOT,
 ) -> list[alt.Chart]:
     """Return the labels beside the points where there is space; points with `first` take precedence.
 
     Args:
-        values: The data of the points.
+        values: The data of the points; a point with `name` has that as its label.
         x: The horizontal axis, made by `spanning`.
         y: The vertical axis, made by `spanning`.
         lines: The corners of lines that labels must not cover.
-        legend: The width of a legend in pixels.
+        size: Width and height of the plot in pixels.
     """
     horizontal: Any = x.to_dict()
     vertical: Any = y.to_dict()
@@ -137,13 +153,13 @@ def labels(
     def relative(datum: Datum) -> label_placement.Point:
         return (datum["x"] - left) / (right - left), (top - datum["y"]) / (top - bottom)
 
-    texts, first = [d["label"] for d in values], [bool(d.get("first")) for d in values]
+    texts, first = [d.get("name", d["label"]) for d in values], [bool(d.get("first")) for d in values]
     chosen = label_placement.place_labels(
-        [relative(d) for d in values], texts, first, [[relative(d) for d in line] for line in lines], legend
+        [relative(d) for d in values], texts, first, [[relative(d) for d in line] for line in lines], size
     )
     sides: dict[str, list[Datum]] = {}
-    for datum, side in zip(values, chosen, strict=True):
-        sides.setdefault(side, []).append(datum | {"short": label_placement.shortened(datum["label"])})
+    for datum, text, side in zip(values, texts, chosen, strict=True):
+        sides.setdefault(side, []).append(datum | {"short": label_placement.shortened(text)})
     return [
         filterable_layer(sides[side])
         .mark_text(style="value", baseline="middle", align=align, dx=right, dy=down)

@@ -134,9 +134,12 @@ def predicted(view: View) -> Chart | None:
         f"Predicted against measured peak memory of {pluralize(len(pairs), 'configuration')} in {unit.name};"
         f" relative error of the prediction in %: {range_text(errors, '+.2f')}."
     )
+    farthest = {label for label, error in sorted(errors, key=_size)[-_MOST_LABELS:] if abs(error) >= _LEAST_ERROR}
     points = [
-        line.datum(x=planned / unit.size, y=measured / unit.size, error=error)
-        for (line, planned, measured), (_, error) in zip(pairs, errors, strict=True)
+        line.datum(
+            x=planned / unit.size, y=measured / unit.size, error=error, name=line.label if label in farthest else ""
+        )
+        for (line, planned, measured), (label, error) in zip(pairs, errors, strict=True)
     ]
     domain = padded_domain([point[axis] for point in points for axis in ("x", "y")])
     scale = alt.Scale(domain=list(domain), nice=False, zero=False)
@@ -168,6 +171,13 @@ def predicted(view: View) -> Chart | None:
     )
 
 
+_MOST_LABELS, _LEAST_ERROR = 6, 1.0  # labels of a chart of predictions, of errors of at least so many percent
+
+
+def _size(error: tuple[str, float]) -> float:
+    return abs(error[1])
+
+
 def batches(view: View) -> Chart | None:
     """Draw the measured and the predicted activation memory over the micro-batch."""
     series = by_micro_batch(chart_lines(view))
@@ -196,8 +206,8 @@ def batches(view: View) -> Chart | None:
     batch = sorted({datum["x"] for datum in points})
     highest = max(datum["y"] for datum in (*points, *predictions))
     scales = (
-        Scale("micro-batch size (sequences)", (0, batch[-1] * 1.03), values=batch, form="d"),
-        Scale(f"activation memory ({unit.name}; × = predicted)", (0, highest * 1.05)),
+        Scale("micro-batch (sequences)", (0, batch[-1] * 1.03), values=batch, form="d"),
+        Scale(f"activations ({unit.name})", (0, highest * 1.05)),
     )
     x, y = scales[0].channel("x", "x"), scales[1].channel("y", "y")
     tooltips = [
@@ -215,7 +225,7 @@ def batches(view: View) -> Chart | None:
     ]
     header = ["run", "micro-batch size (sequences)", f"measured ({unit.name})", f"predicted ({unit.name})"]
     table = value_table(header, rows, [curve.strategy for curve, _ in pairs])
-    name = "Activation memory by micro-batch size"
+    name = "Activation memory by micro-batch size (×: predicted)"
     vega_lite = curves(view, name, alt_text, drawn, points, scales, tooltips[0], above=[crosses])
     return Chart("batches", name, alt_text, vega_lite, table, 2)
 

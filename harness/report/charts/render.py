@@ -30,6 +30,12 @@ _PAPER_FONT = 8.0  # points of a label in a paper
 
 _NARROW, _EDGES, _LETTER = 500, 44, 6.2  # pixels, as in page.js: a narrow chart, its edges, and a subtitle's character
 
+_BOLD = 7.5  # pixels of a title's character
+
+_PLOT = 0.55  # of a chart's width that its plot has, at least
+
+_TWO_LINES = 28  # pixels of a bar whose label has two lines, as in page.js
+
 _CACHE = Path("~/.cache/harness")
 
 # The names that the library's file defines for the page.
@@ -77,9 +83,13 @@ _SIZE = r'^(<svg\b[^>]*?) width="([\d.]+)" height="([\d.]+)"'
 
 def fit(spec: VegaLite, width: int) -> VegaLite:
     """Return a spec for another width in pixels; as in the page, fewer plots are beside each other if it is narrow."""
-    fitted = spec | {"title": spec["title"] | {"subtitle": _wrapped(spec["title"]["subtitle"], width)}}
+    title = {
+        "text": _wrapped([spec["title"]["text"]], round(width * _LETTER / _BOLD)),
+        "subtitle": _wrapped(spec["title"]["subtitle"], width),
+    }
+    fitted = _with_short_titles(spec, width) | {"title": spec["title"] | title}
     if width < _NARROW:
-        fitted = _replaced(fitted, "legend", {"columns": 1})
+        fitted = _narrowed(_replaced(fitted, "legend", {"columns": 1}))
     if "concat" not in spec:
         return fitted | {"width": width}
     meta = spec["usermeta"]["panels"]
@@ -89,6 +99,33 @@ def fit(spec: VegaLite, width: int) -> VegaLite:
     if columns == 1:  # the labels that only the first plot of a row has
         cells = [_replaced(cell, "axis", {"labels": True, "ticks": True, "domain": True}, "labels") for cell in cells]
     return fitted | {"columns": columns, "concat": cells}
+
+
+def _with_short_titles(value: Any, width: int) -> Any:
+    """Return a spec whose titles of axes have as many lines as they need in this width."""
+    if isinstance(value, list):
+        return [_with_short_titles(item, width) for item in value]
+    if not isinstance(value, dict):
+        return value
+    inner = {key: item if key == "datasets" else _with_short_titles(item, width) for key, item in value.items()}
+    if isinstance(title := inner.get("title"), str) and len(title) * _LETTER > _PLOT * width:
+        inner["title"] = _wrapped([title], round(_PLOT * width))
+    return inner
+
+
+def _narrowed(spec: VegaLite) -> VegaLite:
+    """Return a spec whose long labels have two lines, which need bars that are far enough apart."""
+    data = [datum for values in spec.get("datasets", {}).values() for datum in values]
+    is_long = any(len(datum.get("bar") or datum.get("label") or "") > style.LONG for datum in data)
+    params = [param | {"value": True} if param["name"] in ("narrow", "tiny") else param for param in spec["params"]]
+
+    def spaced(plot: VegaLite) -> VegaLite:
+        height = plot.get("height")
+        is_bars = is_long and isinstance(height, dict)
+        return plot | {"height": {"step": max(height["step"], _TWO_LINES)}} if is_bars else plot
+
+    cells = {"concat": [spaced(cell) for cell in spec["concat"]]} if "concat" in spec else {}
+    return spaced(spec | {"params": params} | cells)
 
 
 def _wrapped(lines: Sequence[str], width: int) -> list[str]:

@@ -155,7 +155,7 @@ def scaling(view: View) -> Chart | None:
     up = (lowest / 1.2, highest * 1.2) if wide else (0.0, highest * 1.05)
     scales = (
         Scale("number of ranks", across, wide, worlds, "d"),
-        Scale("tokens per second (dashed = linear scaling)", up, wide),
+        Scale(TOKENS, up, wide),
     )
     tooltip = marks.tooltips(
         ("x:Q", "ranks", ",d"),
@@ -170,7 +170,7 @@ def scaling(view: View) -> Chart | None:
             x=x, y=ideal, color=color, detail="label:N"
         ),
     )
-    name = "Tokens per second by number of ranks"
+    name = "Tokens per second by number of ranks (dotted: linear scaling)"
     vega_lite = curves(view, name, alt_text, drawn, points, scales, tooltip, behind=[linear])
     return Chart("scaling", name, alt_text, vega_lite, _scaling_table(drawn), 2)
 

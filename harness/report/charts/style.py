@@ -33,7 +33,9 @@ STEP, NARROW_STEP = 20, 15  # pixels per bar, and per bar where there are many
 
 MANY = 12  # bars
 
-LABEL_LIMIT = 250  # pixels
+LABEL_LIMIT = 380  # pixels
+
+LONG = 24  # characters: a longer label of a bar has two lines where the chart is narrow
 
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # fonts with equal metrics: text is equally wide everywhere
 
@@ -133,7 +135,7 @@ def config(dark: bool = False) -> dict[str, Any]:
             "front": line | {"color": text},
             "spread": {"color": text, "strokeWidth": 1.5},
             "quiet": {"color": muted},
-            "paper": {"stroke": text},
+            "paper": {"color": text, "stroke": text},
             "predicted": {"color": text, "fontSize": FONT_SIZE + 3},
             "formula": {"color": text},
         },

@@ -103,7 +103,8 @@ _EXPOSURE = {
 
 def exposed_communication(view: View) -> Chart | None:
     """Draw how long each line communicates in a step, in the open and while it computes; the most exposed come last."""
-    lines = [line for line in chart_lines(view) if (line.row.get("world_size") or 1) > 1 and line.ok]
+    ranks = [line for line in chart_lines(view) if (line.row.get("world_size") or 1) > 1 and line.ok]
+    lines = [line for line in ranks if line.is_disturbed or (line.row.get("pp") or 1) == 1 or any(_exposure(line))]
     times = {line.label: _exposure(line) for line in lines}
     if not any(exposed for exposed, _ in times.values()):
         return None
@@ -117,7 +118,8 @@ def exposed_communication(view: View) -> Chart | None:
     ends = [(line.label, (times[line.label][0] or 0.0) / MILLISECONDS.size) for line in drawn]
     alt_text = (
         f"Communication of {pluralize(len(drawn), 'configuration')} in ms per step: exposed while nothing is computed,"
-        f" and overlapped with computing. Exposed: {range_text(ends)}.{disturbed_text(lines)}"
+        f" and overlapped with computing. Exposed: {range_text(ends)}."
+        f"{' What pipelines send is part of their idle time.' * (len(lines) < len(ranks))}{disturbed_text(lines)}"
         f"{omitted_text(min(MOST, len(lines)), len(lines))}"
     )
     name = "Exposed communication"

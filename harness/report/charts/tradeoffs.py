@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from harness.records.schema import Row
-from harness.report.charts import marks, style
+from harness.report.charts import bar_marks, marks, style
 from harness.report.charts.lines import (
-    FASTEST,
+    MOST,
     ChartLine,
+    Datum,
     chart_lines,
     finite_number,
     omitted_text,
     range_text,
-    select,
     value_table,
 )
-from harness.report.charts.style import alt
 from harness.report.claim_peers import ok_runs, peer
 from harness.report.comparability import PARTITION_COLUMNS
 from harness.report.document import Chart, Table
@@ -67,66 +66,61 @@ _CHECKPOINTING = "Memory savings and cost of activation checkpointing"
 
 
 def checkpointing(view: View) -> Chart | None:
-    """Draw the memory that each kind of checkpointing saves against the time it costs."""
-    all_savings = savings(view)
-    positions = {line.position for line in select([saving.line for saving in all_savings])}
-    drawn = [saving for saving in all_savings if saving.line.position in positions]
+    """Draw the memory that each kind of checkpointing saves, with the time it costs, the largest saving first."""
+    found = savings(view)
+    rows = bar_marks.ordered([saving.line for saving in found], _by_peak(found))
+    places = {line.label: line.position for line in rows}
+    drawn = sorted(found, key=lambda saving: places[saving.line.label])
     if not drawn:
         return None
-    kinds = list(dict.fromkeys(saving.kind for saving in drawn))
-    points = [
-        saving.line.datum(
-            kind=saving.kind,
-            x=100 * saving.cost,
-            y=100 * saving.peak,
-            activations=None if saving.activations is None else 100 * saving.activations,
-        )
-        for saving in drawn
-    ]
+    bars = [_bar(saving, places[saving.line.label]) for saving in drawn]
     alt_text = (
         f"Memory saved and time added by checkpointing in {pluralize(len(drawn), 'configuration')}, each relative to"
-        " the same run without:"
-        f" peak memory saved, in %, {range_text([(p['label'], p['y']) for p in points])}; step time added, in %,"
-        f" {range_text([(p['label'], p['x']) for p in points])}.{omitted_text(len(drawn), len(all_savings), FASTEST)}"
+        f" the same run without: peak memory saved, in %, {range_text([(bar['label'], bar['value']) for bar in bars])};"
+        f" step time added, in %, {range_text([(bar['label'], bar['cost']) for bar in bars])}."
+        f"{omitted_text(min(MOST, len(drawn)), len(drawn))}"
     )
-    saved = [value for point in points for value in (point["y"], point["activations"]) if value is not None]
-    x = marks.spanning(
-        "x", "step time added (% of the step without checkpointing)", [0.0, *(point["x"] for point in points)], 0.25
-    )
-    title = "memory saved (%; point = peak, dash = activations)"
-    y = marks.spanning("y", title, [0.0, *saved])
-    activations = marks.spanning("activations", title, [0.0, *saved])
+    title = "memory saved (%; bar: peak, |: activations, figure: step time added)"
     tooltip = marks.tooltips(
         ("kind:N", "checkpointing", ""),
-        ("y:Q", "peak memory saved, %", ".2f"),
+        ("value:Q", "peak memory saved, %", ".2f"),
         ("activations:Q", "activations saved, %", ".2f"),
-        ("x:Q", "step time added, %", "+.2f"),
+        ("cost:Q", "step time added, %", "+.2f"),
     )
-    color = marks.strategy_color(view)
-    shape = alt.Shape("kind:N", title="checkpointing", scale=alt.Scale(domain=kinds, range=style.shapes(len(kinds))))
-    known = marks.filterable_layer([point for point in points if point["activations"] is not None])
-    bars = [[p, p | {"y": p["activations"]}] for p in points if p["activations"] is not None]
-    (left, right), (bottom, top) = (axis.to_dict()["scale"]["domain"] for axis in (x, y))
-    zero_lines = [[{"x": 0.0, "y": bottom}, {"x": 0.0, "y": top}], [{"x": left, "y": 0.0}, {"x": right, "y": 0.0}]]
+    y, color = bar_marks.label_axis(), marks.strategy_color(view)
+    known = [bar for bar in bars if bar["activations"] is not None]
+    ticks = bar_marks.bar_layer(known).mark_tick(style="formula", thickness=3, size=style.step(len(bars)) - 4)
     layers = [
-        marks.static_layer([{"strategy": "", "x": 0}]).mark_rule(style="reference").encode(x=x),
-        marks.static_layer([{"strategy": "", "y": 0}]).mark_rule(style="reference").encode(y=y),
-        known.mark_rule(strokeWidth=1.5).encode(x=x, y=y, y2="activations:Q", color=color, tooltip=tooltip),
-        known.mark_tick(orient="horizontal", size=10, thickness=2, opacity=1).encode(
-            x=x, y=activations, color=color, tooltip=tooltip
-        ),
-        marks.filterable_layer(points)
-        .mark_point(filled=True, size=90, opacity=1)
-        .encode(x=x, y=y, color=color, shape=shape, tooltip=tooltip),
-        *marks.labels(points, x, y, bars + zero_lines, 90),
+        bar_marks.bar_layer(bars)
+        .mark_bar()
+        .encode(x=bar_marks.from_zero("value", title), y=y, color=color, tooltip=tooltip),
+        *([ticks.encode(x=bar_marks.from_zero("activations", title), y=y, tooltip=tooltip)] if known else []),
+        bar_marks.numbers(bars, title),
     ]
-    return Chart(
-        "checkpointing",
-        _CHECKPOINTING,
-        alt_text,
-        marks.spec(view, _CHECKPOINTING, layers, alt_text),
-        savings_table(drawn),
-        2,
+    vega_lite = bar_marks.bars(view, _CHECKPOINTING, layers, alt_text, rows, _ROOM)
+    return Chart("checkpointing", _CHECKPOINTING, alt_text, vega_lite, savings_table(drawn), 2)
+
+
+_ROOM = 90  # pixels behind the longest bar for the time added
+
+
+def _by_peak(found: Sequence[Saving]) -> Callable[[ChartLine], float]:
+    peaks = {saving.line.label: saving.peak for saving in found}
+    return lambda line: -peaks[line.label]
+
+
+def _bar(saving: Saving, position: int) -> Datum:
+    """Return the data of a saving's bar; a time of too few repeats has their number."""
+    line, peak = replace(saving.line, position=position), 100 * saving.peak
+    activations = None if saving.activations is None else 100 * saving.activations
+    runs = "" if line.is_ranked or line.standing.speed is None else f" (n = {line.standing.speed.runs})"
+    return line.datum(
+        kind=saving.kind,
+        value=peak,
+        activations=activations,
+        cost=100 * saving.cost,
+        total=max(peak, activations or 0.0, 0.0),
+        shown=f"{100 * saving.cost:+.0f} %{runs}",
     )
 
 

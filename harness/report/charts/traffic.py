@@ -104,7 +104,7 @@ def _bars(entries: Sequence[_Entry], texts: Sequence[str], by_axis: bool, unit: 
 
 def _layers(view: View, bars: Sequence[Datum], title: str, unit: Unit) -> list[alt.Chart]:
     """Return the layers of the bars, of the formula's ticks and of the figures."""
-    y = alt.Y("bar:N", title=None, sort=alt.EncodingSortField("position", op="min"), axis=alt.Axis(grid=False))
+    y = bar_marks.label_axis(field="bar")
     tooltip = marks.tooltips(
         ("axis:N", "mesh axis", ""),
         ("value:Q", f"sent, {unit.name}", ",.4~f"),

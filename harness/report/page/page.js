@@ -292,11 +292,20 @@
   // On narrower screens a legend is one column above or below the chart, and panels are fewer beside each other.
   const NARROW = 500;
 
+  const BOLD = 7.5; // pixels of a title's character
+
+  const PLOT = 0.55; // of a chart's width that its plot has, at least
+
+  const LONG = 24; // characters: on a narrow screen a longer label of a bar has two lines
+
   const LETTER = 6.2; // pixels of a character of the setting under a title
 
   function fitted(source, width) {
     const spec = { ...source };
-    if (spec.title?.subtitle) spec.title = { ...spec.title, subtitle: wrapped(spec.title.subtitle, width / LETTER) };
+    if (spec.title?.subtitle) {
+      const { text, subtitle } = spec.title;
+      spec.title = { ...spec.title, text: wrapped([text].flat(), width / BOLD), subtitle: wrapped(subtitle, width / LETTER) };
+    }
     const panels = spec.usermeta?.panels;
     if (panels) {
       const [columns, beside] = width < NARROW ? panels.narrow : [panels.columns, panels.beside];
@@ -306,9 +315,15 @@
       if (columns === 1) spec.concat = spec.concat.map(labelled);
     }
     if (width >= NARROW) return spec;
+    spec.params = spec.params?.map((param) => (["narrow", "tiny"].includes(param.name) ? { ...param, value: true } : param));
+    const isLong = Object.values(spec.datasets ?? {}).flat().some(({ bar, label }) => (bar ?? label ?? "").length > LONG);
+    const spaced = (plot) => (isLong && plot.height?.step ? { ...plot, height: { step: Math.max(plot.height.step, 28) } } : plot);
+    Object.assign(spec, spaced(spec));
+    spec.concat &&= spec.concat.map(spaced);
     const legend = (options) => ({ ...options, columns: 1, orient: options.orient === "top" ? "top" : "bottom" });
     return JSON.parse(JSON.stringify(spec), (key, value) => {
       if (key === "legend" && value) return legend(value);
+      if (key === "title" && value?.length * LETTER > PLOT * width) return wrapped([value], (PLOT * width) / LETTER);
       if (key === "color" && value?.field && value.legend === undefined) return { ...value, legend: legend({}) };
       return value;
     });
