@@ -8,7 +8,7 @@ from harness.cost_model import pipeline
 from harness.layout.layout import Layout
 from harness.layout.partition import stages_of_rank
 from harness.probe import COMPUTE_PHASES
-from harness.records.rank_report import OUTSIDE_PHASES, PhaseShare, RankReport
+from harness.records.rank_report import OUTSIDE_PHASES, PhaseShare, RankReport, TimeBreakdown
 from harness.records.schema import Cells, PipelineEntry
 
 # The column that the computing of each phase counts to.
@@ -57,7 +57,7 @@ def step_time_columns(layout: Layout, ranks: Sequence[RankReport]) -> Cells:
         else None,
         **{name: statistics.mean(part[name] for part in parts) for name in PARTS},
         "overlapped_communication_seconds": overlapped_seconds(slowest_rank(ranks, min(middle)), median),
-        **(dict.fromkeys((EXPOSED, COPYING, IDLE)) if any(rank.time_breakdown is None for rank in ranks) else {}),
+        **(dict.fromkeys((EXPOSED, COPYING, IDLE)) if any(breakdown_of(rank) is None for rank in ranks) else {}),
     }
 
 
@@ -75,8 +75,9 @@ def step_time_parts(layout: Layout, rank: RankReport, step: int) -> dict[str, fl
     parts, on_gpu = dict.fromkeys(PARTS, 0.0), rank.device_name != "cpu"
     timed = {name: seconds[step] for name, seconds in rank.phase_seconds.items()}
     timed[OUTSIDE_PHASES] = rank.step_seconds[step] - sum(timed.values())
+    breakdown = breakdown_of(rank)
     for name, seconds in timed.items():
-        traced = rank.time_breakdown.phases.get(name) if rank.time_breakdown else None
+        traced = breakdown.phases.get(name) if breakdown else None
         exposed, waiting, copying = exposed_shares(traced, seconds, on_gpu)
         if layout.pp_enabled and name in (OUTSIDE_PHASES, "norm"):  # all ranks meet in the norm, and early ones wait
             exposed, waiting = 0.0, exposed + waiting
@@ -87,6 +88,11 @@ def step_time_parts(layout: Layout, rank: RankReport, step: int) -> dict[str, fl
         parts[COPYING] += copying * seconds
         parts[PHASE_COLUMNS[name]] += (1 - exposed - waiting - copying) * seconds
     return parts
+
+
+def breakdown_of(rank: RankReport) -> TimeBreakdown | None:
+    """Return how a rank's traced steps divide; None without a trace, or where it has the kernels of several devices."""
+    return rank.time_breakdown if rank.devices == 1 else None
 
 
 def exposed_shares(traced: PhaseShare | None, seconds: float, on_gpu: bool) -> tuple[float, float, float]:
@@ -109,7 +115,7 @@ def exposed_shares(traced: PhaseShare | None, seconds: float, on_gpu: bool) -> t
 
 def overlapped_seconds(rank: RankReport, step: float) -> float | None:
     """Return the seconds of a step in which a collective was hidden behind computing; None without a trace."""
-    breakdown = rank.time_breakdown
+    breakdown = breakdown_of(rank)
     if breakdown is None or not breakdown.seconds:
         return None
     whole = breakdown.seconds if rank.device_name == "cpu" else TRACED_STEPS * step

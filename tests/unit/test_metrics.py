@@ -134,6 +134,15 @@ def test_a_cpu_that_waits_inside_its_phases_prepares_messages() -> None:
     assert measured["forward_seconds"] == pytest.approx(0.3)
 
 
+def test_the_kernels_of_several_devices_divide_no_step() -> None:
+    """A device waits while others compute, and a trace does not tell whose kernels are whose."""
+    values = rank(0, [1.0], 1000) | {"devices": 4}
+    config = compose_config("train.steps=1")
+    measured = measured_columns(config, resolve_layout(config.strategy, 1), reports(values))
+    assert measured["idle_seconds"] is measured["exposed_communication_seconds"] is None
+    assert measured["overlapped_communication_seconds"] is None and measured["forward_seconds"] == pytest.approx(0.3)
+
+
 def test_a_gpu_that_was_busy_for_longer_never_waits() -> None:
     config = compose_config("train.steps=1")
     values = rank(0, [0.25], 1000)
