@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import slurm_cluster
 from tests.support.commands import ROOT, read_rows, run_harness
-from tests.support.slurm_cluster import Cluster, wait_for, wait_for_step
+from tests.support.slurm_cluster import READY_SECONDS, Cluster, wait_for, wait_for_step
 
 SLURM = ("hydra/launcher=slurm", "tracking=none", "cluster.device=cpu")
 
@@ -224,7 +224,9 @@ def test_a_run_on_a_cluster_with_accounting(tmp_path: Path) -> None:
     with slurm_cluster.cluster(tmp_path / "slurm", accounting=True) as cluster:
         harness(cluster, tmp_path, "name=accounted", "strategy=ddp", "cluster.nodes=2", *SMALL)
         assert only_row(tmp_path, "accounted").status == "ok"
-        assert "COMPLETED" in cluster.run("sacct", "-n", "-X", "-o", "State")
+        # slurmctld tells slurmdbd of a job's end when it gets to it.
+        states = ("sacct", "-n", "-X", "-o", "State")
+        wait_for(lambda: "COMPLETED" in cluster.run(*states), READY_SECONDS, "the job's end in the accounting")
 
 
 def test_a_job_that_the_queue_refuses_prints_one_line(slurm: Cluster, tmp_path: Path) -> None:
