@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 import xml.etree.ElementTree as ElementTree
+from base64 import b64encode
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,12 +16,13 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from harness.records.schema import Record
+from harness.records.store import read_all
 from harness.report import html
 from harness.report.document import Section
 from harness.report.explorer import build_explorer
 from harness.report.exports import Exported
 from harness.report.files import write_files
-from harness.report.view import View
+from harness.report.view import View, view
 from tests.support import pages
 from tests.support.pages import ASCENDING, DARK, DESCENDING, HOSTILE, LIGHT, NUMBERS
 
@@ -450,6 +452,45 @@ def test_front_and_captions_follow_what_is_visible(opened: Opened, written: Path
     expect(page.locator("#comparison tr[data-strategy=zero2] s").first).to_have_text(re.compile("^90,000"))
 
 
+COLORS = """async (content) => {
+  const bytes = Uint8Array.from(atob(content), (letter) => letter.charCodeAt(0));
+  const image = await createImageBitmap(new Blob([bytes], { type: "image/png" }));
+  const context = new OffscreenCanvas(image.width, image.height).getContext("2d");
+  context.drawImage(image, 0, 0);
+  return new Set(new Uint32Array(context.getImageData(0, 0, image.width, image.height).data.buffer)).size;
+}"""
+
+
+def test_more_columns_are_shown_on_demand(opened: Opened, written: Path) -> None:
+    page = opened("report")
+    heads = page.locator("#comparison thead tr").first.locator("th:visible")
+    shown = heads.count()
+    button = page.locator("#comparison").get_by_role("button", name=re.compile("^[0-9]+ more columns$"))
+    more = int(button.inner_text().split()[0])
+    button.click()
+    expect(heads).to_have_count(shown + more)
+    page.locator("#comparison").get_by_role("button", name="Fewer columns").click()
+    expect(heads).to_have_count(shown)
+
+
+def test_a_figure_opens_its_arithmetic(opened: Opened, folder: Path, tmp_path: Path) -> None:
+    """The fault was that columns without a derivation were not counted, so that figures opened those of others."""
+    recorded = Path(__file__).parents[1] / "data" / "schema_1" / "all"
+    write_files(tmp_path, view(recorded, read_all(recorded)))
+    shutil.copy(tmp_path / "report.html", folder / "derived.html")
+    page = opened("derived")
+    script = "document.querySelector('#comparison table').dataset.keys.split(',').indexOf('peak_allocated_bytes')"
+    cell = page.locator("#comparison tr[data-strategy=pp_1f1b]").locator("th, td").nth(page.evaluate(script))
+    cell.get_by_role("button").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog.get_by_role("heading")).to_contain_text("peak")
+    terms = [float(text.replace(",", "")) for text in dialog.locator("td.number").all_inner_texts()]
+    assert len(terms) > 3
+    assert sum(terms) / 2**20 == pytest.approx(float(re.findall(r"[\d.]+", cell.inner_text())[0]), abs=0.01)
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+
+
 def test_what_is_saved_opens(opened: Opened, written: Path, tmp_path: Path) -> None:
     page = opened("report")
     see(page, "0")
@@ -463,6 +504,7 @@ def test_what_is_saved_opens(opened: Opened, written: Path, tmp_path: Path) -> N
     assert len(rows) == 10 and len({len(row) for row in rows}) == 1 and rows[0][0] == "strategy"
     assert b"\\toprule" in saved["LaTeX"] and b"fsdp\\_full\\_shard" in saved["LaTeX"]
     assert ElementTree.fromstring(saved["SVG"]).tag.endswith("svg") and saved["PNG"][:4] == b"\x89PNG"
+    assert page.evaluate(COLORS, b64encode(saved["PNG"]).decode()) > 10, "the picture is not empty"
     exported = written / "export"
     for path in exported.glob("*.pdf"):
         box = re.search(rb"/MediaBox \[0 0 ([\d.]+)", path.read_bytes())

@@ -196,7 +196,7 @@
   // --- Derivations: a figure of the comparison opens its arithmetic.
 
   function derivable(table, rows) {
-    const keys = (table.dataset.keys ?? "").split(" ");
+    const keys = (table.dataset.keys ?? "").split(","); // some are empty
     const known = DATA.derivations;
     if (!known || keys.length < 2) return;
     const dialog = byId("derivation");
