@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import random
 import re
 import subprocess
 import sys
@@ -16,7 +17,20 @@ import pytest
 from harness.records.provenance import versions
 from harness.records.rank_report import MEMORY_ROLES
 from harness.records.schema import Record
-from harness.report.charts import first, front, growth, losses, memory, render, speed, style, times, tradeoffs, traffic
+from harness.report.charts import (
+    first,
+    front,
+    growth,
+    label_placement,
+    losses,
+    memory,
+    render,
+    speed,
+    style,
+    times,
+    tradeoffs,
+    traffic,
+)
 from harness.report.charts.lines import MOST
 from harness.report.document import Chart
 from harness.report.labels import PEAK_PARTS, STEP_PARTS
@@ -518,6 +532,26 @@ def test_a_strategy_and_a_part_have_one_color_in_all_charts(trees: dict[str, Ele
     for by_name in colors.values():
         assert {name: found for name, found in by_name.items() if len(found) > 1} == {}
     assert len(set.union(*colors["strategy"].values())) == len(colors["strategy"])
+
+
+def test_labels_of_crowded_points_cover_neither_points_nor_each_other() -> None:
+    chance, (width, height) = random.Random(7), (620.0, 340.0)
+    for count in (8, 40, 150):
+        points = [(chance.random(), chance.random()) for _ in range(count)]
+        texts = [f"strategy{place}" for place in range(count)]
+        sides = label_placement.place_labels(points, texts, [False] * count, [], (width, height))
+        boxes = {}
+        for place, side in enumerate(sides):
+            if side:
+                align, right, down = label_placement.SIDES[side]
+                length, (x, y) = 5.9 * len(texts[place]), points[place]
+                left = x * width + right - {"left": 0.0, "center": length / 2, "right": length}[align]
+                boxes[place] = (left, y * height + down - 6, left + length, y * height + down + 6)
+        assert min(count, 20) // 2 <= len(boxes) <= count
+        for (left, top, right_end, bottom), other in itertools.permutations(boxes.values(), 2):
+            assert not (left < other[2] and other[0] < right_end and top < other[3] and other[1] < bottom)
+        for (left, top, right_end, bottom), (x, y) in itertools.product(boxes.values(), points):
+            assert not (left < x * width < right_end and top < y * height < bottom)
 
 
 def test_hidden_strategies_are_not_drawn(trees: dict[str, ElementTree.Element]) -> None:

@@ -501,7 +501,9 @@ def test_what_is_saved_opens(opened: Opened, written: Path, tmp_path: Path) -> N
         download.value.save_as(tmp_path / name)
         saved[name] = (tmp_path / name).read_bytes()
     rows = list(csv.reader(saved["CSV"].decode().splitlines()))
-    assert len(rows) == 10 and len({len(row) for row in rows}) == 1 and rows[0][0] == "strategy"
+    head = page.locator("#comparison thead").first
+    assert len(rows) == 10 and {len(row) for row in rows} == {head.locator("th, td").count()}
+    assert rows[0][0] == "strategy" and len(rows[0]) > head.locator("th:visible").count(), "all columns are saved"
     assert b"\\toprule" in saved["LaTeX"] and b"fsdp\\_full\\_shard" in saved["LaTeX"]
     assert ElementTree.fromstring(saved["SVG"]).tag.endswith("svg") and saved["PNG"][:4] == b"\x89PNG"
     assert page.evaluate(COLORS, b64encode(saved["PNG"]).decode()) > 10, "the picture is not empty"
