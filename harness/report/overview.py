@@ -42,7 +42,7 @@ def comparison(view: View) -> list[Section]:
     main = Table(
         [column.title for column in columns],
         list(zip(*cells, strict=True)),
-        label_columns=next(position for position, column in enumerate(columns) if column.number),
+        label_columns=next((position for position, column in enumerate(columns) if column.number), len(columns)),
         caption="; ".join(shared_settings(table)),
         strategies=[str(strategy or "") for strategy in column_values(table, "strategy")],
         extra=[position for position, column in enumerate(columns) if column.is_extra],

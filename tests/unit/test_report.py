@@ -135,6 +135,14 @@ def test_no_line_is_wider_than_the_terminal(entries: list[Record], width: int) -
     assert len(rows) >= len([entry for entry in entries if entry.row["status"] == "ok"])
 
 
+def test_a_sweep_in_which_nothing_ran_has_a_report() -> None:
+    refused = [row(number, "tp", "torch", 0, status="refused", reason="no room", **FAILED) for number in range(2)]
+    for entry in refused:
+        entry |= dict.fromkeys(key for key in entry if key.endswith(("_seconds", "_bytes", "_flops")))
+    page = markdown.page("refused", sections(View("refused", [record_of(entry) for entry in refused])))
+    assert "refused" in page and "no room" in page
+
+
 def test_narrow_terminals_drop_columns_but_cut_no_number() -> None:
     wide, narrow = printed(records(), 120), printed(records(), 50)
     assert terminal_cells(narrow, "zero3")[:3] == ["zero3", "12,346", "(n"]
