@@ -12,6 +12,7 @@ from harness.report.fits import fits_table, fitting
 from harness.report.frame import column_values, distinct_values, shared_settings, varying_columns
 from harness.report.labels import column_title
 from harness.report.reported import ReportedGroup, reported_group, reported_groups
+from harness.report.speeds import remedy
 from harness.report.summary_sentences import checkpointing_answer, memory_wall_sentences, scaling_sentences
 from harness.report.text import join_words, pluralize
 from harness.report.view import View, median_run
@@ -55,11 +56,16 @@ def warning(view: View) -> str:
     is_busy = sum(bool(line.row.get("noise_warning")) for line in view.lines if line.status == "ok")
     count = pluralize(len(speeds), "configuration")
     which = f"all {count}" if ignored == len(speeds) > 1 else f"{ignored} of {count}"
+    unranked = [
+        line
+        for line, standing in zip(view.lines, view.ranking.standings, strict=True)
+        if standing.speed and not standing.speed.is_ranked
+    ]
+    rest = f"Ignore all speeds; memory and bytes are exact. To rank speeds: {remedy(unranked)}."
     if 2 * is_busy > ignored:
-        return (
-            f"The machine was busy: the times of {which} were disturbed. Ignore all speeds; memory and bytes are exact."
-        )
-    return f"Fewer than four steps were timed in {which}. Ignore all speeds; memory and bytes are exact."
+        how = "were disturbed" if is_busy >= ignored else "were disturbed or are of fewer than four steps"
+        return f"The machine was busy: the times of {which} {how}. {rest}"
+    return f"Fewer than four steps were timed in {which}. {rest}"
 
 
 def compared_text(view: View) -> str:
@@ -142,6 +148,8 @@ def _answers(view: View, groups: Sequence[ReportedGroup], fits_in: int | None) -
         yield from _without_groups(view)
         return
     *body, certainty = answers(groups[0])
+    if warning(view):  # which says that no speed counts, and what would rank them
+        body = [answer for answer in body if not answer[0].startswith("Speed")]
     head = [_fitting(view, groups[0], fits_in)] if fits_in is not None else list(_walls(view))
     tail = [
         *([("Checkpointing", text)] if (text := checkpointing_answer(groups[0])) else []),

@@ -153,7 +153,7 @@ def labels(
     def relative(datum: Datum) -> label_placement.Point:
         return (datum["x"] - left) / (right - left), (top - datum["y"]) / (top - bottom)
 
-    texts, first = [d.get("name", d["label"]) for d in values], [bool(d.get("first")) for d in values]
+    texts, first = [str(d.get("name", d["label"])) for d in values], [bool(d.get("first")) for d in values]
     chosen = label_placement.place_labels(
         [relative(d) for d in values], texts, first, [[relative(d) for d in line] for line in lines], size
     )

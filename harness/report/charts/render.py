@@ -87,7 +87,7 @@ def fit(spec: VegaLite, width: int) -> VegaLite:
         "text": _wrapped([spec["title"]["text"]], round(width * _LETTER / _BOLD)),
         "subtitle": _wrapped(spec["title"]["subtitle"], width),
     }
-    fitted = _with_short_titles(spec, width) | {"title": spec["title"] | title}
+    fitted: VegaLite = _with_short_titles(spec, width) | {"title": spec["title"] | title}
     if width < _NARROW:
         fitted = _narrowed(_replaced(fitted, "legend", {"columns": 1}))
     if "concat" not in spec:
@@ -121,8 +121,9 @@ def _narrowed(spec: VegaLite) -> VegaLite:
 
     def spaced(plot: VegaLite) -> VegaLite:
         height = plot.get("height")
-        is_bars = is_long and isinstance(height, dict)
-        return plot | {"height": {"step": max(height["step"], _TWO_LINES)}} if is_bars else plot
+        if not (is_long and isinstance(height, dict)):
+            return plot
+        return plot | {"height": {"step": max(height["step"], _TWO_LINES)}}
 
     cells = {"concat": [spaced(cell) for cell in spec["concat"]]} if "concat" in spec else {}
     return spaced(spec | {"params": params} | cells)
