@@ -15,12 +15,13 @@ from harness.util.errors import UserError
 
 
 def _keys_without_identity() -> dict[str, tuple[str, ...]]:
-    """Return the keys of each group whose fields say that they are no part of a run's identity."""
+    """Return by group the keys whose fields say that they are no part of a run's identity."""
     groups = {name: cls for name, cls in get_type_hints(RunConfig).items() if dataclasses.is_dataclass(cls)}
-    return {
+    keys = {
         group: tuple(entry.name for entry in dataclasses.fields(cls) if not entry.metadata.get("identity", True))
         for group, cls in groups.items()
     }
+    return {group: names for group, names in keys.items() if names}
 
 
 _NO_IDENTITY = _keys_without_identity()

@@ -3,14 +3,13 @@
 Charts, tables and sentences take the answers from here. Positions are those of `View.lines`.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.records.schema import Record
-from harness.report.comparability import choice_key, comparability_key, group_by
+from harness.report.comparability import choice_key, comparability_key, group_by, key_text
 from harness.report.labels import non_default
 from harness.report.speeds import CLEARANCE, Speed, leads, pool, speed_of
 
@@ -120,7 +119,7 @@ def program_key(line: Record) -> str | None:
     strategy = config.get("strategy") or {}
     options = {key: strategy.get(key) for key in ("literature", "options")}
     others = {key: value for key, value in config.items() if key not in ("strategy", "repeat", "world_size")}
-    return json.dumps([layout, options, others], sort_keys=True, default=str)
+    return key_text([layout, options, others])
 
 
 _OF_PIPELINES = ("schedule", "virtual_stages", "layers_per_stage")
