@@ -670,6 +670,7 @@ def test_no_label_of_a_bar_is_cut_where_there_is_little_width() -> None:
     wide, narrow = render.svgs({"wide": chart.spec, "narrow": render.fit(chart.spec, 318)}).values()
     assert "fsdp_full_shard + full checkpointing on 4 ranks" in wide and "…" not in wide
     assert narrow.count("+ full ckpt on 4 ranks") == 2 and "…" not in narrow
+    assert chart.spec["padding"]["left"] >= 36 and '"columns": 1' in json.dumps(chart.spec), "labels take the width"
 
 
 def test_small_charts_share_their_scales() -> None:

@@ -101,6 +101,8 @@ def stacked(
         margin: Pixels between the bars and the legend.
     """
     present = {datum["part"] for datum in values}
+    longest = max((len(datum["label"]) for datum in values), default=0)
+    columns = next((count for most, count in ((style.LONG, 3), (44, 2)) if longest <= most), 1)
     shown = {name: color for name, color in zip(names, style.PALETTE, strict=False) if name in present}
     chart: alt.Chart = (
         bar_layer(values)
@@ -112,7 +114,9 @@ def stacked(
                 "part:N",
                 title=None,
                 scale=alt.Scale(domain=list(shown), range=list(shown.values())),
-                legend=alt.Legend(orient="top", symbolType="square", columns=3, columnPadding=24, offset=8 + margin),
+                legend=alt.Legend(
+                    orient="top", symbolType="square", columns=columns, columnPadding=24, offset=8 + margin
+                ),
             ),
             order=alt.Order("rank:Q"),
             tooltip=marks.tooltips(("part:N", "part", ""), *exact),

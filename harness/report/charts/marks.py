@@ -20,6 +20,8 @@ HIDDEN = "indexof(hidden, datum.strategy) < 0"
 
 PLOT = (style.WIDTH - 70.0, float(style.HEIGHT))  # pixels of a plot that is alone in its chart
 
+_WIDER = 0.8  # pixels by which a character is wider in other fonts than in those of FONT
+
 _LEFT = 20  # pixels at the left, so that labels are whole where the reader's fonts are wider than those of FONT
 
 
@@ -89,7 +91,17 @@ def finish(
     parameters = [alt.param(name, value=value) for name, value in values.items()]
     vega_lite: VegaLite = chart.add_params(*parameters).to_dict()
     del vega_lite["config"]
+    vega_lite["padding"]["left"] = max(_LEFT, round(_WIDER * _longest_label(vega_lite)))
     return vega_lite
+
+
+def _longest_label(vega_lite: VegaLite) -> int:
+    """Return the characters of the longest label of a bar, 0 for a chart without bars."""
+    plots = [vega_lite, *vega_lite.get("concat", [])]
+    if not any(isinstance(plot.get("height"), dict) for plot in plots):
+        return 0
+    data = (datum for values in vega_lite["datasets"].values() for datum in values)
+    return max((len(datum.get("bar") or datum.get("label") or "") for datum in data), default=0)
 
 
 def panels(chart: Any, columns: int, beside: int, narrow: tuple[int, int]) -> Any:

@@ -54,7 +54,7 @@ def peak(view: View) -> Chart | None:
     title = f"peak memory ({unit.name})"
     shown = dict(zip(peaks, format_numbers(list(peaks.values()), unit), strict=True))
     totals = [
-        line.datum(total=_beside(value, near, 0.1 * max(known_peaks)) / unit.size, shown=shown[line.label])
+        line.datum(total=_beside(value, near, 0.18 * max(known_peaks)) / unit.size, shown=shown[line.label])
         for line in lines
         if (value := peaks.get(line.label))
     ]
