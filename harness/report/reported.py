@@ -79,7 +79,8 @@ def reported_groups(view: View, most: int) -> list[ReportedGroup]:
 def group_titles(view: View) -> list[str]:
     """Return for each group what distinguishes it from the others, such as "on 4 ranks"; empty where it is alone."""
     rows = [view.lines[group.members[0]].row for group in view.ranking.groups]
-    return [_title(row, rows) for row in rows]
+    differing = [name for name in _FORMATS if len({row.get(name) for row in rows}) > 1]
+    return [_title(row, differing) for row in rows] if len(rows) > 1 else [""] * len(rows)
 
 
 def reported_group(view: View, group: Group, title: str) -> ReportedGroup:
@@ -120,11 +121,10 @@ _FORMATS = {
 }
 
 
-def _title(row: Row, rows: Sequence[Row]) -> str:
-    """Return what distinguishes the group of a row from the groups of the others."""
-    differing = [name for name in _FORMATS if len({other.get(name) for other in rows}) > 1]
+def _title(row: Row, differing: Sequence[str]) -> str:
+    """Return what distinguishes the group of a row from the groups of the others, which differ in these columns."""
     known = [_FORMATS[name].format(row[name]) for name in differing if row.get(name) is not None]
-    return ", ".join(known).replace("on 1 ranks", "on 1 rank") or ("a further setting" if len(rows) > 1 else "")
+    return ", ".join(known).replace("on 1 ranks", "on 1 rank") or "a further setting"
 
 
 def names(members: Sequence[Reported], most: int = 4) -> str:
