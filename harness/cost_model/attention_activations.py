@@ -1,4 +1,6 @@
-"""The tensors that attention keeps for backward, and its scores, on one rank. Imports no torch."""
+"""The tensors that attention keeps for backward, its scores, and its backward, on one rank. Imports no torch."""
+
+from collections.abc import Iterator
 
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
 
@@ -63,15 +65,13 @@ def context_parallel_attention_tensors(shape: MicroBatchShape, size: int, rows: 
 
 def eager_score_tensors(shape: MicroBatchShape) -> dict[str, int]:
     """Return the bytes of eager attention's scores in its softmax, the worst moment of its forward; none for flash."""
-    elements = shape.tokens * shape.model.num_attention_heads // shape.tp * shape.seq_len
+    elements = score_elements(shape)
     if shape.attention_is_decomposed:
         return dict.fromkeys(("scores", "softmax", "mask", "dropped"), elements * FP32_BYTES)
     if shape.model.attention == "flash":
         return {}
-    if shape.cp > 1:  # one chunk of two at a time
-        elements //= 2
     scores = {"scaled": elements * shape.width, "masked": elements * shape.width, "softmax": elements * FP32_BYTES}
-    if shape.width < FP32_BYTES and shape.device == "cpu":  # on CUDA the softmax kernel widens as it reads
+    if widens_scores(shape):
         scores["widened"] = elements * FP32_BYTES
     if not shape.model.dropout:
         return scores
@@ -79,3 +79,79 @@ def eager_score_tensors(shape: MicroBatchShape) -> dict[str, int]:
     in_dropout = {"scaled": elements * shape.width, "softmax": elements * FP32_BYTES, "narrowed": narrowed}
     in_dropout |= {"mask": elements * shape.dropout_mask_width, "dropped": elements * shape.width}
     return max(scores, in_dropout, key=lambda tensors: sum(tensors.values()))
+
+
+def heads_bytes(shape: MicroBatchShape) -> tuple[int, int]:
+    """Return the bytes of the queries' heads on one rank, and of the keys' before any are repeated or gathered."""
+    query = shape.tokens * shape.model.hidden_size * shape.width // shape.tp
+    return query, query * shape.model.num_key_value_heads // shape.model.num_attention_heads
+
+
+def forward_copies_bytes(shape: MicroBatchShape) -> int:
+    """Return the bytes that live as long as eager attention's forward, beside what it keeps, when it has most scores.
+
+    Products copy heads and sequences into one dimension, and grouped heads are repeated before. With context
+    parallelism they are keys and values before they are stacked, gathered and put in order, and the weights of the
+    first chunk, which sees the fewest keys.
+    """
+    query, keys = heads_bytes(shape)
+    if shape.model.attention != "eager":
+        return 0
+    if shape.cp > 1:
+        return 2 * keys * (2 + shape.cp) + score_elements(shape) * FP32_BYTES // (2 * shape.cp)
+    return 2 * query * (shape.sequences > 1) + 2 * keys * (keys < query)
+
+
+def attention_backward_operators(shape: MicroBatchShape) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
+    """Yield the results of each operator of the backward of attention's core, and the names of what it frees.
+
+    It begins with `output.grad` and ends with the gradients of `query`, `key` and `value`. Those of keys and values
+    that were repeated for every head, or gathered from all ranks, exist whole before.
+    """
+    query, keys = heads_bytes(shape)
+    has_scores = shape.model.attention == "eager" or shape.attention_is_decomposed
+    whole = (query if has_scores or shape.repeats_grouped_heads else keys) * shape.cp
+    scores_grad = "output.grad"
+    if has_scores:
+        for number, (size, frees) in enumerate(score_gradients(shape)):
+            values = {} if number else {"whole_value.grad": whole}
+            yield {f"scores_{number}.grad": size} | values, (scores_grad, *frees)
+            scores_grad = f"scores_{number}.grad"
+        whole_keys = {"whole_key.grad": whole}
+    else:
+        whole_keys = {"whole_key.grad": whole, "whole_value.grad": whole}
+    saved = ("query", "key", "value", "output", "logsumexp", "chunks", "future_mask")
+    yield whole_keys | {"query.grad": query}, (scores_grad, *(f"attention.{name}" for name in saved))
+    yield {"key.grad": keys, "value.grad": keys}, ("whole_key.grad", "whole_value.grad")
+
+
+def score_gradients(shape: MicroBatchShape) -> list[tuple[int, tuple[str, ...]]]:
+    """Return the bytes of each gradient of scores in memory, from the weights' to the scaled products', in order.
+
+    With each are the names of the kept tensors that its operator frees.
+    """
+    fp32 = score_elements(shape) * FP32_BYTES
+    width = fp32 if shape.attention_is_decomposed else score_elements(shape) * shape.width
+    in_softmax = fp32 if widens_scores(shape) else width
+    return [
+        (width, ("attention.value", "attention.dropped", "attention.weights")),
+        *([(width, ("attention.weights_mask",))] if shape.model.dropout else []),
+        *([(fp32, ())] if width < fp32 else []),
+        (in_softmax, ("attention.weights_fp32",)),
+        *([(width, ())] if in_softmax > width else []),
+        *([] if shape.attention_is_decomposed else [(width, ("attention.future_mask",)), (width, ())]),
+    ]
+
+
+def widens_scores(shape: MicroBatchShape) -> bool:
+    """Return whether eager attention's scores are copied to fp32 before the softmax, as in 16 bit they are.
+
+    For fp16 on CUDA alone torch's softmax widens them as it reads (ATen's SoftMax.cpp, at::softmax).
+    """
+    return shape.width < FP32_BYTES and (shape.device == "cpu" or shape.compute_dtype != "float16")
+
+
+def score_elements(shape: MicroBatchShape) -> int:
+    """Return the elements of the scores that a rank has at once; with context parallelism those of one chunk of two."""
+    elements = shape.tokens * shape.model.num_attention_heads // shape.tp * shape.seq_len
+    return elements // 2 if shape.cp > 1 and not shape.attention_is_decomposed else elements

@@ -5,7 +5,6 @@ tensors that tensor and pipeline parallelism keep were checked on CPU; for CUDA 
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from harness.cost_model.deepspeed_memory import (
     partition_elements,
     summed_gradient_bytes,
 )
+from harness.cost_model.optimizer_memory import optimizer_parameter_count, optimizer_temporary_bytes
 from harness.cost_model.pipeline import BackwardStart, backward_starts
 from harness.cost_model.stage_activations import host_gradient_bytes
 from harness.cost_model.stage_memory import Bytes, StageCost, local_parameter_count, stage_costs
@@ -26,7 +26,7 @@ from harness.cost_model.step_peaks import step_peaks
 from harness.cost_model.workspaces import WORKSPACE_BYTES
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import Stage, local_numel, split_into_stages, whole_model
+from harness.layout.partition import Stage, split_into_stages, whole_model
 from harness.layout.state_widths import StateWidths
 
 # Bytes outside torch's allocator. cpu: resident size of a rank after three steps of DeepSpeed ZeRO-3 on a 66 kB model
@@ -188,27 +188,6 @@ def estimate_rank_memory(
     )
 
 
-def optimizer_parameter_count(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> int:
-    """Return the number of parameters whose optimizer state is on the rank that has most of them."""
-    shards = layout.shard_count("optimizer")
-    sizes = [size for stage in stages for size in local_numel(model, layout, stage).values()]
-    if not layout.partitions_by_parameter:
-        return math.ceil(sum(sizes) / shards)
-    ranks = [0.0] * shards
-    for size in sorted(sizes, reverse=True):  # as ZeroRedundancyOptimizer assigns them
-        ranks[ranks.index(min(ranks))] += size
-    return math.ceil(max(ranks))
-
-
-def optimizer_temporary_bytes(config: RunConfig, layout: Layout, parameters: int) -> int:
-    """Return the bytes of the optimizer's temporaries.
-
-    torch's foreach AdamW computes the roots of all second moments at once; the fused one needs none.
-    """
-    width = config.precision.master_bytes
-    return 0 if config.train.fused_optimizer else -(-width * parameters // layout.shard_count("optimizer"))
-
-
 def activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:
     """Return the most that this rank of the pipeline keeps for backward, log-probabilities included."""
     costs = stage_costs(config, layout, device, rank_stages(config.model, layout, pp_rank))
@@ -242,10 +221,9 @@ def max_saved_bytes(costs: Sequence[StageCost], starts: Sequence[BackwardStart])
             for cost, pending, awaiting in passes
         )
         own = costs[start.stage]
-        in_layer = max(own.activations.layers[0].in_block, own.activations.in_last_attention)
         change = {
             "backward": max(
-                in_layer - own.activations.before_backward - own.log_probability_bytes,
+                own.activations.layers[0].most - own.activations.before_backward - own.log_probability_bytes,
                 own.recomputed_log_probability_bytes,
             ),
             "inputs": own.activations.recomputed,  # nothing is freed

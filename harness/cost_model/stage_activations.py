@@ -12,6 +12,7 @@ from harness.cost_model.checkpointed_activations import (
     layer_activations,
     recomputed_tensors,
 )
+from harness.cost_model.layer_backward import Moment, Recomputation, layer_backward_moments
 from harness.cost_model.micro_batch_shape import INT64_BYTES, MicroBatchShape
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage
@@ -23,11 +24,14 @@ class LayerActivations:
     """The bytes kept for backward when it is in one of a stage's layers, those of the layers before it included."""
 
     following: int  # the number of the stage's layers that backward has left behind
-    in_block: int  # when backward enters the layer, with its recomputed tensors
-    in_norm: int  # in the backward of its second norm
-    at_scores: int  # when it computes (or recomputes) its attention
-    in_projections: int  # when the gradients of its queries, keys and values become that of their input
-    recomputes_attention: bool  # whether attention alone is recomputed, so that its scores are backward's
+    outside: int  # without those of the layer itself
+    moments: tuple[Moment, ...]  # of the layer itself
+    at_scores: int  # when its forward computes its attention
+
+    @property
+    def most(self) -> int:
+        """The most bytes at once, which are those when backward enters the layer, or has recomputed its attention."""
+        return self.outside + max(moment.saved for moment in self.moments)
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,6 @@ class StageActivations:
     in_final_norm: int  # in the final norm's backward, without what that freed; 0 without the head
     layers: tuple[LayerActivations, ...]  # the last layer, the one before it and the first, each once
     recomputed: int  # by one layer's second forward; 0 without checkpointing
-    in_last_attention: int = 0  # when backward comes to that layer's attention, if that alone is recomputed
 
 
 def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> StageActivations:
@@ -48,11 +51,8 @@ def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: Check
     last = stage.layer_indices[-1]
     recomputed = recomputed_tensors(shape, checkpointing, last)
     recomputed_bytes = sum(recomputed.values())
-    in_last_attention = 0
     if checkpointing.recomputes_layer(last):
         recomputed_bytes -= sum(consumed_by_recompute(shape, checkpointing).values())
-    elif recomputed:
-        in_last_attention = in_attention_bytes(shape, recomputed, saved)
     return StageActivations(
         before_backward=saved + head,
         in_final_norm=saved + head - weight_pass_bytes(norm, shape) if stage.holds_head else 0,
@@ -61,7 +61,6 @@ def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: Check
             for following in observed_layers(stage.layers)
         ),
         recomputed=recomputed_bytes,
-        in_last_attention=in_last_attention,
     )
 
 
@@ -79,40 +78,17 @@ def layer_backward_activations(
 ) -> LayerActivations:
     """Return the bytes kept at the moments of the backward of the layer that so many of the stage's layers follow."""
     indices = stage.layer_indices[: stage.layers - following]
-    layer, block = indices[-1], block_tensors(shape)
+    layer = indices[-1]
     saved = layer_activations(shape, checkpointing, layer)
     recomputed = recomputed_tensors(shape, checkpointing, layer)
-    pending_bytes = saved_by_layers_bytes(shape, stage, checkpointing, indices)
+    outside = saved_by_layers_bytes(shape, stage, checkpointing, indices) - sum(saved.values())
     before_scores = ("input_layernorm", "attention.query", "attention.key", "attention.value", "attention.future_mask")
-    until_scores = {name: size for name, size in block.items() if name.startswith(before_scores)}
-    freed_prefixes = ("mlp", "post_attention_layernorm.output", "post_attention_layernorm.normalized")
-    freed = sum(size for name, size in block.items() if name.startswith(freed_prefixes))
-    normed = {name: size for name, size in block.items() if name.startswith("input_layernorm")}
-    at_scores = pending_bytes - sum(saved.values()) + sum(until_scores.values())  # in forward
-    in_projections = pending_bytes - sum(saved.values()) + sum(normed.values())
-    if not checkpointing.recomputes_layer(layer):
-        if recomputed:  # attention alone is recomputed
-            weights = sum(size for name, size in recomputed.items() if name.startswith("attention.weights"))
-            at_scores = max(at_scores, in_attention_bytes(shape, recomputed, pending_bytes) - weights)
-        return LayerActivations(
-            following, pending_bytes, pending_bytes - freed, at_scores, in_projections, bool(recomputed)
-        )
+    until_scores = {name: size for name, size in block_tensors(shape).items() if name.startswith(before_scores)}
+    at_scores = outside + sum(until_scores.values())
     consumed = consumed_by_recompute(shape, checkpointing)
-    in_block = pending_bytes + sum(recomputed.values()) - sum(consumed.values())
-    freed -= sum(size for name, size in saved.items() if name.startswith(freed_prefixes))
-    at_scores = pending_bytes + sum(size for name, size in until_scores.items() if name in recomputed)
-    at_scores -= sum(size for name, size in consumed.items() if name in ("q_proj", "k_proj", "v_proj"))
-    if "input_layernorm.input" not in recomputed:  # it is the layer's input, which is saved
-        in_projections -= normed["input_layernorm.input"]
-    in_projections += saved["input"]
-    return LayerActivations(following, in_block, in_block - freed, at_scores, in_projections, False)
-
-
-def in_attention_bytes(shape: MicroBatchShape, recomputed: dict[str, int], pending_bytes: int) -> int:
-    """Return the bytes kept when backward comes to a layer's attention, if that alone is recomputed."""
-    freed_before = ("mlp", "post_attention_layernorm", "attention.output")
-    freed = sum(size for name, size in block_tensors(shape).items() if name.startswith(freed_before))
-    return pending_bytes + sum(recomputed.values()) - freed
+    recomputation = Recomputation(recomputed, consumed, whole_layer=checkpointing.recomputes_layer(layer))
+    moments = layer_backward_moments(shape, saved, recomputation)
+    return LayerActivations(following, outside, tuple(moments), at_scores)
 
 
 def weight_grad_only_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> tuple[int, int]:
@@ -215,8 +191,7 @@ def without_offloaded_activations(activations: StageActivations, offloaded: int,
     def on_device(moment: LayerActivations) -> LayerActivations:
         left = layers - moment.following
         away = (left - min(2, left)) * layer
-        fields = ("in_block", "in_norm", "at_scores", "in_projections")
-        return dataclasses.replace(moment, **{name: getattr(moment, name) - away for name in fields})
+        return dataclasses.replace(moment, outside=moment.outside - away, at_scores=moment.at_scores - away)
 
     return dataclasses.replace(
         activations,

@@ -127,24 +127,21 @@ class StageCost:
         """Bytes of the gradient of embedding or head, the largest matrices, as backward computes it."""
         return vocabulary_parameter_count(self.shape.model, self.shape.vocabulary_tp) * self.shape.width
 
-    def computed_share(self, following: int) -> float:
-        """Return the share of the gradients that exist when backward has left so many layers behind.
+    def computed_gradients(self, new_gradients: int, following: int) -> float:
+        """Return how many bytes of a pass's new gradients exist when backward has left so many layers behind.
 
-        The gradient of tied matrices is reduced only when backward ends.
+        That of tied matrices is complete only when backward ends.
         """
-        head = 0 if self.reduces_groups and self.shape.model.tie_word_embeddings else self.groups.head
-        return (head + following * self.groups.layer) / self.groups.total
+        if self.allocates_gradients_at_once:
+            return new_gradients
+        head = 0 if self.shape.model.tie_word_embeddings else self.groups.head
+        return new_gradients * (head + following * self.groups.layer) / self.groups.total
 
     @property
-    def mlp_matrix_elements(self) -> int:
-        """Elements of one matrix of a layer's MLP."""
-        return self.shape.model.hidden_size * self.shape.model.intermediate_size // self.shape.tp
-
-    @property
-    def query_grad_widening_bytes(self) -> int:
-        """Bytes by which the gradient of the queries' projection grows when it is added to the fp32 sums."""
-        elements = self.shape.model.hidden_size**2 // self.shape.tp
-        return elements * (FP32_BYTES - self.shape.width) * self.has_16_bit_grads
+    def waiting_grad_bytes(self) -> int:
+        """Bytes of the gradient of a tied head, which waits for the embedding's; a group's is among the buffers."""
+        is_tied = self.stage.holds_head and self.shape.model.tie_word_embeddings
+        return self.vocabulary_grad_bytes if is_tied and not self.reduces_groups else 0
 
     @property
     def grad_accumulate_bytes(self) -> int:

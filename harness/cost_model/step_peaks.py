@@ -10,7 +10,8 @@ from harness.cost_model.activations import (
     norm_gradient_bytes,
     recompute_allreduce_bytes,
 )
-from harness.cost_model.attention_activations import eager_score_tensors
+from harness.cost_model.attention_activations import eager_score_tensors, forward_copies_bytes
+from harness.cost_model.layer_backward import Moment, input_grad_reduction_bytes, whole_hidden_bytes
 from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.pipeline import BackwardStart, PassKind
 from harness.cost_model.stage_activations import LayerActivations
@@ -36,33 +37,12 @@ def backward_peaks(
         at_end = cost.logits_grad_bytes + grads_at_matrix
         yield {"activations": at_matrix, "temporaries": at_end, "buffers": buffers.loss}
         return
-    chunked = shape.loss_chunks > 1
-    shared_grads = cost.vocabulary_grad_bytes + shape.hidden_bytes if chunked else 0  # of what the loss's parts share
     yield {"activations": activations.before_backward, "buffers": buffers.forward}
+    scores = sum(eager_score_tensors(shape).values()) + forward_copies_bytes(shape)
+    yield {"activations": activations.layers[0].at_scores, "temporaries": scores, "buffers": buffers.forward}
     if holds_head:
-        loss = sum(loss_tensors(shape).values())
-        at_loss = {"activations": activations.before_backward, "loss": loss, "temporaries": shared_grads}
-        yield at_loss | {"buffers": buffers.loss}
-    if holds_head and kind == "backward":
-        # The gradients of the loss's parts are summed out of place: the sum so far, the summand, and their sum.
-        computed = (1 + chunked) * cost.vocabulary_grad_bytes + cost.logits_grad_bytes
-        matrix = max(computed, (1 + 2 * chunked) * cost.vocabulary_grad_bytes, cost.grad_accumulate_bytes)
-        at_head = {"activations": activations.before_backward, "temporaries": shape.hidden_bytes + matrix}
-        yield at_head | {"buffers": buffers.head}
-        at_reduction = {"activations": activations.in_final_norm, "temporaries": shape.hidden_bytes}
-        at_once = new_gradients * cost.allocates_gradients_at_once
-        yield at_reduction | {"buffers": buffers.head_reduction, "gradients": at_once}
-    if holds_head:
-        at_norm = {"activations": activations.in_final_norm, "temporaries": norm_backward_bytes(shape)}
-        yield at_norm | {"buffers": buffers.in_layer(0)}
-    for index, layer in enumerate(activations.layers):
-        for peak in layer_peaks(cost, layer, new_gradients):
-            yield peak | {"buffers": peak.get("buffers", 0) + buffers.in_layer(index)}
-        if buffers.reductions:
-            yield {"activations": layer.in_projections, "buffers": buffers.reductions[index]}
-        if kind == "inputs":  # it frees nothing, and what it leaves is yielded below
-            break
-    if kind == "inputs":
+        yield from head_peaks(cost, kind, new_gradients)
+    if kind == "inputs":  # it frees nothing
         all_saved = {"activations": activations.before_backward, "loss": cost.log_probability_bytes}
         all_saved["buffers"] = buffers.in_layer(0)
         deferred = cost.deferred_grad_bytes
@@ -70,41 +50,99 @@ def backward_peaks(
         yield all_saved | {"temporaries": deferred - layer_deferred + block + activations.recomputed}
         yield all_saved | {"temporaries": deferred + norm_backward_bytes(shape) - norm_gradient_bytes(shape)}
         return
-    widened = cost.has_16_bit_grads * cost.vocabulary_grad_bytes  # the first gradient becomes the sum
-    embedding_grad = widened if new_gradients else cost.grad_accumulate_bytes
-    rest = max(0, cost.stage.holds_embedding * embedding_grad - buffers.end)
-    if reduces_copies and not new_gradients:  # the copies are made while the sums so far exist
-        copied = cost.stage.holds_embedding * cost.vocabulary_grad_bytes + FP32_BYTES * cost.reduced_last_elements
-        rest = max(rest, round(copied))
-    yield {"gradients": new_gradients, "temporaries": rest, "buffers": buffers.end}
+    for index, layer in enumerate(activations.layers):
+        peak = layer_peak(cost, layer, new_gradients)
+        yield peak | {"buffers": peak.get("buffers", 0) + buffers.in_layer(index)}
+        if buffers.reductions:
+            saved = layer.outside + layer.moments[-1].saved
+            yield {"activations": saved, "temporaries": shape.hidden_bytes, "buffers": buffers.reductions[index]}
+    for end in end_peaks(cost, new_gradients, reduces_copies):
+        yield end | {"buffers": buffers.end, "temporaries": max(0, end["temporaries"] - buffers.end)}
 
 
-def layer_peaks(cost: StageCost, layer: LayerActivations, new_gradients: int) -> Iterator[Bytes]:
-    """Yield the bytes of a pass at the worst moments of the backward of one layer, without what it gathers.
+def head_peaks(cost: StageCost, kind: PassKind, new_gradients: int) -> Iterator[Bytes]:
+    """Yield the bytes at the worst moments of the backward of loss, head and final norm.
 
-    They are its second norm's, its MLP's, when the gradient of its last matrix exists, its attention's, and that of the
-    projections behind its first norm: their gradients of its output are summed out of place, beside the residual
-    stream's.
+    Backward of the last part of the loss has the gradients of the hidden states of all parts before it.
     """
-    shape, matrix = cost.shape, cost.mlp_matrix_elements
-    computed = new_gradients * cost.computed_share(layer.following)
+    shape, activations, buffers = cost.shape, cost.activations, cost.transient
+    chunks, matrix, hidden_grad = shape.loss_chunks, cost.vocabulary_grad_bytes, whole_hidden_bytes(shape)
+    earlier_hidden_grads = hidden_grad * (chunks - 1) // chunks
+    shared_grads = matrix + earlier_hidden_grads if chunks > 1 else 0  # of what the parts share
+    before = {"activations": activations.before_backward}
+    loss = sum(loss_tensors(shape).values())
+    yield before | {"loss": loss, "temporaries": shared_grads, "buffers": buffers.loss}
+    computed = round(cost.computed_gradients(new_gradients, 0)) if kind == "backward" else 0
+    behind = {"activations": activations.in_final_norm, "gradients": computed}
+    if kind == "backward":
+        in_product = hidden_grad + (1 + (chunks > 1)) * matrix + cost.logits_grad_bytes
+        # The gradients of the parts are summed out of place: the sum so far, the summand, and their sum.
+        summed = earlier_hidden_grads + 3 * matrix if chunks > 1 else 0
+        yield before | {"temporaries": max(in_product, summed), "buffers": buffers.head}
+        reduced = {"temporaries": shape.hidden_bytes, "buffers": buffers.head_reduction}
+        if cost.reduces_groups:  # the buffers include the gradient
+            yield {"activations": activations.in_final_norm} | reduced
+        else:
+            accumulated = matrix * cost.has_16_bit_grads if new_gradients else cost.grad_accumulate_bytes
+            yield behind | {"temporaries": hidden_grad + accumulated, "buffers": buffers.head}
+            yield behind | reduced
+    in_norm = max(norm_backward_bytes(shape), input_grad_reduction_bytes(shape)) + cost.waiting_grad_bytes
+    yield behind | {"temporaries": in_norm, "buffers": buffers.in_layer(0)}
 
-    def gradients(own_elements: float) -> Bytes:
-        if cost.reduces_groups:  # those of a group are whole and in the width of compute until then
-            return {"gradients": round(computed), "buffers": round(own_elements * shape.width)}
-        if cost.allocates_gradients_at_once:
-            return {"gradients": new_gradients}
-        return {"gradients": round(computed + new_gradients * own_elements / cost.groups.total)}
 
-    mlp = matrix * (1 + len(shape.model.architecture.widening))
-    yield gradients(mlp) | {"activations": layer.in_norm, "temporaries": norm_backward_bytes(shape)}
-    yield gradients(matrix) | {"activations": layer.in_block, "temporaries": layer_backward_bytes(cost)}
-    scores = sum(eager_score_tensors(shape).values())
-    yield gradients(mlp if layer.recomputes_attention else 0) | {"activations": layer.at_scores, "temporaries": scores}
-    summed = shape.hidden_bytes + 3 * shape.tokens * shape.model.hidden_size * shape.width
-    if new_gradients and not cost.reduces_groups:
-        summed -= cost.query_grad_widening_bytes
-    yield gradients(cost.groups.layer) | {"activations": layer.in_projections, "temporaries": summed}
+def end_peaks(cost: StageCost, new_gradients: int, reduces_copies: bool) -> Iterator[Bytes]:
+    """Yield the bytes when a pass computes the last gradient, the embedding's, and when that becomes the parameter's.
+
+    A tied matrix has two gradients, whose sum is made beside them. The buffers of a group include its gradient.
+    """
+    if reduces_copies and not new_gradients:  # the copies are made while the sums so far exist
+        copied = FP32_BYTES * cost.reduced_last_elements + cost.vocabulary_grad_bytes * cost.stage.holds_embedding
+        yield {"gradients": 0, "temporaries": round(copied)}
+    if not cost.stage.holds_embedding or cost.reduces_groups:
+        yield {"gradients": new_gradients, "temporaries": 0}
+        return
+    matrix, is_tied = cost.vocabulary_grad_bytes, cost.shape.model.tie_word_embeddings
+    computed = max((1 + is_tied) * matrix + whole_hidden_bytes(cost.shape), 3 * matrix * is_tied)
+    if not new_gradients:
+        yield {"gradients": 0, "temporaries": max(computed, cost.grad_accumulate_bytes)}
+    elif cost.has_16_bit_grads:
+        yield {"gradients": new_gradients - matrix * FP32_BYTES // cost.shape.width, "temporaries": computed}
+        yield {"gradients": new_gradients, "temporaries": matrix}
+    else:  # the gradient becomes the parameter's own
+        yield {"gradients": new_gradients, "temporaries": computed - matrix}
+
+
+def layer_peak(cost: StageCost, layer: LayerActivations, new_gradients: int) -> Bytes:
+    """Return the bytes of a pass at the worst moment of the backward of one layer, without what it gathers."""
+    before = cost.computed_gradients(new_gradients, layer.following)
+    new_bytes_of_element = 0 if cost.allocates_gradients_at_once else new_gradients / cost.groups.total
+
+    def bytes_at(moment: Moment) -> Bytes:
+        gradients = layer_gradients(cost, moment, new_bytes_of_element)
+        gradients["gradients"] += round(before)
+        gradients["temporaries"] += moment.temporaries + cost.waiting_grad_bytes
+        return gradients | {"activations": layer.outside + moment.saved}
+
+    return max(map(bytes_at, layer.moments), key=lambda peak: sum(peak.values()))
+
+
+def layer_gradients(cost: StageCost, moment: Moment, new_bytes_of_element: float) -> Bytes:
+    """Return the bytes of the gradients of a layer's weights, of which so many are new for each element.
+
+    A gradient in fp32 becomes the parameter's own. One in 16 bit is added to it, or widened to become it. Where
+    gradients are reduced group by group, those of a group are whole and in the width of compute until then.
+    """
+    computed = moment.computed * cost.shape.width
+    if cost.reduces_groups:
+        return {"gradients": 0, "temporaries": 0, "buffers": moment.weights * cost.shape.width + computed}
+    complete = moment.weights
+    if new_bytes_of_element and (moment.is_accumulation or not cost.has_16_bit_grads):
+        complete += moment.computed
+    if new_bytes_of_element and not cost.has_16_bit_grads:
+        computed = 0
+    elif moment.is_accumulation and cost.has_16_bit_grads and cost.shape.device == "cpu" and not new_bytes_of_element:
+        computed += moment.computed * FP32_BYTES  # a CPU widens it first
+    return {"gradients": round(complete * new_bytes_of_element), "temporaries": computed}
 
 
 def layer_backward_bytes(cost: StageCost) -> int:

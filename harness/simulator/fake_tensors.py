@@ -34,7 +34,16 @@ def _pin_memory(mode: FakeTensorMode, _: Any, tensor: torch.Tensor, *__: Any, **
         return torch.empty_like(tensor)
 
 
-_OPERATORS = {torch.ops.aten._pin_memory.default: _pin_memory}  # those that fake tensors lack
+def _wait_tensor(_: FakeTensorMode, __: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself, as torch's C++ operator does; its meta function returns a new one."""
+    return tensor
+
+
+# The operators that fake tensors lack, or whose results have a storage of their own that a device's do not have.
+_OPERATORS = {
+    torch.ops.aten._pin_memory.default: _pin_memory,
+    torch.ops._c10d_functional.wait_tensor.default: _wait_tensor,
+}
 
 
 def without_fake_mode(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -115,11 +115,15 @@ def peak_problems(entry: Case, widths: StateWidths, ranks: list[RankReport]) -> 
 
 TWO_LAYERS = "model.num_hidden_layers=2"
 
+SMALL_VOCABULARY_EAGER = "model.vocab_size=1024 model.attention=eager"
+
 CASES = [
     f"single x 1 model=1b precision=fp32 {TWO_LAYERS}",
     f"cp x 2 model=7b precision=fp32 {TWO_LAYERS} strategy.data_parallel=ddp",
     f"tp_sp x 8 model=70b precision=bf16_mixed {TWO_LAYERS}",
     f"tp x 2 model=1b precision=fp32 {TWO_LAYERS} checkpointing=selective",
+    # The peak is in the first layer's MLP, when both of its widening matrices have made gradients of their input.
+    f"tp x 8 model=7b precision=fp32 {TWO_LAYERS} checkpointing=full",
     f"fsdp_full_shard x 4 model=1b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4 checkpointing=full",
     # The embedding's last reduction is alive until the next micro-batch, and an end of backward is the peak.
     f"fsdp_full_shard x 2 model=350m precision=fp32 {TWO_LAYERS} train.global_batch=4 train.seq_len=64",
@@ -158,6 +162,26 @@ LONG_CASES = (
         f"fsdp_shard_grad_op x 2 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4",
         f"zero1_torch x 2 model=7b precision=fp32 {TWO_LAYERS} train.global_batch=4",
         "fsdp_pp x 4 model=7b precision=bf16_mixed model.num_hidden_layers=4 train.global_batch=8",
+    ]
+    # The peak is in attention, in a second forward, at a sum of the loss's parts, or at the embedding, and elsewhere.
+    + [
+        f"{layout} model={model} model.num_hidden_layers={layers} checkpointing={checkpointing}"
+        for layout, model, layers, checkpointing in (
+            ("tp x 2", "7b precision=bf16_mixed", 3, "full"),
+            ("tp x 4", "7b precision=fp32 train.loss_chunks=8", 1, "full"),
+            ("tp x 4", "7b precision=bf16_mixed train.loss_chunks=16", 3, "selective"),
+            ("tp_sp x 2", "8b precision=fp32 train.loss_chunks=16", 3, "none"),
+            ("tp_sp x 2", "7b precision=fp32 train.loss_chunks=16", 4, "every_n checkpointing.every=3"),
+            ("tp_sp x 8", "7b precision=bf16_mixed train.micro_batch=2 train.global_batch=2", 3, "full"),
+            ("tp_sp x 8", "70b precision=fp32 train.seq_len=512", 4, "full"),
+            ("tp_sp x 8", "gpt_1.3b model.vocab_size=51200 precision=bf16_mixed train.loss_chunks=16", 3, "full"),
+            ("tp x 8", "gpt_1.3b model.vocab_size=51200 model.attention=eager precision=fp32", 4, "selective"),
+            ("single x 1", "gpt_1.3b model.attention=eager precision=bf16_mixed", 3, "full"),
+            ("single x 1", "gpt_1.3b model.attention=eager model.dropout=0.1 precision=fp32", 2, "attention"),
+            ("single x 1", "8b precision=fp32 train.loss_chunks=8", 3, "selective"),
+            ("cp x 2", f"gpt_1.3b {SMALL_VOCABULARY_EAGER} precision=fp32 strategy.data_parallel=ddp", 2, "selective"),
+            ("fsdp_full_shard x 8", "1b precision=fp32 train.loss_chunks=16 train.global_batch=8", 4, "selective"),
+        )
     ]
 )
 

@@ -8,6 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.measure.kernels import attention_backend_priority
 from harness.simulator.cuda_kernels import AttentionCall, choose_kernel
+from harness.simulator.fake_memory import count_storages
+from harness.simulator.fake_tensors import fake_tensors
 from harness.simulator.native_guard import load_device_guard
 
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
@@ -72,3 +74,11 @@ def test_torch_has_the_rules_that_are_simulated() -> None:
     assert f"{template}\n{following}" in header.read_text(), (
         "read select_sdp_backend of this torch again: harness/simulator/cuda_kernels.py"
     )
+
+
+def test_waiting_for_a_collective_allocates_nothing() -> None:
+    """Its meta function returns a new tensor, and torch's kernel the tensor itself."""
+    with fake_tensors(), count_storages():
+        result = torch.empty(1024)
+        waited = torch.ops._c10d_functional.wait_tensor(result)
+        assert waited.untyped_storage()._cdata == result.untyped_storage()._cdata
