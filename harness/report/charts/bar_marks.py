@@ -67,8 +67,8 @@ def label_axis(labels: bool = True, field: str = "label") -> alt.Y:
         domain=labels,
         labels=labels,
         labelExpr=f"{is_split} ? ({text}) : {label}",
-        labelLineHeight=style.FONT_SIZE,
-        labelOffset=alt.ExprRef(f"{is_split} ? {-style.FONT_SIZE / 2} : 0"),
+        labelLineHeight=style.FONT_SIZE + 1,
+        labelOffset=alt.ExprRef(f"{is_split} ? {-(style.FONT_SIZE + 1) / 2} : 0"),
     )
     return alt.Y(f"{field}:N", title=None, sort=alt.EncodingSortField("position", op="min"), axis=axis)
 

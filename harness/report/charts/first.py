@@ -22,9 +22,9 @@ from harness.report.document import Chart, Table
 from harness.report.text import ONE, Unit, byte_unit, format_numbers, pluralize
 from harness.report.view import View
 
-_MOST = 12  # configurations that fit on the first screen
+_MOST = 16  # configurations that fit on the first screen
 
-_STEP, _SPLIT_STEP, _TICKS = 22, 28, 3  # pixels of each row, also where labels have two lines; ticks of each axis
+_STEP, _SPLIT_STEP, _TICKS = 22, 30, 3  # pixels of each row, also where labels have two lines; ticks of each axis
 
 _LETTER, _GAP, _VALUE = 6.4, 16, 56  # pixels: of a character, between the panels, and of a value behind a bar
 
@@ -37,7 +37,8 @@ def first_picture(view: View) -> Chart | None:
     lines = _sorted(view)
     if not any(line.peak for line in lines) and not any(line.speed for line in lines):
         return None
-    drawn = lines[:_MOST]
+    most = _drawn_count(lines)
+    drawn = lines[:most]
     unit = byte_unit([line.peak for line in lines])
     alt_text = _description(view, lines, drawn, unit)
     labels = round(_LETTER * max(len(text) for line in drawn for text in bar_marks.label_lines(line.label))) + 8
@@ -58,9 +59,16 @@ def first_picture(view: View) -> Chart | None:
     chart = alt.concat(*cells, columns=count).properties(spacing=_GAP)
     chart = marks.panels(chart, count, beside, (1, labels + _VALUE))
     name = "Memory and speed" if has_speeds else "Peak memory"
-    vega_lite = marks.finish(view, name, chart, alt_text, _VALUE - 8, _MOST, is_narrow=True)
-    vega_lite = bar_marks.with_order(vega_lite, [line.strategy for line in lines], _MOST)
+    vega_lite = marks.finish(view, name, chart, alt_text, _VALUE - 8, most, is_narrow=True)
+    vega_lite = bar_marks.with_order(vega_lite, [line.strategy for line in lines], most)
     return Chart("first", name, alt_text, vega_lite, _table(lines, unit), 2)
+
+
+def _drawn_count(lines: Sequence[ChartLine]) -> int:
+    """Return how many of the sorted lines are drawn: all if they fit, else those of the first comparable group."""
+    if len(lines) <= _MOST:
+        return len(lines)
+    return min(_MOST, sum(line.standing.group == 0 for line in lines) or _MOST)
 
 
 def _is_ranked(view: View) -> bool:
