@@ -67,10 +67,10 @@ _CHECKPOINTING = "Memory savings and cost of activation checkpointing"
 
 def checkpointing(view: View) -> Chart | None:
     """Draw the memory that each kind of checkpointing saves, with the time it costs, the largest saving first."""
-    found = savings(view)
-    rows = bar_marks.ordered([saving.line for saving in found], _by_peak(found))
+    computed = savings(view)
+    rows = bar_marks.ordered([saving.line for saving in computed], _by_peak(computed))
     places = {line.label: line.position for line in rows}
-    drawn = sorted(found, key=lambda saving: places[saving.line.label])
+    drawn = sorted(computed, key=lambda saving: places[saving.line.label])
     if not drawn:
         return None
     bars = [_bar(saving, places[saving.line.label]) for saving in drawn]
@@ -104,7 +104,7 @@ def checkpointing(view: View) -> Chart | None:
 _ROOM = 90  # pixels behind the longest bar for the time added
 
 
-def _by_peak(found: Sequence[Saving]) -> Callable[[ChartLine], float]:
+def _by_peak(computed: Sequence[Saving]) -> Callable[[ChartLine], float]:
     peaks = {saving.line.label: saving.peak for saving in found}
     return lambda line: -peaks[line.label]
 
