@@ -105,7 +105,7 @@ _ROOM = 90  # pixels behind the longest bar for the time added
 
 
 def _by_peak(computed: Sequence[Saving]) -> Callable[[ChartLine], float]:
-    peaks = {saving.line.label: saving.peak for saving in found}
+    peaks = {saving.line.label: saving.peak for saving in computed}
     return lambda line: -peaks[line.label]
 
 
