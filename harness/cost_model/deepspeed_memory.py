@@ -5,7 +5,7 @@ from itertools import accumulate
 
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.stage_activations import observed_layers
-from harness.cost_model.transient_buffers import TransientBuffers, group_sizes
+from harness.cost_model.transient_buffers import GroupSizes, TransientBuffers, group_sizes
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, local_numel
 from harness.layout.state_widths import StateWidths
@@ -14,9 +14,9 @@ from harness.layout.state_widths import StateWidths
 def stage_2_buffers(config: RunConfig, widths: StateWidths, layout: Layout, stage: Stage) -> TransientBuffers:
     """Return the buffers of DeepSpeed's stage 2, which reduces gradients in buckets.
 
-    A gradient that is no larger than a bucket is copied into it and freed. A larger one is reduced by itself, in mixed
-    precision from an fp32 copy of the part of one rank after the other. The gradient of a tied matrix is a sum beside
-    its last summand.
+    A gradient that is no larger than a bucket is copied into it and freed. A full bucket is reduced in a flat copy, and
+    in mixed precision in an fp32 copy of that. A larger gradient is reduced by itself, in mixed precision from an fp32
+    copy of the part of one rank after the other. The gradient of a tied matrix is a sum beside its last summand.
     """
     sizes = group_sizes(config.model, layout, stage, by_parameter=True)
     gradient, buckets = config.precision.compute_bytes, widths.backward_buffer_bytes
@@ -27,11 +27,23 @@ def stage_2_buffers(config: RunConfig, widths: StateWidths, layout: Layout, stag
 
     summand = sizes.first * gradient * config.model.tie_word_embeddings
     in_layer = round(reduction(sizes.layer) - sizes.layer * gradient) + buckets
+    in_flush = gradient + config.precision.reduce_bytes * config.precision.is_mixed  # of an element in a bucket
+    bucket, is_full = min(sizes.total, widths.reduce_bucket_elements), fills_buckets(sizes, widths, stage)
     return TransientBuffers(
         head_reduction=round(reduction(sizes.head)) + buckets,
-        layers=(in_layer,) * len(observed_layers(stage.layers)),
-        end=round(reduction(sizes.first) + summand) + buckets,
+        layers=(in_layer,) * len(is_full),
+        reductions=tuple(buckets + round(bucket * in_flush * full) for full in is_full),
+        end=round(max(reduction(sizes.first) + summand, bucket * in_flush)) + buckets,
     )
+
+
+def fills_buckets(sizes: GroupSizes, widths: StateWidths, stage: Stage) -> list[bool]:
+    """Return whether backward has filled a bucket by the end of each of the layers that observed_layers names."""
+    layer = (sizes.total - sizes.embedding - sizes.head) / stage.layers
+    return [
+        sizes.head + (following + 1) * layer > widths.reduce_bucket_elements
+        for following in observed_layers(stage.layers)
+    ]
 
 
 def stage_3_buffers(
@@ -55,8 +67,7 @@ def stage_3_buffers(
 
     in_layer = sizes.layer * whole + reduction(sizes.layer) - sizes.layer * gradient
     in_reduction = wire * (1 + gloo_copies)  # of a bucket's elements
-    layer_total = (sizes.total - sizes.embedding - sizes.head) / stage.layers
-    is_full = [sizes.head + (following + 1) * layer_total > bucket for following in observed_layers(stage.layers)]
+    is_full = fills_buckets(sizes, widths, stage)
     return TransientBuffers(
         forward=round(max(sizes.head, sizes.layer) * whole),
         head=round(sizes.head * whole),
