@@ -186,7 +186,8 @@ def listen(channel: socket.socket, inbox: "queue.SimpleQueue[Message]") -> None:
 
     It runs in a thread of its own, so that the parent's end is noticed even while a tracker hangs.
     """
-    with channel.makefile("rb") as lines:
+    # The connection is reset if the parent died before it read an answer, and a line may be cut off.
+    with suppress(OSError, ValueError), channel.makefile("rb") as lines:
         for line in lines:
             inbox.put(json.loads(line))
     inbox.put({"do": "close"})

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -372,6 +373,24 @@ def test_the_tracker_ends_with_a_killed_parent(tmp_path: Path) -> None:
     assert family and not alive
     inspect.cache_clear()
     assert set(column(history(run_dir), "live/host_bytes")) == {5}
+
+
+@pytest.mark.parametrize("last", [b"", b'{"do": "fin'], ids=["unread answer", "half a message"])
+def test_the_tracker_ends_with_a_parent_that_read_no_answer(tmp_path: Path, last: bytes) -> None:
+    """The end of a process that has not read all of its messages resets the connection."""
+    parent, child = socket.socketpair()
+    command = [sys.executable, "-m", "harness.tracking.process", str(child.fileno()), "0"]
+    process = subprocess.Popen(command, pass_fds=[child.fileno()], cwd=ROOT)
+    child.close()
+    message = {"do": "finish_run", "tracking": {"name": "no such tracker"}, "folder": str(tmp_path), "upload": 0}
+    with parent:
+        parent.sendall(json.dumps(message).encode() + b"\n" + last)
+        parent.settimeout(60)
+        assert parent.recv(1, socket.MSG_PEEK)
+    try:
+        process.wait(60)
+    finally:
+        process.kill()
 
 
 def test_tracking_none_starts_and_imports_nothing(tmp_path: Path) -> None:
