@@ -84,8 +84,9 @@ def layer_backward_activations(
     outside = saved_by_layers_bytes(shape, stage, checkpointing, indices) - sum(saved.values())
     before_scores = ("input_layernorm", "attention.query", "attention.key", "attention.value", "attention.future_mask")
     until_scores = {name: size for name, size in block_tensors(shape).items() if name.startswith(before_scores)}
-    # Selective checkpointing keeps the products' results beside them, the scores included.
-    until_scores |= {name: saved[name] for name in ("q_proj", "k_proj", "v_proj", "scores") if name in saved}
+    if checkpointing.recomputes_layer(layer):  # it keeps its input, and selectively the product that makes the scores
+        until_scores = {name: size for name, size in until_scores.items() if not name.startswith("input_layernorm")}
+        until_scores |= {name: saved[name] for name in ("input", "scores") if name in saved}
     at_scores = outside + sum(until_scores.values())
     consumed = consumed_by_recompute(shape, checkpointing)
     recomputation = Recomputation(recomputed, consumed, whole_layer=checkpointing.recomputes_layer(layer))
