@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 from harness.config.byte_size import parse_bytes
 from harness.config.checkpointing import CheckpointingConfig
+from harness.config.hardware import HardwareConfig
 from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.strategy import StrategyConfig
@@ -63,6 +64,8 @@ class ClusterConfig:
     account: str | None = _no_identity(None)  # The account of Slurm; null means the user's default.
     # The time limit of a Slurm job as Slurm writes it, such as '4:00:00'; null derives it from timeout_seconds.
     time: str | None = _no_identity(None)
+    # What a device and the links can do, for `harness plan`; null where plans are not made for this cluster.
+    hardware: HardwareConfig | None = _no_identity(None)  # noqa: RUF009
 
     def __post_init__(self) -> None:
         require_positive("cluster", self, "nodes")

@@ -56,6 +56,9 @@ def fallback_run_id(values: ConfigValues) -> str:
     hashed = {key: value for key, value in values.items() if key not in BETWEEN_ATTEMPTS}
     if hashed.get("launch") in ("processes", "script"):  # ids are those from before there was the key
         del hashed["launch"]
+    cluster = values.get("cluster")
+    if isinstance(cluster, dict):  # ids are those from before there was the key, which only plans read
+        hashed["cluster"] = {key: value for key, value in cluster.items() if key != "hardware"}
     names = group_names(values)
     return "-".join((names["strategy"], names["checkpointing"], names["model"], short_hash(with_old_keys(hashed))))
 

@@ -21,6 +21,7 @@ import yaml
 
 import harness.config.checkpointing
 import harness.config.command
+import harness.config.hardware
 import harness.config.model
 import harness.config.precision
 import harness.config.schema
@@ -42,6 +43,7 @@ CONFIG_MODULES = (
     harness.config.strategy,
     harness.config.checkpointing,
     harness.config.precision,
+    harness.config.hardware,
     harness.config.command,
 )
 
@@ -53,6 +55,8 @@ GROUPS = (
     ("precision", "PrecisionConfig", True),
     ("data", "DataConfig", True),
     ("cluster", "ClusterConfig", True),
+    ("cluster.hardware", "HardwareConfig", False),
+    ("cluster.hardware.fitted", "FittedHardware", False),
     ("train", "TrainConfig", False),
     ("proof", "ProofConfig", False),
     ("tracking", "TrackingConfig", True),
