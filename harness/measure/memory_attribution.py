@@ -29,6 +29,10 @@ _MAX_SKIPPED_BLOCKS = 100  # additional blocks that one operator of the example 
 # Operators of these namespaces request blocks for communication.
 _COMMUNICATION_NAMESPACES = ("c10d::", "_c10d_functional::", "fsdp::", "deepspeed::")
 
+# Operators that hand tensors to a communication backend. What they allocate are copies that the backend makes for
+# itself, as gloo does to reduce; results of the functional collectives are allocated by operators of another namespace.
+_BACKEND_NAMESPACE = "c10d::"
+
 BACKEND = "buffers of the communication backend"
 
 BEFORE = "allocated before the step"
@@ -86,6 +90,38 @@ def attribute_peak_by_example(
             owner = owner_at(example, annotations, block, moment)
         parts.append((log.bytes[at], owner))
     return _sum(moment, parts)
+
+
+def peak_without_backend(
+    log: AllocationLog, annotations: StepAnnotations, example: AllocationLog | None = None
+) -> int | None:
+    """Return the most bytes that were live at once, not counting the copies that the communication backend makes.
+
+    The moment at which gloo frees its copies depends on how far its threads lag behind, and NCCL makes none.
+    `annotations` belong to `example`, or to the log itself without one. Return None if the two steps are not alike.
+    """
+    requests = _requests(log, annotations.pauses if example is None else ()).tolist()
+    twins = dict(zip(requests, requests, strict=True)) if example is None else _twins(log, example, annotations)
+    if twins is None:
+        return None
+    moments = (log if example is None else example).moments
+    by_backend = {
+        line
+        for line, twin in twins.items()
+        if name_at(annotations.operators, int(moments[twin]), BETWEEN).startswith(_BACKEND_NAMESPACE)
+    }
+    by_backend |= set(np.flatnonzero((log.bytes > 0) & (log.foreign == 1)).tolist()) - set(range(log.initial_count))
+    sizes, copies = log.bytes.copy(), set()
+    for line, (address, size) in enumerate(zip(log.addresses.tolist(), log.bytes.tolist(), strict=True)):
+        if line in by_backend:
+            copies.add(address)
+        elif size > 0 or address not in copies:
+            continue
+        else:
+            copies.remove(address)
+        sizes[line] = 0
+    line = _peak_line(log._replace(bytes=sizes), annotations.pauses if example is None else ())
+    return int(sizes[: line + 1].sum())
 
 
 def _initial_twins(log: AllocationLog, example: AllocationLog) -> dict[int, int]:

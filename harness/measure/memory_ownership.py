@@ -11,7 +11,7 @@ from harness.engines.base import Engine
 from harness.measure import memory_snapshot
 from harness.measure.allocation_log import AllocationLog, OpSpan, StepAnnotations, name_at
 from harness.measure.memory import DeviceMemory
-from harness.measure.memory_attribution import attribute_peak, attribute_peak_by_example
+from harness.measure.memory_attribution import attribute_peak, attribute_peak_by_example, peak_without_backend
 from harness.measure.rank_state import shard_bytes
 from harness.records.rank_report import AtPeak
 from harness.tensors.shard import BUCKET, GATHERED
@@ -142,6 +142,16 @@ class OwnershipRecorder:
         peak = timed or own
         phase = name_at(sorted(self.annotations.phases), peak.moment, "between")
         return AtPeak(phase, peak.bytes, peak.parts)
+
+    def peak_without_backend_bytes(self, timed_log: AllocationLog | None) -> int | None:
+        """Return the peak of the timed steps, or else of this one, without the communication backend's own copies.
+
+        Return None on CUDA, where NCCL makes none, and where allocations are not logged.
+        """
+        if self.log is None or not self.memory.counts_requests:
+            return None
+        timed = peak_without_backend(timed_log, self.annotations, self.log) if timed_log is not None else None
+        return peak_without_backend(self.log, self.annotations) if timed is None else timed
 
     def write_snapshot(self, path: Path) -> None:
         """Write the step's memory history for torch's viewer."""

@@ -164,6 +164,7 @@ class StepListener(Listener):
             flops=self.flops,
             peak_allocated_bytes=self.recorder.peak_allocated_bytes,
             at_peak=self.recorder.at_peak(timed_log),
+            peak_without_backend_bytes=self.recorder.peak_without_backend_bytes(timed_log),
             communication=self.communication.traffic(),
             attention_kernels=tuple(sorted(self.kernels.attention)),
             optimizers=tuple(sorted(self.kernels.optimizer)),

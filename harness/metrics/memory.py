@@ -23,6 +23,7 @@ def memory_columns(ranks: Sequence[RankReport]) -> Cells:
         "peak_requested_bytes": max_known(rank.peak_requested_bytes for rank in ranks),
         "peak_active_bytes": max_known(rank.peak_active_bytes for rank in ranks),
         "peak_reserved_bytes": max_known(rank.peak_reserved_bytes for rank in ranks),
+        "peak_without_backend_bytes": max_known(rank.profiled.peak_without_backend_bytes for rank in ranks),
         "peak_rank": None if fullest.peak_allocated_bytes is None else fullest.rank,
         "parameter_bytes": max_known(rank.parameter_bytes for rank in ranks),
         "gradient_bytes": max_known(rank.profiled.gradient_bytes for rank in ranks),

@@ -120,6 +120,7 @@ class ProfiledStep(FromJson):
     flops: int = 0  # of matrix products and attention, second forwards included
     peak_allocated_bytes: int | None = None
     at_peak: AtPeak | None = field(default=None, metadata=keyed("at_peak", AtPeak.from_json))  # None: not counted
+    peak_without_backend_bytes: int | None = None  # of the timed steps, without the copies that gloo makes
     communication: Sequence[Traffic] = field(
         default=(), metadata=keyed("communication", lambda entries: [Traffic.from_json(entry) for entry in entries])
     )

@@ -14,7 +14,7 @@ from torch.cuda._memory_viz import trace
 
 from harness.measure import memory_attribution, memory_snapshot
 from harness.measure.allocation_log import AllocationLog, OpSpan, StepAnnotations
-from harness.measure.memory_attribution import attribute_peak, attribute_peak_by_example
+from harness.measure.memory_attribution import attribute_peak, attribute_peak_by_example, peak_without_backend
 from harness.records.rank_report import MEMORY_ROLES
 
 Line = tuple[int, int]  # address, bytes; negative: freed
@@ -105,6 +105,21 @@ def test_roles_of_another_step_follow_from_an_annotated_example() -> None:
     assert (
         attribute_peak_by_example(log_of(unlike, standing=2), log_of(STEP, standing=2), example_annotations()) is None
     )
+
+
+def test_copies_of_the_communication_backend_are_no_part_of_the_peak_without_them() -> None:
+    """A copy belongs to a backend's thread or to an operator that hands tensors over; its address may be used anew."""
+    lines = [(1, 100), (22, 70), (31, 40), (77, 500), (41, 30), (51, 8), (31, -40), (51, -8), (77, -500), (77, 9)]
+    other = log_of(lines, standing=2, foreign=frozenset({3}))
+    assert peak_without_backend(other, example_annotations(), log_of([*STEP, (9, 9)], standing=2)) == 248
+    annotations = example_annotations()
+    annotations.operators = [OpSpan(4, 6, "c10d::_reduce_scatter_base_")]
+    assert peak_without_backend(log_of(STEP, standing=2), annotations) == 240
+    assert peak_without_backend(log_of(STEP, standing=2), annotations, log_of(STEP, standing=2)) == 240
+    annotations.operators = [OpSpan(4, 6, "_c10d_functional::all_gather_into_tensor")]  # its result is the layout's
+    assert peak_without_backend(log_of(STEP, standing=2), annotations) == 248
+    unlike = [*lines[:2], (31, 41), *lines[3:]]
+    assert peak_without_backend(log_of(unlike, standing=2), annotations, log_of(STEP, standing=2)) is None
 
 
 def test_blocks_that_only_the_example_allocates_are_skipped() -> None:
