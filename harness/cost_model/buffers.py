@@ -1,11 +1,13 @@
 """The memory that a rank needs to communicate, beside model state. Imports no torch."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
+from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.deepspeed_memory import stage_2_buffers, stage_3_buffers
 from harness.cost_model.fully_shard_memory import resharded_buffers, whole_buffers
-from harness.cost_model.transient_buffers import TransientBuffers, group_sizes
+from harness.cost_model.transient_buffers import TransientBuffers, group_sizes, without_data_parallelism
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, local_numel
 from harness.layout.state_widths import StateWidths
@@ -33,10 +35,18 @@ def last_bucket_elements(config: RunConfig, layout: Layout, stage: Stage) -> flo
     DDP fills buckets in the order in which gradients are computed, and closes each once it has reached its limit
     (torch.nn.parallel.distributed, _DEFAULT_FIRST_BUCKET_BYTES and bucket_cap_mb).
     """
-    options, limit, buckets = config.strategy.ddp_options, FIRST_BUCKET_BYTES, [0.0]
-    for size in reversed(list(local_numel(config.model, layout, stage).values())):
-        if buckets[-1] * config.precision.compute_bytes >= limit:
-            limit = int(options.get("bucket_cap_mb", BUCKET_MEBIBYTES)) * 2**20
+    cap = int(config.strategy.ddp_options.get("bucket_cap_mb", BUCKET_MEBIBYTES)) * 2**20
+    return _last_bucket_elements(
+        config.model, without_data_parallelism(layout), stage, config.precision.compute_bytes, cap
+    )
+
+
+@lru_cache(maxsize=1024)
+def _last_bucket_elements(model: ModelConfig, layout: Layout, stage: Stage, width: int, cap: int) -> float:
+    limit, buckets = FIRST_BUCKET_BYTES, [0.0]
+    for size in reversed(list(local_numel(model, layout, stage).values())):
+        if buckets[-1] * width >= limit:
+            limit = cap
             buckets.append(0)
         buckets[-1] += size
     return max(buckets[-2:])
@@ -66,5 +76,8 @@ def transient_buffers(
         return TransientBuffers()
     if layout.zero_stage == 3:
         return resharded_buffers(config, layout, widths, stage, device)
-    others = [group_sizes(config.model, layout, other, by_parameter=False).total for other in stages if other != stage]
-    return whole_buffers(config, layout, widths, stage, device, sum(others))
+    # Stages that are alike are equal, and one of them is this one.
+    others = list(stages)
+    others.remove(stage)
+    elements = [group_sizes(config.model, layout, other, by_parameter=False).total for other in others]
+    return whole_buffers(config, layout, widths, stage, device, sum(elements))

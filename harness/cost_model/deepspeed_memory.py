@@ -1,11 +1,19 @@
 """The memory that DeepSpeed's ZeRO takes for gradients and whole parameters beside model state. Imports no torch."""
 
+import bisect
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
+from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.stage_activations import observed_layers
-from harness.cost_model.transient_buffers import GroupSizes, TransientBuffers, group_sizes
+from harness.cost_model.transient_buffers import (
+    GroupSizes,
+    TransientBuffers,
+    group_sizes,
+    without_data_parallelism,
+)
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, local_numel
 from harness.layout.state_widths import StateWidths
@@ -95,13 +103,21 @@ def partition_elements(config: RunConfig, layout: Layout, stages: Sequence[Stage
 
     It is those of the rank with most of them: DeepSpeed's stage 2 keeps each of their gradients whole.
     """
-    sizes = [size for stage in stages for size in local_numel(config.model, layout, stage).values()]
-    part, ends = sum(sizes) / layout.dp_shard, list(accumulate(sizes))
-    overlapping = (
-        sum(size for size, end in zip(sizes, ends, strict=True) if end > rank * part and end - size < (rank + 1) * part)
-        for rank in range(layout.dp_shard)
+    return _partition_elements(config.model, without_data_parallelism(layout), tuple(stages), layout.dp_shard)
+
+
+@lru_cache(maxsize=256)
+def _partition_elements(model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int) -> float:
+    sizes = [size for stage in stages for size in local_numel(model, layout, stage).values()]
+    part, ends = sum(sizes) / shards, list(accumulate(sizes))
+    begins = [end - size for size, end in zip(sizes, ends, strict=True)]
+    # A rank within one parameter has no more than the ranks in which that parameter begins and ends.
+    borders = {int(end / part) + offset for end in (0.0, *ends) for offset in (-1, 0, 1)}
+    ranks = sorted(rank for rank in borders if 0 <= rank < shards)
+    return max(
+        sum(sizes[bisect.bisect_right(ends, rank * part) : bisect.bisect_left(begins, (rank + 1) * part)])
+        for rank in ranks
     )
-    return max(overlapping)
 
 
 def gloo_gather_peak(config: RunConfig, layout: Layout, widths: StateWidths, parameters: int) -> dict[str, int]:

@@ -26,8 +26,7 @@ from harness.cost_model.stage_activations import (
 )
 from harness.cost_model.transient_buffers import GroupSizes, TransientBuffers, group_sizes
 from harness.layout.layout import Layout
-from harness.layout.model_profile import model_profile
-from harness.layout.partition import Stage, is_vocab_sharded, tp_shard_dim
+from harness.layout.partition import Stage, parameters_of_stage
 from harness.layout.state_widths import StateWidths
 
 Bytes = dict[str, int]  # by what fills them: gradients, buffers, activations, loss, temporaries
@@ -42,11 +41,10 @@ def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_
     """
     vocabulary_parts = tp if vocabulary_tp is None else vocabulary_tp
     count = 0
-    for name, shape in model_profile(model).parameter_shapes.items():
-        if stage.holds(name):
-            parts = vocabulary_parts if is_vocab_sharded(name, model) else tp
-            dim = tp_shard_dim(name, model)
-            count += math.prod(math.ceil(size / parts) if axis == dim else size for axis, size in enumerate(shape))
+    for parameter in parameters_of_stage(model, stage):
+        parts = vocabulary_parts if parameter.cut == "vocabulary" else tp
+        sizes = enumerate(parameter.shape)
+        count += math.prod(math.ceil(size / parts) if axis == parameter.dim else size for axis, size in sizes)
     return count
 
 

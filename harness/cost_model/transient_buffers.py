@@ -55,29 +55,46 @@ def parameter_groups(model: ModelConfig, layout: Layout, stage: Stage) -> dict[s
     are one group where they are tied.
     """
     groups: dict[str, float] = defaultdict(float)
-    for name, elements in local_numel(model, layout, stage).items():
-        groups[group_name(name, model)] += elements
+    names = group_names(model)
+    for parameter, elements in local_numel(model, layout, stage).items():
+        groups[names[parameter]] += elements
     return groups
 
 
-def group_name(parameter: str, model: ModelConfig) -> str:
-    """Return the name of a parameter's group: `layers.` and the index of its layer, `embedding` or `head`."""
+@lru_cache(maxsize=16)
+def group_names(model: ModelConfig) -> Mapping[str, str]:
+    """Return the name of each parameter's group: `layers.` and the index of its layer, `embedding` or `head`."""
     profile = model_profile(model)
-    layer = profile.layer_index(parameter)
-    if layer is not None:
-        return f"layers.{layer}"
-    return "embedding" if parameter in profile.embedding_shapes and not model.tie_word_embeddings else "head"
+    embedding = () if model.tie_word_embeddings else profile.embedding_shapes
+    layers = {name: profile.layer_index(name) for name in profile.parameter_shapes}
+    return {
+        name: f"layers.{layer}" if layer is not None else "embedding" if name in embedding else "head"
+        for name, layer in layers.items()
+    }
+
+
+def group_sizes(model: ModelConfig, layout: Layout, stage: Stage, by_parameter: bool) -> GroupSizes:
+    """Return the sizes of a stage's groups, or of the largest parameter of each group."""
+    return _group_sizes(model, without_data_parallelism(layout), stage, by_parameter)
+
+
+def without_data_parallelism(layout: Layout) -> Layout:
+    """Return the layout of a single replica's ranks, on which all depends that data parallelism does not divide.
+
+    Layouts that differ in data parallelism alone then share what was computed for one of them.
+    """
+    return Layout("", "none", 0, 1, 1, layout.tp, False, 1, 1, "1f1b", 1, None, "none", layout.vocabulary_parallel)
 
 
 @lru_cache(maxsize=1024)
-def group_sizes(model: ModelConfig, layout: Layout, stage: Stage, by_parameter: bool) -> GroupSizes:
-    """Return the sizes of a stage's groups, or of the largest parameter of each group."""
+def _group_sizes(model: ModelConfig, layout: Layout, stage: Stage, by_parameter: bool) -> GroupSizes:
     sizes = parameter_groups(model, layout, stage)
     total = sum(sizes.values())
     if by_parameter:
+        names = group_names(model)
         sizes = defaultdict(float)
-        for name, elements in local_numel(model, layout, stage).items():
-            group = group_name(name, model)
+        for parameter, elements in local_numel(model, layout, stage).items():
+            group = names[parameter]
             sizes[group] = max(sizes[group], elements)
     return GroupSizes(sizes.get("embedding", 0), _largest_layer(sizes), sizes.get("head", 0), total)
 

@@ -1,10 +1,12 @@
 """The partition of a model along the tensor-parallel and the pipeline-parallel axis, without torch."""
 
+import bisect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Literal
 
 from harness.config.model import ModelConfig
 from harness.layout.layout import Layout
@@ -82,22 +84,28 @@ def split_into_stages(model: ModelConfig, layout: Layout) -> list[Stage]:
 
     Raises UserError if there are fewer layers than stages, or if strategy.layers_per_stage does not make up the model.
     """
-    count, depth = layout.num_stages, model.num_hidden_layers
-    times = f" x strategy.virtual_stages={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+    return list(_split_into_stages(model, layout.pp, layout.virtual_stages, layout.layers_per_stage))
+
+
+@lru_cache(maxsize=512)
+def _split_into_stages(
+    model: ModelConfig, pp: int, virtual_stages: int, layers: tuple[int, ...] | None
+) -> tuple[Stage, ...]:
+    count, depth = pp * virtual_stages, model.num_hidden_layers
+    times = f" x strategy.virtual_stages={virtual_stages}" if virtual_stages > 1 else ""
     if depth < count:
         raise UserError(
-            f"strategy.pp={layout.pp}{times} makes {count} stages of model.num_hidden_layers={depth}:"
+            f"strategy.pp={pp}{times} makes {count} stages of model.num_hidden_layers={depth}:"
             f" choose at least one layer per stage"
         )
-    layers = layout.layers_per_stage
     if layers is None:
         layers = balanced_layers(depth, *embedding_and_head_in_layers(model), count)
     if len(layers) != count or sum(layers) != depth or min(layers) < 1:
         raise UserError(
-            f"strategy.layers_per_stage={list(layers)} must be {count} numbers of 1 or more for strategy.pp={layout.pp}"
+            f"strategy.layers_per_stage={list(layers)} must be {count} numbers of 1 or more for strategy.pp={pp}"
             f"{times}, and their sum model.num_hidden_layers={depth}: choose such numbers, or null"
         )
-    return [Stage(i, count, sum(layers[:i]), number) for i, number in enumerate(layers)]
+    return tuple(Stage(i, count, sum(layers[:i]), number) for i, number in enumerate(layers))
 
 
 def stages_of_rank(model: ModelConfig, layout: Layout, rank: int) -> list[Stage]:
@@ -105,16 +113,68 @@ def stages_of_rank(model: ModelConfig, layout: Layout, rank: int) -> list[Stage]
     return split_into_stages(model, layout)[layout.coordinates(rank)["pp"] :: layout.pp]
 
 
-@lru_cache(maxsize=128)
 def local_numel(model: ModelConfig, layout: Layout, stage: Stage) -> Mapping[str, float]:
     """Return the elements of each of a stage's parameters on one tensor-parallel rank, before data-parallel sharding.
 
     They are an even share: fractions where a dimension cannot be cut evenly.
     """
-    shapes = model_profile(model).parameter_shapes.items()
-    return MappingProxyType(
-        {name: math.prod(shape) / tp_shards(name, model, layout) for name, shape in shapes if stage.holds(name)}
-    )
+    return _local_numel(model, layout.tp, layout.vocabulary_tp, stage)
+
+
+@lru_cache(maxsize=1024)
+def _local_numel(model: ModelConfig, tp: int, vocabulary_tp: int, stage: Stage) -> Mapping[str, float]:
+    parts = {"whole": 1, "matrix": tp, "vocabulary": vocabulary_tp}
+    owned = parameters_of_stage(model, stage)
+    return MappingProxyType({entry.name: math.prod(entry.shape) / parts[entry.cut] for entry in owned})
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter with what decides its stage and its share on a tensor-parallel rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Literal["whole", "matrix", "vocabulary"]  # what tensor parallelism cuts it as
+    dim: int | None  # the dimension that is cut
+    layer: int | None  # the index of its layer where that decides its stage
+    is_embedding: bool
+
+    def is_in(self, stage: Stage) -> bool:
+        """Return whether the parameter is in this stage, as Stage.holds() does for its name."""
+        if self.layer is not None:
+            return stage.first_layer <= self.layer < stage.first_layer + stage.layers
+        return stage.holds_embedding if self.is_embedding else stage.holds_head
+
+
+def parameters_of_stage(model: ModelConfig, stage: Stage) -> Iterator[ShardedParameter]:
+    """Yield the parameters of a stage in the order of the model."""
+    return (parameter for parameter in _sharded_parameters(model) if parameter.is_in(stage))
+
+
+@lru_cache(maxsize=16)
+def _sharded_parameters(model: ModelConfig) -> tuple[ShardedParameter, ...]:
+    parameters = []
+    for name, shape in model_profile(model).parameter_shapes.items():
+        owner, *rest = name.split(".")
+        dim = tp_shard_dim(name, model)
+        cut: Literal["whole", "matrix", "vocabulary"] = "whole"
+        if dim is not None:
+            cut = "vocabulary" if is_vocab_sharded(name, model) else "matrix"
+        layer = int(rest[0]) if owner == "layers" else None
+        parameters.append(ShardedParameter(name, shape, cut, dim, layer, owner in ("embed_tokens", "embed_positions")))
+    return tuple(parameters)
+
+
+def representative_stage(stage: Stage, period: int) -> Stage:
+    """Return the stage that stands for all of a decoder whose layers are alike and that hold the same parts of it.
+
+    `period` is the n of a property that every n-th layer of the whole model has. What a stage keeps and communicates
+    depends on its number of layers, on embedding and head, and on where the period begins.
+    """
+    if stage.count == 1:
+        return stage
+    index = 0 if stage.holds_embedding else 2 if stage.holds_head else 1
+    return Stage(index, 3, stage.first_layer % period, stage.layers)
 
 
 @lru_cache(maxsize=128)
@@ -149,14 +209,40 @@ def balanced_layers(depth: int, first: float, last: float, count: int) -> tuple[
     equally good splits the most even one wins, by sum of squares. Parameters are balanced, not time: an embedding
     counts as many layers as it has parameters, though it takes hardly any time.
     """
+    extras = [(first if stage == 0 else 0.0) + (last if stage == count - 1 else 0.0) for stage in range(count)]
+    most = most_layers(depth, extras)
+    room = [sum(most[stage:]) for stage in range(count + 1)]  # the layers that this stage and those behind it can have
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}  # by layers placed so far
-    for stage in range(count):
-        extra = (first if stage == 0 else 0.0) + (last if stage == count - 1 else 0.0)
+    for stage, extra in enumerate(extras):
         extended: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for placed, (largest, squares, split) in best.items():
-            for number in range(1, depth - placed - (count - stage - 1) + 1):
+            left = depth - placed
+            fewest = max(1, left - room[stage + 1])
+            for number in range(fewest, min(most[stage], left - (count - stage - 1)) + 1):
                 size = number + extra
                 option = (max(largest, size), squares + size * size, (*split, number))
                 extended[placed + number] = min(option, extended.get(placed + number, option))
         best = extended
     return best[depth][2]
+
+
+def most_layers(depth: int, extras: Sequence[float]) -> list[int]:
+    """Return how many layers each stage can have if no stage is larger than the largest one of the best split.
+
+    `extras` are the sizes that stages have beside their layers. The size of the best split's largest stage is the
+    smallest one that some stage can have and at which all stages together have room for every layer.
+    """
+    sizes = sorted({number + extra for extra in set(extras) for number in range(1, depth + 1)})
+
+    def room(size: float) -> list[int]:
+        """Return the layers of each stage of at most this size, by the same sums as those that are compared."""
+        numbers = []
+        for extra in extras:
+            number = max(0, min(depth, math.floor(size - extra) + 1))
+            while number and number + extra > size:
+                number -= 1
+            numbers.append(number)
+        return numbers
+
+    index = bisect.bisect_left(sizes, True, key=lambda size: min(room(size)) >= 1 and sum(room(size)) >= depth)
+    return room(sizes[index])
