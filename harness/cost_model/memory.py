@@ -8,25 +8,23 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.activations import loss_tensors
-from harness.cost_model.buffers import buffer_tensors, keeps_grad_buffers, transient_buffers
-from harness.cost_model.deepspeed_memory import (
-    gloo_gather_peak,
-    gradient_copy_bytes,
-    partition_elements,
-    summed_gradient_bytes,
+from harness.cost_model.buffers import buffer_tensors, transient_buffers
+from harness.cost_model.rank_memory import (
+    RankPeak,
+    highest_rank,
+    max_offloaded_bytes,
+    max_saved_bytes,
+    rank_backward_starts,
+    rank_cost,
+    rank_stages,
 )
-from harness.cost_model.optimizer_memory import optimizer_parameter_count, optimizer_temporary_bytes
-from harness.cost_model.pipeline import BackwardStart, backward_starts
 from harness.cost_model.stage_activations import host_gradient_bytes
-from harness.cost_model.stage_memory import Bytes, StageCost, local_parameter_count, stage_costs
-from harness.cost_model.step_peaks import step_peaks
+from harness.cost_model.stage_memory import Bytes, local_parameter_count, stage_costs
 from harness.cost_model.workspaces import WORKSPACE_BYTES
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import Stage, split_into_stages, whole_model
+from harness.layout.partition import Stage, whole_model
 from harness.layout.state_widths import StateWidths
 
 # Bytes outside torch's allocator. cpu: resident size of a rank after three steps of DeepSpeed ZeRO-3 on a 66 kB model
@@ -55,22 +53,6 @@ class MemoryEstimate:
         return sum(self.at_peak.values())
 
 
-def all_stages(model: ModelConfig, layout: Layout) -> list[Stage]:
-    """Return the model's stages in order; without a pipeline it is one."""
-    return split_into_stages(model, layout) if layout.pp_enabled else [whole_model(model)]
-
-
-def rank_stages(model: ModelConfig, layout: Layout, pp_rank: int) -> list[Stage]:
-    """Return the stages of this rank of the pipeline."""
-    return all_stages(model, layout)[pp_rank :: layout.pp]
-
-
-def rank_backward_starts(config: RunConfig, layout: Layout, pp_rank: int) -> list[BackwardStart]:
-    """Return the backwards of a rank's step; without a pipeline all after the second are like the second."""
-    micro_batches = layout.grad_accumulation_steps(config.train)
-    return backward_starts(layout, micro_batches if layout.pp_enabled else min(2, micro_batches), pp_rank)
-
-
 def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, device: Device = "cpu") -> MemoryEstimate:
     """Return the memory of the rank with the highest peak.
 
@@ -81,11 +63,7 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
     """
     if not model_profile(config.model).activations_are_known:
         return lower_bound_estimate(config, layout, widths, device)
-    ranks = (
-        estimate_rank_memory(config, layout, widths, device, pp_rank, stages=rank_stages(config.model, layout, pp_rank))
-        for pp_rank in range(layout.pp)
-    )
-    highest = max(ranks, key=lambda memory: memory.peak_bytes)
+    highest = rank_estimate(highest_rank(config, layout, widths, device))
     if device == "cpu":
         return highest
     return dataclasses.replace(highest, at_peak=highest.at_peak | {"workspaces": WORKSPACE_BYTES})
@@ -137,54 +115,24 @@ def estimate_rank_memory(
     config: RunConfig, layout: Layout, widths: StateWidths, device: Device, pp_rank: int, stages: Sequence[Stage]
 ) -> MemoryEstimate:
     """Return the memory of this rank of the pipeline, which has these stages; device is cpu or cuda."""
-    costs = stage_costs(config, layout, device, stages, widths)
     starts = rank_backward_starts(config, layout, pp_rank)
-    total = sum(cost.parameter_count for cost in costs)
-    parameter_bytes = -(-widths.parameters * total // layout.shard_count("parameters"))
-    optimizer_bytes = widths.optimizer * optimizer_parameter_count(config.model, layout, stages)
-    gradients = [-(-widths.gradients * cost.parameter_count // layout.shard_count("gradients")) for cost in costs]
-    host_gradients = host_gradient_bytes(widths, layout, [cost.parameter_count for cost in costs])
-    gradient_bytes = sum(gradients) + sum(host_gradients)
-    resident = {"parameters": parameter_bytes, "optimizer": optimizer_bytes}
-    host_bytes = 0
-    if device == "cpu":  # the host's memory is the device's
-        gradients = [sum(sizes) for sizes in zip(gradients, host_gradients, strict=True)]
-    else:
-        offloaded_state = [resident.pop(kind) for kind in layout.offloaded_state if kind in resident]
-        host_bytes = sum(offloaded_state) + sum(host_gradients) + widths.host_buffer_bytes
-        host_bytes += max_offloaded_bytes(costs, starts)
-    # torch's stages receive every micro-batch of a step, and every gradient, into a buffer of its own.
-    received = layout.grad_accumulation_steps(config.train) * sum(
-        cost.input_bytes + cost.output_bytes for cost in costs
-    )
-    buffer_bytes = received + sum(buffer_tensors(config, layout, widths, stages).values())
-    buffer_bytes += widths.host_buffer_bytes if device == "cpu" else 0
-    keeps_gradients = keeps_grad_buffers(config, layout, widths)
-    keeps_sent = layout.schedule != "1f1b"  # torch's other schedules wait for all sends at the end of the step
-    if layout.uses_deepspeed_zero and layout.zero_stage == 2 and layout.offload == "none":
-        gradients = [-(-widths.gradients * round(partition_elements(config, layout, stages)))]
-    sums = summed_gradient_bytes(config, layout, widths, gradients)
-    peaks = [
-        peak for start in starts for peak in step_peaks(costs, gradients, sums, keeps_gradients, start, keeps_sent)
-    ]
-    copied = gradient_copy_bytes(config, layout, widths, total)
-    temporaries = optimizer_temporary_bytes(config, layout, total) + copied * (layout.zero_stage == 3)
-    for size in (temporaries, copied):
-        peaks.append(dict.fromkeys(peaks[0], 0) | {"gradients": sum(gradients), "temporaries": size})
-    if device == "cpu":
-        peaks.append(dict.fromkeys(peaks[0], 0) | gloo_gather_peak(config, layout, widths, total))
-    highest = max(peaks, key=lambda peak: sum(peak.values()))
-    highest["buffers"] += buffer_bytes
+    return rank_estimate(RankPeak(rank_cost(config, layout, widths, device, tuple(stages)), pp_rank, starts))
+
+
+def rank_estimate(peak: RankPeak) -> MemoryEstimate:
+    """Return the memory of a rank whose worst moment is known."""
+    cost, costs = peak.cost, peak.cost.costs
+    offloaded = 0 if cost.device == "cpu" else max_offloaded_bytes(costs, peak.starts)
     return MemoryEstimate(
-        parameter_bytes,
-        gradient_bytes,
-        optimizer_bytes,
-        activation_bytes=max_saved_bytes(costs, starts),
-        loss_bytes=sum(sum(loss_tensors(cost.shape).values()) for cost in costs if cost.stage.holds_head),
-        communication_buffer_bytes=buffer_bytes + max(cost.transient.largest for cost in costs),
-        host_bytes=host_bytes,
-        process_bytes=PROCESS_BYTES[device],
-        at_peak=resident | highest,
+        cost.parameter_bytes,
+        cost.gradient_bytes,
+        cost.optimizer_bytes,
+        activation_bytes=max_saved_bytes(costs, peak.starts),
+        loss_bytes=sum(part.sizes.loss for part in costs if part.stage.holds_head),
+        communication_buffer_bytes=cost.buffer_bytes + max(part.transient.largest for part in costs),
+        host_bytes=cost.offloaded_state_bytes + offloaded,
+        process_bytes=PROCESS_BYTES[cost.device],
+        at_peak=dict(peak.at_peak),
     )
 
 
@@ -198,36 +146,3 @@ def offloaded_activation_bytes(config: RunConfig, layout: Layout, device: Device
     """Return the most that activation offload keeps on the host for this rank of the pipeline; 0 without it."""
     costs = stage_costs(config, layout, device, rank_stages(config.model, layout, pp_rank))
     return max_offloaded_bytes(costs, rank_backward_starts(config, layout, pp_rank))
-
-
-def max_offloaded_bytes(costs: Sequence[StageCost], starts: Sequence[BackwardStart]) -> int:
-    """Return the most bytes of activations that are on the host at once."""
-    return max(
-        sum(
-            (pending + awaiting) * cost.offloaded_bytes
-            for cost, pending, awaiting in zip(costs, start.pending, start.awaiting_weight_grad, strict=True)
-        )
-        for start in starts
-    )
-
-
-def max_saved_bytes(costs: Sequence[StageCost], starts: Sequence[BackwardStart]) -> int:
-    """Return the most bytes of activations and log-probabilities that are kept for backward at once."""
-    highest = 0
-    for start in starts:
-        passes = zip(costs, start.pending, start.awaiting_weight_grad, strict=True)
-        saved = sum(
-            (pending + awaiting) * cost.activations.before_backward + pending * cost.log_probability_bytes
-            for cost, pending, awaiting in passes
-        )
-        own = costs[start.stage]
-        change = {
-            "backward": max(
-                own.activations.layers[0].most - own.activations.before_backward - own.log_probability_bytes,
-                own.recomputed_log_probability_bytes,
-            ),
-            "inputs": own.activations.recomputed,  # nothing is freed
-            "weights": max(own.weight_pass_activations) - own.activations.before_backward,
-        }[start.kind]
-        highest = max(highest, saved, saved + change)
-    return highest

@@ -1,9 +1,12 @@
 """The order in which a pipeline's rank runs its passes, as torch's schedules have it. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from operator import ge
 from typing import Literal, NamedTuple
 
-from harness.layout.layout import Layout
+from harness.config.strategy import Schedule
+from harness.layout.layout import Layout, micro_batches_per_round
 
 PassKind = Literal["forward", "backward", "inputs", "weights"]  # a backward as a whole, or its two halves
 
@@ -16,9 +19,14 @@ def schedule_order(layout: Layout, micro_batches: int, pp_rank: int) -> Iterator
     Forwards warm up, then a forward and a backward take turns, then come the backwards that are left. Zero bubble
     halves the backward: the half for weights comes `pp_rank` passes later, and in the first stage with all of it.
     """
-    p, v = layout.pp, layout.virtual_stages
     schedule = layout.schedule if layout.pp_enabled else "1f1b"  # a single rank has nothing to wait for
-    per_round, total = layout.micro_batches_per_round(micro_batches), v * micro_batches
+    return _schedule_order(schedule, layout.pp, layout.virtual_stages, micro_batches, pp_rank)
+
+
+def _schedule_order(
+    schedule: Schedule, p: int, v: int, micro_batches: int, pp_rank: int
+) -> Iterator[tuple[PassKind, int]]:
+    per_round, total = micro_batches_per_round(p, micro_batches), v * micro_batches
     first_rounds = (v - 1) * per_round
     warm_up = {
         "gpipe": total,
@@ -43,6 +51,9 @@ def schedule_order(layout: Layout, micro_batches: int, pp_rank: int) -> Iterator
             yield "weights" if pp_rank + stage > 0 else "backward", stage
 
 
+REPEATING_ROUNDS = 4  # of `pp` micro-batches, after which the passes of a schedule only repeat
+
+
 class BackwardStart(NamedTuple):
     """The start of a backward, or of one half of it, and the rank's passes in the step up to that moment."""
 
@@ -53,24 +64,88 @@ class BackwardStart(NamedTuple):
     done: PassCounts  # whose backward is complete
     forwards: PassCounts  # whose forward has run
 
+    def later(self, micro_batches: int) -> "BackwardStart":
+        """Return the same start after so many more micro-batches have gone through every stage."""
+        done, forwards = (tuple(number + micro_batches for number in counts) for counts in (self.done, self.forwards))
+        return self._replace(done=done, forwards=forwards)
+
+    @property
+    def has_gradients(self) -> tuple[bool, ...]:
+        """Whether an earlier micro-batch has left gradients in each of the rank's stages."""
+        return tuple(map(bool, self.done))
+
+    @property
+    def situation(self) -> tuple[object, ...]:
+        """What decides the pass itself, beside what is kept of others."""
+        has_sent_back = tuple(map(bool, map(sum, zip(self.awaiting_weight_grad, self.done, strict=True))))
+        return self.kind, self.stage, self.has_gradients, has_sent_back, self.pending[self.stage] == 1
+
 
 def backward_starts(layout: Layout, micro_batches: int, pp_rank: int) -> list[BackwardStart]:
     """Return the starts of a rank's backwards in a step.
 
     Several starts with the same kept passes are represented by the last, because sent tensors may accumulate.
     """
+    schedule = layout.schedule if layout.pp_enabled else "1f1b"
+    pp_rank = 0 if schedule == "gpipe" else pp_rank  # all of its ranks begin with all forwards
+    return list(_backward_starts(schedule, layout.pp, layout.virtual_stages, micro_batches, pp_rank))
+
+
+@lru_cache(maxsize=8192)
+def _backward_starts(
+    schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int, pp_rank: int
+) -> tuple[BackwardStart, ...]:
+    few = REPEATING_ROUNDS * pp
+    if schedule != "gpipe" and micro_batches > few and micro_batches % pp == 0:
+        # More rounds repeat the same passes; once every stage has gradients, their starts come so much later.
+        starts_of_few = _backward_starts(schedule, pp, virtual_stages, few, pp_rank)
+        return tuple(start.later(micro_batches - few) if all(start.done) else start for start in starts_of_few)
     starts: dict[object, BackwardStart] = {}
-    pending, awaiting, done, forwards = ([0] * layout.virtual_stages for _ in range(4))
-    for kind, stage in schedule_order(layout, micro_batches, pp_rank):
+    pending, awaiting, done, forwards = ([0] * virtual_stages for _ in range(4))
+    for kind, stage in _schedule_order(schedule, pp, virtual_stages, micro_batches, pp_rank):
         if kind == "forward":
             pending[stage] += 1
             forwards[stage] += 1
             continue
         start = BackwardStart(kind, stage, tuple(pending), tuple(awaiting), tuple(done), tuple(forwards))
-        starts[kind, stage, start.pending, start.awaiting_weight_grad, tuple(map(bool, done))] = start
+        starts[kind, stage, start.pending, start.awaiting_weight_grad, start.has_gradients] = start
         (awaiting if kind == "weights" else pending)[stage] -= 1
         (awaiting if kind == "inputs" else done)[stage] += 1
-    return list(starts.values())
+    return tuple(starts.values())
+
+
+def heaviest_starts(
+    layout: Layout, micro_batches: int, pp_ranks: tuple[int, ...]
+) -> dict[int, Sequence[BackwardStart]]:
+    """Return the starts of backwards that can be the worst of these ranks if their stages are alike, by the rank.
+
+    Left out is a start that keeps no more of anything than another one of the same kind, stage and gradients, on the
+    same rank or on one before it, so that the first of equally bad starts remains. It holds wherever a pass that waits
+    for its backward keeps at least what its gradient that was sent back takes.
+    """
+    schedule = layout.schedule if layout.pp_enabled else "1f1b"
+    heaviest = _heaviest_starts(schedule, layout.pp, layout.virtual_stages, micro_batches, pp_ranks)
+    return dict(heaviest)
+
+
+@lru_cache(maxsize=2048)
+def _heaviest_starts(
+    schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int, pp_ranks: tuple[int, ...]
+) -> tuple[tuple[int, tuple[BackwardStart, ...]], ...]:
+    kept_by_situation: dict[object, list[tuple[int, ...]]] = {}
+    heaviest = []
+    for pp_rank in pp_ranks:
+        starts = _backward_starts(schedule, pp, virtual_stages, micro_batches, 0 if schedule == "gpipe" else pp_rank)
+        remaining = []
+        for start in starts:
+            counts = (*start.pending, *start.awaiting_weight_grad, *start.forwards)
+            others = kept_by_situation.setdefault(start.situation, [])
+            if not any(all(map(ge, other, counts)) for other in others):
+                others.append(counts)
+                remaining.append(start)
+        if remaining:
+            heaviest.append((pp_rank, tuple(remaining)))
+    return tuple(heaviest)
 
 
 def bubble_ratio(layout: Layout, micro_batches: int) -> float:

@@ -1,9 +1,9 @@
 """The bytes that a pass through a pipeline stage keeps for backward, and when. Imports no torch."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from harness.config.checkpointing import CheckpointingConfig
 from harness.cost_model.activations import block_tensors, dropout_masks, norm_tensors
@@ -25,13 +25,26 @@ class LayerActivations:
 
     following: int  # the number of the stage's layers that backward has left behind
     outside: int  # without those of the layer itself
-    moments: tuple[Moment, ...]  # of the layer itself
+    own: "OneLayerActivations"  # of the layer itself
     at_scores: int  # when its forward computes its attention
 
     @property
     def most(self) -> int:
         """The most bytes at once, which are those when backward enters the layer, or has recomputed its attention."""
-        return self.outside + max(moment.saved for moment in self.moments)
+        return self.outside + self.own.most_saved
+
+
+@dataclass(frozen=True)
+class OneLayerActivations:
+    """The bytes that one layer keeps for backward, whatever the stage that has it."""
+
+    saved: int  # when its forward has ended
+    recomputed: int  # by its second forward, beside what it keeps; without what that takes and frees
+    kept_for_weights: int  # for the weights' half of a backward, a second forward's tensors included
+    at_scores: int  # when its forward computes its attention
+    moments: tuple[Moment, ...]  # of its backward: those that can be the worst one
+    most_saved: int  # at any moment of its backward
+    saved_at_end: int  # at the last moment of its backward
 
 
 @dataclass(frozen=True)
@@ -44,15 +57,11 @@ class StageActivations:
     recomputed: int  # by one layer's second forward; 0 without checkpointing
 
 
+@lru_cache(maxsize=4096)
 def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> StageActivations:
     """Return the bytes that a pass through a stage keeps, with what the backward of its layers recomputes."""
     norm = head_tensors(shape, stage)
     saved, head = saved_by_layers_bytes(shape, stage, checkpointing), sum(norm.values())
-    last = stage.layer_indices[-1]
-    recomputed = recomputed_tensors(shape, checkpointing, last)
-    recomputed_bytes = sum(recomputed.values())
-    if checkpointing.recomputes_layer(last):
-        recomputed_bytes -= sum(consumed_by_recompute(shape, checkpointing).values())
     return StageActivations(
         before_backward=saved + head,
         in_final_norm=saved + head - weight_pass_bytes(norm, shape) if stage.holds_head else 0,
@@ -60,7 +69,7 @@ def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: Check
             layer_backward_activations(shape, stage, checkpointing, following)
             for following in observed_layers(stage.layers)
         ),
-        recomputed=recomputed_bytes,
+        recomputed=one_layer_activations(shape, checkpointing, stage.layer_indices[-1]).recomputed,
     )
 
 
@@ -78,22 +87,70 @@ def layer_backward_activations(
 ) -> LayerActivations:
     """Return the bytes kept at the moments of the backward of the layer that so many of the stage's layers follow."""
     indices = stage.layer_indices[: stage.layers - following]
-    layer = indices[-1]
+    own = one_layer_activations(shape, checkpointing, indices[-1])
+    outside = saved_by_layers_bytes(shape, stage, checkpointing, indices) - own.saved
+    return LayerActivations(following, outside, own, outside + own.at_scores)
+
+
+def one_layer_activations(
+    shape: MicroBatchShape, checkpointing: CheckpointingConfig, layer: int
+) -> OneLayerActivations:
+    """Return what a layer, by its index in the whole model, keeps; layers differ by whether they are recomputed."""
+    return _one_layer_activations(shape, checkpointing, checkpointing.recomputes_layer(layer))
+
+
+@lru_cache(maxsize=4096)
+def _one_layer_activations(
+    shape: MicroBatchShape, checkpointing: CheckpointingConfig, is_recomputed: bool
+) -> OneLayerActivations:
+    layer = checkpointing.every - 1 if is_recomputed else 0  # any layer that is like it
     saved = layer_activations(shape, checkpointing, layer)
     recomputed = recomputed_tensors(shape, checkpointing, layer)
-    outside = saved_by_layers_bytes(shape, stage, checkpointing, indices) - sum(saved.values())
     before_scores = ("input_layernorm", "attention.query", "attention.key", "attention.value", "attention.future_mask")
     until_scores = {name: size for name, size in block_tensors(shape).items() if name.startswith(before_scores)}
-    if checkpointing.recomputes_layer(layer):  # it keeps its input, and selectively the product that makes the scores
+    if is_recomputed:  # it keeps its input, and selectively the product that makes the scores
         until_scores = {name: size for name, size in until_scores.items() if not name.startswith("input_layernorm")}
         until_scores |= {name: saved[name] for name in ("input", "scores") if name in saved}
-    at_scores = outside + sum(until_scores.values())
     consumed = consumed_by_recompute(shape, checkpointing)
-    recomputation = Recomputation(recomputed, consumed, whole_layer=checkpointing.recomputes_layer(layer))
+    recomputation = Recomputation(recomputed, consumed, whole_layer=is_recomputed)
     moments = layer_backward_moments(shape, saved, recomputation)
-    return LayerActivations(following, outside, tuple(moments), at_scores)
+    for_weights = sum(saved.values()) - layer_weight_grad_bytes(shape, checkpointing, layer)
+    return OneLayerActivations(
+        saved=sum(saved.values()),
+        recomputed=sum(recomputed.values()) - is_recomputed * sum(consumed.values()),
+        kept_for_weights=for_weights + is_recomputed * sum(recomputed.values()),
+        at_scores=sum(until_scores.values()),
+        moments=possible_peaks(moments),
+        most_saved=max(moment.saved for moment in moments),
+        saved_at_end=moments[-1].saved,
+    )
 
 
+def possible_peaks(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+    """Return the moments of which one is the worst, and the first of equally bad ones, however wide gradients are.
+
+    More bytes, more complete gradients and a larger new gradient are never better, and adding a gradient to the
+    parameter's is never better than computing it.
+    """
+
+    def exceeds(other: Moment, moment: Moment, is_later: bool) -> bool:
+        """Return whether the other moment is at least as bad, and if it is a later one certainly worse."""
+        size, other_size = moment.saved + moment.temporaries, other.saved + other.temporaries
+        return (
+            (other_size > size if is_later else other_size >= size)
+            and other.weights >= moment.weights
+            and other.computed >= moment.computed
+            and other.is_accumulation >= moment.is_accumulation
+        )
+
+    return tuple(
+        moment
+        for index, moment in enumerate(moments)
+        if not any(exceeds(other, moment, at > index) for at, other in enumerate(moments) if at != index)
+    )
+
+
+@lru_cache(maxsize=4096)
 def weight_grad_only_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> tuple[int, int]:
     """Return the bytes saved when a backward for weights alone reaches the last layer, and when it reaches its end.
 
@@ -104,9 +161,8 @@ def weight_grad_only_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: 
     block, norm = block_tensors(shape), head_tensors(shape, stage)
     head, left = sum(norm.values()), saved_by_layers_bytes(shape, stage, checkpointing)
     for layer, count in layers_by_kind(checkpointing, stage.layer_indices):
-        left -= count * layer_weight_grad_bytes(shape, checkpointing, layer)
-        if checkpointing.recomputes_layer(layer):
-            left += count * sum(recomputed_tensors(shape, checkpointing, layer).values())
+        own = one_layer_activations(shape, checkpointing, layer)
+        left += count * (own.kept_for_weights - own.saved)
     freed = weight_pass_bytes(norm, shape) + layer_norm_statistics_bytes(norm, shape)
     used_by_last_layer = layer_weight_grad_bytes(shape, checkpointing, stage.layer_indices[-1])
     used_by_last_matrix = head - freed + norm["norm.output"] if norm else block["mlp.product"]
@@ -114,7 +170,7 @@ def weight_grad_only_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: 
 
 
 def saved_by_layers_bytes(
-    shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig, layers: Sequence[int] | None = None
+    shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig, layers: range | None = None
 ) -> int:
     """Return the bytes that a stage's layers keep, what they share, and what the embedding keeps.
 
@@ -127,14 +183,17 @@ def saved_by_layers_bytes(
     )
     shared = rotary_tables + saved_by_embedding_bytes(shape, stage)
     kinds = layers_by_kind(checkpointing, indices)
-    return shared + sum(count * sum(layer_activations(shape, checkpointing, layer).values()) for layer, count in kinds)
+    return shared + sum(count * one_layer_activations(shape, checkpointing, layer).saved for layer, count in kinds)
 
 
-def layers_by_kind(checkpointing: CheckpointingConfig, layers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return one of these layers that is recomputed and one that is not, each with the number of those like it."""
-    examples = {checkpointing.recomputes_layer(layer): layer for layer in layers}
-    counts = Counter(map(checkpointing.recomputes_layer, layers))
-    return [(layer, counts[is_recomputed]) for is_recomputed, layer in examples.items()]
+def layers_by_kind(checkpointing: CheckpointingConfig, layers: range) -> list[tuple[int, int]]:
+    """Return a layer that is recomputed and one that is not, each with the number of those like it in this range."""
+    first_recomputed, other = checkpointing.every - 1, 0
+    recomputed = layers.stop // checkpointing.every - layers.start // checkpointing.every
+    if not checkpointing.recomputes_layer(first_recomputed):
+        recomputed = 0
+    kinds = [(first_recomputed, recomputed), (other, len(layers) - recomputed)]
+    return [(layer, count) for layer, count in kinds if count]
 
 
 def saved_by_embedding_bytes(shape: MicroBatchShape, stage: Stage) -> int:

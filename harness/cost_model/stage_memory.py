@@ -6,16 +6,12 @@ Imports no torch.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.activations import (
-    deferred_weight_grad_inputs,
-    logits_bytes,
-    norm_gradient_bytes,
-)
 from harness.cost_model.buffers import last_bucket_elements, transient_buffers
+from harness.cost_model.micro_batch_bytes import MicroBatchBytes, micro_batch_bytes
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape, micro_batch_shape
 from harness.cost_model.stage_activations import (
     StageActivations,
@@ -58,6 +54,7 @@ class StageCost:
     """The bytes that a pass through one of a rank's stages keeps and needs."""
 
     shape: MicroBatchShape
+    sizes: MicroBatchBytes  # of the shape
     stage: Stage
     activations: StageActivations
     weight_pass_activations: tuple[int, int]  # in a backward for weights alone, at its last layer and last matrix
@@ -71,41 +68,52 @@ class StageCost:
     allocates_gradients_at_once: bool  # when the first one is computed, as DeepSpeed's stage 2 does
     offloaded_bytes: int  # of the activations of a pass that activation offload moves to the host
 
-    @property
+    @cached_property
+    def compute_bytes(self) -> int:
+        """Bytes per element of what is computed."""
+        return self.shape.width
+
+    @cached_property
     def input_bytes(self) -> int:
         """Bytes that a pass receives, and sends back as their gradient."""
-        return 0 if self.stage.holds_embedding else self.shape.hidden_bytes
+        return 0 if self.stage.holds_embedding else self.sizes.hidden
 
-    @property
+    @cached_property
     def output_bytes(self) -> int:
         """Bytes that a pass sends, and receives back as their gradient."""
-        return 0 if self.stage.holds_head else self.shape.hidden_bytes
+        return 0 if self.stage.holds_head else self.sizes.hidden
 
-    @property
+    @cached_property
     def received_input_bytes(self) -> int:
         """Bytes of the kept activations that lie in the buffer that received them."""
         return self.input_bytes if self.keeps_received_input else 0
 
-    @property
+    @cached_property
+    def waiting_exceeds_sent_back(self) -> bool:
+        """Whether a pass that waits for its backward keeps at least what its gradient takes that is sent back."""
+        waiting = self.activations.before_backward - self.received_input_bytes
+        return waiting + self.log_probability_bytes >= self.input_bytes
+
+    @cached_property
     def log_probability_bytes(self) -> int:
         """Bytes of log-probabilities kept for backward; 0 where the loss goes through its tokens in parts."""
-        return logits_bytes(self.shape) if self.stage.holds_head and self.shape.loss_chunks == 1 else 0
+        return self.sizes.logits if self.stage.holds_head and self.shape.loss_chunks == 1 else 0
 
     @property
     def recomputed_log_probability_bytes(self) -> int:
         """Bytes of log-probabilities that the second forward of a part of the loss keeps."""
-        return logits_bytes(self.shape) if self.stage.holds_head and self.shape.loss_chunks > 1 else 0
+        return self.sizes.logits if self.stage.holds_head and self.shape.loss_chunks > 1 else 0
 
-    @property
+    @cached_property
     def logits_grad_bytes(self) -> int:
         """Bytes of the gradient of the logits, in the width of compute."""
         return (self.log_probability_bytes + self.recomputed_log_probability_bytes) * self.shape.width // FP32_BYTES
 
-    @property
+    @cached_property
     def deferred_grad_bytes(self) -> int:
         """Bytes of gradients that a backward for inputs alone, which frees nothing, leaves for the weights' half."""
-        layers = self.stage.layers * sum(deferred_weight_grad_inputs(self.shape).values())
-        return layers + self.logits_grad_bytes + self.stage.holds_head * norm_gradient_bytes(self.shape)
+        layers = self.stage.layers * self.sizes.deferred
+        return layers + self.logits_grad_bytes + self.stage.holds_head * self.sizes.norm_gradient
 
     @property
     def weight_pass_grad_bytes(self) -> tuple[int, int]:
@@ -120,7 +128,7 @@ class StageCost:
         inner = self.shape.model.hidden_size * self.shape.model.intermediate_size * self.shape.width // self.shape.tp
         return inner, matrix or inner
 
-    @property
+    @cached_property
     def vocabulary_grad_bytes(self) -> int:
         """Bytes of the gradient of embedding or head, the largest matrices, as backward computes it."""
         return vocabulary_parameter_count(self.shape.model, self.shape.vocabulary_tp) * self.shape.width
@@ -135,7 +143,7 @@ class StageCost:
         head = 0 if self.shape.model.tie_word_embeddings else self.groups.head
         return new_gradients * (head + following * self.groups.layer) / self.groups.total
 
-    @property
+    @cached_property
     def waiting_grad_bytes(self) -> int:
         """Bytes of the gradient of a tied head, which waits for the embedding's; a group's is among the buffers."""
         is_tied = self.stage.holds_head and self.shape.model.tie_word_embeddings
@@ -153,6 +161,7 @@ def stage_costs(
 ) -> list[StageCost]:
     """Return the costs of a rank's stages; device is cpu or cuda. Without widths they have no transient buffers."""
     shape = micro_batch_shape(config, layout, device)
+    sizes = micro_batch_bytes(shape)
     norm_keeps_input = shape.width == FP32_BYTES or not shape.norm_is_decomposed  # without an fp32 copy
     reduces_copies = layout.data_parallel == "ddp" and config.precision.is_mixed
     costs = []
@@ -168,6 +177,7 @@ def stage_costs(
         costs.append(
             StageCost(
                 shape,
+                sizes,
                 stage,
                 activations,
                 weight_pass_activations=(at_layer, at_matrix),

@@ -171,7 +171,7 @@ class Layout:
 
     def micro_batches_per_round(self, micro_batches: int) -> int:
         """Return how many micro-batches a looped schedule takes through one stage before the rank's next stage."""
-        return micro_batches // max(1, micro_batches // self.pp)
+        return micro_batches_per_round(self.pp, micro_batches)
 
     def grad_accumulation_steps(self, train: TrainConfig) -> int:
         """Return the number of micro-batches that a rank takes in a step.
@@ -189,6 +189,11 @@ class Layout:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, as a run's record has them."""
         return dataclasses.asdict(self)
+
+
+def micro_batches_per_round(pp: int, micro_batches: int) -> int:
+    """Return how many micro-batches a looped schedule takes through a stage of so many pipeline ranks at a time."""
+    return micro_batches // max(1, micro_batches // pp)
 
 
 def resolve_layout(strategy: StrategyConfig, world_size: int) -> Layout:

@@ -84,13 +84,12 @@ def split_into_stages(model: ModelConfig, layout: Layout) -> list[Stage]:
 
     Raises UserError if there are fewer layers than stages, or if strategy.layers_per_stage does not make up the model.
     """
-    return list(_split_into_stages(model, layout.pp, layout.virtual_stages, layout.layers_per_stage))
+    return list(split_model(model, layout.pp, layout.virtual_stages, layout.layers_per_stage))
 
 
 @lru_cache(maxsize=512)
-def _split_into_stages(
-    model: ModelConfig, pp: int, virtual_stages: int, layers: tuple[int, ...] | None
-) -> tuple[Stage, ...]:
+def split_model(model: ModelConfig, pp: int, virtual_stages: int, layers: tuple[int, ...] | None) -> tuple[Stage, ...]:
+    """Return the stages of split_into_stages(), which depend on no more of a layout than this."""
     count, depth = pp * virtual_stages, model.num_hidden_layers
     times = f" x strategy.virtual_stages={virtual_stages}" if virtual_stages > 1 else ""
     if depth < count:

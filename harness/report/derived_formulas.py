@@ -12,8 +12,9 @@ from harness.config.schema import Device, RunConfig
 from harness.cost_model import flops
 from harness.cost_model.communication import padded_bytes
 from harness.cost_model.data_parallel_communication import padded_elements
-from harness.cost_model.memory import estimate_memory, rank_stages
+from harness.cost_model.memory import estimate_memory
 from harness.cost_model.optimizer_memory import optimizer_parameter_count
+from harness.cost_model.rank_memory import rank_stages
 from harness.cost_model.stage_memory import local_parameter_count
 from harness.engines.base import load_engine
 from harness.layout.layout import Layout

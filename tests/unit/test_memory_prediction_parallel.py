@@ -29,7 +29,7 @@ from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.pipeline import backward_starts, schedule_order
 from harness.cost_model.stage_activations import stage_activations
 from harness.cost_model.stage_memory import local_parameter_count, stage_costs
-from harness.cost_model.step_peaks import backward_peaks, step_peaks
+from harness.cost_model.step_peaks import backward_peaks, bytes_between_passes
 from harness.engines.torch.tensor_parallel import apply_tensor_parallel
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.model_profile import model_profile
@@ -258,8 +258,8 @@ def test_sent_tensors_accumulate_in_all_schedules_but_1f1b(schedule: str, sent: 
     for pp_rank, (stage, expected) in enumerate(zip(split_into_stages(MODEL, layout), (sent, back), strict=True)):
         parts = stage_costs(config, layout, "cpu", [stage])
         last = [moment for moment in backward_starts(layout, 4, pp_rank) if moment.kind != "weights"][-1]
-        fill = next(step_peaks(parts, [0], [0], keeps_gradients=False, start=last, keeps_sent=schedule != "1f1b"))
-        assert fill["buffers"] == expected * 128 * MODEL.hidden_size * 2, pp_rank
+        between = bytes_between_passes(parts, [0], [False], last, keeps_sent=schedule != "1f1b")
+        assert between["buffers"] == expected * 128 * MODEL.hidden_size * 2, pp_rank
 
 
 def test_the_estimate_is_of_the_rank_with_the_highest_peak() -> None:

@@ -1,0 +1,214 @@
+"""The memory of one rank of a pipeline, and which rank's peak is the highest. Imports no torch.
+
+Ranks whose stages are alike differ by the order of their passes alone, so that one rank's costs serve all of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from harness.config.model import ModelConfig
+from harness.config.schema import Device, RunConfig
+from harness.cost_model.buffers import buffer_tensors, keeps_grad_buffers
+from harness.cost_model.deepspeed_memory import (
+    gloo_gather_peak,
+    gradient_copy_bytes,
+    partition_elements,
+    summed_gradient_bytes,
+)
+from harness.cost_model.optimizer_memory import optimizer_parameter_count, optimizer_temporary_bytes
+from harness.cost_model.pipeline import BackwardStart, backward_starts, heaviest_starts
+from harness.cost_model.stage_activations import host_gradient_bytes
+from harness.cost_model.stage_memory import Bytes, StageCost, stage_costs
+from harness.cost_model.step_peaks import PARTS, highest_step_peak
+from harness.layout.layout import Layout
+from harness.layout.partition import Stage, representative_stage, split_into_stages, split_model, whole_model
+from harness.layout.state_widths import StateWidths
+
+
+def all_stages(model: ModelConfig, layout: Layout) -> list[Stage]:
+    """Return the model's stages in order; without a pipeline it is one."""
+    return split_into_stages(model, layout) if layout.pp_enabled else [whole_model(model)]
+
+
+def rank_stages(model: ModelConfig, layout: Layout, pp_rank: int) -> list[Stage]:
+    """Return the stages of this rank of the pipeline."""
+    return all_stages(model, layout)[pp_rank :: layout.pp]
+
+
+def rank_backward_starts(config: RunConfig, layout: Layout, pp_rank: int) -> list[BackwardStart]:
+    """Return the backwards of a rank's step; without a pipeline all after the second are like the second."""
+    micro_batches = layout.grad_accumulation_steps(config.train)
+    return backward_starts(layout, micro_batches if layout.pp_enabled else min(2, micro_batches), pp_rank)
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """The bytes of a pipeline's rank that do not depend on the order of its passes."""
+
+    config: RunConfig
+    layout: Layout
+    widths: StateWidths
+    device: Device
+    stages: tuple[Stage, ...]
+    costs: list[StageCost]
+    resident: Bytes  # parameters and optimizer state on the device
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    offloaded_state_bytes: int
+    gradients: list[int]  # the most bytes of each stage's gradients on the device
+    sums: list[int]  # those that are kept from one micro-batch to the next
+    buffer_bytes: int
+    other_peaks: list[Bytes]  # at the moments of a step outside backward, without resident state and buffers
+
+    def step_peak(self, starts: Sequence[BackwardStart]) -> Bytes:
+        """Return the bytes at the worst moment of a step with these starts of backwards, without resident state."""
+        keeps_gradients = keeps_grad_buffers(self.config, self.layout, self.widths)
+        keeps_sent = self.layout.schedule != "1f1b"  # torch's other schedules wait for all sends at the end of the step
+        backward = highest_step_peak(self.costs, self.gradients, self.sums, keeps_gradients, starts, keeps_sent)
+        peaks = (backward, *self.other_peaks)
+        highest = max(peaks, key=lambda peak: sum(peak.values()))
+        return highest | {"buffers": highest["buffers"] + self.buffer_bytes}
+
+    def heaviest_starts(self, pp_ranks: tuple[int, ...]) -> dict[int, Sequence[BackwardStart]]:
+        """Return the starts of backwards among which the worst one of these ranks is, which have the same stages."""
+        micro_batches = self.layout.grad_accumulation_steps(self.config.train)
+        if self.layout.pp_enabled and all(cost.waiting_exceeds_sent_back for cost in self.costs):
+            return heaviest_starts(self.layout, micro_batches, pp_ranks)
+        return {rank: rank_backward_starts(self.config, self.layout, rank) for rank in pp_ranks}
+
+
+def rank_cost(
+    config: RunConfig, layout: Layout, widths: StateWidths, device: Device, stages: tuple[Stage, ...]
+) -> RankCost:
+    """Return the bytes of a rank of the pipeline that has these stages; device is cpu or cuda."""
+    costs = stage_costs(config, layout, device, stages, widths)
+    total = sum(cost.parameter_count for cost in costs)
+    parameter_bytes = -(-widths.parameters * total // layout.shard_count("parameters"))
+    optimizer_bytes = widths.optimizer * optimizer_parameter_count(config.model, layout, stages)
+    gradients = [-(-widths.gradients * cost.parameter_count // layout.shard_count("gradients")) for cost in costs]
+    host_gradients = host_gradient_bytes(widths, layout, [cost.parameter_count for cost in costs])
+    gradient_bytes = sum(gradients) + sum(host_gradients)
+    resident = {"parameters": parameter_bytes, "optimizer": optimizer_bytes}
+    offloaded_state_bytes = 0
+    if device == "cpu":  # the host's memory is the device's
+        gradients = [sum(sizes) for sizes in zip(gradients, host_gradients, strict=True)]
+    else:
+        offloaded_state = [resident.pop(kind) for kind in layout.offloaded_state if kind in resident]
+        offloaded_state_bytes = sum(offloaded_state) + sum(host_gradients) + widths.host_buffer_bytes
+    # torch's stages receive every micro-batch of a step, and every gradient, into a buffer of its own.
+    received = layout.grad_accumulation_steps(config.train) * sum(
+        cost.input_bytes + cost.output_bytes for cost in costs
+    )
+    buffer_bytes = received + sum(buffer_tensors(config, layout, widths, stages).values())
+    buffer_bytes += widths.host_buffer_bytes if device == "cpu" else 0
+    if layout.uses_deepspeed_zero and layout.zero_stage == 2 and layout.offload == "none":
+        gradients = [-(-widths.gradients * round(partition_elements(config, layout, stages)))]
+    copied = gradient_copy_bytes(config, layout, widths, total)
+    temporaries = optimizer_temporary_bytes(config, layout, total) + copied * (layout.zero_stage == 3)
+    nothing = dict.fromkeys(PARTS, 0)
+    others = [nothing | {"gradients": sum(gradients), "temporaries": size} for size in (temporaries, copied)]
+    if device == "cpu":
+        others.append(nothing | gloo_gather_peak(config, layout, widths, total))
+    return RankCost(
+        config,
+        layout,
+        widths,
+        device,
+        stages,
+        costs,
+        resident,
+        parameter_bytes,
+        gradient_bytes,
+        optimizer_bytes,
+        offloaded_state_bytes,
+        gradients,
+        sums=summed_gradient_bytes(config, layout, widths, gradients),
+        buffer_bytes=buffer_bytes,
+        other_peaks=others,
+    )
+
+
+@dataclass(frozen=True)
+class RankPeak:
+    """A rank of the pipeline with the starts of its step's backwards among which the worst one is."""
+
+    cost: RankCost
+    pp_rank: int
+    starts: Sequence[BackwardStart]
+
+    @cached_property
+    def at_peak(self) -> Bytes:
+        """The bytes at the worst moment of a step, by what they are."""
+        return self.cost.resident | self.cost.step_peak(self.starts)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The bytes at the worst moment of a step."""
+        return sum(self.at_peak.values())
+
+
+def highest_rank(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> RankPeak:
+    """Return the first of the pipeline's ranks whose peak is highest."""
+    ranks = []
+    for stages, pp_ranks in alike_ranks(config.model, layout, config.checkpointing.every):
+        cost = rank_cost(config, layout, widths, device, stages)
+        ranks += [RankPeak(cost, rank, starts) for rank, starts in cost.heaviest_starts(pp_ranks).items()]
+    highest = max(ranks, key=lambda rank: (rank.peak_bytes, -rank.pp_rank))
+    # What is most at other moments than the peak's is among all starts of that rank.
+    (starts,) = highest.cost.heaviest_starts((highest.pp_rank,)).values()
+    return RankPeak(highest.cost, highest.pp_rank, starts)
+
+
+def alike_ranks(model: ModelConfig, layout: Layout, period: int) -> Sequence[tuple[tuple[Stage, ...], tuple[int, ...]]]:
+    """Return the pipeline's ranks by what their stages are, with stages that stand for them.
+
+    `period` is the n of checkpointing every n-th layer. Raises UserError if the model cannot be cut so.
+    """
+    return _alike_ranks(model, layout.pp, layout.virtual_stages, layout.layers_per_stage, period)
+
+
+@lru_cache(maxsize=1024)
+def _alike_ranks(
+    model: ModelConfig, pp: int, virtual_stages: int, layers: tuple[int, ...] | None, period: int
+) -> tuple[tuple[tuple[Stage, ...], tuple[int, ...]], ...]:
+    stages = split_model(model, pp, virtual_stages, layers) if pp > 1 else [whole_model(model)]
+    alike: dict[tuple[Stage, ...], list[int]] = {}
+    for pp_rank in range(pp):
+        own = tuple(representative_stage(stage, period) for stage in stages[pp_rank::pp])
+        alike.setdefault(own, []).append(pp_rank)
+    return tuple((own, tuple(ranks)) for own, ranks in alike.items())
+
+
+def max_offloaded_bytes(costs: Sequence[StageCost], starts: Sequence[BackwardStart]) -> int:
+    """Return the most bytes of activations that are on the host at once."""
+    return max(
+        sum(
+            (pending + awaiting) * cost.offloaded_bytes
+            for cost, pending, awaiting in zip(costs, start.pending, start.awaiting_weight_grad, strict=True)
+        )
+        for start in starts
+    )
+
+
+def max_saved_bytes(costs: Sequence[StageCost], starts: Sequence[BackwardStart]) -> int:
+    """Return the most bytes of activations and log-probabilities that are kept for backward at once."""
+    highest = 0
+    for start in starts:
+        passes = zip(costs, start.pending, start.awaiting_weight_grad, strict=True)
+        saved = sum(
+            (pending + awaiting) * cost.activations.before_backward + pending * cost.log_probability_bytes
+            for cost, pending, awaiting in passes
+        )
+        own = costs[start.stage]
+        change = {
+            "backward": max(
+                own.activations.layers[0].most - own.activations.before_backward - own.log_probability_bytes,
+                own.recomputed_log_probability_bytes,
+            ),
+            "inputs": own.activations.recomputed,  # nothing is freed
+            "weights": max(own.weight_pass_activations) - own.activations.before_backward,
+        }[start.kind]
+        highest = max(highest, saved, saved + change)
+    return highest
