@@ -1,0 +1,207 @@
+"""The prediction of memory under another implementation, from its stack's data. Imports no torch.
+
+For the stack `harness` it is the exact model of harness.cost_model.memory. For others a rank's peak is the highest of
+a few moments of a step: at the loss, when backward enters the last layer, at the end of a backward, and in the step of
+the optimizer. Model state is ZeRO's (arXiv 1910.02054, section 5) at the stack's widths, activations are those of
+harness.cost_model.stack_activations. Left out are tensors that do not grow with the batch or the model, such as the
+state of random generators, and the contexts of CUDA and NCCL.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from harness.config.model import ModelConfig
+from harness.config.schema import RunConfig
+from harness.config.stack import StackConfig
+from harness.config.stack_memory import StackMemory
+from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
+from harness.cost_model.stack_activations import PassShape, head_bytes, layer_bytes, loss_bytes
+from harness.cost_model.stack_parameters import RankParts, rank_parts
+from harness.cost_model.stack_state import Moment, model_state
+from harness.layout.layout import Layout
+from harness.layout.state_widths import StateWidths
+
+HOPPER = 9  # the compute capability from which cuBLAS and Transformer Engine take larger workspaces
+
+INT64_BYTES = 8
+
+SEGMENT_BYTES = 2 * 2**20  # torch's allocator takes large segments in multiples of this (c10, kRoundLarge)
+
+# torch's CublasHandlePool.cpp, parseChosenWorkspaceSize: ":4096:2:16:8" before compute capability 9, and 32 MiB since.
+CUBLAS_WORKSPACE_BYTES = (8 * 2**20 + 128 * 2**10, 32 * 2**20)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of one rank of the pipeline."""
+
+    estimate: MemoryEstimate
+    resting_bytes: int  # allocated between steps
+    reserved_bytes: int  # the most that torch's allocator takes from the device
+
+
+def predict_memory(
+    config: RunConfig,
+    layout: Layout,
+    stack: StackConfig,
+    widths: StateWidths | None = None,
+    compute_capability: int = HOPPER,
+) -> MemoryEstimate:
+    """Return the memory of the rank with the highest peak on a GPU.
+
+    `widths` are those of the engine, which the stack `harness` needs and others do not have. Raises UserError for a
+    layout that the model or the global batch does not divide into, ValueError for the stack `harness` without widths.
+    """
+    if stack.memory.kind == "harness":
+        if widths is None:
+            raise ValueError("the stack harness needs its engine's widths")
+        return estimate_memory(config, layout, widths, "cuda")
+    return max(
+        (predict_rank_memory(config, layout, stack, rank, compute_capability).estimate for rank in ranks(layout)),
+        key=lambda memory: memory.peak_bytes,
+    )
+
+
+def ranks(layout: Layout) -> tuple[int, ...]:
+    """Return the ranks of the pipeline of which one has the highest peak: those at its ends and beside them.
+
+    Between them, a stage has as many layers or one less, and keeps fewer micro-batches the later it comes.
+    """
+    return tuple(sorted({0, min(1, layout.pp - 1), max(0, layout.pp - 2), layout.pp - 1}))
+
+
+def predict_rank_memory(
+    config: RunConfig, layout: Layout, stack: StackConfig, pp_rank: int, compute_capability: int = HOPPER
+) -> RankMemory:
+    """Return the memory of this rank of the pipeline under a stack other than `harness`.
+
+    Raises UserError for a layout that the model or the global batch does not divide into.
+    """
+    memory = stack.memory
+    parts = rank_parts(config.model, layout, memory, pp_rank)
+    shape = pass_shape(
+        config.model,
+        config.train.micro_batch * config.train.seq_len // layout.cp,
+        config.train.seq_len,
+        config.precision.compute_bytes,
+        layout.tp,
+        layout.vocabulary_tp,
+        layout.sequence_parallel and layout.tp > 1,
+    )
+    micro_batches = layout.grad_accumulation_steps(config.train)
+    state = model_state(config, layout, memory, parts)
+    workspaces = workspace_bytes(memory, compute_capability)
+    passes = activation_moments(config, layout, memory, parts, shape, pp_rank, micro_batches)
+    moments = [state.at(moment, micro_batches > 1) for moment in passes]
+    moments.append(state.in_optimizer_step())
+    highest = max(moments, key=lambda moment: sum(moment.values()))
+    resident = {"parameters": state.parameters, "optimizer": state.optimizer, "workspaces": workspaces}
+    estimate = MemoryEstimate(
+        state.parameters,
+        max(state.main_gradients, state.gradients),
+        state.optimizer,
+        activation_bytes=max(moment.activations for moment in passes),
+        loss_bytes=max(moment.loss for moment in passes),
+        communication_buffer_bytes=max(moment["buffers"] for moment in moments),
+        host_bytes=0,
+        process_bytes=PROCESS_BYTES["cuda"],
+        at_peak=resident | highest,
+    )
+    chunks = len(parts.chunks) if layout.pp_enabled else 0
+    resting = sum(resident.values()) + state.at_rest + memory.pipeline_tensors_at_rest * chunks * shape.hidden_bytes
+    return RankMemory(estimate, resting, reserved_bytes(memory, estimate, resting, micro_batches))
+
+
+@lru_cache(maxsize=4096)
+def pass_shape(
+    model: ModelConfig, tokens: int, seq_len: int, width: int, tp: int, vocabulary_tp: int, sequence_parallel: bool
+) -> PassShape:
+    """Return one shape for all equal ones, so that caches compare it by identity first."""
+    return PassShape(model, tokens, seq_len, width, tp, vocabulary_tp, sequence_parallel)
+
+
+def activation_moments(
+    config: RunConfig,
+    layout: Layout,
+    memory: StackMemory,
+    parts: RankParts,
+    shape: PassShape,
+    pp_rank: int,
+    micro_batches: int,
+) -> list[Moment]:
+    """Return the moments of the backward that finds most micro-batches kept."""
+    layer = layer_bytes(shape, memory)
+    kept, again, recomputes = layer.kept, 0, 0
+    if config.checkpointing.name == "attention":
+        kept, again = layer.kept - layer.scores, layer.scores
+    elif config.checkpointing.name != "none":
+        recomputes = sum(config.checkpointing.recomputes_layer(index) for index in range(sum(parts.chunks)))
+        again = layer.kept - shape.hidden_bytes if recomputes else 0
+    layers = sum(parts.chunks)
+    average = (kept * (layers - recomputes) + shape.hidden_bytes * recomputes) / layers
+    passes = passes_in_flight(layout, micro_batches, pp_rank)
+    group = layout.micro_batches_per_round(micro_batches)
+    ends = embedding_bytes(config, shape) if parts.holds_embedding else 0
+    pending = round(average * layers_in_flight(parts.chunks, passes, group)) + ends * -(-passes // len(parts.chunks))
+    one = round(average * parts.chunks[-1]) + (ends if len(parts.chunks) == 1 else 0)
+    received = shape.hidden_bytes if layout.pp > 1 else 0
+    moments = []
+    loss = 0
+    if parts.holds_head:
+        head, loss = head_bytes(shape, memory), loss_bytes(shape, memory)
+        moments.append(Moment(pending + head, loss, 0, layers))
+    gathers = memory.tp_gather_buffers * shape.whole_hidden_bytes if shape.sequence_parallel else 0
+    moments.append(Moment(pending, 0, again + layer.backward + received, layers, True))
+    largest = shape.width * max(parts.root if parts.holds_embedding else 0, parts.unit // 2)
+    moments.append(Moment(max(0, pending - one), 0, largest + received, 0, True))
+    if not gathers:
+        return moments
+    return [Moment(m.activations, m.loss, m.temporaries + gathers, m.remaining_layers, m.in_backward) for m in moments]
+
+
+def embedding_bytes(config: RunConfig, shape: PassShape) -> int:
+    """Return what the embedding keeps of a pass: token ids, and the mask of its dropout."""
+    masks = shape.residual_tokens * config.model.hidden_size if config.model.dropout else 0
+    return shape.tokens * INT64_BYTES + masks
+
+
+def passes_in_flight(layout: Layout, micro_batches: int, pp_rank: int) -> int:
+    """Return the most passes through a rank's stages that it keeps for backward at once.
+
+    1F1B keeps as many as there are stages from this one on, GPipe all, and the interleaved schedule its warm-up and one
+    more (Megatron-LM, megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches).
+    """
+    chunks, stages = layout.virtual_stages, layout.pp
+    if layout.schedule == "gpipe" and layout.pp_enabled:
+        return micro_batches
+    if chunks == 1:
+        return min(micro_batches, stages - pp_rank)
+    warm_up = (chunks - 1) * layout.micro_batches_per_round(micro_batches) + 2 * (stages - 1 - pp_rank)
+    return min(chunks * micro_batches, warm_up + 1)
+
+
+def layers_in_flight(chunks: tuple[int, ...], passes: int, group: int) -> int:
+    """Return the layers of so many passes, which go through a rank's stages in groups of micro-batches."""
+    if len(chunks) == 1:
+        return passes * chunks[0]
+    whole, rest = divmod(passes, group * len(chunks))
+    layers = whole * group * sum(chunks)
+    for chunk in chunks:
+        layers += chunk * min(rest, group)
+        rest = max(0, rest - group)
+    return layers
+
+
+def workspace_bytes(memory: StackMemory, compute_capability: int) -> int:
+    """Return the workspaces of cuBLAS, and of the layers' own library, which live from the first products on."""
+    newer = compute_capability >= HOPPER
+    handle = CUBLAS_WORKSPACE_BYTES[newer] if memory.cublas_workspace_bytes is None else memory.cublas_workspace_bytes
+    return memory.cublas_handles * handle + memory.library_workspace_bytes[newer]
+
+
+def reserved_bytes(memory: StackMemory, estimate: MemoryEstimate, resting: int, micro_batches: int) -> int:
+    """Return the most that torch's allocator takes from the device: what is allocated, and what it cannot use again."""
+    dynamic = max(0, estimate.peak_bytes - resting)
+    share = memory.fragmentation if micro_batches > 1 else 0.0
+    return math.ceil((estimate.peak_bytes + dynamic * share) / SEGMENT_BYTES) * SEGMENT_BYTES

@@ -1,0 +1,263 @@
+"""Megatron-LM's golden values as configurations and layouts: bytes allocated at rest and at the peak of the last rank.
+
+Flags are those of the file. Where one is missing, Megatron-LM's default holds (megatron/training/arguments.py): a
+vocabulary of 50,257 tokens (GPT-2's), an inner size of 4 x hidden_size or, gated, two thirds of it rounded down to a
+multiple of 64, dropout of 0.1, learned positions, LayerNorm and biases. Rows without a number of GPUs ran on the eight
+of their machine, as those of the same platform did.
+"""
+
+import csv
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+
+from harness.config.architecture import ARCHITECTURES, Architecture
+from harness.config.checkpointing import CheckpointingConfig
+from harness.config.model import ModelConfig
+from harness.config.precision import PrecisionConfig
+from harness.config.schema import ClusterConfig, DataConfig, RunConfig, TrainConfig
+from harness.config.stack import StackConfig, load_stack
+from harness.config.strategy import StrategyConfig
+from harness.layout.layout import resolve_layout
+from tests.support.published import DATA, PublishedRow
+
+FILE = "megatron_golden_values.csv"
+
+GPT2_VOCABULARY = 50_257
+
+COMPUTE_CAPABILITIES = {"a100": 8, "h100": 9, "gb200": 10}
+
+Values = dict[str, str]
+
+
+@dataclass(frozen=True)
+class MegatronModel(ModelConfig):
+    """A model whose parts Megatron-LM's flags combine in other ways than the families of this project do."""
+
+    parts: Architecture | None = None
+
+    @property
+    def architecture(self) -> Architecture:
+        """The parts of a decoder layer."""
+        return self.parts or super().architecture
+
+
+@dataclass(frozen=True)
+class GoldenRow:
+    """A row of the golden values, and the stack as its flags set it."""
+
+    row: PublishedRow
+    stack: StackConfig
+    compute_capability: int
+
+    @property
+    def last_rank(self) -> int:
+        """The rank of the pipeline that the values are of."""
+        return self.row.layout.pp - 1
+
+
+def exclusion(values: Values) -> str | None:
+    """Return why a row is left out, or None: what is trained is another model, or a flag that matters is not listed."""
+    if values["suite"] != "gpt" or values["num-experts"]:
+        return f"suite {values['suite']}: not a dense decoder"
+    if not values["mem_allocated_last"] or not values["mem_max_allocated_last"]:
+        return "no memory is listed"
+    reasons = {
+        "grpo": "reinforcement learning: the memory is that of its inference engine",
+        "inference": "inference",
+        "release": "neither the number of GPUs nor the vocabulary is listed",
+        "account_for_embedding": "stages without a layer, which no layout here has",
+        "check_grads": "a head size of 128 (--kv-channels) is not listed, and the case runs several layouts",
+    }
+    for word, reason in reasons.items():
+        if word in values["case"]:
+            return reason
+    if values["use-megatron-fsdp"]:
+        return "Megatron-FSDP, another implementation of sharding"
+    return "parameters in FP8, which no precision here has" if values["fp8-format"] else None
+
+
+@lru_cache(maxsize=4)
+def numbered_rows(path: Path = DATA / FILE) -> tuple[tuple[int, Values], ...]:
+    """Return all rows of the file with their line numbers."""
+    with path.open(newline="") as file:
+        return tuple(enumerate(csv.DictReader(file), start=2))
+
+
+def excluded_rows(path: Path = DATA / FILE) -> dict[str, int]:
+    """Return how many rows are left out for each reason."""
+    reasons = sorted(reason for _, values in numbered_rows(path) if (reason := exclusion(values)))
+    return {reason: len(list(group)) for reason, group in groupby(reasons)}
+
+
+@lru_cache(maxsize=4)
+def rows(path: Path = DATA / FILE) -> tuple[GoldenRow, ...]:
+    """Return the rows of dense decoders that the flags in the file describe."""
+    return tuple(_row(number, values) for number, values in numbered_rows(path) if exclusion(values) is None)
+
+
+def _integer(values: Values, key: str, default: int) -> int:
+    return int(float(values[key])) if values[key] else default
+
+
+def _row(number: int, values: Values) -> GoldenRow:
+    tp, pp, cp = (
+        _integer(values, key, 1)
+        for key in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
+    )
+    nodes, per_node = (int(part) for part in (values["nodes_gpus"] or "1x8").split("x"))
+    dp = nodes * per_node // (tp * pp * cp)
+    model = _model(values)
+    sharded = values["use-distributed-optimizer"] == "True"
+    virtual = _virtual_stages(values, model.num_hidden_layers, pp)
+    strategy = StrategyConfig(
+        "megatron",
+        data_parallel="ddp" if dp * cp > 1 else "none",
+        zero_stage=1 if sharded else 0,
+        dp_replicate=1 if sharded else dp,
+        dp_shard=dp if sharded else 1,
+        tp=tp,
+        sequence_parallel=values["sequence-parallel"] == "True" and tp > 1,
+        cp=cp,
+        pp=pp,
+        schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
+        virtual_stages=virtual,
+        layers_per_stage=_layers_per_stage(values["case"], model.num_hidden_layers, pp * virtual),
+    )
+    micro_batch = _integer(values, "micro-batch-size", 1)
+    config = RunConfig(
+        model,
+        strategy,
+        _checkpointing(values),
+        _precision(values),
+        DataConfig("synthetic", kind="synthetic"),
+        ClusterConfig(_cluster(values), nodes=nodes, gpus_per_node=per_node),
+        TrainConfig(
+            global_batch=_integer(values, "global-batch-size", micro_batch * dp),
+            micro_batch=micro_batch,
+            seq_len=_integer(values, "seq-length", 1024),
+            steps=50,
+            warmup_steps=1,
+            seed=0,
+            lr=1.5e-4,
+            weight_decay=0.01,
+            betas=(0.9, 0.999),
+            eps=1e-8,
+            gradient_clipping=1.0,
+        ),
+        world_size=nodes * per_node,
+    )
+    measured = {
+        "resting_bytes": float(values["mem_allocated_last"]),
+        "peak_bytes": float(values["mem_max_allocated_last"]),
+    }
+    if values["iteration_s_median"]:
+        measured["step_seconds"] = float(values["iteration_s_median"])
+    row = PublishedRow(
+        FILE,
+        number,
+        f"{values['case']} on {nodes * per_node} GPUs",
+        config,
+        resolve_layout(strategy, nodes * per_node),
+        _cluster(values),
+        nodes,
+        per_node,
+        "megatron",
+        measured,
+    )
+    capability = next(value for name, value in COMPUTE_CAPABILITIES.items() if name in _device(values))
+    return GoldenRow(row, _stack(values), capability)
+
+
+def _device(values: Values) -> str:
+    """Return the part of the platform that names the device; the oldest files, without one, are of A100."""
+    return "a100" if values["platform"].endswith(".json") else values["platform"]
+
+
+def _cluster(values: Values) -> str:
+    device = _device(values)
+    return "8xb200" if "gb200" in device else "8xh100" if "h100" in device else "8xa100_80"
+
+
+def _virtual_stages(values: Values, layers: int, pp: int) -> int:
+    """Return the stages of each rank, from the flags that set their layers or their number."""
+    if values["num-layers-per-virtual-pipeline-stage"]:
+        return layers // pp // _integer(values, "num-layers-per-virtual-pipeline-stage", 1)
+    return _integer(values, "num-virtual-stages-per-pipeline-rank", 1)
+
+
+def _layers_per_stage(case: str, layers: int, stages: int) -> tuple[int, ...] | None:
+    """Return the layers of stages that a case cuts unevenly, by the flags of its model_config.yaml.
+
+    The uneven pipeline has two layers in its first and in its last stage (--decoder-first-pipeline-num-layers and
+    --decoder-last-pipeline-num-layers).
+    """
+    if "uneven" in case:
+        return (2, *[(layers - 4) // (stages - 2)] * (stages - 2), 2)
+    return None
+
+
+def _model(values: Values) -> MegatronModel:
+    hidden, gated = _integer(values, "hidden-size", 0), values["swiglu"] == "True"
+    heads = _integer(values, "num-attention-heads", 1)
+    grouped = values["group-query-attention"] == "True"
+    inner = hidden * 4 * 2 // 3 // 64 * 64 if gated else 4 * hidden
+    backend, dropout = values["attention-backend"], values["hidden-dropout"] != "0.0"
+    # The first images had no deterministic fused kernel that Transformer Engine would choose by itself.
+    first_images = "dracooci" in values["platform"] and not backend
+    eager = backend == "unfused" or values["transformer-impl"] == "local" or first_images
+    parts = dataclasses.replace(
+        ARCHITECTURES["llama" if gated else "gpt"],
+        norm="rms" if values["normalization"] == "RMSNorm" else "layer",
+        biases=values["disable-bias-linear"] != "True",
+        learned_positions=values["position-embedding-type"] in ("", "learned_absolute"),
+        dropout=True,
+    )
+    return MegatronModel(
+        values["case"],
+        family="gpt",
+        hidden_size=hidden,
+        num_hidden_layers=_integer(values, "num-layers", 1),
+        num_attention_heads=heads,
+        num_key_value_heads=_integer(values, "num-query-groups", heads) if grouped else heads,
+        intermediate_size=_integer(values, "ffn-hidden-size", inner),
+        vocab_size=_integer(values, "vocab-size", GPT2_VOCABULARY),
+        tie_word_embeddings=values["untie-embeddings-and-output-weights"] != "True",
+        context_length=_integer(values, "seq-length", 1024),
+        parameters=0,
+        source="Megatron-LM tests/functional_tests",
+        attention="eager" if eager else "flash",
+        dropout=0.1 if dropout else 0.0,
+        parts=parts,
+    )
+
+
+def _checkpointing(values: Values) -> CheckpointingConfig:
+    granularity = values["recompute-granularity"]
+    return CheckpointingConfig("full" if granularity == "full" else "attention" if granularity else "none")
+
+
+def _precision(values: Values) -> PrecisionConfig:
+    """Return the precision: gradients are accumulated in fp32 under --bf16, and as they are under --fp16."""
+    if values["fp16"] == "True":
+        return PrecisionConfig(
+            "fp16_mixed", compute="float16", master="float32", accumulate="float16", reduce="float16"
+        )
+    return PrecisionConfig("bf16_mixed", compute="bfloat16", master="float32", accumulate="float32", reduce="float32")
+
+
+def _stack(values: Values) -> StackConfig:
+    """Return the stack as the flags of a row set it.
+
+    Deterministic runs set CUBLAS_WORKSPACE_CONFIG=:4096:8, 32 MiB a handle (their model_config.yaml). Only Transformer
+    Engine's layers have a workspace of their own.
+    """
+    stack = load_stack("megatron")
+    changes: dict[str, int | tuple[int, int]] = {}
+    if values["deterministic-mode"] == "True":
+        changes["cublas_workspace_bytes"] = 8 * 4096 * 2**10
+    if values["transformer-impl"] == "local":
+        changes["library_workspace_bytes"] = (0, 0)
+    return dataclasses.replace(stack, memory=dataclasses.replace(stack.memory, **changes))
