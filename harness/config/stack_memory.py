@@ -19,6 +19,9 @@ class StackMemory:
     """The tensors that an implementation allocates where implementations differ."""
 
     kind: MemoryKind = "replicated"  # The engine's kind: harness, replicated or flat_units.
+    # The ZeRO stages that the implementation has, and whether it divides matrices, layers or sequences too.
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    has_model_parallelism: bool = True
     # State. The width of weights, and of masters where they are kept apart, follows from the precision.
     # Whether a buffer of all parameters' gradients, as wide as they are accumulated, lives from step to step.
     keeps_main_gradients: bool = True
@@ -39,12 +42,15 @@ class StackMemory:
     # The tensors of intermediate_size that a gated MLP keeps: gate, up, product, and the activation unless it is fused.
     gated_mlp_tensors: int = 4
     plain_mlp_tensors: int = 2  # The tensors of intermediate_size that an MLP without a gate keeps.
+    # The tensors as wide as its input that an RMSNorm of plain operations keeps beside its input and its output.
+    rms_norm_copies: int = 0
     # The tensors as wide as queries that attention keeps beside queries, keys, values and its result.
     attention_copies: int = 0
     scores_bytes: int = 2  # The bytes per element of the softmax that eager attention keeps.
     # Head and loss.
-    keeps_logits: bool = True  # Whether the logits in the width of compute live while the loss is computed.
-    fp32_logits: int = 1  # The fp32 copies of the logits at the worst moment of the loss.
+    # The copies of the logits in the width of compute, and in fp32, at the worst moment of the loss.
+    narrow_logits: int = 1
+    fp32_logits: int = 1
     loss_chunk_tokens: int = 0  # The tokens that head and loss compute at once; 0 means all of a micro-batch.
     # Buffers.
     # The tensors of the residual stream, of each pipeline stage of a rank, that live from step to step: what the last
@@ -56,8 +62,10 @@ class StackMemory:
     cublas_workspace_bytes: int | None = None  # The bytes of one such workspace; null means torch's default.
     # The bytes of a workspace of the layers' own library, before and from compute capability 9.
     library_workspace_bytes: tuple[int, int] = (0, 0)
-    # The share of activations and temporaries by which torch's allocator holds more than is allocated, in a step of
-    # several micro-batches.
+    # The tensors of the whole residual stream, in each layer of a forward with sequence parallelism, that collectives
+    # read and that the allocator cannot use again before the host has seen their end.
+    collective_tensors: int = 0
+    # The share of activations and temporaries by which torch's allocator holds more than is allocated. It is fitted.
     fragmentation: float = 0.0
 
     def __post_init__(self) -> None:

@@ -74,9 +74,11 @@ def layer_bytes(shape: PassShape, memory: StackMemory) -> LayerBytes:
 
 def norm_bytes(shape: PassShape, memory: StackMemory) -> dict[str, int]:
     """Return the bytes that one norm keeps: its input, statistics in fp32 and its output, which matrices take."""
-    statistics = 2 if shape.model.architecture.norm == "layer" else 1
+    is_rms = shape.model.architecture.norm == "rms"
+    statistics = 1 if is_rms else 2
     return {
         "input": shape.hidden_bytes,
+        "copies": shape.hidden_bytes * memory.rms_norm_copies if is_rms else 0,
         "statistics": shape.residual_tokens * FP32_BYTES * statistics,
         "output": shape.hidden_bytes if memory.gathers_inputs_again else shape.whole_hidden_bytes,
     }
@@ -111,4 +113,4 @@ def loss_bytes(shape: PassShape, memory: StackMemory) -> int:
     tokens = min(shape.tokens, memory.loss_chunk_tokens or shape.tokens)
     rows = math.ceil(shape.model.vocab_size / (memory.vocabulary_multiple * shape.vocabulary_tp))
     elements = tokens * rows * memory.vocabulary_multiple
-    return elements * (memory.fp32_logits * FP32_BYTES + memory.keeps_logits * shape.width)
+    return elements * (memory.fp32_logits * FP32_BYTES + memory.narrow_logits * shape.width)

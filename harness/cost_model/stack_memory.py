@@ -21,6 +21,7 @@ from harness.cost_model.stack_parameters import RankParts, rank_parts
 from harness.cost_model.stack_state import Moment, model_state
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
+from harness.util.errors import UserError
 
 HOPPER = 9  # the compute capability from which cuBLAS and Transformer Engine take larger workspaces
 
@@ -57,17 +58,41 @@ def predict_memory(
         if widths is None:
             raise ValueError("the stack harness needs its engine's widths")
         return estimate_memory(config, layout, widths, "cuda")
+    require_expressible(config, layout, stack)
     return max(
         (predict_rank_memory(config, layout, stack, rank, compute_capability).estimate for rank in ranks(layout)),
         key=lambda memory: memory.peak_bytes,
     )
 
 
+def require_expressible(config: RunConfig, layout: Layout, stack: StackConfig) -> None:
+    """Raise UserError for a model whose layers the stack does not know, and for a layout that it does not have."""
+    if config.model.family == "hf":
+        raise UserError(
+            f"stack={stack.name} knows the layers of model.family=llama and gpt, not those of model.name="
+            f"{config.model.name}: choose stack=harness"
+        )
+    stages = stack.memory.zero_stages
+    if layout.zero_stage not in stages:
+        choice = ", ".join(map(str, stages))
+        raise UserError(
+            f"strategy.zero_stage={layout.zero_stage} does not exist in stack={stack.name}: choose {choice}"
+        )
+    if not stack.memory.has_model_parallelism:
+        for axis in ("tp", "cp", "pp"):
+            if layout.axis_sizes[axis] > 1:
+                degree = layout.axis_sizes[axis]
+                raise UserError(f"strategy.{axis}={degree} does not exist in stack={stack.name}: choose 1")
+
+
 def ranks(layout: Layout) -> tuple[int, ...]:
     """Return the ranks of the pipeline of which one has the highest peak: those at its ends and beside them.
 
-    Between them, a stage has as many layers or one less, and keeps fewer micro-batches the later it comes.
+    Between them, a stage has as many layers or one less, and keeps fewer micro-batches the later it comes, unless
+    strategy.layers_per_stage says otherwise.
     """
+    if layout.layers_per_stage is not None:
+        return tuple(range(layout.pp))
     return tuple(sorted({0, min(1, layout.pp - 1), max(0, layout.pp - 2), layout.pp - 1}))
 
 
@@ -110,7 +135,12 @@ def predict_rank_memory(
     )
     chunks = len(parts.chunks) if layout.pp_enabled else 0
     resting = sum(resident.values()) + state.at_rest + memory.pipeline_tensors_at_rest * chunks * shape.hidden_bytes
-    return RankMemory(estimate, resting, reserved_bytes(memory, estimate, resting, micro_batches))
+    held = highest["gradients"] - state.main_gradients if state.main_gradients else state.gradients
+    collectives = 0
+    if shape.sequence_parallel and not layout.pp_enabled:
+        collectives = memory.collective_tensors * sum(parts.chunks) * shape.whole_hidden_bytes
+    absent_gradients = max(0, state.gradients - held)
+    return RankMemory(estimate, resting, reserved_bytes(memory, estimate, absent_gradients, collectives))
 
 
 @lru_cache(maxsize=4096)
@@ -139,7 +169,7 @@ def activation_moments(
         recomputes = sum(config.checkpointing.recomputes_layer(index) for index in range(sum(parts.chunks)))
         again = layer.kept - shape.hidden_bytes if recomputes else 0
     layers = sum(parts.chunks)
-    average = (kept * (layers - recomputes) + shape.hidden_bytes * recomputes) / layers
+    average = (kept * (layers - recomputes) + shape.hidden_bytes * recomputes) / max(1, layers)
     passes = passes_in_flight(layout, micro_batches, pp_rank)
     group = layout.micro_batches_per_round(micro_batches)
     ends = embedding_bytes(config, shape) if parts.holds_embedding else 0
@@ -200,8 +230,17 @@ def workspace_bytes(memory: StackMemory, compute_capability: int) -> int:
     return memory.cublas_handles * handle + memory.library_workspace_bytes[newer]
 
 
-def reserved_bytes(memory: StackMemory, estimate: MemoryEstimate, resting: int, micro_batches: int) -> int:
-    """Return the most that torch's allocator takes from the device: what is allocated, and what it cannot use again."""
-    dynamic = max(0, estimate.peak_bytes - resting)
-    share = memory.fragmentation if micro_batches > 1 else 0.0
-    return math.ceil((estimate.peak_bytes + dynamic * share) / SEGMENT_BYTES) * SEGMENT_BYTES
+def reserved_bytes(memory: StackMemory, estimate: MemoryEstimate, absent_gradients: int, collectives: int) -> int:
+    """Return the most that torch's allocator takes from the device: what is allocated, and what it cannot use again.
+
+    `absent_gradients` are the 16-bit gradients that do not exist at the peak: as large as weights, they have segments
+    other than those of activations, which are as large as a micro-batch. `collectives` are the tensors that collectives
+    of a forward read: their segments are not used again before the host sees that they have ended (torch's
+    ProcessGroupNCCL records its stream), and the host is a micro-batch ahead unless it waits for a pipeline's
+    transfers. They are part of the segments of activations and temporaries of which no tensor makes use, of which
+    otherwise the stack has a share.
+    """
+    at_peak = estimate.at_peak
+    dynamic = sum(at_peak.get(name, 0) for name in ("activations", "loss", "temporaries"))
+    total = estimate.peak_bytes + absent_gradients + max(dynamic * memory.fragmentation, collectives)
+    return math.ceil(total / SEGMENT_BYTES) * SEGMENT_BYTES

@@ -39,14 +39,16 @@ class StackState:
 
     def at(self, moment: Moment, accumulates: bool) -> dict[str, int]:
         """Return the bytes of all parts but resident ones at a moment of the last micro-batch of a step."""
-        done = self.layers - moment.remaining_layers
-        gathered = self.root_gathered + self.unit_gathered * min(self.gathered_units, self.layers)
+        left = moment.remaining_layers / self.layers if self.layers else 0.0  # a stage may have the head alone
+        # Between forward and backward, layers that are gathered for each use are freed.
+        units = self.gathered_units if moment.in_backward or self.gathered_units == self.layers else 0
+        gathered = self.root_gathered + self.unit_gathered * min(units, self.layers)
         reduced = 0
         if self.unit_gathered and moment.in_backward:
             reduced = self.unit_gradient if moment.remaining_layers else self.root_gradient
-        share = done / self.layers if moment.in_backward and not accumulates else float(accumulates)
+        share = 1 - left if moment.in_backward and not accumulates else float(accumulates)
         if self.main_gradients:  # gradients of a backward are added to the buffer at its end
-            share = done / self.layers if moment.in_backward else 0.0
+            share = 1 - left if moment.in_backward else 0.0
         return {
             "gradients": self.main_gradients + round(self.gradients * share),
             "buffers": self.buckets + gathered + reduced,

@@ -1,0 +1,125 @@
+"""How far the planner's memory predictions are from published measurements: the figures of the bars, by name."""
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from statistics import median
+
+from harness.config.stack import StackConfig, load_stack
+from harness.cost_model.stack_memory import RankMemory, predict_memory, predict_rank_memory
+from tests.support.published import PublishedRow, fms, megatron, nanotron
+
+SEEDS = (0, 1, 2, 3, 4)
+
+H100_BYTES = 80 * 10**9  # as its name says; the device has a little more, of which a context takes a part
+
+FRAGMENTATIONS = tuple(step / 100 for step in range(0, 36, 4))  # the values among which the only fitted one is searched
+
+
+def error(predicted: float, measured: float) -> float:
+    """Return by how much a prediction is off, in units of the measurement."""
+    return abs(predicted / measured - 1)
+
+
+def megatron_scores() -> dict[str, float]:
+    """Return the median errors of Megatron-LM's golden values, which are of the last rank; nothing is fitted."""
+    pairs = [
+        (golden.row.measured, predict_rank_memory(golden.row.config, golden.row.layout, *_golden_arguments(golden)))
+        for golden in megatron.rows()
+    ]
+    resting = [error(memory.resting_bytes, measured["resting_bytes"]) for measured, memory in pairs]
+    peaks = [error(memory.estimate.peak_bytes, measured["peak_bytes"]) for measured, memory in pairs]
+    return {
+        "megatron_rows": len(pairs),
+        "megatron_resting_median": median(resting),
+        "megatron_peak_median": median(peaks),
+    }
+
+
+def _golden_arguments(golden: megatron.GoldenRow) -> tuple[StackConfig, int, int]:
+    return golden.stack, golden.last_rank, golden.compute_capability
+
+
+def fms_scores() -> dict[str, float]:
+    """Return the errors of the peaks of fms-acceleration's benchmarks; nothing is fitted."""
+    errors = [
+        error(
+            predict_memory(case.row.config, case.row.layout, case.stack, None, 8).peak_bytes,
+            case.row.measured["peak_bytes"],
+        )
+        for case in fms.rows()
+    ]
+    return {"fms_rows": len(errors), "fms_peak_median": median(errors), "fms_peak_worst": max(errors)}
+
+
+def nanotron_memory(row: PublishedRow, fragmentation: float | None = None) -> RankMemory:
+    """Return the memory of the first rank, whose figures nanotron writes (src/nanotron/helpers.py, log_throughput).
+
+    The stack cuts the layers itself, since nanotron may leave the last stages without one.
+    """
+    stack = load_stack_with(fragmentation)
+    return predict_rank_memory(row.config, dataclasses.replace(row.layout, layers_per_stage=None), stack, 0)
+
+
+@lru_cache(maxsize=64)
+def load_stack_with(fragmentation: float | None) -> StackConfig:
+    """Return nanotron's stack with this share of fragmentation, by default its own."""
+    stack = load_stack("nanotron")
+    if fragmentation is None:
+        return stack
+    return dataclasses.replace(stack, memory=dataclasses.replace(stack.memory, fragmentation=fragmentation))
+
+
+@lru_cache(maxsize=1)
+def nanotron_rows() -> tuple[PublishedRow, ...]:
+    """Return the rows of nanotron's grid that ran and have a figure of memory."""
+    return tuple(row for row in nanotron.rows() if row.status == "ok" and "peak_bytes" in row.measured)
+
+
+def held_out_median(rows: Sequence[PublishedRow], predict: Callable[[PublishedRow, float], float], seed: int) -> float:
+    """Return the median error on one half of the groups with the fragmentation that suits the other half best."""
+    groups = sorted({row.group for row in rows})
+    random.Random(seed).shuffle(groups)
+    fitted = set(groups[: len(groups) // 2])
+
+    def score(fragmentation: float, inside: bool) -> float:
+        chosen = [row for row in rows if (row.group in fitted) == inside]
+        return median(error(predict(row, fragmentation), row.measured["peak_bytes"]) for row in chosen)
+
+    return score(min(FRAGMENTATIONS, key=lambda value: score(value, inside=True)), inside=False)
+
+
+def nanotron_scores() -> dict[str, float]:
+    """Return the errors of nanotron's reserved bytes, the worst of five halves held out, and the verdicts.
+
+    A row is called `no` if what is allocated at the peak is more than the device has: fragments can be given back.
+    """
+    rows = nanotron_rows()
+    predicted = {
+        (row.row_number, value): nanotron_memory(row, value).reserved_bytes for row in rows for value in FRAGMENTATIONS
+    }
+    worst = max(held_out_median(rows, lambda row, value: predicted[row.row_number, value], seed) for seed in SEEDS)
+    own = [error(nanotron_memory(row).reserved_bytes, row.measured["peak_bytes"]) for row in rows]
+    crashed = [nanotron_memory(row) for row in nanotron.rows() if row.status != "ok"]
+    states = [memory for memory in crashed if state_bytes(memory) > H100_BYTES]
+    return {
+        "nanotron_rows": len(rows),
+        "nanotron_memory_held_out": worst,
+        "nanotron_memory_median": median(own),
+        "nanotron_no_of_ran": sum(map(exceeds, map(nanotron_memory, rows))) / len(rows),
+        "nanotron_no_of_crashed": sum(map(exceeds, crashed)) / len(crashed),
+        "nanotron_states_too_large": len(states),
+        "nanotron_no_of_states_too_large": sum(map(exceeds, states)) / max(1, len(states)),
+    }
+
+
+def state_bytes(memory: RankMemory) -> int:
+    """Return the bytes of parameters, gradients and optimizer state."""
+    estimate = memory.estimate
+    return estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes
+
+
+def exceeds(memory: RankMemory) -> bool:
+    """Return whether a rank needs more than an H100 has."""
+    return memory.estimate.peak_bytes > H100_BYTES

@@ -1,0 +1,318 @@
+"""The memory of other stacks, held to published measurements and to the formulas of the papers."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import pairwise
+
+import pytest
+
+from harness.config.checkpointing import CheckpointingConfig
+from harness.config.model import ModelConfig
+from harness.config.precision import PrecisionConfig
+from harness.config.schema import RunConfig
+from harness.config.stack import StackConfig, load_stack, stack_names
+from harness.config.stack_memory import StackMemory
+from harness.config.strategy import StrategyConfig
+from harness.cost_model import stack_memory, stack_parameters, stack_state
+from harness.cost_model.memory import estimate_memory
+from harness.cost_model.stack_activations import PassShape, layer_bytes
+from harness.cost_model.stack_memory import passes_in_flight, predict_memory, predict_rank_memory
+from harness.layout.layout import Layout, resolve_layout
+from harness.layout.parameters import parameter_count
+from harness.layout.state_widths import StateWidths
+from harness.util.errors import UserError
+from tests.support.commands import compose_config
+from tests.support.published import fms, megatron
+from tests.support.published.memory_scores import (
+    error,
+    fms_scores,
+    megatron_scores,
+    nanotron_memory,
+    nanotron_rows,
+    nanotron_scores,
+)
+
+WIDTHS = StateWidths(parameters=2, gradients=4, optimizer=12, gathered=2)
+
+
+@lru_cache(maxsize=16)
+def gpt_config(name: str, seq_len: int = 1024, micro_batch: int = 1, attention: str = "eager") -> RunConfig:
+    """Return a GPT with dropout in mixed precision, as the papers' formulas have it."""
+    config = compose_config(
+        f"model={name}",
+        "model.dropout=0.1",
+        f"model.attention={attention}",
+        "precision=bf16_mixed",
+        f"train.seq_len={seq_len}",
+        f"train.micro_batch={micro_batch}",
+        "train.global_batch=4096",
+        "strategy=single",
+    )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, context_length=seq_len))
+
+
+def layout_of(world_size: int = 1, **keys: object) -> Layout:
+    return resolve_layout(StrategyConfig("test", **keys), world_size)  # type: ignore[arg-type]
+
+
+# --- Published measurements: the bars of the planner
+
+
+def test_megatrons_golden_values_are_predicted() -> None:
+    scores = megatron_scores()
+    assert scores["megatron_rows"] >= 200
+    assert scores["megatron_resting_median"] <= 0.01
+    assert scores["megatron_peak_median"] <= 0.02
+
+
+def test_peaks_of_fully_sharded_fine_tuning_are_predicted() -> None:
+    scores = fms_scores()
+    assert scores["fms_rows"] >= 30
+    assert scores["fms_peak_median"] <= 0.005
+    assert scores["fms_peak_worst"] <= 0.04
+
+
+def test_memory_of_nanotrons_grid_is_predicted_for_groups_that_were_held_out() -> None:
+    scores = nanotron_scores()
+    assert scores["nanotron_rows"] >= 700
+    assert scores["nanotron_memory_held_out"] <= 0.08
+    assert scores["nanotron_states_too_large"] > 0
+    assert scores["nanotron_no_of_states_too_large"] == 1
+    assert scores["nanotron_no_of_ran"] <= 0.03
+
+
+def test_every_row_that_is_left_out_has_a_reason() -> None:
+    for source in (megatron, fms):
+        left_out = sum(source.excluded_rows().values())
+        assert left_out + len(source.rows()) == len(source.numbered_rows())
+    dense = [values for _, values in megatron.numbered_rows() if values["suite"] == "gpt"]
+    assert len(megatron.rows()) >= 0.85 * len(dense)
+
+
+# --- Faults that these figures must show
+
+
+def forget_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count one of Adam's two moments."""
+    original = stack_state.model_state
+
+    def with_one_moment(config: RunConfig, *rest: object) -> stack_state.StackState:
+        state = original(config, *rest)  # type: ignore[arg-type]
+        states = 3 if config.precision.is_mixed and not state.unit_gradient else 2
+        return dataclasses.replace(state, optimizer=state.optimizer * (states - 1) // states)
+
+    monkeypatch.setattr(stack_memory, "model_state", with_one_moment)
+
+
+def swap_tensor_and_pipeline_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = stack_parameters.rank_parts
+
+    def swapped(model: ModelConfig, layout: Layout, memory: StackMemory, pp_rank: int) -> stack_parameters.RankParts:
+        other = dataclasses.replace(layout, tp=layout.pp, pp=layout.tp, layers_per_stage=None)
+        return original(model, other, memory, min(pp_rank, other.pp - 1))
+
+    monkeypatch.setattr(stack_memory, "rank_parts", swapped)
+
+
+def keep_one_micro_batch_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = stack_memory.passes_in_flight
+
+    def fewer(layout: Layout, micro_batches: int, pp_rank: int) -> int:
+        return max(1, original(layout, micro_batches, pp_rank) - 1)
+
+    monkeypatch.setattr(stack_memory, "passes_in_flight", fewer)
+
+
+def keep_gradients_in_16_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = stack_state.model_state
+
+    def narrow(*arguments: object) -> stack_state.StackState:
+        state = original(*arguments)  # type: ignore[arg-type]
+        lost = state.main_gradients // 2
+        return dataclasses.replace(state, main_gradients=lost, at_rest=state.at_rest - lost)
+
+    monkeypatch.setattr(stack_memory, "model_state", narrow)
+
+
+def pipeline_error() -> float:
+    """Return the median error of nanotron's rows with four stages or more."""
+    rows = [row for row in nanotron_rows() if row.layout.pp >= 4]
+    errors = sorted(error(nanotron_memory(row).reserved_bytes, row.measured["peak_bytes"]) for row in rows)
+    return errors[len(errors) // 2]
+
+
+@pytest.mark.parametrize(
+    ("plant", "figure", "limit"),
+    [
+        (forget_a_moment, lambda: megatron_scores()["megatron_resting_median"], 0.01),
+        (forget_a_moment, lambda: fms_scores()["fms_peak_median"], 0.08),
+        (keep_gradients_in_16_bit, lambda: megatron_scores()["megatron_resting_median"], 0.01),
+        (swap_tensor_and_pipeline_parallelism, lambda: megatron_scores()["megatron_resting_median"], 0.01),
+        (keep_one_micro_batch_too_few, pipeline_error, 0.1),
+    ],
+)
+def test_a_fault_exceeds_a_bar(
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    figure: Callable[[], float],
+    limit: float,
+) -> None:
+    assert figure() <= limit
+    plant(monkeypatch)
+    assert figure() > limit
+
+
+# --- Formulas
+
+
+def test_model_state_is_that_of_the_papers_table() -> None:
+    """ZeRO's table 1 counts 2 + 2 + 12 bytes a parameter, 7.5e9 of them; Megatron-LM's gradients are in fp32."""
+    config = gpt_config("gpt_6.7b")
+    for ranks in (1, 4, 16, 64):
+        memory = predict_rank_memory(config, layout_of(ranks, zero_stage=1, dp_shard=-1), load_stack("megatron"), 0)
+        count = memory.estimate.parameter_bytes // 2
+        assert memory.estimate.gradient_bytes == 4 * count
+        assert memory.estimate.optimizer_bytes == -(-12 * count // ranks)
+
+
+# Korthikanti et al., arXiv 2205.05198, table 2, in units of sbh: bytes of a layer by tensor, sequence parallelism and
+# selective recomputation, as (tp, sequence_parallel, recomputes) -> (outside the scores, of as/h).
+KORTHIKANTI = [
+    (1, False, False, 34.0, 5.0),
+    (8, False, False, 10 + 24 / 8, 5 / 8),
+    (8, True, False, 34 / 8, 5 / 8),
+    (8, False, True, 10 + 24 / 8, 0.0),
+    (8, True, True, 34 / 8, 0.0),
+]
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel", "recomputes", "constant", "scores"), KORTHIKANTI)
+def test_a_layer_keeps_the_bytes_of_the_papers_formulas(
+    tp: int, sequence_parallel: bool, recomputes: bool, constant: float, scores: float
+) -> None:
+    """The norms' statistics, 8 bytes a token for each norm, are what the paper leaves out."""
+    model = gpt_config("gpt_22b", 2048).model
+    shape = PassShape(model, 4 * 2048, 2048, 2, tp, tp, sequence_parallel)
+    layer = layer_bytes(shape, load_stack("megatron").memory)
+    sbh = shape.tokens * model.hidden_size
+    expected = sbh * (constant + scores * model.num_attention_heads * shape.seq_len / model.hidden_size)
+    statistics = 2 * 8 * shape.residual_tokens
+    assert layer.kept - (layer.scores if recomputes else 0) == pytest.approx(expected + statistics, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "gigabytes"), [(1, 14.9), (2, 29.8), (4, 59.6), (8, 119.0), (16, 238.0), (32, 477.0)]
+)
+def test_a_10b_model_keeps_the_activations_that_are_published(micro_batch: int, gigabytes: float) -> None:
+    config = gpt_config("gpt_10b", 1024, micro_batch)
+    layer = layer_bytes(
+        PassShape(config.model, micro_batch * 1024, 1024, 2, 1, 1, False), load_stack("megatron").memory
+    )
+    unit = 1 if gigabytes > 100 else 0.1  # of the last printed digit
+    assert layer.kept * config.model.num_hidden_layers / 1e9 == pytest.approx(gigabytes, abs=unit)
+
+
+def test_a_stage_keeps_as_many_micro_batches_as_follow_it() -> None:
+    layout = layout_of(4, pp=4)
+    assert [passes_in_flight(layout, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert [passes_in_flight(layout, 2, rank) for rank in range(4)] == [2, 2, 2, 1]
+    gpipe = layout_of(4, pp=4, schedule="gpipe")
+    assert [passes_in_flight(gpipe, 8, rank) for rank in range(4)] == [8] * 4
+    # Megatron-LM: (v - 1) p + 2 (p - 1 - rank) + 1
+    looped = layout_of(4, pp=4, schedule="interleaved_1f1b", virtual_stages=2)
+    assert [passes_in_flight(looped, 8, rank) for rank in range(4)] == [11, 9, 7, 5]
+
+
+@pytest.mark.parametrize("name", ["gpt_125m", "7b", "70b", "tiny", "mistral_7b"])
+def test_the_parameters_of_all_parts_are_the_models(name: str) -> None:
+    model = compose_config(f"model={name}", "strategy=single").model
+    for pp in (1, 2, 4):
+        layout = layout_of(pp, pp=pp)
+        parts = [stack_parameters.rank_parts(model, layout, StackMemory(), rank) for rank in range(pp)]
+        copies = model.vocab_size * model.hidden_size if model.tie_word_embeddings and pp > 1 else 0
+        assert sum(part.parameters for part in parts) == parameter_count(model) + copies
+
+
+# --- Predictions of all stacks
+
+
+OTHER_STACKS = [name for name in stack_names() if name != "harness"]
+
+LAYOUTS = [
+    {"zero_stage": 0, "dp_replicate": 8, "data_parallel": "ddp"},
+    {"zero_stage": 1, "dp_shard": 8, "data_parallel": "ddp"},
+    {"zero_stage": 3, "dp_shard": 8, "data_parallel": "fsdp"},
+    {"zero_stage": 2, "dp_shard": 8, "data_parallel": "fsdp"},
+    {"zero_stage": 1, "dp_shard": 2, "tp": 2, "pp": 2, "sequence_parallel": True, "data_parallel": "ddp"},
+    {"zero_stage": 0, "pp": 8, "schedule": "gpipe"},
+    {"zero_stage": 0, "pp": 4, "tp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
+]
+
+
+@pytest.mark.parametrize("name", OTHER_STACKS)
+@pytest.mark.parametrize("keys", LAYOUTS)
+def test_more_recomputation_and_smaller_micro_batches_never_need_more(name: str, keys: dict[str, object]) -> None:
+    stack, layout = load_stack(name), layout_of(8, **keys)
+    config = gpt_config("gpt_1.3b", micro_batch=4)
+    try:
+        plain = predict_memory(config, layout, stack)
+    except UserError as refused:
+        assert "does not exist in stack=" in str(refused)
+        return
+    assert plain.peak_bytes == sum(plain.at_peak.values())
+    assert all(size >= 0 for size in plain.at_peak.values())
+    peaks = [
+        predict_memory(dataclasses.replace(config, checkpointing=CheckpointingConfig(mode)), layout, stack).peak_bytes
+        for mode in ("full", "attention", "none")
+    ]
+    assert all(low <= high for low, high in pairwise(peaks))
+    if layout.schedule == "gpipe":  # it keeps the whole batch, however it is cut
+        return
+    smaller = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch=1))
+    assert predict_memory(smaller, layout, stack).peak_bytes < plain.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["megatron", "nanotron"])
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_the_highest_rank_is_among_those_that_are_compared(name: str, pp: int, mode: str) -> None:
+    config = dataclasses.replace(gpt_config("gpt_1.3b"), checkpointing=CheckpointingConfig(mode))  # type: ignore[arg-type]
+    stack, layout = load_stack(name), layout_of(pp, pp=pp)
+    every = [predict_rank_memory(config, layout, stack, rank).estimate.peak_bytes for rank in range(pp)]
+    assert predict_memory(config, layout, stack).peak_bytes == max(every)
+
+
+def test_the_stack_harness_is_the_exact_model() -> None:
+    config, layout = gpt_config("gpt_125m"), layout_of(1)
+    exact = estimate_memory(config, layout, WIDTHS, "cuda")
+    assert predict_memory(config, layout, load_stack("harness"), WIDTHS) == exact
+    with pytest.raises(ValueError, match="widths"):
+        predict_memory(config, layout, load_stack("harness"))
+
+
+def test_reserved_bytes_are_whole_segments_and_no_less_than_allocated_ones() -> None:
+    for row in nanotron_rows()[::25]:
+        memory = nanotron_memory(row)
+        assert memory.reserved_bytes >= memory.estimate.peak_bytes >= memory.resting_bytes
+        assert memory.reserved_bytes % (2 * 2**20) == 0
+
+
+def test_a_stack_or_layout_that_does_not_exist_is_refused_in_one_line() -> None:
+    config = gpt_config("gpt_125m")
+    with pytest.raises(UserError, match=r"^stack=megatrn is not known: choose .*megatron"):
+        load_stack("megatrn")
+    with pytest.raises(UserError, match=r"^strategy\.zero_stage=3 does not exist in stack=megatron: choose 0, 1$"):
+        predict_memory(config, layout_of(8, zero_stage=3, dp_shard=8), load_stack("megatron"))
+    with pytest.raises(UserError, match=r"^strategy\.tp=2 does not exist in stack=llm_foundry: choose 1$"):
+        predict_memory(config, layout_of(2, tp=2), load_stack("llm_foundry"))
+    with pytest.raises(UserError, match=r"^stack\.memory\.kind=other"):
+        StackMemory(kind="other")  # type: ignore[arg-type]
+
+
+def test_16_bit_training_has_no_masters() -> None:
+    config = gpt_config("gpt_125m")
+    narrow = PrecisionConfig("bf16", "bfloat16", master="bfloat16", accumulate="bfloat16", reduce="bfloat16")
+    stack: StackConfig = load_stack("fms_acceleration")
+    memory = predict_memory(dataclasses.replace(config, precision=narrow), layout_of(1), stack)
+    assert memory.optimizer_bytes == 2 * memory.parameter_bytes
