@@ -51,7 +51,7 @@ class PassShape:
 class LayerBytes:
     """The bytes of one layer's tensors for one micro-batch."""
 
-    kept: int  # for backward
+    saved: int  # for backward
     scores: int  # of these, what eager attention keeps of its scores
     backward: int  # gradients of intermediates at the worst moment of backward
 

@@ -9,23 +9,19 @@ state of random generators, and the contexts of CUDA and NCCL.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
-from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig
 from harness.config.stack_memory import StackMemory
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
-from harness.cost_model.stack_activations import PassShape, head_bytes, layer_bytes, loss_bytes
-from harness.cost_model.stack_parameters import RankParts, rank_parts
-from harness.cost_model.stack_state import Moment, model_state
+from harness.cost_model.stack_moments import activation_moments, pass_shape
+from harness.cost_model.stack_parameters import rank_parts
+from harness.cost_model.stack_state import model_state
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
 from harness.util.errors import UserError
 
 HOPPER = 9  # the compute capability from which cuBLAS and Transformer Engine take larger workspaces
-
-INT64_BYTES = 8
 
 SEGMENT_BYTES = 2 * 2**20  # torch's allocator takes large segments in multiples of this (c10, kRoundLarge)
 
@@ -49,20 +45,34 @@ def predict_memory(
     widths: StateWidths | None = None,
     compute_capability: int = HOPPER,
 ) -> MemoryEstimate:
-    """Return the memory of the rank with the highest peak on a GPU.
+    """Return the memory of the rank with the highest peak on a GPU, as predict_highest_rank has it."""
+    return predict_highest_rank(config, layout, stack, widths, compute_capability).estimate
+
+
+def predict_highest_rank(
+    config: RunConfig,
+    layout: Layout,
+    stack: StackConfig,
+    widths: StateWidths | None = None,
+    compute_capability: int = HOPPER,
+) -> RankMemory:
+    """Return the memory of the rank with the highest peak, with its bytes at rest and those that torch reserves.
 
     `widths` are those of the engine, which the stack `harness` needs and others do not have. Raises UserError for a
-    layout that the model or the global batch does not divide into, ValueError for the stack `harness` without widths.
+    layout that the model or the global batch does not divide into or that the stack does not have, ValueError for the
+    stack `harness` without widths.
     """
-    if stack.memory.kind == "harness":
-        if widths is None:
-            raise ValueError("the stack harness needs its engine's widths")
-        return estimate_memory(config, layout, widths, "cuda")
-    require_expressible(config, layout, stack)
-    return max(
-        (predict_rank_memory(config, layout, stack, rank, compute_capability).estimate for rank in ranks(layout)),
-        key=lambda memory: memory.peak_bytes,
-    )
+    if stack.memory.kind != "harness":
+        require_expressible(config, layout, stack)
+        return max(
+            (predict_rank_memory(config, layout, stack, rank, compute_capability) for rank in ranks(layout)),
+            key=lambda memory: memory.estimate.peak_bytes,
+        )
+    if widths is None:
+        raise ValueError("the stack harness needs its engine's widths")
+    estimate = estimate_memory(config, layout, widths, "cuda")
+    lasting = (estimate.at_peak.get(part, 0) for part in ("parameters", "optimizer", "workspaces"))
+    return RankMemory(estimate, sum(lasting), reserved_bytes(stack.memory, estimate, 0, 0))
 
 
 def require_expressible(config: RunConfig, layout: Layout, stack: StackConfig) -> None:
@@ -135,92 +145,12 @@ def predict_rank_memory(
     )
     chunks = len(parts.chunks) if layout.pp_enabled else 0
     resting = sum(resident.values()) + state.at_rest + memory.pipeline_tensors_at_rest * chunks * shape.hidden_bytes
-    held = highest["gradients"] - state.main_gradients if state.main_gradients else state.gradients
+    present = highest["gradients"] - state.main_gradients if state.main_gradients else state.gradients
     collectives = 0
     if shape.sequence_parallel and not layout.pp_enabled:
         collectives = memory.collective_tensors * sum(parts.chunks) * shape.whole_hidden_bytes
-    absent_gradients = max(0, state.gradients - held)
+    absent_gradients = max(0, state.gradients - present)
     return RankMemory(estimate, resting, reserved_bytes(memory, estimate, absent_gradients, collectives))
-
-
-@lru_cache(maxsize=4096)
-def pass_shape(
-    model: ModelConfig, tokens: int, seq_len: int, width: int, tp: int, vocabulary_tp: int, sequence_parallel: bool
-) -> PassShape:
-    """Return one shape for all equal ones, so that caches compare it by identity first."""
-    return PassShape(model, tokens, seq_len, width, tp, vocabulary_tp, sequence_parallel)
-
-
-def activation_moments(
-    config: RunConfig,
-    layout: Layout,
-    memory: StackMemory,
-    parts: RankParts,
-    shape: PassShape,
-    pp_rank: int,
-    micro_batches: int,
-) -> list[Moment]:
-    """Return the moments of the backward that finds most micro-batches kept."""
-    layer = layer_bytes(shape, memory)
-    kept, again, recomputes = layer.kept, 0, 0
-    if config.checkpointing.name == "attention":
-        kept, again = layer.kept - layer.scores, layer.scores
-    elif config.checkpointing.name != "none":
-        recomputes = sum(config.checkpointing.recomputes_layer(index) for index in range(sum(parts.chunks)))
-        again = layer.kept - shape.hidden_bytes if recomputes else 0
-    layers = sum(parts.chunks)
-    average = (kept * (layers - recomputes) + shape.hidden_bytes * recomputes) / max(1, layers)
-    passes = passes_in_flight(layout, micro_batches, pp_rank)
-    group = layout.micro_batches_per_round(micro_batches)
-    ends = embedding_bytes(config, shape) if parts.holds_embedding else 0
-    pending = round(average * layers_in_flight(parts.chunks, passes, group)) + ends * -(-passes // len(parts.chunks))
-    one = round(average * parts.chunks[-1]) + (ends if len(parts.chunks) == 1 else 0)
-    received = shape.hidden_bytes if layout.pp > 1 else 0
-    moments = []
-    loss = 0
-    if parts.holds_head:
-        head, loss = head_bytes(shape, memory), loss_bytes(shape, memory)
-        moments.append(Moment(pending + head, loss, 0, layers))
-    gathers = memory.tp_gather_buffers * shape.whole_hidden_bytes if shape.sequence_parallel else 0
-    moments.append(Moment(pending, 0, again + layer.backward + received, layers, True))
-    largest = shape.width * max(parts.root if parts.holds_embedding else 0, parts.unit // 2)
-    moments.append(Moment(max(0, pending - one), 0, largest + received, 0, True))
-    if not gathers:
-        return moments
-    return [Moment(m.activations, m.loss, m.temporaries + gathers, m.remaining_layers, m.in_backward) for m in moments]
-
-
-def embedding_bytes(config: RunConfig, shape: PassShape) -> int:
-    """Return what the embedding keeps of a pass: token ids, and the mask of its dropout."""
-    masks = shape.residual_tokens * config.model.hidden_size if config.model.dropout else 0
-    return shape.tokens * INT64_BYTES + masks
-
-
-def passes_in_flight(layout: Layout, micro_batches: int, pp_rank: int) -> int:
-    """Return the most passes through a rank's stages that it keeps for backward at once.
-
-    1F1B keeps as many as there are stages from this one on, GPipe all, and the interleaved schedule its warm-up and one
-    more (Megatron-LM, megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches).
-    """
-    chunks, stages = layout.virtual_stages, layout.pp
-    if layout.schedule == "gpipe" and layout.pp_enabled:
-        return micro_batches
-    if chunks == 1:
-        return min(micro_batches, stages - pp_rank)
-    warm_up = (chunks - 1) * layout.micro_batches_per_round(micro_batches) + 2 * (stages - 1 - pp_rank)
-    return min(chunks * micro_batches, warm_up + 1)
-
-
-def layers_in_flight(chunks: tuple[int, ...], passes: int, group: int) -> int:
-    """Return the layers of so many passes, which go through a rank's stages in groups of micro-batches."""
-    if len(chunks) == 1:
-        return passes * chunks[0]
-    whole, rest = divmod(passes, group * len(chunks))
-    layers = whole * group * sum(chunks)
-    for chunk in chunks:
-        layers += chunk * min(rest, group)
-        rest = max(0, rest - group)
-    return layers
 
 
 def workspace_bytes(memory: StackMemory, compute_capability: int) -> int:

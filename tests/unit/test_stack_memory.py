@@ -14,10 +14,15 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, load_stack, stack_names
 from harness.config.stack_memory import StackMemory
 from harness.config.strategy import StrategyConfig
-from harness.cost_model import stack_memory, stack_parameters, stack_state
+from harness.cost_model import stack_memory, stack_moments, stack_parameters, stack_state
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.stack_activations import PassShape, layer_bytes
-from harness.cost_model.stack_memory import passes_in_flight, predict_memory, predict_rank_memory
+from harness.cost_model.stack_memory import (
+    predict_highest_rank,
+    predict_memory,
+    predict_rank_memory,
+)
+from harness.cost_model.stack_moments import passes_in_flight
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.parameters import parameter_count
 from harness.layout.state_widths import StateWidths
@@ -116,12 +121,12 @@ def swap_tensor_and_pipeline_parallelism(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def keep_one_micro_batch_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = stack_memory.passes_in_flight
+    original = stack_moments.passes_in_flight
 
     def fewer(layout: Layout, micro_batches: int, pp_rank: int) -> int:
         return max(1, original(layout, micro_batches, pp_rank) - 1)
 
-    monkeypatch.setattr(stack_memory, "passes_in_flight", fewer)
+    monkeypatch.setattr(stack_moments, "passes_in_flight", fewer)
 
 
 def keep_gradients_in_16_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +203,7 @@ def test_a_layer_keeps_the_bytes_of_the_papers_formulas(
     sbh = shape.tokens * model.hidden_size
     expected = sbh * (constant + scores * model.num_attention_heads * shape.seq_len / model.hidden_size)
     statistics = 2 * 8 * shape.residual_tokens
-    assert layer.kept - (layer.scores if recomputes else 0) == pytest.approx(expected + statistics, rel=1e-9)
+    assert layer.saved - (layer.scores if recomputes else 0) == pytest.approx(expected + statistics, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +215,7 @@ def test_a_10b_model_keeps_the_activations_that_are_published(micro_batch: int, 
         PassShape(config.model, micro_batch * 1024, 1024, 2, 1, 1, False), load_stack("megatron").memory
     )
     unit = 1 if gigabytes > 100 else 0.1  # of the last printed digit
-    assert layer.kept * config.model.num_hidden_layers / 1e9 == pytest.approx(gigabytes, abs=unit)
+    assert layer.saved * config.model.num_hidden_layers / 1e9 == pytest.approx(gigabytes, abs=unit)
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_follow_it() -> None:
@@ -287,6 +292,8 @@ def test_the_stack_harness_is_the_exact_model() -> None:
     config, layout = gpt_config("gpt_125m"), layout_of(1)
     exact = estimate_memory(config, layout, WIDTHS, "cuda")
     assert predict_memory(config, layout, load_stack("harness"), WIDTHS) == exact
+    whole = predict_highest_rank(config, layout, load_stack("harness"), WIDTHS)
+    assert whole.resting_bytes < exact.peak_bytes <= whole.reserved_bytes
     with pytest.raises(ValueError, match="widths"):
         predict_memory(config, layout, load_stack("harness"))
 
