@@ -67,6 +67,9 @@ class StackMemory:
     collective_tensors: int = 0
     # The share of activations and temporaries by which torch's allocator holds more than is allocated. It is fitted.
     fragmentation: float = 0.0
+    # The range of measured over predicted peak bytes in published measurements of this stack, 94 of 100 rows inside;
+    # null means that there are none.
+    measured_over_predicted: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         require_one_of("stack.memory.kind", self.kind, ("harness", "replicated", "flat_units"))

@@ -1,5 +1,6 @@
 """The memory of other stacks, held to published measurements and to the formulas of the papers."""
 
+import csv
 import dataclasses
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,6 +16,7 @@ from harness.config.stack import StackConfig, load_stack, stack_names
 from harness.config.stack_memory import StackMemory
 from harness.config.strategy import StrategyConfig
 from harness.cost_model import stack_memory, stack_moments, stack_parameters, stack_state
+from harness.cost_model.fit_verdict import fit_verdict
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.stack_activations import PassShape, layer_bytes
 from harness.cost_model.stack_memory import (
@@ -27,11 +29,14 @@ from harness.layout.layout import Layout, resolve_layout
 from harness.layout.parameters import parameter_count
 from harness.layout.state_widths import StateWidths
 from harness.util.errors import UserError
-from tests.support.commands import compose_config
+from tests.support.commands import ROOT, compose_config
 from tests.support.published import fms, megatron
 from tests.support.published.memory_scores import (
     error,
     fms_scores,
+    interval,
+    interval_scores,
+    measured_ratios,
     megatron_scores,
     nanotron_memory,
     nanotron_rows,
@@ -93,6 +98,41 @@ def test_every_row_that_is_left_out_has_a_reason() -> None:
         assert left_out + len(source.rows()) == len(source.numbered_rows())
     dense = [values for _, values in megatron.numbered_rows() if values["suite"] == "gpt"]
     assert len(megatron.rows()) >= 0.85 * len(dense)
+
+
+def test_nine_of_ten_measurements_are_in_the_range_of_groups_that_were_held_out() -> None:
+    scores = interval_scores()
+    assert scores["memory_inside_held_out"] >= 0.9
+    assert scores["memory_half_width_median_of_groups"] <= 0.09
+
+
+@pytest.mark.parametrize("name", ["megatron", "nanotron", "fms_acceleration", "harness"])
+def test_the_ranges_on_file_are_those_of_the_measurements(name: str) -> None:
+    if name == "harness":
+        with (ROOT / "results" / "random_runs.csv").open(newline="") as file:
+            runs = [run for run in csv.DictReader(file) if run["status"] == "ok" and run["predicted_peak_bytes"]]
+        ratios = [float(run["peak_allocated_bytes"]) / float(run["predicted_peak_bytes"]) for run in runs]
+    else:
+        ratios = [ratio for _, ratio in measured_ratios()[name]]
+    measured = load_stack(name).memory.measured_over_predicted
+    assert measured is not None
+    low, high = measured
+    assert sum(low <= ratio <= high for ratio in ratios) / len(ratios) >= 0.9
+    narrowest = interval(ratios)
+    assert high - low <= narrowest[1] - narrowest[0] + 0.03
+
+
+def test_a_verdict_turns_from_likely_to_tight_to_no_as_memory_shrinks() -> None:
+    row = nanotron_rows()[0]
+    memory, stack = nanotron_memory(row), load_stack("nanotron").memory
+    capacities = [memory.reserved_bytes * share for share in (3.0, 1.5, 1.2, 1.0, 0.7, 0.3)]
+    verdicts = [fit_verdict(memory, capacity, stack).fits for capacity in capacities]
+    assert verdicts == sorted(verdicts, key=["likely", "tight", "no"].index)
+    assert set(verdicts) == {"likely", "tight", "no"}
+    verdict = fit_verdict(memory, capacities[0], stack)
+    assert memory.resting_bytes <= verdict.low_bytes <= memory.estimate.peak_bytes <= verdict.high_bytes
+    state = dataclasses.replace(memory, resting_bytes=2 * memory.resting_bytes)
+    assert fit_verdict(state, state.resting_bytes, stack).fits == "no"  # state alone does not leave room for a context
 
 
 # --- Faults that these figures must show

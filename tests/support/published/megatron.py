@@ -2,8 +2,9 @@
 
 Flags are those of the file. Where one is missing, Megatron-LM's default holds (megatron/training/arguments.py): a
 vocabulary of 50,257 tokens (GPT-2's), an inner size of 4 x hidden_size or, gated, two thirds of it rounded down to a
-multiple of 64, dropout of 0.1, learned positions, LayerNorm and biases. Rows without a number of GPUs ran on the eight
-of their machine, as those of the same platform did.
+multiple of 64, dropout of 0.1, learned positions, LayerNorm and biases. Three flags that the file does not list are
+known by the name of the case: uneven stages, two instances of the distributed optimizer, and the fused loss. Rows
+without a number of GPUs ran on the eight of their machine, as those of the same platform did.
 """
 
 import csv
@@ -111,13 +112,14 @@ def _row(number: int, values: Values) -> GoldenRow:
     dp = nodes * per_node // (tp * pp * cp)
     model = _model(values)
     sharded = values["use-distributed-optimizer"] == "True"
+    replicas = 2 if "multi_dist_optimizer_instances" in values["case"] else 1
     virtual = _virtual_stages(values, model.num_hidden_layers, pp)
     strategy = StrategyConfig(
         "megatron",
         data_parallel="ddp" if dp * cp > 1 else "none",
         zero_stage=1 if sharded else 0,
-        dp_replicate=1 if sharded else dp,
-        dp_shard=dp if sharded else 1,
+        dp_replicate=replicas if sharded else dp,
+        dp_shard=dp // replicas if sharded else 1,
         tp=tp,
         sequence_parallel=values["sequence-parallel"] == "True" and tp > 1,
         cp=cp,
@@ -258,6 +260,8 @@ def _stack(values: Values) -> StackConfig:
     changes: dict[str, int | tuple[int, int]] = {}
     if values["deterministic-mode"] == "True":
         changes["cublas_workspace_bytes"] = 8 * 4096 * 2**10
+    if "cross_entropy_loss_fusion" in values["case"]:  # megatron/core/fusions/fused_cross_entropy.py: not in place
+        changes["fp32_logits"] = 2
     if values["transformer-impl"] == "local":
         changes["library_workspace_bytes"] = (0, 0)
     return dataclasses.replace(stack, memory=dataclasses.replace(stack.memory, **changes))

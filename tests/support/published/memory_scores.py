@@ -7,6 +7,7 @@ from functools import lru_cache
 from statistics import median
 
 from harness.config.stack import StackConfig, load_stack
+from harness.cost_model.fit_verdict import fit_verdict
 from harness.cost_model.stack_memory import RankMemory, predict_memory, predict_rank_memory
 from tests.support.published import PublishedRow, fms, megatron, nanotron
 
@@ -93,7 +94,7 @@ def held_out_median(rows: Sequence[PublishedRow], predict: Callable[[PublishedRo
 def nanotron_scores() -> dict[str, float]:
     """Return the errors of nanotron's reserved bytes, the worst of five halves held out, and the verdicts.
 
-    A row is called `no` if what is allocated at the peak is more than the device has: fragments can be given back.
+    The verdict of a row is that of harness.cost_model.fit_verdict on a device of 80 GB.
     """
     rows = nanotron_rows()
     predicted = {
@@ -108,6 +109,8 @@ def nanotron_scores() -> dict[str, float]:
         "nanotron_memory_held_out": worst,
         "nanotron_memory_median": median(own),
         "nanotron_no_of_ran": sum(map(exceeds, map(nanotron_memory, rows))) / len(rows),
+        "nanotron_likely_of_ran": sum(map(likely, map(nanotron_memory, rows))) / len(rows),
+        "nanotron_likely_of_crashed": sum(map(likely, crashed)) / len(crashed),
         "nanotron_no_of_crashed": sum(map(exceeds, crashed)) / len(crashed),
         "nanotron_states_too_large": len(states),
         "nanotron_no_of_states_too_large": sum(map(exceeds, states)) / max(1, len(states)),
@@ -120,6 +123,67 @@ def state_bytes(memory: RankMemory) -> int:
     return estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes
 
 
+def likely(memory: RankMemory) -> bool:
+    """Return whether a rank of nanotron's is said to fit an H100."""
+    return fit_verdict(memory, H100_BYTES, load_stack_with(None).memory).fits == "likely"
+
+
 def exceeds(memory: RankMemory) -> bool:
-    """Return whether a rank needs more than an H100 has."""
-    return memory.estimate.peak_bytes > H100_BYTES
+    """Return whether a rank of nanotron's is said not to fit an H100."""
+    return fit_verdict(memory, H100_BYTES, load_stack_with(None).memory).fits == "no"
+
+
+@lru_cache(maxsize=1)
+def measured_ratios() -> dict[str, tuple[tuple[str, float], ...]]:
+    """Return the group and measured over predicted peak bytes of every row, by stack."""
+    golden = (
+        (
+            case.row,
+            predict_rank_memory(case.row.config, case.row.layout, *_golden_arguments(case)).estimate.peak_bytes,
+        )
+        for case in megatron.rows()
+    )
+    tuned = (
+        (case.row, predict_memory(case.row.config, case.row.layout, case.stack, None, 8).peak_bytes)
+        for case in fms.rows()
+    )
+    grid = ((row, nanotron_memory(row).reserved_bytes) for row in nanotron_rows())
+    return {
+        name: tuple((row.group, row.measured["peak_bytes"] / predicted) for row, predicted in pairs)
+        for name, pairs in (("megatron", golden), ("fms_acceleration", tuned), ("nanotron", grid))
+    }
+
+
+def interval(ratios: Sequence[float], inside: float = 0.94) -> tuple[float, float]:
+    """Return the narrowest range with this share of the ratios in it."""
+    ordered = sorted(ratios)
+    count = min(len(ordered), -int(-len(ordered) * inside // 1))
+    ranges = ((ordered[start], ordered[start + count - 1]) for start in range(len(ordered) - count + 1))
+    return min(ranges, key=lambda bounds: bounds[1] / bounds[0])
+
+
+def interval_scores() -> dict[str, float]:
+    """Return the share of held-out rows inside the intervals of the other half of the groups, and their half-widths.
+
+    The share is the lowest one of five halves, over the rows of all stacks. The half-widths' median is taken over
+    groups of rows, since the stacks have unequal numbers of rows in a group, and over rows.
+    """
+    shares, group_widths, row_widths = [], [], []
+    for seed in SEEDS:
+        covered = total = 0
+        for pairs in measured_ratios().values():
+            groups = sorted({group for group, _ in pairs})
+            random.Random(seed).shuffle(groups)
+            fitted = set(groups[: len(groups) // 2])
+            low, high = interval([ratio for group, ratio in pairs if group in fitted])
+            others = [ratio for group, ratio in pairs if group not in fitted]
+            covered += sum(low <= ratio <= high for ratio in others)
+            total += len(others)
+            group_widths += [(high - low) / 2] * (len(groups) - len(fitted))
+            row_widths += [(high - low) / 2] * len(others)
+        shares.append(covered / total)
+    return {
+        "memory_inside_held_out": min(shares),
+        "memory_half_width_median_of_groups": median(group_widths),
+        "memory_half_width_median_of_rows": median(row_widths),
+    }
