@@ -88,6 +88,14 @@ def require_expressible(config: RunConfig, layout: Layout, stack: StackConfig) -
         raise UserError(
             f"strategy.zero_stage={layout.zero_stage} does not exist in stack={stack.name}: choose {choice}"
         )
+    only_here = {
+        "strategy.offload": (layout.offload, "none"),
+        "checkpointing": (config.checkpointing.name, "none, full, every_n or attention"),
+        "checkpointing.offload_activations": (config.checkpointing.offload_activations, "false"),
+    }
+    for key, (value, choices) in only_here.items():
+        if value in ("optimizer", "parameters", "selective", True):
+            raise UserError(f"{key}={value} does not exist in stack={stack.name}: choose {choices}")
     if not stack.memory.has_model_parallelism:
         for axis in ("tp", "cp", "pp"):
             if layout.axis_sizes[axis] > 1:

@@ -351,6 +351,13 @@ def test_a_stack_or_layout_that_does_not_exist_is_refused_in_one_line() -> None:
         load_stack("megatrn")
     with pytest.raises(UserError, match=r"^strategy\.zero_stage=3 does not exist in stack=megatron: choose 0, 1$"):
         predict_memory(config, layout_of(8, zero_stage=3, dp_shard=8), load_stack("megatron"))
+    selective = dataclasses.replace(config, checkpointing=CheckpointingConfig("selective"))
+    with pytest.raises(
+        UserError, match=r"^checkpointing=selective does not exist in stack=megatron: choose none, full"
+    ):
+        predict_memory(selective, layout_of(1), load_stack("megatron"))
+    with pytest.raises(UserError, match=r"^strategy\.offload=optimizer does not exist in stack=megatron: choose none$"):
+        predict_memory(config, layout_of(1, offload="optimizer"), load_stack("megatron"))
     with pytest.raises(UserError, match=r"^strategy\.tp=2 does not exist in stack=llm_foundry: choose 1$"):
         predict_memory(config, layout_of(2, tp=2), load_stack("llm_foundry"))
     with pytest.raises(UserError, match=r"^stack\.memory\.kind=other"):
