@@ -17,6 +17,8 @@ LARGEST_BOUND = 0.1  # where honest trainings may deviate by more, a comparison 
 # norm then deviates by this much, and the bound is half of it.
 SENSITIVITY = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
 
+FIRST_MOMENTS = ("first_gradients", "first_moments", "first_updates")  # while all trainings have the same weights
+
 # The largest of some hundred differences is seldom twice that of as many others of the same kind.
 FEW_FLOORS = 3
 
@@ -74,7 +76,8 @@ def deviation_bound(
 
     At the first step all trainings have the same weights, and gradients always have a bound. The norm of a matrix
     hardly changes by rounding, so that its bound shows a scaled matrix whatever the floor of others is. Where kernels
-    that sum in 16 bits do change a norm, `floor_of_place` tells for which tensor, and a few of it are its bound. The
+    that sum in 16 bits do change a norm, `floor_of_place` tells for which tensor, and a few of it are its bound: no
+    step is proven where that hides a scaled matrix (shows_scaled_matrix). The
     direction of a gradient has a bound of a few floors where ten of them are too many. That of an update has a wide
     bound, because AdamW's first update is little more than the signs of gradients, of which a rounding flips a few or
     none.
@@ -83,7 +86,7 @@ def deviation_bound(
         few = FEW_FLOORS * floor
         return max(UPDATE_DIRECTION_BOUND, few) if few <= 1 else None
     bound = max(multiple * floor, _least_bound(aspect, compute))
-    is_first = aspect.moment in ("first_gradients", "first_moments", "first_updates")
+    is_first = aspect.moment in FIRST_MOMENTS
     if is_first and aspect.measure == "norm":
         least = LARGEST_BOUND if aspect.of_vectors else SENSITIVITY[compute] / 2
         return min(bound, max(least, FEW_FLOORS * floor_of_place))
@@ -100,6 +103,15 @@ def _least_bound(aspect: Aspect, compute: str) -> float:
     if aspect.measure == "loss":
         return max(32 * ROUNDING["float32"], ROUNDING[compute] / 4)
     return max(256 * ROUNDING["float32"], 2 * ROUNDING[compute])
+
+
+def shows_scaled_matrix(aspect: Aspect, bound: float | None, compute: str) -> bool:
+    """Return whether this bound shows a matrix that is scaled as in SENSITIVITY, if it is one of a matrix's first norm.
+
+    The scaled matrix deviates by at least SENSITIVITY less what rounding may add, and that is the bound itself.
+    """
+    is_first_norm = aspect.measure == "norm" and aspect.moment in FIRST_MOMENTS and not aspect.of_vectors
+    return not is_first_norm or (bound is not None and bound <= SENSITIVITY[compute] / 2)
 
 
 def proven_steps(bounds: Mapping[Aspect, float | None], steps: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.layout.layout import Layout
-from harness.proof.bounds import NoiseFloors, noise_floors, proven_steps
+from harness.proof.bounds import NoiseFloors, noise_floors, proven_steps, shows_scaled_matrix
 from harness.proof.deviations import Aspect, differences, grad_norms, relative_difference
 from harness.records.rank_report import RankReport
 
@@ -67,7 +67,7 @@ def compare_training(
 ) -> Comparison:
     """Compare a run with its reference: losses, norms, every parameter's gradient at the first and last step.
 
-    Every parameter's first update is compared as well.
+    Every parameter's first update is compared as well. No step is proven where rounding would hide a scaled matrix.
     """
     floors = NoiseFloors()
     if reference.perturbed is not None:
@@ -81,8 +81,10 @@ def compare_training(
     nearest = [max(checks, key=lambda check: check.excess) for checks in by_aspect.values()]
     checks = list(dict.fromkeys([*largest, *nearest]))
     bounds = {check.aspect: check.bound for check in largest}
-    is_measured = bool(floors.of_aspects)
-    return Comparison(checks, is_measured, floor_multiple, proven_steps(bounds, len(reference.losses)))
+    every = [check for of_aspect in by_aspect.values() for check in of_aspect]
+    is_sensitive = all(shows_scaled_matrix(check.aspect, check.bound, compute) for check in every)
+    steps = proven_steps(bounds, len(reference.losses)) if is_sensitive else 0
+    return Comparison(checks, bool(floors.of_aspects), floor_multiple, steps)
 
 
 def cross_rank_mismatches(layout: Layout, ranks: Sequence[RankReport]) -> list[str]:

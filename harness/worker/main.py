@@ -26,6 +26,7 @@ from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunFolder
 from harness.records.run_spec import RunSpec, read_run_spec
 from harness.records.training_report import TrainingReport
+from harness.tensors.fp32_sums import fp32_sums
 from harness.util.files import atomic_write_json
 from harness.util.text import one_line
 from harness.worker.batches import Batches
@@ -72,7 +73,7 @@ def run_rank(spec: RunSpec, report: RankReport, heartbeat: HeartbeatWriter, dire
     os.environ.update(spec.environment)
     allocator = load_allocator(Path(spec.allocator)) if spec.allocator else None
     heartbeat("joining")
-    with process_group(spec) as (mesh, device), attention_backend_priority():
+    with process_group(spec) as (mesh, device), attention_backend_priority(), fp32_sums():
         limit = MemoryLimit(spec.config.cluster.memory_budget_bytes, device, allocator)
         memory = DeviceMemory(device, allocator, limit)
         heartbeat.allocated_bytes = memory.allocated_bytes

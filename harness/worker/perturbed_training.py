@@ -30,9 +30,8 @@ class DividedSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Tensor parallelism divides the sums in the outputs of row-parallel layers and in the input gradients of
     column-parallel ones, and every division of the tokens those in the gradients of weights: partial results are
-    rounded to the dtype of the compute and then summed. Two of torch's kernels for CPUs sum over tokens in the dtype of
-    the compute, so that their result depends on the division far more: those of LayerNorm and of the embedding.
-    Everything else sums in fp32: a Linear's bias, and RMSNorm.
+    rounded to the dtype of the compute and then summed. So are the sums over tokens in the gradients of a LayerNorm and
+    of an embedding, which have kernels of their own.
     """
 
     def __torch_dispatch__(
@@ -62,20 +61,8 @@ def product_of_halves(left: Tensor, right: Tensor) -> Tensor:
 def divided_layer_norm_backward(
     gradient: Tensor, values: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, *others: Any
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a LayerNorm's input, weight and bias, with its tokens divided otherwise.
-
-    On a CPU every thread sums the gradients of its tokens in the dtype of the compute (layer_norm_kernel.cpp), and
-    small summands are lost in large sums. A reference has as many threads as all ranks of a run, so that one thread
-    for all tokens is what differs most from it. Where that is what it has, or on a GPU, the tokens are halved.
-    """
+    """Return the gradients of a LayerNorm's input, weight and bias as the sums of those of two halves of the tokens."""
     backward = aten.native_layer_norm_backward.default
-    threads = torch.get_num_threads()
-    if gradient.is_cpu and threads > 1:
-        torch.set_num_threads(1)
-        try:
-            return backward(gradient, values, shape, mean, rstd, *others)  # type: ignore[no-any-return]
-        finally:
-            torch.set_num_threads(threads)
     of_tokens = (gradient.reshape(-1, *shape), values.reshape(-1, *shape), mean.reshape(-1, 1), rstd.reshape(-1, 1))
     pairs = [value.tensor_split(2) for value in of_tokens]
     halves = [backward(g, v, shape, m, r, *others) for g, v, m, r in zip(*pairs, strict=True)]

@@ -9,10 +9,17 @@ from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunFolder
 from harness.worker import main as worker_main
 from tests.support import faults
-from tests.support.commands import COMPARISON, assert_not_proven, run_with
+from tests.support.commands import COMPARISON, assert_not_proven, run_folder, run_with
 from tests.support.noise_floors import SIZES
+from tests.support.scaled_matrices import excess_by_fault
 
 FAST = "train.lr=1e-2"  # thirty times the default
+
+# Two micro-batches of 4,096 tokens, in which the most frequent id of the text is some 700 times.
+MANY_TOKENS = (
+    *("precision=bf16_mixed", "data=text", "model.context_length=512", "train.seq_len=512"),
+    *("train.global_batch=16", "train.micro_batch=8", "train.steps=1", "train.warmup_steps=1"),
+)
 
 Fault = Callable[[str], None]
 
@@ -36,6 +43,24 @@ def test_an_honest_run_at_a_high_learning_rate_is_proven_to_a_step(results: Path
     assert perturbed is not None and len(perturbed.losses) == len(report.losses)
     assert perturbed.losses != report.losses and perturbed.losses[0] == pytest.approx(report.losses[0], rel=1e-3)
     assert {entry.name for entry in perturbed.first_updates} == {entry.name for entry in report.first_updates}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_every_scaled_matrix_is_an_error_with_thousands_of_tokens(results: Path, family: str) -> None:
+    """Kernels that sum tokens in 16 bits moved the embedding's norm by 8 %, and proved no step."""
+    record = run_with(results, worker_main.main, "strategy=tp", f"model.family={family}", *MANY_TOKENS)
+    assert record.status == "ok", record.row["reason"]
+    assert record.row["proven_steps"] == 5
+    reference = reference_of(results, record.proof["reference"])
+    excesses = excess_by_fault(reference, run_folder(results, record).read_rank_reports(2), "bfloat16")
+    assert {"embed_tokens.weight", "lm_head.weight"} < {name for _, name in excesses}
+    assert min(excesses.values()) > 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_little_scaled_gradient_of_the_embedding_is_an_error(results: Path, strategy: str) -> None:
+    record = run_with(results, faults.embedding_gradient_scaled, f"strategy={strategy}", *MANY_TOKENS)
+    assert_not_proven(record, "embed_tokens.weight's first ")
 
 
 @pytest.mark.parametrize(

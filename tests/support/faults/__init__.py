@@ -42,6 +42,7 @@ from tests.support.faults.endings import (
 from tests.support.faults.gradients import (
     autotp_not_marked,
     clipped_elsewhere,
+    embedding_gradient_scaled,
     gradient_scaled,
     halved,
     norm_of_one_stage,
@@ -114,6 +115,7 @@ __all__ = [
     "compiled_again",
     "each_its_own",
     "eager_on_one_rank",
+    "embedding_gradient_scaled",
     "every_layer_recomputed",
     "exhausted",
     "exhausted_in_a_stage",

@@ -62,18 +62,23 @@ def scale_by_precision(run_dir: str) -> float:
     return 1.01 if read_run_spec(Path(run_dir)).config.precision.compute == "float32" else 1.1
 
 
-def gradient_scaled(run_dir: str) -> None:
+def gradient_scaled(run_dir: str, matrix: str = SCALED_MATRIX) -> None:
     """Scale the gradient of one matrix a little."""
     ready, scale = Probe.gradients_ready, scale_by_precision(run_dir)
 
     def spoiled(self: Probe, engine: Any) -> None:
         for piece in engine.local_shards("gradients"):
-            if piece.name == SCALED_MATRIX:
+            if piece.name == matrix:
                 piece.local.mul_(scale)
         ready(self, engine)
 
     Probe.gradients_ready = spoiled  # type: ignore[method-assign]
     worker_main.main(run_dir)
+
+
+def embedding_gradient_scaled(run_dir: str) -> None:
+    """Scale the gradient of the embedding a little: it has one summand for every token."""
+    gradient_scaled(run_dir, "embed_tokens.weight")
 
 
 def update_scaled(run_dir: str) -> None:

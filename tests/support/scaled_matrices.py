@@ -1,0 +1,178 @@
+"""A campaign that scales the gradient and the update of every matrix in the reports of honest runs, one at a time.
+
+    python -m tests.support.scaled_matrices --out results/scaled_matrices.csv
+
+Every run is a row of the CSV file: how far rounding moved the norm of a matrix, and how many of the scaled ones its
+proof found. An honest run must be ok, and every scaled matrix an error. Fingerprints are linear in what they are of, so
+that those of a scaled matrix follow from those of the run, and no rank trains again.
+"""
+
+import argparse
+import csv
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.proof.training import Comparison, compare_training, deviation_problems
+from harness.records.rank_report import RankReport
+from harness.records.run_folder import RunFolder
+from harness.records.tensor_shards import TensorFingerprint
+from harness.worker import main as worker_main
+from tests.support.commands import compose, execute_run
+from tests.support.noise_floors import SIZES
+
+SCALE = {"float32": 1.01, "bfloat16": 1.1, "float16": 1.1}
+
+FAULTS = {"gradient": ("first_gradients", "first_moments"), "update": ("first_updates",)}
+
+STRATEGIES = ("ddp", "zero3", "fsdp_full_shard", "tp")
+
+ONE_STEP = "train.steps=1 train.warmup_steps=1"
+
+COLUMNS = (
+    *("millions", "vocabulary", "data", "family", "micro_batch_tokens", "precision", "lr", "strategy", "status"),
+    *("proven_steps", "steps", "matrices", "gradients_found", "updates_found", "weakest_excess", "norm_deviation"),
+    *("norm_floor", "norm_bound", "reason"),
+)
+
+KEYS = ("millions", "vocabulary", "data", "family", "micro_batch_tokens", "precision", "lr", "strategy")
+
+
+class Case(NamedTuple):
+    """One run of the campaign: two ranks, and two micro-batches of so many tokens in every step."""
+
+    millions: str
+    vocabulary: str
+    data: str
+    family: str
+    tokens: int
+    precision: str
+    lr: str
+    strategy: str
+
+    def overrides(self) -> list[str]:
+        """Return the run as overrides."""
+        model = [word for word in SIZES[self.millions].words if word.startswith("model.")]
+        model += [f"model.{name}={value}" for name, value in (("vocab_size", self.vocabulary), ("family", self.family))]
+        length = min(self.tokens, 512)
+        sequences = self.tokens // length
+        batch = f"train.global_batch={2 * sequences} train.micro_batch={sequences} train.seq_len={length} {ONE_STEP}"
+        choices = [f"strategy={self.strategy}", f"precision={self.precision}", f"data={self.data}"]
+        return [*choices, *model, "model.context_length=512", *batch.split(), f"train.lr={self.lr}"]
+
+
+def scaled(ranks: Sequence[RankReport], moments: Sequence[str], name: str, scale: float) -> list[RankReport]:
+    """Return the reports with one tensor's fingerprints as if it were scaled."""
+
+    def change(entry: TensorFingerprint) -> TensorFingerprint:
+        if entry.name != name or entry.square is None or entry.projection is None:
+            return entry
+        return entry._replace(square=entry.square * scale**2, projection=entry.projection * scale)
+
+    return [
+        dataclasses.replace(rank, **{moment: [change(entry) for entry in getattr(rank, moment)] for moment in moments})
+        for rank in ranks
+    ]
+
+
+def matrices(reference: RankReport) -> list[str]:
+    """Return the names of the parameters that are no vectors."""
+    return [entry.name for entry in reference.first_gradients if len(entry.shape) > 1]
+
+
+def excess_by_fault(
+    reference: RankReport, ranks: Sequence[RankReport], compute: str, floor_multiple: float = 10.0
+) -> dict[tuple[str, str], float]:
+    """Return how many times its bound a scaled matrix deviates, by what is scaled and the matrix; 0 if none is above.
+
+    Only what the fault has scaled counts.
+    """
+    excesses = {}
+    for (fault, moments), name in itertools.product(FAULTS.items(), matrices(reference)):
+        comparison = compare_training(reference, scaled(ranks, moments, name, SCALE[compute]), compute, floor_multiple)
+        checks = [
+            check for check in comparison.checks if check.aspect.moment in moments and f" {name}'s" in check.where
+        ]
+        excess = max((check.excess for check in checks), default=0.0)
+        excesses[fault, name] = excess if excess > 1 and deviation_problems(comparison) else 0.0
+    return excesses
+
+
+def cases() -> Iterator[Case]:
+    """Yield the runs: the small model most of all, one of 100 million parameters at 512 tokens only."""
+    for precision, tokens, strategy in itertools.product(("bf16_mixed", "fp32"), (512, 2048, 4096), STRATEGIES):
+        yield Case("0.5", "256", "text", "llama", tokens, precision, "3e-4", strategy)
+    for tokens, strategy in itertools.product((2048, 4096), STRATEGIES):
+        yield Case("0.5", "256", "text", "gpt", tokens, "bf16_mixed", "3e-4", strategy)
+        yield Case("0.5", "32000", "synthetic", "llama", tokens, "bf16_mixed", "1e-2", strategy)
+    for precision, strategy in itertools.product(("bf16_mixed", "fp32"), STRATEGIES):
+        yield Case("11", "32000", "synthetic", "llama", 512, precision, "3e-4", strategy)
+    for strategy in STRATEGIES:
+        yield Case("11", "256", "text", "llama", 2048, "bf16_mixed", "3e-4", strategy)
+    for precision, strategy in itertools.product(("bf16_mixed", "fp32"), STRATEGIES):
+        yield Case("100", "32000", "text", "llama", 512, precision, "3e-4", strategy)
+
+
+def run(case: Case, results: Path) -> dict[str, Any]:
+    """Return the row of one run."""
+    config, command = compose(f"results_dir={results}", "name=scaled", "world_size=2", *case.overrides())
+    record = execute_run(config, command, worker_main.main)
+    row = {key: value for key, value in record.row.items() if key in ("status", "proven_steps", "reason")}
+    row |= dict(zip(KEYS, map(str, case), strict=True)) | {"steps": config.train.total_steps}
+    words = [word.strip(",") for word in record.proof.get("reference", "").split() if word.startswith("single-")]
+    if not words:
+        return row
+    folder = results / "scaled"
+    (reference,) = RunFolder(folder / "references" / words[0]).read_rank_reports(1)
+    ranks = RunFolder(folder / record.run_id).read_rank_reports(2)
+    compute = config.precision.compute
+    excesses = excess_by_fault(reference, ranks, compute)
+    honest: Comparison = compare_training(reference, ranks, compute, command.proof.floor_multiple)
+    norms = [c for c in honest.checks if c.aspect.measure == "norm" and c.aspect.moment in sum(FAULTS.values(), ())]
+    norms = [check for check in norms if not check.aspect.of_vectors]
+    found = {fault: sum(e > 1 for (scaled_one, _), e in excesses.items() if scaled_one == fault) for fault in FAULTS}
+    return row | {
+        "matrices": len(excesses) // 2,
+        "gradients_found": found["gradient"],
+        "updates_found": found["update"],
+        "weakest_excess": min(excesses.values()),
+        "norm_deviation": max(check.deviation for check in norms),
+        "norm_floor": max(check.floor for check in norms),
+        "norm_bound": max(check.bound or 0.0 for check in norms),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", default="0.5,11,100", help="of 0.5, 11 and 100 million parameters")
+    parser.add_argument("--out", type=Path, default=Path("results/scaled_matrices.csv"))
+    parser.add_argument("--results", type=Path, default=Path("results"), help="the folder of the runs themselves")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    if arguments.out.exists():
+        with arguments.out.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    finished = {tuple(row[key] for key in KEYS) for row in rows}
+    wrong = 0
+    for case in cases():
+        if case.millions not in arguments.sizes.split(",") or tuple(map(str, case)) in finished:
+            continue
+        started = time.monotonic()
+        row = run(case, arguments.results)
+        rows.append(row)
+        with arguments.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+        all_found = row.get("matrices", 0) == row.get("gradients_found") == row.get("updates_found")
+        is_right = row["status"] == "ok" and all_found and row["proven_steps"]
+        wrong += not is_right
+        print(f"{'right' if is_right else 'WRONG'} {time.monotonic() - started:.0f} s {row}", flush=True)
+    raise SystemExit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
