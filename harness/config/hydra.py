@@ -69,8 +69,11 @@ def _search_path_plugin() -> Any:
     return HarnessSearchPath
 
 
-def compose_values(*overrides: str) -> ConfigValues:
-    """Return the values that a command line with these overrides has. Raises UserError for a mistake in them."""
+def compose_values(*overrides: str, primary: str = "config") -> ConfigValues:
+    """Return the values that a command line with these overrides has. Raises UserError for a mistake in them.
+
+    `primary` is the file in conf/ that composition starts from.
+    """
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -80,7 +83,7 @@ def compose_values(*overrides: str) -> ConfigValues:
     register_resolvers()
     try:
         with hydra.initialize_config_dir(str(PACKAGED_CONF), version_base="1.3"):
-            composed = hydra.compose("config", list(overrides))
+            composed = hydra.compose(primary, list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(composition_error(error)) from None
     return cast("ConfigValues", to_container(composed))

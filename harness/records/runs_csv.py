@@ -79,6 +79,8 @@ def read_runs_csv(path: Path) -> list[Record]:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, AttributeError, csv.Error) as error:
         raise UserError(f"{path} is not a table of runs: {error}") from None
+    if any(record.row.get("launch") == "planned" for record in records):
+        raise UserError(f"{path} has planned rows, which are no measurements to compare: name a table of runs alone")
     if not records or any(not row.row.get("run_id") or row.row.get("status") not in STATUSES for row in records):
         raise UserError(f"{path} is not a table of runs: every row of a runs.csv has a run_id and a status")
     return records

@@ -112,7 +112,10 @@ def read_record(run_dir: Path) -> Record:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a whole record: {one_line(error)}; remove its folder and run again") from None
-    return Record.from_json(values)
+    record = Record.from_json(values)
+    if record.row.get("launch") == "planned":
+        raise UserError(f"{path} is a plan and no measurement, so that runs are not compared with it: remove it")
+    return record
 
 
 def _upgraded(record: Any) -> Any:

@@ -83,7 +83,7 @@ def test_a_list_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("harness st", {"status", "strategy=", "strategy.", "stop_after="}),
+        ("harness st", {"stack=", "status", "strategy=", "strategy.", "stop_after="}),
         (
             "harness -m strategy=ddp,zero3",
             {"strategy=ddp,zero3", "strategy=ddp,zero3_defaults", "strategy=ddp,zero3_tuned"},

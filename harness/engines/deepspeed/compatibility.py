@@ -49,6 +49,11 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
         )
     if machine.device == "cpu" and compiler_problem():
         yield f"strategy.engine=deepspeed compiles its CPU collective: {compiler_problem()}"
+    yield from layout_unsupported(config, layout)
+
+
+def layout_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
+    """Yield every reason why DeepSpeed cannot train this run on any machine."""
     unsupported = "is not supported by strategy.engine=deepspeed"
     if config.precision.name == "fp16_mixed":
         yield (

@@ -1,0 +1,97 @@
+"""The cluster that a plan is for, and the rules of a run that hold on it without a machine at hand."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from harness.config.hardware import HardwareConfig
+from harness.config.locations import conf_folders, names_in
+from harness.config.schema import ClusterConfig, Device, RunConfig
+from harness.config.stack import StackConfig
+from harness.engines.base import EngineModule, load_engine
+from harness.engines.deepspeed.compatibility import layout_unsupported as deepspeed_unsupported
+from harness.hardware.machine import Machine
+from harness.layout.compatibility import incompatibilities
+from harness.layout.layout import Layout
+from harness.util.errors import UserError
+
+
+@dataclass(frozen=True)
+class PlannedCluster:
+    """The hardware that a plan is for; no part of it need be at hand."""
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    hardware: HardwareConfig
+    device: Device
+
+    @property
+    def world_size(self) -> int:
+        """The number of devices."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of one device."""
+        return self.hardware.memory_bytes
+
+    def with_ranks(self, ranks: int) -> "PlannedCluster":
+        """Return the cluster with as many nodes as so many ranks need."""
+        return dataclasses.replace(self, nodes=-(-ranks // self.gpus_per_node))
+
+
+def planned_cluster(cluster: ClusterConfig) -> PlannedCluster:
+    """Return the cluster of a configuration. Raises UserError if its hardware is not known."""
+    hardware = cluster.hardware
+    if hardware is None:
+        known = [name for name in names_in(conf_folders(), "cluster") if name not in ("local", "slurm")]
+        choice = f"choose {', '.join(f'cluster={name}' for name in known)}" if known else "give cluster.hardware"
+        raise UserError(
+            f"cluster={cluster.name} has no cluster.hardware, from which a plan takes its figures: {choice}"
+        )
+    if cluster.gpus_per_node is None:
+        raise UserError(f"cluster.gpus_per_node=null of cluster={cluster.name}: give the number of devices of a node")
+    device: Device = "cpu" if hardware.device_name.startswith("cpu") else "cuda"
+    return PlannedCluster(cluster.name, cluster.nodes, cluster.gpus_per_node, hardware, device)
+
+
+def plan_problems(config: RunConfig, layout: Layout, cluster: PlannedCluster, stack: StackConfig) -> Iterator[str]:
+    """Yield every reason why a configuration cannot run as this layout on this cluster, a line each.
+
+    They are those of a run but for what depends on the machine at hand. The rules of an engine are those of the stack
+    `harness` alone.
+    """
+    yield from incompatibilities(config, layout)
+    yield from planned_machine(cluster).world_size_problems(layout.world_size)
+    if stack.memory.kind != "harness":
+        return
+    machine = planned_machine(cluster)
+    if layout.engine == "deepspeed":  # whether its package is installed here does not matter there
+        yield from deepspeed_unsupported(config, layout)
+    else:
+        yield from engine_module(layout.engine).unsupported(config, layout, machine)
+
+
+@cache
+def engine_module(name: str) -> EngineModule:
+    """Return an engine's module, which is looked for once."""
+    return load_engine(name)
+
+
+@cache
+def planned_machine(cluster: PlannedCluster) -> Machine:
+    """Return one node of the cluster as a machine whose devices are free."""
+    name, count = cluster.hardware.device_name, cluster.gpus_per_node
+    return Machine(
+        device=cluster.device,
+        device_name=name,
+        nodes=cluster.nodes,
+        ranks_per_node=count,
+        devices=count if cluster.device == "cuda" else 0,
+        free_bytes=(cluster.memory_bytes,) * count,
+        cores=2 * count,
+        device_bytes=cluster.memory_bytes,
+        device_names=(name,) * count if cluster.device == "cuda" else (),
+    )

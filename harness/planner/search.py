@@ -1,0 +1,156 @@
+"""The search for the fastest layouts that fit, with a lower bound on memory that skips what cannot win. No torch.
+
+Candidates are taken from the fastest on. Each that needs less memory than all before it is on the front of memory
+against speed. Once enough of them fit, only a candidate that could still be on the front is worth an exact estimate of
+its memory, and its lower bound says whether it could.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from harness.config.schema import RunConfig
+from harness.config.stack import StackConfig
+from harness.layout.parameters import parameter_count
+from harness.planner.cluster import PlannedCluster, plan_problems
+from harness.planner.predict import Prediction
+from harness.planner.space import Restrictions, candidates
+
+BEST = 5  # candidates that are shown
+
+MOST_DEVICES = 2  # devices' memory up to which the front is drawn
+
+LowerBound = Callable[[Prediction], int]
+
+
+@dataclass
+class SearchResult:
+    """The best candidates of a search, and how it came to them."""
+
+    considered: int = 0  # candidates before the rules of a run
+    valid: int = 0  # of them, those that could run
+    beyond: int = 0  # of them, those whose state alone exceeds MOST_DEVICES devices' memory
+    memory_estimates: int = 0  # exact ones; the lower bound spared all others
+    best: list[Prediction] = field(default_factory=list)  # the fastest that fit, fastest first
+    front: list[Prediction] = field(default_factory=list)  # the fastest in its memory, fastest first, fitting or not
+    problems: dict[str, int] = field(default_factory=dict)  # rules that candidates break, with their number
+
+    @property
+    def fastest_misfit(self) -> Prediction | None:
+        """The fastest candidate that does not fit, if it is faster than all that do."""
+        first = self.front[0] if self.front else None
+        return first if first is not None and not first.fits else None
+
+    @property
+    def smallest(self) -> Prediction | None:
+        """The candidate that needs least memory."""
+        return self.front[-1] if self.front else None
+
+
+def memory_lower_bound(prediction: Prediction) -> int:
+    """Return bytes that the peak of the highest rank is at least: its state, as if all ranks had the same.
+
+    The fullest rank has at least the mean of all ranks' parameters, and holds them with gradients and optimizer state
+    when the optimizer steps. Stacks of other implementations are bounded by 0.
+    """
+    layout = prediction.layout
+    if prediction.stack.memory.kind != "harness" or layout.offload != "none":
+        return 0
+    widths, parts = prediction.widths, layout.tp * layout.pp
+    per_parameter = (
+        widths.parameters / layout.shard_count("parameters")
+        + widths.gradients / layout.shard_count("gradients")
+        + widths.optimizer / layout.shard_count("optimizer")
+    )
+    return int(per_parameter * _parameters(prediction.config) / parts * (1 - 1e-12))
+
+
+def _parameters(config: RunConfig) -> int:
+    key = id(config.model)
+    if key not in _COUNTS:
+        _COUNTS.clear()
+        _COUNTS[key] = (config.model, parameter_count(config.model))
+    return _COUNTS[key][1]
+
+
+_COUNTS: dict[int, tuple[object, int]] = {}  # of the model that is searched at the moment; it keeps its id alive
+
+
+def search(
+    config: RunConfig,
+    cluster: PlannedCluster,
+    stack: StackConfig,
+    world_size: int,
+    restrictions: Restrictions,
+    best: int = BEST,
+    lower_bound: LowerBound = memory_lower_bound,
+) -> SearchResult:
+    """Return the fastest layouts of a model on a cluster, those that fit and those on the front of memory."""
+    result = SearchResult()
+    valid = []
+    for candidate, layout in candidates(config, world_size, cluster.gpus_per_node, restrictions):
+        result.considered += 1
+        problem = next(plan_problems(candidate, layout, cluster, stack), None)
+        if problem is None:
+            valid.append(Prediction(candidate, layout, cluster, stack))
+        else:
+            result.problems[problem] = result.problems.get(problem, 0) + 1
+    result.valid = len(valid)
+    rank(valid, result, best, lower_bound)
+    return result
+
+
+def rank(predictions: Iterable[Prediction], result: SearchResult, best: int, lower_bound: LowerBound) -> None:
+    """Fill in the best candidates and the front, from the fastest on."""
+    smallest: int | None = None
+    for prediction in sorted(predictions, key=lambda candidate: candidate.step_seconds):
+        at_least = lower_bound(prediction)
+        is_worse = smallest is not None and at_least >= smallest
+        cannot_fit = at_least > prediction.available_bytes
+        if at_least > MOST_DEVICES * prediction.available_bytes:
+            result.beyond += 1
+            continue
+        if is_worse and (len(result.best) >= best or cannot_fit):
+            continue
+        result.memory_estimates += 1
+        if len(result.best) < best and prediction.fits:
+            result.best.append(prediction)
+        if prediction.memory.peak_bytes > MOST_DEVICES * prediction.available_bytes:
+            continue
+        if smallest is None or prediction.memory.peak_bytes < smallest:
+            smallest = prediction.memory.peak_bytes
+            result.front.append(prediction)
+
+
+def terms(prediction: Prediction) -> dict[str, float]:
+    """Return the seconds of a step by what they are spent on."""
+    time = prediction.time
+    exposed = {f"exposed {axis} communication": size for axis, size in time.exposed_communication_seconds.items()}
+    parts = {"compute": time.compute_seconds} | exposed | {"pipeline bubble": time.bubble_seconds}
+    return parts | {"optimizer": time.optimizer_seconds, "the rest of the step": time.other_seconds}
+
+
+def separation(prediction: Prediction, fastest: Prediction) -> str:
+    """Return in one sentence which term of the step's time separates a candidate from the fastest one."""
+    slower = prediction.step_seconds / fastest.step_seconds - 1
+    if slower < 0.001:
+        return f"{prediction.label()} is predicted as fast as the first, within 0.1 %."
+    own, other = terms(prediction), terms(fastest)
+    changes = {name: own.get(name, 0.0) - other.get(name, 0.0) for name in own | other}
+    name = max(changes, key=lambda term: changes[term])
+    return (
+        f"{prediction.label()} takes {100 * slower:.1f} % longer: its {name} takes {own.get(name, 0.0):.4g} s"
+        f" a step, and {other.get(name, 0.0):.4g} s in the first."
+    )
+
+
+def memory_sentences(result: SearchResult) -> Sequence[str]:
+    """Return one sentence for each candidate on the front that needs less memory than the fastest that fits."""
+    if not result.best:
+        return []
+    first = result.best[0]
+    smaller = [entry for entry in result.front if entry.memory.peak_bytes < first.memory.peak_bytes]
+    return [
+        f"{entry.label()} needs {entry.memory.peak_bytes / 2**30:.1f} GiB, {first.memory.peak_bytes / 2**30:.1f} GiB"
+        f" in the fastest, and takes {100 * (entry.step_seconds / first.step_seconds - 1):.1f} % longer."
+        for entry in smaller
+    ]
