@@ -1,12 +1,12 @@
 """The configuration of hardware: what one device of a cluster and the links between devices can do, for the planner.
 
-A file in conf/cluster has it under `hardware`. Datasheet figures stand by themselves; what was fitted to published
+A file in conf/cluster has it under `hardware`. Figures of datasheets stand by themselves; what was fitted to published
 measurements, and only that, stands under `hardware.fitted`.
 """
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from harness.config.byte_size import parse_bytes
 from harness.config.validation import require
@@ -14,33 +14,51 @@ from harness.config.validation import require
 
 @dataclass(frozen=True)
 class FittedHardware:
-    """The parameters of a device and its links that no datasheet prints, at most twelve."""
+    """The parameters of a device and its links that no datasheet has, at most twelve."""
 
-    matmul_efficiency: float = 0.8  # The share of peak FLOP/s that an endlessly large matrix product reaches.
-    attention_efficiency: float = 0.5  # The share of peak FLOP/s that a fused attention kernel reaches in forward.
-    memory_efficiency: float = 0.8  # The share of memory_bandwidth that an elementwise kernel reaches.
-    kernel_seconds: float = 5e-6  # The time that every kernel takes beside its work.
-    intra_node_efficiency: float = 0.8  # The share of intra_node_bandwidth that a ring reaches.
-    inter_node_efficiency: float = 0.8  # The share of inter_node_bandwidth that a ring over two nodes reaches.
-    intra_node_latency: float = 2e-6  # The seconds of one step of a ring in a node.
-    inter_node_latency: float = 1e-5  # The seconds of one step of a ring between nodes.
+    matmul_efficiency: float  # The share of peak FLOP/s that an endlessly large matrix product reaches.
+    attention_efficiency: (
+        float  # The share of peak FLOP/s that a fused attention kernel reaches with endlessly large heads.
+    )
+    # The FLOP/s of a fused attention kernel's backward in units of its forward's.
+    attention_backward_ratio: float
+    memory_efficiency: float  # The share of memory_bandwidth that kernels reach.
+    kernel_seconds: float  # The time of a kernel beside its operations and bytes.
+    launch_seconds: float  # The time in which the host launches one kernel.
+    intra_node_efficiency: float  # The share of intra_node_bandwidth that a ring in a node reaches.
+    intra_node_latency: float  # The seconds of one step of a ring between devices of a node.
+    inter_node_efficiency: float  # The share of inter_node_bandwidth that a ring over two nodes reaches.
+    inter_node_latency: float  # The seconds of one step of a ring between nodes.
+    # The power of the number of nodes, in units of two, by which the bandwidth between nodes falls.
+    node_contention: float
+    # The share of a collective's time by which it slows down the kernels that run beside it.
+    overlap_slowdown: float
+
+    def __post_init__(self) -> None:
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            rule = "is not a finite number of 0 or more: choose one"
+            require(math.isfinite(value) and value >= 0, f"cluster.hardware.fitted.{entry.name}", value, rule)
 
 
 @dataclass(frozen=True)
 class HardwareConfig:
     """One device of a cluster and its links, by datasheets and by a few fitted parameters."""
 
-    device_name: str  # The name of the device as CUDA reports it, which harness.hardware.peak_flops knows.
-    memory: str | int | float  # The bytes of device memory, such as 80GB.
+    device_name: str  # The name of the device as CUDA reports it, by which its peak FLOP/s are known.
+    memory: str | int | float  # The bytes of device memory, such as 80GiB.
     memory_bandwidth: float  # The bytes per second that a device reads and writes in its own memory.
     intra_node_bandwidth: float  # The bytes per second that a device sends to the others of its node.
     inter_node_bandwidth: float  # The bytes per second that a device sends to other nodes.
-    sources: tuple[str, ...]  # Where the figures are from.
-    # Whether no published training measurement of this device stands behind the fitted parameters.
+    sources: tuple[str, ...]  # Where the figures of datasheets are from.
+    fitted: FittedHardware
+    fitted_to: str  # The measurements behind `fitted`, and how it was fitted to them.
+    # Whether no published training measurement of this device stands behind `fitted`.
     datasheet_only: bool = True
     price_per_device_hour: float | None = None  # The price of one device for an hour, in any currency; null if unknown.
-    peak_flops: float | None = None  # FLOP/s of dense 16-bit products; null takes those of device_name.
-    fitted: FittedHardware = dataclasses.field(default_factory=FittedHardware)
+    # FLOP/s of dense products in the dtype of compute; null means those of device_name, as run records have them.
+    peak_flops: float | None = None
+    notes: str = field(default="", compare=False)  # What a reader of plans should know about these figures.
 
     def __post_init__(self) -> None:
         parse_bytes(self.memory, "cluster.hardware.memory")
@@ -48,6 +66,10 @@ class HardwareConfig:
             value = getattr(self, key)
             rule = "is not a finite number above 0: give the bytes per second of one device, one way"
             require(math.isfinite(value) and value > 0, f"cluster.hardware.{key}", value, rule)
+        for key in ("peak_flops", "price_per_device_hour"):
+            value = getattr(self, key)
+            rule = "is not a finite number above 0: choose one, or null"
+            require(value is None or (math.isfinite(value) and value > 0), f"cluster.hardware.{key}", value, rule)
 
     @property
     def memory_bytes(self) -> int:

@@ -2,7 +2,51 @@
 
 from dataclasses import dataclass
 
+from harness.config.validation import require
+
 
 @dataclass(frozen=True)
 class StackTiming:
     """The choices of an implementation that decide the time of a step."""
+
+    # Whether gradients are sent while backward still runs, those of the last micro-batch if they are sent once a step.
+    overlaps_gradient_reduction: bool = True
+    # Whether updated parameters are gathered while the next forward already runs; otherwise before it.
+    overlaps_parameter_gather: bool = False
+    # Whether gathered parameters of the next layer arrive while a layer computes, in ZeRO's stage 3.
+    prefetches_parameters: bool = True
+    # Whether replicas of shards sum their gradients in every micro-batch, in stage 3; otherwise once a step.
+    reduces_replicas_every_micro_batch: bool = False
+    # Whether backward gathers the inputs of column-parallel matrices again, with sequence parallelism.
+    gathers_inputs_again: bool = False
+    # Whether the gradient of a column-parallel matrix's input is summed while that of its weight is computed.
+    overlaps_input_gradient: bool = False
+    skips_masked_scores: bool = True  # Whether the fused attention kernel skips the half that the causal mask hides.
+    # The memory traffic of kernels between matrix products in units of one read and one write for each operator, as
+    # torch runs them without a compiler.
+    elementwise_traffic: float = 1.0
+    logit_bytes: float = 28.0  # Bytes read and written by the loss for each logit, in forward and backward.
+    kernels_per_layer: int = 90  # Kernels of a decoder layer, in forward and backward.
+    collective_launch_seconds: float = 0.0  # Time of the host for one tensor-parallel collective, beside a kernel's.
+    # The same for each rank of the collective, and in a pipeline, where a stage's host waits for its neighbors.
+    collective_seconds_per_rank: float = 0.0
+    pipelined_collective_seconds_per_rank: float = 0.0
+    blocking_transfers: bool = False  # Whether a stage waits for its transfers instead of computing meanwhile.
+    transfer_seconds: float = 0.0  # Time of a transfer between stages beside its bytes.
+    optimizer_bytes: float = 30.0  # Bytes that the update reads and writes for each parameter, masters included.
+    step_seconds: float = 0.0  # Time of a step beside everything else.
+
+    def __post_init__(self) -> None:
+        for key in (
+            "elementwise_traffic",
+            "logit_bytes",
+            "kernels_per_layer",
+            "collective_launch_seconds",
+            "collective_seconds_per_rank",
+            "pipelined_collective_seconds_per_rank",
+            "transfer_seconds",
+            "optimizer_bytes",
+            "step_seconds",
+        ):
+            value = getattr(self, key)
+            require(value >= 0, f"stack.timing.{key}", value, "is negative: choose 0 or more")

@@ -1,0 +1,85 @@
+"""The seconds of collectives by the devices of a group in a node, its nodes and its bytes.
+
+A ring has a latency for every step and a bandwidth, as NCCL's own tuning has it (src/graph/tuning.cc): steps between
+nodes and in them have their own latency, and the bandwidth is that of the narrowest link, where every device of the
+group in a node uses a network card of its own. Left out are trees, reductions in the switch (NVLS, SHARP), and the
+choice of protocol by size.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from harness.config.hardware import HardwareConfig
+from harness.layout.layout import AXES, Layout
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices that one collective connects: their number, and over how many nodes they are spread."""
+
+    ranks: int
+    nodes: int
+
+
+@lru_cache(maxsize=4096)
+def group_along(mesh_shape: tuple[int, ...], axes: tuple[str, ...], gpus_per_node: int) -> Group:
+    """Return the group of a rank along axes of the mesh, whose ranks fill one node after another, innermost first.
+
+    Axes that are not neighbors in the mesh are taken as if only axes of a single rank lay between them.
+    """
+    sizes = dict(zip(AXES, mesh_shape, strict=True))
+    ranks = math.prod(sizes[axis] for axis in axes)
+    stride, innermost = 1, max(AXES.index(axis) for axis in axes)
+    for axis in AXES[innermost + 1 :]:
+        stride *= sizes[axis]
+    in_node = max(1, min(ranks, gpus_per_node // stride))
+    return Group(ranks, -(-ranks // in_node))
+
+
+def group_of(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> Group:
+    """Return the group of a rank along these axes of a layout."""
+    return group_along(layout.mesh_shape, axes, gpus_per_node)
+
+
+@lru_cache(maxsize=4096)
+def ring_bandwidth(group: Group, hardware: HardwareConfig) -> float:
+    """Return the bytes per second that each rank of a ring sends."""
+    fitted = hardware.fitted
+    in_node = hardware.intra_node_bandwidth * fitted.intra_node_efficiency
+    if group.nodes == 1:
+        return in_node
+    cards = group.ranks / group.nodes
+    between = cards * hardware.inter_node_bandwidth * fitted.inter_node_efficiency
+    contention: float = (2 / group.nodes) ** fitted.node_contention
+    return min(in_node, between * contention)
+
+
+@lru_cache(maxsize=4096)
+def ring_latency(group: Group, hardware: HardwareConfig) -> float:
+    """Return the seconds in which one element goes around the ring."""
+    fitted = hardware.fitted
+    between = group.nodes if group.nodes > 1 else 0
+    return between * fitted.inter_node_latency + (group.ranks - max(1, between)) * fitted.intra_node_latency
+
+
+def gather_seconds(total_bytes: float, group: Group, hardware: HardwareConfig) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter of so many bytes, all ranks' together."""
+    if group.ranks == 1:
+        return 0.0
+    share = (group.ranks - 1) / group.ranks
+    return ring_latency(group, hardware) + share * total_bytes / ring_bandwidth(group, hardware)
+
+
+def all_reduce_seconds(total_bytes: float, group: Group, hardware: HardwareConfig) -> float:
+    """Return the seconds of an all-reduce, a reduce-scatter and an all-gather."""
+    return 2 * gather_seconds(total_bytes, group, hardware)
+
+
+def send_seconds(sent_bytes: float, stride: int, gpus_per_node: int, hardware: HardwareConfig) -> float:
+    """Return the seconds of a transfer to the rank `stride` further, where all devices of a node send at once."""
+    fitted = hardware.fitted
+    if stride < gpus_per_node:
+        bandwidth = hardware.intra_node_bandwidth * fitted.intra_node_efficiency
+        return fitted.intra_node_latency + sent_bytes / bandwidth
+    return fitted.inter_node_latency + sent_bytes / (hardware.inter_node_bandwidth * fitted.inter_node_efficiency)

@@ -1,0 +1,65 @@
+"""The seconds of single kernels on one device.
+
+A kernel takes the time of its operations, of its bytes and of its start, one after another: an upper bound of the
+roofline (Williams et al. 2009), whose sum in the place of the larger one stands for what a kernel does not overlap. A
+matrix product with short sides has fewer operations a byte and so a smaller share of the peak, without a parameter of
+its own. Left out are the quantization of tiles to the number of multiprocessors and the clock's dependence on power.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from harness.config.hardware import HardwareConfig
+from harness.hardware.peak_flops import peak_flops
+from harness.util.errors import UserError
+
+# The elements of a head whose products take a fused attention kernel as long as the exponentials and sums of a score:
+# FlashAttention-2 (arXiv 2307.08691, figures 4 to 6) is some 15 % slower with heads of 64 than with heads of 128.
+SOFTMAX_ELEMENTS = 24
+
+SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 12, 20  # 16-bit reads and writes of a score by attention without a kernel
+
+
+@dataclass(frozen=True)
+class KernelRates:
+    """What kernels of one device reach: operations and bytes per second, and the time of a kernel without either."""
+
+    matmul_flops: float
+    attention_flops: float
+    attention_backward_flops: float
+    memory_bytes: float
+    kernel_seconds: float
+
+    def product_seconds(self, m: float, n: float, k: float, width: int) -> float:
+        """Return the seconds of the product of an (m, k) with a (k, n) matrix of so many bytes per element."""
+        return (
+            2 * m * n * k / self.matmul_flops
+            + width * (m * k + k * n + m * n) / self.memory_bytes
+            + self.kernel_seconds
+        )
+
+    def elementwise_seconds(self, bytes_moved: float) -> float:
+        """Return the seconds of kernels that do little more than read and write so many bytes."""
+        return bytes_moved / self.memory_bytes
+
+
+@lru_cache(maxsize=64)
+def kernel_rates(hardware: HardwareConfig, dtype: str) -> KernelRates:
+    """Return the rates of a cluster's device with products in a dtype by torch's name.
+
+    Raises UserError if the device's peak is unknown.
+    """
+    peak = hardware.peak_flops or peak_flops(hardware.device_name, dtype)
+    if peak is None:
+        raise UserError(
+            f"cluster.hardware.device_name={hardware.device_name} has no known peak FLOP/s in {dtype}: set"
+            " cluster.hardware.peak_flops"
+        )
+    fitted = hardware.fitted
+    return KernelRates(
+        matmul_flops=peak * fitted.matmul_efficiency,
+        attention_flops=peak * fitted.attention_efficiency,
+        attention_backward_flops=peak * fitted.attention_efficiency * fitted.attention_backward_ratio,
+        memory_bytes=hardware.memory_bandwidth * fitted.memory_efficiency,
+        kernel_seconds=fitted.kernel_seconds,
+    )

@@ -1,0 +1,166 @@
+"""The seconds of a pipeline stage for one micro-batch: compute, and what tensor and context parallelism expose."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from harness.config.checkpointing import CheckpointingConfig
+from harness.config.hardware import HardwareConfig
+from harness.config.stack_timing import StackTiming
+from harness.cost_model.timing.collectives import Group, all_reduce_seconds, gather_seconds
+from harness.cost_model.timing.layer_time import (
+    PassSeconds,
+    Shape,
+    embedding_seconds,
+    head_seconds,
+    layer_seconds,
+)
+
+LAYER_COLLECTIVES = 2  # of the hidden states in a layer's forward: before, or after, attention and MLP
+
+
+class StageContext(NamedTuple):
+    """What decides a stage's seconds for a micro-batch, beside the number of its layers."""
+
+    shape: Shape
+    checkpointing: CheckpointingConfig
+    tp_group: Group
+    cp_group: Group
+    is_pipelined: bool
+    is_compiled: bool
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """The seconds of one decoder layer for a micro-batch on one rank."""
+
+    forward: float
+    backward: float  # with the second forward of checkpointing
+    tp: float  # exposed communication of both passes
+    cp: float
+
+
+@lru_cache(maxsize=16384)
+def layer_time(context: StageContext, hardware: HardwareConfig, timing: StackTiming) -> LayerTime:
+    """Return the seconds of a decoder layer.
+
+    Where the host launches kernels more slowly than the device runs them, the host's time counts.
+    """
+    passes = layer_seconds(context.shape, hardware, timing)
+    recomputed = recomputed_share(context, passes)
+    forward, backward = passes.forward, passes.backward + recomputed * passes.forward
+    tp, collectives = _tp_seconds(context, hardware, timing, passes, recomputed)
+    cp = _cp_seconds(context, hardware, recomputed)
+    kernels = timing.kernels_per_layer * (1 + recomputed / 3)
+    per_rank = timing.pipelined_collective_seconds_per_rank if context.is_pipelined else 0.0
+    per_rank = context.tp_group.ranks * max(per_rank, timing.collective_seconds_per_rank)
+    host = kernels * hardware.fitted.launch_seconds + collectives * (timing.collective_launch_seconds + per_rank)
+    device = forward + backward + tp + cp
+    if host > device:
+        forward, backward = forward + (host - device) / 3, backward + (host - device) * 2 / 3
+    return LayerTime(forward, backward, tp, cp)
+
+
+def recomputed_share(context: StageContext, passes: PassSeconds) -> float:
+    """Return the share of a layer's forward that backward runs again, on average over the layers.
+
+    torch stops a second forward before the last product, unless dropout follows it or the layer is compiled.
+    """
+    name, forward = context.checkpointing.name, passes.forward
+    if name == "none":
+        return 0.0
+    if name == "attention":
+        return passes.attention / forward
+    if name == "selective":  # keeps the results of matrix products and attention
+        return 1.0 - (passes.attention + _product_share(context, passes) * forward) / forward
+    stops_early = not context.is_compiled and context.shape.model.dropout == 0
+    share = 1.0 - (passes.last_projection / forward if stops_early else 0.0)
+    return share / context.checkpointing.every
+
+
+def _product_share(context: StageContext, passes: PassSeconds) -> float:
+    """Return the share of a layer's forward that is matrix products, as many as half of backward's."""
+    return min(1.0, passes.weight_gradient / passes.forward) * 0.95
+
+
+def _tp_seconds(
+    context: StageContext, hardware: HardwareConfig, timing: StackTiming, passes: PassSeconds, recomputed: float
+) -> tuple[float, float]:
+    """Return the exposed seconds of a layer's tensor-parallel collectives, and how many of them there are.
+
+    Forward has two all-reduces, or with sequence parallelism an all-gather and a reduce-scatter for each, and backward
+    as many (arXiv 2205.05198, section 4.2.2). A second forward repeats its own. Backward may gather inputs again, and
+    may sum an input's gradient while it computes that of the weight.
+    """
+    shape, group = context.shape, context.tp_group
+    if group.ranks == 1:
+        return 0.0, 0
+    hidden = shape.micro_batch * shape.seq_len / shape.cp * shape.model.hidden_size * shape.width
+    if shape.sequence_parallel:
+        one, forward_count = gather_seconds(hidden, group, hardware), 2 * LAYER_COLLECTIVES
+    else:
+        one, forward_count = all_reduce_seconds(hidden, group, hardware), LAYER_COLLECTIVES
+    backward_count = float(forward_count)
+    if shape.sequence_parallel and timing.gathers_inputs_again:
+        backward_count += LAYER_COLLECTIVES
+    backward_count += recomputed * forward_count
+    exposed_backward = backward_count * one
+    if timing.overlaps_input_gradient:
+        exposed_backward -= min(LAYER_COLLECTIVES * one, passes.weight_gradient)
+    return forward_count * one + exposed_backward, forward_count + backward_count
+
+
+def _cp_seconds(context: StageContext, hardware: HardwareConfig, recomputed: float) -> float:
+    """Return the seconds of gathering keys and values, and of scattering their gradients."""
+    shape, group = context.shape, context.cp_group
+    if group.ranks == 1:
+        return 0.0
+    model = shape.model
+    elements = 2 * model.num_key_value_heads * model.head_dim / shape.tp * shape.micro_batch * shape.seq_len
+    return (2 + recomputed) * gather_seconds(elements * shape.width, group, hardware)
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """The seconds of one stage for a micro-batch."""
+
+    forward: float  # compute alone
+    backward: float
+    tp: float
+    cp: float
+
+    @property
+    def compute(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+    @property
+    def total(self) -> float:
+        """Compute and exposed communication."""
+        return self.forward + self.backward + self.tp + self.cp
+
+
+@lru_cache(maxsize=16384)
+def stage_time(
+    context: StageContext,
+    hardware: HardwareConfig,
+    timing: StackTiming,
+    layers: int,
+    holds_embedding: bool,
+    holds_head: bool,
+) -> StageTime:
+    """Return the seconds of a stage of so many layers, which may have the embedding and the head."""
+    layer = layer_time(context, hardware, timing)
+    shape, group = context.shape, context.tp_group
+    forward, backward, tp = layers * layer.forward, layers * layer.backward, layers * layer.tp
+    hidden = shape.micro_batch * shape.seq_len / shape.cp * shape.model.hidden_size * shape.width
+    vocabulary_group = group if shape.vocabulary_tp > 1 else Group(1, 1)
+    if holds_embedding:
+        passes = embedding_seconds(shape, hardware)
+        forward, backward = forward + passes.forward, backward + passes.backward
+        tp += all_reduce_seconds(hidden, vocabulary_group, hardware)
+    if holds_head:
+        passes = head_seconds(shape, hardware, timing)
+        forward, backward = forward + passes.forward, backward + passes.backward
+        tp += all_reduce_seconds(hidden, vocabulary_group, hardware)
+    return StageTime(forward, backward, tp, layers * layer.cp)

@@ -1,0 +1,239 @@
+"""The seconds of one training step: compute, exposed communication by axis, bubble and optimizer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from harness.config.hardware import HardwareConfig
+from harness.config.model import ModelConfig
+from harness.config.schema import RunConfig
+from harness.config.stack_timing import StackTiming
+from harness.cost_model.pipeline import bubble_ratio
+from harness.cost_model.timing.collectives import Group, group_of, send_seconds
+from harness.cost_model.timing.data_parallel_time import Exposed, ShardedState, expose
+from harness.cost_model.timing.kernels import kernel_rates
+from harness.cost_model.timing.layer_time import Shape
+from harness.cost_model.timing.stage_time import StageContext, StageTime, stage_time
+from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
+from harness.layout.parameters import layer_parameter_count
+from harness.layout.partition import split_into_stages
+from harness.layout.shapes import numel
+from harness.layout.state_widths import StateWidths
+
+GRADIENT_NORM_BYTES = 4  # read for each gradient to find the global norm, in fp32
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of one training step of the slowest rank, and their parts, which add up."""
+
+    compute_seconds: float
+    exposed_communication_seconds: Mapping[str, float]  # by axis
+    bubble_seconds: float
+    optimizer_seconds: float
+    other_seconds: float  # of the step as a whole, beside the parts
+    micro_batches: int
+    forward_seconds: float  # of the slowest stage, for one micro-batch
+    backward_seconds: float
+    hidden_communication_seconds: float  # data-parallel communication that runs beside compute
+
+    @property
+    def step_seconds(self) -> float:
+        """The seconds of the step."""
+        exposed = sum(self.exposed_communication_seconds.values())
+        parts = self.compute_seconds + exposed + self.bubble_seconds
+        return parts + self.optimizer_seconds + self.other_seconds
+
+
+class RankStages(NamedTuple):
+    """The stages of the ranks at one place of the pipeline."""
+
+    layers: int
+    holds_embedding: bool
+    holds_head: bool
+
+
+@lru_cache(maxsize=4096)
+def pipeline_stages(model: ModelConfig, layout: Layout) -> tuple[tuple[RankStages, int], ...]:
+    """Return the different kinds of pipeline ranks, each with how many ranks are of it."""
+    stages = split_into_stages(model, layout)
+    kinds: dict[RankStages, int] = {}
+    for place in range(layout.pp):
+        own = stages[place :: layout.pp]
+        kind = RankStages(
+            sum(stage.layers for stage in own),
+            any(stage.holds_embedding for stage in own),
+            any(stage.holds_head for stage in own),
+        )
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return tuple(kinds.items())
+
+
+@lru_cache(maxsize=256)
+def _parameters(model: ModelConfig, tp: int, vocabulary_tp: int) -> tuple[float, float, float]:
+    """Return the parameters of a layer, of the embedding and of the head on one tensor-parallel rank.
+
+    A tied head counts as well: gradients of both uses are in one table, but in a pipeline each end has its own.
+    """
+    profile = model_profile(model)
+    embedding, head = numel(profile.embedding_shapes), numel(profile.head_shapes)
+    return layer_parameter_count(model) / tp, embedding / vocabulary_tp, head / vocabulary_tp
+
+
+def estimate_step_time(
+    config: RunConfig,
+    layout: Layout,
+    hardware: HardwareConfig,
+    timing: StackTiming,
+    widths: StateWidths | None = None,
+    gpus_per_node: int = 8,
+) -> StepTime:
+    """Return the predicted time of a step of this layout on so many GPUs of each node.
+
+    `widths` are those of an engine; without them parameters are gathered in the dtype of compute. Raises UserError if
+    the device's peak FLOP/s in the dtype of compute are unknown.
+    """
+    micro_batches = layout.grad_accumulation_steps(config.train)
+    context = _context(config, layout, gpus_per_node)
+    kinds = pipeline_stages(config.model, layout)
+    times = [stage_time(context, hardware, timing, *kind) for kind, _ in kinds]
+    exposures = [
+        expose(
+            _state(config, layout, widths, kind, gpus_per_node, micro_batches), hardware, timing, t.forward, t.backward
+        )
+        for (kind, _), t in zip(kinds, times, strict=True)
+    ]
+    transfer = _transfer_seconds(config, layout, hardware, timing, gpus_per_node)
+    slowdown = hardware.fitted.overlap_slowdown
+    per_micro = [
+        t.total + e.per_micro_batch + slowdown * e.hidden_per_micro_batch for t, e in zip(times, exposures, strict=True)
+    ]
+    slowest = max(range(len(kinds)), key=per_micro.__getitem__)
+    time, exposed = times[slowest], exposures[slowest]
+    per_step = max(e.per_step for e in exposures)
+    hidden_per_step = max(e.hidden_per_step for e in exposures)
+    compute = micro_batches * (time.compute + slowdown * exposed.hidden_per_micro_batch) + slowdown * hidden_per_step
+    data = micro_batches * exposed.per_micro_batch + per_step
+    communication = {
+        "tp": micro_batches * time.tp,
+        "cp": micro_batches * time.cp,
+        "dp_replicate": data * exposed.replica_share,
+        "dp_shard": data * (1 - exposed.replica_share),
+        "pp": 0.0,
+    }
+    bubble = 0.0
+    if layout.pp_enabled:
+        bubble = _bubble_seconds(layout, micro_batches, kinds, per_micro, slowest)
+        communication["pp"] = transfer * (micro_batches if timing.blocking_transfers else 0) + transfer * (
+            layout.pp - 1
+        )
+    return StepTime(
+        compute_seconds=compute,
+        exposed_communication_seconds={axis: seconds for axis, seconds in communication.items() if seconds},
+        bubble_seconds=bubble,
+        optimizer_seconds=_optimizer_seconds(config, layout, hardware, timing, kinds),
+        other_seconds=timing.step_seconds,
+        micro_batches=micro_batches,
+        forward_seconds=time.forward,
+        backward_seconds=time.backward,
+        hidden_communication_seconds=hidden_per_step + micro_batches * exposed.hidden_per_micro_batch,
+    )
+
+
+def _context(config: RunConfig, layout: Layout, gpus_per_node: int) -> StageContext:
+    """Return what decides the seconds of stages for a micro-batch."""
+    precision, model = config.precision, config.model
+    shape = Shape(
+        model,
+        config.train.micro_batch,
+        config.train.seq_len,
+        layout.tp,
+        layout.vocabulary_tp,
+        layout.sequence_parallel,
+        layout.cp,
+        precision.compute,
+        precision.compute_bytes,
+        precision.accumulate_bytes,
+        model.attention == "flash",
+    )
+    return StageContext(
+        shape,
+        config.checkpointing,
+        group_of(layout, ("tp",), gpus_per_node),
+        group_of(layout, ("cp",), gpus_per_node),
+        layout.pp_enabled,
+        config.train.compile,
+    )
+
+
+def _state(
+    config: RunConfig, layout: Layout, widths: StateWidths | None, kind: RankStages, gpus_per_node: int, micro: int
+) -> ShardedState:
+    """Return what ranks of one kind synchronize with the ranks that train on other data."""
+    layer, embedding, head = _parameters(config.model, layout.tp, layout.vocabulary_tp)
+    is_recomputed = config.checkpointing.recomputes_layer(config.checkpointing.every - 1)
+    gathers_again = widths is not None and widths.gathers_for_each_use and is_recomputed
+    return ShardedState(
+        kind.layers,
+        layer,
+        embedding * kind.holds_embedding + head * kind.holds_head,
+        layout.zero_stage,
+        _group(layout, layout.sharding_axes, gpus_per_node),
+        _group(layout, layout.replica_axes, gpus_per_node),
+        config.precision.compute_bytes if widths is None else widths.gathered,
+        config.precision.reduce_bytes,
+        3 if gathers_again else 2,
+        micro,
+    )
+
+
+def _group(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> Group:
+    axes = tuple(axis for axis in axes if layout.axis_sizes[axis] > 1)
+    return group_of(layout, axes, gpus_per_node) if axes else Group(1, 1)
+
+
+def _transfer_seconds(
+    config: RunConfig, layout: Layout, hardware: HardwareConfig, timing: StackTiming, gpus_per_node: int
+) -> float:
+    """Return the seconds in which a stage's hidden states, and gradients as large, pass to and from its neighbors."""
+    if not layout.pp_enabled:
+        return 0.0
+    train, parts = config.train, layout.tp if layout.sequence_parallel else 1
+    hidden = train.micro_batch * train.seq_len / layout.cp * config.model.hidden_size
+    stride = layout.world_size // layout.pp
+    one = send_seconds(hidden * config.precision.compute_bytes / parts, stride, gpus_per_node, hardware)
+    return 2 * (one + timing.transfer_seconds)
+
+
+def _bubble_seconds(
+    layout: Layout, micro_batches: int, kinds: tuple[tuple[RankStages, int], ...], per_micro: list[float], slowest: int
+) -> float:
+    """Return the seconds in which the slowest stage waits while the pipeline fills and drains.
+
+    A micro-batch passes every other stage once on its way (arXiv 2104.04473, section 2.2); interleaved stages let it
+    pass in shorter parts, and zero bubble fills a part of the wait.
+    """
+    others = sum(seconds * number for (_, number), seconds in zip(kinds, per_micro, strict=True)) - per_micro[slowest]
+    ideal = (layout.pp - 1) / micro_batches
+    return others * bubble_ratio(layout, micro_batches) / ideal
+
+
+def _optimizer_seconds(
+    config: RunConfig,
+    layout: Layout,
+    hardware: HardwareConfig,
+    timing: StackTiming,
+    kinds: tuple[tuple[RankStages, int], ...],
+) -> float:
+    """Return the seconds of gradient norm and update, by the bytes of a rank's part of the optimizer state."""
+    layer, embedding, head = _parameters(config.model, layout.tp, layout.vocabulary_tp)
+    largest = max(k.layers * layer + embedding * k.holds_embedding + head * k.holds_head for k, _ in kinds)
+    rates = kernel_rates(hardware, config.precision.compute)
+    norm = GRADIENT_NORM_BYTES * largest / layout.shard_count("gradients")
+    update = timing.optimizer_bytes * largest / layout.shard_count("optimizer")
+    return rates.elementwise_seconds(norm + update)
+
+
+__all__ = ["Exposed", "StageTime", "StepTime", "estimate_step_time"]
