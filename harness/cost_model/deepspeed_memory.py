@@ -98,12 +98,12 @@ def summed_gradient_bytes(
     return [size * width // widths.gradients if widths.gradients else size for size in gradients]
 
 
-def partition_elements(config: RunConfig, layout: Layout, stages: Sequence[Stage]) -> float:
+def partition_elements(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> float:
     """Return the elements of the parameters that lie in a rank's partition of the flat parameters, at least in part.
 
     It is those of the rank with most of them: DeepSpeed's stage 2 keeps each of their gradients whole.
     """
-    return _partition_elements(config.model, without_data_parallelism(layout), tuple(stages), layout.dp_shard)
+    return _partition_elements(model, without_data_parallelism(layout), tuple(stages), layout.dp_shard)
 
 
 @lru_cache(maxsize=256)

@@ -104,13 +104,17 @@ def rank_cost(
     buffer_bytes = received + sum(buffer_tensors(config, layout, widths, stages).values())
     buffer_bytes += widths.host_buffer_bytes if device == "cpu" else 0
     if layout.uses_deepspeed_zero and layout.zero_stage == 2 and layout.offload == "none":
-        gradients = [-(-widths.gradients * round(partition_elements(config, layout, stages)))]
+        gradients = [-(-widths.gradients * round(partition_elements(config.model, layout, stages)))]
     copied = gradient_copy_bytes(config, layout, widths, total)
     temporaries = optimizer_temporary_bytes(config, layout, total) + copied * (layout.zero_stage == 3)
     nothing = dict.fromkeys(PARTS, 0)
     others = [nothing | {"gradients": sum(gradients), "temporaries": size} for size in (temporaries, copied)]
     if device == "cpu":
         others.append(nothing | gloo_gather_peak(config, layout, widths, total))
+    if rebuilds_buckets_beside_gradients(config, layout):
+        in_buckets = sum(gradients) * keeps_grad_buffers(config, layout, widths)
+        rebuilt = in_buckets + buffer_tensors(config, layout, widths, stages).get("ddp_buckets", 0)
+        others.append(nothing | {"gradients": in_buckets, "temporaries": rebuilt})
     return RankCost(
         config,
         layout,
@@ -147,6 +151,16 @@ class RankPeak:
     def peak_bytes(self) -> int:
         """The bytes at the worst moment of a step."""
         return sum(self.at_peak.values())
+
+
+def rebuilds_buckets_beside_gradients(config: RunConfig, layout: Layout) -> bool:
+    """Return whether DDP allocates its buckets anew in a timed step, while gradients lie in the old ones.
+
+    It does so once, before the second forward that synchronizes (torch.nn.parallel.distributed, _pre_forward). That is
+    in the second step, where the gradients of an earlier micro-batch exist if there is one.
+    """
+    accumulates = layout.grad_accumulation_steps(config.train) > 1
+    return layout.data_parallel == "ddp" and config.train.warmup_steps == 1 and accumulates
 
 
 def highest_rank(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> RankPeak:

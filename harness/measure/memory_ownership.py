@@ -146,12 +146,13 @@ class OwnershipRecorder:
     def peak_without_backend_bytes(self, timed_log: AllocationLog | None) -> int | None:
         """Return the peak of the timed steps, or else of this one, without the communication backend's own copies.
 
-        Return None on CUDA, where NCCL makes none, and where allocations are not logged.
+        Return None on CUDA, where NCCL makes none, where allocations are not logged, and where the steps are not alike.
         """
         if self.log is None or not self.memory.counts_requests:
             return None
-        timed = peak_without_backend(timed_log, self.annotations, self.log) if timed_log is not None else None
-        return peak_without_backend(self.log, self.annotations) if timed is None else timed
+        if timed_log is None:
+            return peak_without_backend(self.log, self.annotations)
+        return peak_without_backend(timed_log, self.annotations, self.log)
 
     def write_snapshot(self, path: Path) -> None:
         """Write the step's memory history for torch's viewer."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
+from harness.cost_model.deepspeed_memory import partition_elements
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import local_numel, stages_of_rank, tp_shard_dim_under, tp_shards
@@ -87,13 +88,18 @@ def width_problems(widths: StateWidths, precision: PrecisionConfig, ranks: Seque
 def gradient_problems(
     model: ModelConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]
 ) -> list[str]:
-    """Return which ranks of ZeRO stage 2 or 3 had more gradients than their share and a few single ones in transit."""
+    """Return which ranks of ZeRO stage 2 or 3 had more gradients than their share and a few single ones in transit.
+
+    DeepSpeed's stage 2 keeps the gradients of all parameters that lie in a rank's partition, at least in part, whole.
+    """
     if layout.zero_stage < 2 or layout.shard_count("gradients") == 1:
         return []
     largest = largest_parameter_numel(model)
     problems = []
     for rank in ranks:
         share = rank_numel(model, layout, rank.rank, "gradients")
+        if layout.uses_deepspeed_zero and layout.zero_stage == 2:
+            share = max(share, partition_elements(model, layout, stages_of_rank(model, layout, rank.rank)))
         width = widths.gradients + widths.host_gradients
         allowed = 1.05 * width * share + 3 * width * largest
         peak = rank.profiled.gradient_bytes

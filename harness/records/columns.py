@@ -223,8 +223,8 @@ COLUMNS: tuple[Column, ...] = (
     _bytes(
         "peak_without_backend_bytes",
         "peak without the backend's copies",
-        "The peak memory of a run on a CPU without the copies that gloo makes in collectives, which is what is"
-        " predicted: how many exist at once depends on timing, and NCCL makes none; empty on a GPU.",
+        "The peak memory of a run on a CPU without the copies that gloo makes in collectives: how many exist at once"
+        " depends on timing, and NCCL makes none; empty on a GPU.",
     ),
     _count("repeat", "run", "repeat", "Which repeat of the same configuration this run is, starting at 0."),
     _text("started_at", "run", "started", "When the run started, in ISO 8601 and UTC."),

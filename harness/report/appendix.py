@@ -9,7 +9,6 @@ from harness.report.charts import losses, memory
 from harness.report.document import BulletList, Paragraph, Section, Table, run_table, section
 from harness.report.frame import column_values, compared_layers, labels_by, labels_by_staleness
 from harness.report.overview import recorded_versions
-from harness.report.predictions import peak_note
 from harness.report.text import MILLISECONDS, Unit, byte_unit, format_deviations, format_numbers, outcome_text
 from harness.report.view import View
 
@@ -67,12 +66,8 @@ def predicted_section(view: View) -> list[Section]:
     table = view.line_medians
     columns: dict[str, list[str]] = {}
     pairs = {"predicted_peak_bytes": "peak_allocated_bytes", "predicted_step_seconds": "step_seconds"}
-    without_backend = column_values(table, "peak_without_backend_bytes")
     for predicted_name, measured_name in pairs.items():
         predicted, measured = column_values(table, predicted_name), column_values(table, measured_name)
-        if measured_name == "peak_allocated_bytes":
-            both = zip(without_backend, measured, strict=True)
-            measured = [peak if without is None else without for without, peak in both]
         if any(value is not None for value in predicted):
             quantity = column(measured_name).title
             unit: Unit = byte_unit([*predicted, *measured]) if measured_name.endswith("_bytes") else MILLISECONDS
@@ -83,7 +78,6 @@ def predicted_section(view: View) -> list[Section]:
     if not columns:
         return []
     words = "The error is the difference of the prediction from the measurement, relative to the measurement."
-    words += peak_note([line.row for line in view.lines])
     return section("Predicted and measured values", memory.predicted(view), run_table(table, columns), Paragraph(words))
 
 

@@ -8,7 +8,6 @@ from harness.records.schema import Record, Row
 from harness.report.charts.lines import chart_lines
 from harness.report.charts.series import Series, by_parameters, by_world
 from harness.report.comparability import PARTITION_COLUMNS, comparability_key
-from harness.report.predictions import comparable_peak
 from harness.report.reasons import recomputation_text
 from harness.report.reported import Reported, ReportedGroup
 from harness.report.speeds import Speed, are_alike, speed_of
@@ -148,7 +147,7 @@ def _key(line: Reported) -> tuple[Any, ...]:
 def prediction_sentences(view: View) -> Iterator[str]:
     """Yield how far the predicted peaks are from the measured ones."""
     rows = [line.row for line in view.lines if line.status == "ok"]
-    pairs = [(row.get("predicted_peak_bytes"), comparable_peak(row)) for row in rows]
+    pairs = [(row.get("predicted_peak_bytes"), row.get("peak_allocated_bytes")) for row in rows]
     errors = [abs(predicted / measured - 1) for predicted, measured in pairs if predicted is not None and measured]
     if errors:
         count, middle, largest = pluralize(len(errors), "configuration"), statistics.median(errors), max(errors)

@@ -7,7 +7,6 @@ from harness.config.byte_size import format_bytes
 from harness.metrics.step_time import PARTS
 from harness.records.schema import Record
 from harness.records.status import RunStatus
-from harness.report.predictions import comparable_peak
 from harness.selftest.bench import Bench, StepFailedError
 
 MEMORY_TOLERANCE = 0.1  # of a predicted peak, relative to the measured one
@@ -104,7 +103,7 @@ def memory_as_predicted(bench: Bench, records: Sequence[Record]) -> str:
     require_status(records, "ok")
     ratios = {}
     for record in records:
-        measured = comparable_peak(record.row)
+        measured = record.row.get("peak_allocated_bytes")
         if not measured:
             raise StepFailedError(f"{_name(record)} has no measured peak")
         ratios[_name(record)] = record.row["predicted_peak_bytes"] / measured

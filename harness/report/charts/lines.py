@@ -8,7 +8,6 @@ from typing import Any, Protocol, TypeVar
 from harness.records.schema import Record, Row
 from harness.report.document import Table
 from harness.report.frame import column_values
-from harness.report.predictions import comparable_peak
 from harness.report.ranking import Standing
 from harness.report.speeds import timed_runs
 from harness.report.text import bytes_text
@@ -87,11 +86,6 @@ class ChartLine:
     def peak(self) -> float | None:
         """The peak memory of a line that is ok, else None."""
         return self.number("peak_allocated_bytes") if self.ok else None
-
-    @property
-    def comparable_peak(self) -> float | None:
-        """The measured peak that the predicted one is compared with."""
-        return finite_number(comparable_peak(self.row))
 
     def number(self, name: str) -> float | None:
         """Return a column's value if it can be drawn."""

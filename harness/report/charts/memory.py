@@ -124,7 +124,7 @@ def predicted(view: View) -> Chart | None:
     pairs = [
         (line, planned, measured)
         for line in chart_lines(view)
-        if line.ok and (planned := line.number("predicted_peak_bytes")) and (measured := line.comparable_peak)
+        if (planned := line.number("predicted_peak_bytes")) and (measured := line.peak)
     ]
     if not pairs:
         return None
