@@ -64,6 +64,11 @@ def plan_problems(config: RunConfig, layout: Layout, cluster: PlannedCluster, st
     `harness` alone.
     """
     yield from incompatibilities(config, layout)
+    if layout.world_size > cluster.world_size:
+        yield (
+            f"world_size={layout.world_size} is more than the {cluster.world_size} devices of cluster={cluster.name}:"
+            f" choose cluster.nodes={-(-layout.world_size // cluster.gpus_per_node)}, or fewer ranks"
+        )
     yield from planned_machine(cluster).world_size_problems(layout.world_size)
     if stack.memory.kind != "harness":
         return

@@ -10,6 +10,11 @@ from dataclasses import dataclass, field
 
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig
+from harness.cost_model.micro_batch_shape import micro_batch_shape
+from harness.cost_model.optimizer_memory import optimizer_parameter_count
+from harness.cost_model.rank_memory import alike_ranks
+from harness.cost_model.stage_activations import stage_activations
+from harness.cost_model.stage_memory import local_parameter_count
 from harness.layout.parameters import parameter_count
 from harness.planner.cluster import PlannedCluster, plan_problems
 from harness.planner.predict import Prediction
@@ -47,10 +52,11 @@ class SearchResult:
 
 
 def memory_lower_bound(prediction: Prediction) -> int:
-    """Return bytes that the peak of the highest rank is at least: its state, as if all ranks had the same.
+    """Return bytes that the peak of the highest rank is at least, at the optimizer's step or when a backward starts.
 
     The fullest rank has at least the mean of all ranks' parameters, and holds them with gradients and optimizer state
-    when the optimizer steps. Stacks of other implementations are bounded by 0.
+    when the optimizer steps. The first rank of a pipeline keeps the activations of all passes in flight, beside its
+    parameters and optimizer state. Stacks of other implementations are bounded by 0.
     """
     layout = prediction.layout
     if prediction.stack.memory.kind != "harness" or layout.offload != "none":
@@ -61,7 +67,26 @@ def memory_lower_bound(prediction: Prediction) -> int:
         + widths.gradients / layout.shard_count("gradients")
         + widths.optimizer / layout.shard_count("optimizer")
     )
-    return int(per_parameter * _parameters(prediction.config) / parts * (1 - 1e-12))
+    state = int(per_parameter * _parameters(prediction.config) / parts * (1 - 1e-12))
+    return max(state, _first_rank_lower_bound(prediction))
+
+
+def _first_rank_lower_bound(prediction: Prediction) -> int:
+    """Return bytes of the pipeline's first rank at the start of a backward: of its state, and kept by its first stage.
+
+    Passes through its other stages, of which a schedule may have fewer in flight, are left out.
+    """
+    config, layout, widths = prediction.config, prediction.layout, prediction.widths
+    stages, _ = alike_ranks(config.model, layout, config.checkpointing.every)[0]
+    count = sum(local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp) for stage in stages)
+    even_count = optimizer_parameter_count(config.model, layout, stages)
+    resident = widths.parameters * count // layout.shard_count("parameters") + widths.optimizer * even_count
+    shape = micro_batch_shape(config, layout, prediction.cluster.device)
+    saved = stage_activations(shape, stages[0], config.checkpointing).before_backward
+    micro_batches = layout.grad_accumulation_steps(config.train)
+    in_flight = {"gpipe": micro_batches, "1f1b": min(micro_batches, layout.pp)}
+    passes = in_flight.get(layout.schedule, 1) if layout.pp_enabled else 1
+    return int(resident + passes * saved)
 
 
 def _parameters(config: RunConfig) -> int:

@@ -39,12 +39,17 @@ def detect_machine(cluster: ClusterConfig) -> Machine:
     cuda_devices: Sequence[CudaDevice] = ()
     if cluster.device != "cpu" and count:
         cuda_devices = find_cuda_devices(count, is_rocm)
+    hardware, names = cluster.hardware, tuple(device.name for device in cuda_devices)
+    if hardware is not None and hardware.device_name not in (names[:1] or ("cpu",)):
+        raise UserError(
+            f"cluster={cluster.name} has devices of the kind {hardware.device_name}, and this machine has"
+            f" {names[0] if names else 'none'}: type harness plan with the same settings, or choose cluster=local"
+        )
     if cluster.device == "cuda" and not cuda_devices:
         raise UserError("cluster.device=cuda needs a CUDA device and this machine has none: choose cpu or auto")
     if cluster.device == "auto" and not cuda_devices:
         refuse_silent_cpu()
     host_free_bytes = psutil.virtual_memory().available
-    names = tuple(device.name for device in cuda_devices)
     capabilities = [device.compute_capability for device in cuda_devices]
     return Machine(
         device="cuda" if cuda_devices else "cpu",
