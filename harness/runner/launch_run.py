@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from harness.cost_model import memory
 from harness.engines.base import load_engine
 from harness.hardware.machine import usable_cores
 from harness.launcher.launch import launch
@@ -24,6 +23,7 @@ from harness.runner import preflight
 from harness.runner.context import RunContext
 from harness.runner.local_machine import release_problem
 from harness.runner.plan import Plan
+from harness.runner.predicted_columns import predicted_columns
 from harness.runner.record import build_record, failure_columns
 from harness.runner.reference import Reference
 from harness.runner.reuse import STARTED, clear_run_folder
@@ -161,8 +161,7 @@ def write_row(
 
     `ending` has the columns that say how the run ended. Raises OSError if even the row cannot be written.
     """
-    if not plan.config.train.compile:  # the compiler decides what a compiled layer saves and allocates
-        ending = ending | memory.prediction_columns(plan.config, plan.layout, plan.widths, plan.machine.device)
+    ending = ending | predicted_columns(plan)
     parts = (parts or RecordParts()) | {"corpus": plan.corpus.fingerprint}
     try:
         return write_record_files(plan, ending, ranks, parts, steps)
