@@ -19,6 +19,7 @@ def plan_on(machine: Machine, *overrides: str) -> Plan:
 
 def step_seconds(plan: Plan) -> float:
     """Return the predicted step time of a plan that has one."""
+    seconds = predicted_columns(plan)["predicted_step_seconds"]
     assert isinstance(seconds, float)
     return seconds
 
