@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -19,7 +20,9 @@ from harness.planner.search import memory_sentences, separation
 from harness.records.columns import COLUMN_NAMES
 from harness.records.runs_csv import csv_cell
 from harness.records.schema import Row
+from harness.report.plan_page import plan_page
 from harness.util.errors import UserError, run_command
+from harness.util.files import atomic_write_text
 from harness.util.text import sanitize
 
 FORMATS = ("table", "csv", "json")
@@ -131,13 +134,18 @@ def notes(plan: Plan) -> list[str]:
     return lines
 
 
-def show(arguments: Sequence[str], output: str, explains: bool) -> None:
-    """Print the plans of these overrides. Raises UserError for a mistake."""
+def show(arguments: Sequence[str], output: str, explains: bool, page: Path | None = None) -> None:
+    """Print the plans of these overrides, and write the page of the first search. Raises UserError for a mistake."""
     if output not in FORMATS:
         raise UserError(f"format={output} is not known: choose {', '.join(FORMATS)}")
     all_plans = plans(arguments)
     predictions = [prediction for plan in all_plans for prediction in plan.predictions]
     rows = [prediction.row() for prediction in predictions]
+    if page is not None:
+        searches = [plan for plan in all_plans if plan.result is not None]
+        if not searches or searches[0].result is None:
+            raise UserError(f"--report={page} is the page of a search: leave out strategy, or choose strategy=search")
+        atomic_write_text(page, plan_page(searches[0].result, notes(searches[0])))
     if output == "json":
         print(json.dumps(rows, indent=1))
         return
@@ -161,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="harness plan", description=about, epilog="KEY=VALUE are the settings of runs, such as model=70b."
     )
     parser.add_argument("--explain", action="store_true", help="also print the arithmetic of each figure")
+    parser.add_argument("--report", type=Path, metavar="FILE.html", help="write a search as a page with its front")
     options, words = parser.parse_known_args(arguments)
     formats = [word.partition("=")[2] for word in words if word.startswith("format=")]
     overrides = [word for word in words if not word.startswith("format=")]
-    return run_command(lambda: show(overrides, formats[-1] if formats else "table", options.explain))
+    return run_command(lambda: show(overrides, formats[-1] if formats else "table", options.explain, options.report))

@@ -12,6 +12,7 @@ from harness.config.values import ConfigValues
 from harness.cost_model.remedies import Choices, Variant, remedies
 from harness.layout.layout import Layout, resolve_layout
 from harness.planner.cluster import PlannedCluster, plan_problems, planned_cluster
+from harness.planner.hf_config import decoder_values
 from harness.planner.predict import Prediction
 from harness.planner.search import SearchResult, search
 from harness.planner.space import Restrictions
@@ -38,6 +39,16 @@ def make_plan(values: ConfigValues, stack_name: str, fixed_keys: Mapping[str, An
     stack = load_stack(stack_name)
     cluster = planned_cluster(from_dict(ClusterConfig, values["cluster"], "cluster"))
     world_size = values.get("world_size") or cluster.world_size
+    if values["model"].get("family") == "hf":
+        decoder = decoder_values(values["model"])
+        if decoder is None:
+            raise UserError(
+                f"model.path={values['model']['path']} is of an architecture whose memory and time have no formulas"
+                " here: choose a config.json of Llama, Mistral or GPT-2"
+            )
+        train = dict(values["train"])
+        train["seq_len"] = train.get("seq_len") or decoder["context_length"]
+        values = values | {"model": decoder, "train": train}
     is_search = values["strategy"].get("name") == SEARCH
     if values["train"].get("global_batch") == AUTO and cluster.device == "cuda" and world_size > 48:
         values = values | {"train": values["train"] | {"global_batch": world_size}}  # a sequence for every device

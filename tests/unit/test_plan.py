@@ -127,3 +127,31 @@ def test_a_run_on_another_machine_offers_the_plan(capsys: pytest.CaptureFixture[
     assert main(["cluster=eight", "strategy=ddp"]) == 2
     text = capsys.readouterr().err
     assert "harness plan" in text and text.count("\n") == 1
+
+
+def test_a_config_json_of_llama_is_planned_as_the_same_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
+    rest = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | rest))
+    (own,) = planned(capsys, "model=hf", f"model.path={tmp_path}", "cluster=eight", "strategy=zero3")
+    (preset,) = planned(capsys, "model=7b", "cluster=eight", "strategy=zero3")
+    names = ("parameters", "predicted_peak_bytes", "predicted_step_seconds", "communication_bytes")
+    assert {name: own[name] for name in names} == {name: preset[name] for name in names}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    assert main(["plan", "model=hf", f"model.path={tmp_path}", "cluster=eight", "strategy=zero3"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_search_has_a_page_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, settings = tmp_path / "plan.html", ("model=1b", "cluster=eight", "checkpointing=full", "train.micro_batch=1")
+    assert main(["plan", "--report", str(page), *settings]) == 0
+    text = page.read_text()
+    assert "type=range" in text and "http" not in text
+    front = json.loads(text.partition("id=front>")[2].partition("</script>")[0])
+    assert len(front) == text.count("<circle") > 1
+    assert [entry["gib"] for entry in front] == sorted((entry["gib"] for entry in front), reverse=True)
+    assert front[-1]["text"].partition(",")[0] in text
+    capsys.readouterr()
+    assert main(["plan", "--report", str(page), "model=1b", "cluster=eight", "strategy=ddp"]) == 2
