@@ -17,9 +17,8 @@ class FittedHardware:
     """The parameters of a device and its links that no datasheet has, at most twelve."""
 
     matmul_efficiency: float  # The share of peak FLOP/s that an endlessly large matrix product reaches.
-    attention_efficiency: (
-        float  # The share of peak FLOP/s that a fused attention kernel reaches with endlessly large heads.
-    )
+    # The share of peak FLOP/s that a fused attention kernel reaches with endlessly large heads.
+    attention_efficiency: float
     # The FLOP/s of a fused attention kernel's backward in units of its forward's.
     attention_backward_ratio: float
     memory_efficiency: float  # The share of memory_bandwidth that kernels reach.
@@ -51,7 +50,7 @@ class HardwareConfig:
     intra_node_bandwidth: float  # The bytes per second that a device sends to the others of its node.
     inter_node_bandwidth: float  # The bytes per second that a device sends to other nodes.
     sources: tuple[str, ...]  # Where the figures of datasheets are from.
-    fitted: FittedHardware
+    fitted: FittedHardware  # The parameters that no datasheet has.
     fitted_to: str  # The measurements behind `fitted`, and how it was fitted to them.
     # Whether no published training measurement of this device stands behind `fitted`.
     datasheet_only: bool = True

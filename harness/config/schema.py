@@ -65,7 +65,7 @@ class ClusterConfig:
     # The time limit of a Slurm job as Slurm writes it, such as '4:00:00'; null derives it from timeout_seconds.
     time: str | None = _no_identity(None)
     # What a device and the links can do, for `harness plan`; null where plans are not made for this cluster.
-    hardware: HardwareConfig | None = _no_identity(None)  # noqa: RUF009
+    hardware: HardwareConfig | None = field(default=None, metadata={"identity": False})
 
     def __post_init__(self) -> None:
         require_positive("cluster", self, "nodes")

@@ -93,7 +93,7 @@ def layer_norm_sums(gradient: Tensor, values: Tensor, mean: Tensor, rstd: Tensor
     of_weight, of_bias = torch.zeros(2, rows[0].shape[1], device=gradient.device)
     step = max(1, CHUNK_ELEMENTS // rows[0].shape[1])
     for start in range(0, tokens, step):
-        of_output, normalized, means, rstds = (row[start : start + step].float() for row in rows)
+        of_output, normalized, mean_rows, rstd_rows = (row[start : start + step].float() for row in rows)
         of_bias += of_output.sum(0)
-        of_weight += normalized.sub_(means).mul_(rstds).mul_(of_output).sum(0)
+        of_weight += normalized.sub_(mean_rows).mul_(rstd_rows).mul_(of_output).sum(0)
     return of_weight, of_bias

@@ -111,8 +111,8 @@ def attention_seconds(shape: Shape, rates: KernelRates, timing: StackTiming) -> 
     tokens = shape.micro_batch * shape.seq_len / shape.cp
     flops = 4 * tokens * shape.seq_len * heads * model.head_dim
     if shape.has_fused_attention:
-        seen = 0.5 if timing.skips_masked_scores or shape.cp > 1 else 1.0
-        work = seen * flops * (1 + SOFTMAX_ELEMENTS / model.head_dim)
+        computed_share = 0.5 if timing.skips_masked_scores or shape.cp > 1 else 1.0
+        work = computed_share * flops * (1 + SOFTMAX_ELEMENTS / model.head_dim)
         forward = work / rates.attention_flops + rates.kernel_seconds
         return forward, 2.5 * work / rates.attention_backward_flops + 2 * rates.kernel_seconds
     scores = tokens * shape.seq_len * heads * timing.elementwise_traffic

@@ -97,17 +97,17 @@ def _tp_seconds(
         return 0.0, 0
     hidden = shape.micro_batch * shape.seq_len / shape.cp * shape.model.hidden_size * shape.width
     if shape.sequence_parallel:
-        one, forward_count = gather_seconds(hidden, group, hardware), 2 * LAYER_COLLECTIVES
+        collective_seconds, forward_count = gather_seconds(hidden, group, hardware), 2 * LAYER_COLLECTIVES
     else:
-        one, forward_count = all_reduce_seconds(hidden, group, hardware), LAYER_COLLECTIVES
+        collective_seconds, forward_count = all_reduce_seconds(hidden, group, hardware), LAYER_COLLECTIVES
     backward_count = float(forward_count)
     if shape.sequence_parallel and timing.gathers_inputs_again:
         backward_count += LAYER_COLLECTIVES
     backward_count += recomputed * forward_count
-    exposed_backward = backward_count * one
+    exposed_backward = backward_count * collective_seconds
     if timing.overlaps_input_gradient:
-        exposed_backward -= min(LAYER_COLLECTIVES * one, passes.weight_gradient)
-    return forward_count * one + exposed_backward, forward_count + backward_count
+        exposed_backward -= min(LAYER_COLLECTIVES * collective_seconds, passes.weight_gradient)
+    return forward_count * collective_seconds + exposed_backward, forward_count + backward_count
 
 
 def _cp_seconds(context: StageContext, hardware: HardwareConfig, recomputed: float) -> float:

@@ -203,8 +203,8 @@ def _transfer_seconds(
     train, parts = config.train, layout.tp if layout.sequence_parallel else 1
     hidden = train.micro_batch * train.seq_len / layout.cp * config.model.hidden_size
     stride = layout.world_size // layout.pp
-    one = send_seconds(hidden * config.precision.compute_bytes / parts, stride, gpus_per_node, hardware)
-    return 2 * (one + timing.transfer_seconds)
+    sending_seconds = send_seconds(hidden * config.precision.compute_bytes / parts, stride, gpus_per_node, hardware)
+    return 2 * (sending_seconds + timing.transfer_seconds)
 
 
 def _bubble_seconds(
