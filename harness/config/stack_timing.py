@@ -31,8 +31,13 @@ class StackTiming:
     # The same for each rank of the collective, and in a pipeline, where a stage's host waits for its neighbors.
     collective_seconds_per_rank: float = 0.0
     pipelined_collective_seconds_per_rank: float = 0.0
+    # Time of one step of a ring between nodes beside the hardware's, such as that of processes that wait for others.
+    inter_node_step_seconds: float = 0.0
     blocking_transfers: bool = False  # Whether a stage waits for its transfers instead of computing meanwhile.
-    transfer_seconds: float = 0.0  # Time of a transfer between stages beside its bytes.
+    # Time of a transfer between stages on two nodes beside its bytes, and the power of the number of nodes, in units
+    # of two, by which it grows.
+    transfer_seconds: float = 0.0
+    transfer_growth: float = 0.0
     optimizer_bytes: float = 30.0  # Bytes that the update reads and writes for each parameter, masters included.
     step_seconds: float = 0.0  # Time of a step beside everything else.
 
@@ -45,6 +50,8 @@ class StackTiming:
             "collective_seconds_per_rank",
             "pipelined_collective_seconds_per_rank",
             "transfer_seconds",
+            "transfer_growth",
+            "inter_node_step_seconds",
             "optimizer_bytes",
             "step_seconds",
         ):

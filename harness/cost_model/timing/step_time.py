@@ -1,5 +1,6 @@
 """The seconds of one training step: compute, exposed communication by axis, bubble and optimizer."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -95,6 +96,7 @@ def estimate_step_time(
     `widths` are those of an engine; without them parameters are gathered in the dtype of compute. Raises UserError if
     the device's peak FLOP/s in the dtype of compute are unknown.
     """
+    hardware = _with_stack(hardware, timing.inter_node_step_seconds)
     micro_batches = layout.grad_accumulation_steps(config.train)
     context = _context(config, layout, gpus_per_node)
     kinds = pipeline_stages(config.model, layout)
@@ -140,6 +142,14 @@ def estimate_step_time(
         backward_seconds=time.backward,
         hidden_communication_seconds=hidden_per_step + micro_batches * exposed.hidden_per_micro_batch,
     )
+
+
+@lru_cache(maxsize=64)
+def _with_stack(hardware: HardwareConfig, inter_node_step_seconds: float) -> HardwareConfig:
+    """Return the hardware with the time that a stack adds to each step of a ring between nodes."""
+    fitted = hardware.fitted
+    latency = fitted.inter_node_latency + inter_node_step_seconds
+    return dataclasses.replace(hardware, fitted=dataclasses.replace(fitted, inter_node_latency=latency))
 
 
 def _context(config: RunConfig, layout: Layout, gpus_per_node: int) -> StageContext:
@@ -204,7 +214,8 @@ def _transfer_seconds(
     hidden = train.micro_batch * train.seq_len / layout.cp * config.model.hidden_size
     stride = layout.world_size // layout.pp
     sending_seconds = send_seconds(hidden * config.precision.compute_bytes / parts, stride, gpus_per_node, hardware)
-    return 2 * (sending_seconds + timing.transfer_seconds)
+    growth: float = max(1.0, layout.world_size / gpus_per_node / 2) ** timing.transfer_growth
+    return 2 * (sending_seconds + timing.transfer_seconds * growth)
 
 
 def _bubble_seconds(
