@@ -12,7 +12,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.config.arguments import find_mistake, normalize_arguments
 from harness.config.byte_size import format_bytes
+from harness.config.from_dict import from_dict
 from harness.config.hydra import compose_values
+from harness.config.stack import StackConfig
 from harness.planner.explain import explanation
 from harness.planner.plan import Plan, make_plan, offers
 from harness.planner.predict import Prediction
@@ -55,7 +57,7 @@ def plans(arguments: Sequence[str]) -> list[Plan]:
     made_plans, mistakes = [], []
     for overrides, fixed_keys in combinations(arguments):
         values = dict(compose_values(*overrides, primary="plan"))
-        stack = str(values.pop("stack"))
+        stack: StackConfig = from_dict(StackConfig, values.pop("stack"), "stack")
         try:
             made_plans.append(make_plan(values, stack, fixed_keys))  # type: ignore[arg-type]
         except UserError as error:

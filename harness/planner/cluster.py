@@ -9,6 +9,7 @@ from harness.config.hardware import HardwareConfig
 from harness.config.locations import conf_folders, names_in
 from harness.config.schema import ClusterConfig, Device, RunConfig
 from harness.config.stack import StackConfig
+from harness.cost_model.stack_memory import require_expressible
 from harness.engines.base import EngineModule, load_engine
 from harness.engines.deepspeed.compatibility import layout_unsupported as deepspeed_unsupported
 from harness.hardware.machine import Machine
@@ -61,7 +62,7 @@ def plan_problems(config: RunConfig, layout: Layout, cluster: PlannedCluster, st
     """Yield every reason why a configuration cannot run as this layout on this cluster, a line each.
 
     They are those of a run but for what depends on the machine at hand. The rules of an engine are those of the stack
-    `harness` alone.
+    `harness` alone; another stack has its own.
     """
     yield from incompatibilities(config, layout)
     if layout.world_size > cluster.world_size:
@@ -71,6 +72,10 @@ def plan_problems(config: RunConfig, layout: Layout, cluster: PlannedCluster, st
         )
     yield from planned_machine(cluster).world_size_problems(layout.world_size)
     if stack.memory.kind != "harness":
+        try:
+            require_expressible(config, layout, stack)
+        except UserError as error:
+            yield str(error)
         return
     machine = planned_machine(cluster)
     if layout.engine == "deepspeed":  # whether its package is installed here does not matter there

@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.config.from_dict import from_dict
 from harness.config.schema import ClusterConfig, RunConfig
-from harness.config.stack import StackConfig, load_stack
+from harness.config.stack import StackConfig
 from harness.config.values import ConfigValues
 from harness.cost_model.remedies import Choices, Variant, remedies
 from harness.layout.layout import Layout, resolve_layout
@@ -31,12 +31,11 @@ class Plan:
     result: SearchResult | None = None  # of a search
 
 
-def make_plan(values: ConfigValues, stack_name: str, fixed_keys: Mapping[str, Any]) -> Plan:
+def make_plan(values: ConfigValues, stack: StackConfig, fixed_keys: Mapping[str, Any]) -> Plan:
     """Return the plan of composed values; `fixed_keys` are the settings of the command line by their dotted keys.
 
     Raises UserError for what cannot be planned.
     """
-    stack = load_stack(stack_name)
     cluster = planned_cluster(from_dict(ClusterConfig, values["cluster"], "cluster"))
     world_size = values.get("world_size") or cluster.world_size
     if values["model"].get("family") == "hf":

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
+from harness.config.stack import stack_names
 from harness.records.runs_csv import read_runs_csv
 from harness.records.store import read_record
 from harness.util.errors import UserError
@@ -155,3 +156,23 @@ def test_a_search_has_a_page_of_its_own(tmp_path: Path, capsys: pytest.CaptureFi
     assert front[-1]["text"].partition(",")[0] in text
     capsys.readouterr()
     assert main(["plan", "--report", str(page), "model=1b", "cluster=eight", "strategy=ddp"]) == 2
+
+
+def test_every_stack_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """The stack is the file that its name chooses; implementations need different memory and time for one layout."""
+    figures = {}
+    for name in stack_names():
+        (row,) = planned(capsys, "model=7b", "cluster=eight", "strategy=ddp", "precision=bf16_mixed", f"stack={name}")
+        assert row["stack"] == name
+        figures[name] = (row["predicted_peak_bytes"], row["predicted_step_seconds"])
+    assert len({figures[name] for name in ("harness", "megatron", "nanotron", "llm_foundry")}) == 4
+
+
+def test_what_a_stack_does_not_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model=7b", "cluster=eight", "strategy=zero3", "stack=megatron"]) == 2
+    assert "stack=megatron" in capsys.readouterr().err
+
+
+def test_a_search_keeps_to_what_a_stack_has(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = planned(capsys, "model=1b", "cluster=eight", "stack=megatron", "precision=bf16_mixed", "train.seq_len=2048")
+    assert rows and all(row["zero_stage"] in (0, 1) for row in rows)
