@@ -14,6 +14,7 @@ from harness.cost_model.timing.step_time import estimate_step_time
 from harness.layout.model_profile import model_profile
 from harness.records.schema import Cells
 from harness.runner.plan import Plan
+from harness.util.errors import UserError
 
 
 def predicted_columns(plan: Plan) -> Cells:
@@ -44,11 +45,17 @@ def predicted_step_seconds(plan: Plan) -> float | None:
 
 @functools.cache
 def described_devices() -> Mapping[str, HardwareConfig]:
-    """Return the hardware in the files of conf/cluster by the name of its device; of several files the first counts."""
+    """Return the hardware in the files of conf/cluster by the name of its device; of several files the first counts.
+
+    A file with a mistake is left out, because it need not be that of the run.
+    """
     described: dict[str, HardwareConfig] = {}
     for path in files_in(conf_folders(), "cluster").values():
-        values = (yaml.safe_load(path.read_text()) or {}).get("hardware")
-        if values:
-            hardware: HardwareConfig = from_dict(HardwareConfig, values, "cluster.hardware")
+        try:
+            values = (yaml.safe_load(path.read_text()) or {}).get("hardware")
+            hardware: HardwareConfig | None = from_dict(HardwareConfig, values, "cluster.hardware") if values else None
+        except (yaml.YAMLError, AttributeError, UserError):
+            continue
+        if hardware is not None:
             described.setdefault(hardware.device_name, hardware)
     return described

@@ -1,6 +1,9 @@
 """The step time that a run's row predicts, which needs a description of its device."""
 
 import dataclasses
+from pathlib import Path
+
+import pytest
 
 from harness.config.hardware import HardwareConfig
 from harness.hardware.machine import Machine
@@ -46,3 +49,18 @@ def test_the_cluster_s_own_file_counts_before_others() -> None:
     cluster = dataclasses.replace(plan.config.cluster, hardware=slower)
     slow = dataclasses.replace(plan, config=dataclasses.replace(plan.config, cluster=cluster))
     assert step_seconds(slow) > 2 * step_seconds(plan)
+
+
+@pytest.mark.parametrize("text", ["a: b: c", "- 1", "name: x\nhardware: {device_name: y}", "hardware: 3"])
+def test_a_mistake_in_another_cluster_s_file_stops_no_run(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "conf" / "cluster"
+    folder.mkdir(parents=True)
+    (folder / "0.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    described_devices.cache_clear()
+    try:
+        assert H100.device_name in described_devices()
+    finally:
+        described_devices.cache_clear()
