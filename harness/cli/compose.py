@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from harness.cli.notice import Notice, import_slowly, showing
 from harness.config.arguments import find_mistake, normalize_arguments
@@ -97,7 +98,7 @@ def compose(arguments: Sequence[str], notice: Notice) -> Combinations:
         with tempfile.TemporaryDirectory() as scratch:
             OmegaConf.register_new_resolver("harness.scratch", lambda: scratch, replace=True)
             hydra.main(version_base="1.3", config_path=str(PACKAGED_CONF), config_name="config")(on_composed)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise UserError(composition_error(error)) from None
     finally:
         sys.argv = previous

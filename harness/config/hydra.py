@@ -77,6 +77,7 @@ def compose_values(*overrides: str, primary: str = "config") -> ConfigValues:
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     from harness.config.overrides import composition_error
 
@@ -84,7 +85,7 @@ def compose_values(*overrides: str, primary: str = "config") -> ConfigValues:
     try:
         with hydra.initialize_config_dir(str(PACKAGED_CONF), version_base="1.3"):
             composed = hydra.compose(primary, list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise UserError(composition_error(error)) from None
     return cast("ConfigValues", to_container(composed))
 

@@ -2,6 +2,7 @@
 
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from harness.config.mistakes import choices_of, group_names, known_keys, unknown_choice, unknown_key
 from harness.config.values import ConfigValues
@@ -10,6 +11,8 @@ from harness.util.text import one_line
 
 def composition_error(error: Exception) -> str:
     """Return why a configuration cannot be composed, in one line that names the key and the remedy."""
+    if isinstance(error, YAMLError):
+        return f"a configuration file is not valid YAML: {one_line(error)}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         if group in group_names():

@@ -176,3 +176,13 @@ def test_what_a_stack_does_not_have_is_refused(capsys: pytest.CaptureFixture[str
 def test_a_search_keeps_to_what_a_stack_has(capsys: pytest.CaptureFixture[str]) -> None:
     rows = planned(capsys, "model=1b", "cluster=eight", "stack=megatron", "precision=bf16_mixed", "train.seq_len=2048")
     assert rows and all(row["zero_stage"] in (0, 1) for row in rows)
+
+
+@pytest.mark.parametrize("command", [["plan", "model=7b", "cluster=broken"], ["cluster=broken"]])
+def test_a_file_that_is_no_yaml_is_one_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf" / "cluster" / "broken.yaml").write_text('name: "a: b\n')
+    assert main(command) == 2
+    problem = capsys.readouterr().err
+    assert problem.count("\n") == 1 and "broken.yaml" in problem
