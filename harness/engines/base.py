@@ -128,3 +128,14 @@ def load_engine(name: str) -> EngineModule:
     if name not in engine_names():
         raise UserError(f"strategy.engine={name} is not known: choose {', '.join(engine_names())}")
     return importlib.import_module(f"harness.engines.{name}")  # type: ignore[return-value]
+
+
+def unsupported_elsewhere(
+    engine: EngineModule, config: "RunConfig", layout: "Layout", machine: "Machine"
+) -> Iterator[str]:
+    """Yield every reason why an engine cannot train this run on another machine than the one at hand.
+
+    An engine whose own reasons include what is installed here has `layout_unsupported` for those that hold anywhere.
+    """
+    anywhere = getattr(engine, "layout_unsupported", None)
+    yield from engine.unsupported(config, layout, machine) if anywhere is None else anywhere(config, layout)

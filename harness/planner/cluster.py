@@ -10,8 +10,7 @@ from harness.config.locations import conf_folders, names_in
 from harness.config.schema import ClusterConfig, Device, RunConfig
 from harness.config.stack import StackConfig
 from harness.cost_model.stack_memory import require_expressible
-from harness.engines.base import EngineModule, load_engine
-from harness.engines.deepspeed.compatibility import layout_unsupported as deepspeed_unsupported
+from harness.engines.base import EngineModule, load_engine, unsupported_elsewhere
 from harness.hardware.machine import Machine
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout
@@ -77,11 +76,7 @@ def plan_problems(config: RunConfig, layout: Layout, cluster: PlannedCluster, st
         except UserError as error:
             yield str(error)
         return
-    machine = planned_machine(cluster)
-    if layout.engine == "deepspeed":  # whether its package is installed here does not matter there
-        yield from deepspeed_unsupported(config, layout)
-    else:
-        yield from engine_module(layout.engine).unsupported(config, layout, machine)
+    yield from unsupported_elsewhere(engine_module(layout.engine), config, layout, planned_machine(cluster))
 
 
 @cache

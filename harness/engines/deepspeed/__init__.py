@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.engines.base import Engine
+from harness.engines.deepspeed.compatibility import layout_unsupported as layout_unsupported
 from harness.engines.deepspeed.compatibility import unsupported as unsupported
 from harness.engines.deepspeed.widths import state_widths as state_widths
 
