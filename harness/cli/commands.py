@@ -3,6 +3,7 @@
 # Every command word, with the module whose main(arguments) runs it and one line of help.
 COMMANDS = {
     "plan": ("harness.cli.plan", "predict memory and time of any layout on any cluster, and search for the best"),
+    "calibrate": ("harness.cli.calibrate", "measure this machine into a cluster file for plans and predictions"),
     "status": ("harness.cli.status", "show how far the runs of a comparison are, from any shell"),
     "report": ("harness.cli.report", "print the table of one or several comparisons and write their report"),
     "explain": ("harness.cli.explain", "show what each figure of a run was computed from"),

@@ -54,9 +54,20 @@ class HardwareConfig:
     fitted_to: str  # The measurements behind `fitted`, and how it was fitted to them.
     # Whether no published training measurement of this device stands behind `fitted`.
     datasheet_only: bool = True
+    # The bytes per second that a device sends to its host's memory, and as many back; null means that copies of offload
+    # are not known, and that no search offloads.
+    host_bandwidth: float | None = None
     price_per_device_hour: float | None = None  # The price of one device for an hour, in any currency; null if unknown.
     # FLOP/s of dense products in the dtype of compute; null means those of device_name, as run records have them.
     peak_flops: float | None = None
+    # The only dtype, by torch's name, that peak_flops holds for; null means every one.
+    peak_flops_dtype: str | None = None
+    # Whether `harness calibrate` measured these figures, so that runs on such a device take them before other files'.
+    calibrated: bool = False
+    # The processor of a machine whose ranks compute on a CPU; null on GPUs. Ranks of a node share memory,
+    # memory_bandwidth and peak_flops, which are those of the whole machine.
+    processor: str | None = None
+    cores: int | None = None  # The cores that the ranks of such a machine share; null on GPUs.
     notes: str = field(default="", compare=False)  # What a reader of plans should know about these figures.
 
     def __post_init__(self) -> None:
@@ -65,10 +76,15 @@ class HardwareConfig:
             value = getattr(self, key)
             rule = "is not a finite number above 0: give the bytes per second of one device, one way"
             require(math.isfinite(value) and value > 0, f"cluster.hardware.{key}", value, rule)
-        for key in ("peak_flops", "price_per_device_hour"):
+        for key in ("peak_flops", "price_per_device_hour", "host_bandwidth", "cores"):
             value = getattr(self, key)
             rule = "is not a finite number above 0: choose one, or null"
             require(value is None or (math.isfinite(value) and value > 0), f"cluster.hardware.{key}", value, rule)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks compute on their machine's cores, which they share and which launch and run kernels in turn."""
+        return self.device_name == "cpu"
 
     @property
     def memory_bytes(self) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from harness.hardware.machine import Machine
 from harness.hardware.nvml import NvmlError, driver_version, visible_device_ids, visible_devices
+from harness.hardware.processor import processor_name
 from harness.util.files import JsonObject
 from harness.util.redact import may_hold_secret
 
@@ -62,8 +63,6 @@ class DeviceFacts(TypedDict):
     power_limits_watts: list[float | None] | None
     topology: list[list[str | None]] | None  # the connection from each device (row) to each other (column)
 
-
-_CPUINFO = Path("/proc/cpuinfo")
 
 _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
@@ -116,24 +115,12 @@ def _host() -> HostFacts:
     return {
         "host_memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor_name(),
         "physical_cores": psutil.cpu_count(logical=False),
         "frequency_governor": _GOVERNOR.read_text().strip() if os.access(_GOVERNOR, os.R_OK) else None,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "libc": " ".join(platform.libc_ver()).strip() or None,
     }
-
-
-def _processor() -> str | None:
-    """Return the processor model's name. On some architectures /proc/cpuinfo has none."""
-    if platform.system() == "Darwin":
-        return _first_line(["sysctl", "-n", "machdep.cpu.brand_string"])
-    if _CPUINFO.exists():
-        with _CPUINFO.open(errors="replace") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    return platform.processor() or None
 
 
 @functools.cache

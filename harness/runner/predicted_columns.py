@@ -1,7 +1,7 @@
 """The columns of a row that are predicted, from before the run started."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import yaml
 
@@ -11,6 +11,8 @@ from harness.config.locations import conf_folders, files_in
 from harness.config.stack import load_stack
 from harness.cost_model import memory
 from harness.cost_model.timing.step_time import estimate_step_time
+from harness.hardware.machine import Machine
+from harness.hardware.processor import processor_name
 from harness.layout.model_profile import model_profile
 from harness.records.schema import Cells
 from harness.runner.plan import Plan
@@ -29,27 +31,65 @@ def predicted_columns(plan: Plan) -> Cells:
 
 
 def predicted_step_seconds(plan: Plan) -> float | None:
-    """Return the predicted time of a step; None where the hardware is not described, or the model's operators unknown.
+    """Return the predicted time of a step.
 
-    The hardware is that of the cluster's own file. On one node it is otherwise that of any file in conf/cluster that
-    describes this device, because all that its nodes may differ in is what connects them.
+    None where the hardware is not described, its rate in the dtype of compute or the model's operators unknown.
     """
-    hardware = plan.config.cluster.hardware
-    if hardware is None and plan.nodes == 1:
-        hardware = described_devices().get(plan.machine.device_name)
+    hardware = run_hardware(plan)
     if hardware is None or not model_profile(plan.config.model).activations_are_known:
         return None
     timing, ranks = load_stack("harness").timing, plan.layout.world_size // plan.nodes
-    return estimate_step_time(plan.config, plan.layout, hardware, timing, plan.widths, ranks).step_seconds
+    try:
+        return estimate_step_time(plan.config, plan.layout, hardware, timing, plan.widths, ranks).step_seconds
+    except UserError:
+        return None
+
+
+def run_hardware(plan: Plan) -> HardwareConfig | None:
+    """Return the hardware of a run: that of the cluster's own file, or of a file that describes this machine.
+
+    The latter is for one node, because all that its nodes may differ in is what connects them.
+    """
+    hardware = plan.config.cluster.hardware
+    return machine_hardware(plan.machine) if hardware is None and plan.nodes == 1 else hardware
+
+
+def machine_hardware(machine: Machine) -> HardwareConfig | None:
+    """Return the hardware of this machine's device, None where no file in conf/cluster describes it.
+
+    A file that `harness calibrate` wrote counts before the others, and that of a CPU on its own processor alone.
+    """
+    for hardware in calibrated_devices():
+        is_same_host = (hardware.processor, hardware.cores) == (processor_name(), machine.cores)
+        if hardware.device_name == machine.device_name and (is_same_host or machine.device != "cpu"):
+            return hardware
+    return described_devices().get(machine.device_name)
 
 
 @functools.cache
 def described_devices() -> Mapping[str, HardwareConfig]:
     """Return the hardware in the files of conf/cluster by the name of its device; of several files the first counts.
 
-    A file with a mistake is left out, because it need not be that of the run.
+    Calibrated ones are left out: they are of one machine.
     """
     described: dict[str, HardwareConfig] = {}
+    for hardware in _hardware_in_files():
+        if not hardware.calibrated:
+            described.setdefault(hardware.device_name, hardware)
+    return described
+
+
+@functools.cache
+def calibrated_devices() -> Sequence[HardwareConfig]:
+    """Return the hardware in the files of conf/cluster that `harness calibrate` wrote, in the order of their names."""
+    return [hardware for hardware in _hardware_in_files() if hardware.calibrated]
+
+
+def _hardware_in_files() -> Iterator[HardwareConfig]:
+    """Yield the hardware of every file in conf/cluster.
+
+    A file with a mistake is left out, because it need not be that of the run.
+    """
     for path in files_in(conf_folders(), "cluster").values():
         try:
             values = (yaml.safe_load(path.read_text()) or {}).get("hardware")
@@ -57,5 +97,4 @@ def described_devices() -> Mapping[str, HardwareConfig]:
         except (yaml.YAMLError, AttributeError, UserError):
             continue
         if hardware is not None:
-            described.setdefault(hardware.device_name, hardware)
-    return described
+            yield hardware

@@ -10,11 +10,11 @@ import harness
 
 ROOT = Path(harness.__file__).parent
 
-# Left to right. `planner` is the place of a package that does not exist yet.
+# Left to right.
 LAYERS = (
     *("util", "config", "hardware", "layout", "cost_model", "data", "records", "tensors", "probe", "models", "engines"),
     *("measure", "launcher", "worker", "simulator", "metrics", "proof", "runner", "planner", "sweep"),
-    *(("export", "tracking", "report"), "selftest", ("cli", "api", "status")),
+    *(("export", "tracking", "report"), ("calibration", "selftest"), ("cli", "api", "status")),
 )
 
 POSITION = {

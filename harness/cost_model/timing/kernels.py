@@ -6,6 +6,7 @@ matrix product with short sides has fewer operations a byte and so a smaller sha
 its own. Left out are the quantization of tiles to the number of multiprocessors and the clock's dependence on power.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -43,13 +44,40 @@ class KernelRates:
         return bytes_moved / self.memory_bytes
 
 
+def fused_attention_flops(tokens: float, seq_len: float, heads: float, head_dim: int, computed_share: float) -> float:
+    """Return the operations of a fused attention kernel's forward, with those of a score's exponential and sums.
+
+    `computed_share` is that of the scores which are computed, half of them where a causal mask's are skipped.
+    """
+    return computed_share * 4 * tokens * seq_len * heads * head_dim * (1 + SOFTMAX_ELEMENTS / head_dim)
+
+
+@lru_cache(maxsize=64)
+def rank_hardware(hardware: HardwareConfig, ranks: int) -> HardwareConfig:
+    """Return what one of so many ranks of a node has: a share of a CPU's cores and memory, or a device of its own.
+
+    Where ranks are more than cores they take turns, so that what the host does takes them longer.
+    """
+    if not hardware.is_cpu:
+        return hardware
+    turns, fitted = max(1.0, ranks / (hardware.cores or ranks)), hardware.fitted
+    slower = {"launch_seconds": fitted.launch_seconds * turns, "kernel_seconds": fitted.kernel_seconds * turns}
+    return dataclasses.replace(
+        hardware,
+        memory_bandwidth=hardware.memory_bandwidth / ranks,
+        peak_flops=hardware.peak_flops and hardware.peak_flops / ranks,
+        fitted=dataclasses.replace(fitted, **slower),
+    )
+
+
 @lru_cache(maxsize=64)
 def kernel_rates(hardware: HardwareConfig, dtype: str) -> KernelRates:
     """Return the rates of a cluster's device with products in a dtype by torch's name.
 
     Raises UserError if the device's peak is unknown.
     """
-    peak = hardware.peak_flops or peak_flops(hardware.device_name, dtype)
+    holds = hardware.peak_flops_dtype in (None, dtype)
+    peak = hardware.peak_flops if hardware.peak_flops and holds else peak_flops(hardware.device_name, dtype)
     if peak is None:
         raise UserError(
             f"cluster.hardware.device_name={hardware.device_name} has no known peak FLOP/s in {dtype}: set"

@@ -10,8 +10,8 @@ from harness.config.stack_timing import StackTiming
 from harness.cost_model.timing.kernels import (
     SCORE_BYTES_BACKWARD,
     SCORE_BYTES_FORWARD,
-    SOFTMAX_ELEMENTS,
     KernelRates,
+    fused_attention_flops,
     kernel_rates,
 )
 from harness.layout.model_profile import model_profile
@@ -112,7 +112,7 @@ def attention_seconds(shape: Shape, rates: KernelRates, timing: StackTiming) -> 
     flops = 4 * tokens * shape.seq_len * heads * model.head_dim
     if shape.has_fused_attention:
         computed_share = 0.5 if timing.skips_masked_scores or shape.cp > 1 else 1.0
-        work = computed_share * flops * (1 + SOFTMAX_ELEMENTS / model.head_dim)
+        work = fused_attention_flops(tokens, shape.seq_len, heads, model.head_dim, computed_share)
         forward = work / rates.attention_flops + rates.kernel_seconds
         return forward, 2.5 * work / rates.attention_backward_flops + 2 * rates.kernel_seconds
     scores = tokens * shape.seq_len * heads * timing.elementwise_traffic

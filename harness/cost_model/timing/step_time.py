@@ -13,7 +13,7 @@ from harness.config.stack_timing import StackTiming
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.timing.collectives import Group, group_of, send_seconds
 from harness.cost_model.timing.data_parallel_time import Exposed, ShardedState, expose
-from harness.cost_model.timing.kernels import kernel_rates
+from harness.cost_model.timing.kernels import kernel_rates, rank_hardware
 from harness.cost_model.timing.layer_time import Shape
 from harness.cost_model.timing.stage_time import StageContext, StageTime, stage_time
 from harness.layout.layout import Layout
@@ -96,6 +96,8 @@ def estimate_step_time(
     `widths` are those of an engine; without them parameters are gathered in the dtype of compute. Raises UserError if
     the device's peak FLOP/s in the dtype of compute are unknown.
     """
+    hardware = rank_hardware(hardware, min(gpus_per_node, layout.world_size))
+    timing = _without_streams(timing) if hardware.is_cpu else timing
     hardware = _with_stack(hardware, timing.inter_node_step_seconds)
     micro_batches = layout.grad_accumulation_steps(config.train)
     context = _context(config, layout, gpus_per_node)
@@ -142,6 +144,15 @@ def estimate_step_time(
         backward_seconds=time.backward,
         hidden_communication_seconds=hidden_per_step + micro_batches * exposed.hidden_per_micro_batch,
     )
+
+
+@lru_cache(maxsize=64)
+def _without_streams(timing: StackTiming) -> StackTiming:
+    """Return the timing on a CPU, which has no streams: there FSDP2 and DeepSpeed wait for each gather and reduction.
+
+    DDP's reducer alone hands its buckets to the threads of the backend while backward goes on.
+    """
+    return dataclasses.replace(timing, prefetches_parameters=False)
 
 
 @lru_cache(maxsize=64)

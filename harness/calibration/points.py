@@ -1,0 +1,84 @@
+"""The points that a calibration measures, as plain data: what ran, its sizes, and its median seconds. No torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# The files in a calibration's folder by which the parent and the ranks talk.
+SPEC_FILE, RESULT_FILE = "calibration.json", "measurements.json"
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+
+
+@dataclass(frozen=True)
+class MatmulPoint:
+    """The product of an (m, k) with a (k, n) matrix."""
+
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AttentionPoint:
+    """Causal attention by torch's fused kernel."""
+
+    batch: int
+    heads: int
+    seq_len: int
+    head_dim: int
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """A kernel that does nothing but read and write device memory."""
+
+    operation: Literal["copy", "add", "to_host"]
+    in_cache: bool  # whether its tensors may lie in the device's caches
+    bytes_moved: int  # read and written; to the host, sent
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LaunchPoint:
+    """A chain of operators on tensors of a few bytes, in forward and backward."""
+
+    kernels: int
+    seconds: float  # of the host
+
+
+@dataclass(frozen=True)
+class CollectivePoint:
+    """A collective of so many bytes, all ranks' together; `send` is one transfer between two ranks."""
+
+    operation: Collective
+    ranks: int
+    total_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class OverlapPoint:
+    """Matrix products beside an all-reduce, and each of both alone."""
+
+    kernel_seconds: float
+    collective_seconds: float
+    both_seconds: float
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Everything that the ranks of one machine measured."""
+
+    ranks: int
+    dtype: str  # of matrix products and attention, by torch's name
+    width: int  # bytes per element of it
+    matmuls: tuple[MatmulPoint, ...] = ()
+    attentions: tuple[AttentionPoint, ...] = ()
+    memories: tuple[MemoryPoint, ...] = ()
+    launches: tuple[LaunchPoint, ...] = ()
+    collectives: tuple[CollectivePoint, ...] = ()
+    overlaps: tuple[OverlapPoint, ...] = ()
+    host_copies: tuple[MemoryPoint, ...] = ()  # none on a CPU

@@ -1,0 +1,106 @@
+"""harness calibrate: this machine's kernels and links, measured into a cluster file for `harness plan`."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.util.errors import UserError, run_command
+
+if TYPE_CHECKING:
+    from harness.calibration.errors import CurveError
+    from harness.hardware.machine import Machine
+
+FOLDER = Path("conf") / "cluster"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `harness calibrate` and return its exit status."""
+    about = (
+        "Measure this machine into a cluster file of the current folder, conf/cluster/NAME.yaml: matrix products,"
+        " attention, memory, launches, and collectives of its ranks by message size. `harness plan cluster=NAME` then"
+        " plans for it, and runs on it predict their step time. It takes about a minute; let nothing else run."
+    )
+    parser = argparse.ArgumentParser(prog="harness calibrate", description=about)
+    parser.add_argument("--name", help="the name of the cluster; the default is made of ranks and device")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="the kind of device")
+    parser.add_argument("--ranks", type=int, help="the ranks that measure; the default is one for each GPU, or 2")
+    parser.add_argument("--quick", action="store_true", help="a few seconds, with fewer sizes and repetitions")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file of this name")
+    options = parser.parse_args(arguments)
+    return run_command(lambda: calibrate(options))
+
+
+def calibrate(options: argparse.Namespace) -> None:
+    """Measure, fit, print and write. Raises UserError for a mistake in the options, or for ranks that fail."""
+    from harness.calibration.cluster import cluster_path, default_name
+    from harness.config.schema import ClusterConfig
+    from harness.runner.local_machine import detect_machine
+
+    machine = detect_machine(ClusterConfig("local", device=options.device))
+    most = machine.devices if machine.device == "cuda" else machine.cores
+    ranks = options.ranks if options.ranks is not None else machine.ranks_per_node
+    if not 1 <= ranks <= max(most, machine.ranks_per_node):
+        raise UserError(f"--ranks={ranks} is not a number of ranks of this machine: choose 1 to {most}")
+    problem = machine.device_problem(ranks)
+    if problem:
+        raise UserError(problem)
+    name = options.name or default_name(machine.device_name, ranks)
+    path = cluster_path(FOLDER, name, options.overwrite)
+    measure_into(path, name, machine, ranks, options.quick)
+
+
+def measure_into(path: Path, name: str, machine: "Machine", ranks: int, quick: bool) -> None:
+    """Measure the machine and write its file."""
+    import psutil
+    import torch
+
+    from harness.calibration.cluster import (
+        CalibratedMachine,
+        assumptions,
+        calibrated_hardware,
+        fitted_to,
+        write_cluster,
+    )
+    from harness.calibration.errors import curve_errors
+    from harness.calibration.fit import fit_rates
+    from harness.calibration.measure import measure_machine
+    from harness.hardware.processor import processor_name
+    from harness.runner.machine_defaults import computes_bf16
+    from harness.runner.predicted_columns import described_devices
+
+    dtype = "bfloat16" if computes_bf16(machine.device, machine.compute_capability) else "float32"
+    measured = measure_machine(machine.device, ranks, dtype, quick)
+    rates, datasheet = fit_rates(measured), described_devices().get(machine.device_name)
+    described = CalibratedMachine(
+        machine.device_name,
+        machine.device_bytes or psutil.virtual_memory().total,
+        processor_name(),
+        machine.cores,
+        datetime.now(UTC).date().isoformat(),
+        torch.__version__,
+    )
+    hardware = calibrated_hardware(described, measured, rates, datasheet)
+    errors = curve_errors(measured, hardware)
+    hardware = dataclasses.replace(hardware, fitted_to=fitted_to(measured, errors), notes=assumptions(rates, datasheet))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_cluster(path, name, ranks, hardware)
+    for line in table(errors):
+        print(line)
+    print(f"launching an operator takes the host {1e6 * rates.launch_seconds:.1f} µs")
+    if rates.overlap_slowdown is not None:
+        print(f"a collective slows down the kernels beside it by {rates.overlap_slowdown:.0%} of its own time")
+    print(hardware.notes)
+    print(f"{path}: harness plan cluster={name}")
+
+
+def table(errors: "Sequence[CurveError]") -> list[str]:
+    """Return what was measured and how well the fitted curves reproduce it, as a table."""
+    lines: list[tuple[str, ...]] = [("measured", "points", "sizes", "best rate", "median error", "largest error")]
+    lines += [
+        (e.name, str(e.points), e.sizes, e.best, f"{e.median_error:.0%}", f"{e.largest_error:.0%}") for e in errors
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -1,0 +1,247 @@
+"""The fit of a calibration: points of a known machine give back its parameters, and what cannot be told is refused."""
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from harness.calibration.cluster import (
+    CalibratedMachine,
+    assumptions,
+    calibrated_hardware,
+    cluster_path,
+    default_name,
+    write_cluster,
+)
+from harness.calibration.collectives import _growing_messages
+from harness.calibration.errors import collective_seconds, curve_errors
+from harness.calibration.fit import fit_links, fit_rates, fit_terms
+from harness.calibration.points import (
+    AttentionPoint,
+    Collective,
+    CollectivePoint,
+    LaunchPoint,
+    MatmulPoint,
+    Measurements,
+    MemoryPoint,
+    OverlapPoint,
+)
+from harness.calibration.stopwatch import Stopwatch
+from harness.config.from_dict import from_dict
+from harness.config.hardware import FittedHardware, HardwareConfig
+from harness.config.schema import ClusterConfig
+from harness.cost_model.timing.kernels import fused_attention_flops, kernel_rates, rank_hardware
+from harness.runner.predicted_columns import described_devices
+from harness.util.errors import UserError
+
+RANKS = 2
+
+TRUTH = HardwareConfig(
+    device_name="cpu",
+    memory=2**34,
+    memory_bandwidth=4e10,
+    intra_node_bandwidth=2e9,
+    inter_node_bandwidth=1.25e9,
+    sources=("a machine that does not exist",),
+    fitted=FittedHardware(
+        matmul_efficiency=0.8,
+        attention_efficiency=0.3,
+        attention_backward_ratio=0.7,
+        memory_efficiency=0.9,
+        kernel_seconds=3e-6,
+        launch_seconds=5e-6,
+        intra_node_efficiency=0.75,
+        intra_node_latency=2e-4,
+        inter_node_efficiency=0.8,
+        inter_node_latency=2e-4,
+        node_contention=0.0,
+        overlap_slowdown=0.4,
+    ),
+    fitted_to="nothing",
+    peak_flops=2e11,
+    peak_flops_dtype="float32",
+    processor="A processor",
+    cores=2,
+)
+
+MACHINE = CalibratedMachine("cpu", 2**34, "A processor", 2, "2026-01-02", "2.0")
+
+
+def measured_on(hardware: HardwareConfig, longest: int = 2**26, disturbed: float = 0.0) -> Measurements:
+    """Return the points that a machine with these parameters would measure, a share of them disturbed."""
+    rates, draw = kernel_rates(rank_hardware(hardware, RANKS), "float32"), random.Random(0)
+
+    def seen(seconds: float) -> float:
+        return seconds * (5.0 if draw.random() < disturbed else 1.0)
+
+    matmuls = [
+        MatmulPoint(m, n, m, seen(rates.product_seconds(m, n, m, 4)))
+        for m in (64, 128, 256, 512, 1024, 2048)
+        for n in (m, 4 * m)
+    ]
+    attentions = []
+    for tokens in (128, 256, 512, 1024, 2048):
+        work = fused_attention_flops(tokens, tokens, 8, 64, 0.5)
+        forward = work / rates.attention_flops + rates.kernel_seconds
+        backward = 2.5 * work / rates.attention_backward_flops + 2 * rates.kernel_seconds
+        attentions.append(AttentionPoint(1, 8, tokens, 64, seen(forward), seen(backward)))
+    memories = [
+        MemoryPoint("copy", in_cache, size, seen(rates.elementwise_seconds(size) / (4 if in_cache else 1)))
+        for in_cache, sizes in ((True, (2**18, 2**20)), (False, (2**25, 2**26, 2**27, 2**28)))
+        for size in sizes
+    ]
+    operations: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send")
+    blank = [
+        CollectivePoint(operation, RANKS, 2**power, 1.0)
+        for operation in operations
+        for power in range(12, 27, 2)
+        if 2**power <= longest
+    ]
+    collectives = [dataclasses.replace(p, seconds=seen(collective_seconds(p, hardware))) for p in blank]
+    return Measurements(
+        RANKS,
+        "float32",
+        4,
+        tuple(matmuls),
+        tuple(attentions),
+        tuple(memories),
+        (LaunchPoint(40, 40 * hardware.fitted.launch_seconds),),
+        tuple(collectives),
+        (OverlapPoint(0.02, 0.01, 0.02 + 0.01 * hardware.fitted.overlap_slowdown),),
+    )
+
+
+def rates_of(hardware: HardwareConfig) -> dict[str, float]:
+    """Return what the fitted parameters stand for, however they are split between a peak and its share."""
+    one, fitted = rank_hardware(hardware, RANKS), hardware.fitted
+    rates = kernel_rates(one, "float32")
+    return dataclasses.asdict(rates) | {
+        "launch": fitted.launch_seconds,
+        "link": hardware.intra_node_bandwidth * fitted.intra_node_efficiency,
+        "latency": fitted.intra_node_latency,
+        "overlap": fitted.overlap_slowdown,
+    }
+
+
+@pytest.mark.parametrize(("disturbed", "tolerance"), [(0.0, 1e-3), (0.15, 0.1)])
+def test_points_of_a_known_machine_give_back_its_parameters(disturbed: float, tolerance: float) -> None:
+    measured = measured_on(TRUTH, disturbed=disturbed)
+    hardware = calibrated_hardware(MACHINE, measured, fit_rates(measured), None)
+    wanted = rates_of(TRUTH)
+    for name, value in rates_of(hardware).items():
+        assert value == pytest.approx(wanted[name], rel=tolerance, abs=1e-6), name
+    errors = {curve.name: curve.median_error for curve in curve_errors(measured, hardware)}
+    assert errors.pop("memory in caches, not fitted") > 1
+    assert max(errors.values()) < max(tolerance, 0.002)
+
+
+def test_messages_too_short_for_a_bandwidth_are_refused() -> None:
+    """With 2e-4 s and 1.5e9 bytes a second, half of the time of 300,000 bytes is latency."""
+    whole = measured_on(TRUTH)
+    assert fit_links(whole)[0] == pytest.approx(1.5e9, rel=1e-6)
+    with pytest.raises(UserError, match=r"cannot tell a bandwidth from messages of at most 65536 bytes"):
+        fit_rates(measured_on(TRUTH, longest=2**16))
+
+
+class Clock:
+    """A stopwatch that knows the seconds of a message instead of sending it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, latency: float, bandwidth: float) -> None:
+        self.latency, self.bandwidth, self.total_bytes = latency, bandwidth, 2**10
+
+    def median_seconds(self, _: Callable[[], object], __: object) -> float:
+        """Return the seconds of the next longer message."""
+        self.total_bytes *= 4
+        return self.latency + self.total_bytes / self.bandwidth
+
+
+@pytest.mark.parametrize(("latency", "bandwidth"), [(1e-5, 1e9), (1e-3, 1e9), (1e-4, 2e10)])
+def test_messages_grow_until_bytes_decide_their_time(latency: float, bandwidth: float) -> None:
+    clock = cast("Stopwatch", Clock(latency, bandwidth))
+    group = cast("dist.ProcessGroup", None)
+    points = list(_growing_messages(clock, "all_gather", 2, group, most_seconds=0.1))
+    longest = points[-1]
+    assert longest.total_bytes / bandwidth > 0.5 * longest.seconds
+    assert [p.total_bytes for p in points] == [2**12 * 4**index for index in range(len(points))]
+
+
+def test_no_coefficient_is_negative() -> None:
+    """Points that fall with their size have no rate; the start alone is fitted."""
+    assert fit_terms([(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)], [3.0, 2.0, 1.0])[1] == 0.0
+
+
+def test_the_file_has_the_format_of_clusters_and_its_sources(tmp_path: Path) -> None:
+    measured = measured_on(TRUTH)
+    hardware = calibrated_hardware(MACHINE, measured, fit_rates(measured), None)
+    path = cluster_path(tmp_path, default_name("cpu", RANKS), overwrites=False)
+    write_cluster(path, path.stem, RANKS, hardware)
+    cluster: ClusterConfig = from_dict(ClusterConfig, yaml.safe_load(path.read_text()))
+    assert (path.name, cluster.name, cluster.gpus_per_node) == ("2xcpu.yaml", "2xcpu", RANKS)
+    assert cluster.hardware == hardware
+    assert hardware.calibrated and not hardware.datasheet_only
+    (source,) = hardware.sources
+    assert all(text in source for text in ("2026-01-02", "torch 2.0", "A processor", "2 cores", "2 ranks"))
+    with pytest.raises(UserError, match=r"2xcpu.yaml exists already: choose another --name, or --overwrite"):
+        cluster_path(tmp_path, "2xcpu", overwrites=False)
+    assert cluster_path(tmp_path, "2xcpu", overwrites=True) == path
+    with pytest.raises(UserError, match=r"--name=\.\./x is no name of a cluster"):
+        cluster_path(tmp_path, "../x", overwrites=False)
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def test_datasheets_have_what_one_machine_cannot_measure() -> None:
+    """Links to other machines are those of the file that describes the device; without one they are assumptions."""
+    datasheet = described_devices()[H100]
+    machine = dataclasses.replace(MACHINE, device_name=H100)
+    measured = dataclasses.replace(measured_on(TRUTH), dtype="bfloat16")
+    rates = fit_rates(measured)
+    known = calibrated_hardware(machine, measured, rates, datasheet)
+    assert known.inter_node_bandwidth == datasheet.inter_node_bandwidth
+    assert known.fitted.node_contention == datasheet.fitted.node_contention
+    assert known.memory_bandwidth * known.fitted.memory_efficiency == pytest.approx(rates.memory_bandwidth, rel=1e-3)
+    assert known.peak_flops is None and known.processor is None
+    assert "the file that describes this device" in assumptions(rates, datasheet)
+    single = dataclasses.replace(measured, collectives=(), overlaps=())
+    alone = fit_rates(single)
+    assert alone.link_bandwidth is None and "intra_node_* and overlap_slowdown are assumed" in assumptions(alone, None)
+    unknown = calibrated_hardware(dataclasses.replace(machine, device_name="X1"), single, alone, None)
+    assert unknown.peak_flops == pytest.approx(rates.peak_flops, rel=1e-3)
+    assert unknown.peak_flops_dtype == "bfloat16"
+
+
+FAULTS: dict[str, Callable[[Measurements], dict[str, Any]]] = {
+    "an all-reduce timed as one pass": lambda measured: {
+        "collectives": tuple(
+            dataclasses.replace(p, seconds=p.seconds / 2) if p.operation == "all_reduce" else p
+            for p in measured.collectives
+        )
+    },
+    "a copy counted once": lambda measured: {
+        "memories": tuple(dataclasses.replace(p, bytes_moved=p.bytes_moved // 2) for p in measured.memories)
+    },
+    "operations counted once": lambda measured: {
+        "matmuls": tuple(dataclasses.replace(p, seconds=p.seconds * 2) for p in measured.matmuls)
+    },
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_measurement_moves_the_parameters(fault: str) -> None:
+    measured = measured_on(TRUTH)
+    broken = dataclasses.replace(measured, **FAULTS[fault](measured))
+    hardware = calibrated_hardware(MACHINE, broken, fit_rates(broken), None)
+    wanted = rates_of(TRUTH)
+    off = max(abs(value / wanted[name] - 1) for name, value in rates_of(hardware).items() if wanted[name] > 1e-4)
+    curves = [curve for curve in curve_errors(broken, hardware) if curve.name != "memory in caches, not fitted"]
+    worst = max(curve.largest_error for curve in curves)
+    assert off > 0.2 or worst > 0.2
