@@ -3,22 +3,17 @@
 import argparse
 import csv
 import io
-import itertools
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
-from harness.config.arguments import find_mistake, normalize_arguments
-from harness.config.byte_size import format_bytes
-from harness.config.from_dict import from_dict
-from harness.config.hydra import compose_values
-from harness.config.stack import StackConfig
 from harness.planner.explain import explanation
-from harness.planner.plan import Plan, make_plan, offers
+from harness.planner.plan import Plan, Refusal, plans
 from harness.planner.predict import Prediction
-from harness.planner.search import memory_sentences, separation
+from harness.planner.row import planned_row, refused_row
+from harness.planner.sentences import basis_sentences, misfit_sentence, search_sentences
+from harness.planner.text import detail_lines, table_lines
 from harness.records.columns import COLUMN_NAMES
 from harness.records.runs_csv import csv_cell
 from harness.records.schema import Row
@@ -28,43 +23,6 @@ from harness.util.files import atomic_write_text
 from harness.util.text import sanitize
 
 FORMATS = ("table", "csv", "json")
-
-Combination = tuple[list[str], dict[str, str]]  # the overrides, and their values by the dotted key
-
-
-def combinations(arguments: Sequence[str]) -> list[Combination]:
-    """Return the overrides of every combination of comma lists. Raises UserError for a mistake in them."""
-    words = [word for word in normalize_arguments(arguments) if word not in ("-m", "--multirun")]
-    is_sweep = len(words) < len(arguments)
-    mistake = find_mistake([*(["-m"] if is_sweep else []), *words])
-    if mistake is not None:
-        raise UserError(mistake)
-    choices = []
-    for override in OverridesParser.create().parse_overrides(words):
-        if override.is_sweep_override():
-            name = override.get_key_element()
-            choices.append([(override.key_or_group, f"{name}={value}") for value in override.sweep_string_iterator()])
-        else:
-            choices.append([(override.key_or_group, str(override.input_line))])
-    return [
-        ([text for _, text in chosen], {key: text.partition("=")[2] for key, text in chosen})
-        for chosen in itertools.product(*choices)
-    ]
-
-
-def plans(arguments: Sequence[str]) -> list[Plan]:
-    """Return the plan of every combination; in a sweep, impossible combinations of several are left to the others."""
-    made_plans, mistakes = [], []
-    for overrides, fixed_keys in combinations(arguments):
-        values = dict(compose_values(*overrides, primary="plan"))
-        stack: StackConfig = from_dict(StackConfig, values.pop("stack"), "stack")
-        try:
-            made_plans.append(make_plan(values, stack, fixed_keys))  # type: ignore[arg-type]
-        except UserError as error:
-            mistakes.append(error)
-    if not made_plans and mistakes:
-        raise mistakes[0]
-    return made_plans
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
@@ -82,86 +40,71 @@ def csv_text(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def table_lines(predictions: Sequence[Prediction]) -> list[str]:
-    """Return a table of predictions for a terminal."""
-    head = ("", "step s", "tokens/s", "per device", "MFU", "peak", "fits", "compute", "exposed", "bubble", "optimizer")
-    lines: list[tuple[str, ...]] = [head]
-    for number, prediction in enumerate(predictions, 1):
-        time, mfu = prediction.time, prediction.mfu
-        exposed = sum(time.exposed_communication_seconds.values())
-        lines.append(
-            (
-                str(number),
-                f"{time.step_seconds:.4g}",
-                f"{prediction.tokens_per_second:,.0f}",
-                f"{prediction.tokens_per_second / prediction.layout.world_size:,.0f}",
-                "" if mfu is None else f"{100 * mfu:.1f} %",
-                format_bytes(prediction.memory.peak_bytes),
-                "yes" if prediction.fits else "no",
-                *(f"{part:.3g}" for part in (time.compute_seconds, exposed, time.bubble_seconds)),
-                f"{time.optimizer_seconds:.3g}",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    return [*table, "", *(f"{number}  {entry.label()}" for number, entry in enumerate(predictions, 1))]
+def rows_of(entries: Sequence[Plan | Refusal]) -> list[Row]:
+    """Return the rows of all predictions, and of the combinations that have none, in their order."""
+    rows = []
+    for entry in entries:
+        if isinstance(entry, Refusal):
+            rows.append(refused_row(entry.reason, entry.combination.values))
+        else:
+            rows += [planned_row(prediction) for prediction in entry.predictions]
+    return rows
 
 
-def notes(plan: Plan) -> list[str]:
-    """Return sentences about a plan: what its figures rest on, what separates candidates, and what would fit."""
-    lines = []
+def sentences(plan: Plan) -> Iterator[str]:
+    """Yield what a plan's figures rest on, and what else is to say of a search or of a layout that does not fit."""
+    yield from plan.notes
     first = plan.predictions[0] if plan.predictions else plan.result and plan.result.smallest
-    if isinstance(first, Prediction) and first.cluster.hardware.datasheet_only:
-        name = first.cluster.name
-        lines.append(f"cluster={name} is datasheet-only: no published measurement stands behind its efficiencies.")
-    if plan.result is None:
-        misfits = [prediction for prediction in plan.predictions if not prediction.fits]
-    else:
-        result = plan.result
-        lines.append(
-            f"{result.considered} candidates were considered, {result.valid} could run, and {result.memory_estimates}"
-            " needed an exact estimate of memory."
-        )
-        lines += [separation(prediction, result.best[0]) for prediction in result.best[1:]]
-        lines += memory_sentences(result)[:3]
-        misfits = [entry for entry in (result.fastest_misfit,) if entry is not None]
-        misfits += [result.smallest] if result.smallest and not result.smallest.fits else []
-    for prediction in dict.fromkeys(map(id, misfits)):
-        misfit = next(entry for entry in misfits if id(entry) == prediction)
-        choice = ", or ".join(itertools.islice(offers(misfit), 4)) or "a smaller model or a larger cluster"
-        lines.append(
-            f"{misfit.label()} would take {misfit.step_seconds:.4g} s but needs {format_bytes(misfit.needed_bytes)} of"
-            f" the {format_bytes(misfit.available_bytes)} of a device: {choice} would fit."
-        )
-    return lines
+    if isinstance(first, Prediction):
+        yield from basis_sentences(first)
+    if plan.result is not None:
+        yield from search_sentences(plan.result)
+        return
+    for prediction in plan.predictions:
+        if not prediction.fits:
+            yield misfit_sentence(prediction)
+
+
+def text_lines(entries: Sequence[Plan | Refusal], explains: bool) -> Iterator[str]:
+    """Yield plans as lines for a terminal, after their table: layouts in detail, sentences, and what was refused."""
+    made_plans = [entry for entry in entries if isinstance(entry, Plan)]
+    number = 0
+    for plan in made_plans:
+        shown = plan.predictions if plan.result is None else plan.predictions[:1]
+        for line in detail_lines(shown[0]) if shown else ():
+            yield f"{number + 1}: {line}"
+        number += len(plan.predictions)
+    yield from dict.fromkeys(line for plan in made_plans for line in sentences(plan))
+    for entry in entries:
+        if isinstance(entry, Refusal):
+            yield f"refused: {entry.combination.swept}: {entry.reason}"
+    predictions = [prediction for plan in made_plans for prediction in plan.predictions]
+    for position, prediction in enumerate(predictions, 1):
+        for line in explanation(prediction) if explains else ():
+            yield f"{position}: {line}"
 
 
 def show(arguments: Sequence[str], output: str, explains: bool, page: Path | None = None) -> None:
     """Print the plans of these overrides, and write the page of the first search. Raises UserError for a mistake."""
     if output not in FORMATS:
         raise UserError(f"format={output} is not known: choose {', '.join(FORMATS)}")
-    all_plans = plans(arguments)
-    predictions = [prediction for plan in all_plans for prediction in plan.predictions]
-    rows = [prediction.row() for prediction in predictions]
+    entries = plans(arguments)
     if page is not None:
-        searches = [plan for plan in all_plans if plan.result is not None]
+        searches = [entry for entry in entries if isinstance(entry, Plan) and entry.result is not None]
         if not searches or searches[0].result is None:
             raise UserError(f"--report={page} is the page of a search: leave out strategy, or choose strategy=search")
-        atomic_write_text(page, plan_page(searches[0].result, notes(searches[0])))
-    if output == "json":
-        print(json.dumps(rows, indent=1))
+        atomic_write_text(page, plan_page(searches[0].result, list(sentences(searches[0]))))
+    if output == "table":
+        shown = [(entry.swept, line) for entry in entries if isinstance(entry, Plan) for line in entry.predictions]
+        if shown:
+            print("\n".join(table_lines([line for _, line in shown], [swept for swept, _ in shown])))
+        for text in text_lines(entries, explains):
+            print(sanitize(text))
         return
-    if output == "csv":
-        print(csv_text(rows), end="")
-        return
-    for line in table_lines(predictions) if predictions else []:
-        print(line)
-    for plan in all_plans:
-        for line in notes(plan):
-            print(sanitize(line))
-    for number, prediction in enumerate(predictions, 1):
-        for line in explanation(prediction) if explains else ():
-            print(sanitize(f"{number}: {line}"))
+    for note in dict.fromkeys(note for entry in entries if isinstance(entry, Plan) for note in entry.notes):
+        print(sanitize(note), file=sys.stderr)
+    rows = rows_of(entries)
+    print(json.dumps(rows, indent=1) if output == "json" else csv_text(rows), end="\n" * (output == "json"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -90,6 +90,26 @@ def compose_values(*overrides: str, primary: str = "config") -> ConfigValues:
     return cast("ConfigValues", to_container(composed))
 
 
+def sweeper_params(*overrides: str, primary: str = "config") -> dict[str, str]:
+    """Return the values that a sweep file gives its keys, as a command line would. Raises UserError for a mistake."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    from harness.config.overrides import composition_error
+
+    register_resolvers()
+    try:
+        with hydra.initialize_config_dir(str(PACKAGED_CONF), version_base="1.3"):
+            composed = hydra.compose(primary, list(overrides), return_hydra_config=True)
+            params: Any = OmegaConf.to_container(composed.hydra.sweeper.params or OmegaConf.create({}))
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise UserError(composition_error(error)) from None
+    return {str(key): str(value) for key, value in params.items()}
+
+
 def to_container(composed: Any) -> dict[str, Any]:
     """Return what Hydra composed as plain values, every interpolation resolved.
 

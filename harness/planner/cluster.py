@@ -34,8 +34,8 @@ class PlannedCluster:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes of one device."""
-        return self.hardware.memory_bytes
+        """The bytes of one device, or an equal share of a machine whose ranks compute on its CPU."""
+        return self.hardware.memory_bytes // (self.gpus_per_node if self.hardware.is_cpu else 1)
 
     def with_ranks(self, ranks: int) -> "PlannedCluster":
         """Return the cluster with as many nodes as so many ranks need."""

@@ -1,34 +1,94 @@
-"""A Hugging Face config.json of an architecture that the project's decoder has, read without torch."""
+"""A Hugging Face model for a plan: as the project's own decoder where it is one, otherwise traced in a process.
 
+This process imports no torch. Nothing is downloaded.
+"""
+
+import hashlib
+import importlib.metadata
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from harness.config.values import GroupValues
 from harness.util.errors import UserError
+from harness.util.files import atomic_write_text
+from harness.util.text import one_line
 
 LLAMA_TYPES = ("llama", "mistral")  # whose layers are the family llama's; Mistral's sliding window is left out
+
+# The keys by which configurations of the transformers library count the experts of a layer.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+TRACE_SECONDS = 600  # the limit of a trace
 
 _COMMON = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
-def decoder_values(model: GroupValues) -> GroupValues | None:
-    """Return a model of family hf as the project's own decoder; None where its architecture is another one.
+def hf_values(model: GroupValues, seq_len: int | None, cache: Path) -> GroupValues:
+    """Return the values of a model of family hf, from its config.json alone or from a trace.
 
-    Raises UserError for a path without a readable config.json.
+    Traces are file in the folder `cache`, by the hash of what they depend on. Raises UserError for a model that
+    is not there, is no dense causal language model, or cannot be traced.
     """
-    if not model.get("path"):
-        raise UserError("model.path=null: name the config.json of model=hf, or the folder that has it")
-    path = Path(str(model["path"])).expanduser()
-    path = path / "config.json" if path.is_dir() else path
+    path = config_path(model)
     try:
         config: dict[str, Any] = json.loads(path.read_text())
-        return _values(config, model, str(model.get("name") or path.resolve().parent.name))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"model.path={path} is no readable config.json of a causal language model: {error}") from None
+        experts = next((key for key in EXPERTS if (config.get(key) or 0) > 1), None)
+        name = str(model.get("name") or model_name(path, str(model["path"])))
+        decoder = decoder_values(config, model, name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"model.path={model['path']} is no readable config.json of a causal language model: {one_line(error)}"
+        ) from None
+    if experts:
+        raise UserError(
+            f"model.path={model['path']} has {experts}={config[experts]}: mixtures of experts have no formulas here;"
+            " choose a dense model"
+        )
+    return decoder or traced_values(config, model | {"path": str(path), "name": name}, seq_len, cache)
 
 
-def _values(config: dict[str, Any], model: GroupValues, name: str) -> GroupValues | None:
+def config_path(model: GroupValues) -> Path:
+    """Return the config.json of model.path: that file, one in that folder, or one of the local hub cache.
+
+    Raises UserError if there is none.
+    """
+    if not model.get("path"):
+        raise UserError("model.path=null: name the config.json of model=hf, the folder that has it, or a cached model")
+    text = str(model["path"])
+    path = Path(text).expanduser()
+    for candidate in (path, path / "config.json"):
+        if candidate.is_file():
+            return candidate
+    snapshots = hub_folder() / f"models--{text.replace('/', '--')}" / "snapshots"
+    main = snapshots.parent / "refs" / "main"
+    names = [main.read_text().strip()] if main.is_file() else []
+    names += sorted(entry.name for entry in snapshots.iterdir()) if snapshots.is_dir() else []
+    for name in names:
+        if (snapshots / name / "config.json").is_file():
+            return snapshots / name / "config.json"
+    raise UserError(
+        f"model.path={text} is no config.json, no folder with one, and no model in the hub's local cache: nothing is"
+        " downloaded; name one of these"
+    )
+
+
+def hub_folder() -> Path:
+    """Return the folder in which the library huggingface_hub keeps what it has downloaded."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+
+
+def model_name(path: Path, text: str) -> str:
+    """Return the name of a model: its folder's, or for one of the hub the last part of its name there."""
+    return text.rpartition("/")[2] if "snapshots" in path.parts else path.resolve().parent.name
+
+
+def decoder_values(config: dict[str, Any], model: GroupValues, name: str) -> GroupValues | None:
+    """Return a model as the project's own decoder; None where its architecture is another one."""
     kind = config.get("model_type")
     if kind in LLAMA_TYPES:
         heads = config["num_attention_heads"]
@@ -51,3 +111,45 @@ def _values(config: dict[str, Any], model: GroupValues, name: str) -> GroupValue
     values |= {"name": name, "source": "its config.json", "attention": model.get("attention") or "flash"}
     changed = ("context_length", "dropout", "num_hidden_layers", "vocab_size", "tie_word_embeddings")
     return values | {key: model[key] for key in changed if model.get(key) is not None}
+
+
+def traced_values(config: dict[str, Any], model: GroupValues, seq_len: int | None, cache: Path) -> GroupValues:
+    """Return the values of a model that another process traces, or that one has traced before."""
+    settings = {key: value for key, value in model.items() if key != "path"}
+    depends_on = json.dumps([config, settings, seq_len, versions()], sort_keys=True)
+    file = cache / "traces" / f"{hashlib.sha256(depends_on.encode()).hexdigest()[:32]}.json"
+    if file.is_file():
+        try:
+            values: GroupValues = json.loads(file.read_text())
+            return values | {"path": model["path"]}
+        except ValueError:  # half a file, of a machine that stopped
+            pass
+    request = json.dumps({"model": dict(model), "seq_len": seq_len})
+    command = [sys.executable, "-m", "harness.models.trace_command"]
+    print(f"Tracing model.path={model['path']} once, in a process of its own …", file=sys.stderr)
+    try:
+        ended = subprocess.run(
+            command, input=request, capture_output=True, text=True, timeout=TRACE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"model.path={model['path']} was not traced within {TRACE_SECONDS} seconds: choose a smaller train.seq_len"
+        ) from None
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or [f"its process ended with status {ended.returncode}"]
+        raise UserError(lines[-1])
+    values = json.loads(ended.stdout.strip().splitlines()[-1])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(file, json.dumps(values))
+    return values
+
+
+def versions() -> list[str]:
+    """Return the versions of what a trace depends on; none for a package that is not installed."""
+    installed = []
+    for package in ("training-harness", "transformers", "torch"):
+        try:
+            installed.append(importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            installed.append("none")
+    return installed

@@ -1,23 +1,25 @@
 """A plan: from the composed values of a command line to predictions of one layout, or of the best. Imports no torch."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from harness.config.from_dict import from_dict
+from harness.config.hydra import compose_values
 from harness.config.schema import ClusterConfig, RunConfig
 from harness.config.stack import StackConfig
 from harness.config.values import ConfigValues
-from harness.cost_model.remedies import Choices, Variant, remedies
-from harness.layout.layout import Layout, resolve_layout
+from harness.layout.layout import resolve_layout
 from harness.planner.cluster import PlannedCluster, plan_problems, planned_cluster
-from harness.planner.hf_config import decoder_values
+from harness.planner.combinations import Combination, combinations
+from harness.planner.hf_config import hf_values
 from harness.planner.predict import Prediction
 from harness.planner.search import SearchResult, search
 from harness.planner.space import Restrictions
-from harness.runner.machine_defaults import AUTO, resolve_auto
-from harness.runner.resolve import load_precision_preset, load_strategy_preset, resolve_run_config
+from harness.runner.machine_defaults import AUTO, TRAIN_DEFAULTS, resolve_auto
+from harness.runner.resolve import resolve_run_config
 from harness.util.errors import UserError
 
 SEARCH = "search"  # the strategy that stands for all of them
@@ -29,6 +31,37 @@ class Plan:
 
     predictions: Sequence[Prediction]  # of the layout, or the best of a search
     result: SearchResult | None = None  # of a search
+    notes: Sequence[str] = ()  # what was chosen where the command line left a choice
+    swept: str = ""  # the settings in which it differs from the other plans of a sweep
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A combination of a sweep that cannot be planned, with the reason."""
+
+    combination: Combination
+    reason: str
+
+
+def plans(arguments: Sequence[str]) -> list[Plan | Refusal]:
+    """Return the plan of every combination of a command line, or why there is none.
+
+    Raises UserError where that is the only combination, or no combination has a plan.
+    """
+    entries: list[Plan | Refusal] = []
+    for combination in combinations(arguments):
+        try:
+            values = dict(compose_values(*combination.overrides, primary="plan"))
+            stack: StackConfig = from_dict(StackConfig, values.pop("stack"), "stack")
+            plan = make_plan(values, stack, combination.values)  # type: ignore[arg-type]
+            entries.append(dataclasses.replace(plan, swept=combination.swept))
+        except UserError as error:
+            entries.append(Refusal(combination, str(error)))
+    first = entries[0]
+    if isinstance(first, Refusal) and all(isinstance(entry, Refusal) for entry in entries):
+        others = f", and none of the other {len(entries) - 1} combinations has a plan" if len(entries) > 1 else ""
+        raise UserError(f"{first.reason}{others}")
+    return entries
 
 
 def make_plan(values: ConfigValues, stack: StackConfig, fixed_keys: Mapping[str, Any]) -> Plan:
@@ -39,31 +72,48 @@ def make_plan(values: ConfigValues, stack: StackConfig, fixed_keys: Mapping[str,
     cluster = planned_cluster(from_dict(ClusterConfig, values["cluster"], "cluster"))
     world_size = values.get("world_size") or cluster.world_size
     if values["model"].get("family") == "hf":
-        decoder = decoder_values(values["model"])
-        if decoder is None:
-            raise UserError(
-                f"model.path={values['model']['path']} is of an architecture whose memory and time have no formulas"
-                " here: choose a config.json of Llama, Mistral or GPT-2"
-            )
         train = dict(values["train"])
-        train["seq_len"] = train.get("seq_len") or decoder["context_length"]
-        values = values | {"model": decoder, "train": train}
+        model = hf_values(values["model"], train.get("seq_len"), Path(values["data"]["cache"]).expanduser())
+        train["seq_len"] = train.get("seq_len") or model["context_length"]
+        values = values | {"model": model, "train": train}
     is_search = values["strategy"].get("name") == SEARCH
-    if values["train"].get("global_batch") == AUTO and cluster.device == "cuda" and world_size > 48:
-        values = values | {"train": values["train"] | {"global_batch": world_size}}  # a sequence for every device
+    values, notes = with_global_batch(values, cluster, world_size)
     if is_search:
         values = values | {"strategy": values["strategy"] | {"name": "single"}}
     config = resolve_run_config(resolve_auto(values, cluster.device))
     if is_search:
-        return search_plan(config, cluster, stack, world_size, restrictions_of(config, fixed_keys))
+        return search_plan(config, cluster, stack, world_size, restrictions_of(config, fixed_keys), notes)
     layout = resolve_layout(config.strategy, world_size)
     for problem in plan_problems(config, layout, cluster, stack):
         raise UserError(problem)
-    return Plan([Prediction(config, layout, cluster, stack)])
+    return Plan([Prediction(config, layout, cluster, stack)], notes=notes)
+
+
+def with_global_batch(
+    values: ConfigValues, cluster: PlannedCluster, world_size: int
+) -> tuple[ConfigValues, Sequence[str]]:
+    """Return the values with train.global_batch as a number, and a sentence on what `auto` became.
+
+    It is that of a run, unless there are more devices than so many sequences; then each device has one.
+    """
+    if values["train"].get("global_batch") != AUTO:
+        return values, ()
+    of_runs = TRAIN_DEFAULTS[cluster.device]["global_batch"]
+    batch, reason = of_runs, "as in a run"
+    if world_size > of_runs:
+        batch, reason = world_size, f"one sequence for each device, where a run has {of_runs} in all"
+    train = values["train"] | {"global_batch": batch}
+    note = f"train.global_batch=auto became {batch}, {reason}: give train.global_batch for your own."
+    return values | {"train": train}, (note,)
 
 
 def search_plan(
-    config: RunConfig, cluster: PlannedCluster, stack: StackConfig, world_size: int, restrictions: Restrictions
+    config: RunConfig,
+    cluster: PlannedCluster,
+    stack: StackConfig,
+    world_size: int,
+    restrictions: Restrictions,
+    notes: Sequence[str] = (),
 ) -> Plan:
     """Return the best layouts. Raises UserError if no layout of the world is possible."""
     result = search(config, cluster, stack, world_size, restrictions)
@@ -72,7 +122,7 @@ def search_plan(
         batch = f"train.global_batch={config.train.global_batch}"
         reason = most or f"no degrees that make up world_size={world_size} divide {batch} and model={config.model.name}"
         raise UserError(f"strategy=search has no layout for world_size={world_size}: {reason}")
-    return Plan(result.best, result)
+    return Plan(result.best, result, notes)
 
 
 def restrictions_of(config: RunConfig, fixed_keys: Mapping[str, Any]) -> Restrictions:
@@ -85,42 +135,3 @@ def restrictions_of(config: RunConfig, fixed_keys: Mapping[str, Any]) -> Restric
         config.checkpointing if has_checkpointing else None,
         config.train.micro_batch if "train.micro_batch" in fixed_keys else None,
     )
-
-
-def offers(prediction: Prediction) -> Iterator[str]:
-    """Yield what would make a prediction that does not fit one that does, each as what to type."""
-    config, layout, cluster, stack = prediction.config, prediction.layout, prediction.cluster, prediction.stack
-
-    def plan_variant(changed: RunConfig, world_size: int | None) -> Variant | None:
-        """Return the changed configuration as the cluster, or more nodes of it, would run it."""
-        ranks = world_size or layout.world_size
-        try:
-            strategy = changed.strategy
-            other = wider_layout(layout, ranks) if strategy == config.strategy else resolve_layout(strategy, ranks)
-            if other is None or any(plan_problems(changed, other, cluster.with_ranks(ranks), stack)):
-                return None
-        except UserError:
-            return None
-        return Variant(changed, other, Prediction(changed, other, cluster, stack).widths)
-
-    def rank_bytes_if_fitting(variant: Variant) -> int | None:
-        """Return the bytes of a rank of a changed configuration, or None if it does not fit."""
-        changed = Prediction(variant.config, variant.layout, cluster.with_ranks(variant.layout.world_size), stack)
-        return changed.needed_bytes if changed.fits else None
-
-    choices = Choices(
-        plan_variant,
-        sharded=(load_strategy_preset("fsdp_full_shard"),),
-        precisions=tuple(map(load_precision_preset, ("bf16_mixed", "bf16"))),
-        offloads=cluster.device == "cuda",
-    )
-    yield from remedies(config, layout, choices, rank_bytes_if_fitting)
-
-
-def wider_layout(layout: Layout, ranks: int) -> Layout | None:
-    """Return the same layout over more data-parallel ranks; None if they do not divide evenly."""
-    factor, rest = divmod(ranks, layout.world_size)
-    if rest:
-        return None
-    axis = "dp_shard" if layout.dp_shard > 1 or layout.data_parallel != "ddp" else "dp_replicate"
-    return dataclasses.replace(layout, **{axis: getattr(layout, axis) * factor})

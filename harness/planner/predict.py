@@ -1,21 +1,29 @@
-"""The prediction of one configuration on a cluster: memory, time and bytes, and its row. Imports no torch."""
+"""The prediction of one configuration on a cluster: memory, time and bytes. Imports no torch."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig
+from harness.cost_model import memory
 from harness.cost_model.communication import expected_bytes
+from harness.cost_model.fit_verdict import FitVerdict, fit_verdict
 from harness.cost_model.flops import model_flops
-from harness.cost_model.memory import MemoryEstimate, estimate_memory
+from harness.cost_model.memory import MemoryEstimate
+from harness.cost_model.micro_batch_shape import micro_batch_shape
+from harness.cost_model.rank_memory import alike_ranks
 from harness.cost_model.stack_memory import predict_memory
+from harness.cost_model.stage_activations import offloaded_bytes
+from harness.cost_model.stage_memory import local_parameter_count
+from harness.cost_model.timing.offload_time import OffloadedWork, copy_seconds, host_update_seconds
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from harness.hardware.peak_flops import peak_flops
 from harness.layout.layout import Layout
-from harness.layout.parameters import parameter_count
 from harness.layout.state_widths import StateWidths
 from harness.planner.cluster import PlannedCluster, engine_module
-from harness.records.schema import Cell, Row
+from harness.planner.hf_memory import traced_memory
+from harness.planner.peak import PredictedPeak, predicted_peak
 
 LAYOUT_KEYS = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
 
@@ -40,25 +48,68 @@ class Prediction:
     def memory(self) -> MemoryEstimate:
         """The memory of the rank with the highest peak."""
         if self.stack.memory.kind == "harness":
+            estimate_memory = traced_memory if self.config.model.family == "hf" else memory.estimate_memory
             return estimate_memory(self.config, self.layout, self.widths, self.cluster.device)
         return predict_memory(self.config, self.layout, self.stack, self.widths)
 
     @cached_property
+    def peak(self) -> PredictedPeak:
+        """The rank and the phase of the highest peak, and what torch's allocator reserves for it."""
+        device = self.cluster.device
+        return predicted_peak(self.config, self.layout, self.stack, self.widths, device, self.memory)
+
+    @cached_property
+    def verdict(self) -> FitVerdict:
+        """Whether the highest rank fits a device, by the errors on file."""
+        return fit_verdict(self.peak.memory, self.available_bytes, self.stack.memory)
+
+    @cached_property
     def time(self) -> StepTime:
-        """The time of a step and its parts."""
-        return estimate_step_time(
+        """The time of a step and its parts, without the copies of offload."""
+        hardware = self.cluster.hardware
+        time = estimate_step_time(
             self.config,
             self.layout,
-            self.cluster.hardware,
+            hardware,
             self.stack.timing,
             self.widths,
             self.cluster.gpus_per_node,
         )
+        if self.layout.offload == "none" or self.copies_are_free:
+            return time
+        assert hardware.host_bandwidth is not None
+        update = host_update_seconds(time.optimizer_seconds, hardware.memory_bandwidth, hardware.host_bandwidth)
+        return dataclasses.replace(time, optimizer_seconds=update)
+
+    @property
+    def copies_are_free(self) -> bool:
+        """Whether nothing is copied between a device and its host, or the speed of that is not known."""
+        offloads = self.layout.offload != "none" or self.config.checkpointing.offload_activations
+        return not offloads or self.cluster.device == "cpu" or self.cluster.hardware.host_bandwidth is None
+
+    @cached_property
+    def copy_seconds(self) -> float:
+        """The seconds of a step in which a device waits for copies to and from its host."""
+        bandwidth = self.cluster.hardware.host_bandwidth
+        if self.copies_are_free or bandwidth is None:
+            return 0.0
+        config, layout, time = self.config, self.layout, self.time
+        shape = micro_batch_shape(config, layout, self.cluster.device)
+        parameters, activation_bytes = 0.0, 0
+        for stages, _ in alike_ranks(config.model, layout, config.checkpointing.every):
+            counts = (local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp) for stage in stages)
+            parameters = max(parameters, sum(counts))
+            if config.checkpointing.offload_activations:
+                moved = sum(offloaded_bytes(shape, stage, config.checkpointing) for stage in stages)
+                activation_bytes = max(activation_bytes, moved)
+        passes = (time.micro_batches, time.forward_seconds, time.backward_seconds)
+        work = OffloadedWork(parameters, activation_bytes, *passes)
+        return copy_seconds(config, layout, self.widths, bandwidth, work)
 
     @property
     def step_seconds(self) -> float:
         """The seconds of a step."""
-        return self.time.step_seconds
+        return self.time.step_seconds + self.copy_seconds
 
     @property
     def needed_bytes(self) -> int:
@@ -74,7 +125,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank with the highest peak fits a device."""
+        """Whether the predicted peak itself fits a device; `verdict` has how sure that is."""
         return self.needed_bytes <= self.available_bytes
 
     @property
@@ -133,32 +184,3 @@ class Prediction:
             f"checkpointing {checkpointing.name}" + (f" {checkpointing.every}" if checkpointing.every > 1 else "")
         )
         return ", ".join([*words, f"micro-batch {self.config.train.micro_batch}"])
-
-    def row(self) -> Row:
-        """Return the row of the prediction, with the columns of runs.csv; nothing of it was measured."""
-        config, layout, memory, time = self.config, self.layout, self.memory, self.time
-        cells: dict[str, Cell] = {"status": None, "launch": "planned", "measured_on": None}
-        cells |= {"model": config.model.name, "parameters": parameter_count(config.model)}
-        cells |= {"strategy": config.strategy.name, "engine": layout.engine, "data_parallel": layout.data_parallel}
-        cells |= {"checkpointing": config.checkpointing.name, "precision": config.precision.name}
-        cells |= {"world_size": layout.world_size} | {key: getattr(layout, key) for key in LAYOUT_KEYS}
-        cells |= {"zero_stage": layout.zero_stage, "offload": layout.offload}
-        cells |= {"sequence_parallel": layout.sequence_parallel if layout.tp_enabled else None}
-        cells |= {"schedule": layout.schedule if layout.pp_enabled else None}
-        cells |= {"virtual_stages": layout.virtual_stages if layout.pp_enabled else None}
-        cells |= {"micro_batch": config.train.micro_batch, "grad_accumulation": time.micro_batches}
-        cells |= {"global_batch": config.train.global_batch, "seq_len": config.train.seq_len}
-        cells |= {"predicted_step_seconds": time.step_seconds, "tokens_per_second": self.tokens_per_second}
-        cells |= {"tokens_per_second_per_device": self.tokens_per_second / layout.world_size, "mfu": self.mfu}
-        cells |= {"predicted_peak_bytes": memory.peak_bytes, "parameter_bytes": memory.parameter_bytes}
-        cells |= {"gradient_bytes": memory.gradient_bytes, "optimizer_bytes": memory.optimizer_bytes}
-        cells |= {"activation_bytes": memory.activation_bytes}
-        cells |= {f"at_peak_{name}_bytes": size for name, size in memory.at_peak.items()}
-        cells |= {"communication_bytes": round(sum(self.sent_bytes.values()))}
-        exposed = time.exposed_communication_seconds
-        cells |= {"compute_seconds": time.compute_seconds, "exposed_communication_seconds": sum(exposed.values())}
-        cells |= {f"exposed_{axis.replace('+', '_')}_seconds": seconds for axis, seconds in exposed.items()}
-        cells |= {"bubble_seconds": time.bubble_seconds, "optimizer_seconds": time.optimizer_seconds}
-        cells |= {"other_seconds": time.other_seconds, "fits": self.fits, "cluster": self.cluster.name}
-        cells |= {"stack": self.stack.name, "datasheet_only": self.cluster.hardware.datasheet_only}
-        return cells | {"cost_per_billion_tokens": self.cost_per_billion_tokens}

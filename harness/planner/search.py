@@ -5,7 +5,7 @@ against speed. Once enough of them fit, only a candidate that could still be on 
 its memory, and its lower bound says whether it could.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from harness.config.schema import RunConfig
@@ -144,38 +144,3 @@ def rank(predictions: Iterable[Prediction], result: SearchResult, best: int, low
         if smallest is None or prediction.memory.peak_bytes < smallest:
             smallest = prediction.memory.peak_bytes
             result.front.append(prediction)
-
-
-def terms(prediction: Prediction) -> dict[str, float]:
-    """Return the seconds of a step by what they are spent on."""
-    time = prediction.time
-    exposed = {f"exposed {axis} communication": size for axis, size in time.exposed_communication_seconds.items()}
-    parts = {"compute": time.compute_seconds} | exposed | {"pipeline bubble": time.bubble_seconds}
-    return parts | {"optimizer": time.optimizer_seconds, "the rest of the step": time.other_seconds}
-
-
-def separation(prediction: Prediction, fastest: Prediction) -> str:
-    """Return in one sentence which term of the step's time separates a candidate from the fastest one."""
-    slower = prediction.step_seconds / fastest.step_seconds - 1
-    if slower < 0.001:
-        return f"{prediction.label()} is predicted as fast as the first, within 0.1 %."
-    own, other = terms(prediction), terms(fastest)
-    changes = {name: own.get(name, 0.0) - other.get(name, 0.0) for name in own | other}
-    name = max(changes, key=lambda term: changes[term])
-    return (
-        f"{prediction.label()} takes {100 * slower:.1f} % longer: its {name} takes {own.get(name, 0.0):.4g} s"
-        f" a step, and {other.get(name, 0.0):.4g} s in the first."
-    )
-
-
-def memory_sentences(result: SearchResult) -> Sequence[str]:
-    """Return one sentence for each candidate on the front that needs less memory than the fastest that fits."""
-    if not result.best:
-        return []
-    first = result.best[0]
-    smaller = [entry for entry in result.front if entry.memory.peak_bytes < first.memory.peak_bytes]
-    return [
-        f"{entry.label()} needs {entry.memory.peak_bytes / 2**30:.1f} GiB, {first.memory.peak_bytes / 2**30:.1f} GiB"
-        f" in the fastest, and takes {100 * (entry.step_seconds / first.step_seconds - 1):.1f} % longer."
-        for entry in smaller
-    ]

@@ -9,8 +9,6 @@ from harness.hardware.machine import Machine
 from harness.launcher.outcome import LaunchOutcome
 from harness.launcher.rank_environment import rank_environment, threads_per_rank
 from harness.layout.layout import Layout
-from harness.layout.parameters import parameter_count
-from harness.layout.partition import split_into_stages
 from harness.measure.environment import collect_environment
 from harness.metrics.memory import max_known
 from harness.records import heartbeat
@@ -19,6 +17,7 @@ from harness.records.rank_report import RankReport, to_record_entry
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Cells, Record, RecordParts
 from harness.runner import preflight
+from harness.runner.config_columns import config_columns
 
 
 def build_record(
@@ -58,45 +57,6 @@ def build_record(
             **(parts or {}),
         }
     )
-
-
-def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
-    """Return the columns that are known before anything runs; without a layout there are no degrees."""
-    row: Cells = {
-        "model": config.model.name,
-        "parameters": parameter_count(config.model),
-        "attention": config.model.attention,
-        "dropout": config.model.dropout,
-        "strategy": config.strategy.name,
-        "engine": config.strategy.engine,
-        "data_parallel": config.strategy.data_parallel,
-        "checkpointing": config.checkpointing.name,
-        "offload": config.strategy.offload,
-        "offload_activations": config.checkpointing.offload_activations,
-        "precision": config.precision.name,
-        "zero_stage": config.strategy.zero_stage,
-        "micro_batch": config.train.micro_batch,
-        "global_batch": config.train.global_batch,
-        "seq_len": config.train.seq_len,
-        "loss_chunks": config.train.loss_chunks,
-        "compile": config.train.compile,
-        "fused_optimizer": config.train.fused_optimizer,
-        "checkpointing_every": config.checkpointing.every if config.checkpointing.every > 1 else None,
-        "repeat": config.repeat,
-        "launch": config.launch,
-    }
-    if layout is not None:
-        degrees = ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp")
-        row |= {degree: getattr(layout, degree) for degree in degrees}
-        row["grad_accumulation"] = layout.grad_accumulation_steps(config.train)
-        if layout.pp_enabled:
-            layers = [str(stage.layers) for stage in split_into_stages(config.model, layout)]
-            row |= {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
-            row["layers_per_stage"] = "-".join(layers)
-        if layout.tp_enabled:
-            row["sequence_parallel"] = layout.sequence_parallel
-            row["vocabulary_parallel"] = layout.vocabulary_parallel
-    return row
 
 
 def failure_columns(

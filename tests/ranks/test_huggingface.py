@@ -32,7 +32,7 @@ from harness.proof.step import flops_problems
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.report.claims import claims
-from harness.runner.record import config_columns
+from harness.runner.config_columns import config_columns
 from harness.runner.resolve import resolve_run_config
 from harness.simulator.process import StepRequest, simulate_steps
 from harness.util.errors import UserError

@@ -27,7 +27,7 @@ from harness.report.markdown import escape
 from harness.report.sections import sections
 from harness.report.text import byte_unit, format_numbers
 from harness.report.view import View
-from harness.runner.record import config_columns
+from harness.runner.config_columns import config_columns
 from tests.support.commands import compose_config
 from tests.support.example_records import FAILED, HOSTILE, MIB, mixed, record_of, records, row
 from tests.support.tables import printed, terminal_cells

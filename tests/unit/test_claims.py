@@ -22,7 +22,7 @@ from harness.report.claims import claims, literature
 from harness.report.document import Section
 from harness.report.frame import records_frame
 from harness.report.view import View
-from harness.runner.record import config_columns
+from harness.runner.config_columns import config_columns
 from tests.support.commands import compose, compose_config
 
 N = 455520  # parameters of the tiny model

@@ -1,15 +1,30 @@
 """harness plan: its rows, its formats, its refusals, and rows that are never taken for measurements."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from harness.cli.main import main
-from harness.config.stack import stack_names
+from harness.config.from_dict import from_dict
+from harness.config.hardware import HardwareConfig
+from harness.config.stack import load_stack, stack_names
+from harness.config.strategy import StrategyConfig
+from harness.cost_model.memory import estimate_rank_memory
+from harness.cost_model.workspaces import WORKSPACE_BYTES
+from harness.layout.layout import resolve_layout
+from harness.layout.partition import split_into_stages
+from harness.planner.cluster import PlannedCluster
+from harness.planner.predict import Prediction
+from harness.planner.row import PLAN_COLUMNS
+from harness.records.columns import COLUMN_NAMES
 from harness.records.runs_csv import read_runs_csv
 from harness.records.store import read_record
 from harness.util.errors import UserError
+from tests.support.models import run, shaped
 
 HARDWARE = """
 name: eight
@@ -28,6 +43,9 @@ hardware:
     kernel_seconds: 3.0e-6, launch_seconds: 5.0e-6, intra_node_efficiency: 0.8, intra_node_latency: 2.0e-6,
     inter_node_efficiency: 0.8, inter_node_latency: 1.0e-5, node_contention: 0.1, overlap_slowdown: 0.1}
 """
+
+
+HARDWARE_OF_TESTS: HardwareConfig = from_dict(HardwareConfig, yaml.safe_load(HARDWARE)["hardware"])
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +77,7 @@ def test_a_row_has_the_columns_of_runs_and_no_measurement(capsys: pytest.Capture
     assert sum(map(int, map(str, parts))) == row["predicted_peak_bytes"]
     seconds = [
         float(str(row[f"{name}_seconds"]))
-        for name in ("compute", "exposed_communication", "bubble", "optimizer", "other")
+        for name in (*("forward", "backward", "optimizer", "exposed_communication", "exposed_copy", "idle", "other"),)
     ]
     assert sum(seconds) == pytest.approx(row["predicted_step_seconds"])
     tokens = 64 * 4096 / float(str(row["predicted_step_seconds"]))
@@ -71,6 +89,122 @@ def test_a_sweep_has_a_row_for_each_combination(capsys: pytest.CaptureFixture[st
     rows = planned(capsys, "-m", "model=1b,7b", "cluster=eight", "strategy=zero3,tp")
     expected = [(model, strategy) for model in ("1b", "7b") for strategy in ("zero3", "tp")]
     assert [(row["model"], row["strategy"]) for row in rows] == expected
+
+
+def test_every_column_is_of_runs_or_described(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names with AXIS and OPERATION stand for several; all others are columns of runs.csv or of the guide's table."""
+    at_peak = {f"at_peak_{word}_bytes" for word in ("parameter", "gradient", "optimizer", "activation")}
+    at_peak |= {"at_peak_communication_bytes", "at_peak_temporary_bytes"}
+    patterns = [re.compile(re.sub("[A-Z]+", "[a-z_]+", name)) for name in PLAN_COLUMNS]
+    rows = planned(capsys, "-m", "model=7b", "cluster=eight", "strategy=fsdp_tp,pp_1f1b,zero3")
+    for name in {name for row in rows for name in row} - set(COLUMN_NAMES) - at_peak:
+        assert any(pattern.fullmatch(name) for pattern in patterns), name
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "planning.md").read_text()
+    for name, meaning in PLAN_COLUMNS.items():
+        assert f"| `{name}` | {meaning} |" in guide
+
+
+def test_memory_and_communication_are_shown_by_part(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = planned(capsys, "model=7b", "cluster=eight", "strategy=3d", "stack=megatron", "precision=bf16_mixed")
+    exposed = [value for name, value in row.items() if re.fullmatch("exposed_(tp|cp|pp|dp_[a-z]+)_seconds", name)]
+    assert len(exposed) == 5
+    assert sum(map(float, map(str, exposed))) == pytest.approx(row["exposed_communication_seconds"])
+    sent = [value for name, value in row.items() if re.fullmatch("communication_.+_bytes", name)]
+    assert len(sent) >= 3 and sum(map(int, map(str, sent))) == pytest.approx(row["communication_bytes"], abs=3)
+    assert int(str(row["peak_reserved_bytes"])) >= int(str(row["predicted_peak_bytes"]))
+    assert row["peak_phase"] in ("forward", "backward", "optimizer") and row["peak_rank"] in (0, 4)
+
+
+@pytest.mark.parametrize(("memory", "verdict"), [("200GB", "likely"), ("40GB", "tight"), ("20GB", "no")])
+def test_whether_it_fits_follows_from_the_interval(
+    memory: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf" / "cluster" / "eight.yaml").write_text(HARDWARE.replace("80GB\n", f"{memory}\n"))
+    (row,) = planned(capsys, "model=7b", "cluster=eight", "strategy=fsdp_full_shard", "precision=bf16_mixed")
+    assert row["fits"] == verdict
+    available = int(str(row["memory_limit_bytes"])) - int(str(row["process_bytes"]))
+    low, high = int(str(row["predicted_peak_low_bytes"])), int(str(row["predicted_peak_high_bytes"]))
+    assert verdict == ("no" if low > available else "likely" if high <= available else "tight")
+    assert low < int(str(row["predicted_peak_bytes"])) < high
+
+
+def test_the_rank_and_the_phase_are_those_of_the_peak() -> None:
+    """The last stage has head and loss; state that is as large as activations are small peaks in the optimizer."""
+    config = run(shaped(num_hidden_layers=4, vocab_size=64000), global_batch=8)
+    strategy = StrategyConfig(name="pipeline", pp=4, schedule="1f1b")
+    eight = PlannedCluster("eight", 1, 8, HARDWARE_OF_TESTS, "cuda")
+    prediction = Prediction(config, resolve_layout(strategy, 4), eight, load_stack("harness"))
+    assert prediction.peak.rank == 3
+    highest = max(
+        estimate_rank_memory(config, prediction.layout, prediction.widths, "cuda", rank, [stage]).peak_bytes
+        for rank, stage in enumerate(split_into_stages(config.model, prediction.layout))
+    )
+    assert prediction.memory.peak_bytes == highest + WORKSPACE_BYTES
+    slow = run(shaped(vocab_size=256, hidden_size=1024, intermediate_size=4096), global_batch=1)
+    slow = dataclasses.replace(slow, train=dataclasses.replace(slow.train, seq_len=2, fused_optimizer=False))
+    single = Prediction(slow, resolve_layout(StrategyConfig(name="single"), 1), eight, load_stack("harness"))
+    assert single.peak.phase == "optimizer"
+    assert prediction.peak.phase == "backward"
+
+
+def test_a_sweep_file_is_expanded_and_its_impossible_combinations_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sweeps").mkdir()
+    text = "# @package _global_\nname: mine\ntrain: {global_batch: 16}\nhydra:\n  mode: MULTIRUN\n  sweeper:\n"
+    (tmp_path / "sweeps" / "mine.yaml").write_text(
+        text + "    params:\n      strategy: ddp,tp\n      checkpointing: none,full\n      world_size: 8,12\n"
+    )
+    settings = ("sweeps=mine", "model=1b", "cluster=eight")
+    rows = planned(capsys, *settings)
+    assert len(rows) == 8 and all(row["launch"] == "planned" and row["status"] is None for row in rows)
+    refused = [row for row in rows if "reason" in row]
+    assert [row["world_size"] for row in refused] == ["12"] * 4
+    assert all("choose" in str(row["reason"]) and "fits" not in row for row in refused)
+    assert [row["global_batch"] for row in rows if "reason" not in row] == [16] * 4
+    assert len(planned(capsys, *settings, "strategy=zero3", "world_size=8")) == 2  # the command line's own come first
+    assert main(["plan", *settings, "world_size=8,12"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("refused: world_size=12 strategy=tp checkpointing=full: ")]
+    assert main(["plan", *settings, "world_size=12"]) == 2
+    error = capsys.readouterr().err
+    assert "none of the other 3 combinations has a plan" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "batch", "said"), [(2, 48, "as in a run"), (16, 128, "one sequence for each device")]
+)
+def test_what_an_automatic_batch_became_is_said(
+    nodes: int, batch: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["model=7b", "cluster=eight", f"cluster.nodes={nodes}", "strategy=zero3"]
+    assert main(["plan", *settings]) == 0
+    note = f"train.global_batch=auto became {batch}, {said}"
+    assert note in capsys.readouterr().out
+    assert main(["plan", "format=json", *settings]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)[0]["global_batch"] == batch and note in output.err
+    assert main(["plan", *settings, "train.global_batch=256"]) == 0
+    assert "auto" not in capsys.readouterr().out
+
+
+def test_offload_costs_the_copies_over_the_link_to_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("model=7b", "precision=bf16_mixed", "train.global_batch=8", "strategy=zero_offload")
+    linked = HARDWARE.replace("name: eight", "name: linked").replace(
+        "  sources", "  host_bandwidth: 1.0e+10\n  sources"
+    )
+    (tmp_path / "conf" / "cluster" / "linked.yaml").write_text(linked)
+    (plain,) = planned(capsys, *settings, "cluster=linked", "strategy.offload=none")
+    (offloaded,) = planned(capsys, *settings, "cluster=linked")
+    (free,) = planned(capsys, *settings, "cluster=eight")
+    shard = 6_738_415_616 / 8
+    assert offloaded["exposed_copy_seconds"] == pytest.approx(shard * (4 + 2) / 1e10)  # fp32 gradients, bf16 parameters
+    assert plain["exposed_copy_seconds"] == free["exposed_copy_seconds"] == 0
+    ratio = float(str(offloaded["optimizer_seconds"])) / float(str(plain["optimizer_seconds"]))
+    assert ratio == pytest.approx(3.35e12 / 1e10)
+    assert int(str(offloaded["predicted_peak_bytes"])) < int(str(plain["predicted_peak_bytes"]))
+    assert main(["plan", *settings, "cluster=eight"]) == 0
+    assert "copies of offload are counted as free" in capsys.readouterr().out
 
 
 def test_every_figure_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,9 +274,40 @@ def test_a_config_json_of_llama_is_planned_as_the_same_model(
     (preset,) = planned(capsys, "model=7b", "cluster=eight", "strategy=zero3")
     names = ("parameters", "predicted_peak_bytes", "predicted_step_seconds", "communication_bytes")
     assert {name: own[name] for name in names} == {name: preset[name] for name in names}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts=8: mixtures of experts"),
+        ({"model_type": "llama"}, "no readable config.json of a causal language model"),
+        ([1], "no readable config.json of a causal language model"),
+    ],
+)
+def test_a_config_json_without_a_plan_is_one_line(
+    config: object, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["plan", "model=hf", f"model.path={tmp_path}", "cluster=eight", "strategy=zero3"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert problem in error and error.count("\n") == 1
+
+
+def test_a_model_of_the_local_hub_cache_is_planned_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16, "intermediate_size": 5504}
+    folder = tmp_path / "hub" / "models--someone--small" / "snapshots" / "0123"
+    folder.mkdir(parents=True)
+    rest = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 2048}
+    (folder / "config.json").write_text(json.dumps(sizes | rest))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    (row,) = planned(capsys, "model=hf", "model.path=someone/small", "cluster=eight", "strategy=zero3")
+    layer = 4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048
+    assert (row["model"], row["parameters"]) == ("small", 2 * 32000 * 2048 + 4 * layer + 2048)
+    assert main(["plan", "model=hf", "model.path=someone/other", "cluster=eight", "strategy=zero3"]) == 2
+    assert "nothing is downloaded" in capsys.readouterr().err
 
 
 def test_a_search_has_a_page_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,104 @@
+"""The row of a prediction, with the columns of runs.csv where they exist. Imports no torch."""
+
+from collections.abc import Mapping
+
+from harness.cost_model.flops import model_flops
+from harness.cost_model.pipeline import bubble_ratio
+from harness.layout.layout import AXES
+from harness.planner.predict import Prediction
+from harness.records.columns import COLUMN_NAMES
+from harness.records.schema import Cells, Row
+from harness.runner.config_columns import config_columns
+
+# The parts of a predicted peak by the word that stands for them in the columns at_peak_*_bytes. Gathered parameters
+# are part of the buffers. `loss` and `workspace` are parts of plans alone: runs count both as temporary.
+PEAK_PARTS = {
+    "parameters": "parameter",
+    "gradients": "gradient",
+    "optimizer": "optimizer",
+    "activations": "activation",
+    "loss": "loss",
+    "buffers": "communication",
+    "temporaries": "temporary",
+    "workspaces": "workspace",
+}
+
+# The columns of plans that runs.csv does not have, with what they are; the guide's table is made of them.
+PLAN_COLUMNS = {
+    "cluster": "The cluster that the plan is for.",
+    "stack": "The implementation whose memory and time are predicted.",
+    "datasheet_only": "Whether no published measurement stands behind the efficiencies of the cluster's devices.",
+    "fits": "Whether the fullest rank fits a device: likely, tight or no, by the interval of its peak.",
+    "predicted_peak_low_bytes": "The lower end of the interval of allocated bytes.",
+    "predicted_peak_high_bytes": "The upper end of the interval, of the bytes that the allocator reserves.",
+    "process_bytes": "The bytes of a device outside torch's allocator, such as CUDA's context.",
+    "host_bytes": "The bytes that a rank keeps on the host under offload.",
+    "at_peak_loss_bytes": "The logits and the loss at the peak; runs count them as temporary.",
+    "at_peak_workspace_bytes": "The workspaces of matrix products at the peak; runs count them as temporary.",
+    "peak_phase": "The phase in which the fullest rank peaks: forward, backward or optimizer.",
+    "exposed_AXIS_seconds": "The part of exposed_communication_seconds along tp, cp, pp, dp_replicate or dp_shard.",
+    "communication_AXIS_OPERATION_bytes": "The part of communication_bytes along an axis and by an operation.",
+    "cost_per_billion_tokens": "The price of a billion tokens, by cluster.hardware.price_per_device_hour.",
+}
+
+
+def planned_row(prediction: Prediction) -> Row:
+    """Return the row of a prediction; nothing of it was measured."""
+    config, layout = prediction.config, prediction.layout
+    cells: Cells = {"status": None, "measured_on": None}
+    cells |= config_columns(config, layout) | {"launch": "planned", "repeat": None}
+    cells |= {"cluster": prediction.cluster.name, "stack": prediction.stack.name}
+    cells |= {"datasheet_only": prediction.cluster.hardware.datasheet_only}
+    return cells | time_columns(prediction) | memory_columns(prediction) | communication_columns(prediction)
+
+
+def time_columns(prediction: Prediction) -> Cells:
+    """Return the predicted step time, its parts, which add up to it, and the speed that follows."""
+    time, layout = prediction.time, prediction.layout
+    exposed = time.exposed_communication_seconds
+    forward = time.micro_batches * time.forward_seconds
+    cells: Cells = {"predicted_step_seconds": prediction.step_seconds}
+    cells |= {"forward_seconds": forward, "backward_seconds": time.compute_seconds - forward}
+    cells |= {"optimizer_seconds": time.optimizer_seconds}
+    cells |= {"exposed_communication_seconds": sum(exposed.values()), "exposed_copy_seconds": prediction.copy_seconds}
+    cells |= {"idle_seconds": time.bubble_seconds, "other_seconds": time.other_seconds}
+    cells |= {f"exposed_{axis}_seconds": exposed.get(axis, 0.0) for axis in reversed(AXES)}
+    cells |= {"overlapped_communication_seconds": time.hidden_communication_seconds}
+    if layout.pp_enabled:
+        cells |= {"pipeline_bubble_theory": bubble_ratio(layout, time.micro_batches)}
+    cells |= {"tokens_per_second": prediction.tokens_per_second, "mfu": prediction.mfu}
+    cells |= {"tokens_per_second_per_device": prediction.tokens_per_second / layout.world_size}
+    cells |= {"model_flops": model_flops(prediction.config)}
+    return cells | {"cost_per_billion_tokens": prediction.cost_per_billion_tokens}
+
+
+def memory_columns(prediction: Prediction) -> Cells:
+    """Return the memory of the fullest rank: by part at its peak, each part at its own maximum, and the verdict."""
+    memory, peak, verdict = prediction.memory, prediction.peak, prediction.verdict
+    is_gpu = prediction.cluster.device == "cuda"
+    cells: Cells = {"predicted_peak_bytes": memory.peak_bytes, "peak_rank": peak.rank, "peak_phase": peak.phase}
+    cells |= {"peak_reserved_bytes": peak.memory.reserved_bytes if is_gpu else None}
+    cells |= {"fits": verdict.fits, "predicted_peak_low_bytes": round(verdict.low_bytes)}
+    cells |= {"predicted_peak_high_bytes": round(verdict.high_bytes)}
+    cells |= {"memory_limit_bytes": prediction.available_bytes, "process_bytes": memory.process_bytes}
+    cells |= {"parameter_bytes": memory.parameter_bytes, "gradient_bytes": memory.gradient_bytes}
+    cells |= {"optimizer_bytes": memory.optimizer_bytes, "activation_bytes": memory.activation_bytes}
+    cells |= {f"at_peak_{word}_bytes": memory.at_peak.get(part, 0) for part, word in PEAK_PARTS.items()}
+    return cells | {"host_bytes": memory.host_bytes}
+
+
+def communication_columns(prediction: Prediction) -> Cells:
+    """Return the bytes that the rank with most of them sends in a step: all, and by axis and operation."""
+    sent = prediction.sent_bytes
+    cells: Cells = {"communication_bytes": round(sum(sent.values()))}
+    for name, size in sent.items():
+        if size:
+            cells[f"communication_{name.replace('+', '_').replace(' ', '_')}_bytes"] = round(size)
+    return cells
+
+
+def refused_row(reason: str, values: Mapping[str, str]) -> Row:
+    """Return the row of a combination that cannot be planned, with what its command line sets and the reason."""
+    cells: Cells = {"status": None, "measured_on": None, "launch": "planned", "reason": reason}
+    names = {key: key.rpartition(".")[2] for key in values}
+    return cells | {name: values[key] for key, name in names.items() if name in COLUMN_NAMES and name not in cells}

@@ -1,0 +1,111 @@
+"""The sentences of a plan: what its figures rest on, what separates layouts, and what would make others fit.
+
+Every figure in them is one of the rows', rounded as it is printed. Imports no torch.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from harness.config.byte_size import format_bytes
+from harness.cost_model.fit_verdict import UNMEASURED_RANGE
+from harness.planner.predict import Prediction
+from harness.planner.remedies import offers
+from harness.planner.search import SearchResult
+
+MOST_SMALLER = 3  # layouts that need less memory than the fastest that fits, each with a sentence
+
+SAME = 0.001  # a difference of step time that no sentence makes anything of
+
+
+def terms(prediction: Prediction) -> dict[str, float]:
+    """Return the seconds of a step by what they are spent on."""
+    time = prediction.time
+    exposed = {f"exposed {axis} communication": size for axis, size in time.exposed_communication_seconds.items()}
+    parts = {"compute": time.compute_seconds} | exposed | {"pipeline bubble": time.bubble_seconds}
+    parts |= {"copies to and from the host": prediction.copy_seconds} if prediction.copy_seconds else {}
+    return parts | {"optimizer": time.optimizer_seconds, "rest of the step": time.other_seconds}
+
+
+def longer_text(prediction: Prediction, fastest: Prediction) -> str:
+    """Return how much longer a step takes than the fastest layout's."""
+    slower = prediction.step_seconds / fastest.step_seconds - 1
+    return f"takes {100 * slower:.1f} % longer" if slower >= SAME else "is as fast within 0.1 %"
+
+
+def separation(prediction: Prediction, fastest: Prediction) -> str:
+    """Return in one sentence which term of the step's time separates a layout from the fastest one."""
+    if prediction.step_seconds / fastest.step_seconds - 1 < SAME:
+        return f"{prediction.label()} {longer_text(prediction, fastest)}."
+    own, other = terms(prediction), terms(fastest)
+    changes = {name: own.get(name, 0.0) - other.get(name, 0.0) for name in own | other}
+    name = max(changes, key=lambda term: changes[term])
+    return (
+        f"{prediction.label()} {longer_text(prediction, fastest)}: its {name} takes {own.get(name, 0.0):.4g} s"
+        f" a step, and {other.get(name, 0.0):.4g} s in the first."
+    )
+
+
+def memory_sentences(result: SearchResult) -> Sequence[str]:
+    """Return one sentence for each of the fastest layouts that need less memory than the fastest that fits."""
+    if not result.best:
+        return []
+    first = result.best[0]
+    smaller = [entry for entry in result.front if entry.memory.peak_bytes < first.memory.peak_bytes]
+    return [
+        f"{entry.label()} needs {format_bytes(entry.memory.peak_bytes)}, {format_bytes(first.memory.peak_bytes)}"
+        f" in the fastest, and {longer_text(entry, first)}."
+        for entry in smaller[:MOST_SMALLER]
+    ]
+
+
+def fit_sentence(prediction: Prediction) -> str:
+    """Return whether a layout fits, with the interval that says so and where that is from."""
+    verdict, memory = prediction.verdict, prediction.stack.memory
+    low, high = memory.measured_over_predicted or UNMEASURED_RANGE
+    has_own = memory.measured_over_predicted is not None
+    source = f"stack={prediction.stack.name}" if has_own else "the least predictable stack on file"
+    return (
+        f"{verdict.fits}: measured peaks of {source} were {low} to {high} of predicted ones, so that this one lies"
+        f" between {format_bytes(verdict.low_bytes)} and {format_bytes(verdict.high_bytes)};"
+        f" {format_bytes(prediction.available_bytes - prediction.memory.process_bytes)} of a device are for tensors."
+    )
+
+
+def misfit_sentence(prediction: Prediction) -> str:
+    """Return what a layout that does not fit would take and need, and what would make it fit."""
+    choice = ", or ".join(itertools.islice(offers(prediction), 4)) or "a smaller model or a larger cluster"
+    return (
+        f"{prediction.label()} would take {prediction.step_seconds:.4g} s but needs"
+        f" {format_bytes(prediction.needed_bytes)} of the {format_bytes(prediction.available_bytes)} of a device:"
+        f" {choice} would fit."
+    )
+
+
+def basis_sentences(prediction: Prediction) -> Iterator[str]:
+    """Yield what the figures of a prediction rest on."""
+    hardware, name = prediction.cluster.hardware, prediction.cluster.name
+    if hardware.datasheet_only:
+        yield f"cluster={name} is datasheet-only: no published measurement stands behind its efficiencies."
+    if prediction.config.model.family == "hf":
+        yield (
+            f"model={prediction.config.model.name} is a library's: its parameters and operations are those of a trace,"
+            " its activations those of the nearest layer with formulas here."
+        )
+    offloads = prediction.layout.offload != "none" or prediction.config.checkpointing.offload_activations
+    if offloads and prediction.cluster.device == "cuda" and hardware.host_bandwidth is None:
+        yield f"cluster={name} has no cluster.hardware.host_bandwidth: the copies of offload are counted as free."
+
+
+def search_sentences(result: SearchResult) -> Iterator[str]:
+    """Yield what a search went through, what separates the best, what needs less memory, and what would make fit."""
+    yield (
+        f"{result.considered} candidates were considered, {result.valid} could run, and {result.memory_estimates}"
+        " needed an exact estimate of memory."
+    )
+    for prediction in result.best[1:]:
+        yield separation(prediction, result.best[0])
+    yield from memory_sentences(result)
+    misfits = [entry for entry in (result.fastest_misfit,) if entry is not None]
+    misfits += [result.smallest] if result.smallest and not result.smallest.fits else []
+    for prediction in {id(entry): entry for entry in misfits}.values():
+        yield misfit_sentence(prediction)
