@@ -27,7 +27,8 @@ class StackTiming:
     elementwise_traffic: float = 1.0
     logit_bytes: float = 28.0  # Bytes read and written by the loss for each logit, in forward and backward.
     kernels_per_layer: int = 90  # Kernels of a decoder layer, in forward and backward.
-    micro_batch_seconds: float = 0.0  # Time of the host for a micro-batch on a stage, beside its layers' kernels.
+    # Time of a stage for a micro-batch, beside its layers' kernels, in which its device waits for its host.
+    micro_batch_seconds: float = 0.0
     collective_launch_seconds: float = 0.0  # Time of the host for one tensor-parallel collective, beside a kernel's.
     # The same for each rank of the collective, and in a pipeline, where a stage's host waits for its neighbors.
     collective_seconds_per_rank: float = 0.0

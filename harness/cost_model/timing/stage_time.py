@@ -38,12 +38,15 @@ class LayerTime:
     backward: float  # with the second forward of checkpointing
     tp: float  # exposed communication of both passes
     cp: float
-    host: float  # in which the host launches both passes
 
 
 @lru_cache(maxsize=16384)
 def layer_time(context: StageContext, hardware: HardwareConfig, timing: StackTiming) -> LayerTime:
-    """Return the seconds of a decoder layer."""
+    """Return the seconds of a decoder layer.
+
+    Where the host launches kernels more slowly than the device runs them, the host's time counts. On a CPU it runs them
+    itself, so that both count.
+    """
     passes = layer_seconds(context.shape, hardware, timing)
     recomputed = recomputed_share(context, passes)
     forward, backward = passes.forward, passes.backward + recomputed * passes.forward
@@ -53,7 +56,10 @@ def layer_time(context: StageContext, hardware: HardwareConfig, timing: StackTim
     per_rank = timing.pipelined_collective_seconds_per_rank if context.is_pipelined else 0.0
     per_rank = context.tp_group.ranks * max(per_rank, timing.collective_seconds_per_rank)
     host = kernels * hardware.fitted.launch_seconds + collectives * (timing.collective_launch_seconds + per_rank)
-    return LayerTime(forward, backward, tp, cp, host)
+    device = forward + backward + tp + cp
+    waiting = host if hardware.is_cpu else max(0.0, host - device)
+    forward, backward = forward + waiting / 3, backward + waiting * 2 / 3
+    return LayerTime(forward, backward, tp, cp)
 
 
 def recomputed_share(context: StageContext, passes: PassSeconds) -> float:
@@ -144,11 +150,7 @@ def stage_time(
     holds_embedding: bool,
     holds_head: bool,
 ) -> StageTime:
-    """Return the seconds of a stage of so many layers, which may have the embedding and the head.
-
-    Where the host launches kernels more slowly than the device runs them, the host's time counts. On a CPU it runs them
-    itself, so that both count.
-    """
+    """Return the seconds of a stage of so many layers, which may have the embedding and the head."""
     layer = layer_time(context, hardware, timing)
     shape, group = context.shape, context.tp_group
     forward, backward, tp = layers * layer.forward, layers * layer.backward, layers * layer.tp
@@ -162,7 +164,5 @@ def stage_time(
         passes = head_seconds(shape, hardware, timing)
         forward, backward = forward + passes.forward, backward + passes.backward
         tp += all_reduce_seconds(hidden, vocabulary_group, hardware)
-    cp = layers * layer.cp
-    host, device = layers * layer.host + timing.micro_batch_seconds, forward + backward + tp + cp
-    waiting = host if hardware.is_cpu else max(0.0, host - device)
-    return StageTime(forward + waiting / 3, backward + waiting * 2 / 3, tp, cp)
+    forward, backward = forward + timing.micro_batch_seconds / 3, backward + timing.micro_batch_seconds * 2 / 3
+    return StageTime(forward, backward, tp, layers * layer.cp)
