@@ -1,109 +1,302 @@
-"""A history of CUDA's caching allocator in torch's format, without a device.
+"""A model of CUDA's caching allocator: which segments it reserves for the blocks that a program allocates and frees.
 
-The format is that of torch.cuda.memory._snapshot (its docstring lists the actions and states): sizes of blocks are
-rounded up, those of requests are not; a block that other streams still use is freed in two steps; an `oom` entry has
-`device_free` where others have an address; expandable segments are mapped and unmapped.
+It follows torch's c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13), whose functions the methods name. Left out
+are private pools of CUDA graphs, peer access, and the memory that other processes and CUDA's context take.
 """
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
+from bisect import bisect_left
+from dataclasses import dataclass
 
-import torch
+from harness.simulator.allocator_blocks import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, Block, Pool
+from harness.simulator.allocator_settings import AllocatorSettings
 
-ALIGNMENT_BYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp
+MIN_BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
+SMALL_BYTES = 2**20  # kSmallSize: the largest block of the small pool
+MIN_LARGE_BYTES = 10 * 2**20  # kMinLargeAlloc: from this size on a segment has the size of its first block
+LARGE_ROUNDING_BYTES = 2 * 2**20  # kRoundLarge
 
-SEGMENT_BYTES = 20 << 20  # kLargeBuffer; every block has a segment of its own here
 
-BLOCK_STATES = {"alloc": "active_allocated", "free_requested": "active_pending_free"}
+class OutOfDeviceMemoryError(Exception):
+    """The device has no memory left for a block, even after all cached segments were given back."""
 
-HistoryEntry = dict[str, Any]
+
+@dataclass
+class AllocatorPeaks:
+    """The highest readings of an allocator, in bytes, as torch.cuda.memory_stats names them."""
+
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    requested_bytes: int = 0
 
 
 class CachingAllocator:
-    """A caching allocator of one device that hands out addresses and writes a history while it is enabled."""
+    """A caching allocator of one device; streams and addresses are integers."""
 
-    def __init__(self, device_index: int = 0) -> None:
-        self.device_index = device_index
-        self.entries: list[HistoryEntry] = []
-        self.is_recording = False
-        self.blocks: dict[int, dict[str, Any]] = {}  # by address: requested bytes and state
-        self.next_address = 0x7F0000000000
+    def __init__(
+        self, capacity_bytes: int, settings: AllocatorSettings | None = None, limit_bytes: int | None = None
+    ) -> None:
+        """Model a device with so much memory for segments, and a limit by set_per_process_memory_fraction."""
+        self.capacity_bytes = capacity_bytes
+        self.limit_bytes = limit_bytes
+        self.settings = settings or AllocatorSettings()
+        self.allocated_bytes = self.reserved_bytes = self.requested_bytes = 0
+        self.peaks = AllocatorPeaks()
+        self._small, self._large = Pool(is_small=True), Pool(is_small=False)
+        self._active: dict[int, Block] = {}  # allocated and pending blocks by address
+        self._next_address = LARGE_SEGMENT_BYTES
 
     def allocate(self, size: int, stream: int = 0) -> int:
-        """Allocate a block of so many bytes in a new segment, and return its address."""
-        address = self.next_address
-        self.next_address += SEGMENT_BYTES
-        self._record("segment_map", address, SEGMENT_BYTES, stream)
-        self._record("alloc", address, size, stream)
-        self.blocks[address] = {"requested_size": size, "state": BLOCK_STATES["alloc"], "stream": stream}
-        return address
+        """Allocate a block of so many bytes for a stream and return its address (malloc).
 
-    def request_free(self, address: int) -> None:
-        """Free a block that another stream may still use: it is no tensor's any more, and cannot be reused yet."""
-        block = self.blocks[address]
-        block["state"] = BLOCK_STATES["free_requested"]
-        self._record("free_requested", address, block["requested_size"], block["stream"])
+        Raises OutOfDeviceMemoryError as torch does: after it has given back what it had cached.
+        """
+        rounded = self.round_size(size)
+        pool = self._small if rounded <= SMALL_BYTES else self._large
+        block = self._find_free_block(pool, rounded, stream)
+        if block is None:
+            self._collect_garbage()
+            block = self._reserve(pool, rounded, stream)
+        if block is None and self._release_oversized(pool, rounded, stream):
+            block = self._reserve(pool, rounded, stream)
+        if block is None:
+            self.empty_cache()
+            block = self._reserve(pool, rounded, stream)
+        if block is None:
+            raise OutOfDeviceMemoryError(f"no {size} bytes are left of {self.capacity_bytes}")
+        if self._should_split(block, rounded):
+            pool.insert(block.split(rounded))
+        block.is_allocated, block.requested_bytes = True, size
+        self._active[block.address] = block
+        self.allocated_bytes += block.size
+        self.requested_bytes += size
+        self.peaks.allocated_bytes = max(self.peaks.allocated_bytes, self.allocated_bytes)
+        self.peaks.requested_bytes = max(self.peaks.requested_bytes, self.requested_bytes)
+        return block.address
+
+    def free(self, address: int, is_pending: bool = False) -> None:
+        """Free a block; if another stream may still use it, it can be reused only after complete_free."""
+        block = self._active[address]
+        block.is_allocated, block.is_pending = False, is_pending
+        self.allocated_bytes -= block.size
+        self.requested_bytes -= block.requested_bytes
+        if not is_pending:
+            self._cache(block)
 
     def complete_free(self, address: int) -> None:
-        """Make a block reusable, and unmap its segment."""
-        block = self.blocks.pop(address)
-        self._record("free_completed", address, block["requested_size"], block["stream"])
-        self._record("segment_unmap", address, SEGMENT_BYTES, block["stream"])
+        """Make a freed block reusable after the streams that used it are done."""
+        block = self._active[address]
+        block.is_pending = False
+        self._cache(block)
 
-    def free(self, address: int) -> None:
-        """Free a block that no other stream uses."""
-        self.request_free(address)
-        self.complete_free(address)
+    def empty_cache(self) -> None:
+        """Give back segments and pages in which nothing is allocated (release_cached_blocks)."""
+        for address in [address for address, block in self._active.items() if block.is_pending]:
+            self.complete_free(address)
+        for pool in (self._large, self._small):
+            for _, _, address in tuple(pool.free):
+                block = pool.blocks.get(address)
+                if block is None:
+                    continue  # merged with a block that was unmapped
+                if block.is_expandable:
+                    self._unmap(block)
+                elif not block.is_split:
+                    self._release(block)
 
-    def run_out_of_memory(self, size: int) -> None:
-        """Record a request that fails."""
-        self._append({"action": "oom", "size": size, "stream": 0, "device_free": 1 << 20})
+    def reset_peaks(self) -> None:
+        """Start new peaks from the present readings."""
+        self.peaks = AllocatorPeaks(self.allocated_bytes, self.reserved_bytes, self.requested_bytes)
 
-    def _record(self, action: str, address: int, size: int, stream: int) -> None:
-        self._append({"action": action, "addr": address, "size": size, "stream": stream})
+    def round_size(self, size: int) -> int:
+        """Return the bytes of the block for a request."""
+        divisions = self.settings.roundup_power2_divisions
+        if divisions > 1 and size > MIN_BLOCK_BYTES * divisions:
+            power = 1 << (size.bit_length() - 1)
+            step = max(1, power >> (divisions.bit_length() - 1))
+            return size if size == power else -(-size // step) * step
+        return max(MIN_BLOCK_BYTES, -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
 
-    def _append(self, entry: HistoryEntry) -> None:
-        if self.is_recording:
-            self.entries.append(entry | {"time_us": time.time_ns() // 1000, "frames": []})
+    def _find_free_block(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """Return the smallest free block of the stream that is large enough, taken out of its pool (get_free_block)."""
+        pool.searches += 1
+        place = bisect_left(pool.free, (stream, size, 0))
+        if place == len(pool.free) or pool.free[place][0] != stream:
+            return None
+        block = pool.blocks[pool.free[place][2]]
+        if block.is_expandable:
+            # An expandable segment counts with the size to which it can grow.
+            for other_stream, _, address in pool.free[place + 1 :]:
+                other = pool.blocks[address]
+                if other_stream != stream or other.expandable_size >= block.expandable_size:
+                    break
+                block = other
+        most = self.settings.max_split_bytes
+        if size < most <= block.size:
+            return None
+        if size >= most and block.size >= size + self.settings.max_non_split_rounding_bytes:
+            return None
+        pool.remove(block)
+        return block
 
-    def record_memory_history(self, enabled: str | None = "all", **_: Any) -> None:
-        """Start a history, or stop it with None, as torch.cuda.memory._record_memory_history does."""
-        self.is_recording = enabled is not None
-        if self.is_recording:
-            self.entries.clear()
+    def _should_split(self, block: Block, size: int) -> bool:
+        remaining = block.size - size
+        if block.pool.is_small or self.settings.expandable_segments:
+            return remaining >= MIN_BLOCK_BYTES
+        return size < self.settings.max_split_bytes and remaining > SMALL_BYTES
 
-    def snapshot(self, device: object = None, **_: Any) -> dict[str, Any]:
-        """Return what torch.cuda.memory._snapshot returns: the segments of all devices, and a history for each."""
-        segments = [
-            {
-                "device": self.device_index,
-                "address": address,
-                "total_size": SEGMENT_BYTES,
-                "blocks": [
-                    {
-                        "address": address,
-                        "size": -(-block["requested_size"] // ALIGNMENT_BYTES) * ALIGNMENT_BYTES,
-                        "requested_size": block["requested_size"],
-                        "state": block["state"],
-                    }
-                ],
-            }
-            for address, block in self.blocks.items()
-        ]
-        traces: list[list[HistoryEntry]] = [[] for _ in range(self.device_index)]
-        traces.append([*self.entries])
-        return {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
+    def _cache(self, block: Block) -> None:
+        """Put a block among the free ones, merged with free neighbors (free_block)."""
+        del self._active[block.address]
+        block.merge(block.previous)
+        block.merge(block.next)
+        block.pool.insert(block)
 
+    def _fits(self, size: int) -> bool:
+        most = self.capacity_bytes if self.limit_bytes is None else min(self.capacity_bytes, self.limit_bytes)
+        return self.reserved_bytes + size <= most
 
-@contextmanager
-def memory_history(allocator: CachingAllocator) -> Iterator[None]:
-    """Return a context in which torch's memory history is this allocator's."""
-    module = torch.cuda.memory
-    with (
-        mock.patch.object(module, "_record_memory_history", allocator.record_memory_history),
-        mock.patch.object(module, "_snapshot", allocator.snapshot),
-    ):
-        yield
+    def _add_reserved(self, size: int) -> None:
+        self.reserved_bytes += size
+        self.peaks.reserved_bytes = max(self.peaks.reserved_bytes, self.reserved_bytes)
+
+    def _reserve(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """Return a block of a new segment, or of an expandable one that grows; None without memory (alloc_block)."""
+        if self.settings.expandable_segments:
+            return self._expand(pool, size, stream)
+        if size <= SMALL_BYTES:
+            segment_bytes = SMALL_SEGMENT_BYTES
+        elif size < MIN_LARGE_BYTES:
+            segment_bytes = LARGE_SEGMENT_BYTES
+        else:
+            segment_bytes = -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
+        if not self._fits(segment_bytes):
+            return None
+        self._add_reserved(segment_bytes)
+        return Block(self._new_addresses(segment_bytes), segment_bytes, stream, pool)
+
+    def _new_addresses(self, size: int) -> int:
+        address = self._next_address
+        self._next_address += -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
+        return address
+
+    def _release(self, block: Block) -> None:
+        """Give a whole segment back."""
+        block.pool.remove(block)
+        self.reserved_bytes -= block.size
+
+    def _release_oversized(self, pool: Pool, size: int, stream: int) -> bool:
+        """Give back free blocks too large to be split, as many as a request needs (release_available_cached_blocks)."""
+        most = self.settings.max_split_bytes
+        if most == float("inf"):
+            return False
+        wanted = max(size, int(most))
+        place = bisect_left(pool.free, (stream, wanted, 0))
+        if place < len(pool.free) and pool.free[place][0] == stream:
+            self._release(pool.blocks[pool.free[place][2]])
+            return True
+        released = 0
+        while place and released < wanted:
+            place -= 1
+            other_stream, other_size, address = pool.free[place]
+            if other_stream != stream or other_size < most:
+                break
+            released += other_size
+            self._release(pool.blocks[address])
+        return released >= wanted
+
+    def _collect_garbage(self) -> None:
+        """Give back unsplit blocks that were not reused for long (garbage_collect_cached_blocks).
+
+        As in torch that needs a limit of the process's memory.
+        """
+        threshold = self.settings.garbage_collection_threshold * (self.limit_bytes or 0)
+        if not threshold or self.reserved_bytes <= threshold:
+            return
+        excess = self.reserved_bytes - threshold
+        pool = self._large
+        ages = {
+            address: pool.searches - block.cached_since
+            for address, block in pool.blocks.items()
+            if block.is_mapped and not block.is_split and not block.is_expandable
+        }
+        has_freed = True
+        while excess > 0 and has_freed and ages:
+            oldest = sum(ages.values()) / len(ages)
+            has_freed = False
+            for address in [address for address, age in ages.items() if age >= oldest]:
+                excess -= pool.blocks[address].size
+                self._release(pool.blocks[address])
+                del ages[address]
+                has_freed = True
+
+    def _expand(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """Return a block of an expandable segment, to which pages are mapped (try_allocate_expandable_block)."""
+        block = self._find_address_space(pool, size, stream)
+        if not block.is_mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            grown = block.next
+            assert grown is not None  # _find_address_space saw address space after the block
+            if not self._map(grown, min(size - block.size, grown.size)):
+                return None
+            block = grown  # it has taken over the block before it
+        pool.remove(block)
+        return block
+
+    def _find_address_space(self, pool: Pool, size: int, stream: int) -> Block:
+        """Return the first free or unmapped block of the stream after which there is enough address space."""
+        for _, address in pool.unmapped[bisect_left(pool.unmapped, (stream, 0)) :]:
+            block = pool.blocks[address]
+            if block.stream != stream:
+                break
+            if block.previous is not None and block.previous.is_available:
+                block = block.previous
+            bytes_after, other = 0, block
+            while other is not None and other.is_available and bytes_after < size:
+                bytes_after += other.size
+                other = other.next  # type: ignore[assignment]
+            if bytes_after >= size:
+                return block
+        # torch reserves 9/8 of the device's memory as addresses.
+        page_bytes = pool.page_bytes
+        space = -(-self.capacity_bytes * 9 // 8 // page_bytes) * page_bytes
+        block = Block(self._new_addresses(space), space, stream, pool, is_mapped=False, is_expandable=True)
+        pool.insert(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Map whole pages at the start of an unmapped block; return whether there was memory for them (map_block)."""
+        page_bytes = block.pool.page_bytes
+        mapped = -(-size // page_bytes) * page_bytes
+        if not self._fits(mapped):
+            return False
+        self._add_reserved(mapped)
+        block.pool.remove(block)
+        block.is_mapped = True
+        if mapped < block.size:
+            rest = block.split(mapped)
+            rest.is_mapped = False
+            rest.pool.insert(rest)
+        block.merge(block.previous)
+        block.merge(block.next)
+        block.pool.insert(block)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Give back the whole pages of a free block of an expandable segment (unmap_block)."""
+        page_bytes = block.pool.page_bytes
+        start = -(-block.address // page_bytes) * page_bytes
+        end = (block.address + block.size) // page_bytes * page_bytes
+        if start >= end:
+            return
+        block.pool.remove(block)
+        if start > block.address:
+            before, block = block, block.split(start - block.address)
+            block.pool.insert(before)
+        if block.address + block.size > end:
+            rest = block.split(end - block.address)
+            rest.pool.insert(rest)
+        self.reserved_bytes -= block.size
+        block.is_mapped = False
+        block.merge(block.previous)
+        block.merge(block.next)
+        block.pool.insert(block)

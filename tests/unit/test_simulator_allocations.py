@@ -8,14 +8,14 @@ import torch
 from harness.measure.allocation_log import StepAnnotations
 from harness.measure.allocation_logger import CudaAllocationLog
 from harness.measure.memory_attribution import attribute_peak
-from harness.simulator.caching_allocator import SEGMENT_BYTES, CachingAllocator, memory_history
+from harness.simulator.allocator_history import SEGMENT_BYTES, AllocatorHistory, memory_history
 
 DEVICE_INDEX = 1  # of two devices, the first of which has a history without entries
 
 
 @pytest.fixture
-def allocator() -> Iterator[CachingAllocator]:
-    allocator = CachingAllocator(DEVICE_INDEX)
+def allocator() -> Iterator[AllocatorHistory]:
+    allocator = AllocatorHistory(DEVICE_INDEX)
     with memory_history(allocator):
         yield allocator
 
@@ -30,7 +30,7 @@ def peak_parts(log: CudaAllocationLog, annotations: StepAnnotations) -> dict[str
     return {part.role: part.bytes for part in peak.parts} | {"all": peak.bytes}
 
 
-def test_a_block_is_freed_when_its_tensor_is_and_not_when_other_streams_are_done(allocator: CachingAllocator) -> None:
+def test_a_block_is_freed_when_its_tensor_is_and_not_when_other_streams_are_done(allocator: AllocatorHistory) -> None:
     """A send's buffer is still in use by the stream of NCCL when the next tensor of a step is allocated."""
     parameter = allocator.allocate(1000)
     log = begin_log()
@@ -46,7 +46,7 @@ def test_a_block_is_freed_when_its_tensor_is_and_not_when_other_streams_are_done
     assert log.is_complete
 
 
-def test_a_block_that_waits_for_another_stream_is_live_neither_before_nor_after(allocator: CachingAllocator) -> None:
+def test_a_block_that_waits_for_another_stream_is_live_neither_before_nor_after(allocator: AllocatorHistory) -> None:
     waiting = allocator.allocate(300)
     allocator.request_free(waiting)
     log = begin_log()
@@ -61,7 +61,7 @@ def test_a_block_that_waits_for_another_stream_is_live_neither_before_nor_after(
     assert log.is_complete
 
 
-def test_segments_and_failed_requests_are_no_blocks(allocator: CachingAllocator) -> None:
+def test_segments_and_failed_requests_are_no_blocks(allocator: AllocatorHistory) -> None:
     log = begin_log()
     block = allocator.allocate(10)
     allocator.run_out_of_memory(1 << 40)
@@ -72,7 +72,7 @@ def test_segments_and_failed_requests_are_no_blocks(allocator: CachingAllocator)
     assert log.is_complete
 
 
-def test_a_history_that_lost_entries_is_not_complete(allocator: CachingAllocator) -> None:
+def test_a_history_that_lost_entries_is_not_complete(allocator: AllocatorHistory) -> None:
     """The history has max_entries at most in torch, which drops the oldest."""
     log = begin_log()
     allocator.allocate(10)
