@@ -25,6 +25,7 @@ from harness.sweep.display import ProgressDisplay
 from harness.sweep.executors.base import Executor
 from harness.sweep.executors.parallel import ParallelExecutor
 from harness.sweep.executors.sequential import SequentialExecutor
+from harness.sweep.planned_order import PlannedOrder, order_by_plan
 from harness.sweep.queued_run import QueuedRun, deduplicate_and_sort
 from harness.sweep.scheduler import Scheduler
 from harness.sweep.slurm.executor import SlurmExecutor, write_scripts
@@ -48,6 +49,7 @@ class RunCommand:
         self.records: list[Record] = []
         self.display = ProgressDisplay(self.on_ranks_starting)
         self.tracking_client = TrackingClient(self.display.print_line)
+        self.planned_order: PlannedOrder | None = None
         self.started_folders: set[Path] = set()  # the folders of runs that the tracker knows
 
     def execute(self) -> None:
@@ -58,6 +60,11 @@ class RunCommand:
         if isinstance(executor, SlurmExecutor) and not executor.resources.submit:
             self.scripts = write_scripts(executor, runs)
             return
+        if self.is_sweep and runs and runs[0].command.plan.needs_predictions:
+            self.planned_order = order_by_plan(runs, runs[0].command.plan)
+            runs = self.planned_order.runs
+            for note in self.planned_order.notes:
+                self.display.print_line(note)
         self.display.set_queue(runs, executor.max_parallel)
         with ExitStack() as stack:
             stack.callback(self.display.close)
@@ -125,6 +132,8 @@ class RunCommand:
 
     def finish(self) -> int:
         """Print the table of this command's runs, write the comparison's files, and return the exit status."""
+        if self.planned_order is not None and self.comparison is not None:
+            self.planned_order.validate(self.comparison, self.records, self.display.print_line)
         if self.records and self.comparison is not None:
             shown = view(self.comparison.path, read_all(self.comparison.path))
             print_table(shown, terminal(), [record.run_id for record in self.records])

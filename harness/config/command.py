@@ -55,6 +55,25 @@ class SweepConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """The configuration of what a sweep does with predictions, for which the machine has to be described."""
+
+    # The number of configurations that a sweep measures, those with the best predicted speed; null means all.
+    top: int | None = None
+    # Whether a sweep says how much slower than its best the predicted winner was; without plan.top it measures all.
+    validate: bool = False
+
+    def __post_init__(self) -> None:
+        rule = "is not a number of configurations: choose 1 or more, or null"
+        require(self.top is None or self.top >= 1, "plan.top", self.top, rule)
+
+    @property
+    def needs_predictions(self) -> bool:
+        """Whether a sweep takes its order from predictions."""
+        return self.top is not None or self.validate
+
+
+@dataclass(frozen=True)
 class TrackingConfig:
     """The tracker of a command's runs; the command line checks whether there is a tracker of that name."""
 
@@ -88,6 +107,7 @@ class CommandConfig:
     tracking: TrackingConfig = field(default_factory=lambda: TrackingConfig("none"))
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig, metadata={"names_rejected": False})
+    plan: PlanConfig = field(default_factory=PlanConfig, metadata={"names_rejected": False})
     repeats: int = 1  # How many times each configuration is measured, numbered from `repeat` on.
     timeout_seconds: float = 1800.0  # The time limit of one run in seconds, from the start of its ranks.
     hang_seconds: float = 600.0  # The seconds without progress of any rank after which a run has failed.

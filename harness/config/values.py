@@ -18,6 +18,7 @@ class ConfigValues(TypedDict, total=False):
     tracking: GroupValues
     measure: GroupValues
     sweep: GroupValues
+    plan: GroupValues
     repeats: int
     timeout_seconds: float
     hang_seconds: float

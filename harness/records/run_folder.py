@@ -2,6 +2,7 @@
 
 results/NAME/                      ComparisonFolder: the runs of one comparison
   runs.csv                         one row per run
+  plan_validation.json             whether the predicted winner of a sweep won, where plan.validate=true
   references/RUN_ID/               single-process runs that the others are compared with
   RUN_ID/                          RunFolder: one run
     run.json                       what the ranks are to run
@@ -136,6 +137,11 @@ class ComparisonFolder:
     def runs_parquet(self) -> Path:
         """The table of all runs in Parquet."""
         return self.path / "runs.parquet"
+
+    @property
+    def plan_validation(self) -> Path:
+        """What the last sweep with plan.validate=true found."""
+        return self.path / "plan_validation.json"
 
     @property
     def references(self) -> Path:

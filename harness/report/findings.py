@@ -28,6 +28,7 @@ def findings(view: View) -> list[Section]:
     general = [
         *list(summary_sentences.scaling_sentences(view))[:MOST_SENTENCES],
         *summary_sentences.prediction_sentences(view),
+        *summary_sentences.validation_sentences(view),
         *summary_sentences.failure_sentences(view),
     ]
     return section("Findings", *parts, *_bullets(general))

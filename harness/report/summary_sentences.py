@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from harness.records.plan_validation import read_plan_validation
+from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record, Row
 from harness.report.charts.lines import chart_lines
 from harness.report.charts.series import Series, by_parameters, by_world
@@ -155,6 +157,14 @@ def prediction_sentences(view: View) -> Iterator[str]:
             f"The peaks predicted for {count} are off by {percent_text(middle)} in the median and by"
             f" {percent_text(largest)} at most."
         )
+
+
+def validation_sentences(view: View) -> Iterator[str]:
+    """Yield whether the predicted winner of a sweep won, for each folder whose sweep validated its plan."""
+    for folder in dict.fromkeys(path.parent for path in view.folders.values()):
+        validation = read_plan_validation(ComparisonFolder(folder))
+        if validation is not None:
+            yield validation.sentence()
 
 
 def failure_sentences(view: View) -> Iterator[str]:

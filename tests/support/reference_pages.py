@@ -62,6 +62,7 @@ GROUPS = (
     ("tracking", "TrackingConfig", True),
     ("measure", "MeasureConfig", False),
     ("sweep", "SweepConfig", False),
+    ("plan", "PlanConfig", False),
 )
 
 # Strategies by what they divide, in the order of the page; a strategy in no other family is a combination.

@@ -1,0 +1,65 @@
+"""A sweep that measures the best of its predictions on a described machine, and says whether the winner won."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.calibration.cluster import write_cluster
+from harness.config.hardware import FittedHardware, HardwareConfig
+from harness.hardware.machine import usable_cores
+from harness.hardware.processor import processor_name
+from tests.system.test_calibrate import harness
+
+SWEEP = ("-m", "strategy=ddp,tp,fsdp_full_shard,pp_1f1b", "world_size=2", "model=tiny", "data=synthetic")
+QUICK = ("train.steps=2", "train.warmup_steps=1", "tracking=none", "proof.reference=false", "name=planned")
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> Path:
+    """Return a folder whose conf/cluster describes this machine, with round figures that nothing measured."""
+    fitted = FittedHardware(0.8, 0.3, 1.0, 0.9, 2e-6, 5e-6, 0.8, 3e-4, 0.8, 3e-4, 0.0, 0.5)
+    hardware = HardwareConfig(
+        "cpu", 2**34, 4e10, 2e9, 1e9, ("round figures",), fitted, "nothing", peak_flops=2e11, calibrated=True
+    )
+    values = vars(hardware) | {"processor": processor_name(), "cores": len(usable_cores())}
+    folder = tmp_path / "conf" / "cluster"
+    folder.mkdir(parents=True)
+    write_cluster(folder / "box.yaml", "box", 2, HardwareConfig(**values))
+    return tmp_path
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of the sweep in the order in which they were measured."""
+    with (folder / "results" / "planned" / "runs.csv").open(newline="") as file:
+        return sorted(csv.DictReader(file), key=lambda row: row["started_at"])
+
+
+def test_a_sweep_measures_the_best_predictions_and_says_whether_the_winner_won(described: Path) -> None:
+    done = harness(described, *SWEEP, *QUICK, "plan.top=2")
+    assert done.returncode == 0, done.stderr
+    measured = rows(described)
+    predicted = [float(row["predicted_step_seconds"]) for row in measured]
+    assert len(measured) == 2 and predicted == sorted(predicted)
+    assert "plan.top=2: 2 of 4 configurations are not run: 2 predicted to be slower than the best 2" in done.stderr
+
+    again = harness(described, *SWEEP, *QUICK, "plan.top=3", "plan.validate=true")
+    assert again.returncode == 0, again.stderr
+    validated = rows(described)
+    assert [row["run_id"] for row in validated[:2]] == [row["run_id"] for row in measured]
+    assert len(validated) == 3 and float(validated[2]["predicted_step_seconds"]) >= predicted[1]
+    speeds = {row["run_id"]: float(row["tokens_per_second"]) for row in validated}
+    found = json.loads((described / "results" / "planned" / "plan_validation.json").read_text())
+    assert found["planned_best"] == measured[0]["run_id"]
+    assert found["regret"] == pytest.approx(max(speeds.values()) / speeds[measured[0]["run_id"]] - 1)
+    report = (described / "results" / "planned" / "report.md").read_text()
+    assert re.search(r"predicted to be the fastest.*3 of 4 configurations measured", report)
+
+
+def test_a_sweep_on_a_machine_that_no_file_describes_says_what_to_do(tmp_path: Path) -> None:
+    done = harness(tmp_path, *SWEEP, *QUICK, "plan.top=2")
+    assert done.returncode == 2
+    assert done.stderr.rstrip().splitlines()[-1].endswith("describes this machine (cpu): run harness calibrate first")
+    assert not list((tmp_path / "results").glob("planned/*/record.json"))
