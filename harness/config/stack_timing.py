@@ -42,8 +42,14 @@ class StackTiming:
     transfer_growth: float = 0.0
     optimizer_bytes: float = 30.0  # Bytes that the update reads and writes for each parameter, masters included.
     step_seconds: float = 0.0  # Time of a step beside everything else.
+    # The range of measured over predicted step time of a step without exposed communication in published measurements
+    # of this stack, nine of ten rows inside; null means that there are none.
+    measured_over_predicted: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
+        low, high = self.measured_over_predicted or (1.0, 1.0)
+        rule = "is not a range around 1: choose a number up to 1 and one from 1 on"
+        require(0 < low <= 1 <= high, "stack.timing.measured_over_predicted", self.measured_over_predicted, rule)
         for key in (
             "elementwise_traffic",
             "logit_bytes",

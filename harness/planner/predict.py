@@ -16,6 +16,7 @@ from harness.cost_model.rank_memory import alike_ranks
 from harness.cost_model.stack_memory import predict_memory
 from harness.cost_model.stage_activations import offloaded_bytes
 from harness.cost_model.stage_memory import local_parameter_count
+from harness.cost_model.timing.interval import step_seconds_interval
 from harness.cost_model.timing.offload_time import OffloadedWork, copy_seconds, host_update_seconds
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from harness.hardware.peak_flops import peak_flops
@@ -110,6 +111,13 @@ class Prediction:
     def step_seconds(self) -> float:
         """The seconds of a step."""
         return self.time.step_seconds + self.copy_seconds
+
+    @property
+    def step_interval(self) -> tuple[float, float]:
+        """The seconds between which nine of ten measured steps lie, by the errors on file."""
+        nodes = -(-self.layout.world_size // self.cluster.gpus_per_node)
+        low, high = step_seconds_interval(self.time, self.stack.timing, nodes)
+        return low + self.copy_seconds, high + self.copy_seconds
 
     @property
     def needed_bytes(self) -> int:

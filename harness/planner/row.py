@@ -31,6 +31,8 @@ PLAN_COLUMNS = {
     "fits": "Whether the fullest rank fits a device: likely, tight or no, by the interval of its peak.",
     "predicted_peak_low_bytes": "The lower end of the interval of allocated bytes.",
     "predicted_peak_high_bytes": "The upper end of the interval, of the bytes that the allocator reserves.",
+    "predicted_step_low_seconds": "The lower end of the interval of the step time, by the errors on file.",
+    "predicted_step_high_seconds": "The upper end; nine of ten measured steps are to lie between both.",
     "process_bytes": "The bytes of a device outside torch's allocator, such as CUDA's context.",
     "host_bytes": "The bytes that a rank keeps on the host under offload.",
     "at_peak_loss_bytes": "The logits and the loss at the peak; runs count them as temporary.",
@@ -57,7 +59,9 @@ def time_columns(prediction: Prediction) -> Cells:
     time, layout = prediction.time, prediction.layout
     exposed = time.exposed_communication_seconds
     forward = time.micro_batches * time.forward_seconds
+    low, high = prediction.step_interval
     cells: Cells = {"predicted_step_seconds": prediction.step_seconds}
+    cells |= {"predicted_step_low_seconds": low, "predicted_step_high_seconds": high}
     cells |= {"forward_seconds": forward, "backward_seconds": time.compute_seconds - forward}
     cells |= {"optimizer_seconds": time.optimizer_seconds}
     cells |= {"exposed_communication_seconds": sum(exposed.values()), "exposed_copy_seconds": prediction.copy_seconds}

@@ -18,7 +18,19 @@ def table_lines(predictions: Sequence[Prediction], swept: Sequence[str]) -> list
     axes = [axis for axis in reversed(AXES) if any(exposure.get(axis) for exposure in exposures)]
     has_copies = any(prediction.copy_seconds for prediction in predictions)
     exposed = tuple(f"exposed {axis}" for axis in axes)
-    head = ("", "step s", "tokens/s", "per device", "MFU", "peak", "reserved", "fits", "compute", *exposed)
+    head = (
+        "",
+        "step s",
+        "nine of ten",
+        "tokens/s",
+        "per device",
+        "MFU",
+        "peak",
+        "reserved",
+        "fits",
+        "compute",
+        *exposed,
+    )
     lines = [(*head, *(("copies",) if has_copies else ()), "bubble", "optimizer", "rest")]
     for number, prediction in enumerate(predictions, 1):
         time, mfu = prediction.time, prediction.mfu
@@ -30,6 +42,7 @@ def table_lines(predictions: Sequence[Prediction], swept: Sequence[str]) -> list
             (
                 str(number),
                 f"{prediction.step_seconds:.4g}",
+                "{:.3g} to {:.3g}".format(*prediction.step_interval),
                 f"{prediction.tokens_per_second:,.0f}",
                 f"{prediction.tokens_per_second / prediction.layout.world_size:,.0f}",
                 "" if mfu is None else f"{100 * mfu:.1f} %",

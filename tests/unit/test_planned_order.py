@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from harness.config.checkpointing import Checkpointing, CheckpointingConfig
-from harness.config.command import CommandConfig, PlanConfig
-from harness.config.fingerprint import make_run_id
+from harness.config.command import CommandConfig, PlanConfig, merge_values
+from harness.config.fingerprint import make_run_id, result_affecting_keys
 from harness.config.schema import RunConfig
 from harness.hardware.machine import Machine
 from harness.records.plan_validation import (
@@ -110,8 +110,9 @@ def test_a_machine_without_a_description_has_to_be_calibrated() -> None:
 
 
 def test_plans_are_no_part_of_a_run_s_identity() -> None:
-    configs = [compose("strategy=ddp", *words)[0] for words in ((), ("plan.top=5", "plan.validate=true"))]
-    assert len({make_run_id(config, "cpu", 2, "x") for config in configs}) == 1
+    pairs = [compose("strategy=ddp", *words) for words in ((), ("plan.top=5", "plan.validate=true"))]
+    assert len({make_run_id(config, "cpu", 2, "x") for config, _ in pairs}) == 1
+    assert "plan" not in result_affecting_keys(merge_values(*pairs[1]))
 
 
 def record(run_id: str, speed: float, status: str = "ok") -> Record:
