@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from harness.config.schema import TrainConfig
@@ -72,7 +73,7 @@ class Layout:
         """The number of stages that the model's depth is cut into."""
         return self.pp * self.virtual_stages
 
-    @property
+    @cached_property
     def axis_sizes(self) -> dict[str, int]:
         """The number of ranks along every mesh axis, outermost first."""
         return {
@@ -83,12 +84,12 @@ class Layout:
             "tp": self.tp,
         }
 
-    @property
+    @cached_property
     def mesh_shape(self) -> tuple[int, ...]:
         """The sizes of the mesh axes, in the order of AXES."""
         return tuple(self.axis_sizes.values())
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """The number of ranks."""
         return math.prod(self.mesh_shape)
@@ -109,12 +110,12 @@ class Layout:
         """Return the name of the group along these axes, without axes of a single rank: `dp_shard+cp`."""
         return "+".join(axis for axis, size in self.axis_sizes.items() if axis in axes and size > 1)
 
-    @property
+    @cached_property
     def sharding_axes(self) -> tuple[str, ...]:
         """The axes whose data-parallel ranks shard model state; fully_shard also shards over the sequence's."""
         return ("dp_shard", "cp") if self.data_parallel == "fsdp" and self.zero_stage > 0 else ("dp_shard",)
 
-    @property
+    @cached_property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes along which ranks hold copies, whose gradients are averaged."""
         return tuple(axis for axis in ("dp_replicate", "dp_shard", "cp") if axis not in self.sharding_axes)

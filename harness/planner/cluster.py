@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from harness.config.hardware import HardwareConfig
 from harness.config.locations import conf_folders, names_in
@@ -32,7 +32,7 @@ class PlannedCluster:
         """The number of devices."""
         return self.nodes * self.gpus_per_node
 
-    @property
+    @cached_property
     def memory_bytes(self) -> int:
         """The bytes of one device, or an equal share of a machine whose ranks compute on its CPU."""
         return self.hardware.memory_bytes // (self.gpus_per_node if self.hardware.is_cpu else 1)

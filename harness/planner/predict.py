@@ -10,7 +10,7 @@ from harness.cost_model import memory
 from harness.cost_model.communication import expected_bytes
 from harness.cost_model.fit_verdict import FitVerdict, fit_verdict
 from harness.cost_model.flops import model_flops
-from harness.cost_model.memory import MemoryEstimate
+from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate
 from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.rank_memory import alike_ranks
 from harness.cost_model.stack_memory import predict_memory
@@ -51,7 +51,8 @@ class Prediction:
         if self.stack.memory.kind == "harness":
             estimate_memory = traced_memory if self.config.model.family == "hf" else memory.estimate_memory
             return estimate_memory(self.config, self.layout, self.widths, self.cluster.device)
-        return predict_memory(self.config, self.layout, self.stack, self.widths)
+        capability = self.cluster.hardware.compute_capability
+        return predict_memory(self.config, self.layout, self.stack, self.widths, capability)
 
     @cached_property
     def peak(self) -> PredictedPeak:
@@ -98,8 +99,11 @@ class Prediction:
         shape = micro_batch_shape(config, layout, self.cluster.device)
         parameters, activation_bytes = 0.0, 0
         for stages, _ in alike_ranks(config.model, layout, config.checkpointing.every):
-            counts = (local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp) for stage in stages)
-            parameters = max(parameters, sum(counts))
+            if layout.offload != "none":
+                counts = [
+                    local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp) for stage in stages
+                ]
+                parameters = max(parameters, sum(counts))
             if config.checkpointing.offload_activations:
                 moved = sum(offloaded_bytes(shape, stage, config.checkpointing) for stage in stages)
                 activation_bytes = max(activation_bytes, moved)
@@ -129,7 +133,7 @@ class Prediction:
         """The bytes that a device has for a rank: all of it, or what cluster.memory_budget leaves."""
         budget = self.config.cluster.memory_budget_bytes
         own = self.cluster.memory_bytes
-        return own if budget is None else min(own, budget + self.memory.process_bytes)
+        return own if budget is None else min(own, budget + PROCESS_BYTES[self.cluster.device])
 
     @property
     def fits(self) -> bool:

@@ -6,20 +6,35 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
-from harness.config.checkpointing import Checkpointing, CheckpointingConfig
+from harness.config.checkpointing import CheckpointingConfig
 from harness.config.schema import RunConfig
-from harness.config.strategy import DataParallel, Schedule, StrategyConfig
+from harness.config.stack import StackConfig
+from harness.config.strategy import Schedule, StrategyConfig
 from harness.layout.layout import Layout, resolve_layout
+from harness.planner.shardings import Sharding, shardings
 
 MOST_TP = 64  # ranks; attention heads and nodes are fewer in every published layout
+
+MOST_CP = 64  # ranks
+
+LEAST_TOKENS = 1024  # of a sequence that a context-parallel rank has; with fewer, its kernels are too small to gain
 
 MOST_MICRO_BATCH = 16  # sequences
 
 MOST_VIRTUAL_STAGES = 4
 
-CHECKPOINTINGS: tuple[Checkpointing, ...] = ("none", "selective", "attention", "full")
+CHECKPOINTINGS = (
+    CheckpointingConfig("none"),
+    CheckpointingConfig("selective"),
+    CheckpointingConfig("attention"),
+    CheckpointingConfig("every_n", every=2),
+    CheckpointingConfig("full"),
+)
 
-LONG_SEQUENCE = 16384  # tokens from which context parallelism is searched
+OFFLOADED = (
+    CheckpointingConfig("none", offload_activations=True),
+    CheckpointingConfig("full", offload_activations=True),
+)
 
 
 @dataclass(frozen=True)
@@ -35,37 +50,45 @@ class Restrictions:
         return all(value == -1 or getattr(strategy, key) == value for key, value in self.strategy.items())
 
 
-def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, smallest first."""
-    return _divisors(number)
+@dataclass(frozen=True)
+class SearchedSpace:
+    """What a search may choose from, beside the model and the batch."""
+
+    world_size: int
+    gpus_per_node: int
+    stack: StackConfig
+    offloads: bool  # whether devices have a host whose link is known
+    restrictions: Restrictions
 
 
 @cache
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, smallest first."""
     small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
-    return small + [number // size for size in reversed(small) if size * size != number]
+    return (*small, *(number // size for size in reversed(small) if size * size != number))
 
 
-def strategies(config: RunConfig, world_size: int, gpus_per_node: int) -> Iterator[StrategyConfig]:
-    """Yield the strategies of a world: all degrees, ZeRO stages, ways of sharding and schedules.
+def strategies(config: RunConfig, space: SearchedSpace) -> Iterator[StrategyConfig]:
+    """Yield the strategies of a world: all degrees, ZeRO stages, ways of sharding, offloads and schedules.
 
-    Context parallelism is for long sequences, and replicas of shards are as large as whole nodes.
+    Replicas of shards are as large as whole nodes.
     """
-    model, cp_degrees = config.model, [1]
-    if config.train.seq_len >= LONG_SEQUENCE:
-        cp_degrees = [size for size in divisors(world_size) if config.train.seq_len % (2 * size) == 0 and size <= 64]
+    model, world_size = config.model, space.world_size
     for tp in divisors(world_size):
         if tp > MOST_TP or model.num_key_value_heads % tp or model.intermediate_size % tp:
             continue
-        for cp in cp_degrees:
+        for cp in cp_degrees(config, space):
             for pp in divisors(world_size // tp):
                 if world_size % (tp * cp * pp) or pp > model.num_hidden_layers:
+                    continue
+                if not space.stack.memory.has_model_parallelism and tp * cp * pp > 1:
                     continue
                 dp = world_size // (tp * cp * pp)
                 if config.train.global_batch % dp:
                     continue
-                for sharding in _shardings(dp, tp, cp, pp, gpus_per_node):
-                    for schedule in _schedules(pp, model.num_hidden_layers):
+                sharding = Sharding(dp, tp, cp, pp, space.gpus_per_node, space.offloads, config.precision.is_mixed)
+                for choice in shardings(sharding, space.stack.memory):
+                    for schedule in _schedules(pp, model.num_hidden_layers, space.stack):
                         for sequence_parallel in (False, True)[: 1 + (tp > 1)]:
                             yield StrategyConfig(
                                 name="search",
@@ -73,66 +96,46 @@ def strategies(config: RunConfig, world_size: int, gpus_per_node: int) -> Iterat
                                 cp=cp,
                                 pp=pp,
                                 sequence_parallel=sequence_parallel,
-                                **sharding,
+                                **choice,
                                 **schedule,
                             )
 
 
-def _shardings(dp: int, tp: int, cp: int, pp: int, gpus_per_node: int) -> list[dict[str, Any]]:
-    """Return the ways to share model state among data-parallel ranks."""
-    fsdp: DataParallel = "fsdp"
-    found_shardings: list[dict[str, Any]] = []
-    if dp * cp > 1 and tp == 1:
-        found_shardings.append({"engine": "torch", "data_parallel": "ddp", "dp_replicate": dp})
-    if dp * cp == 1:
-        return [{"engine": "torch"}]
-    if tp > 1 and pp >= 1 and dp > 1:
-        found_shardings.append({"engine": "torch", "data_parallel": fsdp, "zero_stage": 0, "dp_replicate": dp})
-    if dp > 1 and cp == 1 and pp == 1 and tp == 1:
-        options = {"reduce_bucket_size": 500000, "overlap_comm": True}
-        found_shardings += [
-            {"engine": "deepspeed", "zero_stage": stage, "dp_shard": dp, "options": options} for stage in (1, 2, 3)
-        ]
-    within_nodes = {size for size in (gpus_per_node // tp, gpus_per_node) if size > 1 and dp % size == 0}
-    for shard in sorted({dp, *within_nodes}):
-        found_shardings += [
-            {
-                "engine": "torch",
-                "data_parallel": fsdp,
-                "zero_stage": stage,
-                "dp_shard": shard,
-                "dp_replicate": dp // shard,
-            }
-            for stage in (2, 3)
-            if shard * cp > 1
-        ]
-    return found_shardings
+def cp_degrees(config: RunConfig, space: SearchedSpace) -> Sequence[int]:
+    """Return the degrees of context parallelism that leave a rank enough tokens, or the one that is fixed."""
+    fixed = space.restrictions.strategy.get("cp", -1)
+    if fixed != -1:
+        return (fixed,)
+    tokens = config.train.seq_len
+    sizes = [size for size in divisors(space.world_size) if tokens % (2 * size) == 0 and tokens >= LEAST_TOKENS * size]
+    return [1, *(size for size in sizes if 1 < size <= MOST_CP)]
 
 
-def _schedules(pp: int, layers: int) -> list[dict[str, Any]]:
-    """Return the schedules of a pipeline."""
+def _schedules(pp: int, layers: int, stack: StackConfig) -> list[dict[str, Any]]:
+    """Return the schedules of a pipeline; only this project's engines have a zero-bubble one."""
     if pp == 1:
         return [{}]
-    schedules: list[tuple[Schedule, int]] = [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1)]
+    schedules: list[tuple[Schedule, int]] = [("1f1b", 1), ("gpipe", 1)]
+    if stack.memory.kind == "harness":
+        schedules.append(("zero_bubble", 1))
     virtual = [size for size in range(2, MOST_VIRTUAL_STAGES + 1) if pp * size <= layers]
     schedules += [("interleaved_1f1b", size) for size in virtual]
     return [{"schedule": cast("str", schedule), "virtual_stages": size} for schedule, size in schedules]
 
 
-def candidates(
-    config: RunConfig, world_size: int, gpus_per_node: int, restrictions: Restrictions
-) -> Iterator[tuple[RunConfig, Layout]]:
+def candidates(config: RunConfig, space: SearchedSpace) -> Iterator[tuple[RunConfig, Layout]]:
     """Yield every candidate with its layout; the rules of a run are not applied yet."""
-    checkpointings: Sequence[CheckpointingConfig] = [CheckpointingConfig(name) for name in CHECKPOINTINGS]
+    restrictions = space.restrictions
+    checkpointings: Sequence[CheckpointingConfig] = (*CHECKPOINTINGS, *(OFFLOADED if space.offloads else ()))
     if restrictions.checkpointing is not None:
         checkpointings = [restrictions.checkpointing]
     trains = {
         size: dataclasses.replace(config.train, micro_batch=size) for size in _micro_batches(config, restrictions)
     }
-    for strategy in strategies(config, world_size, gpus_per_node):
+    for strategy in strategies(config, space):
         if not restrictions.allows(strategy):
             continue
-        layout = resolve_layout(strategy, world_size)
+        layout = resolve_layout(strategy, space.world_size)
         for micro_batch, train in trains.items():
             if config.train.global_batch % (micro_batch * layout.dp):
                 continue

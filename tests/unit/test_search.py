@@ -3,52 +3,38 @@
 import dataclasses
 import itertools
 import math
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
 
 from harness.config.checkpointing import CheckpointingConfig
-from harness.config.hardware import FittedHardware, HardwareConfig
+from harness.config.precision import PrecisionConfig
+from harness.config.schema import RunConfig
 from harness.config.stack import load_stack
 from harness.cost_model import rank_memory, stage_activations
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.pipeline import REPEATING_ROUNDS, BackwardStart, _backward_starts
 from harness.layout.partition import balanced_layers
-from harness.planner.cluster import PlannedCluster
+from harness.planner.bounds import LOWER_BOUNDS
+from harness.planner.cluster import plan_problems
 from harness.planner.predict import Prediction
-from harness.planner.search import SearchResult, memory_lower_bound, search
-from harness.planner.space import Restrictions
-from tests.support.models import run, shaped
-
-FITTED = FittedHardware(0.8, 0.6, 2.5, 0.8, 3e-6, 5e-6, 0.8, 2e-6, 0.8, 1e-5, 0.1, 0.1)
-
-HARDWARE = HardwareConfig(
-    device_name="NVIDIA H100 80GB HBM3",
-    memory="80GB",
-    memory_bandwidth=3.35e12,
-    intra_node_bandwidth=450e9,
-    inter_node_bandwidth=50e9,
-    sources=("a test",),
-    fitted=FITTED,
-    fitted_to="a test",
-)
+from harness.planner.search import LowerBound, SearchResult, search
+from harness.planner.space import Restrictions, SearchedSpace, candidates
+from tests.support.models import BF16, FP32, run, shaped
+from tests.support.planned import cluster_of_eight
 
 MODEL = shaped(num_hidden_layers=8, hidden_size=256, intermediate_size=1024, vocab_size=1000)
 
 CONFIG = run(MODEL, global_batch=16)
 
-
 ONE_KIND = Restrictions({}, CheckpointingConfig("full"))  # fewer candidates, which brute force goes through in a moment
 
 
-def cluster(memory: str) -> PlannedCluster:
-    """Return a node of eight devices of this memory."""
-    return PlannedCluster("eight", 1, 8, replace(HARDWARE, memory=memory), "cuda")
-
-
-def found_by(memory: str, lower_bound: object = memory_lower_bound) -> SearchResult:
+def searched(
+    memory: str, bounds: Sequence[LowerBound] = LOWER_BOUNDS, stack: str = "harness", config: RunConfig = CONFIG
+) -> SearchResult:
     """Return the result of a search on eight devices of so much memory."""
-    return search(CONFIG, cluster(memory), load_stack("harness"), 8, ONE_KIND, 5, lower_bound)  # type: ignore[arg-type]
+    return search(config, cluster_of_eight(memory=memory), load_stack(stack), 8, ONE_KIND, 5, bounds)
 
 
 def figures(predictions: list[Prediction]) -> list[tuple[float, int]]:
@@ -56,27 +42,94 @@ def figures(predictions: list[Prediction]) -> list[tuple[float, int]]:
     return [(prediction.step_seconds, prediction.memory.peak_bytes) for prediction in predictions]
 
 
+def agree(pruned: SearchResult, exhaustive: SearchResult) -> bool:
+    """Return whether two searches have the same best candidates and the same front."""
+    assert exhaustive.front and exhaustive.memory_estimates == exhaustive.valid
+    return all(figures(getattr(pruned, name)) == figures(getattr(exhaustive, name)) for name in ("best", "front"))
+
+
 @pytest.mark.parametrize("memory", ("640MB", "2GB"))
-def test_pruning_skips_nothing_that_wins(memory: str) -> None:
-    pruned, exhaustive = found_by(memory), found_by(memory, lambda prediction: 0)
-    assert exhaustive.best and exhaustive.front
-    assert figures(pruned.best) == figures(exhaustive.best)
-    assert figures(pruned.front) == figures(exhaustive.front)
-    assert pruned.memory_estimates < exhaustive.memory_estimates == pruned.valid
+@pytest.mark.parametrize("stack", ("harness", "megatron", "nanotron", "llm_foundry"))
+def test_pruning_skips_nothing_that_wins(memory: str, stack: str) -> None:
+    pruned, exhaustive = searched(memory, stack=stack), searched(memory, (), stack)
+    assert agree(pruned, exhaustive)
+    assert pruned.memory_estimates < exhaustive.memory_estimates or stack == "llm_foundry"  # it has six layouts
+    assert exhaustive.best or stack != "harness"
+
+
+LONG = dataclasses.replace(MODEL, context_length=2048, vocab_size=4000)
+
+AXES_OF_SEARCH = {
+    "cp": Restrictions({"tp": 1, "pp": 1}, CheckpointingConfig("none"), 1),
+    "offload of state": Restrictions({"tp": 1, "cp": 1}, CheckpointingConfig("full"), 1),
+    "kinds of checkpointing": Restrictions({"tp": 2, "cp": 1, "schedule": "1f1b"}, None, 1),
+}
+
+
+@pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
+@pytest.mark.parametrize("axis", AXES_OF_SEARCH)
+def test_pruning_holds_along_every_axis(axis: str, precision: PrecisionConfig) -> None:
+    config = run(LONG, precision, global_batch=8)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, seq_len=2048))
+    stack, eight = load_stack("harness"), cluster_of_eight(memory="1500MB")
+    results = [search(config, eight, stack, 8, AXES_OF_SEARCH[axis], 3, bounds) for bounds in (LOWER_BOUNDS, ())]
+    assert agree(*results)
+    shown = [*results[1].front, *results[1].best]
+    if axis == "cp":
+        assert any(prediction.layout.cp == 2 for prediction in shown)
+    elif axis == "offload of state":
+        assert any(prediction.layout.offload != "none" for prediction in shown)
+    else:
+        assert any(prediction.config.checkpointing.offload_activations for prediction in shown)
+
+
+def test_the_space_has_every_axis() -> None:
+    """ZeRO-1 in pipelines is expressed by other stacks, and by this project's engines without master weights."""
+
+    def choices(stack: str, precision: PrecisionConfig, offloads: bool = True) -> set[object]:
+        config = run(LONG, precision, global_batch=8)
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, seq_len=4096))
+        space = SearchedSpace(8, 8, load_stack(stack), offloads, Restrictions({}, None, 1))
+        names: set[object] = set()
+        for candidate, layout in candidates(config, space):
+            checkpointing = candidate.checkpointing
+            names |= {f"cp {layout.cp}", f"{layout.offload} {layout.engine}", layout.schedule}
+            names.add((layout.data_parallel, layout.zero_stage, layout.pp > 1))
+            names.add(f"{checkpointing.name} {checkpointing.every} {checkpointing.offload_activations}")
+        return names
+
+    own = choices("harness", FP32)
+    assert {"cp 1", "cp 2", "cp 4", "optimizer deepspeed", "parameters torch", "parameters deepspeed"} <= own
+    assert {"every_n 2 False", "none 1 True", "full 1 True", ("ddp", 1, True)} <= own and "cp 8" not in own
+    assert ("ddp", 1, True) not in choices("harness", BF16)
+    assert not {"optimizer deepspeed", "none 1 True"} & choices("harness", BF16, offloads=False)
+    megatron = choices("megatron", BF16)
+    assert {("ddp", 1, True), ("ddp", 0, True)} <= megatron and "zero_bubble" not in megatron
+    assert not any(entry[0] == "fsdp" for entry in megatron if isinstance(entry, tuple))
 
 
 def test_a_bound_that_is_too_high_loses_winners() -> None:
-    def too_high(prediction: Prediction) -> int:
-        """Return eight times the bound."""
-        return 8 * memory_lower_bound(prediction)
+    for position in range(2):
 
-    assert figures(found_by("2GB", too_high).front) != figures(found_by("2GB").front)
+        def too_high(prediction: Prediction, position: int = position) -> int:
+            """Return eight times one of the bounds."""
+            return 8 * LOWER_BOUNDS[position](prediction)
+
+        bounds = [too_high if place == position else bound for place, bound in enumerate(LOWER_BOUNDS)]
+        assert figures(searched("2GB", bounds).front) != figures(searched("2GB").front)
 
 
-def test_the_bound_is_below_every_peak() -> None:
-    result = found_by("2GB", lambda prediction: 0)
-    for prediction in (*result.best, *result.front):
-        assert memory_lower_bound(prediction) <= prediction.memory.peak_bytes
+@pytest.mark.parametrize("stack", ("harness", "megatron", "modalities"))
+def test_the_bounds_are_below_every_peak(stack: str) -> None:
+    space = SearchedSpace(8, 8, load_stack(stack), True, Restrictions({}, None, 2))
+    eight, valid = cluster_of_eight(), []
+    for candidate, layout in itertools.islice(candidates(CONFIG, space), 0, None, 7):
+        if not any(plan_problems(candidate, layout, eight, space.stack)):
+            valid.append(Prediction(candidate, layout, eight, space.stack))
+    assert len(valid) > 20 or stack == "modalities"
+    for prediction in valid:
+        for bound in LOWER_BOUNDS:
+            assert bound(prediction) <= prediction.memory.peak_bytes, prediction.label()
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("interleaved_1f1b", 3), ("zero_bubble", 2), ("1f1b", 1)])
@@ -141,7 +194,7 @@ def pipelined(config: object, pipeline: dict[str, object]) -> Prediction:
 
     strategy = StrategyConfig(name="pipeline", **pipeline)  # type: ignore[arg-type]
     changed = dataclasses.replace(config, strategy=strategy)  # type: ignore[type-var]
-    return Prediction(changed, resolve_layout(strategy, strategy.pp), cluster("80GB"), load_stack("harness"))  # type: ignore[arg-type]
+    return Prediction(changed, resolve_layout(strategy, strategy.pp), cluster_of_eight(), load_stack("harness"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("first", "last"), [(0.0, 0.0), (2.3, 2.3), (0.4, 3.7), (6.0, 0.1)])

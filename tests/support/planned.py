@@ -1,0 +1,26 @@
+"""A node of eight devices in round figures, for tests and benchmarks of the planner."""
+
+import dataclasses
+
+from harness.config.hardware import FittedHardware, HardwareConfig
+from harness.planner.cluster import PlannedCluster
+
+FITTED = FittedHardware(0.8, 0.6, 2.5, 0.8, 3e-6, 5e-6, 0.8, 2e-6, 0.8, 1e-5, 0.1, 0.1)
+
+HARDWARE = HardwareConfig(
+    device_name="NVIDIA H100 80GB HBM3",
+    memory="80GB",
+    memory_bandwidth=3.35e12,
+    intra_node_bandwidth=450e9,
+    inter_node_bandwidth=50e9,
+    host_bandwidth=64e9,
+    sources=("round figures",),
+    fitted=FITTED,
+    fitted_to="nothing",
+)
+
+
+def cluster_of_eight(nodes: int = 1, **changes: object) -> PlannedCluster:
+    """Return nodes of eight such devices, with these changes of the hardware."""
+    hardware = dataclasses.replace(HARDWARE, **changes)  # type: ignore[arg-type]
+    return PlannedCluster("eight", nodes, 8, hardware, "cuda")
