@@ -1,5 +1,6 @@
 """Stand-ins for the functions of torch.cuda that a CPU build lacks: one device, whose work is done at once."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -7,13 +8,19 @@ from unittest import mock
 
 import torch
 
+_numbers = itertools.count()
+
 
 class SimulatedStream:
-    """A stream in the place of torch.cuda.Stream; it has nothing to wait for."""
+    """A stream in the place of torch.cuda.Stream; it has nothing to wait for.
+
+    Blocks of memory belong to the stream that is current when they are allocated, so that streams are told apart.
+    """
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = torch.device("cuda", 0)
         self.priority = priority
+        self.number = next(_numbers)
 
     def wait_stream(self, stream: "SimulatedStream") -> None:
         """Return at once."""
@@ -33,10 +40,11 @@ class SimulatedStream:
         return True
 
     def __enter__(self) -> "SimulatedStream":
+        _current.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        pass
+        _current.pop()
 
 
 class SimulatedEvent:
@@ -68,11 +76,24 @@ SIMULATED_DEVICE_NAME = "simulated CUDA device"
 
 DEFAULT_STREAM = SimulatedStream()
 
+_current = [DEFAULT_STREAM]  # the last one is the current stream
+
+
+def current_stream(device: Any = None) -> SimulatedStream:
+    """Return the current stream."""
+    return _current[-1]
+
+
+def current_stream_number() -> int:
+    """Return the number of the current stream; the default stream's is 0."""
+    return _current[-1].number
+
 
 @contextmanager
 def use_stream(stream: SimulatedStream | None) -> Iterator[None]:
-    """Return a context in which a stream is the current one, which changes nothing."""
-    yield
+    """Return a context in which a stream is the current one; None leaves the current one as it is."""
+    with stream or _current[-1]:
+        yield
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -90,7 +111,7 @@ STAND_INS: dict[str, Any] = {
     "current_device": lambda: 0,
     "set_device": _nothing,
     "synchronize": _nothing,
-    "current_stream": lambda device=None: DEFAULT_STREAM,
+    "current_stream": current_stream,
     "default_stream": lambda device=None: DEFAULT_STREAM,
     "stream": use_stream,
     "Stream": SimulatedStream,

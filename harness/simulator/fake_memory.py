@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -12,6 +12,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from harness.simulator import cuda_api
+
+
+class Request(NamedTuple):
+    """A storage that is allocated, or freed: then its bytes are negative."""
+
+    identity: int
+    bytes: int
+    stream: int  # the number of the stream that is current, which is the storage's if it is allocated
 
 
 class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -25,6 +35,7 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sizes: dict[int, int] = {}  # of live storages, by identity
         self.live_bytes = self.peak_bytes = 0
         self.is_paused = False
+        self.requests: list[Request] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(tensor_type, DTensor) for tensor_type in types):
@@ -63,7 +74,11 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _set_size(self, identity: int, size: int | None) -> None:
         """Set the size of a storage, or forget one that has ended."""
-        self.live_bytes += (size or 0) - self.sizes.pop(identity, 0)
+        freed = self.sizes.pop(identity, 0)
+        for change in (-freed, size or 0):
+            if change:
+                self.requests.append(Request(identity, change, cuda_api.current_stream_number()))
+        self.live_bytes += (size or 0) - freed
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if size is not None:
             self.sizes[identity] = size

@@ -21,6 +21,7 @@ class StepRequest:
     config: RunConfig
     layout: Layout
     rank: int = 0
+    device_bytes: int = 80 * 10**9  # memory of the device
 
 
 def simulate_steps(requests: Sequence[StepRequest], cache: Path) -> list[RankReport]:

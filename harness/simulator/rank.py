@@ -8,19 +8,18 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from harness.config.schema import RunConfig
 from harness.data.corpus import Corpus
 from harness.engines.base import load_engine
-from harness.layout.layout import AXES, Layout
+from harness.layout.layout import AXES
 from harness.layout.state_widths import StateKind
 from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.measure.kernels import attention_backend_priority
-from harness.measure.memory import DeviceMemory
 from harness.measure.step_profiler import profile_step
 from harness.models.decoder import causal_mask_lower_right
 from harness.probe import Probe, ShardSource
 from harness.records.rank_report import ProfiledStep, RankReport
 from harness.records.tensor_shards import TensorFingerprint
+from harness.simulator.caching_allocator import AllocatorPeaks, CachingAllocator
 from harness.simulator.cuda_api import SIMULATED_DEVICE_NAME, cuda_api
 from harness.simulator.cuda_kernels import cuda_kernels
 from harness.simulator.ddp_reducer import ddp_reducer
@@ -29,20 +28,13 @@ from harness.simulator.fake_tensors import fake_tensors
 from harness.simulator.pipeline_stages import pipeline_stages
 from harness.simulator.process import StepRequest
 from harness.simulator.process_group import fake_process_group
+from harness.simulator.simulated_memory import SimulatedMemory, replay
 from harness.util.text import one_line
 from harness.worker.batches import Batches
 
 DEVICE = torch.device("cuda", 0)
 
 RANDOM_TOKENS = Corpus(None, "synthetic")
-
-
-class UnknownMemory(DeviceMemory):
-    """The memory of a device on which nothing is allocated: every reading is unknown, and nothing can be logged."""
-
-    @property
-    def _cuda(self) -> bool:
-        return False
 
 
 class NoFingerprints(Fingerprinter):
@@ -58,8 +50,13 @@ def simulate_rank(request: StepRequest) -> RankReport:
     report = RankReport(rank=request.rank, status="ok", device_name=SIMULATED_DEVICE_NAME)
     try:
         with cuda_api():
+            profiled, peaks = profile_second_step(request)
             return dataclasses.replace(
-                report, profiled=profile_second_step(request.config, request.layout, request.rank)
+                report,
+                profiled=profiled,
+                peak_allocated_bytes=peaks.allocated_bytes,
+                peak_requested_bytes=peaks.requested_bytes,
+                peak_reserved_bytes=peaks.reserved_bytes,
             )
     except Exception as error:  # anything can fail without a device, and other requests shall go on
         return dataclasses.replace(
@@ -71,11 +68,12 @@ def simulate_rank(request: StepRequest) -> RankReport:
         )
 
 
-def profile_second_step(config: RunConfig, layout: Layout, rank: int) -> ProfiledStep:
-    """Return what the step profiler counts in a rank's second training step.
+def profile_second_step(request: StepRequest) -> tuple[ProfiledStep, AllocatorPeaks]:
+    """Return what the step profiler counts in a rank's second training step, and the peaks of the device's allocator.
 
-    The first one creates the optimizer's state and whatever engines set up lazily.
+    The first step creates the optimizer's state and whatever engines set up lazily.
     """
+    config, layout, rank = request.config, request.layout, request.rank
     probe = Probe()
     for start, stop in layout.sequence_chunks(rank, config.train.seq_len):
         causal_mask_lower_right(stop - start, stop)  # cached before tensors are fake
@@ -91,10 +89,13 @@ def profile_second_step(config: RunConfig, layout: Layout, rank: int) -> Profile
         batches = Batches(RANDOM_TOKENS, config, layout, rank, DEVICE)
         engine.step(batches(0))
         fingerprinter = NoFingerprints(config.model, config.train.seed, DEVICE)
-        counter.reset_peak()
-        with profile_step(engine, probe, UnknownMemory(DEVICE), fingerprinter, layout) as listener:
+        before = len(counter.requests)
+        memory = SimulatedMemory(DEVICE, counter=counter)
+        with profile_step(engine, probe, memory, fingerprinter, layout) as listener:
             engine.step(batches(1))
-        return dataclasses.replace(listener.result(None), peak_allocated_bytes=counter.peak_bytes)
+        allocator = CachingAllocator(request.device_bytes)
+        peaks = replay(counter.requests, allocator, listener.recorder.annotations.pauses, before)
+        return dataclasses.replace(listener.result(None), peak_without_backend_bytes=None), peaks
 
 
 def clear_sharding_caches() -> None:

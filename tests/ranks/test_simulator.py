@@ -91,7 +91,20 @@ def problems(entry: Case, ranks: list[RankReport]) -> list[str]:
         planned = activation_bytes(config, layout, "cuda", layout.coordinates(rank.rank)["pp"])
         if saved != pytest.approx(planned, rel=ACTIVATION_TOLERANCE):
             result.append(f"rank {rank.rank} saved {saved} bytes for backward, {saved / planned:.4f} x the plan")
+        result += allocator_problems(rank)
     return result + peak_problems(entry, widths, ranks)
+
+
+def allocator_problems(rank: RankReport) -> list[str]:
+    """Return where the logged peak, its parts, and the allocator's model disagree."""
+    assert rank.profiled.at_peak is not None
+    parts, peak = rank.profiled.at_peak.bytes, rank.profiled.peak_allocated_bytes
+    roles = {part.role for part in rank.profiled.at_peak.parts}
+    result = [] if {"parameter", "optimizer"} <= roles else [f"the parts at the peak are {roles}"]
+    readings = (parts, peak, rank.peak_requested_bytes, rank.peak_allocated_bytes, rank.peak_reserved_bytes)
+    if not parts == peak == readings[2] <= (readings[3] or 0) <= (readings[4] or 0):
+        result.append(f"parts, peak, requested, allocated and reserved bytes are {readings}")
+    return result
 
 
 def peak_problems(entry: Case, widths: StateWidths, ranks: list[RankReport]) -> list[str]:
