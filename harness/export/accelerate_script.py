@@ -41,8 +41,7 @@ def train_accelerate_py(run: RecordedRun) -> str:
         imports=("from accelerate import Accelerator", *creation.imports),
         settings=f"CLIPPING = {run.config.train.gradient_clipping}" if clips(run) else "",
     )
-    imports = [line for line in IMPORTS if line != "import os"]
-    return assemble(run, "Accelerate", imports, [header, *checkpointing, optimizer], user_part, main)
+    return assemble(run, "Accelerate", IMPORTS, [header, *checkpointing, optimizer], user_part, main)
 
 
 def clips(run: RecordedRun) -> bool:
