@@ -1,46 +1,50 @@
 """The fit of the planner's parameters to published step times, and its errors on groups that were left out.
 
-python -m tests.benchmarks.fit_planner                 prints the errors of five fits, each on half of the groups
-python -m tests.benchmarks.fit_planner --all-groups    prints the parameters fitted to all groups
-A parameter is changed by steps that become smaller, one after the other, as long as the objective falls.
+python -m tests.benchmarks.fit_planner a100                 prints the errors of five fits, each on half of the groups
+python -m tests.benchmarks.fit_planner a100 --all-groups    prints the parameters fitted to all groups
+A parameter is changed by steps that become smaller, one after the other, as long as the objective falls. The sources of
+`a100` are fitted one after the other: what the first one says of the device holds for the next.
 """
 
 import argparse
-import dataclasses
-import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import mean
 
-from harness.config.hardware import HardwareConfig
-from harness.config.stack import load_stack
-from harness.config.stack_timing import StackTiming
-from harness.cost_model.timing.step_time import estimate_step_time
-from harness.runner.predicted_columns import described_devices
-from tests.benchmarks.planner_errors import CLEARLY_APART, DOMINATED, H100, time_scores
-from tests.support.published import PublishedRow, nanotron
+from tests.support.published import PublishedRow, llm_foundry, modalities, nanotron, vtrain
+from tests.support.published.step_times import Parameter, step_seconds
+from tests.support.published.time_scores import CLEARLY_APART, choices, is_scored, regret, time_scores
 
-OF_HARDWARE = (*("attention_efficiency", "inter_node_efficiency", "node_contention", "overlap_slowdown"),)
+Parameters = dict[Parameter, float]
 
-OF_STACK = (
-    *("kernels_per_layer", "collective_launch_seconds", "collective_seconds_per_rank"),
-    *("pipelined_collective_seconds_per_rank", "transfer_seconds", "transfer_growth", "inter_node_step_seconds"),
-    *("elementwise_traffic", "logit_bytes", "optimizer_bytes", "step_seconds"),
-)
+Rows = Callable[[], Sequence[PublishedRow]]
 
-# The best rate of a product that stas00/ml-engineering measured on H100 is 0.8 of the peak; other shares are at most 1.
-MOST = {"matmul_efficiency": 0.8, "attention_efficiency": 1.0, "inter_node_efficiency": 1.0}
+# The best rates of products that stas00/ml-engineering measured are 0.80 of the peak on H100 and 0.87 on A100; other
+# shares are at most 1.
+MOST = {
+    "matmul_efficiency": 0.87,
+    "attention_efficiency": 1.0,
+    "inter_node_efficiency": 1.0,
+    "intra_node_efficiency": 1.0,
+    # A power fitted to the largest cluster says little of the next: twice the nodes have at most 32 times the delay.
+    "inter_node_micro_batch_growth": 5.0,
+}
 
 # Where every fit starts: no figure of the rows is in these.
 START = {
     "matmul_efficiency": 0.7,
     "attention_efficiency": 0.5,
     "inter_node_efficiency": 0.8,
+    "inter_node_latency": 2e-5,
+    "intra_node_latency": 4e-6,
     "node_contention": 0.3,
     "overlap_slowdown": 0.3,
     "kernels_per_layer": 100.0,
+    "layer_seconds": 5e-4,
+    "micro_batch_seconds": 2e-3,
     "collective_launch_seconds": 1e-4,
     "collective_seconds_per_rank": 1e-5,
     "pipelined_collective_seconds_per_rank": 1e-4,
@@ -49,110 +53,185 @@ START = {
     "inter_node_step_seconds": 1e-4,
     "elementwise_traffic": 1.0,
     "logit_bytes": 28.0,
+    "shard_slice_seconds": 1e-5,
+    "inter_node_micro_batch_seconds": 0.5,
+    "inter_node_micro_batch_growth": 4.0,
     "optimizer_bytes": 30.0,
     "step_seconds": 0.02,
 }
 
 STEPS = (1.5, 1.2, 1.07, 1.02)
 
-Parameters = dict[str, float]
-
 SEEDS = range(5)
 
-
-def with_parameters(parameters: Parameters) -> tuple[HardwareConfig, StackTiming]:
-    """Return the hardware of H100 nodes and nanotron's timing with these parameters."""
-    hardware, timing = described_devices()[H100], load_stack("nanotron").timing
-    fitted = dataclasses.replace(hardware.fitted, **{name: parameters[name] for name in OF_HARDWARE})
-    stack = {name: parameters[name] for name in OF_STACK} | {
-        "kernels_per_layer": round(parameters["kernels_per_layer"])
-    }
-    return dataclasses.replace(hardware, fitted=fitted), dataclasses.replace(timing, **stack)  # type: ignore[arg-type]
+A100 = ("8xa100_80", "8xa100_40", "4xa100_64")
 
 
-def predict(rows: Sequence[PublishedRow], parameters: Parameters) -> list[float]:
-    """Return the step times of rows."""
-    hardware, timing = with_parameters(parameters)
-    return [
-        estimate_step_time(row.config, row.layout, hardware, timing, None, row.gpus_per_node).step_seconds
-        for row in rows
-    ]
+@dataclass(frozen=True)
+class Fit:
+    """The parameters that are fitted together, and the sources whose errors they make small, each as important."""
+
+    sources: dict[str, Rows]
+    parameters: tuple[Parameter, ...]
+    start: Mapping[str, float] = field(default_factory=dict)  # by a parameter's name, where START does not suit
 
 
-def objective(rows: Sequence[PublishedRow]) -> Callable[[Parameters], float]:
-    """Return the function to minimize: errors of the logarithm, and the share of pairs in the wrong order.
+def owned(owners: Iterable[str], *names: str) -> tuple[Parameter, ...]:
+    """Return parameters that the same clusters or stacks share."""
+    shared = tuple(owners)
+    return tuple(Parameter(shared, name) for name in names)
 
-    An error counts at most as one of a factor of two. Rows below an MFU of 10 % count a tenth.
+
+def _grid() -> list[PublishedRow]:
+    return [row for row in nanotron.rows() if row.status == "ok" and "step_seconds" in row.measured]
+
+
+FITS: dict[str, tuple[Fit, ...]] = {
+    "nanotron": (
+        Fit(
+            {"nanotron": _grid},
+            (
+                *owned(["8xh100"], "attention_efficiency", "inter_node_efficiency", "node_contention"),
+                *owned(["8xh100"], "overlap_slowdown"),
+                *owned(["nanotron"], "kernels_per_layer", "collective_launch_seconds", "collective_seconds_per_rank"),
+                *owned(["nanotron"], "pipelined_collective_seconds_per_rank", "transfer_seconds", "transfer_growth"),
+                *owned(["nanotron"], "inter_node_step_seconds", "elementwise_traffic", "logit_bytes"),
+                *owned(["nanotron"], "optimizer_bytes", "step_seconds", "shard_slice_seconds"),
+                *owned(["nanotron"], "inter_node_micro_batch_seconds", "inter_node_micro_batch_growth"),
+            ),
+        ),
+    ),
+    "a100": (
+        Fit(
+            {"llm_foundry": llm_foundry.rows, "modalities": modalities.rows},
+            (
+                *owned(A100, "attention_efficiency"),
+                *owned(["4xa100_64"], "inter_node_efficiency", "inter_node_latency", "intra_node_latency"),
+            ),
+        ),
+        Fit(
+            {"vtrain_single": vtrain.single_node_rows, "vtrain_multi": vtrain.multi_node_rows},
+            (
+                *owned(["8xa100_80"], "inter_node_efficiency", "node_contention"),
+                *owned(["megatron_deepspeed"], "kernels_per_layer", "layer_seconds", "micro_batch_seconds"),
+                *owned(["megatron_deepspeed"], "collective_launch_seconds"),
+                *owned(["megatron_deepspeed"], "collective_seconds_per_rank", "elementwise_traffic", "logit_bytes"),
+                *owned(["megatron_deepspeed"], "optimizer_bytes", "step_seconds", "transfer_seconds"),
+            ),
+            # Small models are bound by the host, and Megatron's kernels between products are partly fused.
+            start={
+                "kernels_per_layer": 300.0,
+                "layer_seconds": 1e-3,
+                "elementwise_traffic": 0.6,
+                "logit_bytes": 50.0,
+                "collective_launch_seconds": 5e-5,
+                "step_seconds": 2e-3,
+            },
+        ),
+    ),
+}
+
+
+def objective(rows: Sequence[PublishedRow], fixed: Parameters) -> Callable[[Parameters], float]:
+    """Return the function to minimize: errors of the logarithm, the share of pairs in the wrong order, and regrets.
+
+    An error counts at most as one of a factor of two. Rows that are not scored count a tenth.
     """
-    groups: dict[str, list[int]] = {}
-    for index, row in enumerate(rows):
-        groups.setdefault(row.group, []).append(index)
     measured = [row.measured["step_seconds"] for row in rows]
-    weights = [1.0 if row.measured["mfu"] >= DOMINATED else 0.1 for row in rows]
+    weights = [1.0 if is_scored(row) else 0.1 for row in rows]
+    groups = [group for group in choices(rows).values() if len(group) > 1]
     pairs = [
         (first, second) if measured[first] < measured[second] else (second, first)
-        for members in groups.values()
-        for first, second in combinations(members, 2)
+        for group in groups
+        for first, second in combinations(group, 2)
         if max(measured[first], measured[second]) > CLEARLY_APART * min(measured[first], measured[second])
     ]
-    best = {group: min(measured[index] for index in members) for group, members in groups.items()}
 
     def value(parameters: Parameters) -> float:
-        predicted = predict(rows, parameters)
+        predicted = step_seconds(rows, fixed | parameters)
         errors = [
             min(math.log(2), abs(math.log(p / m))) * w for p, m, w in zip(predicted, measured, weights, strict=True)
         ]
-        wrong = mean(predicted[first] >= predicted[second] for first, second in pairs)
-        regrets = [
-            min(1.0, measured[min(members, key=predicted.__getitem__)] / best[group] - 1)
-            for group, members in groups.items()
-        ]
-        return 2 * sum(errors) / sum(weights) + 2 * wrong + 0.5 * mean(regrets)
+        total = 2 * sum(errors) / sum(weights)
+        if pairs:
+            total += 2 * mean(predicted[first] >= predicted[second] for first, second in pairs)
+            total += 0.5 * mean(min(1.0, regret(group, predicted, measured)) for group in groups)
+        return total
 
     return value
 
 
-def fit(rows: Sequence[PublishedRow], start: Parameters) -> Parameters:
-    """Return the parameters at which no step of one of them makes the objective smaller."""
-    score, parameters = objective(rows), dict(start)
-    lowest = score(parameters)
+def fit(scores: Sequence[Callable[[Parameters], float]], start: Parameters) -> Parameters:
+    """Return the parameters at which no step of one of them makes the mean of the scores smaller."""
+
+    def total(parameters: Parameters) -> float:
+        return mean(score(parameters) for score in scores)
+
+    parameters = dict(start)
+    lowest = total(parameters)
     for step in STEPS:
         improves = True
         while improves:
             improves = False
-            for name in parameters:
+            for key in parameters:
                 for factor in (step, 1 / step):
-                    changed = parameters | {name: parameters[name] * factor}
-                    if changed[name] > MOST.get(name, math.inf):
+                    changed = parameters | {key: parameters[key] * factor}
+                    if changed[key] > MOST.get(key.name, math.inf):
                         continue
-                    reached = score(changed)
+                    reached = total(changed)
                     if reached < lowest - 1e-5:
                         lowest, parameters, improves = reached, changed, True
     return parameters
 
 
-def halves(rows: Sequence[PublishedRow], seed: int) -> tuple[list[PublishedRow], list[PublishedRow]]:
-    """Return the rows of half of the groups, and those of the others."""
+def fit_in_turn(fits: Iterable[Fit], select: Callable[[Sequence[PublishedRow]], Sequence[PublishedRow]]) -> Parameters:
+    """Return the parameters of fits that follow each other, each to what `select` leaves of its sources' rows."""
+    found: Parameters = {}
+    for one in fits:
+        scores = [objective(select(rows()), dict(found)) for rows in one.sources.values()]
+        found |= fit(scores, {parameter: (START | one.start)[parameter.name] for parameter in one.parameters})
+    return found
+
+
+def fitted_groups(rows: Sequence[PublishedRow], seed: int) -> set[str]:
+    """Return the half of the groups that a seed fits to."""
     groups = sorted({row.group for row in rows})
     random.Random(seed).shuffle(groups)
-    fitted = set(groups[: len(groups) // 2])
-    return [row for row in rows if row.group in fitted], [row for row in rows if row.group not in fitted]
+    return set(groups[: len(groups) // 2])
+
+
+def held_out_scores(name: str, seed: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the figures of each source on the groups that a seed leaves out, after a fit to the others."""
+
+    def fitted(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
+        groups = fitted_groups(rows, seed)
+        return [row for row in rows if row.group in groups]
+
+    parameters = fit_in_turn(FITS[name], fitted)
+    for one in FITS[name]:
+        for source, rows in one.sources.items():
+            groups = fitted_groups(rows(), seed)
+            held_out = [row for row in rows() if row.group not in groups]
+            yield source, dict(time_scores(held_out, step_seconds(held_out, parameters)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=FITS)
     parser.add_argument("--all-groups", action="store_true")
     arguments = parser.parse_args()
-    rows = [row for row in nanotron.rows() if row.status == "ok" and "step_seconds" in row.measured]
-    if arguments.all_groups:
-        parameters = fit(rows, START)
-        print(json.dumps({name: float(f"{value:.3g}") for name, value in parameters.items()}, indent=1))
-        print(dict(time_scores(rows, predict(rows, parameters))))
+    if not arguments.all_groups:
+        for seed in SEEDS:
+            for source, scores in held_out_scores(arguments.name, seed):
+                print(seed, source, {figure: round(value, 4) for figure, value in scores.items()}, flush=True)
         return
-    for seed in SEEDS:
-        fitted, held_out = halves(rows, seed)
-        parameters = fit(fitted, START)
-        print(seed, dict(time_scores(held_out, predict(held_out, parameters))), flush=True)
+    parameters = fit_in_turn(FITS[arguments.name], lambda rows: rows)
+    for parameter, value in parameters.items():
+        print(f"{', '.join(parameter.owners)}: {parameter.name}: {value:.3g}")
+    for one in FITS[arguments.name]:
+        for source, rows in one.sources.items():
+            scores = time_scores(rows(), step_seconds(rows(), parameters))
+            print(source, {figure: round(value, 4) for figure, value in scores})
 
 
 if __name__ == "__main__":

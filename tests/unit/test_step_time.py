@@ -13,19 +13,23 @@ from harness.config.stack_timing import StackTiming
 from harness.cost_model.timing.step_time import estimate_step_time
 from harness.layout.layout import resolve_layout
 from harness.runner.predicted_columns import described_devices
-from tests.benchmarks.planner_errors import H100, time_scores
 from tests.support.commands import compose
 from tests.support.published import PublishedRow, nanotron
+from tests.support.published.time_scores import ERROR, ORDER, time_scores
 
 Scores = dict[str, float]
 
-ERROR, ORDER = "median error of the step time", "pairs in the right order"
+H100 = "NVIDIA H100 80GB HBM3"
 
 
 @lru_cache(maxsize=1)
 def grid() -> tuple[PublishedRow, ...]:
     """Return the rows that ran."""
     return tuple(row for row in nanotron.rows() if row.status == "ok" and "step_seconds" in row.measured)
+
+
+# Bounds on the figures of the whole grid, to which the parameters were fitted (5.2 % and 89 %).
+MOST_ERROR, LEAST_ORDER = 0.06, 0.88
 
 
 def scores(hardware: HardwareConfig, timing: StackTiming, gpus_per_node: int | None = None) -> Scores:
@@ -41,8 +45,8 @@ def scores(hardware: HardwareConfig, timing: StackTiming, gpus_per_node: int | N
 def test_published_step_times_are_predicted_and_ordered() -> None:
     figures = scores(described_devices()[H100], load_stack("nanotron").timing)
     assert len(grid()) == 756
-    assert figures[ERROR] <= 0.08
-    assert figures[ORDER] >= 0.85
+    assert figures[ERROR] <= MOST_ERROR
+    assert figures[ORDER] >= LEAST_ORDER
 
 
 def _fitted(**factors: float) -> Callable[[HardwareConfig], HardwareConfig]:
@@ -63,10 +67,10 @@ FAULTS: dict[str, Callable[[HardwareConfig], HardwareConfig]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_hardware_worsens_the_figures(fault: str) -> None:
-    """Each fault breaks one of the bounds above, or clearly worsens both figures together."""
+    """Each fault breaks one of the two bounds."""
     timing = load_stack("nanotron").timing
     honest, broken = (scores(hardware, timing) for hardware in _pair(FAULTS[fault]))
-    assert broken[ERROR] > 0.08 or broken[ORDER] < 0.85, (fault, honest, broken)
+    assert broken[ERROR] > MOST_ERROR or broken[ORDER] < LEAST_ORDER, (fault, honest, broken)
 
 
 def _pair(change: Callable[[HardwareConfig], HardwareConfig]) -> tuple[HardwareConfig, HardwareConfig]:

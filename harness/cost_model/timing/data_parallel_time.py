@@ -24,6 +24,7 @@ class ShardedState(NamedTuple):
     reduced_bytes: int  # per element of a sent gradient
     gathers: int  # of each parameter for a micro-batch, in stage 3
     micro_batches: int
+    tensors: int  # parameters, each counted once
 
     @property
     def parameters(self) -> float:
@@ -59,28 +60,52 @@ def _expose_stage_3(
     """Return the exposed seconds where parameters are gathered before use, layer by layer (arXiv 2304.11277).
 
     The first layer's gather, and the last layer's reduction, have nothing to hide behind. Replicas of shards reduce
-    what the shards' ranks have, in every micro-batch or once a step.
+    what the shards' ranks have of a layer after these have reduced it, in every micro-batch or in the last one.
     """
-    gather = gather_seconds(state.layer_parameters * state.gathered_bytes, state.shards, hardware)
-    reduce = gather_seconds(state.layer_parameters * state.reduced_bytes, state.shards, hardware)
-    root = 2 * gather_seconds(state.other_parameters * state.gathered_bytes, state.shards, hardware)
-    root_reduce = gather_seconds(state.other_parameters * state.reduced_bytes, state.shards, hardware)
-    shard_bytes = state.parameters * state.reduced_bytes / state.shards.ranks
-    replica = all_reduce_seconds(shard_bytes, state.replicas, hardware)
-    every_micro_batch = replica if timing.reduces_replicas_every_micro_batch else 0.0
-    forward_gathers = state.layers * gather
-    backward_sends = state.layers * ((state.gathers - 1) * gather + reduce) + every_micro_batch
+    sent = _layer_seconds(state.layer_parameters, state, hardware)
+    root = _layer_seconds(state.other_parameters, state, hardware)
+    gathers = state.layers * sent.gather
+    sends = state.layers * ((state.gathers - 1) * sent.gather + sent.reduce)
+    replicas = state.layers * sent.replica
     if timing.prefetches_parameters:
-        exposed = max(0.0, forward_gathers - gather - forward) + max(0.0, backward_sends - reduce - backward)
-        exposed += gather + reduce
+        in_forward = _beside(gathers, sent.gather, forward)
+        alone = in_forward + _beside(sends, sent.reduce, backward)
+        together = in_forward + _beside(sends + replicas, sent.reduce + sent.replica, backward)
     else:
-        exposed = forward_gathers + backward_sends
-    sent = forward_gathers + backward_sends
-    exposed = min(exposed, sent)
-    once = 0.0 if timing.reduces_replicas_every_micro_batch else replica
-    total = (exposed + root + root_reduce) * state.micro_batches + once
-    share = (every_micro_batch * exposed / sent * state.micro_batches + once) / total if total else 0.0
-    return Exposed(exposed + root + root_reduce, once, sent - exposed, 0.0, share)
+        alone = gathers + sends
+        together = alone + replicas
+    added = together - alone + root.replica
+    alone_and_root = alone + 2 * root.gather + root.reduce
+    hidden, hidden_added = gathers + sends - alone, replicas - (together - alone)
+    times = state.micro_batches if timing.reduces_replicas_every_micro_batch else 1
+    total = alone_and_root * state.micro_batches + added * times
+    share = added * times / total if total else 0.0
+    if timing.reduces_replicas_every_micro_batch:
+        return Exposed(alone_and_root + added, 0.0, hidden + hidden_added, 0.0, share)
+    return Exposed(alone_and_root, added, hidden, hidden_added, share)
+
+
+class LayerSeconds(NamedTuple):
+    """The seconds of a layer's collectives in stage 3."""
+
+    gather: float
+    reduce: float
+    replica: float
+
+
+def _layer_seconds(parameters: float, state: ShardedState, hardware: HardwareConfig) -> LayerSeconds:
+    """Return the seconds of gathering and reducing so many parameters, and of summing a shard's with the replicas'."""
+    reduced = parameters * state.reduced_bytes
+    return LayerSeconds(
+        gather_seconds(parameters * state.gathered_bytes, state.shards, hardware),
+        gather_seconds(reduced, state.shards, hardware),
+        all_reduce_seconds(reduced / state.shards.ranks, state.replicas, hardware),
+    )
+
+
+def _beside(sent: float, alone: float, compute: float) -> float:
+    """Return the exposed seconds of collectives beside compute, of which one at an end runs alone."""
+    return min(sent, max(0.0, sent - alone - compute) + alone)
 
 
 def _expose_lower_stages(
@@ -106,6 +131,7 @@ def _expose_lower_stages(
     hidden = reduction - exposed
     exposed_gather = max(gather - forward, LAST_BUCKET * gather) if timing.overlaps_parameter_gather else gather
     hidden_gather = gather - exposed_gather
+    exposed_gather += timing.shard_slice_seconds * state.shards.ranks * state.tensors if state.zero_stage else 0.0
     replica_share = replica / (reduction + gather) if reduction + gather else 0.0
     if state.zero_stage == 2:
         return Exposed(exposed, exposed_gather, hidden, hidden_gather, replica_share)

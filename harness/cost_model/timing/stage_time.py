@@ -28,6 +28,7 @@ class StageContext(NamedTuple):
     cp_group: Group
     is_pipelined: bool
     is_compiled: bool
+    layer_launches: float = 0.0  # of the host in a layer, beside its kernels, on a CPU
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,20 @@ class LayerTime:
 def layer_time(context: StageContext, hardware: HardwareConfig, timing: StackTiming) -> LayerTime:
     """Return the seconds of a decoder layer.
 
-    Where the host launches kernels more slowly than the device runs them, the host's time counts. On a CPU it runs them
-    itself, so that both count.
+    Where the host launches kernels more slowly than the device runs them, the host's time counts, and a stack may let
+    the device wait for a while in every layer. On a CPU the host runs kernels itself, so that both times count.
     """
     passes = layer_seconds(context.shape, hardware, timing)
     recomputed = recomputed_share(context, passes)
     forward, backward = passes.forward, passes.backward + recomputed * passes.forward
     tp, collectives = _tp_seconds(context, hardware, timing, passes, recomputed)
     cp = _cp_seconds(context, hardware, recomputed)
-    kernels = timing.kernels_per_layer * (1 + recomputed / 3)
+    kernels = timing.kernels_per_layer * (1 + recomputed / 3) + (context.layer_launches if hardware.is_cpu else 0)
     per_rank = timing.pipelined_collective_seconds_per_rank if context.is_pipelined else 0.0
     per_rank = context.tp_group.ranks * max(per_rank, timing.collective_seconds_per_rank)
     host = kernels * hardware.fitted.launch_seconds + collectives * (timing.collective_launch_seconds + per_rank)
     device = forward + backward + tp + cp
-    waiting = host if hardware.is_cpu else max(0.0, host - device)
+    waiting = host if hardware.is_cpu else max(timing.layer_seconds, host - device)
     forward, backward = forward + waiting / 3, backward + waiting * 2 / 3
     return LayerTime(forward, backward, tp, cp)
 

@@ -83,6 +83,13 @@ def _parameters(model: ModelConfig, tp: int, vocabulary_tp: int) -> tuple[float,
     return layer_parameter_count(model) / tp, embedding / vocabulary_tp, head / vocabulary_tp
 
 
+@lru_cache(maxsize=256)
+def layer_tensors(model: ModelConfig) -> int:
+    """Return the number of parameters of a decoder layer."""
+    profile = model_profile(model)
+    return sum(profile.layer_index(name) == 0 for name in profile.parameter_shapes)
+
+
 def estimate_step_time(
     config: RunConfig,
     layout: Layout,
@@ -100,7 +107,9 @@ def estimate_step_time(
     timing = _without_streams(timing) if hardware.is_cpu else timing
     hardware = _with_stack(hardware, timing.inter_node_step_seconds)
     micro_batches = layout.grad_accumulation_steps(config.train)
-    context = _context(config, layout, gpus_per_node)
+    context = _context(config, layout, gpus_per_node)._replace(
+        layer_launches=_layer_launches(config, layout, widths, timing)
+    )
     kinds = pipeline_stages(config.model, layout)
     times = [stage_time(context, hardware, timing, *kind) for kind, _ in kinds]
     exposures = [
@@ -138,7 +147,9 @@ def estimate_step_time(
         exposed_communication_seconds={axis: seconds for axis, seconds in communication.items() if seconds},
         bubble_seconds=bubble,
         optimizer_seconds=_optimizer_seconds(config, layout, hardware, timing, kinds),
-        other_seconds=timing.step_seconds,
+        other_seconds=_host_seconds(hardware, timing, micro_batches)
+        + timing.step_seconds
+        + micro_batches * _micro_batch_delay(layout, timing, gpus_per_node),
         micro_batches=micro_batches,
         forward_seconds=time.forward,
         backward_seconds=time.backward,
@@ -189,6 +200,17 @@ def _context(config: RunConfig, layout: Layout, gpus_per_node: int) -> StageCont
     )
 
 
+def _layer_launches(config: RunConfig, layout: Layout, widths: StateWidths | None, timing: StackTiming) -> float:
+    """Return what the host does in a layer for one micro-batch beside its kernels, in launches that take as long."""
+    launches = float(timing.divided_layer_launches if layout.tp_enabled else 0)
+    if layout.zero_stage == 3 and layout.shard_count("parameters") > 1:
+        one_by_one = widths is not None and widths.gathers_for_each_use
+        tensors = layer_tensors(config.model) if one_by_one else 1
+        each = timing.parameter_gather_launches if one_by_one else timing.layer_gather_launches
+        launches += 3 * tensors * each  # gathered in forward and in backward, and its gradient reduced
+    return launches
+
+
 def _state(
     config: RunConfig, layout: Layout, widths: StateWidths | None, kind: RankStages, gpus_per_node: int, micro: int
 ) -> ShardedState:
@@ -207,6 +229,7 @@ def _state(
         config.precision.reduce_bytes,
         3 if gathers_again else 2,
         micro,
+        kind.layers * layer_tensors(config.model) + kind.holds_embedding + kind.holds_head,
     )
 
 
@@ -227,6 +250,18 @@ def _transfer_seconds(
     sending_seconds = send_seconds(hidden * config.precision.compute_bytes / parts, stride, gpus_per_node, hardware)
     growth: float = max(1.0, layout.world_size / gpus_per_node / 2) ** timing.transfer_growth
     return 2 * (sending_seconds + timing.transfer_seconds * growth)
+
+
+def _micro_batch_delay(layout: Layout, timing: StackTiming, gpus_per_node: int) -> float:
+    """Return the seconds that a stack adds to each micro-batch on so many nodes; there are none in a single node."""
+    nodes = layout.world_size / gpus_per_node
+    delay: float = timing.inter_node_micro_batch_seconds * (nodes / 64) ** timing.inter_node_micro_batch_growth
+    return delay if nodes > 1 else 0.0
+
+
+def _host_seconds(hardware: HardwareConfig, timing: StackTiming, micro_batches: int) -> float:
+    """Return what a host that runs kernels itself takes for micro-batches outside their layers."""
+    return micro_batches * timing.micro_batch_launches * hardware.fitted.launch_seconds if hardware.is_cpu else 0.0
 
 
 def _bubble_seconds(
