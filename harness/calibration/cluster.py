@@ -67,7 +67,7 @@ def calibrated_hardware(
     """Return the hardware of the measured machine; `datasheet` is that of a file with this device, if there is one."""
     shared = measured.ranks if machine.is_cpu else 1  # a CPU's figures are those of all ranks together
     known_peak = None if machine.is_cpu else peak_flops(machine.device_name, measured.dtype)
-    peak = known_peak or rates.peak_flops
+    peak = known_peak or max(rates.peak_flops, rates.matmul_flops)
     memory_bandwidth = datasheet.memory_bandwidth if datasheet else rates.peak_memory_bandwidth
     link = datasheet.intra_node_bandwidth if datasheet else rates.link_bandwidth or ASSUMED_NETWORK
     fitted = FittedHardware(

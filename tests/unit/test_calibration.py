@@ -1,6 +1,7 @@
 """The fit of a calibration: points of a known machine give back its parameters, and what cannot be told is refused."""
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -33,12 +34,20 @@ from harness.calibration.points import (
     OverlapPoint,
 )
 from harness.calibration.stopwatch import Stopwatch
+from harness.config.command import CommandConfig
 from harness.config.from_dict import from_dict
 from harness.config.hardware import FittedHardware, HardwareConfig
-from harness.config.schema import ClusterConfig
+from harness.config.schema import ClusterConfig, RunConfig
+from harness.config.stack import load_stack
+from harness.config.stack_timing import StackTiming
 from harness.cost_model.timing.kernels import fused_attention_flops, kernel_rates, rank_hardware
+from harness.cost_model.timing.step_time import estimate_step_time
+from harness.engines.base import load_engine
+from harness.layout.layout import resolve_layout
 from harness.runner.predicted_columns import described_devices
+from harness.runner.resolve import load_strategy_preset
 from harness.util.errors import UserError
+from tests.support.commands import compose
 
 RANKS = 2
 
@@ -215,7 +224,7 @@ def test_datasheets_have_what_one_machine_cannot_measure() -> None:
     alone = fit_rates(single)
     assert alone.link_bandwidth is None and "intra_node_* and overlap_slowdown are assumed" in assumptions(alone, None)
     unknown = calibrated_hardware(dataclasses.replace(machine, device_name="X1"), single, alone, None)
-    assert unknown.peak_flops == pytest.approx(rates.peak_flops, rel=1e-3)
+    assert unknown.peak_flops == pytest.approx(max(rates.peak_flops, rates.matmul_flops), rel=1e-3)
     assert unknown.peak_flops_dtype == "bfloat16"
 
 
@@ -245,3 +254,48 @@ def test_a_fault_in_a_measurement_moves_the_parameters(fault: str) -> None:
     curves = [curve for curve in curve_errors(broken, hardware) if curve.name != "memory in caches, not fitted"]
     worst = max(curve.largest_error for curve in curves)
     assert off > 0.2 or worst > 0.2
+
+
+def step_seconds(strategy: str, hardware: HardwareConfig, timing: StackTiming) -> float:
+    """Return the predicted step of a tiny model on two ranks."""
+    config, _ = base()
+    config = dataclasses.replace(config, strategy=load_strategy_preset(strategy))
+    layout = resolve_layout(config.strategy, RANKS)
+    widths = load_engine(layout.engine).state_widths(config, layout)
+    return estimate_step_time(config, layout, hardware, timing, widths, RANKS).step_seconds
+
+
+@functools.cache
+def base() -> tuple[RunConfig, CommandConfig]:
+    """Return a tiny model in fp32."""
+    return compose("strategy=ddp", "model=tiny", "world_size=2", "data=synthetic", "precision=fp32")
+
+
+def test_the_host_s_work_counts_on_a_cpu_alone() -> None:
+    """There FSDP2's and DeepSpeed's hooks and DTensor take longer than a tiny model's kernels; no GPU was measured."""
+    timing = load_stack("harness").timing
+    without = dataclasses.replace(
+        timing,
+        layer_gather_launches=0,
+        parameter_gather_launches=0,
+        divided_layer_launches=0,
+        micro_batch_launches=0,
+    )
+    ddp, fsdp, tp, zero3 = (step_seconds(name, TRUTH, timing) for name in ("ddp", "fsdp_full_shard", "tp", "zero3"))
+    assert ddp < fsdp < tp and fsdp < zero3
+    layers, micro_batches, launch = base()[0].model.num_hidden_layers, 4, TRUTH.fitted.launch_seconds
+    gathers = 3 * timing.layer_gather_launches * layers * micro_batches * launch
+    others = timing.micro_batch_launches * micro_batches * launch
+    assert fsdp - step_seconds("fsdp_full_shard", TRUTH, without) == pytest.approx(gathers + others)
+    h100 = described_devices()[H100]
+    for name in ("ddp", "fsdp_full_shard", "tp", "zero3"):
+        assert step_seconds(name, h100, timing) == step_seconds(name, h100, without)
+
+
+def test_ranks_on_a_cpu_share_its_cores_and_take_turns() -> None:
+    one, four = rank_hardware(TRUTH, 1), rank_hardware(TRUTH, 4)
+    assert (one.peak_flops, four.peak_flops) == (2e11, 5e10)
+    assert four.memory_bandwidth == 1e10
+    assert (one.fitted.launch_seconds, four.fitted.launch_seconds) == (5e-6, 1e-5)
+    h100 = described_devices()[H100]
+    assert rank_hardware(h100, 8) is h100

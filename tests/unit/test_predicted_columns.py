@@ -29,7 +29,7 @@ def step_seconds(plan: Plan) -> float:
 
 def test_a_described_device_has_a_predicted_step_time() -> None:
     """All files describe different devices, and a device without a file has no prediction of time, only of memory."""
-    assert described_devices()[H100.device_name].memory_bytes == 80 * 10**9
+    assert described_devices()[H100.device_name].memory_bytes > 79 * 2**30
     seconds = step_seconds(plan_on(H100))
     assert 0 < seconds < 1
     assert step_seconds(plan_on(H100, "train.seq_len=64")) != seconds
