@@ -83,7 +83,8 @@ def _collectives(points: Sequence[CollectivePoint], hardware: HardwareConfig) ->
         best = max(point.total_bytes / point.seconds for point in own)
         text = f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
         ranks = " and ".join(map(str, sorted({point.ranks for point in own})))
-        yield _curve(f"{operation} of {ranks} ranks", text, f"{best:.3g} B/s", pairs)
+        name = f"{operation} of {ranks} ranks" + (", not fitted" if operation == "send" else "")
+        yield _curve(name, text, f"{best:.3g} B/s", pairs)
 
 
 def collective_seconds(point: CollectivePoint, hardware: HardwareConfig) -> float:

@@ -132,10 +132,11 @@ def _attention(measured: Measurements, kernel_seconds: float) -> tuple[float, fl
 def fit_links(measured: Measurements) -> tuple[float, float]:
     """Return the bytes per second of a ring between the ranks, and the seconds of one of its steps.
 
-    Raises UserError if bytes are less than BYTES_SHARE of the longest message's time: then the points tell a latency
-    alone, and the bandwidth would be a guess.
+    Single transfers are left out: a backend may send faster than its collectives do, of which steps have more. Raises
+    UserError if bytes are less than BYTES_SHARE of the longest message's time: then the points tell a latency alone,
+    and the bandwidth would be a guess.
     """
-    points = measured.collectives
+    points = [point for point in measured.collectives if point.operation != "send"]
     terms = [link_terms(p.operation, p.ranks, p.total_bytes) for p in points]
     latency, per_byte = fit_terms(terms, [p.seconds for p in points])
     steps, moved = terms[max(range(len(points)), key=lambda index: terms[index][1])]
