@@ -5,9 +5,17 @@ from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.deepspeed_memory import stage_2_buffers, stage_3_buffers
-from harness.cost_model.fully_shard_memory import resharded_buffers, whole_buffers
-from harness.cost_model.transient_buffers import TransientBuffers, group_sizes, without_data_parallelism
+from harness.cost_model.deepspeed_memory import stage_2_buffers
+from harness.cost_model.fully_shard_memory import fully_shard_buffers
+from harness.cost_model.stage_3_memory import stage_3_buffers
+from harness.cost_model.stage_activations import observed_layers
+from harness.cost_model.transient_buffers import (
+    ONLY_PASS,
+    Pass,
+    TransientBuffers,
+    group_sizes,
+    without_data_parallelism,
+)
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, local_numel
 from harness.layout.state_widths import StateWidths
@@ -27,6 +35,49 @@ def buffer_tensors(config: RunConfig, layout: Layout, widths: StateWidths, stage
         total = sum(sum(local_numel(config.model, layout, stage).values()) for stage in stages)
         buffers["ddp_buckets"] = round(copies * total * config.precision.compute_bytes)
     return buffers
+
+
+def rebuilds_buckets(config: RunConfig, layout: Layout) -> bool:
+    """Return whether DDP allocates its buckets anew in a timed step.
+
+    It does so once, before the first forward of the second step (torch.nn.parallel.distributed, _pre_forward).
+    """
+    return layout.data_parallel == "ddp" and config.train.warmup_steps == 1
+
+
+def old_bucket_bytes(config: RunConfig, layout: Layout, stage: Stage) -> int:
+    """Return the bytes of a stage's first buckets if they still exist beside those that a timed step allocates.
+
+    In mixed precision the engine refers to the buckets that it reduced last until it reduces the first one anew.
+    """
+    if not (rebuilds_buckets(config, layout) and config.precision.is_mixed):
+        return 0
+    return round(sum(local_numel(config.model, layout, stage).values()) * config.precision.compute_bytes)
+
+
+def ddp_buffers(config: RunConfig, layout: Layout, stage: Stage, moment: Pass) -> TransientBuffers:
+    """Return the old buckets, which DDP's last backward of a step frees once it has filled the first new one."""
+    old = old_bucket_bytes(config, layout, stage)
+    if not old:
+        return TransientBuffers()
+    groups = group_sizes(config.model, layout, stage, by_parameter=False)
+    head = 0 if config.model.tie_word_embeddings else groups.head
+    limit = FIRST_BUCKET_BYTES / config.precision.compute_bytes
+
+    def left(layers: int) -> int:
+        """Return the bytes of old buckets when backward has left so many layers."""
+        return 0 if moment.is_last and head + layers * groups.layer >= limit else old
+
+    indices = observed_layers(stage.layers)
+    return TransientBuffers(
+        forward=old,
+        loss=old,
+        head=old,
+        head_reduction=0 if moment.is_last else old,
+        entered=tuple(map(left, indices)),
+        layers=tuple(left(following + 1) for following in indices),
+        end=0 if moment.is_last else old,
+    )
 
 
 def last_bucket_elements(config: RunConfig, layout: Layout, stage: Stage) -> float:
@@ -59,25 +110,28 @@ def keeps_grad_buffers(config: RunConfig, layout: Layout, widths: StateWidths) -
     """
     if layout.uses_deepspeed_zero and layout.zero_stage < 3 and layout.offload == "none":
         return layout.zero_stage == 1 and widths.gradients > config.precision.accumulate_bytes
+    if layout.uses_deepspeed_zero and layout.zero_stage == 3:
+        return True
     if layout.data_parallel == "ddp":
         return config.strategy.gradient_as_bucket_view and not config.precision.is_mixed
     return layout.data_parallel != "fsdp" and layout.dp_enabled
 
 
 def transient_buffers(
-    config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage], stage: Stage, device: Device
+    config: RunConfig,
+    layout: Layout,
+    widths: StateWidths,
+    stage: Stage,
+    device: Device,
+    moment: Pass = ONLY_PASS,
 ) -> TransientBuffers:
     """Return the buffers of one of a rank's stages; none where nothing is sharded but optimizer state."""
     if layout.uses_deepspeed_zero:
         if layout.zero_stage == 3:
             return stage_3_buffers(config, widths, layout, stage, device)
         return stage_2_buffers(config, widths, layout, stage) if layout.zero_stage == 2 else TransientBuffers()
+    if layout.data_parallel == "ddp":
+        return ddp_buffers(config, layout, stage, moment)
     if layout.data_parallel != "fsdp":
         return TransientBuffers()
-    if layout.zero_stage == 3:
-        return resharded_buffers(config, layout, widths, stage, device)
-    # Stages that are alike are equal, and one of them is this one.
-    others = list(stages)
-    others.remove(stage)
-    elements = [group_sizes(config.model, layout, other, by_parameter=False).total for other in others]
-    return whole_buffers(config, layout, widths, stage, device, sum(elements))
+    return fully_shard_buffers(config, layout, widths, stage, device, moment)

@@ -2,87 +2,112 @@
 
 import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
 from harness.config.model import ModelConfig
-from harness.config.schema import Device, RunConfig
+from harness.config.schema import RunConfig
+from harness.cost_model.gradient_bucket import GradientBucket, arrivals, bucket_contents
+from harness.cost_model.layer_backward import Moment
+from harness.cost_model.micro_batch_shape import FP32_BYTES
+from harness.cost_model.shard_groups import shard_groups
 from harness.cost_model.stage_activations import observed_layers
-from harness.cost_model.transient_buffers import (
-    GroupSizes,
-    TransientBuffers,
-    group_sizes,
-    without_data_parallelism,
-)
+from harness.cost_model.transient_buffers import TransientBuffers, without_data_parallelism
 from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, local_numel
 from harness.layout.state_widths import StateWidths
+
+
+@dataclass(frozen=True)
+class Stage2Reduction:
+    """The copies that DeepSpeed's stage 2 makes of gradients to reduce them to the ranks that own them.
+
+    In mixed precision it copies them in fp32, a large one a rank's part after another. Where a parameter lies in two
+    partitions, the parts of a bucket that one rank owns are not next to each other, and are put together before
+    (stage_1_and_2.py, average_tensor and allreduce_no_retain).
+    """
+
+    bucket: GradientBucket
+    shards: int
+    partition: float  # elements
+    wire: int  # bytes of an element of the fp32 copy; 0 where gradients are reduced as they are
+
+    def copied_bytes(self, content: int, arrived: int) -> int:
+        """Return the bytes of the copies of so many elements, the last of all that have arrived."""
+        if self.bucket.is_large(content):
+            return round(content * self.wire / self.shards)
+        is_divided = content > 0 and int((arrived - content) / self.partition) < int((arrived - 1) / self.partition)
+        return content * (self.wire + self.bucket.gradient * is_divided)
+
+
+@dataclass(frozen=True)
+class Stage2Layer:
+    """One of the layers that observed_layers names, on its way through the backward of DeepSpeed's stage 2."""
+
+    bucket: GradientBucket
+    bucket_bytes: int  # allocated, from the first gradient on
+    reduction: "Stage2Reduction"
+    arrived: int  # the elements of all gradients before the layer's
+    content: int  # of the bucket when backward enters the layer
+    is_partition_allocated: bool  # whether gradients were reduced before
+    small: int  # the elements of the gradient of a norm or a bias
+    has_biases: bool
+
+    def buffer_bytes(self, moments: Sequence[Moment], new_gradients: int) -> list[tuple[int, int]]:
+        """Return the bytes at each of the moments of the layer's backward: this rank's gradients, and buffers."""
+        is_allocated, arrived, sizes = self.is_partition_allocated, self.arrived, []
+        for moment, content, flushed in arrivals(self.bucket, moments, self.content, self.small, self.has_biases):
+            ends = (arrived, arrived + moment.computed)
+            copies = [self.reduction.copied_bytes(size, end) for size, end in zip(flushed, ends, strict=False)]
+            copied, arrived = max(copies, default=0), arrived + moment.computed * moment.is_accumulation
+            present = self.bucket_bytes + self.bucket.waiting_bytes(content) + moment.computed * self.bucket.gradient
+            reducing, reduced = (new_gradients * is_allocated, present + copied), (new_gradients, present)
+            is_allocated = is_allocated or any(flushed)
+            sizes.append(max(reducing, reduced, key=sum) if is_allocated else reducing)
+        return sizes
 
 
 def stage_2_buffers(config: RunConfig, widths: StateWidths, layout: Layout, stage: Stage) -> TransientBuffers:
     """Return the buffers of DeepSpeed's stage 2, which reduces gradients in buckets.
 
-    A gradient that is no larger than a bucket is copied into it and freed. A full bucket is reduced in a flat copy, and
-    in mixed precision in an fp32 copy of that. A larger gradient is reduced by itself, in mixed precision from an fp32
-    copy of the part of one rank after the other. The gradient of a tied matrix is a sum beside its last summand.
+    A gradient that is no larger than a bucket is copied into it and freed. A larger one is reduced by itself, when the
+    next one arrives. The gradient of a tied matrix is a sum beside its last summand. The first reduction allocates this
+    rank's partition of the gradients.
     """
-    sizes = group_sizes(config.model, layout, stage, by_parameter=True)
+    groups = shard_groups(config.model, layout, stage)
     gradient, buckets = config.precision.compute_bytes, widths.backward_buffer_bytes
-
-    def reduction(elements: float) -> float:
-        is_copied = config.precision.is_mixed and elements > widths.reduce_bucket_elements
-        return elements * (gradient + config.precision.reduce_bytes / layout.dp_shard * is_copied)
-
-    summand = sizes.first * gradient * config.model.tie_word_embeddings
-    in_layer = round(reduction(sizes.layer) - sizes.layer * gradient) + buckets
-    in_flush = gradient + config.precision.reduce_bytes * config.precision.is_mixed  # of an element in a bucket
-    bucket, is_full = min(sizes.total, widths.reduce_bucket_elements), fills_buckets(sizes, widths, stage)
-    return TransientBuffers(
-        head_reduction=round(reduction(sizes.head)) + buckets,
-        layers=(in_layer,) * len(is_full),
-        reductions=tuple(buckets + round(bucket * in_flush * full) for full in is_full),
-        end=round(max(reduction(sizes.first) + summand, bucket * in_flush)) + buckets,
+    bucket = GradientBucket(widths.reduce_bucket_elements, gradient)
+    wire = config.precision.reduce_bytes * config.precision.is_mixed
+    reduction = Stage2Reduction(bucket, layout.dp_shard, groups.elements / layout.dp_shard, wire)
+    contents = bucket_contents(config.model, groups, bucket)
+    head, first = groups.head.largest, groups.embedding.elements or groups.root.elements
+    large_head = head * bucket.is_large(head)
+    observed = tuple(
+        Stage2Layer(
+            bucket,
+            buckets,
+            reduction,
+            head + following * groups.layer.elements,
+            contents[following],
+            head + following * groups.layer.elements > bucket.limit,
+            config.model.hidden_size,
+            model_profile(config.model).has_biases,
+        )
+        for following in observed_layers(groups.layers)
     )
-
-
-def fills_buckets(sizes: GroupSizes, widths: StateWidths, stage: Stage) -> list[bool]:
-    """Return whether backward has filled a bucket by the end of each of the layers that observed_layers names."""
-    layer = (sizes.total - sizes.embedding - sizes.head) / stage.layers
-    return [
-        sizes.head + (following + 1) * layer > widths.reduce_bucket_elements
-        for following in observed_layers(stage.layers)
-    ]
-
-
-def stage_3_buffers(
-    config: RunConfig, widths: StateWidths, layout: Layout, stage: Stage, device: Device
-) -> TransientBuffers:
-    """Return the buffers of DeepSpeed's stage 3, which gathers parameter by parameter and reduces in buckets.
-
-    The gradients in a bucket are copied to a flat tensor to be reduced. So is a larger gradient that cannot be cut into
-    equal parts (coalesced_collectives.py, reduce_scatter_coalesced); in mixed precision it is widened before. Gloo
-    copies what it reduces once more.
-    """
-    sizes = group_sizes(config.model, layout, stage, by_parameter=True)
-    whole, gradient, wire = widths.gathered, config.precision.compute_bytes, config.precision.reduce_bytes
-    shards, bucket = layout.dp_shard, widths.reduce_bucket_elements
-    gloo_copies = int(device == "cpu" and shards > 1)
-
-    def reduction(elements: float) -> float:
-        if elements <= bucket:
-            return elements * gradient
-        return elements * (gradient + wire * (config.precision.is_mixed + (elements % shards > 0) + gloo_copies))
-
-    in_layer = sizes.layer * whole + reduction(sizes.layer) - sizes.layer * gradient
-    in_reduction = wire * (1 + gloo_copies)  # of a bucket's elements
-    is_full = fills_buckets(sizes, widths, stage)
+    summand = groups.root.elements * gradient * (not groups.embedding.elements)
+    before_last = contents[groups.layers]
+    flushed, last = bucket.flush(before_last, first), bucket.add(before_last, first)
+    at_arrival = first * gradient + summand + reduction.copied_bytes(flushed, groups.elements - first)
+    at_end = bucket.waiting_bytes(last) + reduction.copied_bytes(last, groups.elements)
     return TransientBuffers(
-        forward=round(max(sizes.head, sizes.layer) * whole),
-        head=round(sizes.head * whole),
-        head_reduction=round(reduction(sizes.head)),
-        layers=(round(in_layer),) * len(is_full),
-        reductions=tuple(round(sizes.layer * whole + bucket * in_reduction * full) for full in is_full),
-        end=round(sizes.first * whole + max(reduction(sizes.first), min(sizes.total, bucket) * in_reduction)),
+        head_reduction=large_head * gradient + reduction.copied_bytes(large_head, head) + buckets,
+        reduces_head=large_head > 0,
+        layers=(buckets,) * len(observed),
+        observed=observed,
+        end=max(at_arrival, at_end) + buckets,
     )
 
 
@@ -120,17 +145,30 @@ def _partition_elements(model: ModelConfig, layout: Layout, stages: tuple[Stage,
     )
 
 
+def kept_host_gradient_bytes(
+    config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage], even_bytes: int
+) -> int:
+    """Return the bytes of a rank's gradients on the host; `even_bytes` is those of an even share of them.
+
+    Stage 2 sums each parameter that lies in its partition whole, beside the flat gradients that AdamW reads.
+    """
+    if layout.zero_stage != 2 or widths.host_gradients <= FP32_BYTES:
+        return even_bytes
+    flat = even_bytes * FP32_BYTES // widths.host_gradients
+    return flat + (widths.host_gradients - FP32_BYTES) * round(partition_elements(config.model, layout, stages))
+
+
 def gloo_gather_peak(config: RunConfig, layout: Layout, widths: StateWidths, parameters: int) -> dict[str, int]:
     """Return a rank's bytes while DeepSpeed's stages 1 and 2 gather the new parameters, which gloo does in a flat copy.
 
-    The reduction buckets are freed by then, and so are the gradients, but for those of BF16_Optimizer.
+    The reduction buckets are freed by then, and so are the gradients on the device, but for those of BF16_Optimizer.
     """
     if not layout.uses_deepspeed_zero or layout.zero_stage == 3:
         return {}
     copy = config.precision.compute_bytes * parameters if layout.dp_shard > 1 else 0
     if layout.zero_stage == 1 and widths.gradients > config.precision.accumulate_bytes:
         return {"gradients": widths.gradients * parameters, "buffers": copy}
-    return {"buffers": copy - widths.buffer_bytes}
+    return {"buffers": copy - widths.buffer_bytes * (layout.offload == "none")}
 
 
 def gradient_copy_bytes(config: RunConfig, layout: Layout, widths: StateWidths, parameters: int) -> int:

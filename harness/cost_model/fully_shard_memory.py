@@ -1,127 +1,182 @@
-"""The memory that fully_shard takes for whole parameters and for gradients on their way to shards. Imports no torch."""
+"""The memory that fully_shard takes for whole parameters and for gradients on their way to shards. Imports no torch.
+
+The order of its allocations is that of torch.distributed.fsdp._fully_shard (_fsdp_param_group.py and
+_fsdp_collectives.py). A group's parameters are gathered into a flat tensor and copied out of it, and in backward each
+group gathers the one before it in advance. A group's whole gradients are copied to a flat tensor, which is reduced to a
+shard, and which lives until the next group's gradients are copied, even in the next micro-batch.
+"""
 
 from dataclasses import dataclass
 
 from harness.config.schema import Device, RunConfig
+from harness.cost_model.shard_groups import ShardGroup, ShardGroups, shard_groups
 from harness.cost_model.stage_activations import observed_layers
-from harness.cost_model.transient_buffers import GroupSizes, TransientBuffers, group_sizes
+from harness.cost_model.transient_buffers import Pass, TransientBuffers
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage
 from harness.layout.state_widths import StateWidths
 
 
-def resharded_buffers(
-    config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage, device: Device
-) -> TransientBuffers:
-    """Return the buffers of fully_shard that gathers a group for forward and again for backward.
-
-    Beside the group in use there is the flat result of a gather: in forward that of the same group, in backward that of
-    the next one, which is prefetched. The group of tied weights is the root's, whole from its first to its last use.
-    """
-    groups, sizes = (
-        group_sizes(config.model, layout, stage, by_parameter=False),
-        element_bytes(config, layout, widths, device),
-    )
-    tied, gathered = config.model.tie_word_embeddings, sizes.gathered
-    root = groups.head * (gathered + sizes.gradient) if tied else 0  # the head's gradient waits for the embedding's
-    last_reduced = groups.first * sizes.wire * sizes.accumulates
-
-    def in_layer(following: int) -> int:
-        prefetched = groups.layer if following < stage.layers - 1 else groups.embedding
-        reduced = groups.layer if following else groups.head * (not tied)
-        return round(root + (groups.layer + prefetched) * gathered + reduced * sizes.wire)
-
-    def in_reduction(following: int) -> int:
-        prefetched = groups.layer if following < stage.layers - 1 else groups.embedding
-        return round(root + 2 * prefetched * gathered + groups.layer * (sizes.wire + sizes.gloo_copy))
-
-    return TransientBuffers(
-        forward=round(2 * max(groups.head, groups.layer) * gathered + last_reduced),
-        loss=round(last_reduced),
-        head=round((groups.head + groups.layer) * gathered + last_reduced),
-        head_reduction=0 if tied else round(groups.layer * gathered + groups.head * sizes.reduction),
-        layers=tuple(map(in_layer, observed_layers(stage.layers))),
-        reductions=tuple(map(in_reduction, observed_layers(stage.layers))) if sizes.gloo_copy else (),
-        end=round(end_bytes(groups, sizes, tied)),
-    )
-
-
-def whole_buffers(
-    config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage, device: Device, other_elements: float
-) -> TransientBuffers:
-    """Return the buffers of fully_shard that keeps parameters whole from the first forward to the last backward.
-
-    `other_elements` is the number of whole elements in the rank's other stages. The last backward frees each group as
-    it goes; where it is the only one of a step, there is none that keeps them.
-    """
-    groups, sizes = (
-        group_sizes(config.model, layout, stage, by_parameter=False),
-        element_bytes(config, layout, widths, device),
-    )
-    tied, gathered, frees = config.model.tie_word_embeddings, sizes.gathered, not sizes.accumulates
-    whole = (groups.total + other_elements) * gathered
-    result = max(groups.head, groups.layer) * gathered if layout.shard_count("parameters") > 1 else 0
-    last_reduced = groups.first * sizes.wire * sizes.accumulates
-    freed_head = groups.head * gathered * (frees and not tied)
-    waiting = groups.head * sizes.gradient * tied
-
-    def in_layer(following: int) -> int:
-        freed_layers = following * groups.layer * gathered * frees
-        reduced = groups.layer if following else groups.head * (not tied)
-        return round(whole - freed_head - freed_layers + waiting + reduced * sizes.wire)
-
-    # In a backward that keeps parameters, those of the last group are among the whole ones.
-    whole_at_end = (other_elements if frees else groups.total - groups.first + other_elements) * gathered
-    end = end_bytes(groups, sizes, tied)
-    if not frees:
-        end = max(end, groups.first * (gathered + sizes.reduction))
-    return TransientBuffers(
-        forward=round(whole + result + last_reduced),
-        loss=round(whole + last_reduced),
-        head=round(whole + last_reduced),
-        head_reduction=0 if tied else round(whole - freed_head + groups.head * sizes.reduction),
-        layers=tuple(map(in_layer, observed_layers(stage.layers))),
-        end=round(whole_at_end + end),
-    )
-
-
 @dataclass(frozen=True)
-class ElementBytes:
-    """The bytes of one element on its way through fully_shard, in a step whose micro-batches may accumulate.
-
-    A group's whole gradient is copied to a flat buffer to be reduced. The buffer lives until the next group's
-    reduction, even in the next micro-batch (_fsdp_state.py, _root_post_backward_final_callback).
-    """
+class GroupBytes:
+    """The bytes of groups on their way through fully_shard, by the widths of an element."""
 
     gathered: int
     gradient: int
-    wire: int  # of the flat copy
-    gloo_copy: int  # of the flat copy, which gloo makes
-    shard: float  # of the result of a reduction
-    accumulates: bool
+    wire: int  # of what is reduced
+    shards: int
+    casts: bool  # whether shards are cast to the gathered width before they are sent
+    is_cpu: bool  # where gradients that do not divide evenly are padded in copies, and gloo copies what it transfers
 
-    @property
-    def reduction(self) -> float:
-        """Bytes of a gradient, its flat copy and the result; the gradient is freed before gloo makes its copy."""
-        return max(self.gradient, self.gloo_copy) + self.wire + self.shard
+    def whole(self, group: ShardGroup) -> int:
+        """Return the bytes of the gathered parameters."""
+        return group.padded * self.gathered
+
+    def flat(self, group: ShardGroup) -> int:
+        """Return the bytes of the flat tensor that is the result of a gather; a single shard needs none."""
+        return self.whole(group) * (self.shards > 1)
+
+    def gather(self, group: ShardGroup) -> int:
+        """Return the bytes while the group is gathered into its flat tensor."""
+        flat = self.flat(group)
+        return flat + flat // self.shards * self.casts + flat * self.is_cpu
+
+    def reduced(self, group: ShardGroup) -> int:
+        """Return the bytes of the flat tensor of gradients."""
+        return group.padded * self.wire
+
+    def shard(self, group: ShardGroup) -> int:
+        """Return the bytes of the result of a reduction."""
+        return self.reduced(group) // self.shards
+
+    def reduction(self, group: ShardGroup) -> int:
+        """Return the most bytes while a group's gradients are reduced, its result included.
+
+        At first all of its gradients lie beside the flat tensor. When that is reduced, a loop in foreach_reduce still
+        refers to the last of them.
+        """
+        flat = self.reduced(group)
+        copied_in = group.elements * self.gradient + flat + group.uneven * self.gradient * self.is_cpu
+        last = group.last * self.gradient * (self.shards > 1)
+        copy = flat * (self.is_cpu and self.shards > 1)
+        return max(copied_in, flat + self.shard(group) + last + copy)
 
 
-def element_bytes(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> ElementBytes:
-    """Return the bytes of an element in this layout."""
-    wire, shards = config.precision.reduce_bytes, layout.axes_size(layout.sharding_axes)
-    accumulates = layout.grad_accumulation_steps(config.train) > 1
-    gloo_copy = wire if device == "cpu" and shards > 1 else 0
-    return ElementBytes(widths.gathered, config.precision.compute_bytes, wire, gloo_copy, wire / shards, accumulates)
+def fully_shard_buffers(
+    config: RunConfig,
+    layout: Layout,
+    widths: StateWidths,
+    stage: Stage,
+    device: Device,
+    moment: Pass,
+) -> TransientBuffers:
+    """Return the buffers of a micro-batch's pass through a stage that fully_shard shards.
 
-
-def end_bytes(groups: GroupSizes, sizes: ElementBytes, tied: bool) -> float:
-    """Return the bytes of the group that backward ends with: when its gradient is computed, or when it is reduced.
-
-    All gradients' shards are counted elsewhere. The group's own is made by its reduction; where gradients accumulate,
-    it is then added to the sum so far. A tied matrix has two gradients, whose sum is made beside them.
+    Where parameters stay whole (zero_stage 0 and 2), the first forward of a step gathers them, and its last backward
+    frees each group as it goes.
     """
-    copies = 3 if tied else 1
-    computed = groups.first * (copies * sizes.gradient + sizes.gathered) + groups.layer * sizes.wire
-    if sizes.accumulates:
-        return max(computed, groups.first * sizes.reduction)
-    return max(computed - groups.first * sizes.shard, groups.first * (sizes.gradient + sizes.wire))
+    groups = shard_groups(config.model, layout, stage)
+    sizes = group_bytes(config, layout, widths, device)
+    return (resharded_buffers if layout.zero_stage == 3 else whole_buffers)(groups, sizes, moment)
+
+
+def group_bytes(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> GroupBytes:
+    """Return the widths of an element in this layout."""
+    shards, precision = layout.axes_size(layout.sharding_axes), config.precision
+    return GroupBytes(
+        widths.gathered,
+        precision.compute_bytes,
+        precision.reduce_bytes,
+        shards,
+        casts=precision.is_mixed and shards > 1,
+        is_cpu=device == "cpu",
+    )
+
+
+def resharded_buffers(groups: ShardGroups, sizes: GroupBytes, moment: Pass) -> TransientBuffers:
+    """Return the buffers of groups that are gathered for forward and again for backward."""
+    root, embedding, layer, head = groups.root, groups.embedding, groups.layer, groups.head
+    retained = 0 if moment.is_first else sizes.reduced(groups.last_reduced)
+    whole_root, indices = sizes.whole(root), observed_layers(groups.layers)
+    waiting = whole_root + groups.waiting * sizes.gradient
+
+    def gathered_ahead(following: int) -> ShardGroup:
+        return layer if following < groups.layers - 1 else embedding
+
+    def reduced_before(following: int) -> int:
+        return sizes.reduced(layer) if following else sizes.reduced(head) or retained
+
+    def entered(following: int) -> int:
+        ahead = max(sizes.flat(layer), sizes.gather(gathered_ahead(following)))
+        return waiting + sizes.whole(layer) + ahead + reduced_before(following)
+
+    def in_layer(following: int) -> int:
+        return waiting + sizes.whole(layer) + sizes.flat(gathered_ahead(following)) + reduced_before(following)
+
+    def reduction(following: int) -> int:
+        return waiting + sizes.flat(gathered_ahead(following)) + sizes.reduction(layer)
+
+    before_layer = layer if groups.layers > 1 else root if root.elements else embedding
+    in_forward = [sizes.whole(layer) + sizes.flat(layer), sizes.flat(before_layer) + sizes.gather(layer)]
+    in_forward += [sizes.whole(head) + sizes.flat(head), sizes.flat(layer) + sizes.gather(head)]
+    behind = root if root.elements else head  # the group that backward enters first
+    entering = (
+        sizes.gather(behind),
+        sizes.flat(behind) + sizes.whole(behind),
+        sizes.whole(behind) + sizes.gather(layer),
+    )
+    return TransientBuffers(
+        forward=whole_root + retained + max(in_forward),
+        loss=retained,
+        entering=retained + max(entering),
+        head=retained + sizes.whole(behind) + sizes.flat(layer),
+        head_reduction=sizes.flat(layer) + sizes.reduction(head) if head.elements else 0,
+        entered=tuple(map(entered, indices)),
+        layers=tuple(map(in_layer, indices)),
+        reductions=tuple(map(reduction, indices)),
+        last_gradient=whole_root + sizes.whole(embedding) + last_gradient_bytes(groups, sizes),
+        end=sizes.reduction(groups.last_reduced) - sizes.shard(groups.last_reduced) * moment.is_first,
+    )
+
+
+def whole_buffers(groups: ShardGroups, sizes: GroupBytes, moment: Pass) -> TransientBuffers:
+    """Return the buffers of groups that stay whole from the first forward of a step to its last backward."""
+    layer, head, last = groups.layer, groups.head, groups.last_reduced
+    retained = 0 if moment.is_first else sizes.reduced(last)
+    whole, frees, indices = groups.padded * sizes.gathered, moment.is_last, observed_layers(groups.layers)
+    waiting = groups.waiting * sizes.gradient
+
+    def left(following: int) -> int:
+        """Return the bytes of parameters once backward has left the head and so many layers."""
+        return whole - (sizes.whole(head) + following * sizes.whole(layer)) * frees
+
+    def in_layer(following: int) -> int:
+        before = sizes.reduced(layer) if following else sizes.reduced(head) or retained
+        return left(following) + waiting + before
+
+    def reduction(following: int) -> int:
+        return left(following + 1) + waiting + sizes.reduction(layer)
+
+    last_gathered = head if head.elements else layer
+    beside = sizes.flat(layer) + sizes.gather(last_gathered) - sizes.whole(last_gathered)
+    gathered = max(sizes.flat(last_gathered), beside) * moment.gathers
+    return TransientBuffers(
+        forward=whole + max(retained, gathered),
+        loss=whole + retained,
+        entering=whole + retained,
+        head=whole + retained,
+        head_reduction=left(0) + sizes.reduction(head) if head.elements else 0,
+        layers=tuple(map(in_layer, indices)),
+        reductions=tuple(map(reduction, indices)),
+        last_gradient=left(groups.layers) + last_gradient_bytes(groups, sizes),
+        end=(0 if frees else whole) + sizes.reduction(last) - sizes.shard(last) * moment.is_first,
+    )
+
+
+def last_gradient_bytes(groups: ShardGroups, sizes: GroupBytes) -> int:
+    """Return the bytes of gradients when backward computes the embedding's: those, and the reduced one before it.
+
+    A tied matrix has two gradients, whose sum is made beside them.
+    """
+    elements = groups.embedding.elements + groups.root.elements + 2 * groups.waiting
+    return elements * sizes.gradient + sizes.reduced(groups.layer)

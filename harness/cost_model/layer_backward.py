@@ -28,6 +28,7 @@ class Moment:
     weights: int = 0  # elements of the layer's weights whose gradients are complete
     computed: int = 0  # elements of the weight whose gradient this operator computes
     is_accumulation: bool = False  # whether that gradient is now added to the parameter's own, or becomes it
+    is_followed_by_matrix: bool = True  # whether the gradient after it is that of another matrix of the same branch
 
 
 class LayerBackward:
@@ -48,14 +49,14 @@ class LayerBackward:
             self.saved.pop(name, None)
             self.temporaries.pop(name, None)
 
-    def accumulate(self, weight: int) -> None:
+    def accumulate(self, weight: int, is_followed_by_matrix: bool = True) -> None:
         """Add a weight's gradient to the parameter's."""
-        self._record(weight, is_accumulation=True)
+        self._record(weight, is_accumulation=True, is_followed_by_matrix=is_followed_by_matrix)
         self.weights += weight
 
-    def _record(self, weight: int, is_accumulation: bool = False) -> None:
+    def _record(self, weight: int, is_accumulation: bool = False, is_followed_by_matrix: bool = True) -> None:
         saved, temporaries = sum(self.saved.values()), sum(self.temporaries.values())
-        self.moments.append(Moment(saved, temporaries, self.weights, weight, is_accumulation))
+        self.moments.append(Moment(saved, temporaries, self.weights, weight, is_accumulation, is_followed_by_matrix))
 
     def free(self, *prefixes: str) -> None:
         """Free all kept tensors whose names begin so."""
@@ -147,7 +148,7 @@ def run_column_parallel(backward: LayerBackward, weight: str, output_grad: str, 
     if not is_first:
         backward.run({"sum.grad": whole}, ("input.grad", "summand.grad"), weight=elements)
         backward.temporaries["input.grad"] = backward.temporaries.pop("sum.grad")
-    backward.accumulate(elements)
+    backward.accumulate(elements, is_followed_by_matrix=not norm_output)
 
 
 def run_mlp(backward: LayerBackward, recomputation: Recomputation) -> None:

@@ -1,7 +1,8 @@
 """The prediction of one rank's memory from configuration, layout and its engine's widths. Imports no torch.
 
-The padding of shards, the allocator's fragmentation and what a collective needs beside its result are left out. The
-tensors that tensor and pipeline parallelism keep were checked on CPU; for CUDA they are derived.
+The allocator's fragmentation and what NCCL needs outside torch's allocator are left out. On a CPU the copies are
+included that gloo makes while it gathers and reduces; when its threads free them late, a run needs more. The tensors
+that tensor and pipeline parallelism keep were checked on CPU; for CUDA they are derived.
 """
 
 import dataclasses
@@ -96,7 +97,7 @@ def lower_bound_estimate(config: RunConfig, layout: Layout, widths: StateWidths,
     at_peak = {"parameters": parameter_bytes, "optimizer": optimizer_bytes, "gradients": gradient_bytes}
     host_bytes = 0 if device == "cpu" else sum(at_peak.pop(kind) for kind in layout.offloaded_state)
     # Parameters are whole in forward, when there are no gradients yet.
-    buffers += max(0, transient_buffers(config, layout, widths, [stage], stage, device).forward - gradient_bytes)
+    buffers += max(0, transient_buffers(config, layout, widths, stage, device).forward - gradient_bytes)
     at_peak["buffers"] = buffers
     return MemoryEstimate(
         parameter_bytes,
@@ -129,7 +130,7 @@ def rank_estimate(peak: RankPeak) -> MemoryEstimate:
         cost.optimizer_bytes,
         activation_bytes=max_saved_bytes(costs, peak.starts),
         loss_bytes=sum(part.sizes.loss for part in costs if part.stage.holds_head),
-        communication_buffer_bytes=cost.buffer_bytes + max(part.transient.largest for part in costs),
+        communication_buffer_bytes=cost.buffer_bytes + max(part.largest_transient_bytes for part in costs),
         host_bytes=cost.offloaded_state_bytes + offloaded,
         process_bytes=PROCESS_BYTES[cost.device],
         at_peak=dict(peak.at_peak),

@@ -63,6 +63,7 @@ class BackwardStart(NamedTuple):
     awaiting_weight_grad: PassCounts  # kept for the half of their backward that is for weights
     done: PassCounts  # whose backward is complete
     forwards: PassCounts  # whose forward has run
+    is_last: bool = False  # whether it is the stage's last one of the step
 
     def later(self, micro_batches: int) -> "BackwardStart":
         """Return the same start after so many more micro-batches have gone through every stage."""
@@ -78,7 +79,8 @@ class BackwardStart(NamedTuple):
     def situation(self) -> tuple[object, ...]:
         """What decides the pass itself, beside what is kept of others."""
         has_sent_back = tuple(map(bool, map(sum, zip(self.awaiting_weight_grad, self.done, strict=True))))
-        return self.kind, self.stage, self.has_gradients, has_sent_back, self.pending[self.stage] == 1
+        only_one = self.pending[self.stage] == 1
+        return self.kind, self.stage, self.has_gradients, has_sent_back, only_one, self.is_last
 
 
 def backward_starts(layout: Layout, micro_batches: int, pp_rank: int) -> list[BackwardStart]:
@@ -107,8 +109,9 @@ def _backward_starts(
             pending[stage] += 1
             forwards[stage] += 1
             continue
-        start = BackwardStart(kind, stage, tuple(pending), tuple(awaiting), tuple(done), tuple(forwards))
-        starts[kind, stage, start.pending, start.awaiting_weight_grad, start.has_gradients] = start
+        is_last = done[stage] + 1 == micro_batches
+        start = BackwardStart(kind, stage, tuple(pending), tuple(awaiting), tuple(done), tuple(forwards), is_last)
+        starts[kind, stage, start.pending, start.awaiting_weight_grad, start.has_gradients, is_last] = start
         (awaiting if kind == "weights" else pending)[stage] -= 1
         (awaiting if kind == "inputs" else done)[stage] += 1
     return tuple(starts.values())

@@ -9,15 +9,17 @@ from functools import cached_property, lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.buffers import buffer_tensors, keeps_grad_buffers
+from harness.cost_model.buffers import buffer_tensors, keeps_grad_buffers, rebuilds_buckets
 from harness.cost_model.deepspeed_memory import (
     gloo_gather_peak,
     gradient_copy_bytes,
+    kept_host_gradient_bytes,
     partition_elements,
     summed_gradient_bytes,
 )
 from harness.cost_model.optimizer_memory import optimizer_parameter_count, optimizer_temporary_bytes
 from harness.cost_model.pipeline import BackwardStart, backward_starts, heaviest_starts
+from harness.cost_model.shard_groups import shard_groups
 from harness.cost_model.stage_activations import host_gradient_bytes
 from harness.cost_model.stage_memory import Bytes, StageCost, stage_costs
 from harness.cost_model.step_peaks import PARTS, highest_step_peak
@@ -60,16 +62,21 @@ class RankCost:
     gradients: list[int]  # the most bytes of each stage's gradients on the device
     sums: list[int]  # those that are kept from one micro-batch to the next
     buffer_bytes: int
+    host_gradient_bytes: int  # that a CPU, where the host is the device, has all the time
     other_peaks: list[Bytes]  # at the moments of a step outside backward, without resident state and buffers
 
     def step_peak(self, starts: Sequence[BackwardStart]) -> Bytes:
         """Return the bytes at the worst moment of a step with these starts of backwards, without resident state."""
         keeps_gradients = keeps_grad_buffers(self.config, self.layout, self.widths)
         keeps_sent = self.layout.schedule != "1f1b"  # torch's other schedules wait for all sends at the end of the step
-        backward = highest_step_peak(self.costs, self.gradients, self.sums, keeps_gradients, starts, keeps_sent)
+        micro_batches = self.layout.grad_accumulation_steps(self.config.train)
+        backward = highest_step_peak(
+            self.costs, self.gradients, self.sums, keeps_gradients, starts, keeps_sent, micro_batches
+        )
         peaks = (backward, *self.other_peaks)
         highest = max(peaks, key=lambda peak: sum(peak.values()))
-        return highest | {"buffers": highest["buffers"] + self.buffer_bytes}
+        gradients = highest["gradients"] + self.host_gradient_bytes
+        return highest | {"gradients": gradients, "buffers": highest["buffers"] + self.buffer_bytes}
 
     def heaviest_starts(self, pp_ranks: tuple[int, ...]) -> dict[int, Sequence[BackwardStart]]:
         """Return the starts of backwards among which the worst one of these ranks is, which have the same stages."""
@@ -82,18 +89,28 @@ class RankCost:
 def rank_cost(
     config: RunConfig, layout: Layout, widths: StateWidths, device: Device, stages: tuple[Stage, ...]
 ) -> RankCost:
-    """Return the bytes of a rank of the pipeline that has these stages; device is cpu or cuda."""
+    """Return the bytes of a rank of the pipeline that has these stages; device is cpu or cuda.
+
+    On a CPU that includes the copies that gloo makes of what it gathers and reduces. NCCL makes none.
+    """
     costs = stage_costs(config, layout, device, stages, widths)
-    total = sum(cost.parameter_count for cost in costs)
+    counts = [sharded_count(config.model, layout, cost) for cost in costs]
+    total = sum(counts)
     parameter_bytes = -(-widths.parameters * total // layout.shard_count("parameters"))
-    optimizer_bytes = widths.optimizer * optimizer_parameter_count(config.model, layout, stages)
-    gradients = [-(-widths.gradients * cost.parameter_count // layout.shard_count("gradients")) for cost in costs]
-    host_gradients = host_gradient_bytes(widths, layout, [cost.parameter_count for cost in costs])
+    optimizer_count = optimizer_parameter_count(config.model, layout, stages)
+    if layout.data_parallel == "fsdp":
+        optimizer_count = -(-total // layout.shard_count("optimizer"))
+    optimizer_bytes = widths.optimizer * optimizer_count
+    gradients = [-(-widths.gradients * count // layout.shard_count("gradients")) for count in counts]
+    host_gradients = host_gradient_bytes(widths, layout, counts)
     gradient_bytes = sum(gradients) + sum(host_gradients)
     resident = {"parameters": parameter_bytes, "optimizer": optimizer_bytes}
     offloaded_state_bytes = 0
-    if device == "cpu":  # the host's memory is the device's
+    kept_gradients = 0
+    if device == "cpu" and not layout.uses_deepspeed_zero:  # the host's memory is the device's
         gradients = [sum(sizes) for sizes in zip(gradients, host_gradients, strict=True)]
+    elif device == "cpu":
+        kept_gradients = kept_host_gradient_bytes(config, layout, widths, stages, sum(host_gradients))
     else:
         offloaded_state = [resident.pop(kind) for kind in layout.offloaded_state if kind in resident]
         offloaded_state_bytes = sum(offloaded_state) + sum(host_gradients) + widths.host_buffer_bytes
@@ -130,8 +147,14 @@ def rank_cost(
         gradients,
         sums=summed_gradient_bytes(config, layout, widths, gradients),
         buffer_bytes=buffer_bytes,
+        host_gradient_bytes=kept_gradients,
         other_peaks=others,
     )
+
+
+def sharded_count(model: ModelConfig, layout: Layout, cost: StageCost) -> int:
+    """Return a stage's parameters on a tensor-parallel rank, with the padding that fully_shard adds."""
+    return shard_groups(model, layout, cost.stage).padded if layout.data_parallel == "fsdp" else cost.parameter_count
 
 
 @dataclass(frozen=True)
@@ -156,11 +179,9 @@ class RankPeak:
 def rebuilds_buckets_beside_gradients(config: RunConfig, layout: Layout) -> bool:
     """Return whether DDP allocates its buckets anew in a timed step, while gradients lie in the old ones.
 
-    It does so once, before the second forward that synchronizes (torch.nn.parallel.distributed, _pre_forward). That is
-    in the second step, where the gradients of an earlier micro-batch exist if there is one.
+    These are the gradients of an earlier micro-batch, if there is one.
     """
-    accumulates = layout.grad_accumulation_steps(config.train) > 1
-    return layout.data_parallel == "ddp" and config.train.warmup_steps == 1 and accumulates
+    return rebuilds_buckets(config, layout) and layout.grad_accumulation_steps(config.train) > 1
 
 
 def highest_rank(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> RankPeak:

@@ -43,6 +43,7 @@ class OneLayerActivations:
     kept_for_weights: int  # for the weights' half of a backward, a second forward's tensors included
     at_scores: int  # when its forward computes its attention
     moments: tuple[Moment, ...]  # of its backward: those that can be the worst one
+    all_moments: tuple[Moment, ...]
     most_saved: int  # at any moment of its backward
     saved_at_end: int  # at the last moment of its backward
 
@@ -53,6 +54,7 @@ class StageActivations:
 
     before_backward: int
     in_final_norm: int  # in the final norm's backward, without what that freed; 0 without the head
+    in_head: int  # those of the final norm and the head
     layers: tuple[LayerActivations, ...]  # the last layer, the one before it and the first, each once
     recomputed: int  # by one layer's second forward; 0 without checkpointing
 
@@ -65,6 +67,7 @@ def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: Check
     return StageActivations(
         before_backward=saved + head,
         in_final_norm=saved + head - weight_pass_bytes(norm, shape) if stage.holds_head else 0,
+        in_head=head,
         layers=tuple(
             layer_backward_activations(shape, stage, checkpointing, following)
             for following in observed_layers(stage.layers)
@@ -121,6 +124,7 @@ def _one_layer_activations(
         kept_for_weights=for_weights + is_recomputed * sum(recomputed.values()),
         at_scores=sum(until_scores.values()),
         moments=possible_peaks(moments),
+        all_moments=tuple(moments),
         most_saved=max(moment.saved for moment in moments),
         saved_at_end=moments[-1].saved,
     )

@@ -4,15 +4,16 @@ Imports no torch.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.buffers import last_bucket_elements, transient_buffers
+from harness.cost_model.buffers import last_bucket_elements, old_bucket_bytes, transient_buffers
 from harness.cost_model.micro_batch_bytes import MicroBatchBytes, micro_batch_bytes
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape, micro_batch_shape
+from harness.cost_model.shard_groups import shard_groups
 from harness.cost_model.stage_activations import (
     StageActivations,
     offloaded_bytes,
@@ -20,7 +21,7 @@ from harness.cost_model.stage_activations import (
     weight_grad_only_bytes,
     without_offloaded_activations,
 )
-from harness.cost_model.transient_buffers import GroupSizes, TransientBuffers, group_sizes
+from harness.cost_model.transient_buffers import ONLY_PASS, GroupSizes, Pass, TransientBuffers, group_sizes
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, parameters_of_stage
 from harness.layout.state_widths import StateWidths
@@ -62,10 +63,16 @@ class StageCost:
     parameter_count: int
     has_16_bit_grads: bool  # whether backward computes gradients in 16 bit, which are summed in fp32
     reduced_last_elements: float  # of DDP's last bucket, which is reduced in an fp32 copy; 0 where there is none
-    transient: TransientBuffers
+    transient: Callable[[Pass], TransientBuffers]
+    whole_bytes: int  # of parameters that stay gathered from the first forward of a step to its last backward
+    retained_bytes: int  # of gradients that were reduced last, from one micro-batch to the next
+    old_bucket_bytes: int  # of the buckets before DDP's present ones, until the first of these is reduced
     groups: GroupSizes  # of the parameters that are gathered and reduced together, elements
     reduces_groups: bool  # whether gradients are reduced to shards group by group
-    allocates_gradients_at_once: bool  # when the first one is computed, as DeepSpeed's stage 2 does
+    # Whether autograd adds one gradient of a matrix to another, as it does with those that DeepSpeed's own linear
+    # function returns. Those of torch's are views, which it leaves as they are.
+    sums_in_place: bool
+    allocates_gradients_late: bool  # when gradients are reduced, as DeepSpeed's stage 2 does
     offloaded_bytes: int  # of the activations of a pass that activation offload moves to the host
 
     @cached_property
@@ -98,6 +105,11 @@ class StageCost:
     def log_probability_bytes(self) -> int:
         """Bytes of log-probabilities kept for backward; 0 where the loss goes through its tokens in parts."""
         return self.sizes.logits if self.stage.holds_head and self.shape.loss_chunks == 1 else 0
+
+    @property
+    def largest_transient_bytes(self) -> int:
+        """The most bytes of transient buffers at any moment of any pass."""
+        return max(self.transient(moment).largest for moment in (ONLY_PASS, Pass(False, False, False)))
 
     @property
     def recomputed_log_probability_bytes(self) -> int:
@@ -138,9 +150,10 @@ class StageCost:
 
         That of tied matrices is complete only when backward ends.
         """
-        if self.allocates_gradients_at_once:
-            return new_gradients
-        head = 0 if self.shape.model.tie_word_embeddings else self.groups.head
+        if self.allocates_gradients_late:
+            return 0
+        waits = self.shape.model.tie_word_embeddings or (self.reduces_groups and self.stage.count > 1)
+        head = 0 if waits else self.groups.head
         return new_gradients * (head + following * self.groups.layer) / self.groups.total
 
     @cached_property
@@ -157,7 +170,11 @@ class StageCost:
 
 
 def stage_costs(
-    config: RunConfig, layout: Layout, device: Device, stages: Sequence[Stage], widths: StateWidths | None = None
+    config: RunConfig,
+    layout: Layout,
+    device: Device,
+    stages: Sequence[Stage],
+    widths: StateWidths | None = None,
 ) -> list[StageCost]:
     """Return the costs of a rank's stages; device is cpu or cuda. Without widths they have no transient buffers."""
     shape = micro_batch_shape(config, layout, device)
@@ -174,6 +191,7 @@ def stage_costs(
             other_layers = offloaded - offloaded // stage.layers
             activations = without_offloaded_activations(activations, offloaded, stage.layers)
             at_layer, at_matrix = at_layer - other_layers, max(0, at_matrix - other_layers)
+        whole_bytes, retained_bytes = bytes_between_micro_batches(config, layout, stage, widths)
         costs.append(
             StageCost(
                 shape,
@@ -187,11 +205,38 @@ def stage_costs(
                 reduced_last_elements=last_bucket_elements(config, layout, stage) if reduces_copies else 0,
                 groups=group_sizes(config.model, layout, stage, by_parameter=False),
                 reduces_groups=layout.data_parallel == "fsdp",
-                allocates_gradients_at_once=layout.uses_deepspeed_zero and layout.zero_stage == 2,
-                transient=transient_buffers(config, layout, widths, stages, stage, device)
-                if widths
-                else TransientBuffers(),
+                sums_in_place=widths is not None and widths.recomputes_last_projection,
+                allocates_gradients_late=layout.uses_deepspeed_zero and layout.zero_stage == 2,
+                transient=transients(config, layout, widths, stage, device),
+                whole_bytes=whole_bytes,
+                retained_bytes=retained_bytes,
+                old_bucket_bytes=old_bucket_bytes(config, layout, stage),
                 offloaded_bytes=offloaded,
             )
         )
     return costs
+
+
+def transients(
+    config: RunConfig, layout: Layout, widths: StateWidths | None, stage: Stage, device: Device
+) -> Callable[[Pass], TransientBuffers]:
+    """Return the function that says a stage's buffers in a pass, which computes them when they are needed first."""
+
+    @cache
+    def transient(moment: Pass) -> TransientBuffers:
+        if widths is None:
+            return TransientBuffers()
+        return transient_buffers(config, layout, widths, stage, device, moment)
+
+    return transient
+
+
+def bytes_between_micro_batches(
+    config: RunConfig, layout: Layout, stage: Stage, widths: StateWidths | None
+) -> tuple[int, int]:
+    """Return the bytes of fully_shard's whole parameters and reduced gradients that one micro-batch leaves another."""
+    if layout.data_parallel != "fsdp" or widths is None:
+        return 0, 0
+    groups = shard_groups(config.model, layout, stage)
+    retained = groups.last_reduced.padded * config.precision.reduce_bytes
+    return groups.padded * widths.gathered * (layout.zero_stage < 3), retained

@@ -7,10 +7,11 @@ from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.pipeline import BackwardStart, PassKind
 from harness.cost_model.stage_activations import LayerActivations
 from harness.cost_model.stage_memory import Bytes, StageCost
+from harness.cost_model.transient_buffers import ONLY_PASS, LayerBuffers, Pass, TransientBuffers
 
 
 def backward_peaks(
-    cost: StageCost, kind: PassKind, new_gradients: int, reduces_copies: bool = False
+    cost: StageCost, kind: PassKind, new_gradients: int, reduces_copies: bool = False, moment: Pass = ONLY_PASS
 ) -> Iterator[Bytes]:
     """Yield the bytes of a pass at the worst moments of its backward, in their order.
 
@@ -18,7 +19,7 @@ def backward_peaks(
     `reduces_copies` is whether DDP reduces them in this pass, in fp32 copies of its 16-bit buckets.
     """
     sizes, activations, holds_head = cost.sizes, cost.activations, cost.stage.holds_head
-    buffers, layer_deferred = cost.transient, sizes.deferred
+    buffers, layer_deferred = cost.transient(moment), sizes.deferred
     if kind == "weights":
         at_layer, at_matrix = cost.weight_pass_activations
         left = cost.deferred_grad_bytes - (cost.stage.layers - 1) * layer_deferred
@@ -29,8 +30,10 @@ def backward_peaks(
         return
     yield {"activations": activations.before_backward, "buffers": buffers.forward}
     yield {"activations": activations.layers[0].at_scores, "temporaries": sizes.scores, "buffers": buffers.forward}
+    if not holds_head:
+        yield {"activations": activations.before_backward, "buffers": buffers.entering}
     if holds_head:
-        yield from head_peaks(cost, kind, new_gradients)
+        yield from head_peaks(cost, kind, new_gradients, buffers)
     if kind == "inputs":  # it frees nothing
         all_saved = {"activations": activations.before_backward, "loss": cost.log_probability_bytes}
         all_saved["buffers"] = buffers.in_layer(0)
@@ -40,21 +43,46 @@ def backward_peaks(
         yield all_saved | {"temporaries": deferred + sizes.norm_backward - sizes.norm_gradient}
         return
     for index, layer in enumerate(activations.layers):
+        before = round(cost.computed_gradients(new_gradients, layer.following))
+        if buffers.entered:
+            saved = layer.outside + layer.own.saved
+            yield {
+                "activations": saved,
+                "gradients": before,
+                "temporaries": sizes.hidden,
+                "buffers": buffers.entered[index],
+            }
+        if buffers.observed:
+            yield observed_peak(cost, layer, buffers.observed[index], new_gradients)
+            continue
         peak = layer_peak(cost, layer, new_gradients)
         yield peak | {"buffers": peak.get("buffers", 0) + buffers.in_layer(index)}
         if buffers.reductions:
             saved = layer.outside + layer.own.saved_at_end
-            yield {"activations": saved, "temporaries": sizes.hidden, "buffers": buffers.reductions[index]}
+            reduced = {"activations": saved, "temporaries": sizes.hidden, "buffers": buffers.reductions[index]}
+            yield reduced | {"gradients": before * cost.reduces_groups}
+    if cost.reduces_groups:
+        if cost.stage.holds_embedding:
+            at_embedding = {"temporaries": sizes.whole_hidden, "buffers": buffers.last_gradient}
+            yield {"gradients": before_end(cost, new_gradients)} | at_embedding
+        yield {"gradients": new_gradients, "temporaries": 0, "buffers": buffers.end}
+        return
     for end in end_peaks(cost, new_gradients, reduces_copies):
-        yield end | {"buffers": buffers.end, "temporaries": max(0, end["temporaries"] - buffers.end)}
+        included = buffers.end if buffers.observed else 0  # the gradient is among DeepSpeed's buffers
+        yield end | {"buffers": buffers.end, "temporaries": max(0, end["temporaries"] - included)}
 
 
-def head_peaks(cost: StageCost, kind: PassKind, new_gradients: int) -> Iterator[Bytes]:
+def before_end(cost: StageCost, new_gradients: int) -> int:
+    """Return the bytes of a pass's new gradients without those of the group that is reduced last."""
+    return round(cost.computed_gradients(new_gradients, cost.stage.layers))
+
+
+def head_peaks(cost: StageCost, kind: PassKind, new_gradients: int, buffers: TransientBuffers) -> Iterator[Bytes]:
     """Yield the bytes at the worst moments of the backward of loss, head and final norm.
 
     Backward of the last part of the loss has the gradients of the hidden states of all parts before it.
     """
-    sizes, activations, buffers = cost.sizes, cost.activations, cost.transient
+    sizes, activations = cost.sizes, cost.activations
     chunks, matrix, hidden_grad = cost.shape.loss_chunks, cost.vocabulary_grad_bytes, sizes.whole_hidden
     earlier_hidden_grads = hidden_grad * (chunks - 1) // chunks
     shared_grads = matrix + earlier_hidden_grads if chunks > 1 else 0  # of what the parts share
@@ -64,16 +92,20 @@ def head_peaks(cost: StageCost, kind: PassKind, new_gradients: int) -> Iterator[
     behind = {"activations": activations.in_final_norm, "gradients": computed}
     if kind == "backward":
         in_product = hidden_grad + (1 + (chunks > 1)) * matrix + cost.logits_grad_bytes
-        # The gradients of the parts are summed out of place: the sum so far, the summand, and their sum.
-        summed = earlier_hidden_grads + 3 * matrix if chunks > 1 else 0
+        # The gradients of the parts are summed: the sum so far, the summand, and where it is another tensor their sum.
+        summed = earlier_hidden_grads + (3 - cost.sums_in_place) * matrix if chunks > 1 else 0
         yield before | {"temporaries": max(in_product, summed), "buffers": buffers.head}
+        yield before | {"temporaries": cost.logits_grad_bytes, "buffers": buffers.entering}
         reduced = {"temporaries": sizes.hidden, "buffers": buffers.head_reduction}
         if cost.reduces_groups:  # the buffers include the gradient
-            yield {"activations": activations.in_final_norm} | reduced
-        else:
-            accumulated = matrix * cost.has_16_bit_grads if new_gradients else cost.grad_accumulate_bytes
-            yield behind | {"temporaries": hidden_grad + accumulated, "buffers": buffers.head}
-            yield behind | reduced
+            norm = {"temporaries": sizes.norm_backward + matrix, "buffers": buffers.head}
+            yield {"activations": activations.in_final_norm} | norm
+            if buffers.head_reduction:
+                yield {"activations": activations.before_backward - activations.in_head} | reduced
+            return
+        accumulated = matrix * cost.has_16_bit_grads if new_gradients else cost.grad_accumulate_bytes
+        yield behind | {"temporaries": hidden_grad + accumulated, "buffers": buffers.head}
+        yield behind | reduced | ({"gradients": new_gradients} if buffers.reduces_head else {})
     in_norm = max(sizes.norm_backward, sizes.input_grad_reduction) + cost.waiting_grad_bytes
     yield behind | {"temporaries": in_norm, "buffers": buffers.in_layer(0)}
 
@@ -81,16 +113,17 @@ def head_peaks(cost: StageCost, kind: PassKind, new_gradients: int) -> Iterator[
 def end_peaks(cost: StageCost, new_gradients: int, reduces_copies: bool) -> Iterator[Bytes]:
     """Yield the bytes when a pass computes the last gradient, the embedding's, and when that becomes the parameter's.
 
-    A tied matrix has two gradients, whose sum is made beside them. The buffers of a group include its gradient.
+    A tied matrix has two gradients, whose sum is made beside them unless one is added to the other.
     """
     if reduces_copies and not new_gradients:  # the copies are made while the sums so far exist
         copied = FP32_BYTES * cost.reduced_last_elements + cost.vocabulary_grad_bytes * cost.stage.holds_embedding
         yield {"gradients": 0, "temporaries": round(copied)}
-    if not cost.stage.holds_embedding or cost.reduces_groups:
+    if not cost.stage.holds_embedding:
         yield {"gradients": new_gradients, "temporaries": 0}
         return
     matrix, is_tied = cost.vocabulary_grad_bytes, cost.shape.model.tie_word_embeddings
-    computed = max((1 + is_tied) * matrix + cost.sizes.whole_hidden, 3 * matrix * is_tied)
+    summed = (3 - cost.sums_in_place) * matrix * is_tied
+    computed = max((1 + is_tied) * matrix + cost.sizes.whole_hidden, summed)
     if not new_gradients:
         yield {"gradients": 0, "temporaries": max(computed, cost.grad_accumulate_bytes)}
     elif cost.has_16_bit_grads:
@@ -103,7 +136,7 @@ def end_peaks(cost: StageCost, new_gradients: int, reduces_copies: bool) -> Iter
 def layer_peak(cost: StageCost, layer: LayerActivations, new_gradients: int) -> Bytes:
     """Return the bytes of a pass at the worst moment of the backward of one layer, without what it gathers."""
     before = round(cost.computed_gradients(new_gradients, layer.following))
-    new_bytes_of_element = 0 if cost.allocates_gradients_at_once else new_gradients / cost.groups.total
+    new_bytes_of_element = 0 if cost.allocates_gradients_late else new_gradients / cost.groups.total
     highest, worst = -1, (0, 0, 0, 0)
     for moment in layer.own.moments:
         gradients, temporaries, buffers = layer_gradients(cost, moment, new_bytes_of_element)
@@ -113,6 +146,17 @@ def layer_peak(cost: StageCost, layer: LayerActivations, new_gradients: int) -> 
     saved, gradients, temporaries, buffers = worst
     peak = {"gradients": before + gradients, "temporaries": temporaries + cost.waiting_grad_bytes}
     return peak | {"buffers": buffers, "activations": layer.outside + saved}
+
+
+def observed_peak(cost: StageCost, layer: LayerActivations, observed: LayerBuffers, new_gradients: int) -> Bytes:
+    """Return the bytes at the worst moment of the backward of a layer whose buffers change within it."""
+    moments = layer.own.all_moments
+    sizes = observed.buffer_bytes(moments, new_gradients)
+    totals = [moment.saved + moment.temporaries + sum(size) for moment, size in zip(moments, sizes, strict=True)]
+    worst = max(range(len(totals)), key=totals.__getitem__)
+    temporaries = moments[worst].temporaries + cost.waiting_grad_bytes
+    saved, (gradients, buffers) = layer.outside + moments[worst].saved, sizes[worst]
+    return {"activations": saved, "gradients": gradients, "temporaries": temporaries, "buffers": buffers}
 
 
 def layer_gradients(cost: StageCost, moment: Moment, new_bytes_of_element: float) -> tuple[int, int, int]:
@@ -151,6 +195,7 @@ def bytes_between_passes(
     has_gradients: Sequence[bool],
     start: BackwardStart,
     keeps_sent: bool,
+    micro_batches: int,
 ) -> Bytes:
     """Return what a rank keeps of other passes when a backward starts.
 
@@ -163,7 +208,12 @@ def bytes_between_passes(
         sent, sent_back = start.forwards[index], awaiting + start.done[index]
         if not keeps_sent:
             sent, sent_back = pending, min(1, sent_back)
-        if index == start.stage:  # the pass itself is added by the caller
+        if index != start.stage:
+            is_done = start.done[index] == micro_batches
+            buffers += cost.whole_bytes if start.forwards[index] and not is_done else 0
+            buffers += cost.retained_bytes if start.done[index] and not is_done else 0
+            buffers += 0 if is_done else cost.old_bucket_bytes
+        else:  # the pass itself is added by the caller
             pending, awaiting = (pending, awaiting - 1) if start.kind == "weights" else (pending - 1, awaiting)
         passes = pending + awaiting
         gradients += sums[index] if has_gradients[index] else 0
@@ -174,12 +224,14 @@ def bytes_between_passes(
     return dict(zip(PARTS, (gradients, buffers, activations, loss, temporaries), strict=True))
 
 
-def pass_peaks(cost: StageCost, kind: PassKind, new_gradients: int, reduces_copies: bool) -> Iterator[Bytes]:
+def pass_peaks(
+    cost: StageCost, kind: PassKind, new_gradients: int, reduces_copies: bool, moment: Pass
+) -> Iterator[Bytes]:
     """Yield the bytes of a pass at the worst moments of its backward, without the buffer that received its input.
 
     That buffer is counted by itself.
     """
-    for peak in backward_peaks(cost, kind, new_gradients, reduces_copies):
+    for peak in backward_peaks(cost, kind, new_gradients, reduces_copies, moment):
         peak["buffers"] = peak.get("buffers", 0) - (cost.received_input_bytes if "activations" in peak else 0)
         yield peak
 
@@ -191,25 +243,30 @@ def highest_step_peak(
     keeps_gradients: bool,
     starts: Sequence[BackwardStart],
     keeps_sent: bool,
+    micro_batches: int,
 ) -> Bytes:
     """Return the rank's bytes at the worst moment of all backwards of a step: of that pass and of all that is kept.
 
     `gradients` is the most bytes of each stage's gradients, `sums` is those that are kept from one micro-batch to the
     next, and `keeps_gradients` is whether they exist when a step begins.
     """
-    of_pass: dict[tuple[int, PassKind, int, bool], Bytes] = {}  # the worst moment of each different pass
+    of_pass: dict[tuple[int, PassKind, int, bool, Pass], Bytes] = {}  # the worst moment of each different pass
     highest, total = dict.fromkeys(PARTS, 0), -1
     for start in starts:
         has_gradients = [keeps_gradients or done > 0 for done in start.done]
         index, own = start.stage, costs[start.stage]
         new_gradients = gradients[index] - (sums[index] if has_gradients[index] else 0)
         reduces_copies = own.reduced_last_elements > 0 and start.pending[index] == 1  # in the last pass
-        key = (index, start.kind, new_gradients, reduces_copies)
+        done = start.done[index]
+        moment = ONLY_PASS
+        if own.reduces_groups or own.old_bucket_bytes:
+            moment = Pass(done == 0, start.forwards[index] == 1, done + 1 == micro_batches)
+        key = (index, start.kind, new_gradients, reduces_copies, moment)
         peak = of_pass.get(key)
         if peak is None:
-            peaks = pass_peaks(own, start.kind, new_gradients, reduces_copies)
+            peaks = pass_peaks(own, start.kind, new_gradients, reduces_copies, moment)
             peak = of_pass[key] = max(peaks, key=lambda moment: sum(moment.values()))
-        between = bytes_between_passes(costs, sums, has_gradients, start, keeps_sent)
+        between = bytes_between_passes(costs, sums, has_gradients, start, keeps_sent, micro_batches)
         size = sum(between.values()) + sum(peak.values())
         if size > total:
             highest, total = {name: number + peak.get(name, 0) for name, number in between.items()}, size

@@ -1,14 +1,37 @@
 """The memory of parameters that are whole for a while and of gradients on their way to shards. Imports no torch."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 from harness.config.model import ModelConfig
+from harness.cost_model.layer_backward import Moment
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, local_numel
+
+
+class LayerBuffers(Protocol):
+    """A layer whose buffers change within its backward."""
+
+    def buffer_bytes(self, moments: Sequence[Moment], new_gradients: int) -> list[tuple[int, int]]:
+        """Return the bytes of gradients and of buffers at each of the moments of its backward.
+
+        `new_gradients` is the bytes of the rank's own gradients that the pass allocates.
+        """
+
+
+class Pass(NamedTuple):
+    """The place of a micro-batch's pass through a stage among those of its step."""
+
+    is_first: bool = True  # whether no earlier micro-batch has left gradients in the stage
+    gathers: bool = True  # whether its forward is the only one of the stage so far
+    is_last: bool = True  # whether its backward is the stage's last one of the step
+
+
+ONLY_PASS = Pass()
 
 
 @dataclass(frozen=True)
@@ -17,16 +40,23 @@ class TransientBuffers:
 
     forward: int = 0  # at the end of forward
     loss: int = 0
+    entering: int = 0  # when backward begins and gathers parameters
     head: int = 0  # in the head's backward, without the head's gradient
     head_reduction: int = 0  # when that gradient is reduced
-    layers: tuple[int, ...] = ()  # in the backward of the layers that observed_layers names, without their gradients
-    reductions: tuple[int, ...] = ()  # at the end of these backwards, while gradients are reduced in copies
-    end: int = 0  # when the embedding's gradient, which is included, is reduced
+    reduces_head: bool = False  # whether DeepSpeed's stage 2 reduces it before the layers' and allocates its partition
+    entered: tuple[int, ...] = ()  # when backward enters the layers that observed_layers names
+    layers: tuple[int, ...] = ()  # in the backward of these layers, without their gradients
+    reductions: tuple[int, ...] = ()  # at the end of these backwards, while gradients are reduced
+    observed: "tuple[LayerBuffers, ...]" = ()  # these layers, where buffers change from moment to moment
+    last_gradient: int = 0  # when the embedding's gradient, which is included, is computed
+    end: int = 0  # when the last gradient, which is included, is reduced
 
     @property
     def largest(self) -> int:
         """The most bytes at any of these moments."""
-        return max(self.forward, self.loss, self.head, self.head_reduction, *self.layers, *self.reductions, self.end)
+        around_layers = (*self.entered, *self.layers, *self.reductions)
+        around_head = (self.loss, self.entering, self.head, self.head_reduction)
+        return max(self.forward, *around_head, *around_layers, self.last_gradient, self.end)
 
     def in_layer(self, index: int) -> int:
         """Return the bytes in the backward of the layer with this index among those observed."""

@@ -1,0 +1,90 @@
+"""The bucket in which DeepSpeed's stages 2 and 3 collect gradients to reduce them. Imports no torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from harness.config.model import ModelConfig
+from harness.cost_model.layer_backward import Moment
+from harness.cost_model.shard_groups import ShardGroups
+
+
+@dataclass(frozen=True)
+class GradientBucket:
+    """The way of gradients to their shards, one after another; sizes are in elements."""
+
+    limit: int
+    gradient: int  # bytes of an element as backward computes it
+
+    def is_large(self, size: int) -> bool:
+        """Return whether a gradient does not fit the bucket."""
+        return size > self.limit
+
+    def flush(self, content: int, size: int) -> int:
+        """Return what is reduced when a gradient of this size arrives at a bucket with this content."""
+        return content if content + size > self.limit else 0
+
+    def add(self, content: int, size: int) -> int:
+        """Return the bucket's content after this gradient has arrived."""
+        return size if self.flush(content, size) else content + size
+
+    def waiting_bytes(self, content: int) -> int:
+        """Return the bytes of the gradient that waits outside the bucket."""
+        return content * self.gradient if self.is_large(content) else 0
+
+
+class Arrival(NamedTuple):
+    """A moment of a layer's backward, and what it finds in the bucket."""
+
+    moment: Moment
+    content: int  # elements that the bucket has when the moment begins
+    flushed: tuple[int, ...]  # elements that are reduced because a gradient arrives, one after the other
+
+
+def arrivals(
+    bucket: GradientBucket, moments: Sequence[Moment], content: int, small: int, has_biases: bool
+) -> Iterator[Arrival]:
+    """Yield the moments of a layer's backward, which it enters with this content of the bucket.
+
+    `small` is the elements of a norm's or a bias's gradient, which follows that of the last matrix that reads a norm's
+    result, and of every matrix with a bias.
+    """
+    for moment in moments:
+        if not moment.is_accumulation:
+            yield Arrival(moment, content, ())
+            continue
+        before, flushed = content, [bucket.flush(content, moment.computed)]
+        content = bucket.add(content, moment.computed)
+        if has_biases or not moment.is_followed_by_matrix:
+            flushed.append(bucket.flush(content, small))
+            content = bucket.add(content, small)
+        yield Arrival(moment, before, tuple(flushed))
+
+
+@lru_cache(maxsize=1024)
+def bucket_contents(model: ModelConfig, groups: ShardGroups, bucket: GradientBucket) -> list[int]:
+    """Return the bucket's content when backward has left the head and so many layers."""
+    small = model.hidden_size
+    tail = [groups.head.largest] if groups.head.elements else []
+    content = 0
+    for size in (*tail, small):
+        content = bucket.add(content, size)
+    contents = [content]
+    sizes = layer_gradient_sizes(model, groups)
+    for _ in range(groups.layers):
+        for size in sizes:
+            content = bucket.add(content, size)
+        contents.append(content)
+    return contents
+
+
+def layer_gradient_sizes(model: ModelConfig, groups: ShardGroups) -> list[int]:
+    """Return the elements of a layer's gradients in the order in which backward computes them."""
+    hidden = model.hidden_size
+    square = hidden * hidden
+    grouped = square * model.num_key_value_heads // model.num_attention_heads
+    widening = [hidden * model.intermediate_size] * (1 + len(model.architecture.widening))
+    sizes = [*widening, hidden, square, grouped, grouped, square, hidden]
+    divided = groups.layer.elements / sum(sizes)
+    return [round(size * divided) if size > hidden else size for size in sizes]
