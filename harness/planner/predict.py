@@ -17,9 +17,9 @@ from harness.cost_model.stack_memory import predict_memory
 from harness.cost_model.stage_activations import offloaded_bytes
 from harness.cost_model.stage_memory import local_parameter_count
 from harness.cost_model.timing.interval import step_seconds_interval
+from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
 from harness.cost_model.timing.offload_time import OffloadedWork, copy_seconds, host_update_seconds
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
-from harness.hardware.peak_flops import peak_flops
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
 from harness.planner.cluster import PlannedCluster, engine_module
@@ -152,9 +152,9 @@ class Prediction:
 
     @property
     def device_peak_flops(self) -> float | None:
-        """The dense peak of one device in the dtype of compute; None if it is unknown."""
-        hardware = self.cluster.hardware
-        return hardware.peak_flops or peak_flops(hardware.device_name, self.config.precision.compute)
+        """The dense peak of one device, or a rank's share of a CPU, in the dtype of compute; None if it is unknown."""
+        hardware = rank_hardware(self.cluster.hardware, min(self.cluster.gpus_per_node, self.layout.world_size))
+        return device_peak_flops(hardware, self.config.precision.compute)
 
     @property
     def mfu(self) -> float | None:

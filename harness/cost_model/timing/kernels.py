@@ -70,14 +70,19 @@ def rank_hardware(hardware: HardwareConfig, ranks: int) -> HardwareConfig:
     )
 
 
+def device_peak_flops(hardware: HardwareConfig, dtype: str) -> float | None:
+    """Return the peak FLOP/s of dense products in a dtype by torch's name, None where it is unknown."""
+    holds = hardware.peak_flops is not None and hardware.peak_flops_dtype in (None, dtype)
+    return hardware.peak_flops if holds else peak_flops(hardware.device_name, dtype)
+
+
 @lru_cache(maxsize=64)
 def kernel_rates(hardware: HardwareConfig, dtype: str) -> KernelRates:
     """Return the rates of a cluster's device with products in a dtype by torch's name.
 
     Raises UserError if the device's peak is unknown.
     """
-    holds = hardware.peak_flops_dtype in (None, dtype)
-    peak = hardware.peak_flops if hardware.peak_flops and holds else peak_flops(hardware.device_name, dtype)
+    peak = device_peak_flops(hardware, dtype)
     if peak is None:
         raise UserError(
             f"cluster.hardware.device_name={hardware.device_name} has no known peak FLOP/s in {dtype}: set"
