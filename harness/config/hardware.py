@@ -54,6 +54,9 @@ class HardwareConfig:
     fitted_to: str  # The measurements behind `fitted`, and how it was fitted to them.
     # Whether no published training measurement of this device stands behind `fitted`.
     datasheet_only: bool = True
+    # The major number of CUDA's compute capability, by which libraries choose the size of their workspaces; 9, that of
+    # Hopper, also for devices without one.
+    compute_capability: int = 9
     # The bytes per second that a device sends to its host's memory, and as many back; null means that copies of offload
     # are not known, and that no search offloads.
     host_bandwidth: float | None = None

@@ -31,11 +31,12 @@ def predicted_peak(
     widths: StateWidths,
     device: Device,
     estimate: MemoryEstimate,
+    compute_capability: int,
 ) -> PredictedPeak:
     """Return the peak of a layout under a stack on a device, cpu or cuda, whose memory is this estimate."""
     per_stage = layout.world_size // layout.pp
     if stack.memory.kind != "harness":
-        by_rank = {rank: predict_rank_memory(config, layout, stack, rank) for rank in ranks(layout)}
+        by_rank = {rank: predict_rank_memory(config, layout, stack, rank, compute_capability) for rank in ranks(layout)}
         highest = max(by_rank, key=lambda rank: by_rank[rank].estimate.peak_bytes)
         phase = phase_of_stack(config, layout, stack, highest, by_rank[highest])
         return PredictedPeak(by_rank[highest], highest * per_stage, phase)

@@ -57,8 +57,8 @@ class Prediction:
     @cached_property
     def peak(self) -> PredictedPeak:
         """The rank and the phase of the highest peak, and what torch's allocator reserves for it."""
-        device = self.cluster.device
-        return predicted_peak(self.config, self.layout, self.stack, self.widths, device, self.memory)
+        device, capability = self.cluster.device, self.cluster.hardware.compute_capability
+        return predicted_peak(self.config, self.layout, self.stack, self.widths, device, self.memory, capability)
 
     @cached_property
     def verdict(self) -> FitVerdict:
@@ -195,4 +195,8 @@ class Prediction:
         words.append(
             f"checkpointing {checkpointing.name}" + (f" {checkpointing.every}" if checkpointing.every > 1 else "")
         )
+        if layout.offload != "none":
+            words.append("state on the host" if layout.offload == "parameters" else "optimizer on the host")
+        if checkpointing.offload_activations:
+            words.append("activations on the host")
         return ", ".join([*words, f"micro-batch {self.config.train.micro_batch}"])

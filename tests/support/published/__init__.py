@@ -1,7 +1,7 @@
 """Training measurements that others have published, as configurations and layouts of this project."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.config.schema import RunConfig
@@ -27,3 +27,5 @@ class PublishedRow:
         str, float
     ]  # by names with units, such as step_seconds; figures that were not published are missing
     status: str = "ok"  # how the run ended: ok, or as the source names it
+    # figures of the cluster's hardware that were others where the row was measured, such as inter_node_bandwidth
+    hardware_changes: Mapping[str, float] = field(default_factory=dict)

@@ -5,43 +5,24 @@ the dtype of a row; under FSDP with mixed precision Accelerate makes them fp32. 
 from tokens and samples per second.
 """
 
-import csv
 import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from pathlib import Path
 
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
-from harness.config.schema import ClusterConfig, DataConfig, RunConfig, TrainConfig
 from harness.config.stack import StackConfig, load_stack
 from harness.config.strategy import StrategyConfig
-from harness.layout.layout import resolve_layout
-from tests.support.published import DATA, PublishedRow
+from tests.support.published import DATA, PublishedRow, mapping
+from tests.support.published.mapping import Values, counted, published_model, published_row, train_config
 
 FILE = "fms_acceleration_a100.csv"
 
-Values = dict[str, str]
-
 
 def _model(name: str, family: str, sizes: tuple[int, ...], tied: bool, context: int) -> ModelConfig:
-    hidden, layers, heads, groups, inner, vocabulary = sizes
-    return ModelConfig(
-        name,
-        family=family,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        intermediate_size=inner,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        context_length=context,
-        parameters=0,
-        source="config.json on huggingface.co",
-    )
+    return published_model(name, family, sizes, tied, context, "config.json on huggingface.co")
 
 
 # Sizes are those of each model's config.json: hidden, layers, heads, key-value heads, inner, vocabulary.
@@ -77,17 +58,14 @@ def exclusion(values: Values) -> str | None:
     return None
 
 
-@lru_cache(maxsize=4)
 def numbered_rows(path: Path = DATA / FILE) -> tuple[tuple[int, Values], ...]:
     """Return all rows of the file with their line numbers."""
-    with path.open(newline="") as file:
-        return tuple(enumerate(csv.DictReader(file), start=2))
+    return mapping.numbered_rows(path)
 
 
 def excluded_rows(path: Path = DATA / FILE) -> dict[str, int]:
     """Return how many rows are left out for each reason."""
-    reasons = sorted(reason for _, values in numbered_rows(path) if (reason := exclusion(values)))
-    return {reason: len(list(group)) for reason, group in groupby(reasons)}
+    return counted(exclusion(values) for _, values in numbered_rows(path))
 
 
 @lru_cache(maxsize=4)
@@ -102,39 +80,20 @@ def _row(number: int, values: Values) -> FmsRow:
     strategy = StrategyConfig(
         "fms", data_parallel="fsdp" if gpus > 1 else "none", zero_stage=3 if gpus > 1 else 0, dp_shard=gpus
     )
-    config = RunConfig(
-        MODELS[values["model"]],
-        strategy,
-        CheckpointingConfig("full"),
-        _precision(values, gpus),
-        DataConfig("synthetic", kind="synthetic"),
-        ClusterConfig("8xa100_80", gpus_per_node=gpus),
-        TrainConfig(
-            global_batch=gpus * micro_batch * accumulation,
-            micro_batch=micro_batch,
-            seq_len=round(float(values["tokens_per_s"]) * gpus / float(values["samples_per_s"])),
-            steps=100,
-            warmup_steps=1,
-            seed=0,
-            lr=2e-5,
-            weight_decay=0.01,
-            betas=(0.9, 0.999),
-            eps=1e-4,
-            gradient_clipping=1.0,
-        ),
-        world_size=gpus,
-    )
-    row = PublishedRow(
+    seq_len = round(float(values["tokens_per_s"]) * gpus / float(values["samples_per_s"]))
+    row = published_row(
         FILE,
         number,
-        f"{config.model.name} on {gpus} GPUs",
-        config,
-        resolve_layout(strategy, gpus),
-        "8xa100_80",
-        1,
-        gpus,
-        "fms_acceleration",
-        {
+        MODELS[values["model"]],
+        strategy,
+        train_config(gpus * micro_batch * accumulation, micro_batch, seq_len),
+        cluster="8xa100_80",
+        stack="fms_acceleration",
+        world_size=gpus,
+        gpus_per_node=8,
+        precision=_precision(values, gpus),
+        checkpointing=CheckpointingConfig("full"),
+        measured={
             "peak_bytes": float(values["peak_torch_alloc_bytes"]),
             "resting_bytes": float(values["torch_alloc_bytes"]),
             "reserved_bytes": float(values["mem_nvidia_reserved_mib"]) * 2**20,

@@ -7,30 +7,25 @@ known by the name of the case: uneven stages, two instances of the distributed o
 without a number of GPUs ran on the eight of their machine, as those of the same platform did.
 """
 
-import csv
 import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from pathlib import Path
 
 from harness.config.architecture import ARCHITECTURES, Architecture
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
-from harness.config.schema import ClusterConfig, DataConfig, RunConfig, TrainConfig
 from harness.config.stack import StackConfig, load_stack
 from harness.config.strategy import StrategyConfig
-from harness.layout.layout import resolve_layout
-from tests.support.published import DATA, PublishedRow
+from tests.support.published import DATA, PublishedRow, mapping
+from tests.support.published.mapping import BF16_MIXED, Values, counted, published_row, train_config
 
 FILE = "megatron_golden_values.csv"
 
 GPT2_VOCABULARY = 50_257
 
 COMPUTE_CAPABILITIES = {"a100": 8, "h100": 9, "gb200": 10}
-
-Values = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -80,17 +75,14 @@ def exclusion(values: Values) -> str | None:
     return "parameters in FP8, which no precision here has" if values["fp8-format"] else None
 
 
-@lru_cache(maxsize=4)
 def numbered_rows(path: Path = DATA / FILE) -> tuple[tuple[int, Values], ...]:
     """Return all rows of the file with their line numbers."""
-    with path.open(newline="") as file:
-        return tuple(enumerate(csv.DictReader(file), start=2))
+    return mapping.numbered_rows(path)
 
 
 def excluded_rows(path: Path = DATA / FILE) -> dict[str, int]:
     """Return how many rows are left out for each reason."""
-    reasons = sorted(reason for _, values in numbered_rows(path) if (reason := exclusion(values)))
-    return {reason: len(list(group)) for reason, group in groupby(reasons)}
+    return counted(exclusion(values) for _, values in numbered_rows(path))
 
 
 @lru_cache(maxsize=4)
@@ -129,27 +121,8 @@ def _row(number: int, values: Values) -> GoldenRow:
         layers_per_stage=_layers_per_stage(values["case"], model.num_hidden_layers, pp * virtual),
     )
     micro_batch = _integer(values, "micro-batch-size", 1)
-    config = RunConfig(
-        model,
-        strategy,
-        _checkpointing(values),
-        _precision(values),
-        DataConfig("synthetic", kind="synthetic"),
-        ClusterConfig(_cluster(values), nodes=nodes, gpus_per_node=per_node),
-        TrainConfig(
-            global_batch=_integer(values, "global-batch-size", micro_batch * dp),
-            micro_batch=micro_batch,
-            seq_len=_integer(values, "seq-length", 1024),
-            steps=50,
-            warmup_steps=1,
-            seed=0,
-            lr=1.5e-4,
-            weight_decay=0.01,
-            betas=(0.9, 0.999),
-            eps=1e-8,
-            gradient_clipping=1.0,
-        ),
-        world_size=nodes * per_node,
+    train = train_config(
+        _integer(values, "global-batch-size", micro_batch * dp), micro_batch, _integer(values, "seq-length", 1024)
     )
     measured = {
         "resting_bytes": float(values["mem_allocated_last"]),
@@ -157,17 +130,20 @@ def _row(number: int, values: Values) -> GoldenRow:
     }
     if values["iteration_s_median"]:
         measured["step_seconds"] = float(values["iteration_s_median"])
-    row = PublishedRow(
+    row = published_row(
         FILE,
         number,
-        f"{values['case']} on {nodes * per_node} GPUs",
-        config,
-        resolve_layout(strategy, nodes * per_node),
-        _cluster(values),
-        nodes,
-        per_node,
-        "megatron",
-        measured,
+        model,
+        strategy,
+        train,
+        cluster=_cluster(values),
+        stack="megatron",
+        world_size=nodes * per_node,
+        gpus_per_node=per_node,
+        group=f"{values['case']} on {nodes * per_node} GPUs",
+        precision=_precision(values),
+        checkpointing=_checkpointing(values),
+        measured=measured,
     )
     capability = next(value for name, value in COMPUTE_CAPABILITIES.items() if name in _device(values))
     return GoldenRow(row, _stack(values), capability)
@@ -247,7 +223,7 @@ def _precision(values: Values) -> PrecisionConfig:
         return PrecisionConfig(
             "fp16_mixed", compute="float16", master="float32", accumulate="float16", reduce="float16"
         )
-    return PrecisionConfig("bf16_mixed", compute="bfloat16", master="float32", accumulate="float32", reduce="float32")
+    return BF16_MIXED
 
 
 def _stack(values: Values) -> StackConfig:

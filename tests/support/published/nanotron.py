@@ -5,23 +5,27 @@ tensor-parallel ranks are from nanotron's scripts/scaling_benchmarks.py; the ord
 outermost, as in harness.layout.layout.AXES) is from nanotron's parallel/context.py.
 """
 
-import csv
 from functools import lru_cache
 
-from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
-from harness.config.precision import PrecisionConfig
-from harness.config.schema import ClusterConfig, DataConfig, RunConfig, TrainConfig
+from harness.config.schema import TrainConfig
 from harness.config.strategy import StrategyConfig
-from harness.layout.layout import resolve_layout
 from tests.support.published import DATA, PublishedRow
+from tests.support.published.mapping import (
+    BF16_MIXED,
+    Values,
+    numbered_rows,
+    published_model,
+    published_row,
+    train_config,
+)
 
 FILE = "nanotron_h100_grid.csv"
 GPUS_PER_NODE = 8
 
 # bf16 weights, fp32 masters and moments, and gradients accumulated in fp32 (ACCUMULATE_GRAD_IN_FP32), in which they are
 # also reduced (nanotron's optim/gradient_accumulator.py: the communication hook averages the fp32 buffers).
-PRECISION = PrecisionConfig("bf16_mixed", compute="bfloat16", master="float32", accumulate="float32", reduce="float32")
+PRECISION = BF16_MIXED
 
 
 @lru_cache(maxsize=1)
@@ -30,12 +34,14 @@ def rows() -> tuple[PublishedRow, ...]:
 
     Rows that ask for more pipeline stages than there are layers are left out: a Layout has a layer in every stage.
     """
-    with (DATA / FILE).open(newline="") as file:
-        numbered = list(enumerate(csv.DictReader(file), start=2))
-    return tuple(_row(number, values) for number, values in numbered if int(values["pp"]) <= int(values["layers"]))
+    return tuple(
+        _row(number, values)
+        for number, values in numbered_rows(DATA / FILE)
+        if int(values["pp"]) <= int(values["layers"])
+    )
 
 
-def _row(number: int, values: dict[str, str]) -> PublishedRow:
+def _row(number: int, values: Values) -> PublishedRow:
     dp, tp, pp, zero = (int(values[key]) for key in ("dp", "tp", "pp", "zero"))
     micro_batch, grad_acc, gpus = int(values["mbs"]), int(values["grad_acc"]), int(values["gpus"])
     model = _model(values)
@@ -51,49 +57,29 @@ def _row(number: int, values: dict[str, str]) -> PublishedRow:
         schedule="1f1b",
         layers_per_stage=layers_per_stage(model, pp) if pp > 1 else None,
     )
-    nodes = max(1, gpus // GPUS_PER_NODE)
-    config = RunConfig(
-        model,
-        strategy,
-        CheckpointingConfig("none"),
-        PRECISION,
-        DataConfig("synthetic", kind="synthetic"),
-        ClusterConfig("8xh100", nodes=nodes, gpus_per_node=GPUS_PER_NODE),
-        TrainConfig(
-            global_batch=dp * micro_batch * grad_acc,
-            micro_batch=micro_batch,
-            seq_len=int(values["seq"]),
-            steps=5,
-            warmup_steps=1,
-            seed=0,
-            lr=3e-4,
-            weight_decay=0.01,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            gradient_clipping=1.0,
-        ),
-        world_size=gpus,
-    )
-    return PublishedRow(
+    train = train_config(dp * micro_batch * grad_acc, micro_batch, int(values["seq"]))
+    return published_row(
         FILE,
         number,
-        f"{values['model_b']}B on {gpus} GPUs",
-        config,
-        resolve_layout(strategy, gpus),
-        "8xh100",
-        nodes,
-        min(gpus, GPUS_PER_NODE),
-        "nanotron",
-        _measured(values, config),
-        values["status"],
+        model,
+        strategy,
+        train,
+        cluster="8xh100",
+        stack="nanotron",
+        world_size=gpus,
+        gpus_per_node=GPUS_PER_NODE,
+        measured=_measured(values, train),
+        group=f"{values['model_b']}B on {gpus} GPUs",
+        precision=PRECISION,
+        status=values["status"],
     )
 
 
-def _measured(values: dict[str, str], config: RunConfig) -> dict[str, float]:
+def _measured(values: Values, train: TrainConfig) -> dict[str, float]:
     """Return the figures of a row; a few failed rows have some."""
     measured = {}
     if values["tok_s"]:
-        tokens = config.train.global_batch * config.train.seq_len
+        tokens = train.global_batch * train.seq_len
         measured |= {"step_seconds": tokens / float(values["tok_s"]), "mfu": float(values["mfu_pct"]) / 100}
     if values["mem_gb"]:
         measured["peak_bytes"] = float(values["mem_gb"]) * 2**30
@@ -122,25 +108,11 @@ def layers_per_stage(model: ModelConfig, pp: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16)
-def _model_of(
-    hidden: int, layers: int, heads: int, inner: int, tied: bool, vocabulary: int, context: int
-) -> ModelConfig:
-    return ModelConfig(
-        f"{hidden}x{layers}",
-        family="llama",
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        intermediate_size=inner,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        context_length=context,
-        parameters=0,
-        source="nanotron's scripts/scaling_benchmarks.py",
-    )
+def _model_of(sizes: tuple[int, ...], tied: bool, context: int) -> ModelConfig:
+    name = f"{sizes[0]}x{sizes[1]}"
+    return published_model(name, "llama", sizes, tied, context, "nanotron's scripts/scaling_benchmarks.py")
 
 
-def _model(values: dict[str, str]) -> ModelConfig:
-    sizes = (int(values[key]) for key in ("hidden", "layers", "heads", "ffn"))
-    return _model_of(*sizes, values["tied"] == "1", int(values["vocab"]), int(values["seq"]))
+def _model(values: Values) -> ModelConfig:
+    sizes = tuple(int(values[key]) for key in ("hidden", "layers", "heads", "heads", "ffn", "vocab"))
+    return _model_of(sizes, values["tied"] == "1", int(values["seq"]))
