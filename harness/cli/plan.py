@@ -17,7 +17,6 @@ from harness.planner.text import detail_lines, table_lines
 from harness.records.columns import COLUMN_NAMES
 from harness.records.runs_csv import csv_cell
 from harness.records.schema import Row
-from harness.report.plan_page import plan_page
 from harness.util.errors import UserError, run_command
 from harness.util.files import atomic_write_text
 from harness.util.text import sanitize
@@ -93,7 +92,9 @@ def show(arguments: Sequence[str], output: str, explains: bool, page: Path | Non
         searches = [entry for entry in entries if isinstance(entry, Plan) and entry.result is not None]
         if not searches or searches[0].result is None:
             raise UserError(f"--report={page} is the page of a search: leave out strategy, or choose strategy=search")
-        atomic_write_text(page, plan_page(searches[0].result, list(sentences(searches[0]))))
+        from harness.report.plan_page import plan_page  # it imports pandas, which a plan without a page does not need
+
+        atomic_write_text(page, plan_page(searches[0]))
     if output == "table":
         shown = [(entry.swept, line) for entry in entries if isinstance(entry, Plan) for line in entry.predictions]
         if shown:

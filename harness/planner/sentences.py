@@ -96,16 +96,48 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
         yield f"cluster={name} has no cluster.hardware.host_bandwidth: the copies of offload are counted as free."
 
 
-def search_sentences(result: SearchResult) -> Iterator[str]:
-    """Yield what a search went through, what separates the best, what needs less memory, and what would make fit."""
-    yield (
-        f"{result.considered} candidates were considered, {result.valid} could run, and {result.memory_estimates}"
-        " needed an exact estimate of memory."
+def error_sentences(prediction: Prediction) -> Iterator[str]:
+    """Yield how far predictions of this stack were from measurements, and how wide the interval of a step is."""
+    memory = prediction.stack.memory.measured_over_predicted
+    name = prediction.stack.name
+    if memory is None:
+        yield f"No peak of stack={name} was measured: the interval of memory is that of the least predictable stack."
+    else:
+        yield f"Measured peaks of stack={name} were {memory[0]} to {memory[1]} of predicted ones."
+    low, high = prediction.step_interval
+    seconds = prediction.step_seconds
+    measured = prediction.stack.timing.measured_over_predicted is not None
+    source = (
+        f"measured steps of stack={name}"
+        if measured
+        else "the least predictable stack, as this one has no measured steps"
     )
-    for prediction in result.best[1:]:
-        yield separation(prediction, result.best[0])
-    yield from memory_sentences(result)
+    yield f"Its step is expected to take {low / seconds:.2f} to {high / seconds:.2f} of the prediction, by {source}."
+
+
+def count_sentence(result: SearchResult) -> str:
+    """Return how many candidates a search went through."""
+    could_run = f"{result.valid} could run"
+    if result.beyond:
+        could_run = f"{result.beyond} need two devices' memory for their state alone, {result.valid} others could run"
+    return (
+        f"{result.considered} candidates were considered: {could_run}, and {result.memory_estimates} needed an exact"
+        " estimate of memory."
+    )
+
+
+def misfit_sentences(result: SearchResult) -> Iterator[str]:
+    """Yield what would make the fastest layout fit, and where nothing fits, the smallest."""
     misfits = [entry for entry in (result.fastest_misfit,) if entry is not None]
     misfits += [result.smallest] if result.smallest and not result.smallest.fits else []
     for prediction in {id(entry): entry for entry in misfits}.values():
         yield misfit_sentence(prediction)
+
+
+def search_sentences(result: SearchResult) -> Iterator[str]:
+    """Yield what a search went through, what separates the best, what needs less memory, and what would make fit."""
+    yield count_sentence(result)
+    for prediction in result.best[1:]:
+        yield separation(prediction, result.best[0])
+    yield from memory_sentences(result)
+    yield from misfit_sentences(result)

@@ -3,6 +3,7 @@
 All text is plain; markdown.py and html.py escape it.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +76,21 @@ class Chart:
     measure: int = 0  # the table's column whose range the page states for what is visible; 0 if there is none
 
 
-Part = Paragraph | Banner | BulletList | Table | Chart
+@dataclass(frozen=True)
+class MemorySlider:
+    """A slider of a device's memory that says what fits, and dims all else in the table that follows it."""
+
+    device_gib: float  # the memory of the device that it starts from
+    entries: Sequence[tuple[float, str, float]]  # GiB, label and tokens per second of each row, the fastest first
+    text: str  # what it says at the start, for pages without scripts
+
+    @property
+    def most(self) -> int:
+        """The memory at the slider's right end, in GiB."""
+        return math.ceil(max([self.device_gib, *(gib for gib, *_ in self.entries)])) + 1
+
+
+Part = Paragraph | Banner | BulletList | Table | Chart | MemorySlider
 
 
 @dataclass(frozen=True)

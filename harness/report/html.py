@@ -17,7 +17,17 @@ import jinja2
 from markupsafe import Markup
 
 from harness.report.charts import style
-from harness.report.document import Banner, Best, BulletList, Chart, Disturbed, Paragraph, Section, Table
+from harness.report.document import (
+    Banner,
+    Best,
+    BulletList,
+    Chart,
+    Disturbed,
+    MemorySlider,
+    Paragraph,
+    Section,
+    Table,
+)
 from harness.report.explorer import ExplorerData
 from harness.util.text import sanitize
 
@@ -47,6 +57,7 @@ def page(
     svgs: Mapping[str, str] | None = None,
     latex: str = "",
     derivations: Mapping[str, Any] | None = None,
+    rows: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the whole page.
 
@@ -59,6 +70,7 @@ def page(
         svgs: Charts as SVG by their names, which are shown until a script has drawn them, and where scripts are off.
         latex: The comparison as a LaTeX table, to save.
         derivations: How the figures of the table with `keys` were worked out, see `harness.report.derivation.pack`.
+        rows: The rows of a plan by what they are, for readers of the page's data.
     """
     headings = _headings(sections, 2, {"top", "main", "contents", "axes", "filter"})
     charts = list(_charts(sections))
@@ -74,7 +86,7 @@ def page(
         "latex": latex,
         "derivations": derivations,
         "config": config,
-    }
+    } | ({} if rows is None else {"rows": rows})
     css, script = (_source(name) for name in ("page.css", "page.js"))
     library = _script(library)
     html = _template().render(
@@ -193,8 +205,9 @@ def _template() -> jinja2.Template:
         finalize=lambda value: value if isinstance(value, Markup) else sanitize(value),
     )
     environment.filters |= {"split_cell": _split_cell, "identity": id}
-    for kind in (Banner, Paragraph, BulletList, Table, Chart, Best, Disturbed):
+    for kind in (Banner, Paragraph, BulletList, Table, Chart, MemorySlider, Best, Disturbed):
         environment.tests[kind.__name__.lower()] = lambda value, kind=kind: isinstance(value, kind)
+    environment.filters["json"] = lambda value: json.dumps(value, allow_nan=False)
     environment.tests["long"] = lambda text: len(text) > _LONG
     return environment.get_template("page.html.j2")
 

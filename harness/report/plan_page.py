@@ -1,81 +1,166 @@
-"""The page of a search of layouts: memory against speed, with a slider for the memory of a device. It loads nothing."""
+"""The page of a search of layouts: memory against speed, a slider for the memory of a device, and what separates them.
 
-import html
-import json
-from collections.abc import Sequence
-
-from harness.planner.predict import Prediction
-from harness.planner.search import SearchResult
-
-_WIDTH, _HEIGHT, _EDGE = 640, 320, 48  # pixels of the picture
-
-_STYLE = "body{font:16px system-ui;max-width:44rem;margin:2rem auto;padding:0 1rem}svg{width:100%}input{width:100%}"
-
-_SCRIPT = """
-const front = JSON.parse(document.getElementById("front").textContent);
-const slider = document.getElementById("memory"), answer = document.getElementById("answer");
-function show() {
-  const fitting = front.filter(entry => entry.gib <= Number(slider.value));
-  const limit = Number(slider.value).toFixed(0) + " GiB a device: ";
-  answer.textContent = limit + (fitting.length ? fitting[0].text : "nothing fits.");
-  document.querySelectorAll("circle").forEach((mark, index) => {
-    mark.setAttribute("fill", front[index].gib <= Number(slider.value) ? "#0072b2" : "#bbb");
-  });
-}
-slider.addEventListener("input", show);
-show();
+It has the look and the parts of report.html, and loads nothing.
 """
 
+import sys
+from collections.abc import Sequence
+from typing import Any
 
-def front_sentence(front: Sequence[Prediction]) -> str:
-    """Return the front in one sentence."""
-    if not front:
-        return "No layout of this model fits any device."
-    first, last = front[0], front[-1]
+from harness.layout.layout import AXES
+from harness.planner.explain import explanation
+from harness.planner.plan import Plan
+from harness.planner.predict import Prediction
+from harness.planner.row import planned_row
+from harness.planner.search import SearchResult
+from harness.planner.sentences import (
+    basis_sentences,
+    count_sentence,
+    error_sentences,
+    memory_sentences,
+    misfit_sentences,
+    separation,
+)
+from harness.report import html
+from harness.report.charts import render, style
+from harness.report.charts.plan_front import GIB, front_chart, front_sentence
+from harness.report.document import BulletList, MemorySlider, Paragraph, Section, Table, section
+from harness.util.text import sanitize
+
+
+def plan_page(plan: Plan) -> str:
+    """Return the page of a plan that is a search. Without a library to draw them, the page has no charts."""
+    result = plan.result
+    if result is None:
+        raise ValueError("a page is of a search")
+    rows = {"best": [planned_row(entry) for entry in result.best], "front": [planned_row(e) for e in result.front]}
+    counts = {name: getattr(result, name) for name in ("considered", "beyond", "valid", "memory_estimates")}
+    parts = plan_sections(plan, result)
+    try:
+        library = render.library()
+    except render.DrawingError as error:
+        print(f"the page has no chart: {sanitize(error)}", file=sys.stderr)
+        library = ""
+    return html.page(title(result), parts, None, library, (style.config(), style.config(dark=True)), rows=rows | counts)
+
+
+def title(result: SearchResult) -> str:
+    """Return the title of the page: the model, and the devices that it is planned for."""
+    entry = (result.best or result.front)[:1]
+    if not entry:
+        return "Plan"
+    (first,) = entry
+    return f"Plan: {first.config.model.name} on {first.layout.world_size} devices of {first.cluster.name}"
+
+
+def plan_sections(plan: Plan, result: SearchResult) -> list[Section]:
+    """Return the sections of the page; only those that have something to say."""
+    any_layout = (result.best or result.front)[:1]
+    errors = [line for entry in any_layout for line in (*error_sentences(entry), *basis_sentences(entry))]
+    answer: list[Any] = [Paragraph(best_sentence(result)), Paragraph(front_sentence(result.front))]
+    answer += [Paragraph(line) for line in errors]
+    chart = front_chart(result.front)
+    sections = [Section("Answer", [*answer, *([chart] if chart else [])], is_first=True)]
+    if result.front:
+        sections += section("Which layouts fit", slider(result.front), front_table(result.front))
+    if result.best:
+        separations = [separation(entry, result.best[0]) for entry in result.best[1:]]
+        sections += section("The fastest that fit", best_table(result.best), *bullets(separations))
+    sections += section("With less memory", *bullets(memory_sentences(result)))
+    sections += section("What would make others fit", *bullets(list(misfit_sentences(result))))
+    sections += section("How it was found", *bullets([count_sentence(result), *plan.notes]))
+    arithmetic = [line for entry in result.best[:1] for line in explanation(entry)]
+    if arithmetic:
+        sections.append(Section("The arithmetic of the fastest", [*bullets(arithmetic)], is_folded=True))
+    return sections
+
+
+def bullets(lines: Sequence[str]) -> list[BulletList]:
+    """Return the lines as one list; nothing without lines."""
+    return [BulletList([("", line) for line in lines])] if lines else []
+
+
+def best_sentence(result: SearchResult) -> str:
+    """Return the fastest layout that fits, with its speed and its memory."""
+    if not result.best:
+        return "No layout of this model fits these devices."
+    first = result.best[0]
+    low, high = first.step_interval
+    share = "" if first.mfu is None else f" and {100 * first.mfu:.1f} % of the devices' peak"
     return (
-        f"From {_gib(last):.1f} GiB at {last.tokens_per_second:,.0f} tokens a second to {_gib(first):.1f} GiB at"
-        f" {first.tokens_per_second:,.0f}, {len(front)} layouts are faster than all that need less memory."
+        f"The fastest that fits is {first.label()}: a step takes {first.step_seconds:.4g} s ({low:.3g} to {high:.3g}),"
+        f" which is {first.tokens_per_second:,.0f} tokens/s{share}, in {gib(first):.1f} of the"
+        f" {first.available_bytes / GIB:.1f} GiB of a device ({first.verdict.fits})."
     )
 
 
-def plan_page(result: SearchResult, lines: Sequence[str]) -> str:
-    """Return the page of a search: its sentences, and the front as a picture with a slider for memory."""
-    front = result.front
-    entries = [
-        {"gib": _gib(entry), "text": f"{entry.label()}, {entry.tokens_per_second:,.0f} tokens/s"} for entry in front
+def gib(prediction: Prediction) -> float:
+    """Return the memory that a device must have, in GiB."""
+    return prediction.needed_bytes / GIB
+
+
+def slider(front: Sequence[Prediction]) -> MemorySlider:
+    """Return the slider over the front, which starts at the memory of the devices."""
+    entries = [(gib(entry), entry.label(), entry.tokens_per_second) for entry in front]
+    device = front[0].available_bytes / GIB
+    fitting = [entry for entry in entries if entry[0] <= device]
+    if fitting:
+        size, label, speed = fitting[0]
+        text = (
+            f"{len(fitting)} of {len(entries)} layouts fit; the fastest of them is {label}, with {speed:,.0f} tokens/s"
+            f" in {size:.1f} GiB."
+        )
+    else:
+        text = f"nothing fits; the smallest layout needs {min(size for size, *_ in entries):.1f} GiB."
+    return MemorySlider(device, entries, f"{device:.1f} GiB a device: {text}")
+
+
+def front_table(front: Sequence[Prediction]) -> Table:
+    """Return the layouts of the front, the fastest first."""
+    rows = [
+        (
+            entry.label(),
+            f"{gib(entry):.1f}",
+            entry.verdict.fits,
+            f"{entry.step_seconds:.4g}",
+            f"{entry.tokens_per_second:,.0f}",
+        )
+        for entry in front
     ]
-    most = max((_gib(entry) for entry in front), default=1.0) + 1
-    limit = front[0].available_bytes / 2**30 if front else most
-    data = json.dumps(entries).replace("<", "\\u003c")
-    paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>Plan</title><style>{_STYLE}</style><h1>Plan</h1>"
-        f"<p>{html.escape(front_sentence(front))}</p>{_picture(front)}"
-        f'<label for=memory>Memory of a device</label><input id=memory type=range min=1 max="{most:.0f}"'
-        f' step=1 value="{limit:.0f}"><p id=answer></p>{paragraphs}'
-        f"<script type=application/json id=front>{data}</script><script>{_SCRIPT}</script></html>"
-    )
+    return Table(["layout", "GiB of a device", "fits", "step s", "tokens/s"], rows, 1, "The front, the fastest first")
 
 
-def _picture(front: Sequence[Prediction]) -> str:
-    """Return the front as SVG, memory to the right and tokens a second upward, each axis from 0."""
-    if not front:
-        return ""
-    widest, highest = max(map(_gib, front)), front[0].tokens_per_second
-    marks = []
-    for entry in front:
-        x = _EDGE + _gib(entry) / widest * (_WIDTH - 2 * _EDGE)
-        y = _HEIGHT - _EDGE - entry.tokens_per_second / highest * (_HEIGHT - 2 * _EDGE)
-        marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r=5><title>{html.escape(entry.label())}</title></circle>')
-    bottom, right = _HEIGHT - _EDGE, _WIDTH - _EDGE
-    axes = f'<path d="M{_EDGE} {_EDGE}V{bottom}H{right}" fill=none stroke=#888 />'
-    texts = (
-        f'<text x="{right}" y="{bottom + 24}" text-anchor=end>peak memory, {widest:.1f} GiB at the right</text>'
-        f'<text x="{_EDGE}" y="{_EDGE - 12}">tokens a second, {highest:,.0f} at the top</text>'
-    )
-    sentence = html.escape(front_sentence(front))
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role=img aria-label="{sentence}">{axes}{"".join(marks)}{texts}</svg>'
-
-
-def _gib(prediction: Prediction) -> float:
-    return prediction.memory.peak_bytes / 2**30
+def best_table(best: Sequence[Prediction]) -> Table:
+    """Return the fastest layouts that fit, with what their steps and their memory consist of."""
+    exposures = [entry.time.exposed_communication_seconds for entry in best]
+    axes = [axis for axis in reversed(AXES) if any(exposure.get(axis) for exposure in exposures)]
+    header = [
+        "layout",
+        "step s",
+        "of it compute",
+        *(f"exposed {axis}" for axis in axes),
+        "copies",
+        "bubble",
+        "optimizer",
+    ]
+    header += ["rest", "tokens/s", "MFU %", "peak GiB", "reserved GiB", "fits", "peaks on rank", "in"]
+    rows = []
+    for entry in best:
+        time = entry.time
+        seconds = [entry.step_seconds, time.compute_seconds]
+        seconds += [time.exposed_communication_seconds.get(axis, 0.0) for axis in axes]
+        seconds += [entry.copy_seconds, time.bubble_seconds, time.optimizer_seconds, time.other_seconds]
+        rows.append(
+            (
+                entry.label(),
+                *(f"{part:.4g}" for part in seconds),
+                f"{entry.tokens_per_second:,.0f}",
+                "" if entry.mfu is None else f"{100 * entry.mfu:.1f}",
+                f"{entry.memory.peak_bytes / GIB:.1f}",
+                f"{entry.peak.memory.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else "",
+                entry.verdict.fits,
+                str(entry.peak.rank),
+                entry.peak.phase,
+            )
+        )
+    return Table(header, rows, 1, "The fastest layouts that fit")

@@ -16,7 +16,7 @@ from harness.cost_model.timing.data_parallel_time import Exposed, ShardedState, 
 from harness.cost_model.timing.kernels import kernel_rates, rank_hardware
 from harness.cost_model.timing.layer_time import Shape
 from harness.cost_model.timing.stage_time import StageContext, StageTime, stage_time
-from harness.layout.layout import Layout
+from harness.layout.layout import AXES, Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.parameters import layer_parameter_count
 from harness.layout.partition import split_into_stages
@@ -129,13 +129,9 @@ def estimate_step_time(
     hidden_per_step = max(e.hidden_per_step for e in exposures)
     compute = micro_batches * (time.compute + slowdown * exposed.hidden_per_micro_batch) + slowdown * hidden_per_step
     data = micro_batches * exposed.per_micro_batch + per_step
-    communication = {
-        "tp": micro_batches * time.tp,
-        "cp": micro_batches * time.cp,
-        "dp_replicate": data * exposed.replica_share,
-        "dp_shard": data * (1 - exposed.replica_share),
-        "pp": 0.0,
-    }
+    communication = dict.fromkeys(AXES, 0.0) | {"tp": micro_batches * time.tp, "cp": micro_batches * time.cp}
+    communication[_first_axis(layout, layout.replica_axes)] += data * exposed.replica_share
+    communication[_first_axis(layout, layout.sharding_axes)] += data * (1 - exposed.replica_share)
     bubble = 0.0
     if layout.pp_enabled:
         bubble = _bubble_seconds(layout, micro_batches, kinds, per_micro, slowest)
@@ -164,6 +160,11 @@ def _without_streams(timing: StackTiming) -> StackTiming:
     DDP's reducer alone hands its buckets to the threads of the backend while backward goes on.
     """
     return dataclasses.replace(timing, prefetches_parameters=False)
+
+
+def _first_axis(layout: Layout, axes: tuple[str, ...]) -> str:
+    """Return the first of these axes along which there are several ranks, whose name their communication has."""
+    return next((axis for axis in axes if layout.axis_sizes[axis] > 1), axes[0])
 
 
 @lru_cache(maxsize=64)

@@ -524,6 +524,26 @@
     return spec;
   }
 
+  // --- A plan's slider: what fits a device of so much memory, in words and in the table that follows.
+
+  function memorySlider(form) {
+    const entries = JSON.parse(form.dataset.entries); // GiB, label, tokens per second; the fastest first
+    const [input, output] = [form.querySelector("input"), form.querySelector("output")];
+    const rows = [...(form.parentElement.querySelector("table")?.tBodies[0].rows ?? [])];
+    const show = () => {
+      const limit = Number(input.value === input.defaultValue ? form.dataset.device : input.value);
+      const fitting = entries.filter(([gib]) => gib <= limit);
+      rows.forEach((row, place) => row.classList.toggle("away", entries[place][0] > limit));
+      const [gib, label, speed] = fitting[0] ?? [];
+      const found = fitting.length
+        ? `${fitting.length} of ${entries.length} layouts fit; the fastest of them is ${label}, with ${Math.round(speed).toLocaleString("en")} tokens/s in ${gib.toFixed(1)} GiB.`
+        : `nothing fits; the smallest layout needs ${Math.min(...entries.map(([size]) => size)).toFixed(1)} GiB.`;
+      output.textContent = `${limit.toFixed(1)} GiB a device: ${found}`;
+    };
+    input.addEventListener("input", show);
+    show();
+  }
+
   // --- Printing: every chart is in light colors, and details are as the reader left them.
 
   function toPaper() {
@@ -546,6 +566,7 @@
     derivable(table, rows);
     scrollable(table.closest(".scroll"));
   }
+  all("form.memory").forEach(memorySlider);
   themes();
   strategies();
   all(".scripted").forEach((element) => { element.hidden = false; });

@@ -1,0 +1,206 @@
+"""The sentences of a plan worked out again from its rows, by code that shares nothing with the planner's.
+
+Every line that a plan prints must be one of these, with the figures that its rows have.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Row = Mapping[str, Any]
+
+ROOT = Path(__file__).parents[2]
+
+GIB = 1024**3
+
+AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+
+# The words of a plan for the columns of what is at the peak.
+PARTS = {
+    "parameters": "parameter",
+    "gradients": "gradient",
+    "optimizer": "optimizer",
+    "activations": "activation",
+    "loss": "loss",
+    "buffers": "communication",
+    "temporaries": "temporary",
+    "workspaces": "workspace",
+}
+
+
+def size_text(size: float) -> str:
+    """Return bytes in the largest binary unit that is not above them, with one decimal."""
+    power = min(3, int(math.log(size, 1024))) if size >= 1024 else 0
+    return f"{size / 1024**power:.1f} {('B', 'KiB', 'MiB', 'GiB')[power]}" if power else f"{size:.0f} B"
+
+
+def label(row: Row) -> str:
+    """Return a layout in a few words."""
+    kind = row["engine"] if row["data_parallel"] == "none" else row["data_parallel"]
+    degrees = " x ".join(f"{axis} {row[axis]}" for axis in AXES if row[axis] != 1) or "one rank"
+    words = [kind + (f" zero {row['zero_stage']}" if row["zero_stage"] else "")]
+    words.append(degrees + (" with sequence parallelism" if row.get("sequence_parallel") else ""))
+    if row["pp"] > 1:
+        virtual = row["virtual_stages"]
+        words.append(row["schedule"] + (f" of {virtual} stages a rank" if virtual > 1 else ""))
+    every = row.get("checkpointing_every")
+    words.append(f"checkpointing {row['checkpointing']}" + (f" {every}" if every else ""))
+    words += {"optimizer": ["optimizer on the host"], "parameters": ["state on the host"]}.get(row["offload"], [])
+    words += ["activations on the host"] if row["offload_activations"] else []
+    return ", ".join([*words, f"micro-batch {row['micro_batch']}"])
+
+
+def parts_of_step(row: Row) -> dict[str, float]:
+    """Return the seconds of a step by what they are spent on."""
+    parts = {"compute": row["forward_seconds"] + row["backward_seconds"]}
+    parts |= {f"exposed {axis} communication": row[f"exposed_{axis}_seconds"] for axis in ("tp", "cp", *AXES[:2], "pp")}
+    parts |= {"pipeline bubble": row["idle_seconds"], "copies to and from the host": row["exposed_copy_seconds"]}
+    return parts | {"optimizer": row["optimizer_seconds"], "rest of the step": row["other_seconds"]}
+
+
+def longer(row: Row, first: Row) -> str:
+    """Return how much longer a step takes than the first one's."""
+    ratio = row["predicted_step_seconds"] / first["predicted_step_seconds"]
+    return "is as fast within 0.1 %" if ratio < 1.001 else f"takes {(ratio - 1) * 100:.1f} % longer"
+
+
+def separations(best: Sequence[Row]) -> list[str]:
+    """Return for every layout after the first the part of a step that separates it most."""
+    lines = []
+    for row in best[1:]:
+        own, other = parts_of_step(row), parts_of_step(best[0])
+        part = max(own, key=lambda name: own[name] - other[name])
+        beginning = f"{label(row)} {longer(row, best[0])}"
+        if "within" in beginning:
+            lines.append(f"{beginning}.")
+        else:
+            lines.append(
+                f"{beginning}: its {part} takes {own[part]:.4g} s a step, and {other[part]:.4g} s in the first."
+            )
+    return lines
+
+
+def smaller(best: Sequence[Row], front: Sequence[Row]) -> list[str]:
+    """Return the first three layouts of the front that need less memory than the fastest that fits."""
+    if not best:
+        return []
+    peak = best[0]["predicted_peak_bytes"]
+    less = [row for row in front if row["predicted_peak_bytes"] < peak][:3]
+    return [
+        f"{label(row)} needs {size_text(row['predicted_peak_bytes'])}, {size_text(peak)} in the fastest, and"
+        f" {longer(row, best[0])}."
+        for row in less
+    ]
+
+
+def needed(row: Row) -> int:
+    """Return the bytes that a device must have."""
+    return int(row["predicted_peak_bytes"] + row["process_bytes"])
+
+
+def range_of(row: Row) -> tuple[str, float, float]:
+    """Return how a plan names the measurements behind an interval of memory, and their range."""
+    stack = yaml.safe_load((ROOT / "conf" / "stack" / f"{row['stack']}.yaml").read_text())
+    own = (stack.get("memory") or {}).get("measured_over_predicted")
+    if own:
+        return f"stack={row['stack']}", own[0], own[1]
+    return "the least predictable stack on file", 0.84, 1.45
+
+
+def detail(row: Row) -> list[str]:
+    """Return what fills memory and time of a layout, and what it sends."""
+    parts = ", ".join(
+        f"{word} {size_text(row[f'at_peak_{column}_bytes'])}"
+        for word, column in PARTS.items()
+        if row[f"at_peak_{column}_bytes"]
+    )
+    reserved = row["peak_reserved_bytes"]
+    more = f"; torch reserves {size_text(reserved)}" if reserved else ""
+    peak = size_text(row["predicted_peak_bytes"])
+    name, low, high = range_of(row)
+    limits = [row["predicted_peak_low_bytes"], row["predicted_peak_high_bytes"]]
+    available = row["memory_limit_bytes"] - row["process_bytes"]
+    seconds = ", ".join(f"{part} {size:.4g} s" for part, size in parts_of_step(row).items() if size)
+    return [
+        f"memory: rank {row['peak_rank']} peaks at {peak} in {row['peak_phase']}: {parts}{more}.",
+        f"fits: {row['fits']}: measured peaks of {name} were {low} to {high} of predicted ones, so that this one lies"
+        f" between {size_text(limits[0])} and {size_text(limits[1])}; {size_text(available)} of a device are for"
+        " tensors.",
+        f"step: {row['predicted_step_seconds']:.4g} s: {seconds}.",
+    ]
+
+
+def sent_is_right(line: str, row: Row) -> bool:
+    """Return whether what is sent has the bytes of the row's columns of communication, and all of them."""
+    columns = {name: row[name] for name in row if re.fullmatch("communication_.+_bytes", name) and row[name]}
+    text = line.removeprefix("sent by one rank in a step: ").removesuffix(".")
+    entries = [] if text == "nothing" else [entry.rsplit(" ", 2) for entry in text.split(", ")]
+    shown = {f"communication_{re.sub('[+ ]', '_', name)}_bytes": f"{size} {unit}" for name, size, unit in entries}
+    return shown == {name: size_text(size) for name, size in columns.items()}
+
+
+def counts(page: Mapping[str, Any]) -> str:
+    """Return what a search went through."""
+    beyond = page["beyond"]
+    valid = f"{page['valid']} could run"
+    if beyond:
+        valid = f"{beyond} need two devices' memory for their state alone, {page['valid']} others could run"
+    exact = page["memory_estimates"]
+    return f"{page['considered']} candidates were considered: {valid}, and {exact} needed an exact estimate of memory."
+
+
+def misfit(row: Row) -> str:
+    """Return how a sentence on a layout that does not fit begins."""
+    return (
+        f"{label(row)} would take {row['predicted_step_seconds']:.4g} s but needs {size_text(needed(row))} of the"
+        f" {size_text(row['memory_limit_bytes'])} of a device: "
+    )
+
+
+def notes(row: Row) -> list[str]:
+    """Return the sentences on what a plan rests on that its row says itself."""
+    lines = []
+    if row["datasheet_only"]:
+        lines.append(
+            f"cluster={row['cluster']} is datasheet-only: no published measurement stands behind its efficiencies."
+        )
+    batch, devices = row["global_batch"], row["world_size"]
+    reason = "as in a run" if batch != devices else "one sequence for each device, where a run has 48 in all"
+    return [*lines, f"train.global_batch=auto became {batch}, {reason}: give train.global_batch for your own."]
+
+
+def unexplained(lines: Sequence[str], rows: Sequence[Row], page: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the lines of a plan, after its table and labels, that do not follow from its rows."""
+    best = rows
+    front = page["front"] if page else []
+    known = [line for row in [*rows, *front[:1]] for line in notes(row)]
+    if page:
+        known += [counts(page), *separations(best), *smaller(best, front)]
+    wrong = []
+    misfits = [row for row in [*front[:1], *front[-1:], *rows] if needed(row) > row["memory_limit_bytes"]]
+    for line in lines:
+        number, _, text = line.partition(": ")
+        if number.isdigit():
+            row = rows[int(number) - 1]
+            is_right: Callable[[str], bool] = detail(row).__contains__
+            if not (is_right(text) or (text.startswith("sent by") and sent_is_right(text, row)) or derived(text, row)):
+                wrong.append(line)
+        elif line not in known and not any(line.startswith(misfit(row)) for row in misfits):
+            wrong.append(line)
+    expected = [*separations(best), *smaller(best, front), counts(page)] if page else []
+    return wrong + [f"missing: {line}" for line in expected if line not in lines]
+
+
+def derived(text: str, row: Row) -> bool:
+    """Return whether a derivation gives the figure that the row has."""
+    match = re.match(r"(\w+) = ([^ ]+): ", text)
+    if not match or match[1] not in row:
+        return False
+    value = row[match[1]]
+    if isinstance(value, str):
+        return value == match[2].rstrip(":")
+    return math.isclose(float(match[2]), value, rel_tol=1e-3, abs_tol=1e-12)

@@ -1,0 +1,147 @@
+"""The text of harness plan, worked out again from its rows for many models, clusters and stacks."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli.main import main
+from tests.support.plan_sentences import AXES, Row, label, needed, size_text, unexplained
+
+LAYOUTS = (
+    "model=7b strategy=fsdp_full_shard cluster=8xh100",
+    "model=7b strategy=ddp cluster=8xh100",
+    "model=7b strategy=zero3 cluster=8xa100_80 cluster.nodes=4 train.global_batch=64",
+    "model=7b strategy=zero_offload cluster=8xh100",
+    "model=7b strategy=zero2 cluster=8xrtx4090",
+    "model=70b strategy=3d strategy.tp=8 strategy.pp=4 cluster=8xh100 cluster.nodes=8 train.global_batch=256",
+    "model=70b strategy=fsdp_tp strategy.tp=8 cluster=8xh200 cluster.nodes=8",
+    "model=70b strategy=fsdp_hybrid_shard cluster=8xb200 cluster.nodes=8 checkpointing=full",
+    "model=70b strategy=pp_interleaved strategy.pp=8 cluster=8xh100 checkpointing=selective",
+    "model=405b strategy=3d strategy.tp=8 strategy.pp=16 cluster=8xh100 cluster.nodes=2048",
+    "model=405b strategy=fsdp_pp strategy.pp=9 strategy.zero_stage=2 cluster=8xmi300x cluster.nodes=2043",
+    "model=gpt_175b strategy=fsdp_tp strategy.tp=8 cluster=8xh100 cluster.nodes=8",
+    "model=gpt_1.3b strategy=zero1 cluster=8xl40s",
+    "model=7b strategy=cp cluster=8xh100 train.seq_len=4096",
+    "model=7b strategy=ddp stack=megatron cluster=8xh100",
+    "model=13b strategy=tp_pp strategy.tp=4 strategy.pp=2 stack=nanotron cluster=8xh100 precision=bf16_mixed",
+    "model=mpt_7b strategy=fsdp_full_shard stack=llm_foundry cluster=8xa100_40 cluster.nodes=2",
+    "model=7b strategy=fsdp_shard_grad_op stack=modalities cluster=8xa100_80 checkpointing=full",
+    "model=tiny strategy=ddp cluster=cpu train.global_batch=8",
+    "model=tiny strategy=pp_zero_bubble cluster=cpu train.global_batch=8",
+)
+
+SEARCHES = (
+    "model=7b cluster=8xh100 checkpointing=full train.global_batch=64",
+    "model=70b cluster=8xh100 cluster.nodes=8 train.micro_batch=1 checkpointing=selective train.global_batch=64",
+    "model=1b cluster=8xrtx4090 stack=megatron train.global_batch=32",
+    "model=70b cluster=8xrtx4090 checkpointing=none train.global_batch=8 train.micro_batch=1",
+)
+
+
+@pytest.fixture(autouse=True)
+def cpu_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder that describes a machine of four ranks on a CPU."""
+    folder = tmp_path / "conf" / "cluster"
+    folder.mkdir(parents=True)
+    fitted = "matmul_efficiency: 0.5, attention_efficiency: 0.3, attention_backward_ratio: 1.0, memory_efficiency: 0.7"
+    fitted += ", kernel_seconds: 1.0e-6, launch_seconds: 5.0e-6, intra_node_efficiency: 0.5, intra_node_latency: 1.0e-5"
+    fitted += ", inter_node_efficiency: 0.5, inter_node_latency: 1.0e-4, node_contention: 0.0, overlap_slowdown: 0.5"
+    text = "name: cpu\ngpus_per_node: 4\ndevice: cpu\nhardware:\n  device_name: cpu\n  memory: 16GiB\n"
+    text += "  memory_bandwidth: 2.0e+10\n  intra_node_bandwidth: 5.0e+9\n  inter_node_bandwidth: 1.0e+9\n"
+    text += f"  peak_flops: 1.0e+11\n  sources: [a test]\n  fitted_to: a test\n  fitted: {{{fitted}}}\n"
+    (folder / "cpu.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+
+def text_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """Return the lines that a plan prints."""
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def check_table(lines: list[str], rows: list[Row]) -> list[str]:
+    """Check the table and the labels at the top of a plan, and return the lines that follow."""
+    head = re.split(r"\s{2,}", lines[0].strip())
+    end = lines.index("")
+    assert end == len(rows) + 1
+    for number, (line, row) in enumerate(zip(lines[1:end], rows, strict=True), 1):
+        cells = dict(zip(["", *head], re.split(r"\s{2,}", line.strip()), strict=False))
+        seconds = row["predicted_step_seconds"]
+        assert cells[""] == str(number) and cells["step s"] == f"{seconds:.4g}"
+        rate = row["global_batch"] * row["seq_len"] / seconds
+        assert cells["tokens/s"] == f"{rate:,.0f}" and cells["per device"] == f"{rate / row['world_size']:,.0f}"
+        assert f"  {row['fits']}  " in line and f"  {size_text(row['predicted_peak_bytes'])}" in line
+        assert cells["nine of ten"] == "{:.3g} to {:.3g}".format(
+            row["predicted_step_low_seconds"], row["predicted_step_high_seconds"]
+        )
+        shown = [axis for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp") if f"exposed {axis}" in head]
+        seconds_of_parts = [row["forward_seconds"] + row["backward_seconds"]]
+        seconds_of_parts += [row[f"exposed_{axis}_seconds"] for axis in shown]
+        seconds_of_parts += [row["exposed_copy_seconds"]] if "copies" in head else []
+        seconds_of_parts += [row["idle_seconds"], row["optimizer_seconds"], row["other_seconds"]]
+        ended = line.split()[-len(seconds_of_parts) :]
+        assert ended == [f"{part:.3g}" for part in seconds_of_parts]
+        assert all(axis in shown or row[f"exposed_{axis}_seconds"] == 0 for axis in AXES)
+    labels = lines[end + 1 : end + 1 + len(rows)]
+    assert labels == [f"{number}  {label(row)}" for number, row in enumerate(rows, 1)]
+    return lines[end + 1 + len(rows) :]
+
+
+@pytest.mark.parametrize("settings", LAYOUTS)
+def test_the_text_of_a_layout_follows_from_its_row(settings: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = settings.split()
+    rows: list[Row] = json.loads("\n".join(text_of(capsys, "format=json", *words)))
+    lines = check_table(text_of(capsys, "--explain", *words), rows)
+    assert unexplained(lines, rows) == []
+    (row,) = rows
+    parts = [
+        row[f"exposed_{axis}_seconds"] for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp") if row[axis] == 1
+    ]
+    assert not any(parts), "an axis of one rank communicates nothing"
+    if needed(row) > row["memory_limit_bytes"]:
+        check_offers(next(line for line in lines if " would fit." in line), words, capsys)
+
+
+def check_offers(line: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that each offer of a layout that does not fit, typed as it stands, fits in the bytes that it names."""
+    for offer in line.rpartition(" of a device: ")[2].removesuffix(" would fit.").split(", or "):
+        match = re.fullmatch(r"(.+?)(?: on more such machines)? \((.+) a rank\)", offer)
+        if match is None:
+            assert offer == "a smaller model or a larger cluster"
+            continue
+        changes = match[1].replace(" and ", " ").split()
+        keys = {change.partition("=")[0] for change in changes}
+        if "world_size" in keys:
+            continue  # it needs more nodes
+        others = [word for word in words if word.partition("=")[0] not in keys]
+        assert main(["plan", "format=json", *others, *changes]) == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        assert size_text(needed(row)) == match[2] and needed(row) <= row["memory_limit_bytes"]
+
+
+@pytest.mark.parametrize("settings", SEARCHES)
+def test_the_text_of_a_search_follows_from_its_rows(
+    settings: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "plan.html"
+    lines = text_of(capsys, "--explain", "--report", str(page), *settings.split())
+    data: dict[str, Any] = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text())[1])["rows"]  # type: ignore[index]
+    rows = data["best"]
+    lines = check_table(lines, rows) if rows else lines
+    assert unexplained(lines, rows, data) == []
+    front = data["front"]
+    for faster, slower in itertools.pairwise(front):
+        assert faster["predicted_step_seconds"] <= slower["predicted_step_seconds"]
+        assert faster["predicted_peak_bytes"] > slower["predicted_peak_bytes"]
+    for row in rows:
+        assert needed(row) <= row["memory_limit_bytes"]
+        assert not any(
+            other["predicted_step_seconds"] < row["predicted_step_seconds"]
+            and other["predicted_peak_bytes"] <= row["predicted_peak_bytes"]
+            and row in front
+            for other in front
+        )
