@@ -199,7 +199,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(tensor_type, DTensor) for tensor_type in types):
             return NotImplemented  # torch dispatches the plain operators that it consists of afterwards
         listener, recorder, kwargs = self.listener, self.listener.recorder, kwargs or {}
-        if recorder.is_paused:  # the measurement itself runs this operator
+        if recorder.is_paused or func.namespace == "prim":  # run by the measurement, or the question for a device
             return func(*args, **kwargs)
         operator = known_operator(func)
         if operator.sends:

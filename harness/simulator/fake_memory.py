@@ -37,7 +37,14 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_paused = False
         self.requests: list[Request] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False so that torch does not switch Dynamo off and on again around every operator."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # asked about a fake tensor, more often than all others together
+            return func(*args)
         if any(issubclass(tensor_type, DTensor) for tensor_type in types):
             return NotImplemented  # torch dispatches the plain operators that it consists of afterwards
         result = func(*args, **(kwargs or {}))
