@@ -84,7 +84,8 @@ def layer_gradient_sizes(model: ModelConfig, groups: ShardGroups) -> list[int]:
     hidden = model.hidden_size
     square = hidden * hidden
     grouped = square * model.num_key_value_heads // model.num_attention_heads
-    widening = [hidden * model.intermediate_size] * (1 + len(model.architecture.widening))
+    wide = 2 if model.family == "hf" else len(model.architecture.widening)  # most of a library's MLPs have a gate
+    widening = [hidden * model.intermediate_size] * (1 + wide)
     sizes = [*widening, hidden, square, grouped, grouped, square, hidden]
     divided = groups.layer.elements / sum(sizes)
     return [round(size * divided) if size > hidden else size for size in sizes]

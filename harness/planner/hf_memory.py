@@ -11,8 +11,10 @@ from functools import lru_cache
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.memory import MemoryEstimate, estimate_memory
+from harness.cost_model.stage_memory import local_parameter_count
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
+from harness.layout.partition import whole_model
 from harness.layout.state_widths import StateWidths
 
 GATED_MATRICES = 3  # of an MLP with a gate: gate, up and down
@@ -20,19 +22,25 @@ GATED_MATRICES = 3  # of an MLP with a gate: gate, up and down
 
 def traced_memory(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> MemoryEstimate:
     """Return the memory of a traced model: its state as it is, everything else as in the nearest decoder."""
-    own = estimate_memory(config, layout, widths, device)
     near = estimate_memory(nearest_run(config), layout, widths, device)
-    at_peak = dict(near.at_peak)
-    state = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
-    for part, name in state.items():
-        if part in at_peak and getattr(near, name):
-            at_peak[part] = round(at_peak[part] * getattr(own, name) / getattr(near, name))
+    total = local_parameter_count(config.model, whole_model(config.model), layout.tp, layout.vocabulary_tp)
+    nearest = nearest_decoder(config.model)
+    ratio = total / local_parameter_count(nearest, whole_model(nearest), layout.tp, layout.vocabulary_tp)
+    state = {
+        kind: -(-width * total // layout.shard_count(kind))
+        for kind, width in (
+            ("parameters", widths.parameters),
+            ("gradients", widths.gradients),
+            ("optimizer", widths.optimizer),
+        )
+    }
+    at_peak = {part: round(size * ratio) if part in state else size for part, size in near.at_peak.items()}
     return dataclasses.replace(
         near,
-        parameter_bytes=own.parameter_bytes,
-        gradient_bytes=own.gradient_bytes,
-        optimizer_bytes=own.optimizer_bytes,
-        host_bytes=own.host_bytes,
+        parameter_bytes=state["parameters"],
+        gradient_bytes=state["gradients"],
+        optimizer_bytes=state["optimizer"],
+        host_bytes=round(near.host_bytes * ratio),
         at_peak=at_peak,
     )
 
