@@ -189,7 +189,9 @@ def fit_in_turn(fits: Iterable[Fit], select: Callable[[Sequence[PublishedRow]], 
     found: Parameters = {}
     for one in fits:
         scores = [objective(select(rows()), dict(found)) for rows in one.sources.values()]
-        found |= fit(scores, {parameter: (START | one.start)[parameter.name] for parameter in one.parameters})
+        found |= fit(
+            scores, {parameter: one.start.get(parameter.name, START[parameter.name]) for parameter in one.parameters}
+        )
     return found
 
 
@@ -230,8 +232,8 @@ def main() -> None:
         print(f"{', '.join(parameter.owners)}: {parameter.name}: {value:.3g}")
     for one in FITS[arguments.name]:
         for source, rows in one.sources.items():
-            scores = time_scores(rows(), step_seconds(rows(), parameters))
-            print(source, {figure: round(value, 4) for figure, value in scores})
+            figures = time_scores(rows(), step_seconds(rows(), parameters))
+            print(source, {figure: round(value, 4) for figure, value in figures})
 
 
 if __name__ == "__main__":

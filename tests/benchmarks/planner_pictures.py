@@ -34,7 +34,7 @@ def slug(source: str) -> str:
 
 def _picture(
     source: str, quantity: str, rows: Sequence[PublishedRow], measured: Sequence[float], predicted: Sequence[float]
-) -> alt.LayerChart:
+) -> Any:
     """Return a chart of a point for each row, by the number of GPUs, with lines of equal values and a tenth apart."""
     points: list[dict[str, Any]] = [
         {"measured": m, "predicted": p, "gpus": f"{row.layout.world_size}"}
@@ -44,7 +44,7 @@ def _picture(
     low, high = min([*measured, *predicted]) * 0.8, max([*measured, *predicted]) * 1.25
     scale = alt.Scale(type="log", domain=[low, high], nice=False)
     dots = (
-        alt.Chart(alt.Data(values=points))
+        alt.Chart(alt.InlineData(values=points))
         .mark_point(size=22, opacity=0.75)
         .encode(
             alt.X("measured:Q", title=f"measured {quantity}", scale=scale),
@@ -59,7 +59,7 @@ def _picture(
         for end in (low, high)
     ]
     guides = (
-        alt.Chart(alt.Data(values=lines))
+        alt.Chart(alt.InlineData(values=lines))
         .mark_line(color="#777777", strokeWidth=1, clip=True)
         .encode(
             alt.X("measured:Q"),
