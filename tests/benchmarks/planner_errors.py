@@ -2,9 +2,9 @@
 
 python -m tests.benchmarks.planner_errors --llm-analysis ENVIRONMENT/bin/python --out results/planner
 An environment with llm-analysis is made by: python -m venv ENVIRONMENT && ENVIRONMENT/bin/pip install llm-analysis
-The planner's parameters were fitted to all groups of these sources but Megatron-LM's and fms-acceleration's: its errors
-on groups that were left out are printed by tests.benchmarks.fit_planner. The constant MFU is the best one for a source
-in hindsight. Without --llm-analysis its lines of the last run are kept.
+The planner's parameters were fitted to all groups of these sources but llm-foundry's of H100, Megatron-LM's and
+fms-acceleration's: its errors on groups that were left out are printed by tests.benchmarks.fit_planner. The constant
+MFU is the best one for a source in hindsight. Without --llm-analysis its lines of the last run are kept.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Line = dict[str, str | float]
 
 
 def timed_rows() -> dict[str, Sequence[PublishedRow]]:
-    """Return the rows with step times, by source; nothing was fitted to those of Megatron-LM."""
+    """Return the rows with step times, by source; nothing was fitted to Megatron-LM's and llm-foundry's of H100."""
     grid = [
         row for row in nanotron.rows() if row.status == "ok" and {"step_seconds", "peak_bytes"} <= row.measured.keys()
     ]
@@ -44,6 +44,7 @@ def timed_rows() -> dict[str, Sequence[PublishedRow]]:
     return {
         NANOTRON: grid,
         "llm-foundry, A100": llm_foundry.rows(),
+        "llm-foundry, H100": llm_foundry.h100_rows(),
         "Modalities, A100 of 64 GB": modalities.rows(),
         "vTrain's data, one node of A100": vtrain.single_node_rows(),
         "vTrain's data, nodes of A100": vtrain.multi_node_rows(),
