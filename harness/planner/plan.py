@@ -127,11 +127,13 @@ def search_plan(
 
 def restrictions_of(config: RunConfig, fixed_keys: Mapping[str, Any]) -> Restrictions:
     """Return what the command line fixes of a search."""
-    prefix = "strategy."
-    names = [key.removeprefix(prefix) for key in fixed_keys if key.startswith(prefix)]
-    has_checkpointing = any(key.partition(".")[0] == "checkpointing" for key in fixed_keys)
+    of_strategy, of_checkpointing = (
+        [key.removeprefix(prefix) for key in fixed_keys if key.startswith(prefix)]
+        for prefix in ("strategy.", "checkpointing.")
+    )
     return Restrictions(
-        {name: getattr(config.strategy, name) for name in names if name != "options"},
-        config.checkpointing if has_checkpointing else None,
+        {name: getattr(config.strategy, name) for name in of_strategy if name != "options"},
+        config.checkpointing if "checkpointing" in fixed_keys else None,
         config.train.micro_batch if "train.micro_batch" in fixed_keys else None,
+        {name: getattr(config.checkpointing, name) for name in of_checkpointing},
     )

@@ -92,8 +92,13 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
             " its activations those of the nearest layer with formulas here."
         )
     offloads = prediction.layout.offload != "none" or prediction.config.checkpointing.offload_activations
-    if offloads and prediction.cluster.device == "cuda" and hardware.host_bandwidth is None:
-        yield f"cluster={name} has no cluster.hardware.host_bandwidth: the copies of offload are counted as free."
+    if offloads and prediction.cluster.device == "cuda":
+        if hardware.host_bandwidth is None:
+            yield f"cluster={name} has no cluster.hardware.host_bandwidth: the copies of offload are counted as free."
+        yield (
+            f"A device needs {format_bytes(prediction.memory.host_bytes)} of its host's memory, which no plan checks;"
+            " copies to the host are predicted by the datasheet of its link alone."
+        )
 
 
 def error_sentences(prediction: Prediction) -> Iterator[str]:

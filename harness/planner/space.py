@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
 
@@ -44,6 +44,7 @@ class Restrictions:
     strategy: Mapping[str, Any]  # by the key of the strategy
     checkpointing: CheckpointingConfig | None = None
     micro_batch: int | None = None
+    checkpointing_values: Mapping[str, Any] = field(default_factory=dict)  # by its key, where the kind is open
 
     def allows(self, strategy: StrategyConfig) -> bool:
         """Return whether a strategy has every value that is fixed."""
@@ -129,6 +130,8 @@ def candidates(config: RunConfig, space: SearchedSpace) -> Iterator[tuple[RunCon
     checkpointings: Sequence[CheckpointingConfig] = (*CHECKPOINTINGS, *(OFFLOADED if space.offloads else ()))
     if restrictions.checkpointing is not None:
         checkpointings = [restrictions.checkpointing]
+    for key, value in restrictions.checkpointing_values.items():
+        checkpointings = [choice for choice in checkpointings if getattr(choice, key) == value]
     trains = {
         size: dataclasses.replace(config.train, micro_batch=size) for size in _micro_batches(config, restrictions)
     }

@@ -168,6 +168,11 @@ def notes(row: Row) -> list[str]:
         lines.append(
             f"cluster={row['cluster']} is datasheet-only: no published measurement stands behind its efficiencies."
         )
+    if row["offload"] != "none" or row["offload_activations"]:
+        lines.append(
+            f"A device needs {size_text(row['host_bytes'])} of its host's memory, which no plan checks; copies to the"
+            " host are predicted by the datasheet of its link alone."
+        )
     batch, devices = row["global_batch"], row["world_size"]
     reason = "as in a run" if batch != devices else "one sequence for each device, where a run has 48 in all"
     return [*lines, f"train.global_batch=auto became {batch}, {reason}: give train.global_batch for your own."]

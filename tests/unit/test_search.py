@@ -108,6 +108,17 @@ def test_the_space_has_every_axis() -> None:
     assert not any(entry[0] == "fsdp" for entry in megatron if isinstance(entry, tuple))
 
 
+def test_what_the_command_line_sets_stays() -> None:
+    values = {"offload_activations": False}
+    restrictions = Restrictions({"offload": "none", "cp": 2}, checkpointing_values=values)
+    space = SearchedSpace(8, 8, load_stack("harness"), True, restrictions)
+    found_candidates = list(candidates(run(LONG, global_batch=8), space))
+    assert {layout.cp for _, layout in found_candidates} == {2}
+    assert {layout.offload for _, layout in found_candidates} == {"none"}
+    kinds = {candidate.checkpointing for candidate, _ in found_candidates}
+    assert len(kinds) == 5 and not any(kind.offload_activations for kind in kinds)
+
+
 def test_a_bound_that_is_too_high_loses_winners() -> None:
     for position in range(2):
 

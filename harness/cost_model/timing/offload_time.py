@@ -11,6 +11,10 @@ from harness.config.schema import RunConfig
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
 
+# The share of a PCIe link's bytes that are data: packets of 256 bytes with up to 24 of headers, sequence number and
+# checksums (PCI Express Base Specification, transaction and data link layers).
+PAYLOAD = 256 / 280
+
 
 @dataclass(frozen=True)
 class OffloadedWork:
@@ -33,6 +37,7 @@ def copy_seconds(
     gather, in forward and in backward, and sends its shard of gradients, in every micro-batch.
     """
     precision, seconds = config.precision, 0.0
+    host_bandwidth *= PAYLOAD
     if layout.offload == "optimizer":
         shards = max(layout.shard_count("optimizer"), 1)
         seconds += work.parameters / shards * (precision.reduce_bytes + precision.compute_bytes) / host_bandwidth
