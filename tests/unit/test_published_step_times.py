@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from statistics import median
 from typing import Literal
 
 import pytest
@@ -12,6 +13,8 @@ from harness.config.stack import StackConfig, load_stack
 from harness.config.stack_timing import StackTiming
 from harness.cost_model.fit_verdict import fit_verdict
 from harness.cost_model.stack_memory import predict_highest_rank
+from harness.cost_model.timing.collectives import Group, all_reduce_seconds
+from harness.cost_model.timing.kernels import kernel_rates
 from harness.layout.layout import resolve_layout
 from harness.layout.parameters import parameter_count
 from tests.support.published import DATA, PublishedRow, llm_foundry, modalities, vtrain
@@ -138,6 +141,39 @@ FAULTS: dict[str, tuple[str, Change]] = {
 def test_a_fault_exceeds_a_bound(fault: str) -> None:
     source, change = FAULTS[fault]
     assert broken_bounds(source, change), (figures(source), figures(source, change))
+
+
+# --- Single kernels and collectives
+
+
+def product_error(hardware: HardwareConfig) -> float:
+    """Return the median error of the rates of matrix products on A100 PCIe, which has 1,935 GB/s."""
+    rates = kernel_rates(dataclasses.replace(hardware, memory_bandwidth=1.935e12), "bfloat16")
+    errors = []
+    for _, values in numbered_rows(DATA / "simumax_products_a100.csv"):
+        m, n, k = (int(values[side]) for side in "mnk")
+        efficiency = 2 * m * n * k / rates.product_seconds(m, n, k, 2) / 312e12
+        errors.append(abs(efficiency / float(values["efficiency"]) - 1))
+    return median(errors)
+
+
+def all_reduce_error(hardware: HardwareConfig) -> float:
+    """Return the median error of the bus bandwidths of all-reduces in a node of A100."""
+    errors = []
+    for _, values in numbered_rows(DATA / "nccl_all_reduce_a100.csv"):
+        ranks, sent = int(values["gpus"]), int(values["bytes"])
+        bandwidth = 2 * (ranks - 1) / ranks * sent / all_reduce_seconds(sent, Group(ranks, 1), hardware)
+        errors.append(abs(bandwidth / 1e9 / float(values["bus_gigabytes_per_second"]) - 1))
+    return median(errors)
+
+
+def test_products_and_collectives_of_a100_are_predicted() -> None:
+    hardware = cluster_hardware("8xa100_80")
+    assert product_error(hardware) <= 0.04
+    assert all_reduce_error(hardware) <= 0.2
+    faster = dataclasses.replace(hardware, peak_flops=624e12, intra_node_bandwidth=6e11)
+    assert product_error(faster) > 0.04
+    assert all_reduce_error(faster) > 0.2
 
 
 # --- What the mappings say
