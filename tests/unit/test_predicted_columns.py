@@ -1,14 +1,23 @@
 """The step time that a run's row predicts, which needs a description of its device."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from harness.calibration.cluster import write_cluster
 from harness.config.hardware import HardwareConfig
 from harness.hardware.machine import Machine
+from harness.hardware.processor import processor_name
 from harness.runner.plan import Plan, make_plan
-from harness.runner.predicted_columns import described_devices, predicted_columns
+from harness.runner.predicted_columns import (
+    calibrated_devices,
+    described_devices,
+    machine_hardware,
+    predicted_columns,
+    predicted_step_seconds,
+)
 from tests.support.commands import compose
 
 H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", 1, 8, 8, (80 * 10**9,) * 8, 64, device_bytes=80 * 10**9)
@@ -49,6 +58,52 @@ def test_the_cluster_s_own_file_counts_before_others() -> None:
     cluster = dataclasses.replace(plan.config.cluster, hardware=slower)
     slow = dataclasses.replace(plan, config=dataclasses.replace(plan.config, cluster=cluster))
     assert step_seconds(slow) > 2 * step_seconds(plan)
+
+
+@pytest.fixture
+def clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield an empty conf/cluster of the current folder, whose files are read anew."""
+    folder = tmp_path / "conf" / "cluster"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    described_devices.cache_clear()
+    calibrated_devices.cache_clear()
+    yield folder
+    described_devices.cache_clear()
+    calibrated_devices.cache_clear()
+
+
+def test_a_calibrated_file_counts_before_a_datasheet_s(clusters: Path) -> None:
+    datasheet = described_devices()[H100.device_name]
+    slow = dataclasses.replace(datasheet, peak_flops=1e12, memory_bandwidth=1e10, calibrated=True)
+    write_cluster(clusters / "z.yaml", "z", 8, slow)
+    described_devices.cache_clear()
+    calibrated_devices.cache_clear()
+    assert machine_hardware(H100) == slow
+    assert described_devices()[H100.device_name] == datasheet
+
+
+def test_a_calibrated_cpu_is_its_own_machine_in_the_dtype_that_was_measured(clusters: Path) -> None:
+    """Files of another processor, or of other cores, say nothing of this one; nor does fp32 of 16 bit."""
+    cpu = Machine("cpu", "cpu", 1, 2, 0, (2**34,), 2)
+    own = dataclasses.replace(
+        described_devices()[H100.device_name],
+        device_name="cpu",
+        peak_flops=2e11,
+        peak_flops_dtype="float32",
+        calibrated=True,
+        processor=processor_name(),
+        cores=2,
+    )
+    write_cluster(clusters / "a.yaml", "a", 2, dataclasses.replace(own, processor="Another", memory_bandwidth=1.0))
+    write_cluster(clusters / "b.yaml", "b", 2, own)
+    assert machine_hardware(cpu) == own
+    assert machine_hardware(dataclasses.replace(cpu, cores=64)) is None
+    plan = plan_on(cpu, "precision=fp32")
+    assert step_seconds(plan) > 0
+    bf16 = dataclasses.replace(plan.config.precision, name="bf16_mixed", compute="bfloat16")
+    other = dataclasses.replace(plan, config=dataclasses.replace(plan.config, precision=bf16))
+    assert predicted_step_seconds(other) is None
 
 
 @pytest.mark.parametrize("text", ["a: b: c", "- 1", "name: x\nhardware: {device_name: y}", "hardware: 3"])
