@@ -26,20 +26,24 @@ class Stage2Reduction:
 
     In mixed precision it copies them in fp32, a large one a rank's part after another. Where a parameter lies in two
     partitions, the parts of a bucket that one rank owns are not next to each other, and are put together before
-    (stage_1_and_2.py, average_tensor and allreduce_no_retain).
+    (stage_1_and_2.py, average_tensor and allreduce_no_retain). Under offload it then computes the norm of each
+    parameter's gradient in fp64 (set_norm_for_param_grad_in_gpu).
     """
 
     bucket: GradientBucket
     shards: int
     partition: float  # elements
     wire: int  # bytes of an element of the fp32 copy; 0 where gradients are reduced as they are
+    norm: int  # bytes of an element of the copy for its norm; 0 without offload
+    largest_in_bucket: int  # elements of the largest gradient of a layer that is no larger than the bucket
 
     def copied_bytes(self, content: int, arrived: int) -> int:
         """Return the bytes of the copies of so many elements, the last of all that have arrived."""
         if self.bucket.is_large(content):
-            return round(content * self.wire / self.shards)
+            return max(round(content * self.wire / self.shards), content * self.norm)
         is_divided = content > 0 and int((arrived - content) / self.partition) < int((arrived - 1) / self.partition)
-        return content * (self.wire + self.bucket.gradient * is_divided)
+        in_norm = min(content, self.largest_in_bucket) * self.norm
+        return max(content * (self.wire + self.bucket.gradient * is_divided), in_norm)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,9 @@ class Stage2Layer:
         return sizes
 
 
+FP64_BYTES = 8
+
+
 def stage_2_buffers(config: RunConfig, widths: StateWidths, layout: Layout, stage: Stage) -> TransientBuffers:
     """Return the buffers of DeepSpeed's stage 2, which reduces gradients in buckets.
 
@@ -80,7 +87,10 @@ def stage_2_buffers(config: RunConfig, widths: StateWidths, layout: Layout, stag
     gradient, buckets = config.precision.compute_bytes, widths.backward_buffer_bytes
     bucket = GradientBucket(widths.reduce_bucket_elements, gradient)
     wire = config.precision.reduce_bytes * config.precision.is_mixed
-    reduction = Stage2Reduction(bucket, layout.dp_shard, groups.elements / layout.dp_shard, wire)
+    norm = FP64_BYTES * (layout.offload != "none")
+    in_bucket = 0 if bucket.is_large(groups.layer.largest) else groups.layer.largest
+    partition = groups.elements / layout.dp_shard
+    reduction = Stage2Reduction(bucket, layout.dp_shard, partition, wire, norm, in_bucket)
     contents = bucket_contents(config.model, groups, bucket)
     head, first = groups.head.largest, groups.embedding.elements or groups.root.elements
     large_head = head * bucket.is_large(head)

@@ -116,8 +116,7 @@ def resharded_buffers(groups: ShardGroups, sizes: GroupBytes, moment: Pass) -> T
     def reduction(following: int) -> int:
         return waiting + sizes.flat(gathered_ahead(following)) + sizes.reduction(layer)
 
-    before_layer = layer if groups.layers > 1 else root if root.elements else embedding
-    in_forward = [sizes.whole(layer) + sizes.flat(layer), sizes.flat(before_layer) + sizes.gather(layer)]
+    in_forward = [sizes.whole(layer) + sizes.flat(layer)]
     in_forward += [sizes.whole(head) + sizes.flat(head), sizes.flat(layer) + sizes.gather(head)]
     behind = root if root.elements else head  # the group that backward enters first
     entering = (
@@ -127,6 +126,7 @@ def resharded_buffers(groups: ShardGroups, sizes: GroupBytes, moment: Pass) -> T
     )
     return TransientBuffers(
         forward=whole_root + retained + max(in_forward),
+        last_layer=whole_root + retained + groups_before_last_layer(groups, sizes) + sizes.gather(layer),
         loss=retained,
         entering=retained + max(entering),
         head=retained + sizes.whole(behind) + sizes.flat(layer),
@@ -157,11 +157,13 @@ def whole_buffers(groups: ShardGroups, sizes: GroupBytes, moment: Pass) -> Trans
     def reduction(following: int) -> int:
         return left(following + 1) + waiting + sizes.reduction(layer)
 
-    last_gathered = head if head.elements else layer
-    beside = sizes.flat(layer) + sizes.gather(last_gathered) - sizes.whole(last_gathered)
-    gathered = max(sizes.flat(last_gathered), beside) * moment.gathers
+    # The step's first forward gathers, and the flat tensor of one group stays while the next one is gathered.
+    in_head = (sizes.flat(head), sizes.flat(layer) + sizes.gather(head) - sizes.whole(head))
+    gathered = max(*in_head, sizes.flat(layer) - sizes.whole(head)) * moment.gathers
+    in_last_layer = groups_before_last_layer(groups, sizes) + sizes.gather(layer) - sizes.whole(layer)
     return TransientBuffers(
         forward=whole + max(retained, gathered),
+        last_layer=(whole - sizes.whole(head) + in_last_layer) * moment.gathers,
         loss=whole + retained,
         entering=whole + retained,
         head=whole + retained,
@@ -171,6 +173,12 @@ def whole_buffers(groups: ShardGroups, sizes: GroupBytes, moment: Pass) -> Trans
         last_gradient=left(groups.layers) + last_gradient_bytes(groups, sizes),
         end=(0 if frees else whole) + sizes.reduction(last) - sizes.shard(last) * moment.is_first,
     )
+
+
+def groups_before_last_layer(groups: ShardGroups, sizes: GroupBytes) -> int:
+    """Return the bytes of the flat tensor of the group that forward gathers before the last layer."""
+    first = groups.root if groups.root.elements else groups.embedding
+    return sizes.flat(groups.layer if groups.layers > 1 else first)
 
 
 def last_gradient_bytes(groups: ShardGroups, sizes: GroupBytes) -> int:

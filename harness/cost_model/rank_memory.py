@@ -122,10 +122,12 @@ def rank_cost(
     buffer_bytes += widths.host_buffer_bytes if device == "cpu" else 0
     if layout.uses_deepspeed_zero and layout.zero_stage == 2 and layout.offload == "none":
         gradients = [-(-widths.gradients * round(partition_elements(config.model, layout, stages)))]
+    freed_buckets = widths.buffer_bytes if layout.uses_deepspeed_zero and layout.zero_stage == 1 else 0
     copied = gradient_copy_bytes(config, layout, widths, total)
     temporaries = optimizer_temporary_bytes(config, layout, total) + copied * (layout.zero_stage == 3)
     nothing = dict.fromkeys(PARTS, 0)
-    others = [nothing | {"gradients": sum(gradients), "temporaries": size} for size in (temporaries, copied)]
+    others = [nothing | {"gradients": sum(gradients), "temporaries": temporaries}]
+    others.append(nothing | {"gradients": sum(gradients), "temporaries": copied, "buffers": -freed_buckets})
     if device == "cpu":
         others.append(nothing | gloo_gather_peak(config, layout, widths, total))
     if rebuilds_buckets_beside_gradients(config, layout):

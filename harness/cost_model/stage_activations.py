@@ -268,5 +268,8 @@ def without_offloaded_activations(activations: StageActivations, offloaded: int,
 
 
 def host_gradient_bytes(widths: StateWidths, layout: Layout, parameters: Sequence[int]) -> list[int]:
-    """Return the bytes of offloaded gradients for each of a rank's stages, by its number of parameters."""
-    return [-(-widths.host_gradients * number // layout.shard_count("gradients")) for number in parameters]
+    """Return the bytes of offloaded gradients for each of a rank's stages, by its number of parameters.
+
+    They are those that the optimizer reads, and are divided as its state is.
+    """
+    return [-(-widths.host_gradients * number // layout.shard_count("optimizer")) for number in parameters]

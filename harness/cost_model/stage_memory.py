@@ -131,10 +131,11 @@ class StageCost:
     def weight_pass_grad_bytes(self) -> tuple[int, int]:
         """Bytes of weights' gradients at the last layer of a backward for weights alone, and at its last matrix.
 
-        In 16 bit they are all that it computed so far, as it adds them to the sums at its end; in fp32 one at a time.
+        In 16 bit, and where fully_shard reduces them, they are all that it computed so far, as it adds them to the sums
+        at its end; in fp32 one at a time.
         """
         matrix = self.vocabulary_grad_bytes if self.stage.holds_head else 0
-        if self.has_16_bit_grads:
+        if self.has_16_bit_grads or self.reduces_groups:
             layers = self.parameter_count * self.shape.width - matrix
             return layers - layers // self.stage.layers, layers + matrix
         inner = self.shape.model.hidden_size * self.shape.model.intermediate_size * self.shape.width // self.shape.tp

@@ -29,6 +29,8 @@ def backward_peaks(
         yield {"activations": at_matrix, "temporaries": at_end, "buffers": buffers.loss}
         return
     yield {"activations": activations.before_backward, "buffers": buffers.forward}
+    if buffers.last_layer:
+        yield {"activations": activations.layers[0].outside, "buffers": buffers.last_layer}
     yield {"activations": activations.layers[0].at_scores, "temporaries": sizes.scores, "buffers": buffers.forward}
     if not holds_head:
         yield {"activations": activations.before_backward, "buffers": buffers.entering}

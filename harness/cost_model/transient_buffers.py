@@ -39,6 +39,7 @@ class TransientBuffers:
     """The bytes at the moments of a micro-batch's pass through a stage, beside state, activations and temporaries."""
 
     forward: int = 0  # at the end of forward
+    last_layer: int = 0  # when forward enters the last layer and gathers its parameters
     loss: int = 0
     entering: int = 0  # when backward begins and gathers parameters
     head: int = 0  # in the head's backward, without the head's gradient
@@ -56,7 +57,7 @@ class TransientBuffers:
         """The most bytes at any of these moments."""
         around_layers = (*self.entered, *self.layers, *self.reductions)
         around_head = (self.loss, self.entering, self.head, self.head_reduction)
-        return max(self.forward, *around_head, *around_layers, self.last_gradient, self.end)
+        return max(self.forward, self.last_layer, *around_head, *around_layers, self.last_gradient, self.end)
 
     def in_layer(self, index: int) -> int:
         """Return the bytes in the backward of the layer with this index among those observed."""

@@ -2,7 +2,8 @@
 
 python -m tests.support.random_runs --first 1000 --draws 150 --table results/random_runs.csv
 A draw is identified by its number, which is its seed. Those in the table are not run again, unless they are findings
-and --again is given.
+and --again is given. --predict runs nothing: it predicts the memory of the draws in the table anew, so that the table
+says how far the present cost model is from what was measured.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.cost_model.memory import prediction_columns
 from harness.launcher.forkserver import start_forkserver
 from harness.records.runs_csv import columns_of, csv_cell
 from harness.runner import local_machine
@@ -100,6 +102,16 @@ def run_draw(seed: int, most_ranks: int) -> dict[str, str]:
     }
 
 
+def predict_again(line: dict[str, str]) -> dict[str, str]:
+    """Return the table's line of a run with the columns that the present cost model predicts for it."""
+    if not line.get("predicted_peak_bytes"):
+        return line
+    config, command = compose(*line["overrides"].split(), "name=random")
+    plan = make_plan(config, local_machine.detect_machine(config.cluster), command)
+    columns = prediction_columns(plan.config, plan.layout, plan.widths, "cpu")
+    return line | {name: csv_cell(value) for name, value in columns.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=150)
@@ -108,7 +120,11 @@ def main() -> None:
     parser.add_argument("--table", type=Path, required=True, help="the CSV file of all draws so far")
     parser.add_argument("--most", type=int, default=10**9, help="stop after so many runs, to be resumed")
     parser.add_argument("--again", action="store_true", help="run findings again")
+    parser.add_argument("--predict", action="store_true", help="predict the memory of the runs in the table anew")
     arguments = parser.parse_args()
+    if arguments.predict:
+        write_table(arguments.table, [predict_again(line) for line in read_table(arguments.table)])
+        return
     draws = {int(draw["draw"]): draw for draw in read_table(arguments.table)}
     finished = {seed for seed, draw in draws.items() if draw["outcome"] in EXPECTED or not arguments.again}
     missing = [seed for seed in range(arguments.first, arguments.first + arguments.draws) if seed not in finished]

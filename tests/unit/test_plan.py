@@ -115,7 +115,7 @@ def test_memory_and_communication_are_shown_by_part(capsys: pytest.CaptureFixtur
     assert row["peak_phase"] in ("forward", "backward", "optimizer") and row["peak_rank"] in (0, 4)
 
 
-@pytest.mark.parametrize(("memory", "verdict"), [("200GB", "likely"), ("40GB", "tight"), ("20GB", "no")])
+@pytest.mark.parametrize(("memory", "verdict"), [("200GB", "likely"), ("36GB", "tight"), ("20GB", "no")])
 def test_whether_it_fits_follows_from_the_interval(
     memory: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

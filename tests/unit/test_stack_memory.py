@@ -1,6 +1,5 @@
 """The memory of other stacks, held to published measurements and to the formulas of the papers."""
 
-import csv
 import dataclasses
 from collections.abc import Callable
 from functools import lru_cache
@@ -29,7 +28,7 @@ from harness.layout.layout import Layout, resolve_layout
 from harness.layout.parameters import parameter_count
 from harness.layout.state_widths import StateWidths
 from harness.util.errors import UserError
-from tests.support.commands import ROOT, compose_config
+from tests.support.commands import compose_config
 from tests.support.published import fms, megatron
 from tests.support.published.memory_scores import (
     error,
@@ -41,6 +40,7 @@ from tests.support.published.memory_scores import (
     nanotron_memory,
     nanotron_rows,
     nanotron_scores,
+    own_ratios,
 )
 
 WIDTHS = StateWidths(parameters=2, gradients=4, optimizer=12, gathered=2)
@@ -104,16 +104,15 @@ def test_nine_of_ten_measurements_are_in_the_range_of_groups_that_were_held_out(
     scores = interval_scores()
     assert scores["memory_inside_held_out"] >= 0.9
     assert scores["memory_half_width_median_of_groups"] <= 0.09
+    assert scores["memory_of_own_runs_inside_held_out"] >= 0.9
+    assert scores["memory_of_own_runs_half_width_median_of_groups"] <= 0.02
+    assert scores["memory_of_all_inside_held_out"] >= 0.9
+    assert scores["memory_of_all_half_width_median_of_groups"] <= 0.05
 
 
 @pytest.mark.parametrize("name", ["megatron", "nanotron", "fms_acceleration", "harness"])
 def test_the_ranges_on_file_are_those_of_the_measurements(name: str) -> None:
-    if name == "harness":
-        with (ROOT / "results" / "random_runs.csv").open(newline="") as file:
-            runs = [run for run in csv.DictReader(file) if run["status"] == "ok" and run["predicted_peak_bytes"]]
-        ratios = [float(run["peak_allocated_bytes"]) / float(run["predicted_peak_bytes"]) for run in runs]
-    else:
-        ratios = [ratio for _, ratio in measured_ratios()[name]]
+    ratios = [ratio for _, ratio in (own_ratios() if name == "harness" else measured_ratios()[name])]
     measured = load_stack(name).memory.measured_over_predicted
     assert measured is not None
     low, high = measured

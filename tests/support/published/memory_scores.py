@@ -1,14 +1,16 @@
 """How far the planner's memory predictions are from published measurements: the figures of the bars, by name."""
 
+import csv
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from statistics import median
 
 from harness.config.stack import StackConfig, load_stack
 from harness.cost_model.fit_verdict import fit_verdict
 from harness.cost_model.stack_memory import RankMemory, predict_memory, predict_rank_memory
+from tests.support.commands import ROOT
 from tests.support.published import PublishedRow, fms, megatron, nanotron
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -154,6 +156,13 @@ def measured_ratios() -> dict[str, tuple[tuple[str, float], ...]]:
     }
 
 
+def own_ratios() -> tuple[tuple[str, float], ...]:
+    """Return the draw and measured over predicted peak bytes of every random run of this project on file."""
+    with (ROOT / "results" / "random_runs.csv").open(newline="") as file:
+        runs = [run for run in csv.DictReader(file) if run["status"] == "ok" and run["predicted_peak_bytes"]]
+    return tuple((run["draw"], int(run["peak_allocated_bytes"]) / int(run["predicted_peak_bytes"])) for run in runs)
+
+
 def interval(ratios: Sequence[float], inside: float = 0.94) -> tuple[float, float]:
     """Return the narrowest range with this share of the ratios in it."""
     ordered = sorted(ratios)
@@ -163,6 +172,19 @@ def interval(ratios: Sequence[float], inside: float = 0.94) -> tuple[float, floa
 
 
 def interval_scores() -> dict[str, float]:
+    """Return the shares of held-out rows inside the intervals of the other half of the groups, and their half-widths.
+
+    They are those of the published measurements, of this project's random runs, and of all.
+    """
+    own = {"harness": own_ratios()}
+    return (
+        half_scores(measured_ratios(), "memory")
+        | half_scores(own, "memory_of_own_runs")
+        | half_scores(measured_ratios() | own, "memory_of_all")
+    )
+
+
+def half_scores(ratios: Mapping[str, Sequence[tuple[str, float]]], name: str) -> dict[str, float]:
     """Return the share of held-out rows inside the intervals of the other half of the groups, and their half-widths.
 
     The share is the lowest one of five halves, over the rows of all stacks. The half-widths' median is taken over
@@ -171,7 +193,7 @@ def interval_scores() -> dict[str, float]:
     shares, group_widths, row_widths = [], [], []
     for seed in SEEDS:
         covered = total = 0
-        for pairs in measured_ratios().values():
+        for pairs in ratios.values():
             groups = sorted({group for group, _ in pairs})
             random.Random(seed).shuffle(groups)
             fitted = set(groups[: len(groups) // 2])
@@ -183,7 +205,7 @@ def interval_scores() -> dict[str, float]:
             row_widths += [(high - low) / 2] * len(others)
         shares.append(covered / total)
     return {
-        "memory_inside_held_out": min(shares),
-        "memory_half_width_median_of_groups": median(group_widths),
-        "memory_half_width_median_of_rows": median(row_widths),
+        f"{name}_inside_held_out": min(shares),
+        f"{name}_half_width_median_of_groups": median(group_widths),
+        f"{name}_half_width_median_of_rows": median(row_widths),
     }
