@@ -6,6 +6,7 @@ from functools import cached_property
 
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig
+from harness.config.stack_memory import StackMemory
 from harness.cost_model import memory
 from harness.cost_model.communication import expected_bytes
 from harness.cost_model.fit_verdict import FitVerdict, fit_verdict
@@ -63,7 +64,15 @@ class Prediction:
     @cached_property
     def verdict(self) -> FitVerdict:
         """Whether the highest rank fits a device, by the errors on file."""
-        return fit_verdict(self.peak.memory, self.available_bytes, self.stack.memory)
+        return fit_verdict(self.peak.memory, self.available_bytes, self.judged_stack)
+
+    @property
+    def judged_stack(self) -> StackMemory:
+        """The stack with the errors on file for this model: none for one whose activations are another model's."""
+        memory = self.stack.memory
+        if self.config.model.family != "hf":
+            return memory
+        return dataclasses.replace(memory, measured_over_predicted=None)
 
     @cached_property
     def time(self) -> StepTime:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.config.byte_size import format_bytes
 from harness.cost_model.fit_verdict import UNMEASURED_RANGE
+from harness.layout.layout import AXES
 from harness.planner.predict import Prediction
 from harness.planner.remedies import offers
 from harness.planner.search import SearchResult
@@ -20,7 +21,8 @@ SAME = 0.001  # a difference of step time that no sentence makes anything of
 def terms(prediction: Prediction) -> dict[str, float]:
     """Return the seconds of a step by what they are spent on."""
     time = prediction.time
-    exposed = {f"exposed {axis} communication": size for axis, size in time.exposed_communication_seconds.items()}
+    by_axis = time.exposed_communication_seconds
+    exposed = {f"exposed {axis} communication": by_axis[axis] for axis in reversed(AXES) if axis in by_axis}
     parts = {"compute": time.compute_seconds} | exposed | {"pipeline bubble": time.bubble_seconds}
     parts |= {"copies to and from the host": prediction.copy_seconds} if prediction.copy_seconds else {}
     return parts | {"optimizer": time.optimizer_seconds, "rest of the step": time.other_seconds}
@@ -60,7 +62,7 @@ def memory_sentences(result: SearchResult) -> Sequence[str]:
 
 def fit_sentence(prediction: Prediction) -> str:
     """Return whether a layout fits, with the interval that says so and where that is from."""
-    verdict, memory = prediction.verdict, prediction.stack.memory
+    verdict, memory = prediction.verdict, prediction.judged_stack
     low, high = memory.measured_over_predicted or UNMEASURED_RANGE
     has_own = memory.measured_over_predicted is not None
     source = f"stack={prediction.stack.name}" if has_own else "the least predictable stack on file"
@@ -103,10 +105,13 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
 
 def error_sentences(prediction: Prediction) -> Iterator[str]:
     """Yield how far predictions of this stack were from measurements, and how wide the interval of a step is."""
-    memory = prediction.stack.memory.measured_over_predicted
+    memory = prediction.judged_stack.measured_over_predicted
     name = prediction.stack.name
     if memory is None:
-        yield f"No peak of stack={name} was measured: the interval of memory is that of the least predictable stack."
+        yield (
+            f"No peak of such models under stack={name} was measured: the interval of memory is that of the least"
+            " predictable stack."
+        )
     else:
         yield f"Measured peaks of stack={name} were {memory[0]} to {memory[1]} of predicted ones."
     low, high = prediction.step_interval

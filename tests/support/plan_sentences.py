@@ -57,7 +57,10 @@ def label(row: Row) -> str:
 def parts_of_step(row: Row) -> dict[str, float]:
     """Return the seconds of a step by what they are spent on."""
     parts = {"compute": row["forward_seconds"] + row["backward_seconds"]}
-    parts |= {f"exposed {axis} communication": row[f"exposed_{axis}_seconds"] for axis in ("tp", "cp", *AXES[:2], "pp")}
+    parts |= {
+        f"exposed {axis} communication": row[f"exposed_{axis}_seconds"]
+        for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+    }
     parts |= {"pipeline bubble": row["idle_seconds"], "copies to and from the host": row["exposed_copy_seconds"]}
     return parts | {"optimizer": row["optimizer_seconds"], "rest of the step": row["other_seconds"]}
 
