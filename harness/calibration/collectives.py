@@ -14,6 +14,9 @@ from harness.calibration.stopwatch import Stopwatch
 SMALLEST_BYTES, GROWTH = 2**12, 4
 BANDWIDTH_GROWTH = 0.75 * GROWTH  # of the time of a message that is GROWTH times as long, where bytes decide it
 LONG_MESSAGES = 3  # measured where bytes decide the time
+ALWAYS_BYTES = 2**22  # messages up to these are measured even if shorter ones, disturbed perhaps, took long
+    2**22
+)  # messages up to these are measured however long shorter ones took, which others may have disturbed
 MOST_BYTES = 2**30
 OVERLAP_BYTES = 2**22
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send")
@@ -43,7 +46,9 @@ def _growing_messages(
 ) -> Iterator[CollectivePoint]:
     """Yield one collective at growing sizes. All ranks see the same seconds, and so stop at the same size."""
     total_bytes, long_messages, previous = SMALLEST_BYTES, 0, 0.0
-    while total_bytes <= MOST_BYTES and long_messages < LONG_MESSAGES and previous < most_seconds:
+    while total_bytes <= ALWAYS_BYTES or (
+        total_bytes <= MOST_BYTES and long_messages < LONG_MESSAGES and previous < most_seconds
+    ):
         seconds = watch.median_seconds(message(operation, total_bytes, ranks, group, watch.device), group)
         yield CollectivePoint(operation, ranks, total_bytes, seconds)
         long_messages += bool(previous) and seconds >= BANDWIDTH_GROWTH * previous

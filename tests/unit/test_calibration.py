@@ -182,6 +182,19 @@ def test_messages_grow_until_bytes_decide_their_time(latency: float, bandwidth: 
     assert [p.total_bytes for p in points] == [2**12 * 4**index for index in range(len(points))]
 
 
+def test_disturbed_short_messages_do_not_end_the_measurement() -> None:
+    """Ones that take longer than the longest may, and look as if their bytes decided the time."""
+
+    class Disturbed(Clock):
+        def median_seconds(self, _: Callable[[], object], __: object) -> float:
+            seconds = super().median_seconds(_, __)
+            return seconds + (self.total_bytes / 2**12 if self.total_bytes < 2**19 else 0.0)
+
+    clock = cast("Stopwatch", Disturbed(1e-4, 1e9))
+    points = list(_growing_messages(clock, "all_gather", 2, cast("dist.ProcessGroup", None), most_seconds=0.02))
+    assert points[-1].total_bytes >= 2**22
+
+
 def test_no_coefficient_is_negative() -> None:
     """Points that fall with their size have no rate; the start alone is fitted."""
     assert fit_terms([(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)], [3.0, 2.0, 1.0])[1] == 0.0
