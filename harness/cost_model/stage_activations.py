@@ -44,6 +44,7 @@ class OneLayerActivations:
     at_scores: int  # when its forward computes its attention
     moments: tuple[Moment, ...]  # of its backward: those that can be the worst one
     all_moments: tuple[Moment, ...]
+    weight_moments: tuple[Moment, ...]  # all, without their bytes, which is the same for all micro-batches
     most_saved: int  # at any moment of its backward
     saved_at_end: int  # at the last moment of its backward
 
@@ -125,6 +126,7 @@ def _one_layer_activations(
         at_scores=sum(until_scores.values()),
         moments=possible_peaks(moments),
         all_moments=tuple(moments),
+        weight_moments=tuple(dataclasses.replace(moment, saved=0, temporaries=0) for moment in moments),
         most_saved=max(moment.saved for moment in moments),
         saved_at_end=moments[-1].saved,
     )

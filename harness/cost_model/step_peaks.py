@@ -1,6 +1,7 @@
 """The bytes of a rank at the worst moments of one backward of a step. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from harness.cost_model.layer_backward import Moment
 from harness.cost_model.micro_batch_shape import FP32_BYTES
@@ -153,12 +154,20 @@ def layer_peak(cost: StageCost, layer: LayerActivations, new_gradients: int) -> 
 def observed_peak(cost: StageCost, layer: LayerActivations, observed: LayerBuffers, new_gradients: int) -> Bytes:
     """Return the bytes at the worst moment of the backward of a layer whose buffers change within it."""
     moments = layer.own.all_moments
-    sizes = observed.buffer_bytes(moments, new_gradients)
+    sizes = observed_buffer_bytes(observed, layer.own.weight_moments, new_gradients)
     totals = [moment.saved + moment.temporaries + sum(size) for moment, size in zip(moments, sizes, strict=True)]
     worst = max(range(len(totals)), key=totals.__getitem__)
     temporaries = moments[worst].temporaries + cost.waiting_grad_bytes
     saved, (gradients, buffers) = layer.outside + moments[worst].saved, sizes[worst]
     return {"activations": saved, "gradients": gradients, "temporaries": temporaries, "buffers": buffers}
+
+
+@lru_cache(maxsize=4096)
+def observed_buffer_bytes(
+    observed: LayerBuffers, moments: tuple[Moment, ...], new_gradients: int
+) -> list[tuple[int, int]]:
+    """Return LayerBuffers.buffer_bytes(), which many micro-batches share."""
+    return observed.buffer_bytes(moments, new_gradients)
 
 
 def layer_gradients(cost: StageCost, moment: Moment, new_bytes_of_element: float) -> tuple[int, int, int]:

@@ -1,13 +1,13 @@
 """The planned peak compared with what random runs measured, as results/random_runs.csv has them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from statistics import median
 
 import pytest
 
-from harness.cost_model import rank_memory
+from harness.cost_model import rank_memory, step_peaks
 from harness.cost_model.fully_shard_memory import GroupBytes
 from harness.cost_model.gradient_bucket import GradientBucket
 from harness.cost_model.memory import estimate_memory
@@ -108,6 +108,15 @@ def keep_buckets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_memory, "rebuilds_buckets_beside_gradients", lambda *_: False)
 
 
+@pytest.fixture
+def no_cached_buffers() -> Iterator[None]:
+    """Forget the buffers that were computed without a fault, and those with it."""
+    step_peaks.observed_buffer_bytes.cache_clear()
+    yield
+    step_peaks.observed_buffer_bytes.cache_clear()
+
+
+@pytest.mark.usefixtures("no_cached_buffers")
 @pytest.mark.parametrize(
     "fault",
     (
