@@ -15,8 +15,6 @@ SMALLEST_BYTES, GROWTH = 2**12, 4
 BANDWIDTH_GROWTH = 0.75 * GROWTH  # of the time of a message that is GROWTH times as long, where bytes decide it
 LONG_MESSAGES = 3  # measured where bytes decide the time
 ALWAYS_BYTES = 2**22  # messages up to these are measured even if shorter ones, disturbed perhaps, took long
-    2**22
-)  # messages up to these are measured however long shorter ones took, which others may have disturbed
 MOST_BYTES = 2**30
 OVERLAP_BYTES = 2**22
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send")
