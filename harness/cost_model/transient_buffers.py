@@ -16,6 +16,9 @@ from harness.layout.partition import Stage, local_numel
 class LayerBuffers(Protocol):
     """A layer whose buffers change within its backward."""
 
+    def __hash__(self) -> int:
+        """Return a hash of all that decides them."""
+
     def buffer_bytes(self, moments: Sequence[Moment], new_gradients: int) -> list[tuple[int, int]]:
         """Return the bytes of gradients and of buffers at each of the moments of its backward.
 
