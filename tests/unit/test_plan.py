@@ -115,12 +115,15 @@ def test_memory_and_communication_are_shown_by_part(capsys: pytest.CaptureFixtur
     assert row["peak_phase"] in ("forward", "backward", "optimizer") and row["peak_rank"] in (0, 4)
 
 
-@pytest.mark.parametrize(("memory", "verdict"), [("200GB", "likely"), ("36GB", "tight"), ("20GB", "no")])
+@pytest.mark.parametrize(("share", "verdict"), [(2.0, "likely"), (1.0, "tight"), (0.5, "no")])
 def test_whether_it_fits_follows_from_the_interval(
-    memory: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    share: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    settings = ("model=7b", "cluster=eight", "strategy=fsdp_full_shard", "precision=bf16_mixed")
+    (row,) = planned(capsys, *settings)
+    memory = int(share * int(str(row["predicted_peak_bytes"])) + int(str(row["process_bytes"])))
     (tmp_path / "conf" / "cluster" / "eight.yaml").write_text(HARDWARE.replace("80GB\n", f"{memory}\n"))
-    (row,) = planned(capsys, "model=7b", "cluster=eight", "strategy=fsdp_full_shard", "precision=bf16_mixed")
+    (row,) = planned(capsys, *settings)
     assert row["fits"] == verdict
     available = int(str(row["memory_limit_bytes"])) - int(str(row["process_bytes"]))
     low, high = int(str(row["predicted_peak_low_bytes"])), int(str(row["predicted_peak_high_bytes"]))
