@@ -105,7 +105,7 @@ def test_nine_of_ten_measurements_are_in_the_range_of_groups_that_were_held_out(
     assert scores["memory_inside_held_out"] >= 0.9
     assert scores["memory_half_width_median_of_groups"] <= 0.09
     assert scores["memory_of_own_runs_inside_held_out"] >= 0.9
-    assert scores["memory_of_own_runs_half_width_median_of_groups"] <= 0.02
+    assert scores["memory_of_own_runs_half_width_median_of_groups"] <= 0.04
     assert scores["memory_of_all_inside_held_out"] >= 0.9
     assert scores["memory_of_all_half_width_median_of_groups"] <= 0.05
 

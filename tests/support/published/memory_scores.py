@@ -15,6 +15,10 @@ from tests.support.published import PublishedRow, fms, megatron, nanotron
 
 SEEDS = (0, 1, 2, 3, 4)
 
+# The share of ratios inside a range, where it is not 94 %: the errors of this project's runs are nearly all the same,
+# so that a narrower range depends on which few of the others it has.
+SHARES = {"harness": 0.96}
+
 H100_BYTES = 80 * 10**9  # as its name says; the device has a little more, of which a context takes a part
 
 FRAGMENTATIONS = tuple(step / 100 for step in range(0, 36, 4))  # the values among which the only fitted one is searched
@@ -193,11 +197,11 @@ def half_scores(ratios: Mapping[str, Sequence[tuple[str, float]]], name: str) ->
     shares, group_widths, row_widths = [], [], []
     for seed in SEEDS:
         covered = total = 0
-        for pairs in ratios.values():
+        for stack, pairs in ratios.items():
             groups = sorted({group for group, _ in pairs})
             random.Random(seed).shuffle(groups)
             fitted = set(groups[: len(groups) // 2])
-            low, high = interval([ratio for group, ratio in pairs if group in fitted])
+            low, high = interval([ratio for group, ratio in pairs if group in fitted], SHARES.get(stack, 0.94))
             others = [ratio for group, ratio in pairs if group not in fitted]
             covered += sum(low <= ratio <= high for ratio in others)
             total += len(others)
