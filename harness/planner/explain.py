@@ -35,9 +35,11 @@ def memory_explanation(prediction: Prediction) -> Iterator[str]:
     yield f"predicted_peak_bytes = {memory.peak_bytes}: at its worst, in {peak.phase} of rank {peak.rank}, {parts}."
     if prediction.cluster.device == "cuda":
         beyond = peak.memory.reserved_bytes - memory.peak_bytes
+        is_planned = prediction.stack.memory.fragmentation > 0
+        unknown = "" if is_planned else "; freed blocks that fit no later request come on top"
         yield (
             f"peak_reserved_bytes = {peak.memory.reserved_bytes}: {beyond} bytes beyond the peak, in segments of 2 MiB:"
-            " what the allocator holds and cannot use again."
+            f" what the allocator holds and cannot use again{unknown}."
         )
     yield f"fits = {fit_sentence(prediction)}"
     if prediction.stack.memory.kind == "harness":

@@ -115,8 +115,15 @@ def search_plan(
     restrictions: Restrictions,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """Return the best layouts. Raises UserError if no layout of the world is possible."""
-    result = search(config, cluster, stack, world_size, restrictions)
+    """Return the best layouts. Raises UserError if no layout of the world is possible.
+
+    State and activations on the host are searched if the command line has them there, or if nothing fits without:
+    their copies are predicted by a datasheet alone.
+    """
+    result = search(config, cluster, stack, world_size, restrictions, offloads=restrictions.wants_offload)
+    if not result.best and not restrictions.wants_offload:
+        result = search(config, cluster, stack, world_size, restrictions)
+        notes = [*notes, "No layout is predicted to fit without the host's memory, so that offload was searched, too."]
     if not result.valid:
         most = max(result.problems, key=lambda problem: result.problems[problem], default="")
         batch = f"train.global_batch={config.train.global_batch}"

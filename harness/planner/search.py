@@ -59,11 +59,15 @@ def search(
     restrictions: Restrictions,
     best: int = BEST,
     bounds: Sequence[LowerBound] = LOWER_BOUNDS,
+    offloads: bool = True,
 ) -> SearchResult:
-    """Return the fastest layouts of a model on a cluster, those that fit and those on the front of memory."""
+    """Return the fastest layouts of a model on a cluster, those that fit and those on the front of memory.
+
+    With `offloads`, state and activations may be on the host, if the link to it is known.
+    """
     result = SearchResult()
     valid: list[Candidate] = []
-    offloads = cluster.device == "cuda" and cluster.hardware.host_bandwidth is not None
+    offloads = offloads and cluster.device == "cuda" and cluster.hardware.host_bandwidth is not None
     space = SearchedSpace(world_size, cluster.gpus_per_node, stack, offloads, restrictions)
     state_bytes: dict[tuple[Layout, int], int] = {}
     for candidate, layout in candidates(config, space):

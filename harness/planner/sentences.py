@@ -18,13 +18,16 @@ MOST_SMALLER = 3  # layouts that need less memory than the fastest that fits, ea
 SAME = 0.001  # a difference of step time that no sentence makes anything of
 
 
+COPIES = "copies to and from the host"
+
+
 def terms(prediction: Prediction) -> dict[str, float]:
     """Return the seconds of a step by what they are spent on."""
     time = prediction.time
     by_axis = time.exposed_communication_seconds
     exposed = {f"exposed {axis} communication": by_axis[axis] for axis in reversed(AXES) if axis in by_axis}
     parts = {"compute": time.compute_seconds} | exposed | {"pipeline bubble": time.bubble_seconds}
-    parts |= {"copies to and from the host": prediction.copy_seconds} if prediction.copy_seconds else {}
+    parts |= {COPIES: prediction.copy_seconds} if prediction.copy_seconds else {}
     return parts | {"optimizer": time.optimizer_seconds, "rest of the step": time.other_seconds}
 
 
@@ -41,8 +44,9 @@ def separation(prediction: Prediction, fastest: Prediction) -> str:
     own, other = terms(prediction), terms(fastest)
     changes = {name: own.get(name, 0.0) - other.get(name, 0.0) for name in own | other}
     name = max(changes, key=lambda term: changes[term])
+    takes = "take" if name == COPIES else "takes"
     return (
-        f"{prediction.label()} {longer_text(prediction, fastest)}: its {name} takes {own.get(name, 0.0):.4g} s"
+        f"{prediction.label()} {longer_text(prediction, fastest)}: its {name} {takes} {own.get(name, 0.0):.4g} s"
         f" a step, and {other.get(name, 0.0):.4g} s in the first."
     )
 

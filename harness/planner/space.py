@@ -46,6 +46,13 @@ class Restrictions:
     micro_batch: int | None = None
     checkpointing_values: Mapping[str, Any] = field(default_factory=dict)  # by its key, where the kind is open
 
+    @property
+    def wants_offload(self) -> bool:
+        """Whether the command line puts state or activations on the host."""
+        checkpointing = self.checkpointing is not None and self.checkpointing.offload_activations
+        activations = self.checkpointing_values.get("offload_activations", checkpointing)
+        return self.strategy.get("offload", "none") != "none" or bool(activations)
+
     def allows(self, strategy: StrategyConfig) -> bool:
         """Return whether a strategy has every value that is fixed."""
         return all(value == -1 or getattr(strategy, key) == value for key, value in self.strategy.items())

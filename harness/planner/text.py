@@ -64,8 +64,10 @@ def detail_lines(prediction: Prediction) -> Iterator[str]:
     """Yield what fills memory at the peak and time in a step, and what is sent, a line each."""
     memory, peak = prediction.memory, prediction.peak
     parts = ", ".join(f"{part} {format_bytes(size)}" for part in PEAK_PARTS if (size := memory.at_peak.get(part, 0)))
-    reserved = f"; torch reserves {format_bytes(peak.memory.reserved_bytes)}" * (prediction.cluster.device == "cuda")
-    yield f"memory: rank {peak.rank} peaks at {format_bytes(memory.peak_bytes)} in {peak.phase}: {parts}{reserved}."
+    is_planned = prediction.stack.memory.fragmentation > 0  # else what fragments waste is not on file
+    reserved = f"{'' if is_planned else 'at least '}{format_bytes(peak.memory.reserved_bytes)}"
+    also = f"; torch reserves {reserved}" if prediction.cluster.device == "cuda" else ""
+    yield f"memory: rank {peak.rank} peaks at {format_bytes(memory.peak_bytes)} in {peak.phase}: {parts}{also}."
     yield f"fits: {fit_sentence(prediction)}"
     seconds = ", ".join(f"{name} {size:.4g} s" for name, size in terms(prediction).items() if size)
     yield f"step: {prediction.step_seconds:.4g} s: {seconds}."

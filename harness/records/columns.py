@@ -204,9 +204,9 @@ COLUMNS: tuple[Column, ...] = (
     _bytes(
         "predicted_peak_bytes",
         "predicted peak",
-        "The peak memory that the cost model predicts, on a CPU with the copies that gloo makes in collectives; its error"
-        " is that against `peak_allocated_bytes`, which gloo's threads raise where they free copies late. Empty for"
-        " compiled layers.",
+        "The peak memory that the cost model predicts, on a CPU with the copies that gloo makes in collectives; its"
+        " error is that against `peak_allocated_bytes`, which gloo's threads raise where they free copies late. Empty"
+        " for compiled layers.",
     ),
     _seconds("predicted_step_seconds", "predicted step time", "The step time that the cost model predicts."),
     _text("measured_on", "run", "device", "The device that the run was measured on, such as cpu or NVIDIA H200."),

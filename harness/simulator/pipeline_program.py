@@ -71,10 +71,10 @@ def record_program(layout: Layout, micro_batches: int, rank: int) -> Program:
         ]
         schedule: Any
         if layout.schedule in SINGLE_STAGE_SCHEDULES:
-            single = SINGLE_STAGE_SCHEDULES[layout.schedule]
+            single: Any = SINGLE_STAGE_SCHEDULES[layout.schedule]
             schedule = single(stages[0], micro_batches, loss_fn=_loss, scale_grads=False)
         else:
-            multi = MULTI_STAGE_SCHEDULES[layout.schedule]
+            multi: Any = MULTI_STAGE_SCHEDULES[layout.schedule]
             schedule = multi(list(stages), micro_batches, loss_fn=_loss, scale_grads=False)
         with pipeline_stages(), recorder.transfers():
             rows = torch.zeros(micro_batches, 1)

@@ -78,11 +78,12 @@ def separations(best: Sequence[Row]) -> list[str]:
         own, other = parts_of_step(row), parts_of_step(best[0])
         part = max(own, key=lambda name: own[name] - other[name])
         beginning = f"{label(row)} {longer(row, best[0])}"
+        verb = "take" if part.startswith("copies") else "takes"
         if "within" in beginning:
             lines.append(f"{beginning}.")
         else:
             lines.append(
-                f"{beginning}: its {part} takes {own[part]:.4g} s a step, and {other[part]:.4g} s in the first."
+                f"{beginning}: its {part} {verb} {own[part]:.4g} s a step, and {other[part]:.4g} s in the first."
             )
     return lines
 
@@ -122,7 +123,8 @@ def detail(row: Row) -> list[str]:
         if row[f"at_peak_{column}_bytes"]
     )
     reserved = row["peak_reserved_bytes"]
-    more = f"; torch reserves {size_text(reserved)}" if reserved else ""
+    least = "" if row["stack"] == "nanotron" else "at least "
+    more = f"; torch reserves {least}{size_text(reserved)}" if reserved else ""
     peak = size_text(row["predicted_peak_bytes"])
     name, low, high = range_of(row)
     limits = [row["predicted_peak_low_bytes"], row["predicted_peak_high_bytes"]]
@@ -181,13 +183,20 @@ def notes(row: Row) -> list[str]:
     return [*lines, f"train.global_batch=auto became {batch}, {reason}: give train.global_batch for your own."]
 
 
+def of_offload(best: Sequence[Row]) -> list[str]:
+    """Return the sentence of a search in which nothing fits without the host's memory."""
+    if any(row["offload"] == "none" and not row["offload_activations"] for row in best):
+        return []
+    return ["No layout is predicted to fit without the host's memory, so that offload was searched, too."]
+
+
 def unexplained(lines: Sequence[str], rows: Sequence[Row], page: Mapping[str, Any] | None = None) -> list[str]:
     """Return the lines of a plan, after its table and labels, that do not follow from its rows."""
     best = rows
     front = page["front"] if page else []
     known = [line for row in [*rows, *front[:1]] for line in notes(row)]
     if page:
-        known += [counts(page), *separations(best), *smaller(best, front)]
+        known += [counts(page), *separations(best), *smaller(best, front), *of_offload(best)]
     wrong = []
     misfits = [row for row in [*front[:1], *front[-1:], *rows] if needed(row) > row["memory_limit_bytes"]]
     for line in lines:

@@ -17,6 +17,7 @@ from harness.cost_model.pipeline import REPEATING_ROUNDS, BackwardStart, _backwa
 from harness.layout.partition import balanced_layers
 from harness.planner.bounds import LOWER_BOUNDS
 from harness.planner.cluster import plan_problems
+from harness.planner.plan import search_plan
 from harness.planner.predict import Prediction
 from harness.planner.search import LowerBound, SearchResult, search
 from harness.planner.space import Restrictions, SearchedSpace, candidates
@@ -219,3 +220,20 @@ def test_layers_are_balanced_as_well_as_any_split_is(first: float, last: float) 
             return max(number + extra for number, extra in zip(split, extras, strict=True))
 
         assert largest(balanced_layers(depth, first, last, count)) == min(map(largest, splits))
+
+
+def test_offload_is_searched_on_request_or_where_nothing_fits_without() -> None:
+    """A link's datasheet is all that is known of copies to the host: what they promise shall not win unasked."""
+
+    def offloaded(memory: str, restrictions: Restrictions) -> bool:
+        config, eight = run(LONG, BF16, global_batch=8), cluster_of_eight(memory=memory)
+        plan = search_plan(config, eight, load_stack("harness"), 8, restrictions)
+        shown = [*plan.predictions, *(plan.result.front if plan.result else ())]
+        return any(p.layout.offload != "none" or p.config.checkpointing.offload_activations for p in shown)
+
+    def one_rank_wide(**strategy: str) -> Restrictions:
+        return Restrictions({"tp": 1, "cp": 1, "pp": 1} | strategy, CheckpointingConfig("full"), 1)
+
+    assert not offloaded("2GB", one_rank_wide())
+    assert offloaded("2GB", one_rank_wide(offload="optimizer"))
+    assert offloaded("590MB", one_rank_wide())
