@@ -311,4 +311,4 @@ def test_ranks_on_a_cpu_share_its_cores_and_take_turns() -> None:
     assert four.memory_bandwidth == 1e10
     assert (one.fitted.launch_seconds, four.fitted.launch_seconds) == (5e-6, 1e-5)
     h100 = described_devices()[H100]
-    assert rank_hardware(h100, 8) is h100
+    assert rank_hardware(h100, 8) == h100
