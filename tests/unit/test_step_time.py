@@ -15,7 +15,7 @@ from harness.layout.layout import resolve_layout
 from harness.runner.predicted_columns import described_devices
 from tests.support.commands import compose
 from tests.support.published import PublishedRow, nanotron
-from tests.support.published.time_scores import ERROR, ORDER, time_scores
+from tests.support.published.time_scores import ERROR, ORDER, REGRET, time_scores
 
 Scores = dict[str, float]
 
@@ -131,3 +131,19 @@ def test_a_step_s_parts_add_up_and_larger_work_takes_longer() -> None:
             assert estimate_step_time(
                 row.config, row.layout, other, timing, None, row.gpus_per_node
             ).step_seconds >= step.step_seconds * (1 - 1e-9)
+
+
+def test_the_copies_of_slices_decide_what_is_chosen_on_up_to_256_devices() -> None:
+    """The fault: shard_slice_seconds left out. Without it ZeRO's stage 1 is chosen where stage 0 is faster."""
+    rows = [row for row in grid() if row.layout.world_size <= 256]
+    hardware, timing = described_devices()[H100], load_stack("nanotron").timing
+
+    def slowdown(timing: StackTiming) -> float:
+        seconds = [
+            estimate_step_time(row.config, row.layout, hardware, timing, None, row.gpus_per_node).step_seconds
+            for row in rows
+        ]
+        return dict(time_scores(rows, seconds))[REGRET]
+
+    assert slowdown(timing) <= 0.03
+    assert slowdown(dataclasses.replace(timing, shard_slice_seconds=0.0)) > 0.05
