@@ -27,11 +27,11 @@ from harness.config.validation import require_one_of
 from harness.config.values import ConfigValues, GroupValues
 from harness.layout.layout import resolve_layout
 from harness.records.run_folder import ComparisonFolder, comparison_folder
-from harness.runner.local_machine import detect_machine
 from harness.runner.machine_defaults import resolve_auto
 from harness.runner.plan import find_problems
 from harness.runner.resolve import resolve_run_config
 from harness.runner.reuse import ensure_writable
+from harness.runner.simulation import machine_of_run
 from harness.sweep.micro_batch_search import wants_max_micro_batch
 from harness.sweep.slurm import plugin
 from harness.sweep.stop_after import parse_stop_after
@@ -129,9 +129,12 @@ def check_run(values: ConfigValues) -> bool:
     """
     read_command_config(values)
     cluster: ClusterConfig = from_dict(ClusterConfig, values["cluster"], "cluster")
-    if cluster.nodes > 1 or wants_max_micro_batch(values) or values["model"].get("family") == "hf":
+    is_simulated = values.get("launch") == "simulated"
+    if wants_max_micro_batch(values) or values["model"].get("family") == "hf":
         return False
-    machine = detect_machine(cluster)
+    if cluster.nodes > 1 and not is_simulated:
+        return False
+    machine = machine_of_run(values)
     config = resolve_run_config(resolve_auto(values, machine.device, machine.compute_capability))
     layout = resolve_layout(config.strategy, config.world_size or machine.world_size)
     for problem in find_problems(config, layout, machine):

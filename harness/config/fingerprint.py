@@ -48,11 +48,10 @@ def _rename_keys(values: Any, new_names: Mapping[str, str]) -> Any:
 def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a plain config dict that affect a run's result. Groups may be missing.
 
-    A `launch` of real processes is left out, so that runs have the identity they had before there was the key.
+    A `launch` of real processes is left out with the keys that only other modes read, so that runs have the identity
+    they had before there were these keys.
     """
-    affecting = {key: value for key, value in values.items() if key not in COMMAND_KEYS}
-    if affecting.get("launch") in ("processes", "script"):  # old records may say that a script was written
-        del affecting["launch"]
+    affecting = without_default_launch({key: value for key, value in values.items() if key not in COMMAND_KEYS})
     for group, names in _NO_IDENTITY.items():
         if isinstance(affecting.get(group), Mapping):
             affecting[group] = {key: value for key, value in affecting[group].items() if key not in names}
@@ -61,6 +60,13 @@ def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(affecting.get("cluster"), Mapping):
         affecting["cluster"] = normalize_memory_budget(affecting["cluster"])
     return affecting
+
+
+def without_default_launch(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a plain config dict without `launch` and `simulate` if every rank is a process."""
+    if values.get("launch", "processes") not in ("processes", "script"):  # old records may say that it wrote a script
+        return dict(values)
+    return {key: value for key, value in values.items() if key not in ("launch", "simulate")}
 
 
 def normalize_memory_budget(cluster: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,6 +129,20 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class SimulateConfig:
+    """The configuration of a run whose ranks are simulated or virtual; read with these modes of launch alone."""
+
+    # The rank that is run: peak is the one with the highest predicted memory, all is one rank of every pipeline stage,
+    # and a number is that rank.
+    rank: str | int = "peak"
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.rank, int) and self.rank >= 0
+        rule = "is not a rank: choose peak, all, or a number of 0 or more"
+        require(is_number or self.rank in ("peak", "all"), "simulate.rank", self.rank, rule)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """The configuration of one run. Its hash, with device, world size and corpus, is the run's identity."""
 
@@ -141,8 +155,10 @@ class RunConfig:
     train: TrainConfig
     world_size: int | None = None  # The number of ranks; null means as many as the cluster has.
     repeat: int = 0  # The number of this repeat, which tells repeated measurements of one configuration apart.
-    # How ranks are run; processes runs every rank as a process, and the other modes are not available yet.
+    # How ranks are run. processes runs every rank as a process; simulated runs the code of one rank on the devices that
+    # `cluster` describes, with tensors that have no memory.
     launch: LaunchMode = "processes"
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)  # The rank that a simulated run plays.
 
     def __post_init__(self) -> None:
         if self.world_size is not None:

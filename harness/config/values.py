@@ -36,3 +36,4 @@ class ConfigValues(TypedDict, total=False):
     world_size: int | None
     repeat: int
     launch: str
+    simulate: GroupValues

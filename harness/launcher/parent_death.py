@@ -4,18 +4,15 @@ Each rank also has a thread for this (harness.launcher.rank_entry), but that sta
 the parent were killed while its ranks are being started, these and the forkserver's imports would run on for seconds.
 """
 
-import ctypes
 import os
 import signal
 import sys
 
+from harness.util.parent_death import die_with_parent
+
 CHECK_SECONDS = 0.25  # between checks of the parent by a timer, not a thread: forking with threads is unsafe
 
-PR_SET_PDEATHSIG = 1  # prctl(2), linux/prctl.h: the signal this process gets when its parent dies
-
 _PARENT, _SELF = os.getppid(), os.getpid()  # process ids of the forkserver's parent and of the forkserver
-
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before the fork: a child only calls it
 
 _is_rank = False  # whether this process is a rank
 
@@ -23,15 +20,6 @@ _is_rank = False  # whether this process is a rank
 def _check(*_: object) -> None:
     if os.getppid() != _PARENT:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies, even during an import in C.
-
-    This exists on Linux; elsewhere there are only the timer and the ranks' thread.
-    """
-    if _LIBC is not None:
-        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _bind_rank() -> None:
@@ -42,7 +30,7 @@ def _bind_rank() -> None:
     _is_rank = True
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # timers are not inherited, handlers are
     sys.excepthook = _print_one_line
-    _die_with_parent()
+    die_with_parent()
     if os.getppid() != _SELF:
         os._exit(1)
 
@@ -57,7 +45,7 @@ def _print_one_line(error_type: type[BaseException], error: BaseException, _: ob
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent handles it
 
-_die_with_parent()
+die_with_parent()
 
 signal.signal(signal.SIGALRM, _check)
 

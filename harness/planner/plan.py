@@ -11,10 +11,11 @@ from harness.config.hydra import compose_values
 from harness.config.schema import ClusterConfig, RunConfig
 from harness.config.stack import StackConfig
 from harness.config.values import ConfigValues
+from harness.hardware.described_cluster import DescribedCluster, described_cluster
 from harness.layout.layout import resolve_layout
-from harness.planner.cluster import PlannedCluster, plan_problems, planned_cluster
 from harness.planner.combinations import Combination, combinations
 from harness.planner.hf_config import hf_values
+from harness.planner.plan_problems import plan_problems
 from harness.planner.predict import Prediction
 from harness.planner.search import SearchResult, search
 from harness.planner.space import Restrictions
@@ -69,7 +70,7 @@ def make_plan(values: ConfigValues, stack: StackConfig, fixed_keys: Mapping[str,
 
     Raises UserError for what cannot be planned.
     """
-    cluster = planned_cluster(from_dict(ClusterConfig, values["cluster"], "cluster"))
+    cluster = described_cluster(from_dict(ClusterConfig, values["cluster"], "cluster"))
     world_size = values.get("world_size") or cluster.world_size
     if values["model"].get("family") == "hf":
         train = dict(values["train"])
@@ -90,7 +91,7 @@ def make_plan(values: ConfigValues, stack: StackConfig, fixed_keys: Mapping[str,
 
 
 def with_global_batch(
-    values: ConfigValues, cluster: PlannedCluster, world_size: int
+    values: ConfigValues, cluster: DescribedCluster, world_size: int
 ) -> tuple[ConfigValues, Sequence[str]]:
     """Return the values with train.global_batch as a number, and a sentence on what `auto` became.
 
@@ -109,7 +110,7 @@ def with_global_batch(
 
 def search_plan(
     config: RunConfig,
-    cluster: PlannedCluster,
+    cluster: DescribedCluster,
     stack: StackConfig,
     world_size: int,
     restrictions: Restrictions,

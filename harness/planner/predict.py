@@ -21,11 +21,12 @@ from harness.cost_model.timing.interval import step_seconds_interval
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
 from harness.cost_model.timing.offload_time import OffloadedWork, copy_seconds, host_update_seconds
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
+from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
-from harness.planner.cluster import PlannedCluster, engine_module
 from harness.planner.hf_memory import traced_memory
 from harness.planner.peak import PredictedPeak, predicted_peak
+from harness.planner.plan_problems import engine_module
 
 LAYOUT_KEYS = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
 
@@ -38,7 +39,7 @@ class Prediction:
 
     config: RunConfig
     layout: Layout
-    cluster: PlannedCluster
+    cluster: DescribedCluster
     stack: StackConfig
 
     @cached_property

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from harness.config.schema import RunConfig
 from harness.cost_model.remedies import Choices, Variant, remedies
 from harness.layout.layout import Layout, resolve_layout
-from harness.planner.cluster import plan_problems
+from harness.planner.plan_problems import plan_problems
 from harness.planner.predict import Prediction
 from harness.runner.resolve import load_precision_preset, load_strategy_preset
 from harness.util.errors import UserError

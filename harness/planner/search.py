@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig
+from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import Layout
 from harness.planner.bounds import LOWER_BOUNDS
-from harness.planner.cluster import PlannedCluster, plan_problems
+from harness.planner.plan_problems import plan_problems
 from harness.planner.predict import Prediction
 from harness.planner.space import Restrictions, SearchedSpace, candidates
 from harness.util.errors import UserError
@@ -53,7 +54,7 @@ class SearchResult:
 
 def search(
     config: RunConfig,
-    cluster: PlannedCluster,
+    cluster: DescribedCluster,
     stack: StackConfig,
     world_size: int,
     restrictions: Restrictions,

@@ -39,22 +39,59 @@ def ownership_problems(
     """
     if len(ranks) != layout.world_size:
         return [f"{len(ranks)} ranks wrote a report, and the layout has {layout.world_size} ranks"]
-    problems = []
+    problems = gathered_problems(ranks, literature)
     for kind in STATE_KINDS:
-        by_rank = [list(_owned_shards(rank, kind)) for rank in ranks]
-        allowed = {layout.shard_count(kind)}
-        if kind == "gradients" and layout.zero_stage == 1:
-            allowed.add(layout.dp_shard)  # whole until they are reduced, then this rank's shard of the result
-        if (
-            kind == "parameters"
-            and literature
-            and any(shard.state_name == GATHERED for shards in by_rank for shard in shards)
-        ):
-            problems.append("parameters are still whole between steps, although the layout shards them")
-        by_rank = [[shard for shard in shards if shard.state_name != GATHERED] for shards in by_rank]
-        by_shard_count = [list(_ownership_problems(kind, by_rank, model, layout, count)) for count in sorted(allowed)]
+        by_rank = [kept_shards(rank, kind) for rank in ranks]
+        counts = allowed_shard_counts(layout, kind)
+        by_shard_count = [list(_ownership_problems(kind, by_rank, model, layout, count)) for count in counts]
         problems += [] if [] in by_shard_count else by_shard_count[0]
     return problems
+
+
+def share_problems(
+    model: ModelConfig, layout: Layout, ranks: Sequence[RankReport], literature: bool = True
+) -> list[str]:
+    """Return where some of a layout's ranks hold other shards than their shares; the other ranks are not known.
+
+    A rank must hold every element of its shares where they follow from the layout alone, and nothing more.
+    """
+    problems = gathered_problems(ranks, literature)
+    for kind in STATE_KINDS:
+        for rank in ranks:
+            owned = kept_shards(rank, kind)
+            by_shard_count = [
+                [
+                    *_share_problems(kind, owned, model, layout, rank.rank, count),
+                    *_missing_problems(kind, owned, model, layout, rank.rank, count),
+                ]
+                for count in allowed_shard_counts(layout, kind)
+            ]
+            problems += [] if [] in by_shard_count else by_shard_count[0]
+    return problems
+
+
+def allowed_shard_counts(layout: Layout, kind: StateKind) -> list[int]:
+    """Return into how many data-parallel shards a kind of state may be divided.
+
+    Stage 1 has gradients whole until they are reduced, and then this rank's shard of the result.
+    """
+    allowed = {layout.shard_count(kind)}
+    if kind == "gradients" and layout.zero_stage == 1:
+        allowed.add(layout.dp_shard)
+    return sorted(allowed)
+
+
+def kept_shards(rank: RankReport, kind: StateKind) -> list[OwnedShard]:
+    """Return the shards of a kind of state that a rank keeps, without gathered copies."""
+    return [shard for shard in _owned_shards(rank, kind) if shard.state_name != GATHERED]
+
+
+def gathered_problems(ranks: Sequence[RankReport], literature: bool) -> list[str]:
+    """Return a problem if the papers' method is claimed and a rank keeps whole parameters beside its shards."""
+    shards = (shard for rank in ranks for shard in _owned_shards(rank, "parameters"))
+    if literature and any(shard.state_name == GATHERED for shard in shards):
+        return ["parameters are still whole between steps, although the layout shards them"]
+    return []
 
 
 def width_problems(widths: StateWidths, precision: PrecisionConfig, ranks: Sequence[RankReport]) -> list[str]:
@@ -236,6 +273,54 @@ def _share_problems(
         if elements > max(by_rows, total + spare):
             label = f"{kind} ({state_name})" if state_name else kind
             yield f"{label}: rank {rank} holds {elements} elements, and its equal share is {total}"
+
+
+def _missing_problems(
+    kind: str, owned: Sequence[OwnedShard], model: ModelConfig, layout: Layout, rank: int, shards: int
+) -> Iterator[str]:
+    """Yield a line for states of which a rank holds fewer elements than its share.
+
+    Shares that a library draws across parameters are not known, and are left out.
+    """
+    shares = rank_shares(model, layout, rank, shards)
+    if shards == 1:
+        expected = sum(shares.values())
+    elif layout.data_parallel == "fsdp":
+        index = shard_index(layout, rank)
+        shapes = model_profile(model).parameter_shapes
+        expected = sum(_shard_numel(name, shapes[name], model, layout, shards, index) for name in shares)
+    else:
+        return
+    numel = Counter({shard.state_name: 0 for shard in owned} or {"": 0})
+    for shard in owned:
+        numel[shard.state_name] += box_numel(shard.box)
+    for state_name, elements in numel.items():
+        if elements < expected:
+            label = f"{kind} ({state_name})" if state_name else kind
+            yield f"{label}: rank {rank} holds {elements} elements, and its share is {expected:.0f}"
+
+
+def shard_index(layout: Layout, rank: int) -> int:
+    """Return which of the data-parallel shards of a state a rank holds, from 0 on."""
+    coordinates, index = layout.coordinates(rank), 0
+    for axis in layout.sharding_axes:
+        index = index * layout.axis_sizes[axis] + coordinates[axis]
+    return index
+
+
+def _shard_numel(name: str, shape: Sequence[int], model: ModelConfig, layout: Layout, shards: int, index: int) -> int:
+    """Return the elements of a parameter's shard of this index; shards are equal runs of rows, the last ones shorter.
+
+    Tensor parallelism divides rows or columns first, of which a rank in the middle has as many as any.
+    """
+    rows, others = shape[0], math.prod(shape[1:])
+    dimension = tp_shard_dim_under(name, model, layout)
+    if dimension == 0:
+        rows //= layout.tp
+    elif dimension == 1:
+        others //= layout.tp
+    chunk = math.ceil(rows / shards)
+    return min(chunk, max(0, rows - index * chunk)) * others
 
 
 def _largest_shard_numel(name: str, shape: Sequence[int], model: ModelConfig, layout: Layout, shards: int) -> int:

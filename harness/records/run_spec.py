@@ -30,6 +30,10 @@ class RunSpec:
     timeout_seconds: float = 1800.0  # of the run, which its collectives outlast
     memory_snapshot: bool = False  # whether every rank writes one of its profiled step
     perturbs: bool = False  # whether the ranks train a second time, with other rounding
+    simulated_ranks: tuple[int, ...] = ()  # the ranks that a simulated run plays, one after another
+    device_guard: str | None = None  # the library that lets torch accept tensors on a CUDA device that is not there
+    device_name: str = ""  # the name of the simulated device
+    device_bytes: int | None = None  # the bytes that a simulated rank may use; None is no limit
 
     def write(self, run_dir: Path) -> None:
         """Write the run file."""

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,19 +13,21 @@ from harness.launcher.outcome import LaunchOutcome
 from harness.launcher.rank_environment import threads_per_rank
 from harness.measure.native_allocator import build_allocator
 from harness.measure.operator_log import build_operator_log
-from harness.proof.verify import verify_run
 from harness.records.rank_report import RankReport
 from harness.records.run_spec import RunSpec
 from harness.records.schema import Cells, Record, RecordParts, StepEntry
 from harness.records.store import read_record, write_record
 from harness.runner import preflight
 from harness.runner.context import RunContext
+from harness.runner.judge import judge_run
 from harness.runner.local_machine import release_problem
 from harness.runner.plan import Plan
 from harness.runner.predicted_columns import predicted_columns
-from harness.runner.record import build_record, failure_columns
+from harness.runner.record import build_record
 from harness.runner.reference import Reference
 from harness.runner.reuse import STARTED, clear_run_folder
+from harness.runner.simulated_run import device_guard, run_simulator
+from harness.runner.simulation import simulated_ranks
 from harness.util.disk_reserve import is_disk_full, release
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_text
@@ -49,7 +50,7 @@ def launch_run(plan: Plan, context: RunContext, reference: Reference) -> Record:
         return write_row(plan, {"status": "error", "reason": reason, **started})
     for note in notes:
         context.log(note)
-    outcome = run_ranks(plan, context)
+    outcome = (run_simulator if plan.config.launch == "simulated" else run_ranks)(plan, context)
     judged = judge_run(plan, outcome, reference)
     ending = judged.ending | reference.columns | started | {"duration_seconds": outcome.seconds}
     return write_row(plan, ending, judged.ranks, judged.parts | {"notes": notes}, judged.steps)
@@ -70,10 +71,11 @@ def prepare_run_folder(plan: Plan) -> list[str]:
 def build_run_spec(plan: Plan) -> tuple[RunSpec, list[str]]:
     """Return the run file's content and notes on what could not be built; what is in C++ is built here."""
     ranks_on_host = plan.layout.world_size // plan.nodes
-    note = preflight.core_note(plan.machine.device, ranks_on_host, len(usable_cores()))
+    is_simulated = plan.config.launch == "simulated"
+    note = None if is_simulated else preflight.core_note(plan.machine.device, ranks_on_host, len(usable_cores()))
     notes, allocator, operator_log = [note] if note else [], None, None
     cache = Path(plan.config.data.cache).expanduser()
-    if plan.machine.device == "cpu":
+    if plan.machine.device == "cpu" and not is_simulated:
         try:
             allocator = str(build_allocator(cache))
             operator_log = str(build_operator_log(cache))  # without it torch's profiler takes its place
@@ -94,6 +96,10 @@ def build_run_spec(plan: Plan) -> tuple[RunSpec, list[str]]:
         timeout_seconds=plan.command.timeout_seconds,
         memory_snapshot=plan.command.measure.memory_snapshot,
         perturbs=plan.folder.is_reference,
+        simulated_ranks=simulated_ranks(plan.config, plan.layout, plan.machine) if is_simulated else (),
+        device_guard=device_guard(plan, cache) if is_simulated else None,
+        device_name=plan.machine.device_name,
+        device_bytes=preflight.rank_memory_limit(plan.config, plan.machine),
     ), notes
 
 
@@ -117,37 +123,6 @@ def run_ranks(plan: Plan, context: RunContext) -> LaunchOutcome:
         if problem:
             context.log(problem)
     return outcome
-
-
-@dataclass(frozen=True)
-class JudgedRun:
-    """A run that has ended: the columns that say how, its ranks' reports, and what its proof adds to the record."""
-
-    ending: Cells
-    ranks: Sequence[RankReport]
-    parts: RecordParts
-    steps: Sequence[StepEntry]
-
-
-def judge_run(plan: Plan, outcome: LaunchOutcome, reference: Reference) -> JudgedRun:
-    """Return how the run ended; a run whose ranks all finished is ok only if it is proven."""
-    ending: Cells = {"status": outcome.status, "reason": outcome.reason}
-    parts = RecordParts()
-    steps: Sequence[StepEntry] = ()
-    try:
-        ranks = plan.folder.read_rank_reports(plan.layout.world_size)
-    except ValueError as error:
-        ranks, ending = [], {"status": "error", "reason": f"a rank's report is damaged: {one_line(error)}"}
-    if ending["status"] == "ok":
-        verdict = verify_run(
-            plan.config, plan.command.proof, plan.layout, plan.widths, ranks, reference.report, reference.note
-        )
-        ending, parts, steps = verdict.columns, verdict.parts, verdict.steps
-    if ending["status"] != "ok":
-        failed_in = {"failed_in_phase": ending["failed_in_phase"]} if "failed_in_phase" in ending else {}
-        world_size = plan.layout.world_size
-        ending |= failure_columns(plan.config, plan.folder, world_size, outcome, ranks) | failed_in
-    return JudgedRun(ending, ranks, parts, steps)
 
 
 def write_row(

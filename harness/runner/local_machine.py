@@ -1,18 +1,16 @@
 """This machine: the device, memory and cores that runs may use, determined without initializing a device."""
 
 import dataclasses
-import importlib.util
 import os
-import runpy
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 
 from harness.config.schema import ClusterConfig
 from harness.hardware.cuda_devices import CudaDevice, find_cuda_devices, wait_for_release
 from harness.hardware.machine import CPU_RANKS, Machine, usable_cores
+from harness.hardware.torch_build import is_built_for_gpus
 from harness.util.errors import UserError
 from harness.util.text import one_line
 
@@ -77,15 +75,6 @@ def count_gpus() -> tuple[int, bool]:
 
     # Without NVML it asks CUDA, which initializes no device either.
     return torch.cuda.device_count(), torch.version.hip is not None
-
-
-def is_built_for_gpus() -> bool:
-    """Return whether the installed torch is a build for GPUs, by the file that states its version."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return True  # importing it says what is wrong
-    version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    return version.get("cuda") is not None or version.get("hip") is not None
 
 
 def release_problem(machine: Machine, cluster: ClusterConfig) -> str | None:

@@ -20,6 +20,7 @@ from harness.records.run_folder import ComparisonFolder, RunFolder, comparison_f
 from harness.runner import preflight
 from harness.runner.local_machine import refresh_machine
 from harness.runner.resolve import load_precision_preset, load_strategy_preset
+from harness.runner.simulation import simulation_problems
 from harness.util.errors import UserError
 
 
@@ -73,10 +74,13 @@ def make_plan(
 
 def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterator[str]:
     """Yield every reason why this configuration cannot run with this layout on this machine, a line each."""
-    if config.launch != "processes":
-        yield f"launch={config.launch} is not available yet: choose launch=processes"
     yield from incompatibilities(config, layout)
     yield from machine.world_size_problems(layout.world_size)
+    if config.launch == "simulated":
+        yield from simulation_problems(config, layout, machine)
+        return
+    if config.launch != "processes":
+        yield f"launch={config.launch} is not available yet: choose launch=processes or launch=simulated"
     yield from preflight.compile_problems(config, layout, machine)
     yield from preflight.precision_problems(config, machine)
     yield from preflight.budget_problems(config, machine)
@@ -85,8 +89,9 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
 
 def fits(plan: Plan) -> bool:
     """Return whether the run is predicted to fit the machine as it is at this moment."""
-    machine = refresh_machine(plan.machine, plan.config.cluster)
-    return capacity_problem(dataclasses.replace(plan, machine=machine), ()) is None
+    if plan.config.launch == "processes":
+        plan = dataclasses.replace(plan, machine=refresh_machine(plan.machine, plan.config.cluster))
+    return capacity_problem(plan, ()) is None
 
 
 def capacity_problem(plan: Plan, models: Sequence[ModelConfig]) -> str | None:

@@ -77,7 +77,12 @@ def failure_columns(
     row["last_seen_rss_bytes"] = max_known(beat.host_bytes for beat in beats.values())
     if outcome.status == "error" and exhausted:
         row["status"] = "oom"
-        budget = config.cluster.memory_budget
-        under = "" if budget is None else f" under cluster.memory_budget={budget}"
-        row["reason"] = f"rank {exhausted.rank} ran out of memory in phase {exhausted.phase}{under}: {exhausted.reason}"
+        row["reason"] = out_of_memory_reason(config, exhausted)
     return row
+
+
+def out_of_memory_reason(config: RunConfig, rank: RankReport) -> str:
+    """Return the reason of a run in which this rank ran out of memory."""
+    budget = config.cluster.memory_budget
+    under = "" if budget is None else f" under cluster.memory_budget={budget}"
+    return f"rank {rank.rank} ran out of memory in phase {rank.phase}{under}: {rank.reason}"

@@ -3,9 +3,8 @@
 from datetime import UTC, datetime
 
 from harness.config.command import BETWEEN_ATTEMPTS, CommandConfig, read_command_config
-from harness.config.fingerprint import make_run_id, short_hash, with_old_keys
-from harness.config.from_dict import from_dict
-from harness.config.schema import ClusterConfig, RunConfig
+from harness.config.fingerprint import make_run_id, short_hash, with_old_keys, without_default_launch
+from harness.config.schema import RunConfig
 from harness.config.values import ConfigValues
 from harness.hardware.machine import Machine
 from harness.records.provenance import git_commit, versions
@@ -13,11 +12,11 @@ from harness.records.run_folder import comparison_folder
 from harness.records.schema import Cells, Record
 from harness.records.status import RunStatus
 from harness.records.store import write_record
-from harness.runner.local_machine import detect_machine
 from harness.runner.machine_defaults import resolve_auto
 from harness.runner.record import build_record
 from harness.runner.resolve import resolve_run_config
 from harness.runner.reuse import ensure_writable, stored_rejection
+from harness.runner.simulation import machine_of_run
 from harness.util.errors import UserError
 
 
@@ -25,7 +24,7 @@ def write_rejected(values: ConfigValues, reason: str) -> Record:
     """Write and return the record of a combination that cannot be run."""
     ensure_writable(comparison_folder(values["name"], values["results_dir"]))
     try:
-        machine = detect_machine(from_dict(ClusterConfig, values["cluster"], "cluster"))
+        machine = machine_of_run(values)
         values = resolve_auto(values, machine.device, machine.compute_capability)
         config, command = resolve_run_config(values), read_command_config(values)
         return rejected_config(config, command, machine, reason)
@@ -53,9 +52,7 @@ def fallback_run_id(values: ConfigValues) -> str:
     Any of the values may be the invalid one, so all of them are hashed, except those that may change from one attempt
     at the combination to the next.
     """
-    hashed = {key: value for key, value in values.items() if key not in BETWEEN_ATTEMPTS}
-    if hashed.get("launch") in ("processes", "script"):  # ids are those from before there was the key
-        del hashed["launch"]
+    hashed = without_default_launch({key: value for key, value in values.items() if key not in BETWEEN_ATTEMPTS})
     cluster = values.get("cluster")
     if isinstance(cluster, dict):  # ids are those from before there was the key, which only plans read
         hashed["cluster"] = {key: value for key, value in cluster.items() if key != "hardware"}

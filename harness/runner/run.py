@@ -2,12 +2,14 @@
 
 import dataclasses
 
+from harness.proof.simulation import NO_VALUES
 from harness.records.schema import Record
 from harness.runner.context import RunContext
 from harness.runner.launch_run import launch_run, write_row
 from harness.runner.local_machine import refresh_machine
 from harness.runner.plan import Plan, capacity_problem
 from harness.runner.pruning import pruning_reason
+from harness.runner.reference import Reference
 from harness.runner.reference_runs import get_reference
 from harness.runner.reuse import reusable_record, stored_rejection
 from harness.util.locks import run_lock
@@ -28,6 +30,8 @@ def run_locked(plan: Plan, context: RunContext) -> Record:
     record = reusable_record(plan.config, plan.command, plan.folder, context.log)
     if record is not None:
         return record
+    if plan.config.launch == "simulated":  # it needs no memory of the machine, and finds out by itself what fits
+        return launch_run(plan, context, Reference(NO_VALUES))
     plan = dataclasses.replace(plan, machine=refresh_machine(plan.machine, plan.config.cluster))
     reason = capacity_problem(plan, context.models) or pruning_reason(plan)
     if reason:

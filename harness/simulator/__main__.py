@@ -1,4 +1,4 @@
-"""The simulator's process: read requests as JSON from standard input, and write a report for each."""
+"""The simulator's process: the ranks of a run's folder, or requests as JSON from standard input."""
 
 import json
 import os
@@ -6,20 +6,37 @@ import sys
 from pathlib import Path
 
 from harness.simulator.native_guard import load_device_guard
+from harness.util.parent_death import die_with_parent
 
 
-def main(guard: str) -> None:
-    """Simulate every request of standard input with the device guard of this path."""
-    load_device_guard(Path(guard))
+def simulate_run(run_dir: Path) -> None:
+    """Simulate the ranks that a run file names, and write the report of each."""
+    from harness.records.run_spec import read_run_spec
+
+    spec = read_run_spec(run_dir)
+    load_device_guard(spec.device_guard)
+    from harness.simulator.run import simulate_ranks
+
+    simulate_ranks(spec, run_dir)
+
+
+def simulate_requests() -> None:
+    """Simulate every request of standard input, and print a report for each."""
+    values = json.load(sys.stdin)
+    load_device_guard(values["guard"])
     from harness.config.from_dict import from_dict
     from harness.simulator.process import StepRequest
     from harness.simulator.rank import simulate_rank
 
-    requests = json.load(sys.stdin)
-    print(json.dumps([simulate_rank(from_dict(StepRequest, values)).to_json() for values in requests]))
+    requests = (from_dict(StepRequest, request) for request in values["requests"])
+    print(json.dumps([simulate_rank(request).to_json() for request in requests]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    die_with_parent()
+    if len(sys.argv) > 1:
+        simulate_run(Path(sys.argv[1]))
+    else:
+        simulate_requests()
     sys.stdout.flush()
     os._exit(0)  # torch's thread for the simulated device cannot be ended in order

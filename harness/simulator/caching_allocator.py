@@ -19,6 +19,8 @@ LARGE_ROUNDING_BYTES = 2 * 2**20  # kRoundLarge
 class OutOfDeviceMemoryError(Exception):
     """The device has no memory left for a block, even after all cached segments were given back."""
 
+    moment = 0  # the number of the request that could not be served
+
 
 @dataclass
 class AllocatorPeaks:

@@ -100,7 +100,6 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-# The compute capability and name are an H100's, because torch's rules for attention are those of sm80 and later.
 STAND_INS: dict[str, Any] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
@@ -119,16 +118,19 @@ STAND_INS: dict[str, Any] = {
     "get_rng_state": _nothing,
     "set_rng_state": _nothing,
     "is_current_stream_capturing": lambda: False,
-    "get_device_capability": lambda device=None: (9, 0),
     "get_device_name": lambda device=None: SIMULATED_DEVICE_NAME,
     "is_bf16_supported": lambda including_emulation=True: True,
 }
 
 
 @contextmanager
-def cuda_api() -> Iterator[None]:
-    """Return a context in which torch.cuda has the stand-ins."""
+def cuda_api(compute_capability: int = 9) -> Iterator[None]:
+    """Return a context in which torch.cuda has the stand-ins, for a device of this compute capability's first number.
+
+    torch's rules for attention are those of sm80 and later.
+    """
+    capability = {"get_device_capability": lambda device=None: (compute_capability, 0)}
     with ExitStack() as stack:
-        for name, stand_in in STAND_INS.items():
+        for name, stand_in in (STAND_INS | capability).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         yield

@@ -25,13 +25,14 @@ class Request(NamedTuple):
 
 
 class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that counts the storages of results on `cuda`, from the operator that makes them to their end.
+    """A dispatch mode that counts the storages of results on a device, from the operator that makes them to their end.
 
     What a kernel allocates for itself is not counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.device_type = device_type
         self.sizes: dict[int, int] = {}  # of live storages, by identity
         self.live_bytes = self.peak_bytes = 0
         self.is_paused = False
@@ -50,7 +51,7 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         leaves: list[Any] = [] if self.is_paused else tree_leaves(result)
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.device.type == "cuda":
+            if isinstance(leaf, Tensor) and leaf.device.type == self.device_type:
                 self.observe(leaf.untyped_storage())
         return result
 
@@ -92,12 +93,12 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def count_storages() -> Iterator[StorageCounter]:
-    """Return a context in which the storages of new fake tensors are counted; yield their counter.
+def count_storages(device_type: str) -> Iterator[StorageCounter]:
+    """Return a context in which the storages of new fake tensors on a device are counted; yield their counter.
 
     DTensor computes the shape of a whole result by a fake operator of its own, whose result is not counted.
     """
-    counter, resize = StorageCounter(), torch.UntypedStorage.resize_
+    counter, resize = StorageCounter(device_type), torch.UntypedStorage.resize_
     propagate_shape = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def counted_resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

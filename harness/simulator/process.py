@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
 from harness.layout.layout import Layout
 from harness.records.rank_report import RankReport
-from harness.simulator.native_guard import build_device_guard
+from harness.simulator.native_guard import build_device_guard, needs_device_guard
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,9 @@ class StepRequest:
     config: RunConfig
     layout: Layout
     rank: int = 0
-    device_bytes: int = 80 * 10**9  # memory of the device
+    device: Device = "cuda"
+    device_name: str = "simulated CUDA device"
+    device_bytes: int | None = 80 * 10**9  # that the rank may use; None is no limit
 
 
 def simulate_steps(requests: Sequence[StepRequest], cache: Path) -> list[RankReport]:
@@ -30,8 +32,9 @@ def simulate_steps(requests: Sequence[StepRequest], cache: Path) -> list[RankRep
     One process simulates all of them, one after another. Native code is built in the folder `cache`. Raise RuntimeError
     if the process itself fails.
     """
-    command = [sys.executable, "-m", "harness.simulator", str(build_device_guard(cache))]
-    tasks = json.dumps([dataclasses.asdict(request) for request in requests])
+    guard = str(build_device_guard(cache)) if needs_device_guard() else None
+    tasks = json.dumps({"guard": guard, "requests": [dataclasses.asdict(request) for request in requests]})
+    command = [sys.executable, "-m", "harness.simulator"]
     result = subprocess.run(command, input=tasks, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"the simulator ended with exit code {result.returncode}: {result.stderr[-2000:]}")

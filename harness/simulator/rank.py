@@ -1,29 +1,38 @@
-"""One rank of a world on a simulated CUDA device: a training step whose operators are counted and never run."""
+"""One rank of a world on a simulated device: two training steps whose operators are counted and never run."""
 
 import dataclasses
+import os
+import socket
 import traceback
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from harness.cost_model.memory import PROCESS_BYTES
 from harness.data.corpus import Corpus
-from harness.engines.base import load_engine
+from harness.engines.base import Engine, load_engine
+from harness.hardware.machine import usable_cores
 from harness.layout.layout import AXES
+from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateKind
 from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.measure.kernels import attention_backend_priority
-from harness.measure.step_profiler import profile_step
+from harness.measure.rank_state import bytes_by_device, state_bytes, state_shards
+from harness.measure.step_profiler import StepListener, profile_step
 from harness.models.decoder import causal_mask_lower_right
 from harness.probe import Probe, ShardSource
-from harness.records.rank_report import ProfiledStep, RankReport
+from harness.records.rank_report import RankReport
 from harness.records.tensor_shards import TensorFingerprint
-from harness.simulator.caching_allocator import AllocatorPeaks, CachingAllocator
-from harness.simulator.cuda_api import SIMULATED_DEVICE_NAME, cuda_api
+from harness.simulator.allocator_settings import parse_allocator_settings
+from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError
+from harness.simulator.cuda_api import cuda_api
 from harness.simulator.cuda_kernels import cuda_kernels
 from harness.simulator.ddp_reducer import ddp_reducer
-from harness.simulator.fake_memory import count_storages
+from harness.simulator.fake_memory import StorageCounter, count_storages
 from harness.simulator.fake_tensors import fake_tensors
 from harness.simulator.pipeline_stages import pipeline_stages
 from harness.simulator.process import StepRequest
@@ -32,78 +41,176 @@ from harness.simulator.simulated_memory import SimulatedMemory, replay
 from harness.util.text import one_line
 from harness.worker.batches import Batches
 
-DEVICE = torch.device("cuda", 0)
-
 RANDOM_TOKENS = Corpus(None, "synthetic")
 
+BUILDING, WARM_UP, PROFILED = "building", "warm-up", "profiled"  # the phases of a run that a rank goes through
 
-class NoFingerprints(Fingerprinter):
-    """A fingerprinter that takes none, because fake tensors have no values."""
+Progress = Callable[[str, int], None]  # called with the phase and the step that begin
+
+
+class ShapeFingerprinter(Fingerprinter):
+    """A fingerprinter of tensors that have no values: it takes their names, shapes and boxes alone."""
 
     def state(self, engine: ShardSource, kind: StateKind, state_name: str | None = None) -> list[TensorFingerprint]:
-        """Return no fingerprints."""
-        return []
+        """Return fingerprints of this rank's shards of one kind of state, without sums."""
+        shards = (shard for shard in engine.local_shards(kind) if state_name in (None, shard.state_name))
+        shapes = model_profile(self.model).parameter_shapes
+        return [
+            TensorFingerprint(shard.name, tuple(shapes.get(shard.name, shard.shape)), shard.box, None, None)
+            for shard in shards
+        ]
 
 
-def simulate_rank(request: StepRequest) -> RankReport:
-    """Return the report of a rank with its profiled step, or with the error that ended it."""
-    report = RankReport(rank=request.rank, status="ok", device_name=SIMULATED_DEVICE_NAME)
+@dataclass
+class PhaseLog:
+    """The moments, by the number of the next request for memory, at which a rank's phases begin."""
+
+    report_progress: Progress
+    counter: StorageCounter
+    starts: list[tuple[int, str]] = field(default_factory=list)
+
+    def begin(self, phase: str, step: int = 0) -> int:
+        """Begin a phase and return the moment."""
+        self.report_progress(phase, step)
+        self.starts.append((len(self.counter.requests), phase))
+        return self.starts[-1][0]
+
+    def phase_at(self, moment: int) -> str:
+        """Return the phase of a request."""
+        return [phase for start, phase in self.starts if start <= moment][-1]
+
+
+def simulate_rank(request: StepRequest, report_progress: Progress = lambda phase, step: None) -> RankReport:
+    """Return the report of a rank with its profiled step, or with the error that ended it.
+
+    The status is `oom` where the rank's device has too little memory.
+    """
+    report = RankReport(request.rank, socket.gethostname(), os.getpid(), "error", usable_cores())
+    report = dataclasses.replace(report, device_name=request.device_name)
     try:
-        with cuda_api():
-            profiled, peaks = profile_second_step(request)
-            return dataclasses.replace(
-                report,
-                profiled=profiled,
-                peak_allocated_bytes=peaks.allocated_bytes,
-                peak_requested_bytes=peaks.requested_bytes,
-                peak_reserved_bytes=peaks.reserved_bytes,
-            )
+        with simulated_device(request):
+            return simulate_steps_of_rank(request, report, report_progress)
     except Exception as error:  # anything can fail without a device, and other requests shall go on
         return dataclasses.replace(
             report,
-            status="error",
             error=type(error).__name__,
             reason=one_line(error),
             traceback=traceback.format_exc(),
         )
 
 
-def profile_second_step(request: StepRequest) -> tuple[ProfiledStep, AllocatorPeaks]:
-    """Return what the step profiler counts in a rank's second training step, and the peaks of the device's allocator.
+@contextmanager
+def simulated_device(request: StepRequest) -> Iterator[None]:
+    """Return a context with stand-ins for the kernels and functions of the request's device, and for other ranks."""
+    with ExitStack() as stack:
+        if request.device == "cuda":
+            hardware = request.config.cluster.hardware
+            stack.enter_context(cuda_api(hardware.compute_capability if hardware else 9))
+            stack.enter_context(cuda_kernels())
+        for context in (ddp_reducer(), pipeline_stages(), attention_backend_priority()):
+            stack.enter_context(context)
+        stack.enter_context(fake_process_group(request.rank, request.layout.world_size))
+        yield
+
+
+def simulate_steps_of_rank(request: StepRequest, report: RankReport, report_progress: Progress) -> RankReport:
+    """Build a rank's engine, run two steps, and return the report with what the second one did.
 
     The first step creates the optimizer's state and whatever engines set up lazily.
     """
     config, layout, rank = request.config, request.layout, request.rank
+    device = torch.device("cuda", 0) if request.device == "cuda" else torch.device("cpu")
     probe = Probe()
     for start, stop in layout.sequence_chunks(rank, config.train.seq_len):
         causal_mask_lower_right(stop - start, stop)  # cached before tensors are fake
     with ExitStack() as stack:
-        for context in (cuda_kernels(), ddp_reducer(), pipeline_stages(), attention_backend_priority()):
-            stack.enter_context(context)
-        stack.enter_context(fake_process_group(rank, layout.world_size))
-        mesh = init_device_mesh("cuda", layout.mesh_shape, mesh_dim_names=AXES)
+        mesh = init_device_mesh(request.device, layout.mesh_shape, mesh_dim_names=AXES)
         stack.enter_context(fake_tensors())
-        clear_sharding_caches()
-        counter = stack.enter_context(count_storages())
-        engine = load_engine(layout.engine).build(config, layout, mesh, DEVICE, probe)
-        batches = Batches(RANDOM_TOKENS, config, layout, rank, DEVICE)
+        clear_sharding_caches(device)
+        counter = stack.enter_context(count_storages(request.device))
+        phases = PhaseLog(report_progress, counter)
+        phases.begin(BUILDING)
+        engine = load_engine(layout.engine).build(config, layout, mesh, device, probe)
+        start_peak_bytes = counter.peak_bytes
+        batches = Batches(RANDOM_TOKENS, config, layout, rank, device)
+        phases.begin(WARM_UP)
         engine.step(batches(0))
-        fingerprinter = NoFingerprints(config.model, config.train.seed, DEVICE)
-        before = len(counter.requests)
-        memory = SimulatedMemory(DEVICE, counter=counter)
+        memory = SimulatedMemory(device, counter=counter)
+        fingerprinter = ShapeFingerprinter(config.model, config.train.seed, device)
+        last_step_at = phases.begin(PROFILED, 1)
         with profile_step(engine, probe, memory, fingerprinter, layout) as listener:
             engine.step(batches(1))
-        allocator = CachingAllocator(request.device_bytes)
-        peaks = replay(counter.requests, allocator, listener.recorder.annotations.pauses, before)
-        return dataclasses.replace(listener.result(None), peak_without_backend_bytes=None), peaks
+        report = report_of_steps(report, engine, listener)
+        report = dataclasses.replace(report, start_peak_bytes=start_peak_bytes)
+        return with_peaks(request, report, phases, last_step_at, listener)
 
 
-def clear_sharding_caches() -> None:
+def report_of_steps(report: RankReport, engine: Engine, listener: StepListener) -> RankReport:
+    """Return the report with what a step did, and with the state that the engine holds after it."""
+    profiled = listener.result(None)
+    return dataclasses.replace(
+        report,
+        status="ok",
+        profiled=profiled,
+        first_gradients=listener.gradient_fingerprints.fingerprints,
+        devices=engine.devices,
+        parameter_bytes=state_bytes(engine, "parameters"),
+        optimizer_bytes=state_bytes(engine, "optimizer"),
+        host_state=sorted(engine.host_state),
+        state_bytes_by_device={
+            "parameters": bytes_by_device(engine, "parameters"),
+            "gradients": profiled.gradient_bytes_by_device,
+            "optimizer": bytes_by_device(engine, "optimizer"),
+        },
+        parameter_shards=state_shards(engine, "parameters"),
+        optimizer_shards=state_shards(engine, "optimizer"),
+    )
+
+
+def with_peaks(
+    request: StepRequest, report: RankReport, phases: PhaseLog, last_step_at: int, listener: StepListener
+) -> RankReport:
+    """Return the report with the peaks of the last step, or as one that ran out of memory in any of its phases.
+
+    On CUDA they are those of the caching allocator; a CPU has the bytes that tensors request.
+    """
+    requested = report.profiled.peak_allocated_bytes or 0
+    capacity = request.device_bytes
+    if request.device == "cpu":
+        is_full = capacity is not None and requested > capacity
+        failure = f"tensors of {requested} bytes are more than the {capacity} that the rank may use"
+        report = dataclasses.replace(report, peak_allocated_bytes=requested, peak_requested_bytes=requested)
+        return out_of_memory_report(report, PROFILED, failure) if is_full else report
+    settings = parse_allocator_settings(
+        os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    )
+    allocator = CachingAllocator(2**62 if capacity is None else capacity - PROCESS_BYTES["cuda"], settings)
+    requests, pauses = phases.counter.requests, listener.recorder.annotations.pauses
+    try:
+        peaks = replay(requests, allocator, pauses, last_step_at)
+    except OutOfDeviceMemoryError as error:
+        return out_of_memory_report(report, phases.phase_at(error.moment), one_line(error))
+    return dataclasses.replace(
+        report,
+        profiled=dataclasses.replace(report.profiled, peak_without_backend_bytes=None),
+        peak_allocated_bytes=peaks.allocated_bytes,
+        peak_requested_bytes=peaks.requested_bytes,
+        peak_reserved_bytes=peaks.reserved_bytes,
+    )
+
+
+def out_of_memory_report(report: RankReport, phase: str, reason: str) -> RankReport:
+    """Return the report of a rank that ran out of memory in a phase."""
+    identity = {name: getattr(report, name) for name in ("rank", "host", "pid", "cores", "device_name")}
+    return RankReport(**identity, status="oom", phase=phase, error="OutOfDeviceMemoryError", reason=reason)
+
+
+def clear_sharding_caches(device: torch.device) -> None:
     """Clear DTensor's caches of shardings, which refer to process groups of the ranks that were simulated before.
 
     A cache belongs to a thread: this one, or that in which autograd runs backward for the simulated device.
     """
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-    product = torch.zeros((), device=DEVICE, requires_grad=True) * 1.0
+    product = torch.zeros((), device=device, requires_grad=True) * 1.0
     product.register_hook(lambda gradient: _clear_sharding_prop_cache())  # type: ignore[no-untyped-call]
     product.backward()  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ import numpy as np
 from harness.measure.allocation_log import AllocationLog, OpSpan
 from harness.measure.allocation_logger import AllocationLogger
 from harness.measure.memory import DeviceMemory
-from harness.simulator.caching_allocator import AllocatorPeaks, CachingAllocator
+from harness.simulator.caching_allocator import AllocatorPeaks, CachingAllocator, OutOfDeviceMemoryError
 from harness.simulator.fake_memory import Request, StorageCounter
 
 
@@ -71,8 +71,8 @@ def replay(
 ) -> AllocatorPeaks:
     """Return the peaks that an allocator reaches by requests from the number `peaks_from` on.
 
-    What a measurement allocated in pauses, which are spans of requests, is left out. Raises OutOfDeviceMemoryError if
-    memory runs out.
+    What a measurement allocated in pauses, which are spans of requests, is left out. Raises OutOfDeviceMemoryError,
+    with the number of the request, if memory runs out.
     """
     paused = iter(sorted(pauses))
     pause = next(paused, None)
@@ -86,5 +86,9 @@ def replay(
         if request.bytes < 0 and request.identity in addresses:
             allocator.free(addresses.pop(request.identity))
         elif request.bytes > 0 and not is_paused:
-            addresses[request.identity] = allocator.allocate(request.bytes, request.stream)
+            try:
+                addresses[request.identity] = allocator.allocate(request.bytes, request.stream)
+            except OutOfDeviceMemoryError as error:
+                error.moment = number
+                raise
     return allocator.peaks

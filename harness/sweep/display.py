@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from harness.config.byte_size import format_bytes
 from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
@@ -161,7 +162,12 @@ class ProgressDisplay:
         if row["status"] == "refused":
             self.print_line(f"{label}: refused")
             return
-        result = f"{row['tokens_per_second']:,.0f} tokens/s" if is_ok else sanitize(row["reason"])
+        speed, peak = row.get("tokens_per_second"), row.get("peak_allocated_bytes")
+        result = "" if is_ok else sanitize(row["reason"])
+        if is_ok and speed is not None:
+            result = f"{speed:,.0f} tokens/s"
+        elif is_ok and peak is not None:  # a simulation without a described cluster knows no times
+            result = f"peak {format_bytes(peak)}"
         if is_ok and row.get("noise_warning"):
             result += f", disturbed ({sanitize(row['noise_warning'])})"
         self.print_line(f"{label}: {row['status']}, {result}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from harness.config.command import PlanConfig
 from harness.config.fingerprint import short_hash
 from harness.config.stack import load_stack
-from harness.planner.cluster import PlannedCluster
+from harness.hardware.described_cluster import DescribedCluster
 from harness.planner.predict import Prediction
 from harness.records.plan_validation import PlannedConfiguration, PlanValidation, write_plan_validation
 from harness.records.run_folder import ComparisonFolder
@@ -113,7 +113,7 @@ def may_fit(plan: Plan) -> bool:
     assert hardware is not None
     free = dataclasses.replace(hardware, memory=plan.machine.available_bytes(plan.devices))
     ranks = plan.layout.world_size // plan.nodes
-    cluster = PlannedCluster(plan.config.cluster.name, plan.nodes, ranks, free, plan.machine.device)
+    cluster = DescribedCluster(plan.config.cluster.name, plan.nodes, ranks, free, plan.machine.device)
     return Prediction(plan.config, plan.layout, cluster, load_stack("harness")).verdict.fits != "no"
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.command import CommandConfig, read_command_config
-from harness.config.from_dict import from_dict
 from harness.config.schema import ClusterConfig, RunConfig
 from harness.config.values import ConfigValues
 from harness.cost_model.flops import model_flops
@@ -14,6 +13,7 @@ from harness.records.run_folder import ComparisonFolder, comparison_folder
 from harness.runner.machine_defaults import resolve_auto
 from harness.runner.plan import Plan, fits, make_plan
 from harness.runner.resolve import resolve_run_config
+from harness.runner.simulation import machine_of_run
 from harness.sweep.micro_batch_search import MicroBatchSearch, feasible_plans, wants_max_micro_batch
 
 
@@ -51,7 +51,7 @@ def deduplicate_and_sort(runs: Iterable[QueuedRun]) -> list[QueuedRun]:
 
 def plan_run(values: ConfigValues, repeat_index: int, machine_of: Callable[[ClusterConfig], Machine]) -> QueuedRun:
     """Return the run of composed values, or the first run of the search that they request. Raises UserError."""
-    machine = machine_of(from_dict(ClusterConfig, values["cluster"], "cluster"))
+    machine = machine_of_run(values, machine_of)
     values = resolve_auto(values, machine.device, machine.compute_capability)
     search = None
     if wants_max_micro_batch(values):

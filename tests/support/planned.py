@@ -3,7 +3,7 @@
 import dataclasses
 
 from harness.config.hardware import FittedHardware, HardwareConfig
-from harness.planner.cluster import PlannedCluster
+from harness.hardware.described_cluster import DescribedCluster
 
 FITTED = FittedHardware(0.8, 0.6, 2.5, 0.8, 3e-6, 5e-6, 0.8, 2e-6, 0.8, 1e-5, 0.1, 0.1)
 
@@ -20,7 +20,7 @@ HARDWARE = HardwareConfig(
 )
 
 
-def cluster_of_eight(nodes: int = 1, **changes: object) -> PlannedCluster:
+def cluster_of_eight(nodes: int = 1, **changes: object) -> DescribedCluster:
     """Return nodes of eight such devices, with these changes of the hardware."""
     hardware = dataclasses.replace(HARDWARE, **changes)  # type: ignore[arg-type]
-    return PlannedCluster("eight", nodes, 8, hardware, "cuda")
+    return DescribedCluster("eight", nodes, 8, hardware, "cuda")

@@ -15,9 +15,9 @@ from harness.config.stack import load_stack, stack_names
 from harness.config.strategy import StrategyConfig
 from harness.cost_model.memory import estimate_rank_memory
 from harness.cost_model.workspaces import WORKSPACE_BYTES
+from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
-from harness.planner.cluster import PlannedCluster
 from harness.planner.predict import Prediction
 from harness.planner.row import PLAN_COLUMNS
 from harness.records.columns import COLUMN_NAMES
@@ -135,7 +135,7 @@ def test_the_rank_and_the_phase_are_those_of_the_peak() -> None:
     """The last stage has head and loss; state that is as large as activations are small peaks in the optimizer."""
     config = run(shaped(num_hidden_layers=4, vocab_size=64000), global_batch=8)
     strategy = StrategyConfig(name="pipeline", pp=4, schedule="1f1b")
-    eight = PlannedCluster("eight", 1, 8, HARDWARE_OF_TESTS, "cuda")
+    eight = DescribedCluster("eight", 1, 8, HARDWARE_OF_TESTS, "cuda")
     prediction = Prediction(config, resolve_layout(strategy, 4), eight, load_stack("harness"))
     assert prediction.peak.rank == 3
     highest = max(

@@ -16,8 +16,8 @@ from harness.cost_model.memory import estimate_memory
 from harness.cost_model.pipeline import REPEATING_ROUNDS, BackwardStart, _backward_starts
 from harness.layout.partition import balanced_layers
 from harness.planner.bounds import LOWER_BOUNDS
-from harness.planner.cluster import plan_problems
 from harness.planner.plan import search_plan
+from harness.planner.plan_problems import plan_problems
 from harness.planner.predict import Prediction
 from harness.planner.search import LowerBound, SearchResult, search
 from harness.planner.space import Restrictions, SearchedSpace, candidates

@@ -1,0 +1,53 @@
+"""The machine that a simulation is for, whether it can be made, and the ranks that it plays."""
+
+from collections.abc import Callable, Iterator
+
+from harness.config.from_dict import from_dict
+from harness.config.schema import ClusterConfig, RunConfig
+from harness.config.values import ConfigValues
+from harness.cost_model.rank_memory import highest_rank
+from harness.engines.base import load_engine, unsupported_elsewhere
+from harness.hardware.described_cluster import described_cluster, described_machine
+from harness.hardware.machine import Machine
+from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
+from harness.runner.local_machine import detect_machine
+
+
+def machine_of_run(values: ConfigValues, detect: Callable[[ClusterConfig], Machine] = detect_machine) -> Machine:
+    """Return the machine that composed values are for: the one at hand, which `detect` returns.
+
+    A simulation is for the machine that its cluster describes, if it describes one. Raises UserError.
+    """
+    cluster: ClusterConfig = from_dict(ClusterConfig, values["cluster"], "cluster")
+    if values.get("launch") != "simulated":
+        return detect(cluster)
+    return detect_machine(cluster) if cluster.hardware is None else described_machine(described_cluster(cluster))
+
+
+def simulation_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterator[str]:
+    """Yield every reason why a simulation cannot play this layout, a line each."""
+    if config.cluster.hardware is not None:
+        problem = described_cluster(config.cluster).world_size_problem(layout.world_size)
+        if problem:
+            yield problem
+    if config.train.compile:
+        yield "train.compile=true cannot be simulated, as a compiler runs kernels to choose among them: choose false"
+    rank = config.simulate.rank
+    if isinstance(rank, int) and rank >= layout.world_size:
+        yield f"simulate.rank={rank} is not one of the {layout.world_size} ranks: choose 0 to {layout.world_size - 1}"
+    yield from unsupported_elsewhere(load_engine(layout.engine), config, layout, machine)
+
+
+def simulated_ranks(config: RunConfig, layout: Layout, machine: Machine) -> tuple[int, ...]:
+    """Return the ranks that simulate.rank names; one of a pipeline's stage stands for all that share the stage."""
+    rank = config.simulate.rank
+    if isinstance(rank, int):
+        return (rank,)
+    stage_ranks = layout.world_size // layout.pp
+    if rank == "all":
+        return tuple(range(0, layout.world_size, stage_ranks))
+    if layout.pp == 1 or not model_profile(config.model).activations_are_known:
+        return (0,)
+    widths = load_engine(layout.engine).state_widths(config, layout)
+    return (highest_rank(config, layout, widths, machine.device).pp_rank * stage_ranks,)

@@ -1,0 +1,18 @@
+"""The end of a process together with its parent."""
+
+import ctypes
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1  # prctl(2), linux/prctl.h: the signal this process gets when its parent dies
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before a fork: a child only calls it
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when its parent dies, even during an import in C.
+
+    This exists on Linux only.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
