@@ -69,7 +69,7 @@ def test_ddp_by_torchrun_and_by_accelerate(results: Path) -> None:
     trains_alike(directory, ACCELERATE)
 
 
-@pytest.mark.parametrize("overrides", ["strategy=zero1", "strategy=pp_1f1b"])
+@pytest.mark.parametrize("overrides", [pytest.param("strategy=zero1", marks=pytest.mark.long), "strategy=pp_1f1b"])
 def test_by_torchrun(results: Path, overrides: str) -> None:
     directory = recorded(results, overrides)
     assert command.main([str(directory)]) == 0

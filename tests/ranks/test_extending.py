@@ -39,6 +39,7 @@ def statuses(clone: Path, name: str, *overrides: str) -> list[tuple[str, str]]:
     return list(zip(rows.status, rows.reason.astype(object).fillna(""), strict=True))
 
 
+@pytest.mark.long
 def test_a_strategy_is_added_by_one_yaml_file(clone: Path) -> None:
     assert statuses(clone, "yaml", "strategy=wide_pipeline", "world_size=4") == [("ok", "")]
 

@@ -196,6 +196,7 @@ def test_the_observed_attention_kernel_decides_the_expected_operations(tmp_path:
                 assert bool(flops_problems(config, layout, StateWidths(4, 4, 8, 4), ranks)) == (reported != kernel)
 
 
+@pytest.mark.long
 def test_grouped_heads_run_as_a_fused_kernel_on_cuda(tmp_path: Path) -> None:
     """In fp32 no fused kernel takes groups, and the library's own rule (use_gqa_in_sdpa) asks for none of them."""
     path, small = folder(tmp_path, "llama"), ("train.global_batch=1", "train.micro_batch=1")

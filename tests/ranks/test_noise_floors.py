@@ -45,6 +45,7 @@ def test_an_honest_run_at_a_high_learning_rate_is_proven_to_a_step(results: Path
     assert {entry.name for entry in perturbed.first_updates} == {entry.name for entry in report.first_updates}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_every_scaled_matrix_is_an_error_with_thousands_of_tokens(results: Path, family: str) -> None:
     """Kernels that sum tokens in 16 bits moved the embedding's norm by 8 %, and proved no step."""

@@ -50,8 +50,6 @@ CASES = [
     "strategy=zero1 strategy.offload=optimizer",
     f"strategy=zero3 strategy.offload=parameters checkpointing=full {ACTIVATIONS}",
     f"strategy=fsdp_full_shard strategy.offload=parameters precision=bf16_mixed {ACTIVATIONS}",
-    f"strategy=tp_sp model.num_key_value_heads=4 {ACTIVATIONS}",
-    f"strategy=cp model=gpt_tiny model.attention=eager {ACTIVATIONS}",  # no keys are repeated
     f"strategy=pp_zero_bubble checkpointing=full {ACTIVATIONS}",
     # One narrow layer a stage: what the embedding keeps, and is not moved, would show.
     "strategy=pp_gpipe model=gpt_tiny model.hidden_size=64 model.num_hidden_layers=2 precision=bf16_mixed"
@@ -59,6 +57,8 @@ CASES = [
 ]
 
 LONG = [
+    f"strategy=cp model=gpt_tiny model.attention=eager {ACTIVATIONS}",  # no keys are repeated
+    f"strategy=tp_sp model.num_key_value_heads=4 {ACTIVATIONS}",
     "strategy=zero3 strategy.offload=optimizer precision=bf16_mixed",
     "strategy=zero2_defaults strategy.offload=optimizer",
     "strategy=zero3_defaults strategy.offload=parameters",

@@ -141,6 +141,7 @@ def test_runs_side_by_side_share_a_chain(harness: Harness, tmp_path: Path) -> No
         assert record.row["reference"].startswith(f"compared with {chained.run_id}; its layout was compared on")
 
 
+@pytest.mark.long
 def test_a_reference_of_deepspeed_trains_twice(tmp_path: Path) -> None:
     """Fully sharded ranks of PyTorch are compared with it. Its first engine is released before it builds another."""
     config, command = compose(f"results_dir={tmp_path}", "world_size=2", *SMALL_BATCH, "strategy=zero3")

@@ -165,6 +165,7 @@ def test_values_of_each_repeat(values: dict[str, Any], numbers: list[Any]) -> No
     assert all(entry["repeats"] == (1 if len(numbers) > 1 else values["repeats"]) for entry in each)
 
 
+@pytest.mark.long
 def test_every_repeat_is_run_and_recorded(harness: Harness, tmp_path: Path) -> None:
     done = harness("name=r", "repeats=2", *SMALL)
     assert done.returncode == 0, done.stderr

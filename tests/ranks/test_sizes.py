@@ -35,7 +35,13 @@ TEN_MILLION = (*MODEL, *TRAINING)
 SIZES = {"0.5M": ("checkpointing=none",), "11M": TEN_MILLION}
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp_full_shard", "fsdp_shard_grad_op", "tp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("zero1", "fsdp_full_shard", "tp"),
+        *(pytest.param(strategy, marks=pytest.mark.long) for strategy in ("zero2", "zero3", "fsdp_shard_grad_op")),
+    ],
+)
 def test_ten_million_parameters_are_proven(strategy: str, results: Path) -> None:
     """Bytes are the formula's and its padding exactly, which the odd number of rows of the vocabulary needs."""
     record = Combination(strategy, 2, TEN_MILLION).record(results)

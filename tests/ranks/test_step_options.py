@@ -90,7 +90,7 @@ def test_invalid_loss_chunks_are_refused(overrides: str, reason: str) -> None:
     assert any(reason in problem for problem in incompatibilities(config, resolve_layout(config.strategy, 2)))
 
 
-@pytest.mark.parametrize("strategy", ("tp_sp", "zero3"))
+@pytest.mark.parametrize("strategy", (pytest.param("tp_sp", marks=pytest.mark.long), "zero3"))
 def test_a_chunked_loss_trains_the_same(results: Path, strategy: str) -> None:
     """If the sequence is sharded over ranks, the chunks are cut from the whole sequence (torchtitan issue 3412)."""
     record = run_with(results, worker_main.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={CHUNKS}")
@@ -121,7 +121,7 @@ def test_temporaries_of_the_foreach_optimizer_are_predicted(results: Path, strat
     assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.1)
 
 
-@pytest.mark.parametrize("attention", ("flash", "eager"))
+@pytest.mark.parametrize("attention", ("flash", pytest.param("eager", marks=pytest.mark.long)))
 def test_the_attention_kernel_is_the_observed_one(results: Path, attention: str) -> None:
     row = run_with(results, worker_main.main, "strategy=pp_gpipe", f"model.attention={attention}").row
     assert (row["status"], row["reason"], row["attention_kernel"]) == ("ok", "", attention)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from harness.config.from_dict import from_dict
@@ -23,6 +24,7 @@ def harness(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_a_calibrated_machine_is_planned_for_and_its_runs_are_predicted(tmp_path: Path) -> None:
     done = harness(tmp_path, "calibrate", "--quick", "--device", "cpu", "--name", "box")
     assert done.returncode == 0, done.stderr

@@ -37,6 +37,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return sorted(csv.DictReader(file), key=lambda row: row["started_at"])
 
 
+@pytest.mark.long
 def test_a_sweep_measures_the_best_predictions_and_says_whether_the_winner_won(described: Path) -> None:
     done = harness(described, *SWEEP, *QUICK, "plan.top=2")
     assert done.returncode == 0, done.stderr
