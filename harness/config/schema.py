@@ -155,10 +155,11 @@ class RunConfig:
     train: TrainConfig
     world_size: int | None = None  # The number of ranks; null means as many as the cluster has.
     repeat: int = 0  # The number of this repeat, which tells repeated measurements of one configuration apart.
-    # How ranks are run. processes runs every rank as a process; simulated runs the code of one rank on the devices that
-    # `cluster` describes, with tensors that have no memory.
+    # How ranks are run. processes runs every rank as a process; virtual runs one rank of the world on this machine,
+    # without the others and without collectives; simulated runs the code of one rank on the devices that `cluster`
+    # describes, with tensors that have no memory.
     launch: LaunchMode = "processes"
-    simulate: SimulateConfig = field(default_factory=SimulateConfig)  # The rank that a simulated run plays.
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)  # The rank of a simulated or virtual run.
 
     def __post_init__(self) -> None:
         if self.world_size is not None:

@@ -1,4 +1,4 @@
-"""The verdict on a simulated run: everything that is proven of a run but its training, which has no values."""
+"""The verdict on a simulated or virtual run: everything that is proven of a run but the values of its training."""
 
 from collections.abc import Sequence
 
@@ -17,6 +17,7 @@ from harness.proof.layout import (
 )
 from harness.proof.step import (
     checkpointing_problems,
+    compile_problems,
     flops_problems,
     kernel_problems,
     offload_problems,
@@ -27,11 +28,15 @@ from harness.proof.verify import Verdict
 from harness.records.rank_report import RankReport
 from harness.records.schema import Cells, ProofEntry, RecordParts
 
-NO_VALUES = "none: a simulated run computes no values"
+# By launch, why values are not compared with those of another run.
+NO_REFERENCE = {
+    "simulated": "none: a simulated run computes no values",
+    "virtual": "none: the other ranks of a virtual run do not exist, so that its values are not those of the training",
+}
 
 
 def verify_simulation(config: RunConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]) -> Verdict:
-    """Return the verdict on the simulated ranks of a layout: their layout and steps are proven, or it is an error."""
+    """Return the verdict on the ranks of a layout that ran alone: layout and steps are proven, or it is an error."""
     expected = [expected_bytes(config, layout, widths, rank.rank) for rank in ranks]
     padded = [padded_bytes(config, layout, widths, rank.rank) for rank in ranks]
     layout_problems = share_problems(config.model, layout, ranks, config.strategy.literature)
@@ -47,12 +52,13 @@ def verify_simulation(config: RunConfig, layout: Layout, widths: StateWidths, ra
     for rank, of_papers, with_padding in zip(ranks, expected, padded, strict=True):
         problems += checkpointing_problems(config, layout, rank)
         problems += offload_problems(config, layout, rank)
+        problems += compile_problems(config, rank)
         problems += schedule_problems(config, layout, rank)
         if config.strategy.literature:
             problems += volume_problems(layout, rank, of_papers, with_padding)
     proof: ProofEntry = {
         "layout": "failed" if layout_problems else "proven",
-        "reference": NO_VALUES,
+        "reference": NO_REFERENCE[config.launch],
         "expected_communication_bytes": expected,
         "padded_communication_bytes": padded,
     }

@@ -210,7 +210,7 @@ COLUMNS: tuple[Column, ...] = (
     ),
     _seconds("predicted_step_seconds", "predicted step time", "The step time that the cost model predicts."),
     _text("measured_on", "run", "device", "The device that the run was measured on, such as cpu or NVIDIA H200."),
-    _text("launch", "run", "launch", "How ranks were launched: `processes` means that every rank is a real process."),
+    _text("launch", "run", "launch", "How ranks were launched, by the configuration's key of this name."),
     _bytes(
         "peak_requested_bytes",
         "peak requested",
@@ -525,6 +525,18 @@ COLUMNS: tuple[Column, ...] = (
         "The energy of all devices per token; empty where NVML does not report it.",
         "median",
         "lower",
+    ),
+    _seconds(
+        "predicted_communication_seconds",
+        "predicted communication",
+        "The exposed communication and the pipeline bubble of a step that the cost model predicts for a run with"
+        " launch=virtual, which performs no collectives; empty where no cluster file describes the device.",
+    ),
+    _seconds(
+        "estimated_step_seconds",
+        "estimated step time",
+        "The step time of a run with launch=virtual: what its rank did without collectives, as measured, and"
+        " predicted_communication_seconds.",
     ),
     _bytes(
         "memory_limit_bytes",

@@ -35,8 +35,9 @@ def _device(view: View) -> Iterator[str]:
         )
     if any(record.row.get("launch") == "virtual" for record in ok):
         yield (
-            "Runs with the virtual launch execute one rank of a larger world: nothing was sent, and their speed is not"
-            " that of the whole world."
+            "How fast the worlds of launch=virtual are: one rank of each ran alone. Its memory and its computing were"
+            " measured, nothing was sent, and estimated_step_seconds adds the communication that the cost model"
+            " predicts. Its values were compared with nothing."
         )
 
 

@@ -1,14 +1,16 @@
 """The verdict on a run whose processes have ended: how it ended, and the proof of what its ranks report."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.launcher.outcome import LaunchOutcome
+from harness.metrics.virtual import virtual_columns
 from harness.proof.simulation import verify_simulation
 from harness.proof.verify import Verdict, verify_run
 from harness.records.rank_report import RankReport
 from harness.records.schema import Cells, RecordParts, StepEntry
 from harness.runner.plan import Plan
+from harness.runner.predicted_columns import predicted_step_time
 from harness.runner.record import failure_columns, out_of_memory_reason
 from harness.runner.reference import Reference
 from harness.util.text import one_line
@@ -45,7 +47,7 @@ def judge_run(plan: Plan, outcome: LaunchOutcome, reference: Reference) -> Judge
 
 def verify(plan: Plan, ranks: Sequence[RankReport], reference: Reference) -> Verdict:
     """Return the verdict on a run whose processes all finished; a simulated rank may report that it failed."""
-    if plan.config.launch != "simulated":
+    if plan.config.launch == "processes":
         bounds = plan.command.proof
         return verify_run(plan.config, bounds, plan.layout, plan.widths, ranks, reference.report, reference.note)
     for rank in ranks:
@@ -55,4 +57,8 @@ def verify(plan: Plan, ranks: Sequence[RankReport], reference: Reference) -> Ver
                 reason = out_of_memory_reason(plan.config, rank)
             ending: Cells = {"status": rank.status, "reason": reason, "failed_in_phase": rank.phase or None}
             return Verdict(ending, RecordParts())
-    return verify_simulation(plan.config, plan.layout, plan.widths, ranks)
+    verdict = verify_simulation(plan.config, plan.layout, plan.widths, ranks)
+    if plan.config.launch == "virtual" and verdict.columns["status"] == "ok":
+        measured = virtual_columns(plan.layout, ranks, predicted_step_time(plan))
+        return replace(verdict, columns=verdict.columns | measured)
+    return verdict

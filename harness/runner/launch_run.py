@@ -26,8 +26,7 @@ from harness.runner.predicted_columns import predicted_columns
 from harness.runner.record import build_record
 from harness.runner.reference import Reference
 from harness.runner.reuse import STARTED, clear_run_folder
-from harness.runner.simulated_run import device_guard, run_simulator
-from harness.runner.simulation import simulated_ranks
+from harness.runner.simulated_run import chosen_ranks, device_guard, run_simulator, run_virtual_ranks
 from harness.util.disk_reserve import is_disk_full, release
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_text
@@ -50,7 +49,7 @@ def launch_run(plan: Plan, context: RunContext, reference: Reference) -> Record:
         return write_row(plan, {"status": "error", "reason": reason, **started})
     for note in notes:
         context.log(note)
-    outcome = (run_simulator if plan.config.launch == "simulated" else run_ranks)(plan, context)
+    outcome = RUNNERS[plan.config.launch](plan, context)
     judged = judge_run(plan, outcome, reference)
     ending = judged.ending | reference.columns | started | {"duration_seconds": outcome.seconds}
     return write_row(plan, ending, judged.ranks, judged.parts | {"notes": notes}, judged.steps)
@@ -70,9 +69,9 @@ def prepare_run_folder(plan: Plan) -> list[str]:
 
 def build_run_spec(plan: Plan) -> tuple[RunSpec, list[str]]:
     """Return the run file's content and notes on what could not be built; what is in C++ is built here."""
-    ranks_on_host = plan.layout.world_size // plan.nodes
     is_simulated = plan.config.launch == "simulated"
-    note = None if is_simulated else preflight.core_note(plan.machine.device, ranks_on_host, len(usable_cores()))
+    processes = 0 if is_simulated else plan.processes_per_node
+    note = preflight.core_note(plan.machine.device, processes, len(usable_cores()))
     notes, allocator, operator_log = [note] if note else [], None, None
     cache = Path(plan.config.data.cache).expanduser()
     if plan.machine.device == "cpu" and not is_simulated:
@@ -89,14 +88,14 @@ def build_run_spec(plan: Plan) -> tuple[RunSpec, list[str]]:
         layout=plan.layout,
         corpus=plan.corpus,
         device=plan.machine.device,
-        threads=threads_per_rank(ranks_on_host),
+        threads=threads_per_rank(plan.ranks_per_node),
         allocator=allocator,
         operator_log=operator_log,
         environment=load_engine(plan.layout.engine).rank_environment(plan.layout, plan.machine, cache),
         timeout_seconds=plan.command.timeout_seconds,
         memory_snapshot=plan.command.measure.memory_snapshot,
         perturbs=plan.folder.is_reference,
-        simulated_ranks=simulated_ranks(plan.config, plan.layout, plan.machine) if is_simulated else (),
+        simulated_ranks=chosen_ranks(plan),
         device_guard=device_guard(plan, cache) if is_simulated else None,
         device_name=plan.machine.device_name,
         device_bytes=preflight.rank_memory_limit(plan.config, plan.machine),
@@ -123,6 +122,9 @@ def run_ranks(plan: Plan, context: RunContext) -> LaunchOutcome:
         if problem:
             context.log(problem)
     return outcome
+
+
+RUNNERS = {"processes": run_ranks, "simulated": run_simulator, "virtual": run_virtual_ranks}
 
 
 def write_row(

@@ -20,7 +20,7 @@ from harness.records.run_folder import ComparisonFolder, RunFolder, comparison_f
 from harness.runner import preflight
 from harness.runner.local_machine import refresh_machine
 from harness.runner.resolve import load_precision_preset, load_strategy_preset
-from harness.runner.simulation import simulation_problems
+from harness.runner.simulation import simulation_problems, virtual_problems
 from harness.util.errors import UserError
 
 
@@ -50,7 +50,20 @@ class Plan:
     @property
     def devices(self) -> int:
         """The number of each node's devices that the run uses."""
+        if self.config.launch == "virtual":
+            return 1
         return device_count(self.config, self.layout, self.machine) // self.nodes
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of ranks that share a node, whether or not this machine runs all of them at once."""
+        ranks, gpus = self.layout.world_size // self.nodes, self.config.cluster.gpus_per_node
+        return min(ranks, gpus) if self.config.launch == "virtual" and gpus else ranks
+
+    @property
+    def processes_per_node(self) -> int:
+        """The number of ranks that this machine runs at once."""
+        return 1 if self.config.launch == "virtual" else self.ranks_per_node
 
 
 def make_plan(
@@ -79,8 +92,8 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
     if config.launch == "simulated":
         yield from simulation_problems(config, layout, machine)
         return
-    if config.launch != "processes":
-        yield f"launch={config.launch} is not available yet: choose launch=processes or launch=simulated"
+    if config.launch == "virtual":
+        yield from virtual_problems(config, layout)
     yield from preflight.compile_problems(config, layout, machine)
     yield from preflight.precision_problems(config, machine)
     yield from preflight.budget_problems(config, machine)
@@ -89,7 +102,7 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
 
 def fits(plan: Plan) -> bool:
     """Return whether the run is predicted to fit the machine as it is at this moment."""
-    if plan.config.launch == "processes":
+    if plan.config.launch != "simulated":
         plan = dataclasses.replace(plan, machine=refresh_machine(plan.machine, plan.config.cluster))
     return capacity_problem(plan, ()) is None
 
@@ -99,7 +112,7 @@ def capacity_problem(plan: Plan, models: Sequence[ModelConfig]) -> str | None:
 
     preflight=false skips what is only predicted. `models` are those that may be suggested instead.
     """
-    machine, world_size = plan.machine, plan.layout.world_size
+    machine = plan.machine
     if machine.device == "cuda" and plan.devices > machine.devices:
         needed, devices = plan.devices * plan.nodes, machine.devices * plan.nodes
         return f"world_size={needed} needs {needed} CUDA devices, and {devices} are available: choose {devices}"
@@ -109,13 +122,12 @@ def capacity_problem(plan: Plan, models: Sequence[ModelConfig]) -> str | None:
     if not plan.command.preflight:
         return None
 
-    ranks_on_host = world_size // plan.nodes
     return capacity.capacity_problem(
         plan.config,
         plan.layout,
         plan.widths,
         available_bytes=machine.available_bytes(plan.devices),
-        ranks_on_host=ranks_on_host,
+        ranks_on_host=plan.processes_per_node,
         device=machine.device,
         host_available_bytes=machine.host_free_bytes,
         choices=remedy_choices(plan, models),

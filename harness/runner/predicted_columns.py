@@ -10,7 +10,7 @@ from harness.config.hardware import HardwareConfig
 from harness.config.locations import conf_folders, files_in
 from harness.config.stack import load_stack
 from harness.cost_model import memory
-from harness.cost_model.timing.step_time import estimate_step_time
+from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from harness.hardware.machine import Machine
 from harness.hardware.processor import processor_name
 from harness.layout.model_profile import model_profile
@@ -31,16 +31,22 @@ def predicted_columns(plan: Plan) -> Cells:
 
 
 def predicted_step_seconds(plan: Plan) -> float | None:
-    """Return the predicted time of a step.
+    """Return the predicted time of a step, None where predicted_step_time() has none."""
+    step = predicted_step_time(plan)
+    return None if step is None else step.step_seconds
+
+
+def predicted_step_time(plan: Plan) -> StepTime | None:
+    """Return the predicted time of a step by its parts.
 
     None where the hardware is not described, its rate in the dtype of compute or the model's operators unknown.
     """
     hardware = run_hardware(plan)
     if hardware is None or not model_profile(plan.config.model).activations_are_known:
         return None
-    timing, ranks = load_stack("harness").timing, plan.layout.world_size // plan.nodes
+    timing = load_stack("harness").timing
     try:
-        return estimate_step_time(plan.config, plan.layout, hardware, timing, plan.widths, ranks).step_seconds
+        return estimate_step_time(plan.config, plan.layout, hardware, timing, plan.widths, plan.ranks_per_node)
     except UserError:
         return None
 

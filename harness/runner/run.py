@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from harness.proof.simulation import NO_VALUES
+from harness.proof.simulation import NO_REFERENCE
 from harness.records.schema import Record
 from harness.runner.context import RunContext
 from harness.runner.launch_run import launch_run, write_row
@@ -31,11 +31,13 @@ def run_locked(plan: Plan, context: RunContext) -> Record:
     if record is not None:
         return record
     if plan.config.launch == "simulated":  # it needs no memory of the machine, and finds out by itself what fits
-        return launch_run(plan, context, Reference(NO_VALUES))
+        return launch_run(plan, context, Reference(NO_REFERENCE["simulated"]))
     plan = dataclasses.replace(plan, machine=refresh_machine(plan.machine, plan.config.cluster))
     reason = capacity_problem(plan, context.models) or pruning_reason(plan)
     if reason:
         return reject(plan, reason)
+    if plan.config.launch == "virtual":
+        return launch_run(plan, context, Reference(NO_REFERENCE["virtual"]))
     reference = get_reference(plan, context)
     if reference.failure is not None:
         return write_row(plan, reference.failure | reference.columns)

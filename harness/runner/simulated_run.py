@@ -1,13 +1,21 @@
-"""The process of a simulated run, which plays its ranks one after another."""
+"""The processes of simulated and virtual runs, which run some ranks of a world one after another."""
 
+import dataclasses
 from pathlib import Path
 
 from harness.launcher.launch import launch
 from harness.launcher.outcome import LaunchOutcome
 from harness.runner.context import RunContext
 from harness.runner.plan import Plan
+from harness.runner.simulation import simulated_ranks
 from harness.simulator.entry import simulator_entry
 from harness.simulator.native_guard import build_device_guard, needs_device_guard
+from harness.simulator.virtual_entry import virtual_entry
+
+
+def chosen_ranks(plan: Plan) -> tuple[int, ...]:
+    """Return the ranks that simulate.rank names; none if every rank is a process."""
+    return () if plan.config.launch == "processes" else simulated_ranks(plan.config, plan.layout, plan.machine)
 
 
 def device_guard(plan: Plan, cache: Path) -> str | None:
@@ -29,3 +37,22 @@ def run_simulator(plan: Plan, context: RunContext) -> LaunchOutcome:
         hang_seconds=plan.command.hang_seconds,
         on_tick=lambda: context.on_progress(plan.folder.path),
     )
+
+
+def run_virtual_ranks(plan: Plan, context: RunContext) -> LaunchOutcome:
+    """Run the virtual ranks to their end, each in a process of its own, until one fails."""
+    outcome, seconds = LaunchOutcome("ok", "", (), 0.0), 0.0
+    for _ in chosen_ranks(plan):
+        outcome = launch(
+            virtual_entry,
+            plan.folder.path,
+            1,
+            device=plan.machine.device,
+            timeout_seconds=plan.command.timeout_seconds - seconds,
+            hang_seconds=plan.command.hang_seconds,
+            on_tick=lambda: context.on_progress(plan.folder.path),
+        )
+        seconds += outcome.seconds
+        if outcome.status != "ok":
+            break
+    return dataclasses.replace(outcome, seconds=seconds)

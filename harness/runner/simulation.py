@@ -1,4 +1,4 @@
-"""The machine that a simulation is for, whether it can be made, and the ranks that it plays."""
+"""The machine that a simulation is for, whether it or a virtual run can be made, and the ranks that they run."""
 
 from collections.abc import Callable, Iterator
 
@@ -33,10 +33,27 @@ def simulation_problems(config: RunConfig, layout: Layout, machine: Machine) -> 
             yield problem
     if config.train.compile:
         yield "train.compile=true cannot be simulated, as a compiler runs kernels to choose among them: choose false"
+    yield from rank_problems(config, layout)
+    yield from unsupported_elsewhere(load_engine(layout.engine), config, layout, machine)
+
+
+def rank_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield why simulate.rank names none of the layout's ranks."""
     rank = config.simulate.rank
     if isinstance(rank, int) and rank >= layout.world_size:
         yield f"simulate.rank={rank} is not one of the {layout.world_size} ranks: choose 0 to {layout.world_size - 1}"
-    yield from unsupported_elsewhere(load_engine(layout.engine), config, layout, machine)
+
+
+def virtual_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield every reason why a rank of this layout cannot run alone, a line each."""
+    yield from rank_problems(config, layout)
+    if config.cluster.nodes > 1:
+        yield (
+            f"cluster.nodes={config.cluster.nodes} with launch=virtual, which runs one rank on this machine: choose 1,"
+            " and cluster.gpus_per_node for the ranks that share a node in the predicted time"
+        )
+    if layout.engine == "nn_data_parallel":
+        yield "strategy.engine=nn_data_parallel has one rank, which needs all its devices: choose launch=processes"
 
 
 def simulated_ranks(config: RunConfig, layout: Layout, machine: Machine) -> tuple[int, ...]:

@@ -32,18 +32,21 @@ from harness.util.text import one_line
 from harness.worker.batches import Batches
 from harness.worker.out_of_memory import out_of_memory_error
 from harness.worker.perturbed_training import train_perturbed
-from harness.worker.process_group import process_group
+from harness.worker.process_group import JoinRanks, process_group
 from harness.worker.train_loop import RankMeasurements, train
 
 
 def main(run_dir: str) -> None:
     """Run one rank, from its run file to its report. A failure is reported and then raised."""
-    directory = Path(run_dir)
-    rank = int(os.environ["RANK"])
+    directory, rank = Path(run_dir), int(os.environ["RANK"])
+    report_rank(directory, rank, HeartbeatWriter(directory, rank), process_group)
+
+
+def report_rank(directory: Path, rank: int, heartbeat: HeartbeatWriter, join_ranks: JoinRanks) -> None:
+    """Run a rank that joins the others in its own way, and write its report. A failure is reported and then raised."""
     report = RankReport(rank, socket.gethostname(), os.getpid(), "error", usable_cores())
-    heartbeat = HeartbeatWriter(directory, rank)
     try:
-        report = run_rank(read_run_spec(directory), report, heartbeat, directory)
+        report = run_rank(read_run_spec(directory), report, heartbeat, directory, join_ranks)
     except BaseException as error:
         report = report_failure(report, error, heartbeat)
         raise
@@ -68,12 +71,14 @@ def report_failure(report: RankReport, error: BaseException, heartbeat: Heartbea
     )
 
 
-def run_rank(spec: RunSpec, report: RankReport, heartbeat: HeartbeatWriter, directory: Path) -> RankReport:
+def run_rank(
+    spec: RunSpec, report: RankReport, heartbeat: HeartbeatWriter, directory: Path, join_ranks: JoinRanks
+) -> RankReport:
     """Join the other ranks and train. Return the report of this rank, whose identity is filled in already."""
     os.environ.update(spec.environment)
     allocator = load_allocator(Path(spec.allocator)) if spec.allocator else None
     heartbeat("joining")
-    with process_group(spec) as (mesh, device), attention_backend_priority(), fp32_sums():
+    with join_ranks(spec) as (mesh, device), attention_backend_priority(), fp32_sums():
         limit = MemoryLimit(spec.config.cluster.memory_budget_bytes, device, allocator)
         memory = DeviceMemory(device, allocator, limit)
         heartbeat.allocated_bytes = memory.allocated_bytes

@@ -1,8 +1,8 @@
 """The process groups of a run: they bind no device and outlast the harness's own time limits."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 import torch
@@ -17,6 +17,9 @@ MARGIN_SECONDS = 120.0  # from the end of a run's time to the end of its collect
 
 MAX_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # C++ adds a timeout to a clock, which an infinite one would overflow
 
+# A function that returns a context in which a rank has joined the others, such as process_group.
+JoinRanks = Callable[[RunSpec], AbstractContextManager[tuple[DeviceMesh, torch.device]]]
+
 
 @contextmanager
 def process_group(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device]]:
@@ -29,15 +32,9 @@ def process_group(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device]]:
     without a bound device connects at its first collective, here a barrier, so that NCCL allocates its buffers before
     the model takes the memory.
     """
-    torch.set_num_threads(spec.threads)
-    torch.set_float32_matmul_precision("highest")  # some containers turn TF32 on, which is not fp32
-    if spec.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        # Offloaded gradients are summed on the host, which needs gloo.
+    device, backend = prepare_device(spec), "gloo"
+    if device.type == "cuda":  # offloaded gradients are summed on the host, which needs gloo
         backend = "cpu:gloo,cuda:nccl" if spec.layout.offloaded_state else "nccl"
-    else:
-        device, backend = torch.device("cpu"), "gloo"
     timeout = collective_timeout(spec.timeout_seconds)
     set_default_timeout(timeout)
     dist.init_process_group(backend, timeout=timeout)
@@ -45,6 +42,17 @@ def process_group(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device]]:
     wait_for_ranks(device)
     yield mesh, device
     dist.destroy_process_group()  # only after success: a failed rank must not wait for the others
+
+
+def prepare_device(spec: RunSpec) -> torch.device:
+    """Make this rank's device the current one and set how it computes, and return it."""
+    torch.set_num_threads(spec.threads)
+    torch.set_float32_matmul_precision("highest")  # some containers turn TF32 on, which is not fp32
+    if spec.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
 
 
 def collective_timeout(timeout_seconds: float) -> timedelta:

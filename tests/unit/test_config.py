@@ -1,5 +1,6 @@
 """Configurations: what identifies a run, what a command decides, and the values that a field takes."""
 
+import dataclasses
 from typing import Any
 
 import hydra
@@ -12,7 +13,7 @@ from harness.config.hydra import register_resolvers, to_container
 from harness.config.schema import RunConfig
 from harness.hardware.machine import Machine
 from harness.runner.machine_defaults import resolve_auto
-from harness.runner.plan import make_plan
+from harness.runner.plan import capacity_problem, make_plan
 from harness.runner.rejected import fallback_run_id
 from harness.util.errors import UserError
 from tests.support.commands import ROOT, compose, compose_config
@@ -69,11 +70,33 @@ def test_ranks_that_are_no_processes_are_another_run() -> None:
     assert run_id(config) != run_id(virtual)
 
 
-@pytest.mark.parametrize("launch", ["virtual", "simulated"])
-def test_a_launch_that_does_not_exist_yet_is_refused(launch: str) -> None:
-    machine = Machine("cpu", "cpu", 1, 2, 0, (2**34,), 2)
-    with pytest.raises(UserError, match=f"^launch={launch} is not available yet: choose launch=processes$"):
-        make_plan(compose_config("strategy=ddp", "data=synthetic", f"launch={launch}"), machine)
+def virtual_config(*overrides: str) -> RunConfig:
+    return compose_config("strategy=ddp", "data=synthetic", "launch=virtual", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (("simulate.rank=4",), "^simulate.rank=4 is not one of the 4 ranks: choose 0 to 3$"),
+        (("cluster.nodes=2",), "^cluster.nodes=2 with launch=virtual, which runs one rank on this machine: choose 1"),
+        (("strategy=dp", "world_size=1"), "has one rank, which needs all its devices: choose launch=processes$"),
+    ],
+)
+def test_what_a_virtual_run_cannot_do_is_refused(overrides: tuple[str, ...], problem: str) -> None:
+    machine = Machine("cpu", "cpu", 2, 2, 0, (2**34,), 2)
+    with pytest.raises(UserError, match=problem):
+        make_plan(virtual_config("world_size=4", *overrides), machine)
+
+
+def test_a_virtual_run_needs_the_device_of_one_rank() -> None:
+    machine = Machine("cuda", "NVIDIA H200", 1, 1, 1, (2**37,), 16, device_bytes=2**37, device_names=("NVIDIA H200",))
+    plan = make_plan(virtual_config("world_size=64", "train.global_batch=64"), machine)
+    assert (plan.devices, plan.processes_per_node, plan.ranks_per_node) == (1, 1, 64)
+    assert capacity_problem(plan, ()) is None
+    eight = dataclasses.replace(plan.config, cluster=dataclasses.replace(plan.config.cluster, gpus_per_node=8))
+    assert make_plan(eight, machine).ranks_per_node == 8
+    real = make_plan(dataclasses.replace(plan.config, launch="processes"), machine)
+    assert "needs 64 CUDA devices" in (capacity_problem(real, ()) or "")
 
 
 def test_both_halves_make_the_recorded_configuration_and_are_read_from_it() -> None:
