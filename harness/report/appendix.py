@@ -67,7 +67,11 @@ def predicted_section(view: View) -> list[Section]:
     columns: dict[str, list[str]] = {}
     pairs = {"predicted_peak_bytes": "peak_allocated_bytes", "predicted_step_seconds": "step_seconds"}
     for predicted_name, measured_name in pairs.items():
-        predicted, measured = column_values(table, predicted_name), column_values(table, measured_name)
+        launched = column_values(table, "launch")
+        predicted, measured = (
+            [value if launch == "processes" else None for value, launch in zip(values, launched, strict=True)]
+            for values in (column_values(table, predicted_name), column_values(table, measured_name))
+        )
         if any(value is not None for value in predicted):
             quantity = column(measured_name).title
             unit: Unit = byte_unit([*predicted, *measured]) if measured_name.endswith("_bytes") else MILLISECONDS

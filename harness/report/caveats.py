@@ -41,6 +41,17 @@ def _device(view: View) -> Iterator[str]:
         )
 
 
+def _simulated(view: View) -> Iterator[str]:
+    """Yield what a simulation leaves out."""
+    simulated = [line for line in view.lines if line.status == "ok" and line.row.get("launch") == "simulated"]
+    if simulated:
+        yield (
+            "Whether these train right and how fast they are: the code of single ranks ran on tensors without memory or"
+            " values, and their times are those of a model of the device. What kernels allocate for themselves, NCCL's"
+            f" buffers and the CUDA context are left out: {_labels(view, simulated)}."
+        )
+
+
 def _speeds(view: View) -> Iterator[str]:
     """Yield which speeds are not compared, and why: the first screen says what would rank them."""
     by_reason: dict[str, list[str]] = {}
@@ -119,7 +130,7 @@ def _settings(line: Record) -> str:
 
 
 def _proven(view: View) -> Iterator[str]:
-    ok = [line for line in view.lines if line.status == "ok"]
+    ok = [line for line in view.lines if line.status == "ok" and _is_real(line)]
     unproven = [line for line in ok if line.row.get("loss_deviation") is None]
     if unproven:
         yield (
@@ -155,8 +166,9 @@ def _missing(view: View) -> Iterator[str]:
     unmeasured = [line for line in view.lines if line.status == "ok" and line.row.get("peak_allocated_bytes") is None]
     if unmeasured:
         yield f"Memory was not counted for {_labels(view, unmeasured)}."
-    nodes = {record.environment.get("nodes") or 1 for record in _ok_records(view)}
-    worlds = {record.row.get("world_size") or 1 for record in _ok_records(view)}
+    real = [record for record in _ok_records(view) if _is_real(record)]
+    nodes = {record.environment.get("nodes") or 1 for record in real}
+    worlds = {record.row.get("world_size") or 1 for record in real}
     if nodes == {1} and max(worlds, default=1) > 1:
         yield "All ranks were on one machine: the cost of the network between nodes was not measured."
     if len({(line.row.get("model"), line.row.get("parameters")) for line in view.lines}) == 1:
@@ -164,6 +176,11 @@ def _missing(view: View) -> Iterator[str]:
             "One model was trained: which strategy is best depends on the size of the model, the batch and the sequence"
             " length."
         )
+
+
+def _is_real(record: Record) -> bool:
+    """Return whether every rank was a process; old records do not say how ranks were run."""
+    return record.row.get("launch") in (None, "processes")
 
 
 def _ok_records(view: View) -> list[Record]:
@@ -184,4 +201,4 @@ def _some(view: View, labels: Sequence[str]) -> str:
     return labels_text(labels, len(view.lines))
 
 
-_KINDS = (_device, _speeds, _comparable, _deepspeed_settings, _proven, _missing)
+_KINDS = (_device, _simulated, _speeds, _comparable, _deepspeed_settings, _proven, _missing)

@@ -82,9 +82,12 @@ def compared_text(view: View) -> str:
     varied = [name for name in ("strategy", "checkpointing") if len(distinct_values(table, name)) > 1]
     varied += [column_title(name) for name in varying_columns(table)]
     text += f" They differ in {join_words(varied)}." if varied else ""
-    machines, dates = _machines(records), _dates(records)
-    measured = ", ".join(part for part in (machines and f"on {machines}", dates) if part)
-    text += f" Measured {measured}." if measured else ""
+    simulated = [record for record in records if record.row.get("launch") == "simulated"]
+    measured = [record for record in records if record.row.get("launch") != "simulated"]
+    for verb, preposition, part in (("Measured", "on", measured), ("Simulated", "for", simulated)):
+        machines, dates = _machines(part), _dates(part)
+        where = ", ".join(phrase for phrase in (machines and f"{preposition} {machines}", dates) if phrase)
+        text += f" {verb} {where}." if where else ""
     if view.running:
         text += f" Still running and not in the tables: {', '.join(view.running)}."
     return text

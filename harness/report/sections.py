@@ -14,6 +14,7 @@ from harness.report.first_screen import first_screen
 from harness.report.memory_sections import memory, peak
 from harness.report.overview import comparison, pivots
 from harness.report.resources import operations, pipeline_section, time
+from harness.report.sources import sources
 from harness.report.traffic import traffic_section
 from harness.report.view import MOST, View, truncate
 
@@ -47,6 +48,7 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
         *failures(part),
         *pivots(part, pivot),
         *findings(view),
+        *sources(view),
         *memory(part),
         *peak(part),
         *section("Peak memory by model size", growth.largest_model(view), growth.memory_wall(part)),

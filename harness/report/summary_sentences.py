@@ -148,7 +148,7 @@ def _key(line: Reported) -> tuple[Any, ...]:
 
 def prediction_sentences(view: View) -> Iterator[str]:
     """Yield how far the predicted peaks are from the measured ones."""
-    rows = [line.row for line in view.lines if line.status == "ok"]
+    rows = [line.row for line in view.lines if line.status == "ok" and line.row.get("launch") in (None, "processes")]
     pairs = [(row.get("predicted_peak_bytes"), row.get("peak_allocated_bytes")) for row in rows]
     errors = [abs(predicted / measured - 1) for predicted, measured in pairs if predicted is not None and measured]
     if errors:

@@ -1,0 +1,110 @@
+"""One figure from three sources: the plan's formula, the simulation of the real code, and a measurement."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.config.fingerprint import result_affecting_keys
+from harness.config.stack import load_stack
+from harness.records.schema import Record
+from harness.report.comparability import key_text
+from harness.report.document import BulletList, Paragraph, Section, Table, section
+from harness.report.frame import column_values
+from harness.report.text import MILLISECONDS, byte_unit, format_numbers
+from harness.report.view import View
+
+_DIFFERENT_BY_SOURCE = ("launch", "simulate", "cluster", "repeat")  # what a simulation and its measurement differ in
+
+PARTS = 4  # of a peak that are named where formula and simulation differ
+
+EXPLANATION = (
+    "The formula is the plan's, the simulation ran the code of one rank on tensors without memory, and the measurement"
+    " is of a run of the same configuration on the same kind of device. Allocated bytes of a simulation have no"
+    " workspaces of matrix products, which the formula has."
+)
+
+
+def sources(view: View) -> list[Section]:
+    """Return the section on simulated runs: their figures beside the formula's and those of measured runs."""
+    simulated = [
+        (label, record)
+        for label, record in zip(column_values(view.line_medians, "label"), view.lines, strict=True)
+        if record.row.get("launch") == "simulated" and record.status == "ok"
+    ]
+    if not simulated:
+        return []
+    measured = {_configuration(record): record for record in view.lines if _is_measured(record)}
+    records = [record for _, record in simulated]
+    pairs = [measured.get(_configuration(record)) for record in records]
+    columns = _memory_columns(records, pairs) | _time_columns(records, pairs)
+    columns = {header: cells for header, cells in columns.items() if any(cells)}
+    rows = [[label, *cells] for (label, _), *cells in zip(simulated, *columns.values(), strict=True)]
+    differences = [(label, text) for label, record in simulated if (text := _difference(record))]
+    return section(
+        "Formula, simulation and measurement",
+        Table(["run", *columns], rows),
+        Paragraph(EXPLANATION),
+        BulletList(differences) if differences else None,
+    )
+
+
+def _is_measured(record: Record) -> bool:
+    return record.row.get("launch") == "processes" and record.status == "ok"
+
+
+def _configuration(record: Record) -> str:
+    """Return a key that is equal for the simulation and the measurement of one configuration."""
+    values = result_affecting_keys(record.config)
+    shared = {key: value for key, value in values.items() if key not in _DIFFERENT_BY_SOURCE}
+    return key_text([shared, record.row.get("world_size"), record.row.get("measured_on")])
+
+
+def _memory_columns(records: Sequence[Record], pairs: Sequence[Record | None]) -> dict[str, list[str]]:
+    formula, simulated = _column(records, "predicted_peak_bytes"), _column(records, "peak_allocated_bytes")
+    reserved, measured = _column(records, "peak_reserved_bytes"), _column(pairs, "peak_allocated_bytes")
+    unit = byte_unit([*formula, *simulated, *reserved, *measured])
+    return {
+        f"peak by the formula {unit.name}": format_numbers(formula, unit),
+        f"simulated peak {unit.name}": format_numbers(simulated, unit),
+        "simulation to formula %": _differences(simulated, formula),
+        f"simulated reserved {unit.name}": format_numbers(reserved, unit),
+        f"measured peak {unit.name}": format_numbers(measured, unit),
+        "simulation to measurement %": _differences(simulated, measured) if any(measured) else [""] * len(records),
+    }
+
+
+def _time_columns(records: Sequence[Record], pairs: Sequence[Record | None]) -> dict[str, list[str]]:
+    formula, simulated = _column(records, "predicted_step_seconds"), _column(records, "step_seconds")
+    measured = _column(pairs, "step_seconds")
+    return {
+        "step by the formula ms": format_numbers(formula, MILLISECONDS),
+        "simulated step ms": format_numbers(simulated, MILLISECONDS),
+        "measured step ms": format_numbers(measured, MILLISECONDS),
+    }
+
+
+def _column(records: Sequence[Record | None], name: str) -> list[Any]:
+    return [None if record is None else record.row.get(name) for record in records]
+
+
+def _differences(values: Sequence[Any], others: Sequence[Any]) -> list[str]:
+    return [
+        f"{100 * (value / other - 1):+.1f}" if value and other else ""
+        for value, other in zip(values, others, strict=True)
+    ]
+
+
+def _difference(record: Record) -> str:
+    """Return what fills the simulated peak if it is outside the formula's interval; '' if it is inside."""
+    formula, simulated = record.row.get("predicted_peak_bytes"), record.row.get("peak_allocated_bytes")
+    low, high = load_stack("harness").memory.measured_over_predicted
+    if not formula or not simulated or low <= simulated / formula <= high:
+        return ""
+    fullest = next((rank for rank in record.ranks if rank.get("rank") == record.row.get("peak_rank")), None)
+    parts = ((fullest or {}).get("profiled") or {}).get("at_peak", {}).get("parts", [])
+    largest = sorted(parts, key=lambda part: -int(part["bytes"]))[:PARTS]
+    unit = byte_unit([int(part["bytes"]) for part in largest])
+    texts = [f"{part['what']} {format_numbers([part['bytes']], unit)[0]} {unit.name}" for part in largest]
+    return (
+        f"the simulated peak is {simulated / formula:.3f} of the formula's, outside its interval of {low:g} to"
+        f" {high:g}; the largest parts of the simulated peak, in {record.row.get('peak_phase')}, are {', '.join(texts)}."
+    )
