@@ -72,6 +72,11 @@ def local_part_like(template: Tensor, whole: Tensor) -> Tensor:
     )
 
 
+def forget_boxes() -> None:
+    """Forget the boxes of all meshes: one that equals another may belong to another rank of a simulation."""
+    _BOXES.clear()
+
+
 def local_box(tensor: DTensor) -> Box:
     """Return the (start, stop) that this rank holds along every dimension of the whole tensor."""
     boxes, key = _BOXES.setdefault(tensor.device_mesh, {}), (tensor.shape, tensor.placements)

@@ -9,7 +9,7 @@ from harness.runner.context import RunContext
 from harness.runner.plan import Plan
 from harness.runner.simulation import simulated_ranks
 from harness.simulator.entry import simulator_entry
-from harness.simulator.native_guard import build_device_guard, needs_device_guard
+from harness.simulator.native_guard import build_device_guard
 from harness.simulator.virtual_entry import virtual_entry
 
 
@@ -19,11 +19,11 @@ def chosen_ranks(plan: Plan) -> tuple[int, ...]:
 
 
 def device_guard(plan: Plan, cache: Path) -> str | None:
-    """Return the path of the library that stands in for a GPU's driver; None if this simulation needs none.
+    """Return the path of the library that stands in for a GPU's driver; None for a CPU.
 
     Raises UserError or RuntimeError if it cannot be built.
     """
-    return str(build_device_guard(cache)) if plan.machine.device == "cuda" and needs_device_guard() else None
+    return str(build_device_guard(cache)) if plan.machine.device == "cuda" else None
 
 
 def run_simulator(plan: Plan, context: RunContext) -> LaunchOutcome:

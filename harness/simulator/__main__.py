@@ -14,7 +14,8 @@ def simulate_run(run_dir: Path) -> None:
     from harness.records.run_spec import read_run_spec
 
     spec = read_run_spec(run_dir)
-    load_device_guard(spec.device_guard)
+    if spec.device_guard is not None:
+        load_device_guard(spec.device_guard)
     from harness.simulator.run import simulate_ranks
 
     simulate_ranks(spec, run_dir)

@@ -1,8 +1,8 @@
-// A device guard and hooks that make a CPU build of torch accept the device type `cuda`.
+// A device guard and hooks that make torch accept the device type `cuda` without a GPU.
 //
 // torch asks the device guard of a tensor's device type for devices, streams and events, and autograd starts a thread
-// for every device that a guard counts (torch/csrc/autograd/engine.cpp). A CPU build has no guard for CUDA, so that
-// backward through tensors on `cuda` fails. This guard counts one device, on which nothing ever runs: tensors on it
+// for every device that a guard counts (torch/csrc/autograd/engine.cpp). A CPU build has no guard for CUDA, and that of
+// a build for CUDA asks the driver, so that backward through tensors on `cuda` fails. This guard counts one device, on which nothing ever runs: tensors on it
 // must be fake. Events are complete at once, and there is one stream.
 //
 // The library must be loaded before torch is imported, because torch reads the hooks when it is initialized.
@@ -42,6 +42,11 @@ C10_REGISTER_GUARD_IMPL(CUDA, SimulatedGuard)
 
 }  // namespace
 
+// Replaces the guard of a build for CUDA, which registers its own when it is loaded.
+extern "C" void install_simulated_guard() {
+  c10::impl::DeviceGuardImplRegistrar(DeviceType::CUDA, new SimulatedGuard());
+}
+
 namespace at {
 
 // torch looks the hooks up by this name (aten/src/ATen/detail/CUDAHooksInterface.cpp).
@@ -61,6 +66,7 @@ struct CUDAHooks final : CUDAHooksInterface {
   Generator getNewGenerator(DeviceIndex) const override { return make_generator<CPUGeneratorImpl>(); }
 };
 
-REGISTER_CUDA_HOOKS(CUDAHooks)
+// Preferred to the hooks of a build for CUDA, which have the same name.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 
 }  // namespace at

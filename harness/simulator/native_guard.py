@@ -1,6 +1,7 @@
-"""The device guard that makes a CPU build of torch accept tensors on `cuda`: a C++ library, built once."""
+"""The device guard that lets torch accept tensors on `cuda` without a GPU: a C++ library, built once."""
 
 import ctypes
+import importlib
 import sys
 from pathlib import Path
 
@@ -15,15 +16,14 @@ def build_device_guard(cache: Path) -> Path:
     return build_torch_library("the stand-in for a GPU", _SOURCE, cache, ["-O1", "-ltorch_cpu"])
 
 
-def needs_device_guard() -> bool:
-    """Return whether torch needs the guard: a build for CUDA has its own."""
-    return not is_built_for_gpus()
+def load_device_guard(path: str) -> None:
+    """Load the guard of this path into this process, for good; a build of torch for CUDA is imported too.
 
-
-def load_device_guard(path: str | None) -> None:
-    """Load the guard of this path into this process, for good. Raise RuntimeError if torch is imported already."""
-    if path is None:
-        return
+    Raise RuntimeError if torch is imported already.
+    """
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already: the device guard must be loaded before it")
-    ctypes.CDLL(path)
+    library = ctypes.CDLL(path)
+    if is_built_for_gpus():
+        importlib.import_module("torch")  # it registers the guard of CUDA, which is replaced
+        library.install_simulated_guard()

@@ -11,7 +11,7 @@ from pathlib import Path
 from harness.config.schema import Device, RunConfig
 from harness.layout.layout import Layout
 from harness.records.rank_report import RankReport
-from harness.simulator.native_guard import build_device_guard, needs_device_guard
+from harness.simulator.native_guard import build_device_guard
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def simulate_steps(requests: Sequence[StepRequest], cache: Path) -> list[RankRep
     One process simulates all of them, one after another. Native code is built in the folder `cache`. Raise RuntimeError
     if the process itself fails.
     """
-    guard = str(build_device_guard(cache)) if needs_device_guard() else None
+    guard = str(build_device_guard(cache))
     tasks = json.dumps({"guard": guard, "requests": [dataclasses.asdict(request) for request in requests]})
     command = [sys.executable, "-m", "harness.simulator"]
     result = subprocess.run(command, input=tasks, capture_output=True, text=True, check=False)
