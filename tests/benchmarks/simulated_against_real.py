@@ -1,0 +1,135 @@
+"""Compare simulated ranks with the real runs of a table of random runs, on a simulated CPU.
+
+python -m tests.benchmarks.simulated_against_real --table results/random_runs.csv --out results/simulator/cpu.csv
+Every run of the table that was proven is simulated: its rank with the highest peak, and one rank for every group of
+ranks that run the same operations, which add up to those of the run. Peaks are compared without the copies that gloo makes, which no
+process group of a simulation makes. Draws that the output has are not simulated again, unless --again is given.
+"""
+
+import argparse
+import csv
+import statistics
+from pathlib import Path
+from typing import Any
+
+from harness.config.schema import RunConfig
+from harness.layout.layout import Layout, resolve_layout
+from harness.metrics.columns import communication_bytes
+from harness.records.rank_report import RankReport
+from harness.simulator.process import StepRequest, simulate_steps
+from tests.support.commands import compose
+from tests.support.random_runs import read_table
+
+CACHE = Path("~/.cache/harness").expanduser()
+
+BATCH = 16  # draws in one process
+
+EXACT = ("communication_bytes", "executed_flops")
+
+COLUMNS = (
+    *("draw", "strategy", "engine", "checkpointing", "precision", "world_size", "parameters", "outcome", "reason"),
+    *("peak_bytes", "simulated_peak_bytes", "peak_ratio"),
+    *(name for exact in EXACT for name in (exact, f"simulated_{exact}")),
+    "overrides",
+)
+
+Line = dict[str, str]
+
+
+def refusal(config: RunConfig) -> str:
+    """Return why a simulation cannot play the configuration, '' if it can."""
+    if config.train.compile:
+        return "compiled"
+    return "" if config.strategy.engine == "torch" else f"engine {config.strategy.engine}"
+
+
+def requests_of(line: Line) -> tuple[str, list[StepRequest]]:
+    """Return why a run is not simulated, or the requests of its fullest rank and of those that stand for all."""
+    config, _ = compose(*line["overrides"].split(), "name=random")
+    layout = resolve_layout(config.strategy, config.world_size or 1)
+    reason = refusal(config)
+    ranks = [] if reason else list(dict.fromkeys([*distinct_ranks(config, layout), int(line["peak_rank"] or 0)]))
+    return reason, [StepRequest(config, layout, rank, "cpu", "cpu", None) for rank in ranks]
+
+
+def distinct_ranks(config: RunConfig, layout: Layout) -> list[int]:
+    """Return the first rank of every stage, and of every share of a vocabulary that is not divided evenly."""
+    stages = range(0, layout.world_size, layout.world_size // layout.pp)
+    shares = range(layout.tp if config.model.vocab_size % layout.tp else 1)
+    return [stage + share for stage in stages for share in shares]  # tensor-parallel ranks are neighbors
+
+
+def compare(line: Line, reports: list[RankReport]) -> dict[str, Any]:
+    """Return the line of the output: the measured and the simulated figures, or the error of the simulation."""
+    failed = next((report for report in reports if report.status != "ok"), None)
+    if failed is not None:
+        return {"outcome": "error", "reason": f"{failed.error}: {failed.reason}"}
+    config, _ = compose(*line["overrides"].split(), "name=random")
+    count = len(distinct_ranks(config, resolve_layout(config.strategy, config.world_size or 1)))
+    distinct = reports[:count]
+    fullest = next(report for report in reports if report.rank == int(line["peak_rank"] or 0))
+    measured, simulated = int(line["peak_without_backend_bytes"]), fullest.profiled.peak_allocated_bytes or 0
+    copies = int(line["world_size"]) // len(distinct)
+    return {
+        "outcome": "simulated",
+        "peak_bytes": measured,
+        "simulated_peak_bytes": simulated,
+        "peak_ratio": f"{simulated / measured:.5f}",
+        "communication_bytes": line["communication_bytes"],
+        "simulated_communication_bytes": communication_bytes(reports),
+        "executed_flops": line["executed_flops"],
+        "simulated_executed_flops": copies * sum(rank.profiled.flops for rank in distinct),
+    }
+
+
+def simulate(lines: list[Line]) -> list[dict[str, Any]]:
+    """Return the lines of the output for these runs, all simulated in one process."""
+    work = [(line, *requests_of(line)) for line in lines]
+    reports = iter(simulate_steps([request for _, _, requests in work for request in requests], CACHE))
+    results = []
+    for line, reason, requests in work:
+        own = [next(reports) for _ in requests]
+        result = {"outcome": "refused", "reason": reason} if reason else compare(line, own)
+        results.append({name: line.get(name, "") for name in COLUMNS} | {"reason": ""} | result)
+    return results
+
+
+def summarize(results: list[dict[str, Any]]) -> None:
+    """Print how many runs were simulated, and how far the simulations are from the runs."""
+    simulated = [line for line in results if line["outcome"] == "simulated"]
+    ratios = sorted(abs(float(line["peak_ratio"]) - 1) for line in simulated)
+    refused = sum(line["outcome"] == "refused" for line in results)
+    failed = sum(line["outcome"] == "error" for line in results)
+    print(f"{len(results)} runs: {len(simulated)} simulated, {refused} refused, {failed} failed")
+    if not ratios:
+        return
+    print(f"peak: median {statistics.median(ratios):.4%}, worst {ratios[-1]:.2%}")
+    for name in EXACT:
+        differing = [line["draw"] for line in simulated if int(line[name] or 0) != int(line[f"simulated_{name}"] or 0)]
+        print(f"{name}: {len(simulated) - len(differing)} equal, others {' '.join(differing)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--table", type=Path, default=Path("results/random_runs.csv"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--engine", default="torch", help="only runs of this engine")
+    parser.add_argument("--most", type=int, default=10**9, help="stop after so many runs")
+    parser.add_argument("--again", action="store_true", help="simulate all runs again")
+    arguments = parser.parse_args()
+    runs = [line for line in read_table(arguments.table) if line["outcome"] == "proven"]
+    runs = [line for line in runs if line["engine"] == arguments.engine and line.get("peak_without_backend_bytes")]
+    known = {} if arguments.again else {line["draw"]: line for line in read_table(arguments.out)}
+    missing = [line for line in runs if line["draw"] not in known or known[line["draw"]]["outcome"] == "error"]
+    missing = missing[: arguments.most]
+    for start in range(0, len(missing), BATCH):
+        known |= {line["draw"]: line for line in simulate(missing[start : start + BATCH])}
+        with arguments.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(sorted(known.values(), key=lambda line: int(line["draw"])))
+        summarize(list(known.values()))
+
+
+if __name__ == "__main__":
+    main()
