@@ -45,7 +45,7 @@ def verify_simulation(config: RunConfig, layout: Layout, widths: StateWidths, ra
     layout_problems += build_peak_problems(config.model, layout, widths, ranks)
     if config.strategy.literature:
         layout_problems += gradient_problems(config.model, layout, widths, ranks)
-    problems = layout_problems + kernel_problems(config, ranks)
+    problems = layout_problems + value_problems(config, ranks) + kernel_problems(config, ranks)
     stage_ranks = layout.world_size // layout.pp
     if len(ranks) == layout.pp:  # one rank of every stage, and all others of the stage do the same
         problems += flops_problems(config, layout, widths, [rank for rank in ranks for _ in range(stage_ranks)])
@@ -75,3 +75,19 @@ def verify_simulation(config: RunConfig, layout: Layout, widths: StateWidths, ra
     )
     columns: Cells = {"status": "ok", "reason": ""}
     return Verdict(columns | simulated_columns(config, layout, ranks), parts)
+
+
+def value_problems(config: RunConfig, ranks: Sequence[RankReport]) -> list[str]:
+    """Return a line where a rank's loss or gradient norm is not finite, so that its work may be other work.
+
+    Gradients in float16 may overflow, and a simulated rank has no values.
+    """
+    problems = []
+    for rank in ranks:
+        values = {"loss": [*rank.losses], "gradient norm": [*rank.grad_norms]}
+        if config.precision.compute == "float16":
+            del values["gradient norm"]
+        for name, numbers in values.items():
+            if None in numbers:
+                problems.append(f"rank {rank.rank}: the {name} is not finite from step {numbers.index(None)} on")
+    return problems

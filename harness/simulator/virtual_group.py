@@ -21,6 +21,7 @@ from harness.layout.layout import AXES
 from harness.records.run_spec import RunSpec
 from harness.simulator.ddp_reducer import communication_hook, completed
 from harness.simulator.process_group import fake_process_group
+from harness.simulator.virtual_batches import own_tokens
 from harness.simulator.virtual_deepspeed import agreeing_ranks
 from harness.simulator.virtual_stages import lone_stages
 from harness.worker.process_group import prepare_device
@@ -29,13 +30,17 @@ from harness.worker.process_group import prepare_device
 @contextmanager
 def join_virtual_ranks(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device]]:
     """Return a context in which this process is one rank of a world; yield the mesh of the world, and its device."""
-    device = prepare_device(spec)
+    device, layout, rank = prepare_device(spec), spec.layout, int(os.environ["RANK"])
     with ExitStack() as stack:
-        checks = agreeing_ranks(spec.layout, device)
-        for context in (communication_hook(keep_bucket), lone_stages(), checks):
+        for context in (
+            own_tokens(spec.config.model.vocab_size, layout, rank),
+            communication_hook(keep_bucket),
+            lone_stages(),
+            agreeing_ranks(layout, device),
+            fake_process_group(rank, layout.world_size),
+        ):
             stack.enter_context(context)
-        stack.enter_context(fake_process_group(int(os.environ["RANK"]), spec.layout.world_size))
-        yield init_device_mesh(spec.device, spec.layout.mesh_shape, mesh_dim_names=AXES), device
+        yield init_device_mesh(spec.device, layout.mesh_shape, mesh_dim_names=AXES), device
 
 
 def keep_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:

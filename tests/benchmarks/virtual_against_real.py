@@ -1,0 +1,170 @@
+"""Compare virtual ranks with the same ranks of real runs on this machine's CPU.
+
+python -m tests.benchmarks.virtual_against_real --out results/simulator/virtual_against_real.csv
+Of every strategy that has several ranks, the first random draws of tests.support.random_draws are run twice: with all
+ranks as processes, and as the one virtual rank whose real peak is highest. Peaks are compared without the copies that
+gloo makes, which no process group of a virtual run makes. Layers are not compiled. Draws that the output has are not
+run again, so that --seconds divides the work. Times of computing are compared where no ranks shared a core.
+"""
+
+import argparse
+import csv
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.hardware.machine import usable_cores
+from harness.metrics.traffic import sent_bytes
+from harness.records.schema import Record
+from harness.runner import local_machine
+from harness.runner.plan import make_plan
+from harness.util.errors import UserError
+from harness.worker import main as worker_main
+from tests.support.commands import ROOT, compose, execute_run
+from tests.support.random_draws import draw_real_size, split
+from tests.support.random_runs import read_table
+
+MOST_RANKS = 8
+
+LONE = ("single", "dp", "search")  # presets without other ranks; draws of `single` with several have random degrees
+
+RANDOM_DEGREES_DRAWS = 8
+
+EXACT = ("bytes_sent", "flops")
+
+COMPUTING = ("forward_seconds", "backward_seconds", "optimizer_seconds")
+
+COLUMNS = (
+    *("draw", "strategy", "engine", "checkpointing", "precision", "world_size", "parameters", "rank", "outcome"),
+    *("reason", "peak_bytes", "virtual_peak_bytes", "peak_ratio"),
+    *(name for exact in EXACT for name in (exact, f"virtual_{exact}")),
+    *("computing_seconds", "virtual_computing_seconds", "overrides"),
+)
+
+Line = dict[str, Any]
+
+
+def chosen_draws(per_strategy: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield number and overrides of the draws, the first ones of each strategy that this machine does not refuse."""
+    presets = sorted({path.stem for path in (ROOT / "conf" / "strategy").glob("*.yaml")} - {*LONE})
+    wanted = dict.fromkeys(presets, per_strategy) | {"single": RANDOM_DEGREES_DRAWS}
+    for seed in itertools.count():
+        if not any(wanted.values()):
+            return
+        overrides = split(draw_real_size(seed, MOST_RANKS)) | {"train.compile": "False", "train.steps": "2"}
+        strategy = overrides["strategy"]
+        settings = [f"{key}={value}" for key, value in overrides.items()]
+        if int(overrides["world_size"]) > 1 and wanted.get(strategy) and is_possible(settings):
+            wanted[strategy] -= 1
+            yield seed, settings
+
+
+def is_possible(overrides: list[str]) -> bool:
+    """Return whether this machine does not refuse the run of these overrides."""
+    try:
+        config, command = compose(*overrides, "name=virtual")
+        make_plan(config, local_machine.detect_machine(config.cluster), command)
+    except UserError:
+        return False
+    return True
+
+
+def run(overrides: list[str], folder: Path) -> Record:
+    """Return the record of a run that is compared with no reference."""
+    config, command = compose(*overrides, f"results_dir={folder}", "name=virtual", "proof.reference=false")
+    return execute_run(config, command, worker_main.main)
+
+
+def compare(seed: int, overrides: list[str], folder: Path) -> Line:
+    """Return the line of the output for one draw."""
+    real = run(overrides, folder)
+    line: Line = {"draw": seed, "overrides": " ".join(overrides)} | {name: real.row.get(name) for name in COLUMNS[1:7]}
+    if real.status != "ok":
+        return line | {"outcome": f"real {real.status}", "reason": real.row["reason"]}
+    peaks = {rank.rank: rank.profiled.peak_without_backend_bytes or 0 for rank in real.ranks}
+    if not any(peaks.values()):  # the timed steps are not like the profiled one, so that gloo's copies are not known
+        line["reason"] = "the real peak has gloo's copies"
+        peaks = {rank.rank: rank.peak_allocated_bytes or 0 for rank in real.ranks}
+    rank = max(peaks, key=lambda number: peaks[number])
+    virtual = run([*overrides, "launch=virtual", f"simulate.rank={rank}"], folder)
+    if virtual.status != "ok":
+        return line | {"rank": rank, "outcome": f"virtual {virtual.status}", "reason": virtual.row["reason"]}
+    report, alone = next(entry for entry in real.ranks if entry.rank == rank), virtual.ranks[0]
+    peak = virtual.row["peak_allocated_bytes"]
+    is_timed = real.row["world_size"] <= len(usable_cores())
+    times = {"computing_seconds": computing(real), "virtual_computing_seconds": computing(virtual)} if is_timed else {}
+    return (
+        line
+        | {"rank": rank, "outcome": "compared", "peak_bytes": peaks[rank], "virtual_peak_bytes": peak}
+        | {"peak_ratio": f"{peak / peaks[rank]:.5f}"}
+        | {"bytes_sent": sent_bytes(report), "virtual_bytes_sent": sent_bytes(alone)}
+        | {"flops": report.profiled.flops, "virtual_flops": alone.profiled.flops}
+        | times
+    )
+
+
+def computing(record: Record) -> str:
+    """Return the seconds in which a rank computed in a step."""
+    return f"{sum(record.row[name] for name in COMPUTING):.4f}"
+
+
+def summarize(lines: list[Line]) -> None:
+    """Print how many draws were compared, and how far virtual runs are from real ones."""
+    compared = [line for line in lines if line["outcome"] == "compared"]
+    print(f"{len(lines)} draws, {len(compared)} compared")
+    for name, is_chosen in (("FSDP2", True), ("others", False)):
+        group = [line for line in compared if ("data_parallel=fsdp" in described(line)) is is_chosen]
+        errors = sorted((abs(float(line["peak_ratio"]) - 1), line["draw"]) for line in group)
+        if errors:
+            median, (worst, draw) = statistics.median(error for error, _ in errors), errors[-1]
+            print(f"{name}: {len(group)} peaks, median {median:.4%}, worst {worst:.2%} (draw {draw})")
+    for name in EXACT:
+        differing = [line["draw"] for line in compared if float(line[name]) != float(line[f"virtual_{name}"])]
+        print(f"{name}: {len(compared) - len(differing)} equal, others {differing}")
+    ratios = [float(c["virtual_computing_seconds"]) / float(c["computing_seconds"]) for c in compared if timed(c)]
+    if ratios:
+        print(f"computing: virtual over real {statistics.median(ratios):.3f} in the median of {len(ratios)}")
+
+
+def timed(line: Line) -> bool:
+    """Return whether times of a draw are compared."""
+    return line.get("computing_seconds") not in (None, "")
+
+
+def described(line: Line) -> str:
+    """Return the strategy of a draw in words that name its kind of data parallelism."""
+    config, _ = compose(*line["overrides"].split(), "name=virtual")
+    return f"data_parallel={config.strategy.data_parallel}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--per-strategy", type=int, default=2, help="draws of each strategy")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no draw after so long")
+    parser.add_argument("--again", action="store_true", help="run those again that were not compared")
+    arguments = parser.parse_args()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    lines: dict[int, Line] = {int(line["draw"]): line for line in read_table(arguments.out)}
+    started = time.monotonic()
+    for seed, overrides in chosen_draws(arguments.per_strategy):
+        is_finished = seed in lines and (lines[seed]["outcome"] == "compared" or not arguments.again)
+        if is_finished or time.monotonic() - started > arguments.seconds:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            lines[seed] = compare(seed, overrides, Path(folder))
+        shown = {name: lines[seed].get(name) for name in ("strategy", "world_size", "outcome", "peak_ratio", "reason")}
+        print(seed, f"{time.monotonic() - started:.0f} s", *shown.values(), flush=True)
+        with arguments.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(sorted(lines.values(), key=lambda line: int(line["draw"])))
+    summarize(list(lines.values()))
+
+
+if __name__ == "__main__":
+    main()

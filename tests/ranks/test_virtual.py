@@ -1,0 +1,129 @@
+"""Virtual ranks against the same ranks of real runs: equal memory to the byte, equal operations and messages."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from harness.metrics.traffic import sent_bytes
+from harness.records.rank_report import RankReport
+from harness.records.schema import Record
+from harness.runner import simulated_run
+from harness.simulator.virtual_entry import virtual_entry
+from tests.support.combinations import COMBINATIONS, Combination, model_parallel
+from tests.support.commands import assert_not_proven, run_with
+from tests.support.faults import virtual as faults
+from tests.support.row_invariants import check_bytes
+
+
+class Case(NamedTuple):
+    """A rank of a combination that is run alone."""
+
+    combination: Combination
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.combination} rank {self.rank}"
+
+    def virtual_record(self, results: Path, entry: Callable[[str], None] = virtual_entry) -> Record:
+        """Return the record of the virtual run, in whose process `entry` runs."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(simulated_run, "virtual_entry", entry)
+            strategy, world_size, options = self.combination
+            sizes = (f"strategy={strategy}", f"world_size={world_size}", *options)
+            return run_with(results, entry, *sizes, "launch=virtual", f"simulate.rank={self.rank}")
+
+
+UNCHECKPOINTED = ("checkpointing=none",)
+
+FAST = [
+    Case(Combination("ddp", 2, UNCHECKPOINTED), 0),
+    Case(Combination("fsdp_full_shard", 2, UNCHECKPOINTED), 1),
+    Case(Combination("zero3", 2, UNCHECKPOINTED), 1),
+    Case(Combination("pp_1f1b"), 1),
+    Case(Combination("tp"), 1),
+]
+
+OTHERS = [
+    *(Combination("cp"), Combination("3d", 4, ("model.num_hidden_layers=4",)), Combination("zero1_tp")),
+    *(Combination("fsdp_hybrid_shard", 4), Combination("ddp_pp", 4), Combination("zero_offload")),
+    *(Combination("zero2", 2, ("strategy.engine=accelerate",)), model_parallel("pp_gpipe", 4, "full")),
+]
+
+LONG = [
+    Case(combination, rank)
+    for combination in (*COMBINATIONS, *OTHERS)
+    if combination.world_size > 1
+    for rank in (0, combination.world_size - 1)
+]
+
+
+def differences(virtual: Record, real: RankReport) -> list[str]:
+    """Return where a virtual rank is not like the real one: peak, state, operations, bytes sent, passes in flight."""
+    rank = virtual.ranks[0]
+    pairs = {
+        "peak": (virtual.row["peak_allocated_bytes"], real.profiled.peak_without_backend_bytes),
+        "state": (rank.parameter_bytes + rank.optimizer_bytes, real.parameter_bytes + real.optimizer_bytes),
+        "activations": (rank.profiled.activation_bytes, real.profiled.activation_bytes),
+        "operations": (rank.profiled.flops, real.profiled.flops),
+        "bytes sent": (sent_bytes(rank), sent_bytes(real)),
+        "in flight": (rank.profiled.max_in_flight_micro_batches, real.profiled.max_in_flight_micro_batches),
+    }
+    return [f"{name}: {values[0]} and not {values[1]}" for name, values in pairs.items() if values[0] != values[1]]
+
+
+def check_virtual_row(case: Case, virtual: Record) -> None:
+    """Check that the row is proven without values, and that nothing in it looks like a measured step of a world."""
+    row = virtual.row
+    assert (row["status"], row["reason"], row["launch"]) == ("ok", "", "virtual")
+    assert row["reference"].startswith("none: the other ranks of a virtual run do not exist")
+    assert (virtual.proof["layout"], virtual.proof["reference"]) == ("proven", row["reference"])
+    assert [rank.rank for rank in virtual.ranks] == [case.rank] == [row["peak_rank"]]
+    whole_steps = ("step_seconds", "tokens_per_second", "mfu", "exposed_communication_seconds", "loss_first")
+    assert {name: row.get(name) for name in whole_steps} == dict.fromkeys(whole_steps)
+    assert min(row[f"{part}_seconds"] for part in ("forward", "backward", "optimizer")) > 0
+    assert row["skipped_steps"] == 0 or row["precision"] == "fp16_mixed"
+    check_bytes(virtual)
+
+
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_a_virtual_rank_is_like_the_real_one(results: Path, case: Case) -> None:
+    virtual = case.virtual_record(results)
+    check_virtual_row(case, virtual)
+    assert differences(virtual, case.combination.record(results).ranks[case.rank]) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_every_virtual_rank_is_like_the_real_one(results: Path, case: Case) -> None:
+    virtual = case.virtual_record(results)
+    check_virtual_row(case, virtual)
+    assert differences(virtual, case.combination.record(results).ranks[case.rank]) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "fault", "problem"),
+    [
+        (Case(Combination("pp_1f1b"), 1), faults.nothing_received, "rank 1: the loss is not finite from step 0 on"),
+        (Case(Combination("ddp"), 1), faults.bucket_not_reduced, "dp_replicate"),
+    ],
+)
+def test_a_stand_in_that_does_not_do_its_part_is_an_error(
+    results: Path, case: Case, fault: Callable[[str], None], problem: str
+) -> None:
+    assert_not_proven(case.virtual_record(results, fault), problem)
+
+
+@pytest.mark.long
+def test_messages_that_are_freed_early_show_in_the_peak(results: Path) -> None:
+    case = Case(Combination("pp_gpipe"), 1)
+    virtual = case.virtual_record(results, faults.sent_tensors_dropped)
+    problems = differences(virtual, case.combination.record(results).ranks[case.rank])
+    assert [problem.partition(":")[0] for problem in problems] == ["peak"]
+
+
+def test_one_rank_of_every_stage_is_run_in_turn(results: Path) -> None:
+    record = run_with(results, virtual_entry, "strategy=pp_1f1b", "launch=virtual", "simulate.rank=all")
+    assert (record.row["status"], [rank.rank for rank in record.ranks]) == ("ok", [0, 1])
+    assert record.row["executed_flops"] == sum(rank.profiled.flops for rank in record.ranks)

@@ -1,0 +1,39 @@
+"""Virtual ranks whose stand-ins for the other ranks do not do their part."""
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from harness.simulator import virtual_group, virtual_stages
+from harness.simulator.ddp_reducer import completed
+from harness.simulator.virtual_entry import virtual_entry
+
+
+def nothing_received(run_dir: str) -> None:
+    """Leave in the tensors of messages what may have been there in memory."""
+
+    def fill_with_nan(tensor: Tensor, size: float) -> None:
+        tensor.data.fill_(torch.nan)
+
+    virtual_stages.fill_received = fill_with_nan
+    virtual_entry(run_dir)
+
+
+def bucket_not_reduced(run_dir: str) -> None:
+    """Give DDP its buckets back without an all-reduce."""
+
+    def keep(group: object, bucket: torch._C._distributed_c10d.GradBucket) -> Future[Tensor]:
+        return completed(bucket.buffer())
+
+    virtual_group.keep_bucket = keep
+    virtual_entry(run_dir)
+
+
+def sent_tensors_dropped(run_dir: str) -> None:
+    """Free what a stage sends before a message of a real process group would."""
+    virtual_stages.HeldMessages.__init__ = _hold_nothing  # type: ignore[method-assign,assignment]
+    virtual_entry(run_dir)
+
+
+def _hold_nothing(self: virtual_stages.HeldMessages, works: object, tensors: object) -> None:
+    self.works, self.tensors = [], []
