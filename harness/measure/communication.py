@@ -105,7 +105,7 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UncountedCollectiveError(
                 f"{name} has no rule in harness/measure/collective_rules.py: its bytes are unknown"
             )
-        call = CollectiveCall(arguments, _group(arguments))
+        call = CollectiveCall(arguments, group_of_call(arguments))
         operation, moved_tensors = RULES[name]
         ranks = tuple(dist.get_process_group_ranks(call.group))
         factor = SENT_PER_BYTE[operation](len(ranks))
@@ -133,7 +133,7 @@ def calling_function() -> str:
     return frame.f_code.co_qualname
 
 
-def _group(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
+def group_of_call(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
     """Return the process group among an operator's arguments: an object, a boxed one or a name; None is the world."""
     group = arguments.get("process_group", arguments.get("group_name"))
     if group is None or isinstance(group, dist.ProcessGroup):

@@ -4,17 +4,19 @@ from collections.abc import Sequence
 
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import model_flops
+from harness.cost_model.timing.kernels import device_peak_flops
 from harness.layout.layout import Layout
 from harness.metrics.columns import communication_bytes
 from harness.metrics.kernels import kernel_columns
 from harness.metrics.memory import max_known, memory_columns
+from harness.metrics.step_time import COPYING, EXPOSED, IDLE, PARTS, PHASE_COLUMNS
 from harness.metrics.throughput import executed_flops
 from harness.records.rank_report import RankReport
 from harness.records.schema import Cells
 
 
 def simulated_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> Cells:
-    """Return memory, bytes and operations; operations are those of all ranks, where every stage was simulated."""
+    """Return memory, bytes, operations and time; operations are those of all ranks, if every stage was simulated."""
     executed = executed_flops(ranks) if len(ranks) == layout.pp else None
     return {
         **memory_columns(ranks),
@@ -23,4 +25,34 @@ def simulated_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankRep
         "max_in_flight_micro_batches": max_known(rank.profiled.max_in_flight_micro_batches for rank in ranks),
         "model_flops": model_flops(config),
         "executed_flops": None if executed is None else executed * (layout.world_size // layout.pp),
+        **simulated_time_columns(config, layout, ranks),
+    }
+
+
+def simulated_time_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> Cells:
+    """Return the step of the slowest rank, its parts, which add up to it, and the throughput of the world.
+
+    The time between the host's launches and what a pipeline stage waits for others is idle. There are none of these
+    columns where the cluster's hardware is not described.
+    """
+    times = [rank.simulated_time for rank in ranks if rank.simulated_time is not None]
+    if not times or len(times) < len(ranks):
+        return {}
+    slowest = max(times, key=lambda time: (time.step_seconds, -time.idle_seconds))
+    parts = dict.fromkeys(PARTS, 0.0)
+    for phase, seconds in slowest.phase_seconds.items():
+        parts[PHASE_COLUMNS[phase]] += seconds
+    parts |= {EXPOSED: sum(slowest.exposed_seconds.values()), COPYING: slowest.copy_seconds, IDLE: slowest.idle_seconds}
+    tokens, needed = config.train.global_batch * config.train.seq_len, model_flops(config)
+    hardware = config.cluster.hardware
+    peak = None if hardware is None else device_peak_flops(hardware, config.precision.compute)
+    per_device = 1 / slowest.step_seconds / layout.world_size
+    return {
+        "step_seconds": slowest.step_seconds,
+        **parts,
+        "overlapped_communication_seconds": slowest.overlapped_seconds,
+        "tokens_per_second": tokens / slowest.step_seconds,
+        "tokens_per_second_per_device": tokens * per_device,
+        "model_flops_per_second_per_device": needed * per_device,
+        "mfu": needed * per_device / peak if peak else None,
     }

@@ -130,6 +130,22 @@ class ProfiledStep(FromJson):
 
 
 @dataclass(frozen=True)
+class SimulatedTime(FromJson):
+    """The time of a simulated step by the figures of its cluster; computing, exposed, copies and idle add up to it."""
+
+    step_seconds: float = 0.0
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)  # of computing
+    exposed_seconds: Mapping[str, float] = field(default_factory=dict)  # of communication, by axes of the mesh
+    overlapped_seconds: float = 0.0  # of communication beside computing
+    copy_seconds: float = 0.0  # between device and host, beside nothing else
+    idle_seconds: float = 0.0
+    bubble_seconds: float = 0.0  # of idle_seconds, those in which a pipeline stage waits for others
+    bubble_is_planned: bool = False  # by the schedule's formula, where the other stages were not simulated
+    operator_seconds: Mapping[str, float] = field(default_factory=dict)  # of kernels, by phase and operator
+    launches: int = 0  # of kernels by the host
+
+
+@dataclass(frozen=True)
 class RankReport(TrainingReport):
     """Everything that one rank reports of itself; the file of a failed rank has the last group of fields only.
 
@@ -170,6 +186,9 @@ class RankReport(TrainingReport):
     state_bytes_by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict, metadata=keyed("placed"))
     parameter_shards: Sequence[StateShard] = field(default=(), metadata=keyed("parameters", read_shards))
     optimizer_shards: Sequence[StateShard] = field(default=(), metadata=keyed("optimizer", read_shards))
+    simulated_time: SimulatedTime | None = field(
+        default=None, metadata=keyed("simulated_time", SimulatedTime.from_json)
+    )
     # The second training of a reference, which differs from the first in rounding only; None for other runs.
     perturbed: TrainingReport | None = field(default=None, metadata=keyed("perturbed", TrainingReport.from_json))
 

@@ -14,6 +14,7 @@ results/NAME/                      ComparisonFolder: the runs of one comparison
     logs/stacks_0.txt              stack traces of a rank that hangs
     logs/launcher.log              messages of the launcher
     memory/rank_00000.pickle       a memory snapshot, where measure.memory_snapshot=true
+    trace.json                     a simulated step as a trace for Perfetto, where the cluster has hardware
   .locks/RUN_ID.lock               locked by the command that works on the run
   .locks/command-ID.json, .lock    the queue of a running command
   .jobs/                           messages between a command and its Slurm jobs
@@ -86,6 +87,11 @@ class RunFolder:
     def launcher_log(self) -> Path:
         """The messages of the launcher of the ranks."""
         return self.logs / "launcher.log"
+
+    @property
+    def trace(self) -> Path:
+        """The simulated step as a Chrome trace."""
+        return self.path / "trace.json"
 
     @property
     def export(self) -> Path:

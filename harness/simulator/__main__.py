@@ -1,8 +1,10 @@
 """The simulator's process: the ranks of a run's folder, or requests as JSON from standard input."""
 
+import itertools
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from harness.simulator.native_guard import load_device_guard
@@ -21,16 +23,22 @@ def simulate_run(run_dir: Path) -> None:
     simulate_ranks(spec, run_dir)
 
 
-def simulate_requests() -> None:
-    """Simulate every request of standard input, and print a report for each."""
+def simulate_requests(prepare: Callable[[], None] = lambda: None) -> None:
+    """Simulate every request of standard input, and print a report for each; ranks of one layout follow each other.
+
+    `prepare` is called as soon as torch may be imported.
+    """
     values = json.load(sys.stdin)
     load_device_guard(values["guard"])
     from harness.config.from_dict import from_dict
+    from harness.simulator.layout_ranks import simulate_ranks_of_layout
     from harness.simulator.process import StepRequest
-    from harness.simulator.rank import simulate_rank
 
-    requests = (from_dict(StepRequest, request) for request in values["requests"])
-    print(json.dumps([simulate_rank(request).to_json() for request in requests]))
+    prepare()
+    requests = [from_dict(StepRequest, request) for request in values["requests"]]
+    layouts = itertools.groupby(requests, key=lambda request: (request.config, request.layout))
+    reports = [report for _, group in layouts for report in simulate_ranks_of_layout(list(group))]
+    print(json.dumps([report.to_json() for report in reports]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -11,8 +12,37 @@ import torch
 _numbers = itertools.count()
 
 
+class StreamObserver(Protocol):
+    """An observer of streams, which can say what a stream was given until a moment and what waits for that."""
+
+    def moment(self, stream: str) -> dict[str, int]:
+        """Return what a stream was given until now."""
+        ...
+
+    def wait(self, stream: str, moment: dict[str, int] | None) -> None:
+        """Notice that a stream waits for a moment, None being one that was not observed."""
+        ...
+
+    def wait_on_host(self, moment: dict[str, int] | None) -> None:
+        """Notice that the host waits for a moment."""
+        ...
+
+
+_observers: list[StreamObserver] = []
+
+
+@contextmanager
+def observe_streams(observer: StreamObserver) -> Iterator[None]:
+    """Return a context in which an observer is told of the waits of streams."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
 class SimulatedStream:
-    """A stream in the place of torch.cuda.Stream; it has nothing to wait for.
+    """A stream in the place of torch.cuda.Stream, whose work is done at once; its waits are told to observers.
 
     Blocks of memory belong to the stream that is current when they are allocated, so that streams are told apart.
     """
@@ -22,18 +52,27 @@ class SimulatedStream:
         self.priority = priority
         self.number = next(_numbers)
 
+    @property
+    def name(self) -> str:
+        """The name by which observers know the stream."""
+        return stream_name(self.number)
+
     def wait_stream(self, stream: "SimulatedStream") -> None:
         """Return at once."""
+        self.wait_event(stream.record_event())
 
     def wait_event(self, event: "SimulatedEvent") -> None:
         """Return at once."""
+        for observer in _observers:
+            observer.wait(self.name, event.moment)
 
     def record_event(self, event: "SimulatedEvent | None" = None) -> "SimulatedEvent":
         """Return the event, or a new one."""
-        return event or SimulatedEvent()
+        return (event or SimulatedEvent()).record(self)
 
     def synchronize(self) -> None:
         """Return at once."""
+        self.record_event().synchronize()
 
     def query(self) -> bool:
         """Return that all work is done."""
@@ -51,17 +90,22 @@ class SimulatedEvent:
     """An event in the place of torch.cuda.Event, which is always complete and took no time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self.moment: dict[str, int] | None = None  # what an observer says that its stream was given before it
 
     def record(self, stream: SimulatedStream | None = None) -> "SimulatedEvent":
         """Return the event, as torch's generic events do."""
+        for observer in _observers:
+            self.moment = observer.moment((stream or current_stream()).name)
         return self
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
         """Return at once."""
+        (stream or current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
         """Return at once."""
+        for observer in _observers:
+            observer.wait_on_host(self.moment)
 
     def query(self) -> bool:
         """Return that all work is done."""
@@ -70,6 +114,11 @@ class SimulatedEvent:
     def elapsed_time(self, end_event: "SimulatedEvent") -> float:
         """Return 0 milliseconds."""
         return 0.0
+
+
+def stream_name(number: int) -> str:
+    """Return the name by which observers know a stream."""
+    return f"stream {number}"
 
 
 SIMULATED_DEVICE_NAME = "simulated CUDA device"
@@ -120,6 +169,10 @@ STAND_INS: dict[str, Any] = {
     "is_current_stream_capturing": lambda: False,
     "get_device_name": lambda device=None: SIMULATED_DEVICE_NAME,
     "is_bf16_supported": lambda including_emulation=True: True,
+    "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing),
+    "empty_cache": _nothing,
+    "reset_peak_memory_stats": _nothing,
+    "memory_stats": lambda device=None: {"num_alloc_retries": 0},
 }
 
 

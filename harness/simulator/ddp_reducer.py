@@ -1,5 +1,6 @@
 """Stand-ins for the parts of DistributedDataParallel's reducer, which is C++, that fake tensors cannot pass."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,11 +18,12 @@ CommunicationHook = Callable[[dist.ProcessGroup, GradBucket], Future[Tensor]]
 
 
 def all_reduce_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
-    """Average a bucket over the group, as the reducer does by itself; the fake group's own future has no tensor.
+    """Sum a bucket over the group, as the reducer does by itself; the fake group's own future has no tensor.
 
-    The reducer waits for the future of the work when backward ends, and asks for it as this does.
+    The reducer divides gradients while it copies them to the bucket. It waits for the future of the work when backward
+    ends, and asks for it as this does.
     """
-    buffer = bucket.buffer().div_(group.size())
+    buffer = bucket.buffer()
     work = dist.all_reduce(buffer, group=group, async_op=True)
     work.get_future()
     return completed(buffer)
@@ -49,14 +51,41 @@ def communication_hook(hook: CommunicationHook) -> Iterator[None]:
 
 
 @contextmanager
+def rebuilt_buckets(bucket_bytes: int) -> Iterator[None]:
+    """Return a context in which DDP builds at once the buckets that it would rebuild after the first step.
+
+    Until then it has all gradients in a single bucket, for which it asks by a limit of sys.maxsize.
+    """
+    assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+
+    def assign_as_rebuilt(parameters: list[Tensor], limits: list[int], *arguments: Any) -> Any:
+        if list(limits) != [sys.maxsize]:
+            return assign(parameters, limits, *arguments)
+        first_bytes: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+        indices, sizes = assign(parameters[::-1], [first_bytes, bucket_bytes], *arguments)
+        last = len(parameters) - 1
+        return [[last - index for index in bucket] for bucket in indices][::-1], sizes[::-1]  # DDP reverses both
+
+    with mock.patch.object(dist, "_compute_bucket_assignment_by_size", assign_as_rebuilt):
+        yield
+
+
+@contextmanager
 def ddp_reducer() -> Iterator[None]:
     """Return a context in which DistributedDataParallel wraps models of fake tensors.
 
-    Buckets keep their first order: the reducer's rebuilding of them in the order in which gradients arrive reads
-    values. Their sizes and the bytes that are reduced do not depend on it.
+    The reducer's rebuilding of buckets in the order in which gradients arrive reads values. Instead they have from the
+    start the sizes that it would give them, in the reverse order of the parameters.
     """
+    init_helper: Any = DistributedDataParallel._ddp_init_helper
+
+    def init_helper_with_buckets(self: DistributedDataParallel, *arguments: Any, **keywords: Any) -> Any:
+        with rebuilt_buckets(self.bucket_bytes_cap):
+            return init_helper(self, *arguments, **keywords)
+
     with ExitStack() as stack:
         stack.enter_context(communication_hook(all_reduce_bucket))
+        stack.enter_context(mock.patch.object(DistributedDataParallel, "_ddp_init_helper", init_helper_with_buckets))
         # The logger times the first steps by a timer of the device, of which a CPU build has none for CUDA.
         stack.enter_context(mock.patch.object(reducer.Logger, "set_runtime_stats_and_log", lambda self: None))
         stack.enter_context(mock.patch.object(reducer.Reducer, "_rebuild_buckets", lambda self: False))

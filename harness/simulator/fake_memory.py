@@ -1,7 +1,7 @@
 """The memory that fake tensors would take on their device: the bytes of their storages, as requested."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -37,6 +37,7 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
         self.is_paused = False
         self.requests: list[Request] = []
+        self.on_operator: Callable[[Any, Any, Any, Any], None] = lambda func, args, kwargs, result: None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -49,7 +50,10 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(tensor_type, DTensor) for tensor_type in types):
             return NotImplemented  # torch dispatches the plain operators that it consists of afterwards
         result = func(*args, **(kwargs or {}))
-        leaves: list[Any] = [] if self.is_paused else tree_leaves(result)
+        if self.is_paused:
+            return result
+        self.on_operator(func, args, kwargs or {}, result)
+        leaves: list[Any] = tree_leaves(result)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.device.type == self.device_type:
                 self.observe(leaf.untyped_storage())
@@ -112,6 +116,7 @@ def count_storages(device_type: str) -> Iterator[StorageCounter]:
 
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", counted_resize),
+        mock.patch.object(torch.cuda, "memory_allocated", lambda device=None: counter.live_bytes),
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted_shape),
         counter,
     ):

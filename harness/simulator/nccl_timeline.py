@@ -24,7 +24,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from harness.cost_model.pipeline import PassKind
-from harness.simulator.pipeline_program import Pass, Program, Transfer, TransferLaunch, TransferWait
+from harness.simulator.pipeline_program import (
+    Meeting,
+    Pass,
+    Program,
+    Segment,
+    Transfer,
+    TransferLaunch,
+    TransferWait,
+)
 
 InitMode = Literal["lazy", "eager"]  # a process group without device_id, and with it
 
@@ -44,7 +52,8 @@ class Kernel:
     seconds: float = 0.0
     after: list["Kernel"] = field(default_factory=list)  # on other streams of the rank
     transfers: tuple[Transfer, ...] = ()
-    peers: list["Kernel"] = field(default_factory=list)  # the kernels on the other side of each transfer
+    is_meeting: bool = False
+    peers: list["Kernel"] = field(default_factory=list)  # the other side of each transfer, or those of a meeting
     ready: float | None = None
     end: float | None = None
 
@@ -59,11 +68,31 @@ def step_seconds(
 
     Raise DeadlockError if kernels wait for each other, or if a transfer has no other side.
     """
+    kernels = timed_kernels(programs, mode, pass_seconds, transfer_seconds)
+    return max(kernel.end or 0.0 for of_rank in kernels for kernel in of_rank)
+
+
+def timed_kernels(
+    programs: Sequence[Program],
+    mode: InitMode,
+    pass_seconds: Mapping[PassKind, float] | None = None,
+    transfer_seconds: float = 0.0,
+) -> list[list[Kernel]]:
+    """Return the kernels of every rank with their times, one for each entry of its program.
+
+    Raise DeadlockError if kernels wait for each other, or if a transfer has no other side.
+    """
     kernels = [
-        kernel for rank, program in enumerate(programs) for kernel in _kernels(rank, program, pass_seconds, mode)
+        _kernels(rank, program, pass_seconds or {}, transfer_seconds, mode) for rank, program in enumerate(programs)
     ]
-    _connect_transfers(kernels)
-    return _run(kernels, transfer_seconds)
+    everywhere = [kernel for of_rank in kernels for kernel in of_rank]
+    _connect_transfers(everywhere)
+    meetings = [[kernel for kernel in of_rank if kernel.is_meeting] for of_rank in kernels]
+    for met in zip(*meetings, strict=True):
+        for kernel in met:
+            kernel.peers = [other for other in met if other is not kernel]
+    _run(everywhere)
+    return kernels
 
 
 def stream_of(rank: int, launch: TransferLaunch, mode: InitMode) -> str:
@@ -75,18 +104,23 @@ def stream_of(rank: int, launch: TransferLaunch, mode: InitMode) -> str:
     return f"pair {low}:{high}"
 
 
-def _kernels(rank: int, program: Program, pass_seconds: Mapping[PassKind, float], mode: InitMode) -> list[Kernel]:
+def _kernels(
+    rank: int, program: Program, pass_seconds: Mapping[PassKind, float], transfer_seconds: float, mode: InitMode
+) -> list[Kernel]:
     """Return a rank's kernels in the order of their launch."""
     kernels: list[Kernel] = []
     last_on_main: list[Kernel] = []  # empty or one kernel
     for entry in program:
         if isinstance(entry, TransferLaunch):
             stream = stream_of(rank, entry, mode)
-            kernels.append(Kernel(rank, stream, after=list(last_on_main), transfers=entry.transfers))
+            seconds = transfer_seconds if entry.seconds is None else entry.seconds
+            kernels.append(Kernel(rank, stream, seconds, list(last_on_main), entry.transfers))
             continue
         kernel = Kernel(rank, MAIN_STREAM)
         if isinstance(entry, Pass):
             kernel.seconds = pass_seconds[entry.kind]
+        elif isinstance(entry, Segment | Meeting):
+            kernel.seconds, kernel.is_meeting = entry.seconds, isinstance(entry, Meeting)
         elif isinstance(entry, TransferWait):
             kernel.after = [kernels[entry.launch]]
         kernels.append(kernel)
@@ -116,17 +150,16 @@ def _connect_transfers(kernels: Sequence[Kernel]) -> None:
             receive.peers.append(send)
 
 
-def _run(kernels: Sequence[Kernel], transfer_seconds: float) -> float:
-    """Set the times of all kernels, and return the last end. Raise DeadlockError if some can never run."""
+def _run(kernels: Sequence[Kernel]) -> None:
+    """Set the times of all kernels. Raise DeadlockError if some can never run."""
     streams: defaultdict[tuple[int, str], list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         streams[kernel.rank, kernel.stream].append(kernel)
     queues = [Queue(stream) for stream in streams.values()]
     while any(queue.waiting for queue in queues):
-        if not sum(queue.advance(transfer_seconds) for queue in queues):
+        if not sum(queue.advance() for queue in queues):
             stuck = sorted(f"rank {head.rank} ({head.stream})" for queue in queues for head in queue.waiting[-1:])
             raise DeadlockError(f"the schedule waits for itself on {', '.join(stuck)}")
-    return max(queue.clock for queue in queues)
 
 
 class Queue:
@@ -136,7 +169,7 @@ class Queue:
         self.waiting = list(reversed(kernels))
         self.clock = 0.0
 
-    def advance(self, transfer_seconds: float) -> bool:
+    def advance(self) -> bool:
         """Run what can run now, and return whether any kernel became ready or ended."""
         has_advanced = False
         while self.waiting:
@@ -150,8 +183,7 @@ class Queue:
             starts = [kernel.ready, *(peer.ready for peer in kernel.peers)]
             if None in starts:
                 break
-            seconds = transfer_seconds if kernel.peers else kernel.seconds
-            kernel.end = self.clock = max(start for start in starts if start is not None) + seconds
+            kernel.end = self.clock = max(start for start in starts if start is not None) + kernel.seconds
             self.waiting.pop()
             has_advanced = True
         return has_advanced

@@ -32,6 +32,18 @@ class Pass(NamedTuple):
     stage: int
 
 
+class Segment(NamedTuple):
+    """Anything that a rank does on its current stream without other stages, which takes so many seconds."""
+
+    seconds: float
+
+
+class Meeting(NamedTuple):
+    """A collective of all stages on the current stream, which begins when the last one is there."""
+
+    seconds: float
+
+
 class Transfer(NamedTuple):
     """A send to a rank or a receive from it."""
 
@@ -45,6 +57,7 @@ class TransferLaunch:
 
     transfers: tuple[Transfer, ...]
     is_batch: bool
+    seconds: float | None = None  # None means as long as all transfers of the pipeline
 
 
 class TransferWait(NamedTuple):
@@ -53,7 +66,7 @@ class TransferWait(NamedTuple):
     launch: int
 
 
-Program = list[Pass | TransferLaunch | TransferWait]
+Program = list[Pass | Segment | Meeting | TransferLaunch | TransferWait]
 
 
 def record_programs(layout: Layout, micro_batches: int) -> list[Program]:

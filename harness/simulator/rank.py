@@ -22,7 +22,7 @@ from harness.layout.state_widths import StateKind
 from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.measure.kernels import attention_backend_priority
 from harness.measure.rank_state import bytes_by_device, state_bytes, state_shards
-from harness.measure.step_profiler import StepListener, profile_step
+from harness.measure.step_profiler import StepListener
 from harness.models.decoder import causal_mask_lower_right
 from harness.probe import Probe, ShardSource
 from harness.records.rank_report import RankReport
@@ -38,6 +38,7 @@ from harness.simulator.pipeline_stages import pipeline_stages
 from harness.simulator.process import StepRequest
 from harness.simulator.process_group import fake_process_group
 from harness.simulator.simulated_memory import SimulatedMemory, replay
+from harness.simulator.step_timing import TimedStep, profile_timed_step, time_step
 from harness.util.text import one_line
 from harness.worker.batches import Batches
 
@@ -80,16 +81,21 @@ class PhaseLog:
         return [phase for start, phase in self.starts if start <= moment][-1]
 
 
-def simulate_rank(request: StepRequest, report_progress: Progress = lambda phase, step: None) -> RankReport:
+def simulate_rank(
+    request: StepRequest,
+    report_progress: Progress = lambda phase, step: None,
+    on_timed_step: Callable[[TimedStep], None] = lambda step: None,
+) -> RankReport:
     """Return the report of a rank with its profiled step, or with the error that ended it.
 
-    The status is `oom` where the rank's device has too little memory.
+    The status is `oom` where the rank's device has too little memory. `on_timed_step` is called with the launches of
+    the step and their times where the cluster's hardware is described.
     """
     report = RankReport(request.rank, socket.gethostname(), os.getpid(), "error", usable_cores())
     report = dataclasses.replace(report, device_name=request.device_name)
     try:
         with simulated_device(request):
-            return simulate_steps_of_rank(request, report, report_progress)
+            return simulate_steps_of_rank(request, report, report_progress, on_timed_step)
     except Exception as error:  # anything can fail without a device, and other requests shall go on
         return dataclasses.replace(
             report,
@@ -113,7 +119,12 @@ def simulated_device(request: StepRequest) -> Iterator[None]:
         yield
 
 
-def simulate_steps_of_rank(request: StepRequest, report: RankReport, report_progress: Progress) -> RankReport:
+def simulate_steps_of_rank(
+    request: StepRequest,
+    report: RankReport,
+    report_progress: Progress,
+    on_timed_step: Callable[[TimedStep], None],
+) -> RankReport:
     """Build a rank's engine, run two steps, and return the report with what the second one did.
 
     The first step creates the optimizer's state and whatever engines set up lazily.
@@ -138,9 +149,13 @@ def simulate_steps_of_rank(request: StepRequest, report: RankReport, report_prog
         memory = SimulatedMemory(device, counter=counter)
         fingerprinter = ShapeFingerprinter(config.model, config.train.seed, device)
         last_step_at = phases.begin(PROFILED, 1)
-        with profile_step(engine, probe, memory, fingerprinter, layout) as listener:
+        with profile_timed_step(request, engine, probe, memory, fingerprinter, counter) as (listener, recorder):
             engine.step(batches(1))
         report = report_of_steps(report, engine, listener)
+        timed_step = time_step(request, recorder.launches)
+        if timed_step is not None:
+            report = dataclasses.replace(report, simulated_time=timed_step.summary)
+            on_timed_step(timed_step)
         report = dataclasses.replace(report, start_peak_bytes=start_peak_bytes)
         return with_peaks(request, report, phases, last_step_at, listener)
 

@@ -1,0 +1,215 @@
+"""What one rank's host launches on its device in a step: kernels in their streams, and the waits between streams.
+
+The rules of collectives are those of torch's ProcessGroupNCCL (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): a
+collective with async_op=False runs on the current stream. One with async_op=True, which all functional collectives are,
+runs on the stream of its group's communicator, which first waits for what the current stream was given before; the
+current stream waits for it at Work.wait() or wait_tensor(). NCCL runs the collectives of a communicator one after
+another, on whichever streams they are. Sends and receives have the streams of harness.simulator.nccl_timeline.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch.autograd import Variable
+from torch.distributed import distributed_c10d
+
+from harness.layout.groups import group_axes
+from harness.layout.layout import Layout
+from harness.measure.collective_rules import NAMESPACES, RULES, CollectiveCall, iter_tensors
+from harness.measure.communication import group_of_call
+from harness.records.rank_report import OUTSIDE_PHASES
+from harness.simulator import cuda_api
+from harness.simulator.kernel_work import Collective, TransferPart, Transfers, Work
+from harness.simulator.operator_work import WorkCache
+
+Stream = str  # "stream 0" is the default stream; others are those of communicators and of the program
+
+Moment = dict[Stream, int]  # the last launch on each of some streams
+
+
+class Launch(NamedTuple):
+    """A kernel on a stream, or with work None a point at which the host waits; it begins after other launches."""
+
+    name: str
+    work: Work | None
+    stream: Stream
+    phase: str
+    axis: str = ""  # of the mesh, along which a kernel communicates
+    after: tuple[int, ...] = ()  # the launches on other streams that it waits for
+
+
+class StreamRecorder:
+    """A recorder of one rank's launches, which is told of operators, of events and of waits."""
+
+    def __init__(self, layout: Layout, rank: int, device_type: str) -> None:
+        self.layout, self.rank = layout, rank
+        self.launches: list[Launch] = []
+        self.phase = OUTSIDE_PHASES
+        self.is_recording = False
+        self._cache = WorkCache(device_type)
+        self._last: dict[Stream, int] = {}
+        self._last_of_communicator: dict[str, Moment] = {}
+        self._pending: dict[Stream, Moment] = {}  # what the next launch on a stream has to wait for
+        self._works: dict[int, tuple[Any, Moment]] = {}  # by the identity of a Work, which lives as long as it is here
+        self._results: dict[int, Moment] = {}  # of functional collectives, by the identity of a result's storage
+        self._batch: list[TransferPart] | None = None  # the transfers of a batch that is being launched
+
+    def on_operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Record what an operator launches, or what it waits for."""
+        if not self.is_recording:
+            return
+        if func.namespace in NAMESPACES:
+            self._on_collective(func, args, kwargs, result)
+            return
+        work = self._cache.work_of(func, args, kwargs, result)
+        if work is not None:
+            self.launch(func._opname, work, current_stream())
+
+    def launch(self, name: str, work: Work | None, stream: Stream, axis: str = "") -> int:
+        """Record a launch on a stream, and return its number."""
+        after = tuple(self._pending.pop(stream, {}).values())
+        number = len(self.launches)
+        self.launches.append(Launch(name, work, stream, self.phase, axis, after))
+        self._last[stream] = number
+        return number
+
+    def moment(self, stream: Stream) -> Moment:
+        """Return everything that a stream was given until now."""
+        moment = dict(self._pending.get(stream, {}))
+        if stream in self._last:
+            moment[stream] = self._last[stream]
+        return moment
+
+    def wait(self, stream: Stream, moment: Moment | None) -> None:
+        """Record that a stream waits for a moment; None is one before the step."""
+        pending = self._pending.setdefault(stream, {})
+        for other, number in (moment or {}).items():
+            if other != stream and pending.get(other, -1) < number:
+                pending[other] = number
+
+    def wait_on_host(self, moment: Moment | None) -> None:
+        """Record that the host waits for a moment."""
+        if self.is_recording and moment:
+            self.launches.append(Launch("synchronize", None, "host", self.phase, "", tuple(moment.values())))
+
+    def _on_collective(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        name = func._schema.name
+        arguments = dict(zip((entry.name for entry in func._schema.arguments), args, strict=False)) | kwargs
+        if name == "_c10d_functional::wait_tensor":
+            self.wait(current_stream(), self._results.pop(arguments["tensor"].untyped_storage()._cdata, None))
+        elif name in ("c10d::send", "c10d::recv_"):
+            self._on_transfer(name, arguments, result)
+        elif name in RULES:
+            call = CollectiveCall(arguments, group_of_call(arguments))
+            operation, moved_tensors = RULES[name]
+            ranks = tuple(dist.get_process_group_ranks(call.group))
+            size = sum(tensor.numel() * tensor.element_size() * times for tensor, times in moved_tensors(call))
+            work = Collective(operation, size, ranks)
+            if len(ranks) > 1:
+                self._communicate(func._opname, work, _group_name(call.group), arguments, result)
+
+    def _communicate(
+        self, name: str, work: Collective, communicator: str, arguments: dict[str, Any], result: Any
+    ) -> None:
+        """Record a collective on the current stream, or on its communicator's, and after that communicator's last."""
+        is_synchronous = arguments.get("async_op", arguments.get("asyncOp", True)) is False
+        stream = current_stream() if is_synchronous else f"communicator {communicator}"
+        if not is_synchronous:
+            self.wait(stream, self.moment(current_stream()))
+        self.wait(stream, self._last_of_communicator.get(communicator))
+        number = self.launch(name, work, stream, group_axes(work.ranks, self.layout))
+        self._last_of_communicator[communicator] = {stream: number}
+        if not is_synchronous:
+            self._keep(result, {stream: number})
+
+    def _keep(self, result: Any, moment: Moment) -> None:
+        """Remember by what a program can wait for a communication: its Work, or the tensors of its result."""
+        work = result[-1] if isinstance(result, tuple) else result
+        if isinstance(work, (Tensor, list)):
+            for tensor in iter_tensors(work):
+                self._results[tensor.untyped_storage()._cdata] = moment
+            return
+        self._keep_work(dist.Work.unbox(work), moment)  # type: ignore[attr-defined]
+
+    def _keep_work(self, work: Any, moment: Moment) -> None:
+        self._works[id(work)] = (work, moment)
+
+    def _on_transfer(self, name: str, arguments: dict[str, Any], result: Any) -> None:
+        """Record a single send or receive, or add it to the batch that is being launched."""
+        group = group_of_call(arguments)
+        is_send = name == "c10d::send"
+        direction: Literal["send", "receive"] = "send" if is_send else "receive"
+        peer_name = "dst" if is_send else "src"
+        peer = dist.get_process_group_ranks(group)[arguments[peer_name]]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in iter_tensors(arguments["tensors"]))
+        if self._batch is not None:
+            self._batch.append((direction, peer, size))
+            return
+        low, high = sorted((self.rank, peer))
+        self._keep(result, self._transfer([(direction, peer, size)], f"pair {low}:{high}"))
+
+    def _transfer(self, parts: Sequence[TransferPart], stream: Stream) -> Moment:
+        self.wait(stream, self.moment(current_stream()))
+        work = Transfers(self.rank, tuple(parts))
+        ranks = (self.rank, *(peer for _, peer, _ in parts))
+        return {stream: self.launch("transfer", work, stream, group_axes(ranks, self.layout))}
+
+    def wait_for_work(self, work: Any) -> None:
+        """Record that the current stream waits for a Work."""
+        _, moment = self._works.get(id(work), (None, None))
+        self.wait(current_stream(), moment)
+
+    def wait_after_backward(self, work: Any) -> None:
+        """Record at the end of the present backward pass that the current stream waits, as DDP does for its futures."""
+        Variable._execution_engine.queue_callback(lambda: self.wait_for_work(work))
+
+    def launch_batch(self, batch_isend_irecv: Any, operations: Sequence[dist.P2POp]) -> Any:
+        """Launch transfers by torch's function, and record them as one kernel of the group's communicator."""
+        if not self.is_recording:
+            return batch_isend_irecv(operations)
+        self._batch = []
+        works = batch_isend_irecv(operations)
+        parts, self._batch = self._batch, None
+        group = operations[0].group or distributed_c10d._get_default_group()
+        moment = self._transfer(parts, f"communicator {_group_name(group)}")
+        for work in works:
+            self._keep_work(work, moment)
+        return works
+
+    @contextmanager
+    def attach(self) -> Iterator[None]:
+        """Return a context in which this recorder is told of streams and of waits."""
+        wait, get_future, batch = FakeWork.wait, FakeWork.get_future, dist.batch_isend_irecv
+
+        def recorded_wait(work: Any, *arguments: Any, **keywords: Any) -> Any:
+            self.wait_for_work(work)
+            return wait(work, *arguments, **keywords)
+
+        def recorded_future(work: Any) -> Any:
+            if self.is_recording:
+                self.wait_after_backward(work)
+            return get_future(work)
+
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(FakeWork, "wait", recorded_wait))
+            stack.enter_context(mock.patch.object(FakeWork, "get_future", recorded_future))
+            for module in (dist, distributed_c10d):
+                stand_in = lambda operations: self.launch_batch(batch, operations)  # noqa: E731
+                stack.enter_context(mock.patch.object(module, "batch_isend_irecv", stand_in))
+            stack.enter_context(cuda_api.observe_streams(self))
+            yield
+
+
+def current_stream() -> Stream:
+    """Return the name of the current stream."""
+    return cuda_api.stream_name(cuda_api.current_stream_number())
+
+
+def _group_name(group: dist.ProcessGroup | None) -> str:
+    name: str = (group or distributed_c10d._get_default_group()).group_name
+    return name

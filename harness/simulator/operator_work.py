@@ -1,0 +1,185 @@
+"""The kernel that an operator launches, from its arguments and its result."""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.measure.collective_rules import iter_tensors
+from harness.simulator.kernel_work import Attention, HostCopy, Movement, Product, Work
+
+_aten = torch.ops.aten
+
+# Operators that launch no kernel although their results are new or they change an argument.
+_WITHOUT_KERNEL = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "resize_", "set_"),
+    *("detach_", "record_stream", "_pin_memory", "is_pinned", "is_same_size", "lift_fresh", "_local_scalar_dense"),
+}
+
+# Operators that write their first argument, or lists of it, without reading it.
+_WRITE_ONLY = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
+
+# Operators that read as many elements of their first argument as they return.
+_GATHERS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
+
+# Operators that do not read an argument, which they have for its shape: its place.
+_UNREAD = {"nll_loss_backward": 1}
+
+# Operators that write a result of zeros before they add their first argument to rows of it.
+_SCATTERS = {"embedding_dense_backward", "nll_loss_backward", "scatter", "index_put"}
+
+# The dimensions of heads and positions of queries, and whether the operator is a backward.
+_HEADS_FIRST, _POSITIONS_FIRST = (1, 2), (2, 1)
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention": (_HEADS_FIRST, False),
+    "_scaled_dot_product_efficient_attention": (_HEADS_FIRST, False),
+    "_scaled_dot_product_cudnn_attention": (_HEADS_FIRST, False),
+    "_flash_attention_forward": (_POSITIONS_FIRST, False),
+    "_efficient_attention_forward": (_POSITIONS_FIRST, False),
+    "_scaled_dot_product_flash_attention_backward": (_HEADS_FIRST, True),
+    "_scaled_dot_product_efficient_attention_backward": (_HEADS_FIRST, True),
+    "_scaled_dot_product_cudnn_attention_backward": (_HEADS_FIRST, True),
+    "_flash_attention_backward": (_POSITIONS_FIRST, True),
+    "_efficient_attention_backward": (_POSITIONS_FIRST, True),
+}
+
+_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}  # the places of the two factors
+
+_CAUSAL_UPPER_LEFT, _CAUSAL_LOWER_RIGHT = 1, 2  # custom_mask_type of the memory-efficient kernel
+
+
+class WorkCache:
+    """The kernels of operators by their arguments; most of a step's thousands of operators are the same few."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.works: dict[Any, Work | None] = {}
+
+    def work_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work | None:
+        """Return the kernel that an operator launches on the device, or None."""
+        if launches_nothing(func):
+            return None
+        key = (func, signature(args), signature(tuple(kwargs.items())) if kwargs else ())
+        if key not in self.works:
+            self.works[key] = kernel_of(func, args, kwargs, result, self.device_type)
+        return self.works[key]
+
+
+@functools.cache
+def launches_nothing(func: Any) -> bool:
+    """Return whether an operator never launches a kernel: views, and allocations without values."""
+    return func.is_view or func._opname in _WITHOUT_KERNEL or func.namespace in ("prim", "prims")
+
+
+def signature(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return what an operator's kernel depends on: shapes, strides, dtypes and devices of tensors, and plain values."""
+    return tuple(map(_signature, values))
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype, device_type_of(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_signature, value))
+    return value if isinstance(value, (int, float, str, torch.dtype)) else type(value)
+
+
+def device_type_of(tensor: Tensor) -> str:
+    """Return the type of a tensor's device; a fake tensor has it without an operator that asks for it."""
+    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
+    return device.type
+
+
+def kernel_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, device_type: str) -> Work | None:
+    """Return the kernel that an operator launches on a device of this type, or None."""
+    inputs, outputs = list(iter_tensors([args, list(kwargs.values())])), list(iter_tensors(result))
+    devices = {device_type_of(tensor) for tensor in (*inputs, *outputs) if tensor.dim() or len(inputs) == 1}
+    if device_type not in devices:
+        return None
+    name = func._opname
+    if devices > {device_type} and name in ("_to_copy", "copy_"):
+        return HostCopy(_tensor_bytes(outputs[0]))
+    if name in _ATTENTION:
+        return _attention(name, args, kwargs)
+    if name in _PRODUCTS:
+        first, second = (args[place] for place in _PRODUCTS[name])
+        return _product(first, second)
+    return Movement(moved_bytes(func, args, kwargs, outputs))
+
+
+def _product(first: Tensor, second: Tensor) -> Product:
+    batch = prod(first.shape[:-2])
+    m, k, n = first.shape[-2], first.shape[-1], second.shape[-1]
+    return Product(batch, m, n, k, dtype_name(first), first.element_size())
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return a tensor's dtype by torch's name."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _attention(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention:
+    """Return the attention kernel of an operator, of which backward has the gradient of the output first."""
+    (heads_dim, positions_dim), is_backward = _ATTENTION[name]
+    query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
+    batch, queries, keys = query.shape[0], query.shape[positions_dim], key.shape[positions_dim]
+    schema_values = _named(name, args, kwargs)
+    return Attention(
+        batch * queries,
+        keys,
+        query.shape[heads_dim],
+        query.shape[-1],
+        computed_share(queries, keys, schema_values.get("is_causal"), schema_values.get("custom_mask_type")),
+        dtype_name(query),
+        is_backward,
+    )
+
+
+def _named(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an operator's arguments by name."""
+    schema = getattr(_aten, name).default._schema
+    names = [argument.name for argument in schema.arguments]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def computed_share(queries: int, keys: int, is_causal: Any, mask_type: Any) -> float:
+    """Return the share of scores that a kernel computes which skips those that a causal mask hides.
+
+    A mask aligned to the last key leaves a query all keys but those after its own position.
+    """
+    if mask_type == _CAUSAL_LOWER_RIGHT:
+        return 1 - queries / (2 * keys)
+    return 0.5 if is_causal or mask_type == _CAUSAL_UPPER_LEFT else 1.0
+
+
+def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> int:
+    """Return the bytes that a kernel reads of its arguments and writes to its results."""
+    name, total = func._opname, 0
+    written: set[int] = set()
+    if name == "all_gather_copy_in":  # a part of the buffer that is to be gathered
+        return 2 * sum(map(_tensor_bytes, iter_tensors(args[0])))
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        size = sum(map(_tensor_bytes, iter_tensors(value)))
+        if argument.is_write:
+            written.update(map(id, iter_tensors(value)))
+            total += size
+            if name in _WRITE_ONLY or argument.is_out:
+                continue
+        elif _UNREAD.get(name) == place:
+            continue
+        elif place == 0 and name in _GATHERS:
+            size = min(size, _tensor_bytes(outputs[0]))
+        elif place == 0 and name in _SCATTERS:
+            size *= 2
+        total += size
+    return total + sum(_tensor_bytes(tensor) for tensor in outputs if id(tensor) not in written)
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements; an expanded dimension is stored once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(size for size, stride in sizes if stride) * tensor.element_size()

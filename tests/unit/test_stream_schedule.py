@@ -1,0 +1,203 @@
+"""When a device runs what a step launches: hand-checked schedules of one host, streams, waits and pipeline stages."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from harness.layout.layout import resolve_layout
+from harness.records.rank_report import SimulatedTime
+from harness.simulator.kernel_work import Attention, Collective, HostCopy, Movement, Product, Transfers, Work
+from harness.simulator.operator_stream import Launch
+from harness.simulator.operator_work import WorkCache
+from harness.simulator.stage_times import with_stage_waits
+from harness.simulator.step_timing import TimedStep
+from harness.simulator.stream_schedule import Rates, Schedule, play
+from tests.support.commands import compose_config
+
+COMPUTES, SENDS, COPIES = Movement(0), Collective("all_gather", 0, (0, 1)), HostCopy(0)
+
+FREE = Rates(launch_seconds=0.0, overlap_slowdown=0.0)  # of the host, and of what runs beside communication
+
+
+def kernel(stream: str = "main", *after: int, work: Work | None = COMPUTES, phase: str = "forward") -> Launch:
+    return Launch("kernel", work, stream, phase, "tp" if work is SENDS else "", after)
+
+
+def gather(*after: int) -> Launch:
+    return kernel("communicator", *after, work=SENDS)
+
+
+def times(schedule: Schedule) -> list[tuple[float, float]]:
+    return [(round(start, 9), round(end, 9)) for start, end in zip(schedule.starts, schedule.ends, strict=True)]
+
+
+def parts(schedule: Schedule) -> tuple[float, ...]:
+    """Return seconds of computing, of exposed and of overlapped communication, of copies, and of nothing."""
+    sums = (sum(schedule.phase_seconds.values()), sum(schedule.exposed_seconds.values()))
+    rest = (schedule.overlapped_seconds, schedule.copy_seconds, schedule.idle_seconds)
+    return tuple(round(seconds, 9) for seconds in (*sums, *rest))
+
+
+HOST = Launch("synchronize", None, "host", "forward", "", (0,))
+
+# Launches, their seconds, rates, when each runs, and the parts of the step.
+SCHEDULES: dict[str, tuple[list[Launch], list[float], Rates, list[tuple[float, float]], tuple[float, ...]]] = {
+    "one stream runs in order": ([kernel(), kernel()], [2, 3], FREE, [(0, 2), (2, 5)], (5, 0, 0, 0, 0)),
+    "streams run beside each other": (
+        [kernel(), gather()],
+        [2, 3],
+        FREE,
+        [(0, 2), (0, 3)],
+        (2, 1, 2, 0, 0),
+    ),
+    "a kernel waits for another stream": (
+        [kernel(), gather(0), kernel("main", 1)],
+        [2, 3, 1],
+        FREE,
+        [(0, 2), (2, 5), (5, 6)],
+        (3, 3, 0, 0, 0),
+    ),
+    "a wait hides nothing that was launched before it": (
+        [gather(), kernel(), kernel("main", 0)],
+        [3, 2, 1],
+        FREE,
+        [(0, 3), (0, 2), (3, 4)],
+        (3, 1, 2, 0, 0),
+    ),
+    # In two seconds of communication one of computing is done, so that the kernel ends a second later.
+    "communication slows down what computes": (
+        [kernel(), gather()],
+        [3, 2],
+        Rates(0.0, 0.5),
+        [(0, 4), (0, 2)],
+        (4, 0, 2, 0, 0),
+    ),
+    "a host that is slower than its device": (
+        [kernel(), kernel(), kernel()],
+        [1, 1, 1],
+        Rates(2.0, 0.0),
+        [(2, 3), (4, 5), (6, 7)],
+        (3, 0, 0, 0, 4),
+    ),
+    "a host that runs ahead": (
+        [kernel(), kernel(), kernel()],
+        [5, 1, 1],
+        Rates(2.0, 0.0),
+        [(2, 7), (7, 8), (8, 9)],
+        (7, 0, 0, 0, 2),
+    ),
+    "a host that waits for its device": (
+        [kernel(), HOST, kernel()],
+        [5, 0, 1],
+        Rates(2.0, 0.0),
+        [(2, 7), (7, 7), (9, 10)],
+        (6, 0, 0, 0, 4),
+    ),
+    "a copy beside computing, and alone": (
+        [kernel(), kernel("copies", work=COPIES)],
+        [2, 3],
+        FREE,
+        [(0, 2), (0, 3)],
+        (2, 0, 0, 1, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_by_hand(name: str) -> None:
+    launches, seconds, rates, expected, expected_parts = SCHEDULES[name]
+    schedule = play(launches, [float(value) for value in seconds], rates)
+    assert times(schedule) == expected
+    assert parts(schedule) == expected_parts
+    computing, exposed, _, copying, idle = parts(schedule)
+    assert computing + exposed + copying + idle == schedule.step_seconds  # the parts add up to the step
+
+
+def test_launches_that_wait_for_each_other_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="wait for each other for ever"):
+        play([kernel("main", 1), gather(0)], [1.0, 1.0], FREE)
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+_aten = torch.ops.aten
+
+# An operator, its arguments, its result, and the kernel that it launches: bytes are two for each element.
+KERNELS: list[tuple[Any, tuple[Any, ...], Any, Work | None]] = [
+    (_aten.mm.default, (tensor(4, 8), tensor(8, 16)), tensor(4, 16), Product(1, 4, 16, 8, "bfloat16", 2)),
+    (_aten.bmm.default, (tensor(3, 4, 8), tensor(3, 8, 16)), tensor(3, 4, 16), Product(3, 4, 16, 8, "bfloat16", 2)),
+    (_aten.add.Tensor, (tensor(10), tensor(10)), tensor(10), Movement(60)),
+    (_aten.add.Tensor, (tensor(10, 10), tensor(1, 10).expand(10, 10)), tensor(10, 10), Movement(420)),
+    (_aten.view.default, (tensor(10), [5, 2]), tensor(5, 2), None),
+    (_aten.empty.memory_format, ([10],), tensor(10), None),
+    (_aten.embedding.default, (tensor(1000, 4), tensor(5, dtype=torch.int64)), tensor(5, 4), Movement(40 + 40 + 40)),
+    (
+        _aten._scaled_dot_product_flash_attention.default,
+        (tensor(2, 4, 64, 32), tensor(2, 4, 64, 32), tensor(2, 4, 64, 32), 0.0, True),
+        tensor(2, 4, 64, 32),
+        Attention(128, 64, 4, 32, 0.5, "bfloat16", False),
+    ),
+]
+
+
+@pytest.mark.parametrize(("func", "args", "result", "expected"), KERNELS, ids=lambda value: str(value)[:40])
+def test_the_kernel_of_an_operator(func: Any, args: tuple[Any, ...], result: Any, expected: Work | None) -> None:
+    assert WorkCache("meta").work_of(func, args, {}, result) == expected
+
+
+def test_an_operator_in_place_reads_and_writes_its_argument_once() -> None:
+    changed, other = tensor(10), tensor(10)
+    cache = WorkCache("meta")
+    assert cache.work_of(_aten.add_.Tensor, (changed, other), {}, changed) == Movement(60)
+    assert cache.work_of(_aten.copy_.default, (changed, other), {}, changed) == Movement(40)
+
+
+def stage(rank: int, launches: list[Launch], seconds: list[float]) -> TimedStep:
+    schedule = play(launches, seconds, FREE)
+    phases = dict(schedule.phase_seconds)
+    summary = SimulatedTime(schedule.step_seconds, phases, idle_seconds=schedule.idle_seconds)
+    return TimedStep(rank, launches, schedule, summary)
+
+
+def transfer(rank: int, direction: Any, peer: int, *after: int) -> Launch:
+    return Launch("transfer", Transfers(rank, ((direction, peer, 0),)), "pair 0:1", "rest", "pp", after)
+
+
+# One micro-batch through two stages: the second can begin when the first has sent, and the first goes on with backward
+# when the second has sent back.
+FIRST = stage(
+    0,
+    [kernel("stream 0"), transfer(0, "send", 1, 0), transfer(0, "receive", 1), kernel("stream 0", 2, phase="backward")],
+    [2.0, 1.0, 1.0, 4.0],
+)
+SECOND = stage(
+    1,
+    [transfer(1, "receive", 0), kernel("stream 0", 0), kernel("stream 0"), transfer(1, "send", 0, 2)],
+    [1.0, 3.0, 6.0, 1.0],
+)
+
+PIPELINE = resolve_layout(compose_config("strategy=pp_1f1b").strategy, 2)
+
+
+def test_stages_wait_for_each_other() -> None:
+    first, second = with_stage_waits(PIPELINE, 1, [FIRST, SECOND])
+    # 2 forward, 1 to send, 3 and 6 on the second stage, 1 to send back, 4 backward.
+    assert first.summary.step_seconds == second.summary.step_seconds == pytest.approx(17)
+    assert not first.summary.bubble_is_planned
+    assert first.schedule.starts[3] == pytest.approx(13)
+    assert second.schedule.starts[1] == pytest.approx(3)
+    for step, own in ((first, FIRST), (second, SECOND)):
+        assert step.summary.idle_seconds - own.summary.idle_seconds == pytest.approx(17 - own.summary.step_seconds)
+
+
+def test_a_single_stage_has_the_planned_bubble() -> None:
+    (alone,) = with_stage_waits(PIPELINE, 4, [FIRST])
+    assert alone.summary.bubble_is_planned
+    assert alone.summary.bubble_seconds == pytest.approx(FIRST.summary.step_seconds / 4)  # (2 - 1) / 4
+    assert dataclasses.replace(
+        alone.summary, step_seconds=0, idle_seconds=0, bubble_seconds=0, bubble_is_planned=False
+    ) == (dataclasses.replace(FIRST.summary, step_seconds=0, idle_seconds=0))
