@@ -1,0 +1,316 @@
+"""Compare simulated step times with the planner's, and both with published measurements.
+
+python -m tests.benchmarks.simulated_step_seconds --out results/simulator/step_seconds.csv
+Cluster files are taken as they are. Published rows are those of layouts that the torch engine shares: FSDP of
+Modalities and llm-foundry, and nanotron's with an MFU of 10 % or more. Of each source every n-th row is taken
+(--every), of nanotron's pipelines those that fewest layer passes simulate. Without pipelines a step is linear in the
+layers and in the micro-batches: a row of more than DEPTHS or BATCHES is simulated at these and extrapolated, as
+`--exact` shows. Pipelines are simulated at full depth, and extrapolated in the micro-batches alone. A table that exists
+is completed, unless --again is given.
+"""
+
+import argparse
+import csv
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from harness.config.schema import RunConfig
+from harness.config.stack import load_stack
+from harness.cost_model.timing.step_time import estimate_step_time
+from harness.layout.layout import Layout, resolve_layout
+from harness.records.rank_report import SimulatedTime
+from harness.simulator.process import StepRequest, simulate_steps
+from tests.support.commands import compose_config
+from tests.support.published import PublishedRow, llm_foundry, modalities, nanotron
+from tests.support.published.step_times import row_hardware, step_seconds
+
+CACHE = Path("~/.cache/harness").expanduser()
+
+DEPTHS, BATCHES = (2, 4), (1, 2)  # the layers and micro-batches at which a row is simulated that has more
+
+MIN_MFU = 0.1  # of nanotron's rows
+
+PIPELINES = 8  # of nanotron's rows that are simulated
+
+EVERY = {"Modalities, A100 of 64 GB": 4, "llm-foundry, A100": 7, "llm-foundry, H100": 5, "nanotron, H100": 9}
+
+PLANNED = "plan, 8 x H100"  # the source of configurations of which there is no measurement
+
+STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "tp", "tp_sp", "cp", "pp_1f1b", "3d")
+
+FIELDS = (
+    *("source", "row", "group", "layout", "published_seconds", "simulated_seconds", "planned_seconds"),
+    *("harness_planned_seconds", "simulated_ratio", "planned_ratio", "harness_planned_ratio", "simulated_of"),
+    *("exposed_seconds", "idle_seconds", "largest_operators", "simulation_seconds"),
+)
+
+Line = dict[str, str]
+
+
+class Case(NamedTuple):
+    """A configuration whose step is simulated, and what is known of it."""
+
+    source: str
+    row: str
+    group: str
+    config: RunConfig
+    layout: Layout
+    published: float | None
+    planned: float  # with the stack that was measured
+    planned_here: float  # with the engines of this project
+
+
+class Corner(NamedTuple):
+    """A number of layers and of micro-batches at which a case is simulated."""
+
+    layers: int
+    micro_batches: int
+
+
+def published_cases() -> Iterator[Case]:
+    """Yield the published rows that are simulated."""
+    sources = {
+        "Modalities, A100 of 64 GB": modalities.rows(),
+        "llm-foundry, A100": llm_foundry.rows(),
+        "llm-foundry, H100": llm_foundry.h100_rows(),
+    }
+    for source, rows in sources.items():
+        yield from (published_case(source, row) for row in rows[:: EVERY[source]])
+    grid = [row for row in nanotron.rows() if row.status == "ok" and row.measured.get("mfu", 0.0) >= MIN_MFU]
+    plain = [row for row in grid if not row.layout.pp_enabled]
+    pipelines = sorted((row for row in grid if row.layout.pp_enabled), key=pipeline_passes)
+    source = "nanotron, H100"
+    yield from (published_case(source, row) for row in plain[:: EVERY[source]])
+    yield from (published_case("nanotron's pipelines, H100", row) for row in spread(pipelines))
+
+
+def spread(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
+    """Return rows of different degrees and models, each the one with the fewest passes."""
+    kinds: dict[tuple[int, int, int], PublishedRow] = {}
+    for row in rows:
+        kinds.setdefault((row.layout.pp, row.layout.tp, row.config.model.hidden_size), row)
+    return list(kinds.values())[:PIPELINES]
+
+
+def pipeline_passes(row: PublishedRow) -> int:
+    """Return the passes of layers that simulate a pipeline."""
+    return row.config.model.num_hidden_layers * sum(corner.micro_batches for corner in corners(row.config, row.layout))
+
+
+def published_case(source: str, row: PublishedRow) -> Case:
+    """Return the case of a published row; a head of a pipeline is not tied, which the engine refuses."""
+    hardware = row_hardware(row)
+    config = dataclasses.replace(row.config, cluster=dataclasses.replace(row.config.cluster, hardware=hardware))
+    if row.layout.pp_enabled:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, tie_word_embeddings=False))
+    here = estimate_step_time(
+        config, row.layout, hardware, load_stack("harness").timing, None, row.gpus_per_node
+    ).step_seconds
+    published = row.measured["step_seconds"]
+    return Case(source, str(row.row_number), row.group, config, row.layout, published, *step_seconds([row]), here)
+
+
+def planned_cases() -> Iterator[Case]:
+    """Yield a case for every strategy on one node, of few layers."""
+    for model in ("1b", "7b"):
+        for strategy in STRATEGIES:
+            pipelined = strategy in ("pp_1f1b", "3d")
+            overrides = [f"strategy={strategy}", f"model={model}", "cluster=8xh100", "precision=bf16_mixed"]
+            overrides += ["model.num_hidden_layers=8" if pipelined else "model.num_hidden_layers=4"]
+            overrides += ["model.tie_word_embeddings=false"] * pipelined
+            batch = 1 if strategy in ("tp", "tp_sp", "cp") else 8
+            config = compose_config(*overrides, f"train.global_batch={batch}")
+            layout = resolve_layout(config.strategy, 8)
+            hardware = config.cluster.hardware
+            assert hardware is not None
+            time = estimate_step_time(config, layout, hardware, load_stack("harness").timing, None, 8).step_seconds
+            yield Case(PLANNED, strategy, f"{model} on 8 GPUs", config, layout, None, time, time)
+
+
+def corners(config: RunConfig, layout: Layout) -> list[Corner]:
+    """Return the layers and micro-batches at which a configuration is simulated."""
+    layers, batches = config.model.num_hidden_layers, layout.grad_accumulation_steps(config.train)
+    if layout.pp_enabled:
+        few = (layout.pp, layout.pp + 1)
+        return [Corner(layers, number) for number in (few if batches > few[1] else (batches,))]
+    depths = DEPTHS if layers > DEPTHS[1] else (layers,)
+    return [Corner(d, m) for d in depths for m in (BATCHES if batches > BATCHES[1] else (batches,))]
+
+
+def at_corner(case: Case, corner: Corner) -> RunConfig:
+    """Return a case's configuration with so many layers and micro-batches."""
+    config, layout = case.config, case.layout
+    model = dataclasses.replace(config.model, num_hidden_layers=corner.layers)
+    global_batch = config.train.micro_batch * corner.micro_batches * layout.dp_replicate * layout.dp_shard
+    train = dataclasses.replace(config.train, global_batch=global_batch)
+    return dataclasses.replace(config, model=model, train=train)
+
+
+def requests(case: Case, corner: Corner) -> list[StepRequest]:
+    """Return the requests for one rank of every pipeline stage."""
+    config, layout = at_corner(case, corner), case.layout
+    ranks = range(0, layout.world_size, layout.world_size // layout.pp)
+    return [StepRequest(config, layout, rank, "cuda", "simulated CUDA device", None) for rank in ranks]
+
+
+def extrapolate(values: dict[Corner, float], goal: Corner) -> float:
+    """Return a value that is linear in layers and in micro-batches at other layers and micro-batches."""
+    depths = sorted({corner.layers for corner in values})
+    batches = sorted({corner.micro_batches for corner in values})
+
+    def line(points: Sequence[int], heights: Sequence[float], position: int) -> float:
+        if len(points) == 1:
+            return heights[0]
+        slope = (heights[1] - heights[0]) / (points[1] - points[0])
+        return heights[0] + slope * (position - points[0])
+
+    of_depth = [line(batches, [values[Corner(d, m)] for m in batches], goal.micro_batches) for d in depths]
+    return line(depths, of_depth, goal.layers)
+
+
+def simulate(case: Case) -> tuple[dict[Corner, SimulatedTime], str]:
+    """Return the slowest stage's time at every corner, and why there is none."""
+    points = corners(case.config, case.layout)
+    grouped = [requests(case, corner) for corner in points]
+    reports = iter(simulate_steps([request for group in grouped for request in group], CACHE))
+    times = {}
+    for corner, group in zip(points, grouped, strict=True):
+        own = [next(reports) for _ in group]
+        failed = [report for report in own if report.status != "ok" or report.simulated_time is None]
+        if failed:
+            return {}, f"{failed[0].error}: {failed[0].reason}"
+        ordered = [report.simulated_time for report in own if report.simulated_time is not None]
+        times[corner] = min(ordered, key=lambda time: time.idle_seconds)
+    return times, ""
+
+
+def line_of(case: Case) -> Line:
+    """Return the line of a case, which is simulated."""
+    started = time.monotonic()
+    times, reason = simulate(case)
+    took = time.monotonic() - started
+    batches = case.layout.grad_accumulation_steps(case.config.train)
+    goal = Corner(case.config.model.num_hidden_layers, batches)
+    line: Line = dict.fromkeys(FIELDS, "")
+    line |= {"source": case.source, "row": case.row, "group": case.group, "layout": layout_text(case)}
+    line |= {"simulation_seconds": f"{took:.1f}", "simulated_of": reason}
+    planned = {"planned": case.planned, "harness_planned": case.planned_here}
+    if times:
+        simulated = extrapolate({corner: own.step_seconds for corner, own in times.items()}, goal)
+        exposed = extrapolate({c: sum(own.exposed_seconds.values()) for c, own in times.items()}, goal)
+        idle = extrapolate({c: own.idle_seconds for c, own in times.items()}, goal)
+        line["simulated_of"] = " ".join(f"{corner.layers}x{corner.micro_batches}" for corner in times)
+        line |= {"exposed_seconds": f"{exposed:.5g}", "idle_seconds": f"{idle:.5g}"}
+        line["largest_operators"] = largest_operators(times, goal)
+        planned["simulated"] = simulated
+    for name, seconds in planned.items():
+        line[f"{name}_seconds"] = f"{seconds:.5g}"
+        base = case.published or case.planned
+        line[f"{name}_ratio"] = f"{seconds / base:.4f}"
+    line["published_seconds"] = f"{case.published:.5g}" if case.published else ""
+    return line
+
+
+def largest_operators(times: dict[Corner, SimulatedTime], goal: Corner, count: int = 8) -> str:
+    """Return the operators that take most of a step, with their seconds, each as if it ran alone."""
+    names = {name for own in times.values() for name in own.operator_seconds}
+    seconds = {
+        name: extrapolate({corner: own.operator_seconds.get(name, 0.0) for corner, own in times.items()}, goal)
+        for name in names
+    }
+    largest = sorted(seconds, key=lambda name: -seconds[name])[:count]
+    return "; ".join(f"{name} {seconds[name]:.4g}" for name in largest)
+
+
+def layout_text(case: Case) -> str:
+    """Return a case's degrees and batches in words."""
+    layout, train = case.layout, case.config.train
+    degrees = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp, "cp": layout.cp}
+    texts = [f"{name}={degree}" for name, degree in (degrees | {"pp": layout.pp}).items() if degree > 1]
+    batches = layout.grad_accumulation_steps(train)
+    checkpointing = case.config.checkpointing.name
+    return " ".join([*texts, f"zero={layout.zero_stage} {batches}x{train.micro_batch}x{train.seq_len} {checkpointing}"])
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Return the lines of a table, none if there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_lines(path: Path, lines: Sequence[Line]) -> None:
+    """Write the lines of a table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def print_errors(lines: Sequence[Line]) -> None:
+    """Print the median error of each source, of the simulation and of both plans."""
+    published = [line for line in lines if line["published_seconds"]]
+    sources = [*dict.fromkeys(line["source"] for line in published), "all published"]
+    for source in sources:
+        rows = [line for line in published if source in (line["source"], "all published")]
+        known = [line for line in rows if line["simulated_ratio"]]
+        if not known:
+            continue
+        errors = [
+            f"{name[: -len('_ratio')]} {median(abs(float(line[name]) - 1) for line in known):.3f}"
+            for name in ("simulated_ratio", "planned_ratio", "harness_planned_ratio")
+        ]
+        bias = median(float(line["simulated_ratio"]) for line in known)
+        print(f"{source:32} {len(known)} of {len(rows)} rows, median errors: {', '.join(errors)}; ratio {bias:.3f}")
+
+
+def print_exactness(case: Case, layers: int, batches: int) -> None:
+    """Print the step of a case at full size, and the one that is extrapolated."""
+    goal = Corner(layers, batches)
+    times, reason = simulate(case)
+    whole = simulate_steps(requests(case, goal), CACHE)[0].simulated_time
+    if not times or whole is None:
+        print(f"{case.source} row {case.row}: {reason}")
+        return
+    guess = extrapolate({corner: own.step_seconds for corner, own in times.items()}, goal)
+    print(f"{case.source} row {case.row} at {layers} x {batches}: {guess:.5g} of {whole.step_seconds:.5g} seconds")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("results/simulator/step_seconds.csv"))
+    parser.add_argument("--again", action="store_true", help="simulate the rows that the table has too")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further row after so many")
+    parser.add_argument("--source", default="", help="the only source to simulate, by the beginning of its name")
+    parser.add_argument("--exact", action="store_true", help="compare extrapolated steps with whole ones instead")
+    arguments = parser.parse_args()
+    cases = [case for case in (*planned_cases(), *published_cases()) if case.source.startswith(arguments.source)]
+    if arguments.exact:
+        for case in cases[:: max(1, len(cases) // 4)]:
+            print_exactness(case, 12, 3)
+        return
+    started, lines = time.monotonic(), read_lines(arguments.out)
+    if arguments.again:
+        lines = [line for line in lines if not line["source"].startswith(arguments.source)]
+    have = {(line["source"], line["row"], line["group"]) for line in lines}
+    for case in cases:
+        if (case.source, case.row, case.group) in have:
+            continue
+        if time.monotonic() - started > arguments.seconds:
+            break
+        lines.append(line_of(case))
+        write_lines(arguments.out, lines)
+        last = lines[-1]
+        ratios = ", ".join(f"{name} {last[name]}" for name in FIELDS if name.endswith("_ratio"))
+        print(f"{case.source:30} {case.row:18} {case.group:24} {ratios} ({last['simulated_of']})", flush=True)
+    print_errors(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The time of a simulated step: near the planner's, of parts that add up, and changed by faults in waits and groups."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.stack import load_stack
+from harness.cost_model.timing.step_time import estimate_step_time
+from harness.layout.layout import resolve_layout
+from harness.simulator.native_guard import build_device_guard
+from harness.simulator.process import StepRequest
+from tests.support.commands import compose_config
+
+CACHE = Path("~/.cache/harness")  # of native code, as every run has it by default
+
+Times = dict[str, list[dict[str, Any]]]  # by fault, of every request, or of the first
+
+
+def request(world_size: int, rank: int, *overrides: str) -> StepRequest:
+    small = ("model=1b", "precision=bf16_mixed", "model.num_hidden_layers=2", "model.vocab_size=4096")
+    config = compose_config("cluster=8xh100", *small, *overrides)
+    return StepRequest(config, resolve_layout(config.strategy, world_size), rank)
+
+
+HYBRID = request(16, 0, "strategy=fsdp_hybrid_shard", "cluster.nodes=2", "strategy.dp_shard=8", "train.global_batch=16")
+
+PIPELINE = [
+    request(2, rank, "strategy=pp_1f1b", "train.global_batch=4", "model.tie_word_embeddings=false") for rank in (0, 1)
+]
+
+
+@pytest.fixture(scope="module")
+def times() -> Times:
+    """Return the simulated times of a sharded rank on two nodes, and of both stages of a pipeline, by fault."""
+    requests = [dataclasses.asdict(entry) for entry in (HYBRID, *PIPELINE)]
+    tasks = json.dumps({"guard": str(build_device_guard(CACHE)), "requests": requests})
+    command = [sys.executable, "-m", "tests.support.simulated_time_faults"]
+    printed = subprocess.run(command, input=tasks, capture_output=True, text=True, check=True).stdout
+    result: Times = json.loads(printed)
+    return result
+
+
+def planned_seconds(entry: StepRequest) -> float:
+    hardware = entry.config.cluster.hardware
+    assert hardware is not None
+    timing = load_stack("harness").timing
+    return estimate_step_time(entry.config, entry.layout, hardware, timing, None, 8).step_seconds
+
+
+def test_a_simulated_step_takes_about_as_long_as_the_plan_says(times: Times) -> None:
+    sharded, *stages = times["none"]
+    assert sharded["step_seconds"] == pytest.approx(planned_seconds(HYBRID), rel=0.1)
+    assert (
+        stages[0]["step_seconds"] == stages[1]["step_seconds"] == pytest.approx(planned_seconds(PIPELINE[0]), rel=0.1)
+    )
+
+
+def test_the_parts_of_a_step_add_up(times: Times) -> None:
+    for time in times["none"]:
+        parts = sum(time["phase_seconds"].values()) + sum(time["exposed_seconds"].values())
+        assert parts + time["copy_seconds"] + time["idle_seconds"] == pytest.approx(time["step_seconds"])
+
+
+def test_stages_wait_for_each_other_about_as_long_as_the_schedule_says(times: Times) -> None:
+    """The slower stage of two waits for a quarter of its four passes."""
+    slower = min(times["none"][1:], key=lambda time: time["bubble_seconds"])
+    working = slower["step_seconds"] - slower["bubble_seconds"]
+    assert slower["bubble_seconds"] == pytest.approx(working / 4, rel=0.15)
+    assert not slower["bubble_is_planned"]
+
+
+def test_a_forgotten_wait_hides_communication_that_is_exposed(times: Times) -> None:
+    right, wrong = times["none"][0], times["forgotten_wait"][0]
+    assert wrong["exposed_seconds"]["dp_shard"] < 0.8 * right["exposed_seconds"]["dp_shard"]
+    assert wrong["operator_seconds"] == right["operator_seconds"]
+
+
+def test_a_collective_on_the_wrong_group_takes_another_time(times: Times) -> None:
+    right, wrong = times["none"][0], times["wrong_group"][0]
+    gather = "forward/_allgather_base_"
+    assert wrong["operator_seconds"][gather] > 1.5 * right["operator_seconds"][gather]
+    assert any("+" in axes for axes in wrong["exposed_seconds"])
