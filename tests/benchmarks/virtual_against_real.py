@@ -4,7 +4,8 @@ python -m tests.benchmarks.virtual_against_real --out results/simulator/virtual_
 Of every strategy that has several ranks, the first random draws of tests.support.random_draws are run twice: with all
 ranks as processes, and as the one virtual rank whose real peak is highest. Peaks are compared without the copies that
 gloo makes, which no process group of a virtual run makes. Layers are not compiled. Draws that the output has are not
-run again, so that --seconds divides the work. Times of computing are compared where no ranks shared a core.
+run again, so that --seconds divides the work. Of times only those of the processor are compared, which other load
+changes least; a real rank's have what gloo computes.
 """
 
 import argparse
@@ -17,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.hardware.machine import usable_cores
 from harness.metrics.traffic import sent_bytes
+from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.runner import local_machine
 from harness.runner.plan import make_plan
@@ -29,6 +30,8 @@ from tests.support.random_draws import draw_real_size, split
 from tests.support.random_runs import read_table
 
 MOST_RANKS = 8
+
+STEPS = 2  # timed ones of a run
 
 LONE = ("single", "dp", "search")  # presets without other ranks; draws of `single` with several have random degrees
 
@@ -42,7 +45,7 @@ COLUMNS = (
     *("draw", "strategy", "engine", "checkpointing", "precision", "world_size", "parameters", "rank", "outcome"),
     *("reason", "peak_bytes", "virtual_peak_bytes", "peak_ratio"),
     *(name for exact in EXACT for name in (exact, f"virtual_{exact}")),
-    *("computing_seconds", "virtual_computing_seconds", "overrides"),
+    *("processor_seconds", "virtual_processor_seconds", "overrides"),
 )
 
 Line = dict[str, Any]
@@ -55,7 +58,7 @@ def chosen_draws(per_strategy: int) -> Iterator[tuple[int, list[str]]]:
     for seed in itertools.count():
         if not any(wanted.values()):
             return
-        overrides = split(draw_real_size(seed, MOST_RANKS)) | {"train.compile": "False", "train.steps": "2"}
+        overrides = split(draw_real_size(seed, MOST_RANKS)) | {"train.compile": "False", "train.steps": str(STEPS)}
         strategy = overrides["strategy"]
         settings = [f"{key}={value}" for key, value in overrides.items()]
         if int(overrides["world_size"]) > 1 and wanted.get(strategy) and is_possible(settings):
@@ -95,21 +98,19 @@ def compare(seed: int, overrides: list[str], folder: Path) -> Line:
         return line | {"rank": rank, "outcome": f"virtual {virtual.status}", "reason": virtual.row["reason"]}
     report, alone = next(entry for entry in real.ranks if entry.rank == rank), virtual.ranks[0]
     peak = virtual.row["peak_allocated_bytes"]
-    is_timed = real.row["world_size"] <= len(usable_cores())
-    times = {"computing_seconds": computing(real), "virtual_computing_seconds": computing(virtual)} if is_timed else {}
     return (
         line
         | {"rank": rank, "outcome": "compared", "peak_bytes": peaks[rank], "virtual_peak_bytes": peak}
         | {"peak_ratio": f"{peak / peaks[rank]:.5f}"}
         | {"bytes_sent": sent_bytes(report), "virtual_bytes_sent": sent_bytes(alone)}
         | {"flops": report.profiled.flops, "virtual_flops": alone.profiled.flops}
-        | times
+        | {"processor_seconds": processor_seconds(report), "virtual_processor_seconds": processor_seconds(alone)}
     )
 
 
-def computing(record: Record) -> str:
-    """Return the seconds in which a rank computed in a step."""
-    return f"{sum(record.row[name] for name in COMPUTING):.4f}"
+def processor_seconds(rank: RankReport) -> str:
+    """Return the processor time of a rank in a step, which other load on the machine changes less than time itself."""
+    return f"{rank.host_usage.cpu_seconds / STEPS:.4f}"
 
 
 def summarize(lines: list[Line]) -> None:
@@ -118,21 +119,17 @@ def summarize(lines: list[Line]) -> None:
     print(f"{len(lines)} draws, {len(compared)} compared")
     for name, is_chosen in (("FSDP2", True), ("others", False)):
         group = [line for line in compared if ("data_parallel=fsdp" in described(line)) is is_chosen]
-        errors = sorted((abs(float(line["peak_ratio"]) - 1), line["draw"]) for line in group)
+        errors = sorted((abs(float(line["peak_ratio"]) - 1), int(line["draw"])) for line in group)
         if errors:
             median, (worst, draw) = statistics.median(error for error, _ in errors), errors[-1]
             print(f"{name}: {len(group)} peaks, median {median:.4%}, worst {worst:.2%} (draw {draw})")
     for name in EXACT:
         differing = [line["draw"] for line in compared if float(line[name]) != float(line[f"virtual_{name}"])]
         print(f"{name}: {len(compared) - len(differing)} equal, others {differing}")
-    ratios = [float(c["virtual_computing_seconds"]) / float(c["computing_seconds"]) for c in compared if timed(c)]
+    timed = [line for line in compared if line.get("processor_seconds") not in (None, "")]
+    ratios = [float(line["virtual_processor_seconds"]) / float(line["processor_seconds"]) for line in timed]
     if ratios:
-        print(f"computing: virtual over real {statistics.median(ratios):.3f} in the median of {len(ratios)}")
-
-
-def timed(line: Line) -> bool:
-    """Return whether times of a draw are compared."""
-    return line.get("computing_seconds") not in (None, "")
+        print(f"processor time: {statistics.median(ratios):.3f} x the real one in the median of {len(ratios)}")
 
 
 def described(line: Line) -> str:

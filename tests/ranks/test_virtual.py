@@ -116,6 +116,14 @@ def test_a_stand_in_that_does_not_do_its_part_is_an_error(
 
 
 @pytest.mark.long
+def test_tokens_of_other_ranks_make_gradients_of_a_deep_model_overflow(results: Path) -> None:
+    deep = Combination("tp", 2, ("model.num_hidden_layers=64", "train.seq_len=16"))
+    assert Case(deep, 1).virtual_record(results).row["status"] == "ok"
+    broken = Case(deep, 1).virtual_record(results, faults.whole_vocabulary)
+    assert_not_proven(broken, "rank 1: the gradient norm is not finite from step 0 on")
+
+
+@pytest.mark.long
 def test_messages_that_are_freed_early_show_in_the_peak(results: Path) -> None:
     case = Case(Combination("pp_gpipe"), 1)
     virtual = case.virtual_record(results, faults.sent_tensors_dropped)

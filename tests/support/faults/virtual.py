@@ -1,5 +1,7 @@
 """Virtual ranks whose stand-ins for the other ranks do not do their part."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 from torch.futures import Future
@@ -37,3 +39,9 @@ def sent_tensors_dropped(run_dir: str) -> None:
 
 def _hold_nothing(self: virtual_stages.HeldMessages, works: object, tensors: object) -> None:
     self.works, self.tensors = [], []
+
+
+def whole_vocabulary(run_dir: str) -> None:
+    """Give the rank tokens whose rows of the embedding other ranks hold."""
+    virtual_group.own_tokens = lambda *_: nullcontext()  # type: ignore[assignment]
+    virtual_entry(run_dir)
