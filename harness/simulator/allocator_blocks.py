@@ -98,3 +98,33 @@ class Pool:
             del self.free[bisect_left(self.free, (block.stream, block.size, block.address))]
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.stream, block.address))]
+
+
+@dataclass
+class DeviceReservation:
+    """What an allocator has of a device: bytes of segments, and addresses, which it never uses twice."""
+
+    capacity_bytes: int  # of the device
+    limit_bytes: int | None = None  # of the process; None is the device's
+    reserved_bytes: int = 0
+    peak_bytes: int = 0
+    next_address: int = LARGE_SEGMENT_BYTES
+
+    def reserve(self, size: int) -> bool:
+        """Reserve bytes, and return whether there were so many."""
+        most = self.capacity_bytes if self.limit_bytes is None else min(self.capacity_bytes, self.limit_bytes)
+        if self.reserved_bytes + size > most:
+            return False
+        self.reserved_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
+        return True
+
+    def release(self, size: int) -> None:
+        """Give bytes back."""
+        self.reserved_bytes -= size
+
+    def new_addresses(self, size: int) -> int:
+        """Return the first of so many addresses that were not used before."""
+        address = self.next_address
+        self.next_address += -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
+        return address

@@ -7,7 +7,15 @@ are private pools of CUDA graphs, peer access, and the memory that other process
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from harness.simulator.allocator_blocks import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, Block, Pool
+from harness.config.byte_size import format_bytes
+from harness.simulator import expandable_segments
+from harness.simulator.allocator_blocks import (
+    LARGE_SEGMENT_BYTES,
+    SMALL_SEGMENT_BYTES,
+    Block,
+    DeviceReservation,
+    Pool,
+)
 from harness.simulator.allocator_settings import AllocatorSettings
 
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
@@ -38,14 +46,22 @@ class CachingAllocator:
         self, capacity_bytes: int, settings: AllocatorSettings | None = None, limit_bytes: int | None = None
     ) -> None:
         """Model a device with so much memory for segments, and a limit by set_per_process_memory_fraction."""
-        self.capacity_bytes = capacity_bytes
-        self.limit_bytes = limit_bytes
+        self.device = DeviceReservation(capacity_bytes, limit_bytes)
         self.settings = settings or AllocatorSettings()
-        self.allocated_bytes = self.reserved_bytes = self.requested_bytes = 0
-        self.peaks = AllocatorPeaks()
+        self.allocated_bytes = self.requested_bytes = 0
+        self._peak_allocated_bytes = self._peak_requested_bytes = 0
         self._small, self._large = Pool(is_small=True), Pool(is_small=False)
         self._active: dict[int, Block] = {}  # allocated and pending blocks by address
-        self._next_address = LARGE_SEGMENT_BYTES
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The bytes of all segments."""
+        return self.device.reserved_bytes
+
+    @property
+    def peaks(self) -> AllocatorPeaks:
+        """The highest readings since the last reset."""
+        return AllocatorPeaks(self._peak_allocated_bytes, self.device.peak_bytes, self._peak_requested_bytes)
 
     def allocate(self, size: int, stream: int = 0) -> int:
         """Allocate a block of so many bytes for a stream and return its address (malloc).
@@ -64,15 +80,17 @@ class CachingAllocator:
             self.empty_cache()
             block = self._reserve(pool, rounded, stream)
         if block is None:
-            raise OutOfDeviceMemoryError(f"no {size} bytes are left of {self.capacity_bytes}")
+            held = f"{format_bytes(self.allocated_bytes)} allocated and {format_bytes(self.reserved_bytes)} reserved"
+            limit = format_bytes(self.device.capacity_bytes)
+            raise OutOfDeviceMemoryError(f"{format_bytes(size)} do not fit beside {held} of {limit}")
         if self._should_split(block, rounded):
             pool.insert(block.split(rounded))
         block.is_allocated, block.requested_bytes = True, size
         self._active[block.address] = block
         self.allocated_bytes += block.size
         self.requested_bytes += size
-        self.peaks.allocated_bytes = max(self.peaks.allocated_bytes, self.allocated_bytes)
-        self.peaks.requested_bytes = max(self.peaks.requested_bytes, self.requested_bytes)
+        self._peak_allocated_bytes = max(self._peak_allocated_bytes, self.allocated_bytes)
+        self._peak_requested_bytes = max(self._peak_requested_bytes, self.requested_bytes)
         return block.address
 
     def free(self, address: int, is_pending: bool = False) -> None:
@@ -100,13 +118,14 @@ class CachingAllocator:
                 if block is None:
                     continue  # merged with a block that was unmapped
                 if block.is_expandable:
-                    self._unmap(block)
+                    expandable_segments.unmap(self.device, block)
                 elif not block.is_split:
                     self._release(block)
 
     def reset_peaks(self) -> None:
         """Start new peaks from the present readings."""
-        self.peaks = AllocatorPeaks(self.allocated_bytes, self.reserved_bytes, self.requested_bytes)
+        self._peak_allocated_bytes, self._peak_requested_bytes = self.allocated_bytes, self.requested_bytes
+        self.device.peak_bytes = self.reserved_bytes
 
     def round_size(self, size: int) -> int:
         """Return the bytes of the block for a request."""
@@ -152,38 +171,24 @@ class CachingAllocator:
         block.merge(block.next)
         block.pool.insert(block)
 
-    def _fits(self, size: int) -> bool:
-        most = self.capacity_bytes if self.limit_bytes is None else min(self.capacity_bytes, self.limit_bytes)
-        return self.reserved_bytes + size <= most
-
-    def _add_reserved(self, size: int) -> None:
-        self.reserved_bytes += size
-        self.peaks.reserved_bytes = max(self.peaks.reserved_bytes, self.reserved_bytes)
-
     def _reserve(self, pool: Pool, size: int, stream: int) -> Block | None:
         """Return a block of a new segment, or of an expandable one that grows; None without memory (alloc_block)."""
         if self.settings.expandable_segments:
-            return self._expand(pool, size, stream)
+            return expandable_segments.expand(self.device, pool, size, stream)
         if size <= SMALL_BYTES:
             segment_bytes = SMALL_SEGMENT_BYTES
         elif size < MIN_LARGE_BYTES:
             segment_bytes = LARGE_SEGMENT_BYTES
         else:
             segment_bytes = -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
-        if not self._fits(segment_bytes):
+        if not self.device.reserve(segment_bytes):
             return None
-        self._add_reserved(segment_bytes)
-        return Block(self._new_addresses(segment_bytes), segment_bytes, stream, pool)
-
-    def _new_addresses(self, size: int) -> int:
-        address = self._next_address
-        self._next_address += -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
-        return address
+        return Block(self.device.new_addresses(segment_bytes), segment_bytes, stream, pool)
 
     def _release(self, block: Block) -> None:
         """Give a whole segment back."""
         block.pool.remove(block)
-        self.reserved_bytes -= block.size
+        self.device.release(block.size)
 
     def _release_oversized(self, pool: Pool, size: int, stream: int) -> bool:
         """Give back free blocks too large to be split, as many as a request needs (release_available_cached_blocks)."""
@@ -210,7 +215,7 @@ class CachingAllocator:
 
         As in torch that needs a limit of the process's memory.
         """
-        threshold = self.settings.garbage_collection_threshold * (self.limit_bytes or 0)
+        threshold = self.settings.garbage_collection_threshold * (self.device.limit_bytes or 0)
         if not threshold or self.reserved_bytes <= threshold:
             return
         excess = self.reserved_bytes - threshold
@@ -229,76 +234,3 @@ class CachingAllocator:
                 self._release(pool.blocks[address])
                 del ages[address]
                 has_freed = True
-
-    def _expand(self, pool: Pool, size: int, stream: int) -> Block | None:
-        """Return a block of an expandable segment, to which pages are mapped (try_allocate_expandable_block)."""
-        block = self._find_address_space(pool, size, stream)
-        if not block.is_mapped and not self._map(block, min(block.size, size)):
-            return None
-        while block.size < size:
-            grown = block.next
-            assert grown is not None  # _find_address_space saw address space after the block
-            if not self._map(grown, min(size - block.size, grown.size)):
-                return None
-            block = grown  # it has taken over the block before it
-        pool.remove(block)
-        return block
-
-    def _find_address_space(self, pool: Pool, size: int, stream: int) -> Block:
-        """Return the first free or unmapped block of the stream after which there is enough address space."""
-        for _, address in pool.unmapped[bisect_left(pool.unmapped, (stream, 0)) :]:
-            block = pool.blocks[address]
-            if block.stream != stream:
-                break
-            if block.previous is not None and block.previous.is_available:
-                block = block.previous
-            bytes_after, other = 0, block
-            while other is not None and other.is_available and bytes_after < size:
-                bytes_after += other.size
-                other = other.next  # type: ignore[assignment]
-            if bytes_after >= size:
-                return block
-        # torch reserves 9/8 of the device's memory as addresses.
-        page_bytes = pool.page_bytes
-        space = -(-self.capacity_bytes * 9 // 8 // page_bytes) * page_bytes
-        block = Block(self._new_addresses(space), space, stream, pool, is_mapped=False, is_expandable=True)
-        pool.insert(block)
-        return block
-
-    def _map(self, block: Block, size: int) -> bool:
-        """Map whole pages at the start of an unmapped block; return whether there was memory for them (map_block)."""
-        page_bytes = block.pool.page_bytes
-        mapped = -(-size // page_bytes) * page_bytes
-        if not self._fits(mapped):
-            return False
-        self._add_reserved(mapped)
-        block.pool.remove(block)
-        block.is_mapped = True
-        if mapped < block.size:
-            rest = block.split(mapped)
-            rest.is_mapped = False
-            rest.pool.insert(rest)
-        block.merge(block.previous)
-        block.merge(block.next)
-        block.pool.insert(block)
-        return True
-
-    def _unmap(self, block: Block) -> None:
-        """Give back the whole pages of a free block of an expandable segment (unmap_block)."""
-        page_bytes = block.pool.page_bytes
-        start = -(-block.address // page_bytes) * page_bytes
-        end = (block.address + block.size) // page_bytes * page_bytes
-        if start >= end:
-            return
-        block.pool.remove(block)
-        if start > block.address:
-            before, block = block, block.split(start - block.address)
-            block.pool.insert(before)
-        if block.address + block.size > end:
-            rest = block.split(end - block.address)
-            rest.pool.insert(rest)
-        self.reserved_bytes -= block.size
-        block.is_mapped = False
-        block.merge(block.previous)
-        block.merge(block.next)
-        block.pool.insert(block)

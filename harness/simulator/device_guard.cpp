@@ -10,6 +10,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 namespace {
 
@@ -70,3 +71,18 @@ struct CUDAHooks final : CUDAHooksInterface {
 C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 
 }  // namespace at
+
+namespace c10d {
+namespace {
+
+// DistributedDataParallel's reducer times its first steps by events of the device; here no time passes.
+struct SimulatedTimer final : Timer {
+  explicit SimulatedTimer(c10::Device) {}
+  void record(Event) override {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(TimerRegistry, c10::kCUDA, c10::REGISTRY_PREFERRED, SimulatedTimer)
+
+}  // namespace
+}  // namespace c10d

@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.simulator import cuda_api
+from harness.simulator.cpu_workspaces import CPU_WORKSPACES
+
+WORKSPACE = -1  # stands for the identity of a kernel's own memory, which is no storage's
 
 
 class Request(NamedTuple):
@@ -27,7 +30,7 @@ class Request(NamedTuple):
 class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that counts the storages of results on a device, from the operator that makes them to their end.
 
-    What a kernel allocates for itself is not counted.
+    What a kernel allocates for itself is counted only where harness.simulator.cpu_workspaces tells it.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -37,6 +40,7 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
         self.is_paused = False
         self.requests: list[Request] = []
+        self.workspaces = CPU_WORKSPACES if device_type == "cpu" else {}
         self.on_operator: Callable[[Any, Any, Any, Any], None] = lambda func, args, kwargs, result: None
 
     @classmethod
@@ -52,6 +56,8 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if self.is_paused:
             return result
+        if func in self.workspaces:
+            self.observe_workspace(self.workspaces[func](args, kwargs or {}))
         self.on_operator(func, args, kwargs or {}, result)
         leaves: list[Any] = tree_leaves(result)
         for leaf in leaves:
@@ -78,6 +84,11 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if identity not in self.sizes:
             self._set_size(identity, storage.nbytes())
             weakref.finalize(storage, self._set_size, identity, None).atexit = False
+
+    def observe_workspace(self, size: int) -> None:
+        """Count memory that a kernel takes while it runs."""
+        self._set_size(WORKSPACE, size)
+        self._set_size(WORKSPACE, None)
 
     def observe_resize(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that was resized with its present size."""

@@ -4,19 +4,28 @@ A fake tensor (torch.FakeTensorMode) has shape, dtype and device, and no memory.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config.hf_model_info import HFModelInfo
 from harness.config.model import ModelConfig
+from harness.engines.torch.loss_scaler import LossScaler
 from harness.models import hf_library, init_weights
 
 # Functions that compute ranks and boxes by small tensors on the host, and read their values.
@@ -39,10 +48,24 @@ def _wait_tensor(_: FakeTensorMode, __: Any, tensor: torch.Tensor) -> torch.Tens
     return tensor
 
 
+def _read_norm(_: FakeTensorMode, operator: Any, __: torch.Tensor) -> float:
+    """Return 1 for the gradient norm that the loss scaler reads, which is finite, so that no step is skipped.
+
+    Raise torch's own error for anything else: a fake tensor has no value.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is LossScaler.update_and_check.__code__:
+            return 1.0
+        frame = frame.f_back
+    raise DataDependentOutputException(operator)
+
+
 # The operators that fake tensors lack, or whose results have a storage of their own that a device's do not have.
 _OPERATORS = {
     torch.ops.aten._pin_memory.default: _pin_memory,
     torch.ops._c10d_functional.wait_tensor.default: _wait_tensor,
+    torch.ops.aten._local_scalar_dense.default: _read_norm,
 }
 
 
@@ -80,6 +103,21 @@ def build_hf_model_within(mode: FakeTensorMode, stack: ExitStack) -> Callable[[M
     return build
 
 
+def set_storage(set_: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return torch.Tensor.set_ without dispatch to modes where a fake tensor is to use a storage.
+
+    torch keeps a reference to every storage that it hands to a dispatch mode, so that it would never end.
+    """
+
+    def without_dispatch(tensor: torch.Tensor, source: Any = None, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if not isinstance(tensor, FakeTensor) or not isinstance(source, torch.UntypedStorage):
+            return set_(tensor, *([] if source is None else [source]), *arguments, **keywords)
+        with in_kernel_invocation_manager(tensor.fake_mode):
+            return set_(tensor, source, *arguments, **keywords)
+
+    return without_dispatch
+
+
 def storage_address(storage: torch.UntypedStorage) -> int:
     """Return an address that a storage has for itself as long as it lives; a fake one has no memory to point to."""
     if storage.device.type == "meta":
@@ -92,15 +130,26 @@ def tensor_address(tensor: torch.Tensor) -> int:
     return storage_address(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
 
+def is_same_tensor(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two fake tensors are one: of the same elements in the same memory."""
+    if not isinstance(first, FakeTensor) or not isinstance(second, FakeTensor):
+        return False
+    one, other = ((tensor.dtype, tensor.shape, tensor.stride(), tensor_address(tensor)) for tensor in (first, second))
+    return first.device == second.device != torch.device("meta") and one == other
+
+
 def swap_within(mode: FakeTensorMode) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """Return torch.utils.swap_tensors for a mode's tensors, which the mode's memo refers to weakly.
 
-    torch refuses to swap a tensor with weak references.
+    torch refuses to swap a tensor with weak references. It swaps every fake parameter of a module that is moved, even
+    where it would only set the data of another; one that is on the device already stays as it is.
     """
     swap_tensors, memo = torch.utils.swap_tensors, mode.fake_tensor_converter.meta_converter.tensor_memo
 
     def swap(first: torch.Tensor, second: torch.Tensor) -> None:
         memo.clear()
+        if is_same_tensor(first, second):
+            return
         swap_tensors(first, second)  # type: ignore[no-untyped-call]
 
     return swap
@@ -112,12 +161,15 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", storage_address))
         stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", tensor_address, create=True))
+        stack.enter_context(mock.patch.object(torch.Tensor, "set_", set_storage(torch.Tensor.set_)))
         for owner, name in _READ_VALUES:
             original = owner.__dict__[name]
             static = isinstance(original, staticmethod)
             wrapped: Any = without_fake_mode(original.__func__ if static else original)
             stack.enter_context(mock.patch.object(owner, name, staticmethod(wrapped) if static else wrapped))
         stack.enter_context(mock.patch.dict(fake_impls.op_implementations_dict, _OPERATORS))
+        # The mode believes that there is a device, and would allocate the result of torch.tensor on it.
+        stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
         mode = stack.enter_context(FakeTensorMode())
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", swap_within(mode)))
         stack.enter_context(mock.patch.object(hf_library, "build_hf_model", build_hf_model_within(mode, stack)))

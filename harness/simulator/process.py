@@ -26,15 +26,17 @@ class StepRequest:
     device_bytes: int | None = 80 * 10**9  # that the rank may use; None is no limit
 
 
-def simulate_steps(requests: Sequence[StepRequest], cache: Path) -> list[RankReport]:
+def simulate_steps(
+    requests: Sequence[StepRequest], cache: Path, module: Sequence[str] = ("harness.simulator",)
+) -> list[RankReport]:
     """Return the report of every requested step, in order; one that failed has the status `error` and a traceback.
 
-    One process simulates all of them, one after another. Native code is built in the folder `cache`. Raise RuntimeError
-    if the process itself fails.
+    One process, which runs `module` with its arguments, simulates all of them, one after another. Native code is built
+    in the folder `cache`. Raise RuntimeError if the process itself fails.
     """
     guard = str(build_device_guard(cache))
     tasks = json.dumps({"guard": guard, "requests": [dataclasses.asdict(request) for request in requests]})
-    command = [sys.executable, "-m", "harness.simulator"]
+    command = [sys.executable, "-m", *module]
     result = subprocess.run(command, input=tasks, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"the simulator ended with exit code {result.returncode}: {result.stderr[-2000:]}")

@@ -23,6 +23,7 @@ from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.measure.kernels import attention_backend_priority
 from harness.measure.rank_state import bytes_by_device, state_bytes, state_shards
 from harness.measure.step_profiler import StepListener
+from harness.models import init_weights
 from harness.models.decoder import causal_mask_lower_right
 from harness.probe import Probe, ShardSource
 from harness.records.rank_report import RankReport
@@ -32,6 +33,7 @@ from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMem
 from harness.simulator.cuda_api import cuda_api
 from harness.simulator.cuda_kernels import cuda_kernels
 from harness.simulator.ddp_reducer import ddp_reducer
+from harness.simulator.deepspeed_process import deepspeed_process
 from harness.simulator.fake_memory import StorageCounter, count_storages
 from harness.simulator.fake_tensors import fake_tensors
 from harness.simulator.pipeline_stages import pipeline_stages
@@ -109,6 +111,7 @@ def simulate_rank(
 def simulated_device(request: StepRequest) -> Iterator[None]:
     """Return a context with stand-ins for the kernels and functions of the request's device, and for other ranks."""
     with ExitStack() as stack:
+        stack.enter_context(deepspeed_process(request.layout, request.device, request.device_bytes))
         if request.device == "cuda":
             hardware = request.config.cluster.hardware
             stack.enter_context(cuda_api(hardware.compute_capability if hardware else 9))
@@ -221,10 +224,11 @@ def out_of_memory_report(report: RankReport, phase: str, reason: str) -> RankRep
 
 
 def clear_sharding_caches(device: torch.device) -> None:
-    """Clear DTensor's caches of shardings, which refer to process groups of the ranks that were simulated before.
+    """Clear the harness's cache of boxes, and DTensor's of shardings, which are those of the ranks simulated before.
 
     A cache belongs to a thread: this one, or that in which autograd runs backward for the simulated device.
     """
+    init_weights.forget_boxes()
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     product = torch.zeros((), device=device, requires_grad=True) * 1.0
     product.register_hook(lambda gradient: _clear_sharding_prop_cache())  # type: ignore[no-untyped-call]

@@ -2,8 +2,9 @@
 
 python -m tests.benchmarks.simulated_against_real --table results/random_runs.csv --out results/simulator/cpu.csv
 Every run of the table that was proven is simulated: its rank with the highest peak, and one rank for every group of
-ranks that run the same operations, which add up to those of the run. Peaks are compared without the copies that gloo makes, which no
-process group of a simulation makes. Draws that the output has are not simulated again, unless --again is given.
+ranks that run the same operations, which add up to those of the run. Peaks are compared without the copies that gloo
+makes, which no process group of a simulation makes. Draws that the output has are not simulated again, unless --again
+is given.
 """
 
 import argparse

@@ -63,7 +63,7 @@ def test_disabled_kernels_are_not_chosen() -> None:
 def test_the_guard_is_loaded_before_torch_or_not_at_all(tmp_path: Path) -> None:
     """Loaded later it would be there, but autograd would refuse its device: "no accelerator"."""
     with pytest.raises(RuntimeError, match="torch is imported already"):
-        load_device_guard(tmp_path / "guard.so")
+        load_device_guard(str(tmp_path / "guard.so"))
 
 
 def test_torch_has_the_rules_that_are_simulated() -> None:
@@ -78,7 +78,18 @@ def test_torch_has_the_rules_that_are_simulated() -> None:
 
 def test_waiting_for_a_collective_allocates_nothing() -> None:
     """Its meta function returns a new tensor, and torch's kernel the tensor itself."""
-    with fake_tensors(), count_storages():
+    with fake_tensors(), count_storages("cpu"):
         result = torch.empty(1024)
         waited = torch.ops._c10d_functional.wait_tensor(result)
         assert waited.untyped_storage()._cdata == result.untyped_storage()._cdata
+
+
+def test_a_storage_that_a_tensor_was_set_to_ends_with_it() -> None:
+    """torch would keep it for good: what activation offload copies to the host would never be freed."""
+    with fake_tensors(), count_storages("cpu") as counter:
+        first, second = torch.empty(1000), torch.empty(0)
+        second.set_(first.untyped_storage(), 0, (10,), (1,))
+        del first
+        assert counter.live_bytes == 4000
+        del second
+        assert counter.live_bytes == 0

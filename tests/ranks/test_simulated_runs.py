@@ -1,0 +1,145 @@
+"""Runs of launch=simulated as rows, and faults in engines' code for CUDA that their proofs or the plan notice."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from harness.cost_model.memory import estimate_memory
+from harness.engines.base import load_engine
+from harness.layout.layout import resolve_layout
+from harness.proof.simulation import NO_REFERENCE, verify_simulation
+from harness.records.rank_report import RankReport
+from harness.records.store import read_all
+from harness.report.sources import sources
+from harness.report.view import view
+from harness.runner.plan import make_plan
+from harness.runner.simulation import machine_of_run, simulated_ranks
+from harness.simulator.process import StepRequest, simulate_steps
+from harness.util.errors import UserError
+from tests.support.commands import Harness, compose_config
+
+CACHE = Path("~/.cache/harness")
+
+TWO_LAYERS = ("model=1b", "model.num_hidden_layers=2", "precision=bf16_mixed", "data=synthetic")
+
+OPTIONS = ("launch=simulated", "cluster=8xh100", "tracking=none", *TWO_LAYERS)
+
+# More layers than the prefetched one, so that gathered parameters which stay would show.
+FOUR_LAYERS = (*TWO_LAYERS, "launch=simulated", "model.num_hidden_layers=4", "train.global_batch=4", "world_size=4")
+
+
+def test_a_simulated_run_is_a_row_of_its_own(harness: Harness, tmp_path: Path) -> None:
+    """One command simulates a layout that fits and one that does not."""
+    sweep = ("-m", "strategy=single", "train.micro_batch=4,16", "train.global_batch=16", "world_size=1")
+    result = harness(*sweep, *OPTIONS, "name=sim")
+    assert result.returncode == 0, result.stdout + result.stderr
+    folder = tmp_path / "results" / "sim"
+    loaded = read_all(folder)
+    fits, full = sorted((record.row for record in loaded.records), key=lambda row: row["micro_batch"])
+    assert (fits["status"], fits["launch"], fits["measured_on"]) == ("ok", "simulated", "NVIDIA H100 80GB HBM3")
+    assert full["status"] == "oom" and full["failed_in_phase"] == "warm-up", full["reason"]
+    assert fits["peak_requested_bytes"] <= fits["peak_allocated_bytes"] < fits["peak_reserved_bytes"]
+    assert fits.get("loss_first") is fits.get("loss_deviation") is None
+    proofs = [record.proof for record in loaded.records if record.status == "ok"]
+    assert [(proof["layout"], proof["reference"]) for proof in proofs] == [("proven", NO_REFERENCE["simulated"])]
+    (section,) = sources(view(folder, loaded))
+    assert len(section.parts[0].rows) == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (("train.compile=true",), "train.compile=true cannot be simulated"),
+        (("world_size=16",), "world_size=16 is more than the 8 devices of cluster=8xh100: choose cluster.nodes=2"),
+        (("simulate.rank=8", "world_size=8"), "simulate.rank=8 is not one of the 8 ranks: choose 0 to 7"),
+        (("simulate.rank=last",), "simulate.rank=last is not a rank: choose peak, all, or a number"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_a_line(overrides: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        config = compose_config("strategy=ddp", "train.global_batch=16", *OPTIONS, *overrides)
+        make_plan(config, machine_of_run(config.to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("rank", "strategy", "expected"),
+    [
+        ("peak", "fsdp_full_shard", (0,)),
+        ("peak", "pp_1f1b strategy.pp=4", (0,)),
+        ("all", "pp_1f1b strategy.pp=4", (0, 2, 4, 6)),
+        ("5", "ddp", (5,)),
+    ],
+)
+def test_the_rank_that_is_played(rank: str, strategy: str, expected: tuple[int, ...]) -> None:
+    sizes = (
+        "model=7b",
+        "model.num_hidden_layers=8",
+        "train.global_batch=16",
+        "world_size=8",
+        "strategy.dp_replicate=2",
+    )
+    overrides = sizes if "pp" in strategy else sizes[:-1]
+    base = ("launch=simulated", "cluster=8xh100", "precision=bf16_mixed", f"simulate.rank={rank}")
+    more = ("strategy.data_parallel=ddp",) if "pp" in strategy else ()
+    config = compose_config(*f"strategy={strategy}".split(), *overrides, *more, *base)
+    layout = resolve_layout(config.strategy, 8)
+    assert simulated_ranks(config, layout, machine_of_run(config.to_dict())) == expected
+
+
+def problems_with(fault: str, *overrides: str) -> list[str]:
+    """Return what is wrong with rank 0 under a fault: its error, what is not proven, or a peak beyond the plan's."""
+    config = compose_config(*overrides, *FOUR_LAYERS)
+    layout = resolve_layout(config.strategy, 4)
+    module = ("tests.support.simulated_faults", fault) if fault else ("harness.simulator",)
+    (report,) = simulate_steps([StepRequest(config, layout)], CACHE, module)
+    if report.status != "ok":
+        return [report.reason]
+    widths = load_engine(layout.engine).state_widths(config, layout)
+    proof = verify_simulation(config, layout, widths, [report]).parts.get("proof", {})
+    planned = estimate_memory(config, layout, widths, "cuda").peak_bytes
+    peak = report.profiled.peak_allocated_bytes or 0
+    return [*proof.get("problems", ()), *(["the peak is beyond the plan's"] if peak > 1.03 * planned else [])]
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "problem"),
+    [
+        ("", "fsdp_full_shard", None),
+        ("tensor_on_the_host", "fsdp_full_shard", "cpu"),
+        ("collective_on_the_wrong_group", "ddp", "along dp_replicate"),
+        ("forgotten_free", "fsdp_full_shard", "along dp_shard"),
+        pytest.param("kept_reference", "fsdp_full_shard", "the peak is beyond the plan's", marks=pytest.mark.long),
+    ],
+)
+def test_a_fault_in_the_code_for_cuda_is_noticed(fault: str, strategy: str, problem: str | None) -> None:
+    problems = problems_with(fault, f"strategy={strategy}")
+    assert problems == [] if problem is None else any(problem in entry for entry in problems), problems
+
+
+def test_a_share_that_is_not_there_is_a_problem() -> None:
+    """One simulated rank shows alone that it holds its share, and nothing more."""
+    config = compose_config("strategy=fsdp_full_shard", *FOUR_LAYERS)
+    layout = resolve_layout(config.strategy, 4)
+    widths = load_engine(layout.engine).state_widths(config, layout)
+    (report,) = simulate_steps([StepRequest(config, layout)], CACHE)
+    lost = dataclasses.replace(report, parameter_shards=report.parameter_shards[1:])
+    doubled = dataclasses.replace(report, parameter_shards=[*report.parameter_shards, *report.parameter_shards])
+
+    def reason(changed: RankReport) -> str:
+        return str(verify_simulation(config, layout, widths, [changed]).columns["reason"])
+
+    assert reason(report) == ""
+    assert "parameters: rank 0 holds" in reason(lost) and "its share is" in reason(lost)
+    assert "parameters: rank 0 holds" in reason(doubled) and "its equal share is" in reason(doubled)
+
+
+def test_a_simulation_has_an_identity_of_its_own() -> None:
+    """A run's identity does not depend on keys that only simulations read."""
+    real = compose_config("strategy=ddp", *TWO_LAYERS)
+    other_rank = dataclasses.replace(real, simulate=dataclasses.replace(real.simulate, rank="all"))
+    plans = [make_plan(config, machine_of_run(config.to_dict())) for config in (real, other_rank)]
+    assert plans[0].run_id == plans[1].run_id
+    simulated = [dataclasses.replace(config, launch="simulated") for config in (real, other_rank)]
+    ids = {make_plan(config, machine_of_run(config.to_dict())).run_id for config in simulated}
+    assert len(ids | {plans[0].run_id}) == 3

@@ -1,0 +1,73 @@
+"""The simulator's process with a fault planted in the code of an engine for CUDA.
+
+`python -m tests.support.simulated_faults FAULT` reads requests from standard input as `python -m harness.simulator`
+does. A fault patches the engine before it is built.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from harness.simulator.__main__ import simulate_requests
+
+
+def tensor_on_the_host() -> None:
+    """Leave the targets of every micro-batch in the host's memory."""
+    from harness.engines.base import Batch
+    from harness.worker.batches import Batches
+
+    batches: Any = Batches.__call__
+
+    def call(self: Batches, step: int) -> list[Batch]:
+        return [Batch(inputs, targets.cpu()) for inputs, targets in batches(self, step)]
+
+    Batches.__call__ = call  # type: ignore[method-assign]
+
+
+def collective_on_the_wrong_group() -> None:
+    """Average the gradients of replicas over the tensor-parallel ranks, of which there is one."""
+    from harness.engines.torch import mesh
+
+    def replica_group(whole: Any) -> Any:
+        return whole["tp"].get_group()
+
+    mesh.replica_group = replica_group
+
+
+def forgotten_free() -> None:
+    """Keep the gathered parameters of every layer after its forward, without telling the configuration."""
+    from harness.engines.torch import fsdp
+
+    apply_fully_shard: Any = fsdp.apply_fully_shard
+
+    def apply(model: Any, mesh: Any, policy: Any, reshard_after_forward: bool, offload: Any) -> None:
+        apply_fully_shard(model, mesh, policy, False, offload)
+
+    fsdp.apply_fully_shard = apply
+
+
+def kept_reference() -> None:
+    """Keep every layer's output alive until the process ends."""
+    from harness.models.decoder import Block
+
+    kept: list[Any] = []
+    forward: Any = Block.forward
+
+    def keeping(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        kept.append(forward(self, *arguments, **keywords))
+        return kept[-1]
+
+    Block.forward = keeping  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    fault.__name__: fault
+    for fault in (tensor_on_the_host, collective_on_the_wrong_group, forgotten_free, kept_reference)
+}
+
+
+if __name__ == "__main__":
+    simulate_requests(FAULTS[sys.argv[1]])
+    sys.stdout.flush()
+    os._exit(0)
