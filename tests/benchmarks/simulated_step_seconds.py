@@ -110,8 +110,9 @@ def published_case(source: str, row: PublishedRow) -> Case:
     here = estimate_step_time(
         config, row.layout, hardware, load_stack("harness").timing, None, row.gpus_per_node
     ).step_seconds
+    (planned,) = step_seconds([row])
     published = row.measured["step_seconds"]
-    return Case(source, str(row.row_number), row.group, config, row.layout, published, *step_seconds([row]), here)
+    return Case(source, str(row.row_number), row.group, config, row.layout, published, planned, here)
 
 
 def planned_cases() -> Iterator[Case]:

@@ -110,12 +110,9 @@ def allocator_problems(rank: RankReport) -> list[str]:
 def peak_problems(entry: Case, widths: StateWidths, ranks: list[RankReport]) -> list[str]:
     """Return by how much the highest peak of the ranks' storages is not the plan's, where it can be compared.
 
-    The reducer of DDP keeps all gradients in one bucket here, which counts where it is copied to masters. Where FSDP2
-    keeps parameters whole over several micro-batches, the plan may be 6 % too high.
+    Where FSDP2 keeps parameters whole over several micro-batches, the plan may be 6 % too high.
     """
     config, layout = entry.config, entry.layout
-    if layout.data_parallel == "ddp" and config.precision.is_mixed:
-        return []
     accumulates = layout.grad_accumulation_steps(config.train) > 1
     if layout.data_parallel == "fsdp" and layout.zero_stage < 3 and accumulates:
         return []

@@ -23,7 +23,7 @@ def forgotten_wait() -> Iterator[None]:
     """Let FSDP2 use gathered parameters without waiting for the stream that gathers them."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 
-    copy_out: Any = param_group.foreach_all_gather_copy_out
+    copy_out: Any = vars(param_group)["foreach_all_gather_copy_out"]
 
     def copy_out_at_once(result: Any, *arguments: Any, **keywords: Any) -> Any:
         return copy_out(result._replace(all_gather_event=None), *arguments, **keywords)
