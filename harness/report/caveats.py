@@ -25,7 +25,7 @@ def _device(view: View) -> Iterator[str]:
             "How fast the same layouts are on GPUs: here ranks share one memory and its bandwidth, and messages never"
             " leave the machine. A GPU's kernels and allocator also add memory that a CPU does not have."
         )
-    crowded = [record for record in ok if is_crowded(record)]
+    crowded = [record for record in ok if is_crowded(record) and record.row.get("step_seconds") is not None]
     if crowded:
         most = max(record.row["world_size"] for record in crowded)
         cores = min(record.environment["cores"] for record in crowded)

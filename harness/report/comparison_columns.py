@@ -128,6 +128,7 @@ def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
         timed("tokens_per_second_per_device", rate, numbers("tokens_per_second_per_device", ONE)),
         timed("mfu", header(_MFU, "%"), texts("mfu", format_percents)),
         timed("step_seconds", ("step", "ms"), numbers("step_seconds", MILLISECONDS)),
+        timed("estimated_step_seconds", ("estimated", "step ms"), numbers("estimated_step_seconds", MILLISECONDS)),
         timed("pipeline_bubble", ("", header(_BUBBLE)[0]), texts("pipeline_bubble", format_fractions)),
         Column(
             header(_BUBBLE, "theory" if short else "in theory"),
