@@ -9,9 +9,13 @@ from harness.cost_model.rank_memory import highest_rank
 from harness.engines.base import load_engine, unsupported_elsewhere
 from harness.hardware.described_cluster import described_cluster, described_machine
 from harness.hardware.machine import Machine
+from harness.hardware.torch_build import torch_release
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.runner.local_machine import detect_machine
+
+# The first release of torch whose fake process group fills what a rank gets by a collective (FakeProcessGroup.hpp).
+FILLING_RELEASE = (2, 13)
 
 
 def machine_of_run(values: ConfigValues, detect: Callable[[ClusterConfig], Machine] = detect_machine) -> Machine:
@@ -47,6 +51,11 @@ def rank_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
 def virtual_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
     """Yield every reason why a rank of this layout cannot run alone, a line each."""
     yield from rank_problems(config, layout)
+    if torch_release() < FILLING_RELEASE:
+        yield (
+            "launch=virtual needs torch 2.13: the fake process group of earlier releases leaves the results of"
+            " reduce-scatters as they were in memory"
+        )
     if config.cluster.nodes > 1:
         yield (
             f"cluster.nodes={config.cluster.nodes} with launch=virtual, which runs one rank on this machine: choose 1,"

@@ -12,6 +12,7 @@ from harness.config.fingerprint import make_run_id, result_affecting_keys
 from harness.config.hydra import register_resolvers, to_container
 from harness.config.schema import RunConfig
 from harness.hardware.machine import Machine
+from harness.runner import simulation
 from harness.runner.machine_defaults import resolve_auto
 from harness.runner.plan import capacity_problem, make_plan
 from harness.runner.rejected import fallback_run_id
@@ -86,6 +87,13 @@ def test_what_a_virtual_run_cannot_do_is_refused(overrides: tuple[str, ...], pro
     machine = Machine("cpu", "cpu", 2, 2, 0, (2**34,), 2)
     with pytest.raises(UserError, match=problem):
         make_plan(virtual_config("world_size=4", *overrides), machine)
+
+
+def test_a_virtual_run_needs_a_process_group_that_fills_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "torch_release", lambda: (2, 12))
+    machine = Machine("cpu", "cpu", 1, 2, 0, (2**34,), 2)
+    with pytest.raises(UserError, match=r"^launch=virtual needs torch 2\.13: the fake process group"):
+        make_plan(virtual_config(), machine)
 
 
 def test_a_virtual_run_needs_the_device_of_one_rank() -> None:

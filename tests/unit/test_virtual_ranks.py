@@ -1,14 +1,18 @@
 """What a virtual rank has in the place of other ranks' values, and what its row says of time."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from harness.cost_model.timing.step_time import StepTime
 from harness.layout.layout import resolve_layout
 from harness.metrics.virtual import virtual_columns
 from harness.records.rank_report import PhaseShare, RankReport, TimeBreakdown
+from harness.simulator.process_group import fake_process_group
 from harness.simulator.virtual_batches import own_vocabulary
 from harness.simulator.virtual_deepspeed import fill_padding
 from harness.simulator.virtual_stages import RECEIVED_GRADIENT, RECEIVED_HIDDEN_STATE, fill_received
@@ -54,6 +58,28 @@ def test_no_step_is_estimated_without_known_hardware() -> None:
         not {"estimated_step_seconds", "predicted_communication_seconds"}
         & virtual_columns(layout, [REPORT], None).keys()
     )
+
+
+WORLD_SIZE = 4
+
+# The collectives of engines that allocate their results, as calls with an input and a result of WORLD_SIZE or 1 parts.
+COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "all_gather_into_tensor": lambda part, whole: dist.all_gather_into_tensor(whole, part),
+    "all_gather": lambda part, whole: dist.all_gather([*whole.chunk(WORLD_SIZE)], part),
+    "reduce_scatter_tensor": lambda part, whole: dist.reduce_scatter_tensor(part, whole),
+    "reduce_scatter": lambda part, whole: dist.reduce_scatter(part, [*whole.chunk(WORLD_SIZE)]),
+    "all_to_all_single": lambda part, whole: dist.all_to_all_single(part, part.clone().fill_(1.0)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_the_fake_process_group_fills_results(name: str) -> None:
+    part, whole = torch.ones(WORLD_SIZE), torch.ones(WORLD_SIZE * WORLD_SIZE)
+    (whole if name.startswith("all_gather") else part).fill_(math.nan)
+    with fake_process_group(WORLD_SIZE - 1, WORLD_SIZE):
+        COLLECTIVES[name](part, whole)
+    assert (part == 1).all() and (whole == 1).all()
 
 
 @pytest.mark.parametrize("size", [RECEIVED_HIDDEN_STATE, RECEIVED_GRADIENT])
