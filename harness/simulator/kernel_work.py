@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from harness.config.hardware import HardwareConfig
 from harness.cost_model.timing.collectives import Group, all_reduce_seconds, gather_seconds, send_seconds
 from harness.cost_model.timing.kernels import fused_attention_flops, kernel_rates
+from harness.cost_model.timing.offload_time import PAYLOAD, host_update_seconds
 
 BACKWARD_PRODUCTS = 2.5  # of a fused attention kernel's backward, in units of its forward's (arXiv 2205.14135)
 
@@ -69,7 +70,20 @@ class HostCopy(NamedTuple):
 
     def seconds(self, hardware: HardwareConfig) -> float:
         """Return the seconds of the copy, which are 0 where the bandwidth to the host is not known."""
-        return self.bytes / hardware.host_bandwidth if hardware.host_bandwidth else 0.0
+        return self.bytes / (hardware.host_bandwidth * PAYLOAD) if hardware.host_bandwidth else 0.0
+
+
+class HostWork(NamedTuple):
+    """An operator that the host itself carries out, such as the update of offloaded state, on so many bytes."""
+
+    bytes: int
+
+    def seconds(self, hardware: HardwareConfig) -> float:
+        """Return the seconds, in which the host launches nothing; 0 where the bandwidth to the host is not known."""
+        if not hardware.host_bandwidth:
+            return 0.0
+        update = self.bytes / (hardware.memory_bandwidth * hardware.fitted.memory_efficiency)
+        return host_update_seconds(update, hardware.memory_bandwidth, hardware.host_bandwidth)
 
 
 class Collective(NamedTuple):
@@ -107,7 +121,7 @@ class Transfers(NamedTuple):
 
 Computation = Product | Attention | Movement
 Communication = Collective | Transfers
-Work = Computation | HostCopy | Communication
+Work = Computation | HostCopy | HostWork | Communication
 
 
 @lru_cache(maxsize=1024)
@@ -116,7 +130,7 @@ def group_of_ranks(ranks: Sequence[int], gpus_per_node: int) -> Group:
     return Group(len(ranks), len({rank // gpus_per_node for rank in ranks}))
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=65536, typed=True)  # a copy and a movement of equally many bytes are equal tuples
 def work_seconds(work: Work, hardware: HardwareConfig, gpus_per_node: int) -> float:
     """Return the seconds of a kernel where nothing else runs.
 

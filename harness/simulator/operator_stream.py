@@ -24,10 +24,12 @@ from harness.measure.collective_rules import NAMESPACES, RULES, CollectiveCall, 
 from harness.measure.communication import group_of_call
 from harness.records.rank_report import OUTSIDE_PHASES
 from harness.simulator import cuda_api
-from harness.simulator.kernel_work import Collective, TransferPart, Transfers, Work
+from harness.simulator.kernel_work import Collective, HostWork, TransferPart, Transfers, Work
 from harness.simulator.operator_work import WorkCache
 
 Stream = str  # "stream 0" is the default stream; others are those of communicators and of the program
+
+HOST = "host"  # the place of what the host does or waits for itself
 
 Moment = dict[Stream, int]  # the last launch on each of some streams
 
@@ -68,7 +70,7 @@ class StreamRecorder:
             return
         work = self._cache.work_of(func, args, kwargs, result)
         if work is not None:
-            self.launch(func._opname, work, current_stream())
+            self.launch(func._opname, work, HOST if isinstance(work, HostWork) else current_stream())
 
     def launch(self, name: str, work: Work | None, stream: Stream, axis: str = "") -> int:
         """Record a launch on a stream, and return its number."""
@@ -95,7 +97,7 @@ class StreamRecorder:
     def wait_on_host(self, moment: Moment | None) -> None:
         """Record that the host waits for a moment."""
         if self.is_recording and moment:
-            self.launches.append(Launch("synchronize", None, "host", self.phase, "", tuple(moment.values())))
+            self.launches.append(Launch("synchronize", None, HOST, self.phase, "", tuple(moment.values())))
 
     def _on_collective(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         name = func._schema.name

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.measure.collective_rules import iter_tensors
-from harness.simulator.kernel_work import Attention, HostCopy, Movement, Product, Work
+from harness.simulator.kernel_work import Attention, HostCopy, HostWork, Movement, Product, Work
 
 _aten = torch.ops.aten
 
@@ -94,11 +94,11 @@ def device_type_of(tensor: Tensor) -> str:
 
 
 def kernel_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, device_type: str) -> Work | None:
-    """Return the kernel that an operator launches on a device of this type, or None."""
+    """Return the kernel that an operator launches on a device of this type, what the host does itself, or None."""
     inputs, outputs = list(iter_tensors([args, list(kwargs.values())])), list(iter_tensors(result))
     devices = {device_type_of(tensor) for tensor in (*inputs, *outputs) if tensor.dim() or len(inputs) == 1}
     if device_type not in devices:
-        return None
+        return HostWork(moved_bytes(func, args, kwargs, outputs)) if devices else None
     name = func._opname
     if devices > {device_type} and name in ("_to_copy", "copy_"):
         return HostCopy(_tensor_bytes(outputs[0]))

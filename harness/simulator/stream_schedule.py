@@ -1,6 +1,7 @@
 """When a device runs the launches of a rank's step: one host thread, streams, and what runs beside each other.
 
-The host takes the same time for every launch and runs ahead of the device until it waits for it. A kernel begins when
+The host takes the same time for every launch and runs ahead of the device until it waits for it; what it does itself
+keeps it from launching, and counts as idle time of the device where this has nothing else to do. A kernel begins when
 it is launched, when the one before it on its stream has ended, and when all that it waits for has. Kernels of
 several streams run beside each other; while anything communicates, those that compute are slower. Other ranks are not
 simulated: a collective begins when this rank's streams reach it, and so does a transfer between pipeline stages.
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.simulator.kernel_work import Collective, HostCopy, Transfers, Work
-from harness.simulator.operator_stream import Launch
+from harness.simulator.operator_stream import HOST, Launch
 
 ROUNDING_SECONDS = 1e-12  # a kernel that has so little left has ended
 
@@ -110,6 +111,7 @@ class Player:
             now = then
         if self.host_next < len(self.launches) or any(self.streams.values()):
             raise RuntimeError("launches wait for each other for ever")
+        schedule.idle_seconds += max(0.0, schedule.step_seconds - now)  # the host goes on after the last kernel
         return schedule
 
     def speeds(self, running: Sequence[int]) -> Mapping[int, float]:
@@ -129,6 +131,9 @@ class Player:
                     return
                 self.host_time = max(self.host_time, end)
                 self.starts[number] = self.ends[number] = self.host_time
+            elif launch.stream == HOST:
+                self.starts[number] = self.host_time
+                self.ends[number] = self.host_time = self.host_time + self.left[number]
             else:
                 self.host_time += self.rates.launch_seconds
                 self.queued_at[number] = self.host_time

@@ -8,7 +8,17 @@ import torch
 
 from harness.layout.layout import resolve_layout
 from harness.records.rank_report import SimulatedTime
-from harness.simulator.kernel_work import Attention, Collective, HostCopy, Movement, Product, Transfers, Work
+from harness.simulator.kernel_work import (
+    Attention,
+    Collective,
+    HostCopy,
+    HostWork,
+    Movement,
+    Product,
+    Transfers,
+    Work,
+    work_seconds,
+)
 from harness.simulator.operator_stream import Launch
 from harness.simulator.operator_work import WorkCache
 from harness.simulator.stage_times import with_stage_waits
@@ -95,6 +105,13 @@ SCHEDULES: dict[str, tuple[list[Launch], list[float], Rates, list[tuple[float, f
         [(2, 7), (7, 7), (9, 10)],
         (6, 0, 0, 0, 4),
     ),
+    "a host that updates offloaded state": (
+        [kernel(), HOST, kernel("host", work=HostWork(0)), kernel(), kernel("host", work=HostWork(0))],
+        [5, 0, 3, 1, 2],
+        FREE,
+        [(0, 5), (5, 5), (5, 8), (8, 9), (8, 10)],
+        (6, 0, 0, 0, 4),
+    ),
     "a copy beside computing, and alone": (
         [kernel(), kernel("copies", work=COPIES)],
         [2, 3],
@@ -146,7 +163,16 @@ KERNELS: list[tuple[Any, tuple[Any, ...], Any, Work | None]] = [
 
 @pytest.mark.parametrize(("func", "args", "result", "expected"), KERNELS, ids=lambda value: str(value)[:40])
 def test_the_kernel_of_an_operator(func: Any, args: tuple[Any, ...], result: Any, expected: Work | None) -> None:
-    assert WorkCache("meta").work_of(func, args, {}, result) == expected
+    work = WorkCache("meta").work_of(func, args, {}, result)
+    assert (type(work), work) == (type(expected), expected)
+
+
+def test_equally_many_bytes_take_another_time_on_the_device_to_the_host_and_on_it() -> None:
+    hardware = compose_config("cluster=8xh100").cluster.hardware
+    assert hardware is not None and hardware.host_bandwidth is not None
+    moved, copied, updated = (work_seconds(kind(10**9), hardware, 8) for kind in (Movement, HostCopy, HostWork))
+    assert 10 * moved < copied == pytest.approx(10**9 / hardware.host_bandwidth, rel=0.1)
+    assert 10 * moved < updated == pytest.approx(10**9 / hardware.host_bandwidth, rel=0.2)
 
 
 def test_an_operator_in_place_reads_and_writes_its_argument_once() -> None:
