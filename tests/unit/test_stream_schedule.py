@@ -1,13 +1,18 @@
 """When a device runs what a step launches: hand-checked schedules of one host, streams, waits and pipeline stages."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from harness.layout.layout import resolve_layout
-from harness.records.rank_report import SimulatedTime
+from harness.metrics.simulation import simulated_time_columns
+from harness.metrics.step_time import PARTS
+from harness.records.rank_report import RankReport, SimulatedTime
+from harness.simulator.chrome_trace import PHASES, trace_events, write_trace
 from harness.simulator.kernel_work import (
     Attention,
     Collective,
@@ -180,6 +185,33 @@ def test_an_operator_in_place_reads_and_writes_its_argument_once() -> None:
     cache = WorkCache("meta")
     assert cache.work_of(_aten.add_.Tensor, (changed, other), {}, changed) == Movement(60)
     assert cache.work_of(_aten.copy_.default, (changed, other), {}, changed) == Movement(40)
+
+
+def test_a_trace_has_every_kernel_on_the_row_of_its_stream(tmp_path: Path) -> None:
+    launches, seconds, rates, expected, _ = SCHEDULES["a kernel waits for another stream"]
+    path = tmp_path / "trace.json"
+    write_trace(path, list(trace_events(3, launches, play(launches, list(map(float, seconds)), rates))))
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    shown = [event for event in events if event["ph"] == "X" and rows[event["tid"]] != PHASES]
+    assert [(event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in shown] == expected
+    assert [rows[event["tid"]] for event in shown] == ["main", "communicator", "main"]
+    assert [event["args"].get("axis") for event in shown] == [None, "tp", None]
+    (phase,) = (event for event in events if event["ph"] == "X" and rows[event["tid"]] == PHASES)
+    assert (phase["name"], phase["dur"] / 1e6, phase["pid"]) == ("forward", 6, 3)
+
+
+def test_the_columns_of_a_simulated_step_add_up_to_it() -> None:
+    config = compose_config("cluster=8xh100", "strategy=pp_1f1b", "model=1b", "precision=bf16_mixed")
+    phases = {"forward": 1.0, "backward": 2.0, "norm": 0.25, "optimizer": 0.5, "rest": 0.125}
+    time = SimulatedTime(8.0, phases, {"pp": 0.5, "dp_shard": 1.0}, 0.75, copy_seconds=0.5, idle_seconds=2.125)
+    shorter = dataclasses.replace(time, idle_seconds=3.0)
+    ranks = [RankReport(rank, simulated_time=own) for rank, own in enumerate((shorter, time))]
+    cells = simulated_time_columns(config, PIPELINE, ranks)
+    assert sum(float(str(cells[name])) for name in PARTS) == cells["step_seconds"] == 8.0
+    assert (cells["optimizer_seconds"], cells["idle_seconds"]) == (0.75, 2.125)  # of the stage that waits least
+    assert cells["tokens_per_second_per_device"] == config.train.global_batch * config.train.seq_len / 8 / 2
+    assert simulated_time_columns(config, PIPELINE, [*ranks, RankReport(2)]) == {}  # a rank that is not timed
 
 
 def stage(rank: int, launches: list[Launch], seconds: list[float]) -> TimedStep:
