@@ -24,8 +24,14 @@ PIPELINE = ("strategy=3d", "strategy.zero_stage=2", "strategy.dp_replicate=1", "
 
 # Name, ranks, overrides: growth with the world, growth with depth, and the largest layouts.
 LAYOUTS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
-    *((f"7b of 4 layers on {world}", world, (*FSDP, "model=7b", "model.num_hidden_layers=4")) for world in (8, 64, 1024)),
-    *((f"7b of {layers} layers on 8", 8, (*FSDP, "model=7b", f"model.num_hidden_layers={layers}")) for layers in (8, 16)),
+    *(
+        (f"7b of 4 layers on {world}", world, (*FSDP, "model=7b", "model.num_hidden_layers=4"))
+        for world in (8, 64, 1024)
+    ),
+    *(
+        (f"7b of {layers} layers on 8", 8, (*FSDP, "model=7b", f"model.num_hidden_layers={layers}"))
+        for layers in (8, 16)
+    ),
     ("7b on 8", 8, (*FSDP, "model=7b")),
     ("70b on 64", 64, (*FSDP, "model=70b")),
     (

@@ -93,3 +93,18 @@ def test_a_storage_that_a_tensor_was_set_to_ends_with_it() -> None:
         assert counter.live_bytes == 4000
         del second
         assert counter.live_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_converts_operands_in_memory_of_its_own(dtype: torch.dtype) -> None:
+    """What the profiler of torch sees of a real sum is what the simulation counts beside its result."""
+    total, summand = torch.zeros(1000, 10), torch.zeros(1000, 10, dtype=dtype)
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        total.add_(summand)
+    real = max((event.cpu_memory_usage for event in profiled.events()), default=0)
+    with fake_tensors(), count_storages("cpu") as counter:
+        fake_total, fake_summand = torch.zeros(1000, 10), torch.zeros(1000, 10, dtype=dtype)
+        before = counter.live_bytes
+        counter.reset_peak()
+        fake_total.add_(fake_summand)
+        assert counter.peak_bytes - before == real == (0 if dtype == torch.float32 else 40_000)
