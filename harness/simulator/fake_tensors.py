@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config.hf_model_info import HFModelInfo
@@ -30,6 +31,7 @@ from harness.models import hf_library, init_weights
 
 # Functions that compute ranks and boxes by small tensors on the host, and read their values.
 _READ_VALUES: tuple[tuple[Any, str], ...] = (
+    (device_mesh, "init_device_mesh"),
     (DeviceMesh, "__getitem__"),
     (DeviceMesh, "_flatten"),
     (DeviceMesh, "_concatenate"),
@@ -62,7 +64,7 @@ def _read_norm(_: FakeTensorMode, operator: Any, __: torch.Tensor) -> float:
 
 
 # The operators that fake tensors lack, or whose results have a storage of their own that a device's do not have.
-_OPERATORS = {
+OPERATORS = {
     torch.ops.aten._pin_memory.default: _pin_memory,
     torch.ops._c10d_functional.wait_tensor.default: _wait_tensor,
     torch.ops.aten._local_scalar_dense.default: _read_norm,
@@ -167,7 +169,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
             static = isinstance(original, staticmethod)
             wrapped: Any = without_fake_mode(original.__func__ if static else original)
             stack.enter_context(mock.patch.object(owner, name, staticmethod(wrapped) if static else wrapped))
-        stack.enter_context(mock.patch.dict(fake_impls.op_implementations_dict, _OPERATORS))
+        stack.enter_context(mock.patch.dict(fake_impls.op_implementations_dict, OPERATORS))
         # The mode believes that there is a device, and would allocate the result of torch.tensor on it.
         stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
         mode = stack.enter_context(FakeTensorMode())

@@ -28,6 +28,7 @@ from harness.models.decoder import causal_mask_lower_right
 from harness.probe import Probe, ShardSource
 from harness.records.rank_report import RankReport
 from harness.records.tensor_shards import TensorFingerprint
+from harness.simulator.accelerate_process import accelerate_process
 from harness.simulator.allocator_settings import parse_allocator_settings
 from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError
 from harness.simulator.cuda_api import cuda_api
@@ -111,6 +112,7 @@ def simulate_rank(
 def simulated_device(request: StepRequest) -> Iterator[None]:
     """Return a context with stand-ins for the kernels and functions of the request's device, and for other ranks."""
     with ExitStack() as stack:
+        stack.enter_context(accelerate_process(request.layout, request.rank))
         stack.enter_context(deepspeed_process(request.layout, request.device, request.device_bytes))
         if request.device == "cuda":
             hardware = request.config.cluster.hardware

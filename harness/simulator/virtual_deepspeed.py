@@ -34,7 +34,7 @@ def agreeing_ranks(layout: Layout, device: torch.device) -> Iterator[None]:
     with (
         mock.patch.object(utils, "assert_lst_len_same_as_other_ranks", _accept),
         mock.patch.object(utils, "get_lst_from_rank0", _own_list),
-        mock.patch.object(DeepSpeedEngine, "_configure_tensor_parallel_states", _without_batch_check(configure)),
+        mock.patch.object(DeepSpeedEngine, "_configure_tensor_parallel_states", without_batch_check(configure)),
         mock.patch.object(partition_parameters.Init, "_partition_param", _with_filled_padding(partition)),
     ):
         yield
@@ -49,7 +49,7 @@ def _own_list(values: Sequence[int]) -> Sequence[int]:
     return values
 
 
-def _without_batch_check(configure: Any) -> Any:
+def without_batch_check(configure: Any) -> Any:
     """Return a function that configures tensor parallelism as another does, and removes its check of batches."""
 
     def configure_without_check(engine: Any, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ranks of the torch engine on a simulated CUDA device, held to the plan for CUDA: every case is a real model's width.
+"""Ranks of every engine on a simulated CUDA device, held to the plan for CUDA: every case is a real model's width.
 
 What a step runs is counted by the harness's own profiler from the operators that would run on a GPU. See
 docs/development/testing.md for what this does not show.
@@ -37,14 +37,19 @@ LAYOUTS = ("single x 1", "tp x 8", "tp_sp x 8", "cp x 4 strategy.data_parallel=f
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration, and one rank of every pipeline stage, whose work all other ranks of the stage do as well."""
+    """A configuration, and one rank of every pipeline stage, whose work all other ranks of the stage do as well.
+
+    Under stages 1 and 2 of DeepSpeed, which divide all parameters as one tensor, every rank holds other parameters.
+    """
 
     config: RunConfig
     layout: Layout
 
     @property
     def ranks(self) -> range:
-        return range(0, self.layout.world_size, self.layout.world_size // self.layout.pp)
+        partitions_flat = self.layout.uses_deepspeed_zero and self.layout.zero_stage < 3
+        stage_ranks = 1 if partitions_flat else self.layout.world_size // self.layout.pp
+        return range(0, self.layout.world_size, stage_ranks)
 
     @property
     def requests(self) -> list[StepRequest]:
@@ -75,7 +80,7 @@ def problems(entry: Case, ranks: list[RankReport]) -> list[str]:
     if failures:
         return failures
     widths = load_engine(layout.engine).state_widths(config, layout)
-    flops = sum(rank.profiled.flops for rank in ranks) * (layout.world_size // layout.pp)
+    flops = sum(rank.profiled.flops for rank in ranks) * (layout.world_size // len(ranks))
     planned_flops = executed_flops(config, layout, "cuda", widths.recomputes_last_projection)
     result = kernel_problems(config, ranks)
     result += [f"{flops} operations, planned {planned_flops}"] if flops != planned_flops else []
@@ -91,16 +96,18 @@ def problems(entry: Case, ranks: list[RankReport]) -> list[str]:
         planned = activation_bytes(config, layout, "cuda", layout.coordinates(rank.rank)["pp"])
         if saved != pytest.approx(planned, rel=ACTIVATION_TOLERANCE):
             result.append(f"rank {rank.rank} saved {saved} bytes for backward, {saved / planned:.4f} x the plan")
-        result += allocator_problems(rank)
+        result += allocator_problems(layout, rank)
     return result + peak_problems(entry, widths, ranks)
 
 
-def allocator_problems(rank: RankReport) -> list[str]:
+def allocator_problems(layout: Layout, rank: RankReport) -> list[str]:
     """Return where the logged peak, its parts, and the allocator's model disagree."""
     assert rank.profiled.at_peak is not None
     parts, peak = rank.profiled.at_peak.bytes, rank.profiled.peak_allocated_bytes
     roles = {part.role for part in rank.profiled.at_peak.parts}
-    result = [] if {"parameter", "optimizer"} <= roles else [f"the parts at the peak are {roles}"]
+    on_device = {"parameters": "parameter", "optimizer": "optimizer"}
+    expected = {role for kind, role in on_device.items() if kind not in layout.offloaded_state}
+    result = [] if expected <= roles else [f"the parts at the peak are {roles}"]
     readings = (parts, peak, rank.peak_requested_bytes, rank.peak_allocated_bytes, rank.peak_reserved_bytes)
     if not parts == peak == readings[2] <= (readings[3] or 0) <= (readings[4] or 0):
         result.append(f"parts, peak, requested, allocated and reserved bytes are {readings}")
@@ -140,6 +147,10 @@ CASES = [
     f"fsdp_full_shard x 2 model=350m precision=fp32 {TWO_LAYERS} train.global_batch=2 train.seq_len=64",
     f"ddp x 2 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2",
     "pp_interleaved x 2 model=7b precision=bf16_mixed model.num_hidden_layers=4 train.global_batch=2",
+    f"zero1 x 2 model=1b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2",
+    f"zero2 x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 checkpointing=selective",
+    f"zero3 x 4 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=8 checkpointing=full",
+    f"ddp x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 strategy.engine=accelerate",
 ]
 
 LONG_CASES = (
