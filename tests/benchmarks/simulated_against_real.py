@@ -54,10 +54,15 @@ def requests_of(line: Line) -> tuple[str, list[StepRequest]]:
 
 
 def distinct_ranks(config: RunConfig, layout: Layout) -> list[int]:
-    """Return the first rank of every stage, and of every share of a vocabulary that is not divided evenly."""
+    """Return a rank for every stage, every share of an uneven vocabulary, and every span of eager attention.
+
+    A rank's span of the sequence decides where torch may stop the second forward of plain operators.
+    """
     stages = range(0, layout.world_size, layout.world_size // layout.pp)
+    spans = range(layout.cp if config.model.attention == "eager" else 1)
     shares = range(layout.tp if config.model.vocab_size % layout.tp else 1)
-    return [stage + share for stage in stages for share in shares]  # tensor-parallel ranks are neighbors
+    # Ranks of tensor parallelism are neighbors, and those of context parallelism are next.
+    return [stage + span * layout.tp + share for stage in stages for span in spans for share in shares]
 
 
 def compare(line: Line, reports: list[RankReport]) -> dict[str, Any]:
