@@ -2,11 +2,11 @@
 
 python -m tests.benchmarks.simulated_step_seconds --out results/simulator/step_seconds.csv
 Cluster files are taken as they are. Published rows are those of layouts that the torch engine shares: FSDP of
-Modalities and llm-foundry, and nanotron's with an MFU of 10 % or more. Of each source every n-th row is taken
-(--every), of nanotron's pipelines those that fewest layer passes simulate. Without pipelines a step is linear in the
-layers and in the micro-batches: a row of more than DEPTHS or BATCHES is simulated at these and extrapolated, as
-`--exact` shows. Pipelines are simulated at full depth, and extrapolated in the micro-batches alone. A table that exists
-is completed, unless --again is given.
+Modalities and llm-foundry, and nanotron's without ZeRO and with an MFU of 10 % or more. Every n-th row of a source is
+taken, by EVERY; of nanotron's pipelines those that the fewest layer passes simulate. Without pipelines a step is linear
+in the layers and in the micro-batches: a row with more than DEPTHS or BATCHES is simulated at these and extrapolated,
+which `--exact` compares with whole steps. Pipelines are simulated at full depth, and extrapolated in the micro-batches
+alone. A table that exists is completed, unless --again is given.
 """
 
 import argparse
@@ -21,6 +21,8 @@ from typing import NamedTuple
 from harness.config.schema import RunConfig
 from harness.config.stack import load_stack
 from harness.cost_model.timing.step_time import estimate_step_time
+from harness.engines.base import load_engine
+from harness.hardware.described_cluster import described_cluster, described_machine
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.rank_report import SimulatedTime
 from harness.simulator.process import StepRequest, simulate_steps
@@ -36,7 +38,7 @@ MIN_MFU = 0.1  # of nanotron's rows
 
 PIPELINES = 8  # of nanotron's rows that are simulated
 
-EVERY = {"Modalities, A100 of 64 GB": 4, "llm-foundry, A100": 7, "llm-foundry, H100": 5, "nanotron, H100": 9}
+EVERY = {"Modalities, A100 of 64 GB": 4, "llm-foundry, A100": 7, "llm-foundry, H100": 5, "nanotron, H100": 6}
 
 PLANNED = "plan, 8 x H100"  # the source of configurations of which there is no measurement
 
@@ -80,12 +82,33 @@ def published_cases() -> Iterator[Case]:
     }
     for source, rows in sources.items():
         yield from (published_case(source, row) for row in rows[:: EVERY[source]])
-    grid = [row for row in nanotron.rows() if row.status == "ok" and row.measured.get("mfu", 0.0) >= MIN_MFU]
+    grid = [as_engine(row) for row in nanotron.rows() if row.status == "ok" and row.measured.get("mfu", 0) >= MIN_MFU]
+    grid = [row for row in grid if not refusals(row)]
     plain = [row for row in grid if not row.layout.pp_enabled]
     pipelines = sorted((row for row in grid if row.layout.pp_enabled), key=pipeline_passes)
     source = "nanotron, H100"
     yield from (published_case(source, row) for row in plain[:: EVERY[source]])
     yield from (published_case("nanotron's pipelines, H100", row) for row in spread(pipelines))
+
+
+def as_engine(row: PublishedRow) -> PublishedRow:
+    """Return a row with the replicas of tensor-parallel ranks as the torch engine has them: by fully_shard."""
+    if row.layout.tp == 1 or row.config.strategy.data_parallel != "ddp":
+        return row
+    strategy = dataclasses.replace(row.config.strategy, data_parallel="fsdp")
+    config = dataclasses.replace(row.config, strategy=strategy)
+    return dataclasses.replace(row, config=config, layout=resolve_layout(strategy, row.layout.world_size))
+
+
+def refusals(row: PublishedRow) -> list[str]:
+    """Return why the torch engine refuses a row, such as ZeRO stage 1 with master weights."""
+    machine = described_machine(described_cluster(on_hardware(row).cluster))
+    return list(load_engine("torch").unsupported(row.config, row.layout, machine))
+
+
+def on_hardware(row: PublishedRow) -> RunConfig:
+    """Return a row's configuration with the hardware on which it was measured."""
+    return dataclasses.replace(row.config, cluster=dataclasses.replace(row.config.cluster, hardware=row_hardware(row)))
 
 
 def spread(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
@@ -103,8 +126,7 @@ def pipeline_passes(row: PublishedRow) -> int:
 
 def published_case(source: str, row: PublishedRow) -> Case:
     """Return the case of a published row; a head of a pipeline is not tied, which the engine refuses."""
-    hardware = row_hardware(row)
-    config = dataclasses.replace(row.config, cluster=dataclasses.replace(row.config.cluster, hardware=hardware))
+    hardware, config = row_hardware(row), on_hardware(row)
     if row.layout.pp_enabled:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, tie_word_embeddings=False))
     here = estimate_step_time(
