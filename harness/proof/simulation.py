@@ -12,9 +12,9 @@ from harness.proof.layout import (
     build_peak_problems,
     gradient_problems,
     placement_problems,
-    share_problems,
     width_problems,
 )
+from harness.proof.shares import share_problems
 from harness.proof.step import (
     checkpointing_problems,
     compile_problems,

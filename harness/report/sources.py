@@ -96,15 +96,14 @@ def _differences(values: Sequence[Any], others: Sequence[Any]) -> list[str]:
 def _difference(record: Record) -> str:
     """Return what fills the simulated peak if it is outside the formula's interval; '' if it is inside."""
     formula, simulated = record.row.get("predicted_peak_bytes"), record.row.get("peak_allocated_bytes")
-    low, high = load_stack("harness").memory.measured_over_predicted
+    low, high = load_stack("harness").memory.measured_over_predicted or (1.0, 1.0)
     if not formula or not simulated or low <= simulated / formula <= high:
         return ""
-    fullest = next((rank for rank in record.ranks if rank.get("rank") == record.row.get("peak_rank")), None)
-    parts = ((fullest or {}).get("profiled") or {}).get("at_peak", {}).get("parts", [])
-    largest = sorted(parts, key=lambda part: -int(part["bytes"]))[:PARTS]
-    unit = byte_unit([int(part["bytes"]) for part in largest])
-    texts = [f"{part['what']} {format_numbers([part['bytes']], unit)[0]} {unit.name}" for part in largest]
-    return (
-        f"the simulated peak is {simulated / formula:.3f} of the formula's, outside its interval of {low:g} to"
-        f" {high:g}; the largest parts of the simulated peak, in {record.row.get('peak_phase')}, are {', '.join(texts)}."
-    )
+    fullest = next((rank for rank in record.ranks if rank.rank == record.row.get("peak_rank")), None)
+    at_peak = None if fullest is None else fullest.profiled.at_peak
+    largest = sorted(at_peak.parts if at_peak else (), key=lambda part: -part.bytes)[:PARTS]
+    unit = byte_unit([part.bytes for part in largest])
+    texts = [f"{part.what} {format_numbers([part.bytes], unit)[0]} {unit.name}" for part in largest]
+    filled = f"; the largest parts of it, in {record.row.get('peak_phase')}, are {', '.join(texts)}" if texts else ""
+    ratio = f"{simulated / formula:.3f}"
+    return f"the simulated peak is {ratio} of the formula's, outside its interval of {low:g} to {high:g}{filled}."

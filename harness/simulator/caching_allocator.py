@@ -80,9 +80,9 @@ class CachingAllocator:
             self.empty_cache()
             block = self._reserve(pool, rounded, stream)
         if block is None:
-            held = f"{format_bytes(self.allocated_bytes)} allocated and {format_bytes(self.reserved_bytes)} reserved"
+            in_use = f"{format_bytes(self.allocated_bytes)} allocated and {format_bytes(self.reserved_bytes)} reserved"
             limit = format_bytes(self.device.capacity_bytes)
-            raise OutOfDeviceMemoryError(f"{format_bytes(size)} do not fit beside {held} of {limit}")
+            raise OutOfDeviceMemoryError(f"{format_bytes(size)} do not fit beside {in_use} of {limit}")
         if self._should_split(block, rounded):
             pool.insert(block.split(rounded))
         block.is_allocated, block.requested_bytes = True, size

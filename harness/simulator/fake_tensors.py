@@ -136,8 +136,10 @@ def is_same_tensor(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two fake tensors are one: of the same elements in the same memory."""
     if not isinstance(first, FakeTensor) or not isinstance(second, FakeTensor):
         return False
-    one, other = ((tensor.dtype, tensor.shape, tensor.stride(), tensor_address(tensor)) for tensor in (first, second))
-    return first.device == second.device != torch.device("meta") and one == other
+    if first.device != second.device or first.device.type == "meta":
+        return False
+    views = [(tensor.dtype, tensor.shape, tensor.stride(), tensor_address(tensor)) for tensor in (first, second)]
+    return views[0] == views[1]
 
 
 def swap_within(mode: FakeTensorMode) -> Callable[[torch.Tensor, torch.Tensor], None]:

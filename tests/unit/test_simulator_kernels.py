@@ -85,7 +85,7 @@ def test_waiting_for_a_collective_allocates_nothing() -> None:
 
 
 def test_a_storage_that_a_tensor_was_set_to_ends_with_it() -> None:
-    """torch would keep it for good: what activation offload copies to the host would never be freed."""
+    """The dispatch of torch would keep it for good, and with it what activation offload copies to the host."""
     with fake_tensors(), count_storages("cpu") as counter:
         first, second = torch.empty(1000), torch.empty(0)
         second.set_(first.untyped_storage(), 0, (10,), (1,))

@@ -1,0 +1,91 @@
+"""The proof that single ranks of a layout hold their shares, where the other ranks are not known."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from harness.config.model import ModelConfig
+from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
+from harness.layout.partition import tp_shard_dim_under
+from harness.layout.state_widths import STATE_KINDS
+from harness.proof.layout import (
+    OwnedShard,
+    allowed_shard_counts,
+    box_numel,
+    excess_problems,
+    gathered_problems,
+    kept_shards,
+    rank_shares,
+)
+from harness.records.rank_report import RankReport
+
+
+def share_problems(
+    model: ModelConfig, layout: Layout, ranks: Sequence[RankReport], literature: bool = True
+) -> list[str]:
+    """Return where some of a layout's ranks hold other shards than their shares; the other ranks are not known.
+
+    A rank must hold every element of its shares where they follow from the layout alone, and nothing more.
+    """
+    problems = gathered_problems(ranks, literature)
+    for kind in STATE_KINDS:
+        for rank in ranks:
+            owned = kept_shards(rank, kind)
+            by_shard_count = [
+                [
+                    *excess_problems(kind, owned, model, layout, rank.rank, count),
+                    *_missing_problems(kind, owned, model, layout, rank.rank, count),
+                ]
+                for count in allowed_shard_counts(layout, kind)
+            ]
+            problems += [] if [] in by_shard_count else by_shard_count[0]
+    return problems
+
+
+def _missing_problems(
+    kind: str, owned: Sequence[OwnedShard], model: ModelConfig, layout: Layout, rank: int, shards: int
+) -> Iterator[str]:
+    """Yield a line for states of which a rank holds fewer elements than its share.
+
+    Shares that a library draws across parameters are not known, and are left out.
+    """
+    shares = rank_shares(model, layout, rank, shards)
+    if shards == 1:
+        expected = sum(shares.values())
+    elif layout.data_parallel == "fsdp":
+        index = shard_index(layout, rank)
+        shapes = model_profile(model).parameter_shapes
+        expected = sum(_shard_numel(name, shapes[name], model, layout, shards, index) for name in shares)
+    else:
+        return
+    numel = Counter({shard.state_name: 0 for shard in owned} or {"": 0})
+    for shard in owned:
+        numel[shard.state_name] += box_numel(shard.box)
+    for state_name, elements in numel.items():
+        if elements < expected:
+            label = f"{kind} ({state_name})" if state_name else kind
+            yield f"{label}: rank {rank} holds {elements} elements, and its share is {expected:.0f}"
+
+
+def shard_index(layout: Layout, rank: int) -> int:
+    """Return which of the data-parallel shards of a state a rank holds, from 0 on."""
+    coordinates, index = layout.coordinates(rank), 0
+    for axis in layout.sharding_axes:
+        index = index * layout.axis_sizes[axis] + coordinates[axis]
+    return index
+
+
+def _shard_numel(name: str, shape: Sequence[int], model: ModelConfig, layout: Layout, shards: int, index: int) -> int:
+    """Return the elements of a parameter's shard of this index; shards are equal runs of rows, the last ones shorter.
+
+    Tensor parallelism divides rows or columns first, of which a rank in the middle has as many as any.
+    """
+    rows, others = shape[0], math.prod(shape[1:])
+    dimension = tp_shard_dim_under(name, model, layout)
+    if dimension == 0:
+        rows //= layout.tp
+    elif dimension == 1:
+        others //= layout.tp
+    chunk = math.ceil(rows / shards)
+    return min(chunk, max(0, rows - index * chunk)) * others
