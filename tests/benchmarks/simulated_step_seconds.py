@@ -101,7 +101,10 @@ def as_engine(row: PublishedRow) -> PublishedRow:
 
 
 def refusals(row: PublishedRow) -> list[str]:
-    """Return why the torch engine refuses a row, such as ZeRO stage 1 with master weights."""
+    """Return why a row is refused, such as ZeRO stage 1 with master weights, or fewer micro-batches than stages."""
+    batches = row.layout.grad_accumulation_steps(row.config.train)
+    if row.layout.num_stages > batches:
+        return [f"torch's schedules need {row.layout.num_stages} micro-batches, and there are {batches}"]
     machine = described_machine(described_cluster(on_hardware(row).cluster))
     return list(load_engine("torch").unsupported(row.config, row.layout, machine))
 
