@@ -252,6 +252,14 @@ def test_stages_wait_for_each_other() -> None:
         assert step.summary.idle_seconds - own.summary.idle_seconds == pytest.approx(17 - own.summary.step_seconds)
 
 
+def test_stages_meet_in_collectives_along_the_pipeline() -> None:
+    launches = [kernel("stream 0"), kernel("stream 0", work=SENDS), kernel("stream 0", phase="optimizer")]
+    meeting = [stage(rank, launches, [seconds, 1.0, 0.5]) for rank, seconds in ((0, 2.0), (1, 5.0))]
+    first, second = with_stage_waits(PIPELINE, 1, meeting)
+    assert (first.summary.bubble_seconds, second.summary.bubble_seconds) == (3, 0)
+    assert first.schedule.starts[2] == second.schedule.starts[2] == 6
+
+
 def test_a_single_stage_has_the_planned_bubble() -> None:
     (alone,) = with_stage_waits(PIPELINE, 4, [FIRST])
     assert alone.summary.bubble_is_planned
