@@ -13,6 +13,9 @@ MOST_RIVALS = 4  # configurations that a sentence names
 Answer = tuple[str, str]  # a lead and its text
 
 
+SIMULATED_SPEEDS = 4  # that are named where none is measured
+
+
 def answers(group: ReportedGroup) -> Iterator[Answer]:
     """Yield the answers on one group of comparable configurations; the last is how sure they are."""
     where = f" {group.title}" if group.title else ""
@@ -169,6 +172,10 @@ def _proof_text(members: Sequence[Reported]) -> str:
 
 def _unranked_text(group: ReportedGroup) -> str:
     """Return why no speeds are ranked, and what would rank them."""
+    if all(member.speed.is_simulated for member in group.members):
+        fastest = sorted(group.members, key=lambda member: -member.speed.median)[:SIMULATED_SPEEDS]
+        speeds = [f"{member.label} {member.speed.median:,.0f}" for member in fastest]
+        return f"Not ranked, as these are tokens/s by a model of the device: {join_words(speeds)}."
     ignored = [member.row for member in group.members if member.speed.is_disturbed]
     disturbed = sum(bool(row.get("noise_warning")) for row in ignored)
     few = [member for member in group.members if not member.speed.is_disturbed and not member.speed.is_ranked]

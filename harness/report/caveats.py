@@ -59,6 +59,7 @@ def _speeds(view: View) -> Iterator[str]:
         if standing.speed is not None and not standing.speed.is_ranked:
             by_reason.setdefault(standing.speed.unranked_reason, []).append(label)
     disturbed = by_reason.pop("disturbed", [])
+    by_reason.pop("simulated", [])  # _simulated says what is known of them
     if by_reason:
         reasons = "; ".join(f"{reason}: {_some(view, labels)}" for reason, labels in by_reason.items())
         yield (

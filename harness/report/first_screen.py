@@ -183,6 +183,7 @@ def _without_groups(view: View) -> Iterator[Answer]:
         (line,) = reported_group(view, group, "").members
         figures = [f"{line.speed.median:,.0f} tokens/s (n = {line.speed.runs})"] if not line.speed.is_disturbed else []
         figures += [f"{line.peak_text} per rank at the peak"] if line.peak is not None else []
-        yield "Measured", f"{line.label}: {', '.join(figures) or 'its speed is disturbed'}."
+        verb = "Simulated" if line.row.get("launch") == "simulated" else "Measured"
+        yield verb, f"{line.label}: {', '.join(figures) or 'its speed is disturbed'}."
     if len(view.ranking.groups) > 1:
         yield "Not compared", "No two configurations are comparable on the same number of ranks, so that none is best."

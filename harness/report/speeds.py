@@ -27,26 +27,28 @@ class Speed:
     high: float  # the fastest run
     runs: int  # that these figures are of: the undisturbed ones, or all that ended ok if something disturbed all
     is_disturbed: bool  # whether something disturbed all runs, or too few steps were timed to know: a speed to ignore
+    is_simulated: bool = False  # whether it is that of a model of the device, whose error no repeats would show
 
     @property
     def is_ranked(self) -> bool:
         """Whether the speed may be compared with others."""
-        return self.runs >= MINIMUM_RUNS and not self.is_disturbed
+        return self.runs >= MINIMUM_RUNS and not self.is_disturbed and not self.is_simulated
 
     @property
     def unranked_reason(self) -> str:
-        """Why the speed may not be compared with others, as "disturbed" or "1 undisturbed run"; empty if it may."""
-        if self.is_disturbed:
-            return "disturbed"
+        """Why the speed may not be compared with others, such as "1 undisturbed run"; empty if it may."""
+        if self.is_disturbed or self.is_simulated:
+            return "disturbed" if self.is_disturbed else "simulated"
         return "" if self.is_ranked else f"{self.runs} undisturbed run{'s' if self.runs > 1 else ''}"
 
 
 def is_undisturbed(row: Row) -> bool:
     """Return whether the speed of a run is known, enough steps were timed, and there is no sign of a disturbance.
 
-    The interquartile range of the steps is recorded from four steps on.
+    The interquartile range of the steps is recorded from four steps on. A simulated step is the same every time.
     """
-    is_timed = bool(row.get("tokens_per_second")) and row.get("step_seconds_iqr_ratio") is not None
+    is_spread_known = row.get("step_seconds_iqr_ratio") is not None or row.get("launch") == "simulated"
+    is_timed = bool(row.get("tokens_per_second")) and is_spread_known
     return row["status"] == "ok" and is_timed and not row.get("noise_warning")
 
 
@@ -65,7 +67,8 @@ def speed_of(runs: Sequence[Record]) -> Speed | None:
     if not speeds:
         return None
     is_disturbed = not is_undisturbed(timed[0].row)
-    return Speed(statistics.median(speeds), min(speeds), max(speeds), len(speeds), is_disturbed)
+    is_simulated = timed[0].row.get("launch") == "simulated"
+    return Speed(statistics.median(speeds), min(speeds), max(speeds), len(speeds), is_disturbed, is_simulated)
 
 
 def remedy(lines: Sequence[Record]) -> str:
@@ -99,4 +102,5 @@ def pool(speeds: Sequence[Speed]) -> Speed:
         max(speed.high for speed in speeds),
         sum(speed.runs for speed in speeds),
         any(speed.is_disturbed for speed in speeds),
+        any(speed.is_simulated for speed in speeds),
     )
