@@ -129,7 +129,7 @@ def transient_buffers(
     if layout.uses_deepspeed_zero:
         if layout.zero_stage == 3:
             return stage_3_buffers(config, widths, layout, stage, device)
-        return stage_2_buffers(config, widths, layout, stage) if layout.zero_stage == 2 else TransientBuffers()
+        return stage_2_buffers(config, widths, layout, stage, device) if layout.zero_stage == 2 else TransientBuffers()
     if layout.data_parallel == "ddp":
         return ddp_buffers(config, layout, stage, moment)
     if layout.data_parallel != "fsdp":

@@ -1,13 +1,14 @@
 """The memory that DeepSpeed's ZeRO takes for gradients and whole parameters beside model state. Imports no torch."""
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
 from harness.config.model import ModelConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
 from harness.cost_model.gradient_bucket import GradientBucket, arrivals, bucket_contents
 from harness.cost_model.layer_backward import Moment
 from harness.cost_model.micro_batch_shape import FP32_BYTES
@@ -24,7 +25,8 @@ from harness.layout.state_widths import StateWidths
 class Stage2Reduction:
     """The copies that DeepSpeed's stage 2 makes of gradients to reduce them to the ranks that own them.
 
-    In mixed precision it copies them in fp32, a large one a rank's part after another. Where a parameter lies in two
+    In mixed precision it copies them in fp32, a large one a rank's part after another. One that lies in the partition
+    of a single rank is copied whole; the plan for a CPU takes it to be divided evenly. Where a parameter lies in two
     partitions, the parts of a bucket that one rank owns are not next to each other, and are put together before
     (stage_1_and_2.py, average_tensor and allreduce_no_retain). Under offload it then computes the norm of each
     parameter's gradient in fp64 (set_norm_for_param_grad_in_gpu).
@@ -36,11 +38,13 @@ class Stage2Reduction:
     wire: int  # bytes of an element of the fp32 copy; 0 where gradients are reduced as they are
     norm: int  # bytes of an element of the copy for its norm; 0 without offload
     largest_in_bucket: int  # elements of the largest gradient of a layer that is no larger than the bucket
+    divides_evenly: bool  # whether a large gradient has a part on every rank
 
     def copied_bytes(self, content: int, arrived: int) -> int:
         """Return the bytes of the copies of so many elements, the last of all that have arrived."""
         if self.bucket.is_large(content):
-            return max(round(content * self.wire / self.shards), content * self.norm)
+            part = content / self.shards if self.divides_evenly else min(content, self.partition)
+            return round(max(part * self.wire, (content if self.divides_evenly else part) * self.norm))
         is_divided = content > 0 and int((arrived - content) / self.partition) < int((arrived - 1) / self.partition)
         in_norm = min(content, self.largest_in_bucket) * self.norm
         return max(content * (self.wire + self.bucket.gradient * is_divided), in_norm)
@@ -76,7 +80,9 @@ class Stage2Layer:
 FP64_BYTES = 8
 
 
-def stage_2_buffers(config: RunConfig, widths: StateWidths, layout: Layout, stage: Stage) -> TransientBuffers:
+def stage_2_buffers(
+    config: RunConfig, widths: StateWidths, layout: Layout, stage: Stage, device: Device
+) -> TransientBuffers:
     """Return the buffers of DeepSpeed's stage 2, which reduces gradients in buckets.
 
     A gradient that is no larger than a bucket is copied into it and freed. A larger one is reduced by itself, when the
@@ -90,7 +96,7 @@ def stage_2_buffers(config: RunConfig, widths: StateWidths, layout: Layout, stag
     norm = FP64_BYTES * (layout.offload != "none")
     in_bucket = 0 if bucket.is_large(groups.layer.largest) else groups.layer.largest
     partition = groups.elements / layout.dp_shard
-    reduction = Stage2Reduction(bucket, layout.dp_shard, partition, wire, norm, in_bucket)
+    reduction = Stage2Reduction(bucket, layout.dp_shard, partition, wire, norm, in_bucket, device == "cpu")
     contents = bucket_contents(config.model, groups, bucket)
     head, first = groups.head.largest, groups.embedding.elements or groups.root.elements
     large_head = head * bucket.is_large(head)
@@ -121,6 +127,25 @@ def stage_2_buffers(config: RunConfig, widths: StateWidths, layout: Layout, stag
     )
 
 
+def stage_2_gradient_bytes(
+    config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage], device: Device
+) -> tuple[int, int]:
+    """Return the bytes of a rank's gradients at the end of a backward of stage 2, and between two micro-batches.
+
+    In mixed precision they are the rank's partition in fp32 (stage_1_and_2.py, _build_compact_grad_partition_buffer),
+    and until the end of backward the gradients, as it computes them, of those parameters in the partition that are
+    larger than a bucket. The embedding's comes last and is among the buffers. The plan for a CPU takes all parameters
+    in the partition in the widths' bytes.
+    """
+    whole = widths.gradients * round(partition_elements(config.model, layout, stages))
+    if device == "cpu" or not config.precision.is_mixed:
+        return whole, summed_gradient_bytes(config, layout, widths, [whole])[0]
+    total = sum(size for stage in stages for size in local_numel(config.model, layout, stage).values())
+    part = config.precision.accumulate_bytes * math.ceil(total / layout.dp_shard)
+    large = partition_elements(config.model, layout, stages, widths.reduce_bucket_elements)
+    return part + config.precision.compute_bytes * round(large), part
+
+
 def summed_gradient_bytes(
     config: RunConfig, layout: Layout, widths: StateWidths, gradients: Sequence[int]
 ) -> list[int]:
@@ -133,24 +158,30 @@ def summed_gradient_bytes(
     return [size * width // widths.gradients if widths.gradients else size for size in gradients]
 
 
-def partition_elements(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> float:
+def partition_elements(
+    model: ModelConfig, layout: Layout, stages: Sequence[Stage], smallest: int | None = None
+) -> float:
     """Return the elements of the parameters that lie in a rank's partition of the flat parameters, at least in part.
 
-    It is those of the rank with most of them: DeepSpeed's stage 2 keeps each of their gradients whole.
+    It is those of the rank with most of them: DeepSpeed's stage 2 keeps each of their gradients whole. Only those with
+    more elements than `smallest` count if it is given, and not the embedding.
     """
-    return _partition_elements(model, without_data_parallelism(layout), tuple(stages), layout.dp_shard)
+    return _partition_elements(model, without_data_parallelism(layout), tuple(stages), layout.dp_shard, smallest)
 
 
 @lru_cache(maxsize=256)
-def _partition_elements(model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int) -> float:
+def _partition_elements(
+    model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int, smallest: int | None
+) -> float:
     sizes = [size for stage in stages for size in local_numel(model, layout, stage).values()]
     part, ends = sum(sizes) / shards, list(accumulate(sizes))
     begins = [end - size for size, end in zip(sizes, ends, strict=True)]
     # A rank within one parameter has no more than the ranks in which that parameter begins and ends.
     borders = {int(end / part) + offset for end in (0.0, *ends) for offset in (-1, 0, 1)}
     ranks = sorted(rank for rank in borders if 0 <= rank < shards)
+    counted = sizes if smallest is None else [0.0, *(size if size > smallest else 0.0 for size in sizes[1:])]
     return max(
-        sum(sizes[bisect.bisect_right(ends, rank * part) : bisect.bisect_left(begins, (rank + 1) * part)])
+        sum(counted[bisect.bisect_right(ends, rank * part) : bisect.bisect_left(begins, (rank + 1) * part)])
         for rank in ranks
     )
 
@@ -181,12 +212,13 @@ def gloo_gather_peak(config: RunConfig, layout: Layout, widths: StateWidths, par
     return {"buffers": copy - widths.buffer_bytes * (layout.offload == "none")}
 
 
-def gradient_copy_bytes(config: RunConfig, layout: Layout, widths: StateWidths, parameters: int) -> int:
+def gradient_copy_bytes(config: RunConfig, layout: Layout, widths: StateWidths, parameters: int, device: Device) -> int:
     """Return the bytes of this rank's part of the gradients in a flat copy beside the gradients.
 
-    DeepSpeed's stage 1 makes it once they are reduced (stage_1_and_2.py, get_flat_partition); its BF16_Optimizer,
-    which holds gradients twice all the time, does not. Stage 3 makes it for the optimizer, of one sub-group after the
-    other (stage3.py, _prepare_fp32_grad_for_sub_group).
+    DeepSpeed's stages 1 and 2 make it once they are reduced (stage_1_and_2.py, get_flat_partition and step); its
+    BF16_Optimizer, which holds gradients twice all the time, does not, nor does stage 2 where it sums gradients in a
+    flat tensor. On a CPU a copy of gloo's is larger than that of stage 2. Stage 3 makes it for the optimizer, of one
+    sub-group after the other (stage3.py, _prepare_fp32_grad_for_sub_group).
     """
     width = config.precision.accumulate_bytes
     part = -(-width * parameters // layout.dp_shard)
@@ -194,4 +226,5 @@ def gradient_copy_bytes(config: RunConfig, layout: Layout, widths: StateWidths, 
         return 0
     if layout.zero_stage == 3:
         return min(part, width * int(config.strategy.options.get("sub_group_size", 1e9)))
-    return part if layout.zero_stage == 1 else 0
+    is_copied = layout.zero_stage == 1 or (device == "cuda" and not config.precision.is_mixed)
+    return part if is_copied else 0

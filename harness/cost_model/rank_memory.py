@@ -14,7 +14,7 @@ from harness.cost_model.deepspeed_memory import (
     gloo_gather_peak,
     gradient_copy_bytes,
     kept_host_gradient_bytes,
-    partition_elements,
+    stage_2_gradient_bytes,
     summed_gradient_bytes,
 )
 from harness.cost_model.optimizer_memory import optimizer_parameter_count, optimizer_temporary_bytes
@@ -114,6 +114,7 @@ def rank_cost(
     else:
         offloaded_state = [resident.pop(kind) for kind in layout.offloaded_state if kind in resident]
         offloaded_state_bytes = sum(offloaded_state) + sum(host_gradients) + widths.host_buffer_bytes
+    sums = summed_gradient_bytes(config, layout, widths, gradients)
     # torch's stages receive every micro-batch of a step, and every gradient, into a buffer of its own.
     received = layout.grad_accumulation_steps(config.train) * sum(
         cost.input_bytes + cost.output_bytes for cost in costs
@@ -121,9 +122,10 @@ def rank_cost(
     buffer_bytes = received + sum(buffer_tensors(config, layout, widths, stages).values())
     buffer_bytes += widths.host_buffer_bytes if device == "cpu" else 0
     if layout.uses_deepspeed_zero and layout.zero_stage == 2 and layout.offload == "none":
-        gradients = [-(-widths.gradients * round(partition_elements(config.model, layout, stages)))]
+        in_backward, between = stage_2_gradient_bytes(config, layout, widths, stages, device)
+        gradients, sums = [in_backward], [between]
     freed_buckets = widths.buffer_bytes if layout.uses_deepspeed_zero and layout.zero_stage == 1 else 0
-    copied = gradient_copy_bytes(config, layout, widths, total)
+    copied = gradient_copy_bytes(config, layout, widths, total, device)
     temporaries = optimizer_temporary_bytes(config, layout, total) + copied * (layout.zero_stage == 3)
     nothing = dict.fromkeys(PARTS, 0)
     others = [nothing | {"gradients": sum(gradients), "temporaries": temporaries}]
@@ -147,7 +149,7 @@ def rank_cost(
         optimizer_bytes,
         offloaded_state_bytes,
         gradients,
-        sums=summed_gradient_bytes(config, layout, widths, gradients),
+        sums=sums,
         buffer_bytes=buffer_bytes,
         host_gradient_bytes=kept_gradients,
         other_peaks=others,

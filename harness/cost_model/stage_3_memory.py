@@ -119,16 +119,19 @@ def stage_3_buffers(
     )
     copies = 1 + (device == "cpu")
     # What is gathered ahead of use lies in a flat tensor until all of it has been used.
-    ahead = groups.elements <= float(options.get("stage3_prefetch_bucket_size", DEFAULT_PREFETCH_ELEMENTS))
+    prefetched = float(options.get("stage3_prefetch_bucket_size", DEFAULT_PREFETCH_ELEMENTS))
+    ahead = groups.elements * (groups.elements <= prefetched) if device == "cpu" else min(groups.elements, prefetched)
     all_whole = groups.elements * whole
     in_head = all_whole if stays else head * whole
     at_end = embedding * whole + embedding * bucket.gradient
     last = bucket.add(contents[groups.layers], embedding)
     flushed = bucket.flush(contents[groups.layers], embedding)
-    at_end += max(reduction.copied_bytes(flushed), reduction.copied_bytes(last))
+    is_tied = not groups.embedding.elements
+    summand = groups.root.elements * bucket.gradient * is_tied * (device == "cuda")  # until the gradients are summed
+    at_end += max(reduction.copied_bytes(flushed), reduction.copied_bytes(last), summand)
     reduced_head = reduction.copied_bytes(head) if bucket.is_large(head) else 0
     return TransientBuffers(
-        forward=all_whole * (1 + ahead) if stays else max(head, layer.largest) * whole * copies,
+        forward=all_whole + round(ahead * whole) if stays else max(head, layer.largest) * whole * copies,
         loss=all_whole if stays else head * whole * (config.train.loss_chunks > 1),
         entering=all_whole if stays else head * whole * copies,
         head=in_head,

@@ -110,6 +110,8 @@ def problems_with(fault: str, *overrides: str) -> list[str]:
         ("collective_on_the_wrong_group", "ddp", "along dp_replicate"),
         ("forgotten_free", "fsdp_full_shard", "along dp_shard"),
         pytest.param("kept_reference", "fsdp_full_shard", "the peak is beyond the plan's", marks=pytest.mark.long),
+        pytest.param("", "zero3", None, marks=pytest.mark.long),
+        pytest.param("gather_never_freed", "zero3", "the peak is beyond the plan's", marks=pytest.mark.long),
     ],
 )
 def test_a_fault_in_the_code_for_cuda_is_noticed(fault: str, strategy: str, problem: str | None) -> None:

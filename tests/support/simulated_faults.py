@@ -61,9 +61,30 @@ def kept_reference() -> None:
     Block.forward = keeping  # type: ignore[method-assign]
 
 
+def gather_never_freed() -> None:
+    """Keep what DeepSpeed's stage 3 gathers when it frees a parameter."""
+    os.environ["DS_ACCELERATOR"] = "cuda"
+    from deepspeed.runtime.zero import partition_parameters
+
+    kept: list[Any] = []
+    free_param: Any = partition_parameters.free_param
+
+    def free(parameter: Any) -> None:
+        kept.append(parameter.data)
+        free_param(parameter)
+
+    partition_parameters.free_param = free
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
-    for fault in (tensor_on_the_host, collective_on_the_wrong_group, forgotten_free, kept_reference)
+    for fault in (
+        tensor_on_the_host,
+        collective_on_the_wrong_group,
+        forgotten_free,
+        kept_reference,
+        gather_never_freed,
+    )
 }
 
 
