@@ -51,12 +51,13 @@ def _missing_problems(
     Shares that a library draws across parameters are not known, and are left out.
     """
     shares = rank_shares(model, layout, rank, shards)
-    if shards == 1:
-        expected = sum(shares.values())
+    shapes, place = model_profile(model).parameter_shapes, layout.coordinates(rank)["tp"]
+    if shards == 1:  # the last tensor-parallel ranks may have fewer rows of the vocabulary
+        whole = {name: _shard_numel(name, shapes[name], model, layout, 1, 0, place) for name in shares}
+        expected = sum(min(share, whole[name]) for name, share in shares.items())
     elif layout.data_parallel == "fsdp":
         index = shard_index(layout, rank)
-        shapes = model_profile(model).parameter_shapes
-        expected = sum(_shard_numel(name, shapes[name], model, layout, shards, index) for name in shares)
+        expected = sum(_shard_numel(name, shapes[name], model, layout, shards, index, place) for name in shares)
     else:
         return
     numel = Counter({shard.state_name: 0 for shard in owned} or {"": 0})
@@ -76,15 +77,18 @@ def shard_index(layout: Layout, rank: int) -> int:
     return index
 
 
-def _shard_numel(name: str, shape: Sequence[int], model: ModelConfig, layout: Layout, shards: int, index: int) -> int:
+def _shard_numel(
+    name: str, shape: Sequence[int], model: ModelConfig, layout: Layout, shards: int, index: int, place: int
+) -> int:
     """Return the elements of a parameter's shard of this index; shards are equal runs of rows, the last ones shorter.
 
-    Tensor parallelism divides rows or columns first, of which a rank in the middle has as many as any.
+    Tensor parallelism divides rows in the same way, or columns, first; `place` is that of the rank in its group.
     """
     rows, others = shape[0], math.prod(shape[1:])
     dimension = tp_shard_dim_under(name, model, layout)
     if dimension == 0:
-        rows //= layout.tp
+        part = math.ceil(rows / layout.tp)
+        rows = min(part, max(0, rows - place * part))
     elif dimension == 1:
         others //= layout.tp
     chunk = math.ceil(rows / shards)
