@@ -28,6 +28,7 @@ from harness.config.hf_model_info import HFModelInfo
 from harness.config.model import ModelConfig
 from harness.engines.torch.loss_scaler import LossScaler
 from harness.models import hf_library, init_weights
+from harness.models.dropout_rng import rank_local_rng
 
 # Functions that compute ranks and boxes by small tensors on the host, and read their values.
 _READ_VALUES: tuple[tuple[Any, str], ...] = (
@@ -50,15 +51,19 @@ def _wait_tensor(_: FakeTensorMode, __: Any, tensor: torch.Tensor) -> torch.Tens
     return tensor
 
 
-def _read_norm(_: FakeTensorMode, operator: Any, __: torch.Tensor) -> float:
-    """Return 1 for the gradient norm that the loss scaler reads, which is finite, so that no step is skipped.
+# What the harness's own code reads on the host, and the value that it gets: neither changes what is allocated or sent.
+_READ_SCALARS = {
+    LossScaler.update_and_check.__code__: 1.0,  # the gradient norm, which is finite, so that no step is skipped
+    rank_local_rng.__wrapped__.__code__: 1,  # type: ignore[attr-defined]  # the seed of dropout's masks
+}
 
-    Raise torch's own error for anything else: a fake tensor has no value.
-    """
+
+def _read_scalar(_: FakeTensorMode, operator: Any, __: torch.Tensor) -> float:
+    """Return the value that one of the functions above gets. Raise torch's own error in any other."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is LossScaler.update_and_check.__code__:
-            return 1.0
+        if frame.f_code in _READ_SCALARS:
+            return _READ_SCALARS[frame.f_code]
         frame = frame.f_back
     raise DataDependentOutputException(operator)
 
@@ -67,7 +72,7 @@ def _read_norm(_: FakeTensorMode, operator: Any, __: torch.Tensor) -> float:
 OPERATORS = {
     torch.ops.aten._pin_memory.default: _pin_memory,
     torch.ops._c10d_functional.wait_tensor.default: _wait_tensor,
-    torch.ops.aten._local_scalar_dense.default: _read_norm,
+    torch.ops.aten._local_scalar_dense.default: _read_scalar,
 }
 
 

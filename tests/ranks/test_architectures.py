@@ -195,7 +195,12 @@ def test_dropout_is_repeatable_and_has_no_reference(results: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "overrides", "problem"),
     [
-        (faults.masks_of_their_own, (*DROPPING, "strategy=tp"), "the global gradient norm is not the same"),
+        pytest.param(
+            faults.masks_of_their_own,
+            (*DROPPING, "strategy=tp"),
+            "the global gradient norm is not the same",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             faults.heads_drop_alike,
             (*DROPPING, "strategy=tp"),
@@ -210,7 +215,12 @@ def test_dropout_is_repeatable_and_has_no_reference(results: Path) -> None:
             "input_layernorm.bias is not the same",
             marks=pytest.mark.long,
         ),
-        (faults.positions_not_summed, ("model=gpt_tiny", "strategy=tp_sp"), "embed_positions.weight"),
+        pytest.param(
+            faults.positions_not_summed,
+            ("model=gpt_tiny", "strategy=tp_sp"),
+            "embed_positions.weight",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_fault_is_an_error(
@@ -220,6 +230,7 @@ def test_a_fault_is_an_error(
     assert_not_proven(record, problem)
 
 
+@pytest.mark.long
 def test_heads_that_drop_alike_are_an_error(results: Path) -> None:
     combination = Combination("tp", 2, (*DROPPING, "checkpointing=full"))
     problems = replayed_faults.problems_of(results, combination, replayed_faults.heads_drop_alike)

@@ -17,10 +17,10 @@ SHORT = ("train.compile=true", "train.steps=1", "train.warmup_steps=2", "model.n
 @pytest.mark.parametrize(
     "strategy",
     [
-        "single world_size=1",
         *(
             pytest.param(strategy, marks=pytest.mark.long)
             for strategy in (
+                "single world_size=1",
                 "fsdp_full_shard",
                 "ddp",
                 "ddp checkpointing=full",

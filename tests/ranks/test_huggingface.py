@@ -116,7 +116,9 @@ def test_operations_of_a_library_model_are_those_of_our_formula(
         pytest.param("llama", "strategy=tp checkpointing=full", marks=pytest.mark.long),
         ("llama", "strategy=tp checkpointing=every_n checkpointing.every=2"),
         pytest.param("gpt_neox", "strategy=tp precision=bf16_mixed", marks=pytest.mark.long),
-        ("qwen2", "strategy=fsdp_full_shard precision=bf16_mixed checkpointing=full"),
+        pytest.param(
+            "qwen2", "strategy=fsdp_full_shard precision=bf16_mixed checkpointing=full", marks=pytest.mark.long
+        ),
         ("gpt2", "strategy=zero3 checkpointing=full model.dropout=0"),
         pytest.param("gemma", "strategy=fsdp_shard_grad_op", marks=pytest.mark.long),
         ("gpt2", "strategy=ddp checkpointing=full"),

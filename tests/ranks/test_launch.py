@@ -310,6 +310,7 @@ def test_a_parent_starts_ranks_of_two_kinds_of_device(tmp_path: Path, cold_secon
     assert json.loads((tmp_path / "seen_0.json").read_text())["imported"] == []
 
 
+@pytest.mark.long
 def test_two_parents_launch_at_once(tmp_path: Path, cold_seconds: float) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     theirs.mkdir()

@@ -31,6 +31,7 @@ def reference_of(results: Path, note: str) -> RankReport:
     return report
 
 
+@pytest.mark.long
 def test_an_honest_run_at_a_high_learning_rate_is_proven_to_a_step(results: Path) -> None:
     """Its gradients deviate by more than any fixed bound that tells an honest run from a wrong one."""
     record = run_with(results, worker_main.main, "strategy=tp", "precision=bf16_mixed", FAST)
@@ -58,7 +59,7 @@ def test_every_scaled_matrix_is_an_error_with_thousands_of_tokens(results: Path,
     assert min(excesses.values()) > 2
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.long), "zero2"])
 def test_a_little_scaled_gradient_of_the_embedding_is_an_error(results: Path, strategy: str) -> None:
     record = run_with(results, faults.embedding_gradient_scaled, f"strategy={strategy}", *MANY_TOKENS)
     assert_not_proven(record, "embed_tokens.weight's first ")

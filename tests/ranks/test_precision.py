@@ -46,7 +46,8 @@ def test_overflowed_steps_are_skipped_in_every_layout(tmp_path: Path) -> None:
     assert rows.grad_deviation.max() < BOUND["fp16_mixed"]
 
 
-@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [1, 2])
 def test_an_overflow_in_the_profiled_step_profiles_it_again(steps: int, tmp_path: Path) -> None:
     """The scale doubles after every step that fits, so that every other step overflows: of two lengths one's last."""
     overrides = ("precision=fp16_mixed", "precision.initial_loss_scale=4e6", "precision.loss_scale_window=1")

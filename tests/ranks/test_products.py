@@ -104,12 +104,13 @@ def config_of(record: Record) -> tuple[RunConfig, Layout]:
     return config, resolve_layout(config.strategy, record.row["world_size"])
 
 
+REPEATED_IN_THE_GRID = ("cp strategy", "tp_pp strategy", "fsdp_hybrid_shard", "fsdp_tp")
+
+
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
-        pytest.param(
-            world, each, marks=[pytest.mark.long] if each.startswith(("cp strategy", "tp_pp strategy")) else []
-        )
+        pytest.param(world, each, marks=[pytest.mark.long] if each.startswith(REPEATED_IN_THE_GRID) else [])
         for world, all_ in PRODUCTS.items()
         for each in all_
     ],

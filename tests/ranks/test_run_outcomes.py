@@ -75,6 +75,7 @@ def folder_of(results: Path, record: Record) -> Path:
     return results / commands.COMPARISON / record.run_id
 
 
+@pytest.mark.long
 def test_a_slow_run_is_not_a_hang(results: Path) -> None:
     """The limit may be short compared with the whole run, as long as no step takes that long."""
     record = run_with(results, faults.slow_steps, "strategy=ddp", "hang_seconds=6")

@@ -54,8 +54,14 @@ def test_ten_million_parameters_are_proven(strategy: str, results: Path) -> None
         assert any(entry["padded_bytes"] > entry["formula_bytes"] for entry in record.traffic)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp_full_shard"])
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        *((strategy, "0.5M") for strategy in ("zero2", "zero3", "fsdp_full_shard")),
+        ("fsdp_full_shard", "11M"),
+        *(pytest.param(strategy, "11M", marks=pytest.mark.long) for strategy in ("zero2", "zero3")),
+    ],
+)
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [(replayed_faults.gathered_once_more, "gather"), (replayed_faults.reduced_once_less, "reduce")],

@@ -23,6 +23,7 @@ exit 1
 """
 
 
+@pytest.mark.long
 def test_a_build_is_announced_before_it_ends(tmp_path: Path) -> None:
     compiler, gates, cache = tmp_path / "compiler", tmp_path / "gates", tmp_path / "cache"
     compiler.write_text(PATIENT_COMPILER)

@@ -98,6 +98,7 @@ def test_runs_over_two_nodes_train_the_same(slurm: Cluster, tmp_path: Path, stra
     assert slurm.jobs().keys() == jobs.keys()
 
 
+@pytest.mark.long
 def test_a_killed_rank_of_another_node_is_named(slurm: Cluster, tmp_path: Path) -> None:
     command = start_command(slurm, tmp_path, "name=killed", "cluster.nodes=2", *LONGER)
     run_dir = wait_for_step(tmp_path, "killed")

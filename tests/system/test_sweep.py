@@ -177,6 +177,7 @@ def test_a_command_continues_after_a_spent_budget(harness: Harness, tmp_path: Pa
     assert list(read_rows(tmp_path / "results", "spent").status) == ["ok", "ok"]
 
 
+@pytest.mark.long
 def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> None:
     sweep = ("-m", "name=beside", "strategy=single", "train.seed=0,1,2", "proof.reference=false", *SMALL)
     done = harness("sweep.parallel=2", "train.steps=30", *sweep)

@@ -360,6 +360,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.long
 def test_the_tracker_ends_with_a_killed_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path / "mine")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:

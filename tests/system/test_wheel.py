@@ -67,6 +67,7 @@ def test_the_wheel_runs_without_the_clone(installed: Path, tmp_path: Path) -> No
     assert "is recorded; force=true runs it again" in again.stderr
 
 
+@pytest.mark.long
 def test_files_of_the_current_folder_come_first(installed: Path, tmp_path: Path) -> None:
     """The folder has a strategy, a model and a sweep of the user's own, and one file that replaces a packaged file."""
     for group, name, text in (
