@@ -12,8 +12,6 @@ from tests.support.random_runs import Ending, ending, is_proven
 
 RANKS, FIRST, DRAWS = 4, 14, 7
 
-SLOW = (15, 17)
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -25,10 +23,7 @@ def endings() -> dict[int, Ending]:
     return {}
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=pytest.mark.long if seed in SLOW else ()) for seed in range(FIRST, FIRST + DRAWS)],
-)
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + DRAWS))
 def test_a_random_run_is_proven_or_refused(results: Path, endings: dict[int, Ending], seed: int) -> None:
     overrides = draw(seed, RANKS)
     end = endings[seed] = ending(overrides, results)
