@@ -59,7 +59,8 @@ def test_every_scaled_matrix_is_an_error_with_thousands_of_tokens(results: Path,
     assert min(excesses.values()) > 2
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.long), "zero2"])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_little_scaled_gradient_of_the_embedding_is_an_error(results: Path, strategy: str) -> None:
     record = run_with(results, faults.embedding_gradient_scaled, f"strategy={strategy}", *MANY_TOKENS)
     assert_not_proven(record, "embed_tokens.weight's first ")
