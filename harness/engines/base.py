@@ -118,9 +118,12 @@ def device_count(config: "RunConfig", layout: "Layout", machine: "Machine") -> i
 
     These are as many as other strategies would have ranks.
     """
-    if layout.engine == "nn_data_parallel":
-        return config.world_size or machine.ranks_per_node
-    return layout.world_size
+    return config.world_size or machine.ranks_per_node if drives_several_devices(layout) else layout.world_size
+
+
+def drives_several_devices(layout: "Layout") -> bool:
+    """Return whether the layout's only rank drives several devices itself, as nn.DataParallel does."""
+    return layout.engine == "nn_data_parallel"
 
 
 def load_engine(name: str) -> EngineModule:

@@ -1,10 +1,12 @@
 """The model state that a rank really holds, as evidence of its layout and in bytes."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 
+from harness.engines.base import Engine
 from harness.layout.state_widths import StateKind
 from harness.probe import ShardSource
 from harness.records.tensor_shards import StateShard
@@ -44,3 +46,19 @@ def state_shards(engine: ShardSource, kind: StateKind) -> list[StateShard]:
         StateShard(p.name, p.state_name, tuple(p.shape), p.box, str(p.local.dtype).removeprefix("torch."))
         for p in engine.local_shards(kind)
     ]
+
+
+def state_fields(engine: Engine, gradient_bytes_by_device: Mapping[str, int]) -> dict[str, Any]:
+    """Return the fields of a rank's report on the state that it holds now; gradients are those of a step before."""
+    return {
+        "parameter_bytes": state_bytes(engine, "parameters"),
+        "optimizer_bytes": state_bytes(engine, "optimizer"),
+        "host_state": sorted(engine.host_state),
+        "state_bytes_by_device": {
+            "parameters": bytes_by_device(engine, "parameters"),
+            "gradients": gradient_bytes_by_device,
+            "optimizer": bytes_by_device(engine, "optimizer"),
+        },
+        "parameter_shards": state_shards(engine, "parameters"),
+        "optimizer_shards": state_shards(engine, "optimizer"),
+    }

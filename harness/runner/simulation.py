@@ -6,7 +6,7 @@ from harness.config.from_dict import from_dict
 from harness.config.schema import ClusterConfig, RunConfig
 from harness.config.values import ConfigValues
 from harness.cost_model.rank_memory import highest_rank
-from harness.engines.base import load_engine, unsupported_elsewhere
+from harness.engines.base import drives_several_devices, load_engine, unsupported_elsewhere
 from harness.hardware.described_cluster import described_cluster, described_machine
 from harness.hardware.machine import Machine
 from harness.hardware.torch_build import torch_release
@@ -61,8 +61,8 @@ def virtual_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
             f"cluster.nodes={config.cluster.nodes} with launch=virtual, which runs one rank on this machine: choose 1,"
             " and cluster.gpus_per_node for the ranks that share a node in the predicted time"
         )
-    if layout.engine == "nn_data_parallel":
-        yield "strategy.engine=nn_data_parallel has one rank, which needs all its devices: choose launch=processes"
+    if drives_several_devices(layout):
+        yield f"strategy.engine={layout.engine} has one rank, which needs all its devices: choose launch=processes"
 
 
 def simulated_ranks(config: RunConfig, layout: Layout, machine: Machine) -> tuple[int, ...]:

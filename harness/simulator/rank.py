@@ -21,7 +21,7 @@ from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateKind
 from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.measure.kernels import attention_backend_priority
-from harness.measure.rank_state import bytes_by_device, state_bytes, state_shards
+from harness.measure.rank_state import state_fields
 from harness.measure.step_profiler import StepListener
 from harness.models import init_weights
 from harness.models.decoder import causal_mask_lower_right
@@ -174,16 +174,7 @@ def report_of_steps(report: RankReport, engine: Engine, listener: StepListener) 
         profiled=profiled,
         first_gradients=listener.gradient_fingerprints.fingerprints,
         devices=engine.devices,
-        parameter_bytes=state_bytes(engine, "parameters"),
-        optimizer_bytes=state_bytes(engine, "optimizer"),
-        host_state=sorted(engine.host_state),
-        state_bytes_by_device={
-            "parameters": bytes_by_device(engine, "parameters"),
-            "gradients": profiled.gradient_bytes_by_device,
-            "optimizer": bytes_by_device(engine, "optimizer"),
-        },
-        parameter_shards=state_shards(engine, "parameters"),
-        optimizer_shards=state_shards(engine, "optimizer"),
+        **state_fields(engine, profiled.gradient_bytes_by_device),
     )
 
 

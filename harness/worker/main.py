@@ -17,7 +17,7 @@ from harness.measure.memory import DeviceMemory
 from harness.measure.memory_limit import MemoryLimit
 from harness.measure.native_allocator import load_allocator
 from harness.measure.operator_log import load_operator_log
-from harness.measure.rank_state import bytes_by_device, state_bytes, state_shards
+from harness.measure.rank_state import state_fields
 from harness.measure.step_trace import StepTrace
 from harness.models.dropout_rng import dropout_rng_ranks, dropout_seed
 from harness.probe import Probe
@@ -172,14 +172,5 @@ def report_of_training(report: RankReport, measurements: RankMeasurements, engin
         device_name=torch.cuda.get_device_name() if measurements.device.type == "cuda" else "cpu",
         dropout_seed=torch.initial_seed(),
         dropout_rng_ranks=dropout_rng_ranks(engine.model),
-        parameter_bytes=state_bytes(engine, "parameters"),
-        optimizer_bytes=state_bytes(engine, "optimizer"),
-        host_state=sorted(engine.host_state),
-        state_bytes_by_device={
-            "parameters": bytes_by_device(engine, "parameters"),
-            "gradients": profiled.gradient_bytes_by_device,
-            "optimizer": bytes_by_device(engine, "optimizer"),
-        },
-        parameter_shards=state_shards(engine, "parameters"),
-        optimizer_shards=state_shards(engine, "optimizer"),
+        **state_fields(engine, profiled.gradient_bytes_by_device),
     )
