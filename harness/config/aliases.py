@@ -69,7 +69,7 @@ KEYS = {
     **dict.fromkeys(
         (
             *("gradient_checkpointing", "activation_checkpointing", "ac", "recompute", "recomputation", "remat"),
-            *("checkpoint", "activation_checkpoint"),
+            *("checkpoint", "activation_checkpoint", "activation_checkpoint_mode", "selective_ac_option"),
         ),
         "checkpointing",
     ),
@@ -188,7 +188,11 @@ VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     "checkpointing": {
         **dict.fromkeys(("true", "yes", "on", "1", "all", "activation", "gradient", "block", "uniform"), ("full",)),
         **dict.fromkeys(("false", "no", "off", "0", "null", "disabled"), ("none",)),
-        **dict.fromkeys(("sac", "selective_op", "op"), ("selective",)),
+        "sac": ("selective",),
+        **dict.fromkeys(  # torchtitan's mode and its option
+            ("op", "selective_op", "torchtitan", "every_second"),
+            ("selective checkpointing.saved_products=every_second",),
+        ),
         **dict.fromkeys(("attn", "core_attention"), ("attention",)),
         **dict.fromkeys(("every", "layers", "every_2", "every_layer"), ("every_n checkpointing.every=2",)),
         **dict.fromkeys(("offload", "cpu", "cpu_offload"), ("checkpointing.offload_activations=true",)),

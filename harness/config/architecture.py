@@ -23,6 +23,11 @@ class Architecture:
     dropout: bool
 
     @property
+    def projections(self) -> tuple[str, ...]:
+        """The matrices of a layer, in the order in which its forward multiplies with them."""
+        return ("q_proj", "k_proj", "v_proj", "o_proj", *self.widening, "down_proj")
+
+    @property
     def has_norm_biases(self) -> bool:
         """Whether norms have a bias beside their scale."""
         return self.norm == "layer"

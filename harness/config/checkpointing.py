@@ -1,11 +1,13 @@
 """The configuration of activation checkpointing and of activation offload."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from harness.config.validation import require, require_one_of, require_positive
 
 Checkpointing = Literal["none", "full", "every_n", "selective", "attention"]
+SavedProducts = Literal["all", "every_second"]
 
 RECOMPUTING_MODES = ("full", "every_n", "selective")  # the modes that call a layer's forward a second time
 
@@ -18,6 +20,8 @@ class CheckpointingConfig:
     every: int = 1  # The n of every_n: the last of every n decoder layers is checkpointed, counted through all stages.
     # Whether the host's memory holds the activations that layers keep for backward.
     offload_activations: bool = False
+    # The products of a layer's projections that selective saves: all, or every_second, which are the first, third, etc.
+    saved_products: SavedProducts = "all"
 
     def __post_init__(self) -> None:
         require_one_of("checkpointing", self.name, get_args(Checkpointing))
@@ -26,7 +30,22 @@ class CheckpointingConfig:
         rule = f"is for checkpointing=every_n, not {self.name}: choose it, or 1"
         require(is_every_n or self.every == 1, "checkpointing.every", self.every, rule)
         require(not is_every_n or self.every > 1, "checkpointing.every", self.every, "is full: choose 2 or more")
+        key, products = "checkpointing.saved_products", self.saved_products
+        require_one_of(key, products, get_args(SavedProducts))
+        rule = f"is for checkpointing=selective, not {self.name}: choose it, or all"
+        require(self.name == "selective" or products == "all", key, products, rule)
 
     def recomputes_layer(self, layer: int) -> bool:
         """Return whether a decoder layer, by its index in the whole model, runs its forward a second time."""
         return self.name in RECOMPUTING_MODES and (layer + 1) % self.every == 0
+
+    def saves_product(self, number: int) -> bool:
+        """Return whether selective checkpointing saves a product of a layer's forward, the first of which is number 1.
+
+        A product is that of one projection, with or without its bias; attention's own products are not counted.
+        """
+        return self.saved_products == "all" or number % 2 == 1
+
+    def recomputed_products(self, projections: Iterable[str]) -> tuple[str, ...]:
+        """Return those of a layer's projections, in the order of its forward, whose products are not saved."""
+        return tuple(name for number, name in enumerate(projections, 1) if not self.saves_product(number))

@@ -8,6 +8,10 @@ from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
 ATTENTION_CORE = tuple(f"attention.{name}" for name in ("future_mask", "weights", "dropped", "logsumexp", "chunks"))
 
 
+# The products that a layer keeps for backward without checkpointing too, by their names in block_tensors.
+KEPT_PRODUCTS = {"v_proj": "attention.value", "gate_proj": "mlp.gate", "up_proj": "mlp.up"}
+
+
 def recomputed_attention_tensors(shape: MicroBatchShape) -> dict[str, int]:
     """Return the bytes of the tensors that a layer keeps and that a second forward of attention's core computes.
 
@@ -36,8 +40,8 @@ def attention_inputs(shape: MicroBatchShape) -> dict[str, int]:
     return {"attention.query": size, "attention.key": grouped, "attention.value": grouped}
 
 
-def selectively_saved_tensors(shape: MicroBatchShape) -> dict[str, int]:
-    """Return the bytes of the results of matrix products and of attention, which selective checkpointing keeps.
+def selectively_saved_tensors(shape: MicroBatchShape, checkpointing: CheckpointingConfig) -> dict[str, int]:
+    """Return the bytes of the results of matrix products and of attention that selective checkpointing keeps.
 
     A tensor that a layer keeps without checkpointing too has its name in block_tensors. A row-parallel product is this
     rank's summand, of full size.
@@ -45,7 +49,7 @@ def selectively_saved_tensors(shape: MicroBatchShape) -> dict[str, int]:
     block, model = block_tensors(shape), shape.model
     size, grouped, _ = attention_inputs(shape).values()
     saved = {"q_proj": size, "k_proj": grouped, "o_proj": size * shape.tp, "down_proj": size * shape.tp}
-    shared = [f"mlp.{name.removesuffix('_proj')}" for name in model.architecture.widening]
+    shared = [KEPT_PRODUCTS[name] for name in model.architecture.widening]
     if model.attention == "eager" or shape.attention_is_decomposed:
         width = FP32_BYTES if shape.attention_is_decomposed else shape.width
         scores = shape.tokens * model.num_attention_heads // shape.tp * shape.seq_len * width
@@ -58,8 +62,14 @@ def selectively_saved_tensors(shape: MicroBatchShape) -> dict[str, int]:
         saved |= {"v_proj": grouped}
         shared += ["attention.output", "attention.logsumexp"]
     else:
-        shared += ["attention.value", "attention.output", "attention.logsumexp"]
-    return saved | {name: block[name] for name in shared}
+        shared += [KEPT_PRODUCTS["v_proj"], "attention.output", "attention.logsumexp"]
+    saved |= {name: block[name] for name in shared}
+    recomputed = checkpointing.recomputed_products(model.architecture.projections)
+    return {
+        name: size
+        for name, size in saved.items()
+        if name not in recomputed and name not in [KEPT_PRODUCTS.get(product) for product in recomputed]
+    }
 
 
 def consumed_by_recompute(shape: MicroBatchShape, checkpointing: CheckpointingConfig) -> dict[str, int]:
@@ -70,7 +80,7 @@ def consumed_by_recompute(shape: MicroBatchShape, checkpointing: CheckpointingCo
     if checkpointing.name != "selective":
         return {}
     block = block_tensors(shape)
-    saved = selectively_saved_tensors(shape)
+    saved = selectively_saved_tensors(shape, checkpointing)
     return {name: size for name, size in saved.items() if name not in block and name != "down_proj"}
 
 
@@ -83,7 +93,7 @@ def layer_activations(shape: MicroBatchShape, checkpointing: CheckpointingConfig
         return saved | {f"{name}.input": size for name, size in attention_inputs(shape).items() if name in recomputed}
     if not checkpointing.recomputes_layer(layer):
         return block
-    saved = selectively_saved_tensors(shape) if checkpointing.name == "selective" else {}
+    saved = selectively_saved_tensors(shape, checkpointing) if checkpointing.name == "selective" else {}
     return {"input": shape.hidden_bytes} | saved
 
 

@@ -11,8 +11,11 @@ divide the batch, the matrices or the depth divide the operations; tensor-parall
 multiply by all of it.
 """
 
+from harness.config.checkpointing import CheckpointingConfig
+from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.layout import decoder_profile
+from harness.layout.decoder_profile import projection_flops
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, split_into_stages, whole_model
@@ -116,20 +119,33 @@ def recomputed_flops(
     torch stops a second forward before a layer's last projection, whose result nothing in backward needs unless dropout
     follows it, as the mask is drawn behind it. Where an engine's own projection saves its input only after it has run
     (DeepSpeed's stage 3, unless strategy.options.memory_efficient_linear=false), that projection runs too, and
-    `recomputes_last_projection` is true. Selective checkpointing takes all other products from the first forward.
-    `fused` is whether one kernel computes attention, by default as expected on a CPU.
+    `recomputes_last_projection` is true. Selective checkpointing takes the products that it has saved from the first
+    forward. `fused` is whether one kernel computes attention, by default as expected on a CPU.
     """
     model, train, checkpointing = config.model, config.train, config.checkpointing
     stages = split_into_stages(model, layout) if layout.pp_enabled else [whole_model(model)]
     calls = sum(recomputed_layers(config, layout, stage) for stage in stages)
+    runs_to_end = recomputes_last_projection or train.compile
     if checkpointing.name == "selective":
-        return 0
+        return calls * recomputed_product_flops(model, checkpointing, train.global_batch * train.seq_len, runs_to_end)
     if checkpointing.name == "attention":
         is_fused = takes_fused_kernel(config, "cpu") if fused is None else fused
         return calls * attention_recompute_flops(config, layout, is_fused)
-    runs_to_end = recomputes_last_projection or train.compile
     flops = model_profile(model).recompute_flops(calls, train.global_batch, train.seq_len, runs_to_end)
     return flops - calls * 2 * causal_skipped_flops(config, layout)
+
+
+def recomputed_product_flops(
+    model: ModelConfig, checkpointing: CheckpointingConfig, tokens: int, runs_to_end: bool
+) -> int:
+    """Return the operations of the products that a selective second forward of one layer computes again.
+
+    The last one is not run, as in every second forward, unless dropout follows it or `runs_to_end` is true.
+    """
+    products = projection_flops(model, tokens)
+    names = checkpointing.recomputed_products(products)
+    is_last_run = runs_to_end or model.dropout > 0
+    return sum(products[name] for name in names if is_last_run or name != "down_proj")
 
 
 def must_recompute_last_projection(config: RunConfig) -> bool:

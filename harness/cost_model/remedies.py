@@ -133,7 +133,7 @@ def checkpointing(config: RunConfig, layout: Layout, choices: Choices) -> Iterat
     """Yield the checkpointing that recomputes little, and the one that keeps least."""
     for name in ("selective", "full"):
         if config.checkpointing.name not in (name, "full"):
-            changed = dataclasses.replace(config.checkpointing, name=name, every=1)
+            changed = dataclasses.replace(config.checkpointing, name=name, every=1, saved_products="all")
             yield f"checkpointing={name}", dataclasses.replace(config, checkpointing=changed)
 
 

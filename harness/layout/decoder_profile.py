@@ -73,12 +73,9 @@ class DecoderProfile:
         return self.model.dropout == 0
 
     def layer_flops(self, sequences: int, seq_len: int) -> int:
-        """Return the operations of one layer's forward: q and o, k and v, the MLP's matrices, attention."""
-        model, tokens = self.model, sequences * seq_len
-        key_value_size = model.num_key_value_heads * model.head_dim
-        projections = 2 * model.hidden_size * (model.hidden_size + key_value_size)
-        mlp = (len(model.architecture.widening) + 1) * last_projection_flops(model, tokens)
-        return 2 * tokens * projections + mlp + 2 * attention_product_flops(model, sequences, seq_len)
+        """Return the operations of one layer's forward: the projections and attention."""
+        projections = sum(projection_flops(self.model, sequences * seq_len).values())
+        return projections + 2 * attention_product_flops(self.model, sequences, seq_len)
 
     def head_flops(self, sequences: int, seq_len: int) -> int:
         """Return the operations of the head's forward; a tied head multiplies all the same."""
@@ -90,7 +87,7 @@ class DecoderProfile:
         torch stops them before the last projection, unless dropout follows it: the mask is drawn behind it.
         """
         is_last_run = runs_to_end or self.model.dropout > 0
-        not_run = 0 if is_last_run else last_projection_flops(self.model, sequences * seq_len)
+        not_run = 0 if is_last_run else projection_flops(self.model, sequences * seq_len)["down_proj"]
         return layers * (self.layer_flops(sequences, seq_len) - not_run)
 
     def recomputed_score_flops(self, sequences: int, seq_len: int) -> int:
@@ -140,9 +137,12 @@ def attention_product_flops(model: ModelConfig, sequences: int, seq_len: int) ->
     return 2 * sequences * seq_len * seq_len * model.hidden_size
 
 
-def last_projection_flops(model: ModelConfig, tokens: int) -> int:
-    """Return the operations of a layer's last matrix, down_proj."""
-    return 2 * tokens * model.hidden_size * model.intermediate_size
+def projection_flops(model: ModelConfig, tokens: int) -> dict[str, int]:
+    """Return the operations of each of a layer's projections, in the order of forward."""
+    grouped = model.num_key_value_heads * model.head_dim
+    outputs = {"k_proj": grouped, "v_proj": grouped, "q_proj": model.hidden_size, "o_proj": model.hidden_size}
+    each = 2 * tokens * model.hidden_size
+    return {name: each * outputs.get(name, model.intermediate_size) for name in model.architecture.projections}
 
 
 def tensor_parallel_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:

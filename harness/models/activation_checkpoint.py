@@ -17,11 +17,16 @@ from harness.probe import Probe
 
 _aten = torch.ops.aten
 
-# The operators whose results selective checkpointing saves. It recomputes everything else: norms, rotary, activation
-# function, elementwise products, and the collectives of tensor parallelism, whose results are whole on every rank.
+# The operators that multiply with a projection's matrix, without and with a bias. torchtitan's policy counts mm alone,
+# because its models have no biases.
+PROJECTION_OPS = frozenset((_aten.mm.default, _aten.addmm.default))
+
+# The operators whose results selective checkpointing saves, all or every second one of PROJECTION_OPS. It recomputes
+# everything else: norms, rotary, activation function, elementwise products, and the collectives of tensor parallelism,
+# whose results are whole on every rank.
 SAVED_OPS = frozenset(
     (
-        *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+        *(*PROJECTION_OPS, _aten.bmm.default, _aten.baddbmm.default),
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_efficient_attention.default,
@@ -37,15 +42,18 @@ def apply_checkpointing(model: Decoder, checkpointing: CheckpointingConfig, prob
     """Wrap the decoder layers in place, or the core of their attention; parameters keep their names.
 
     `full` and `every_n` save nothing but a layer's input (arXiv 1604.06174); `selective` also saves the results of
-    matrix products and of attention; `attention` recomputes the operators between its projections (arXiv 2205.05198).
+    matrix products, or of every second one, and of attention; `attention` recomputes the operators between its
+    projections (arXiv 2205.05198).
     """
 
     def full() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), probe.recompute()
 
     def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, second = create_selective_checkpoint_contexts(save_policy)  # type: ignore[no-untyped-call]
-        return nested(first, SavedOutputsMode(probe)) if probe.listener else first, nested(probe.recompute(), second)
+        policy = save_policy(checkpointing)
+        first, second = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+        announced = nested(first, SavedOutputsMode(probe, checkpointing)) if probe.listener else first
+        return announced, nested(probe.recompute(), second)
 
     for index, block in model.layers_by_index().items():
         if checkpointing.recomputes_layer(index):
@@ -65,21 +73,47 @@ def checkpointed(forward: Callable[..., Tensor], contexts: ContextFn) -> Any:
     return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
 
-def save_policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """Return torch's policy for an operator under selective checkpointing."""
-    return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+class SavedOperators:
+    """The choice of the operators of one forward of a layer whose results are saved; `products` are those so far."""
+
+    def __init__(self, checkpointing: CheckpointingConfig) -> None:
+        self.checkpointing = checkpointing
+        self.products = 0
+
+    def saves(self, operator: Any) -> bool:
+        """Return whether the result of the forward's next operator is saved."""
+        if operator in PROJECTION_OPS:
+            self.products += 1
+            if not self.checkpointing.saves_product(self.products):
+                return False
+        return operator in SAVED_OPS
+
+
+def save_policy(checkpointing: CheckpointingConfig) -> Callable[..., CheckpointPolicy]:
+    """Return torch's policy for the operators of both forwards of a layer under selective checkpointing.
+
+    torch 2.13 asks it in the first forward alone.
+    """
+    choices = {is_recompute: SavedOperators(checkpointing) for is_recompute in (False, True)}
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        is_saved = choices[context.is_recompute].saves(operator)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
 
 
 class SavedOutputsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that announces what a selectively checkpointed forward saves, which autograd does not see."""
 
-    def __init__(self, probe: Probe) -> None:
+    def __init__(self, probe: Probe, checkpointing: CheckpointingConfig) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.probe = probe
+        self.operators = SavedOperators(checkpointing)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in SAVED_OPS:
+        if self.operators.saves(func):
             tree_map_only(Tensor, self.probe.saved_for_recompute, result)
         return result
 

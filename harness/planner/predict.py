@@ -203,7 +203,9 @@ class Prediction:
             words.append(f"{layout.schedule}{virtual}")
         checkpointing = self.config.checkpointing
         words.append(
-            f"checkpointing {checkpointing.name}" + (f" {checkpointing.every}" if checkpointing.every > 1 else "")
+            f"checkpointing {checkpointing.name}"
+            + (f" {checkpointing.every}" if checkpointing.every > 1 else "")
+            + (" of every second product" if checkpointing.saved_products != "all" else "")
         )
         if layout.offload != "none":
             words.append("state on the host" if layout.offload == "parameters" else "optimizer on the host")

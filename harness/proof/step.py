@@ -112,7 +112,7 @@ def offload_problems(config: RunConfig, layout: Layout, rank: RankReport) -> lis
     stage, is_offloaded = layout.coordinates(rank.rank)["pp"], config.checkpointing.offload_activations
     on_cpu = rank.device_name == "cpu"
     if is_offloaded and not on_cpu:
-        inputs = dataclasses.replace(config.checkpointing, name="full", every=1)
+        inputs = dataclasses.replace(config.checkpointing, name="full", every=1, saved_products="all")
         config = dataclasses.replace(config, checkpointing=inputs)
     expected = offloaded_activation_bytes(config, layout, "cpu" if on_cpu else "cuda", stage) if is_offloaded else 0
     offloaded = rank.profiled.offloaded_activation_bytes

@@ -461,6 +461,12 @@ COLUMNS: tuple[Column, ...] = (
         "checkpointing every",
         "One of so many decoder layers is checkpointed; empty for 1.",
     ),
+    _text(
+        "saved_products",
+        "options",
+        "saved products",
+        "Which products of a layer's projections checkpointing=selective saves, if not all of them: every_second.",
+    ),
     _count("loss_chunks", "options", "loss chunks", "Into how many chunks the computation of the loss is split."),
     _bool("compile", "options", "compiled", "Whether the layers are compiled."),
     _text("attention", "options", "attention", "The attention that is configured: flash (a fused kernel) or eager."),

@@ -17,7 +17,7 @@ _DEFINING_COLUMNS = (
     *("model", "strategy", "engine", "checkpointing", "precision", "world_size", "micro_batch", "global_batch"),
     *("seq_len", "zero_stage", "schedule", "virtual_stages", "data_parallel", "vocabulary_parallel"),
     *("checkpointing_every", "compile", "loss_chunks", "fused_optimizer", "offload", "offload_activations"),
-    *("attention", "dropout"),
+    *("attention", "dropout", "saved_products"),
 )
 
 _NULL = "null"

@@ -23,13 +23,15 @@ OTHER_OPTIONS = "other options"  # a column that only frames have: keys without 
 VARYING = (
     *("model", "parameters", "engine", "precision", "world_size", "global_batch", "seq_len", "micro_batch"),
     *("measured_on", "launch", "repeat", *IMPLIED_BY_STRATEGY[1:]),
-    *("checkpointing_every", "compile", "loss_chunks", "fused_optimizer", "attention", "dropout", OTHER_OPTIONS),
+    *("checkpointing_every", "saved_products", "compile", "loss_chunks", "fused_optimizer", "attention", "dropout"),
+    OTHER_OPTIONS,
 )
 
 # Values that a label leaves out, and that are not mentioned where all rows share them.
 DEFAULTS = {
     "offload_activations": False,
     "checkpointing_every": None,
+    "saved_products": None,
     "compile": False,
     "loss_chunks": 1,
     "fused_optimizer": True,

@@ -29,6 +29,7 @@ def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
         "compile": config.train.compile,
         "fused_optimizer": config.train.fused_optimizer,
         "checkpointing_every": config.checkpointing.every if config.checkpointing.every > 1 else None,
+        "saved_products": config.checkpointing.saved_products if config.checkpointing.saved_products != "all" else None,
         "repeat": config.repeat,
         "launch": config.launch,
     }

@@ -1,8 +1,10 @@
 """Every kind of checkpointing: what it runs again, keeps and fills, compared with torch and on real ranks."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +22,11 @@ from harness.cost_model.flops import (
 )
 from harness.cost_model.memory import activation_bytes, estimate_memory
 from harness.engines.deepspeed import compatibility
+from harness.layout.decoder_profile import projection_flops
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
 from harness.measure.activations import ActivationMeter
+from harness.models import activation_checkpoint
 from harness.models.activation_checkpoint import apply_checkpointing
 from harness.models.build import build_model
 from harness.models.init_weights import materialize
@@ -48,8 +52,11 @@ from tests.support.models import (
     shaped,
 )
 
-KINDS = {
+EVERY_SECOND = "selective checkpointing.saved_products=every_second"
+
+KINDS = {  # by what is typed behind `checkpointing=`
     "selective": CheckpointingConfig("selective"),
+    EVERY_SECOND: CheckpointingConfig("selective", saved_products="every_second"),
     "attention": CheckpointingConfig("attention"),
     "every_n": CheckpointingConfig("every_n", 2),
 }
@@ -63,7 +70,7 @@ ATTENTION = pytest.mark.parametrize("attention", ("flash", "eager"))
 @ATTENTION
 def test_recomputed_operations_are_those_torch_counts(kind: str, attention: str) -> None:
     config = compose_config(
-        "strategy=single", "train.global_batch=2", f"checkpointing={kind}", f"model.attention={attention}"
+        "strategy=single", "train.global_batch=2", *f"checkpointing={kind}".split(), f"model.attention={attention}"
     )
     plain = dataclasses.replace(config, checkpointing=CheckpointingConfig("none"))
     more = sum(counted(config)) - sum(counted(plain))
@@ -71,13 +78,28 @@ def test_recomputed_operations_are_those_torch_counts(kind: str, attention: str)
         config.model.num_hidden_layers,
         dataclasses.replace(config, checkpointing=CheckpointingConfig("full")),
     )
+    products = projection_flops(config.model, config.train.global_batch * config.train.seq_len)
     expected = {
         "selective": 0,
+        EVERY_SECOND: layers * sum(products[name] for name in ("k_proj", "o_proj", "up_proj")),
         "attention": layers * attention_product_flops(config) * (2 if attention == "flash" else 1),
         "every_n": recomputed_flops(full, alone(full)) // 2,
     }
     assert more == recomputed_flops(config, alone(config)) == expected[kind] < layers * layer_flops(config)
     assert model_flops(config) == model_flops(plain)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "recomputed"), ((0.0, ("k_proj", "o_proj")), (0.1, ("k_proj", "o_proj", "down_proj")))
+)
+def test_every_second_product_is_counted_with_biases_too(dropout: float, recomputed: tuple[str, ...]) -> None:
+    """The last of a GPT layer's six products runs again only where dropout follows it."""
+    overrides = ("strategy=single", "train.global_batch=2", "model=gpt_tiny", f"model.dropout={dropout}")
+    config = compose_config(*overrides, *f"checkpointing={EVERY_SECOND}".split())
+    more = sum(counted(config)) - sum(counted(compose_config(*overrides)))
+    products = projection_flops(config.model, config.train.global_batch * config.train.seq_len)
+    expected = config.model.num_hidden_layers * sum(products[name] for name in recomputed)
+    assert more == recomputed_flops(config, alone(config)) == expected
 
 
 @pytest.mark.parametrize("kind", ("attention", "every_n"))
@@ -132,14 +154,24 @@ def test_saved_and_peak_bytes_are_as_predicted(
     assert transient - tokens == pytest.approx(alive, rel=0.05)
 
 
+def test_products_that_are_not_counted_anew_in_every_layer_save_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer has seven products, so that a count that goes on saves the even ones of the second layer."""
+    config = run(shaped(num_hidden_layers=3), micro_batch=2, global_batch=4, seq_len=64)
+    config = dataclasses.replace(config, checkpointing=KINDS[EVERY_SECOND])
+    expected = activation_bytes(config, layout_of(config, 0, 1), "cpu", 0)
+    assert trained(config)[0] == pytest.approx(expected, rel=0.01)
+    monkeypatch.setattr(activation_checkpoint, "save_policy", functools.cache(activation_checkpoint.save_policy))
+    assert trained(config)[0] < 0.95 * expected
+
+
 def test_more_recomputation_saves_less_for_backward() -> None:
     config = run(model_named("7b"), BF16)
-    kinds = [CheckpointingConfig("none"), *(KINDS[k] for k in ("attention", "every_n", "selective"))]
+    kinds = [CheckpointingConfig("none"), *(KINDS[k] for k in ("attention", "every_n", "selective", EVERY_SECOND))]
     saved = [
         activation_bytes(dataclasses.replace(config, checkpointing=kind), layout_of(config, 3, 2), "cuda", 0)
         for kind in (*kinds, CheckpointingConfig("full"))
     ]
-    assert saved[0] > saved[1] > saved[3] > saved[4] and saved[0] > saved[2] > saved[4]
+    assert saved[0] > saved[1] > saved[3] > saved[4] > saved[5] and saved[0] > saved[2] > saved[5]
 
 
 def test_selective_checkpointing_is_a_remedy_where_it_is_enough() -> None:
@@ -163,10 +195,17 @@ def test_selective_checkpointing_is_a_remedy_where_it_is_enough() -> None:
     assert "checkpointing=selective" not in offered("full") and "checkpointing=full" in offered("full")
 
 
-@pytest.mark.parametrize("overrides", (("full", 2), ("every_n", 1), ("every_n", 0), ("half", 1)))
-def test_an_invalid_checkpointing_interval_is_refused(overrides: tuple[str, int]) -> None:
+@pytest.mark.parametrize(
+    "values",
+    (
+        *({"name": "full", "every": 2}, {"name": "every_n", "every": 1}, {"name": "every_n", "every": 0}),
+        *({"name": "half"}, {"name": "full", "saved_products": "every_second"}),
+        {"name": "selective", "saved_products": "every_third"},
+    ),
+)
+def test_invalid_checkpointing_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"checkpointing.*choose"):
-        CheckpointingConfig(*overrides)
+        CheckpointingConfig(**values)
 
 
 BIASED = ("strategy=zero3", "model=gpt_tiny", "checkpointing=selective")
@@ -199,7 +238,7 @@ def test_selective_checkpointing_recomputes_collectives(results: Path) -> None:
 @KIND
 @pytest.mark.parametrize("strategy", ("ddp", "zero1", "zero3", "fsdp_full_shard", "tp", "tp_sp", "pp_1f1b"))
 def test_every_kind_is_proven_in_every_layout(results: Path, strategy: str, kind: str) -> None:
-    row = run_with(results, worker_main.main, f"strategy={strategy}", f"checkpointing={kind}").row
+    row = run_with(results, worker_main.main, f"strategy={strategy}", *f"checkpointing={kind}".split()).row
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
 
@@ -208,6 +247,7 @@ def test_every_kind_is_proven_in_every_layout(results: Path, strategy: str, kind
     ("fault", "kind", "problem"),
     [
         (faults.products_not_kept, "selective", "a step ran"),
+        (faults.every_product_kept, EVERY_SECOND, "a step ran"),
         (
             faults.every_layer_recomputed,
             "every_n",
@@ -220,5 +260,5 @@ def test_every_kind_is_proven_in_every_layout(results: Path, strategy: str, kind
 def test_other_checkpointing_than_configured_is_an_error(
     results: Path, fault: Callable[[str], None], kind: str, problem: str
 ) -> None:
-    record = run_with(results, fault, "strategy=ddp", f"checkpointing={kind}")
+    record = run_with(results, fault, "strategy=ddp", *f"checkpointing={kind}".split())
     assert_not_proven(record, problem)

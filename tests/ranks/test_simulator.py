@@ -134,6 +134,8 @@ TWO_LAYERS = "model.num_hidden_layers=2"
 
 FOUR_LAYERS, SHORT = "model.num_hidden_layers=4", "train.seq_len=64"
 
+EVERY_SECOND = "checkpointing=selective checkpointing.saved_products=every_second"
+
 SMALL_VOCABULARY_EAGER = "model.vocab_size=1024 model.attention=eager"
 
 CASES = [
@@ -151,6 +153,7 @@ CASES = [
     "pp_interleaved x 2 model=7b precision=bf16_mixed model.num_hidden_layers=4 train.global_batch=2",
     f"zero1 x 2 model=1b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2",
     f"zero2 x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 checkpointing=selective",
+    f"fsdp_full_shard x 2 model=8b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2 {EVERY_SECOND}",
     f"zero3 x 4 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=8 checkpointing=full",
     f"ddp x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 strategy.engine=accelerate",
 ]
@@ -178,6 +181,14 @@ LONG_CASES = (
         "tp x 8 model=7b precision=fp32",
         "fsdp_full_shard x 8 model=7b precision=bf16_mixed train.global_batch=8",
         "tp_sp x 8 model=70b precision=bf16_mixed checkpointing=selective",
+        f"fsdp_full_shard x 8 model=8b precision=bf16_mixed train.global_batch=16 train.micro_batch=2 {EVERY_SECOND}",
+        f"tp_sp x 8 model=70b precision=bf16_mixed {TWO_LAYERS} {EVERY_SECOND}",
+        f"tp x 2 model=7b precision=fp32 {TWO_LAYERS} model.attention=eager {EVERY_SECOND}",
+        f"tp x 8 model=gpt_1.3b model.vocab_size=51200 precision=fp32 {TWO_LAYERS} {EVERY_SECOND}",
+        f"single x 1 model=gpt_1.3b model.dropout=0.1 precision=fp32 {TWO_LAYERS} {EVERY_SECOND}",
+        f"cp x 2 model=7b precision=bf16_mixed {TWO_LAYERS} strategy.data_parallel=ddp {EVERY_SECOND}",
+        f"pp_1f1b x 2 model=8b precision=bf16_mixed {FOUR_LAYERS} train.global_batch=4 {EVERY_SECOND}",
+        f"zero3 x 4 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4 {EVERY_SECOND}",
         "3d x 8 model=7b precision=bf16_mixed train.global_batch=4",
         "fsdp_hybrid_shard x 8 model=7b precision=bf16_mixed train.global_batch=8",
         "fsdp_tp x 8 model=70b precision=bf16_mixed train.global_batch=4",

@@ -48,7 +48,8 @@ def label(row: Row) -> str:
         virtual = row["virtual_stages"]
         words.append(row["schedule"] + (f" of {virtual} stages a rank" if virtual > 1 else ""))
     every = row.get("checkpointing_every")
-    words.append(f"checkpointing {row['checkpointing']}" + (f" {every}" if every else ""))
+    products = " of every second product" if row.get("saved_products") else ""
+    words.append(f"checkpointing {row['checkpointing']}" + (f" {every}" if every else "") + products)
     words += {"optimizer": ["optimizer on the host"], "parameters": ["state on the host"]}.get(row["offload"], [])
     words += ["activations on the host"] if row["offload_activations"] else []
     return ", ".join([*words, f"micro-batch {row['micro_batch']}"])

@@ -71,6 +71,17 @@ def test_ranks_that_are_no_processes_are_another_run() -> None:
     assert run_id(config) != run_id(virtual)
 
 
+def test_the_saved_products_are_part_of_the_identity_unless_all_are_saved() -> None:
+    selective = compose_config("strategy=ddp", "checkpointing=selective")
+    other = compose_config("strategy=ddp", "checkpointing=selective", "checkpointing.saved_products=every_second")
+    assert result_affecting_keys(selective.to_dict())["checkpointing"] == {
+        "name": "selective",
+        "every": 1,
+        "offload_activations": False,
+    }
+    assert run_id(other) != run_id(selective)
+
+
 def virtual_config(*overrides: str) -> RunConfig:
     return compose_config("strategy=ddp", "data=synthetic", "launch=virtual", *overrides)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.hardware import HardwareConfig
 from harness.config.stack_timing import StackTiming
+from harness.cost_model.flops import recomputed_product_flops
 from harness.cost_model.timing.collectives import Group, all_reduce_seconds, gather_seconds
 from harness.cost_model.timing.layer_time import (
     PassSeconds,
@@ -15,6 +16,7 @@ from harness.cost_model.timing.layer_time import (
     head_seconds,
     layer_seconds,
 )
+from harness.layout.decoder_profile import projection_flops
 
 LAYER_COLLECTIVES = 2  # of the hidden states in a layer's forward: before, or after, attention and MLP
 
@@ -73,8 +75,11 @@ def recomputed_share(context: StageContext, passes: PassSeconds) -> float:
         return 0.0
     if name == "attention":
         return passes.attention / forward
-    if name == "selective":  # keeps the results of matrix products and attention
-        return 1.0 - (passes.attention + _product_share(context, passes) * forward) / forward
+    if name == "selective":  # keeps the results of attention and of all matrix products, or of some of them
+        model = context.shape.model
+        again = recomputed_product_flops(model, context.checkpointing, 1, context.is_compiled)
+        kept = 1.0 - again / sum(projection_flops(model, 1).values())
+        return 1.0 - passes.attention / forward - kept * _product_share(context, passes)
     stops_early = not context.is_compiled and context.shape.model.dropout == 0
     share = 1.0 - (passes.last_projection / forward if stops_early else 0.0)
     return share / context.checkpointing.every

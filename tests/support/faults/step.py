@@ -42,6 +42,12 @@ def products_not_kept(run_dir: str) -> None:
     worker_main.main(run_dir)
 
 
+def every_product_kept(run_dir: str) -> None:
+    """Make selective checkpointing keep the products that are to run again."""
+    CheckpointingConfig.saves_product = lambda self, number: True  # type: ignore[method-assign]
+    worker_main.main(run_dir)
+
+
 def parts_of_the_loss_kept(run_dir: str) -> None:
     """Keep every chunk's logits while the loss goes through its tokens in chunks."""
     apply = harness.models.build.apply_loss_chunks
