@@ -20,7 +20,7 @@ from tests.support.combinations import (
     CHECKPOINTING,
     MODEL_PARALLEL,
     PIPELINE,
-    PIPELINE_SIZE,
+    PIPELINE_SIZES,
     SEQ_LEN,
     SEQUENCES,
     TENSOR,
@@ -94,7 +94,7 @@ def test_a_pipeline_sends_boundary_activations_and_their_gradients(
     config, layout = config_of(record)
     boundary = SEQUENCES * SEQ_LEN * config.model.hidden_size * 4
     total = sum(sent(rank, "send") for rank in record["rank_files"])
-    assert total == 2 * PIPELINE_SIZE.micro_batches * boundary * (layout.num_stages - 1)
+    assert total == 2 * PIPELINE_SIZES[world].micro_batches * boundary * (layout.num_stages - 1)
     assert all(sent(rank, "all_reduce") < 100 for rank in record["rank_files"])
 
 
@@ -149,7 +149,7 @@ def test_micro_batches_in_flight_show_in_the_activations(
             profiled = record["rank_files"][stage].profiled
             _, layout = config_of(record)
             assert profiled.max_in_flight_micro_batches == max_in_flight_micro_batches(
-                layout, PIPELINE_SIZE.micro_batches, stage
+                layout, PIPELINE_SIZES[world].micro_batches, stage
             ), (
                 strategy,
                 stage,
@@ -157,10 +157,10 @@ def test_micro_batches_in_flight_show_in_the_activations(
             saved[strategy] = profiled.activation_bytes
         assert (
             records["pp_gpipe", checkpointing, world]["rank_files"][stage].profiled.max_in_flight_micro_batches
-            == PIPELINE_SIZE.micro_batches
+            == PIPELINE_SIZES[world].micro_batches
         )
         if checkpointing == "none":
-            ratio = min(PIPELINE_SIZE.micro_batches, world - stage) / PIPELINE_SIZE.micro_batches
+            ratio = min(PIPELINE_SIZES[world].micro_batches, world - stage) / PIPELINE_SIZES[world].micro_batches
             assert saved["pp_1f1b"] == pytest.approx(saved["pp_gpipe"] * ratio, rel=0.02)
 
 
@@ -214,12 +214,16 @@ def test_the_bubble_is_recorded_beside_its_formula(records: dict[tuple[str, str,
             continue
         _, layout = config_of(record)
         virtual = 2 if strategy == "pp_interleaved" else 1
-        formula = (world - 1) / (virtual * PIPELINE_SIZE.micro_batches) / (3 if strategy == "pp_zero_bubble" else 1)
+        formula = (
+            (world - 1) / (virtual * PIPELINE_SIZES[world].micro_batches) / (3 if strategy == "pp_zero_bubble" else 1)
+        )
         assert (
-            row["pipeline_bubble_theory"] == bubble_ratio(layout, PIPELINE_SIZE.micro_batches) == pytest.approx(formula)
+            row["pipeline_bubble_theory"]
+            == bubble_ratio(layout, PIPELINE_SIZES[world].micro_batches)
+            == pytest.approx(formula)
         )
         assert [entry["rank"] for entry in entries] == list(range(world))
-        assert sum(sum(entry["layers"]) for entry in entries) == PIPELINE_SIZE.layers
+        assert sum(sum(entry["layers"]) for entry in entries) == PIPELINE_SIZES[world].layers
         for entry, rank in zip(entries, record["rank_files"], strict=True):
             assert entry["working_seconds"] > 0 and entry["idle_seconds"] >= 0
             assert entry["working_seconds"] + entry["idle_seconds"] <= max(rank.step_seconds)

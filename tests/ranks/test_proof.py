@@ -11,14 +11,18 @@ from harness.records.rank_report import RankReport
 from harness.runner import reference_runs
 from harness.worker import main as worker_main
 from tests.support import faults, replayed_faults
-from tests.support.combinations import DEFAULTS, Combination, in_precision
+from tests.support.combinations import TENSOR_SIZE, Combination, in_precision, model_parallel
 from tests.support.commands import assert_not_proven, run_with
 
 DDP, FSDP, ZERO2 = (Combination(name, 2, ("checkpointing=none",)) for name in ("ddp", "fsdp_full_shard", "zero2"))
 
 BF16 = {combination.strategy: combination for combination in in_precision("bf16_mixed")}
 
-TP, TP_SP, PP_1F1B, PP_GPIPE, PP_ZERO_BUBBLE = DEFAULTS
+TP, TP_SP, PP_1F1B, PP_GPIPE, PP_ZERO_BUBBLE = (
+    model_parallel(name) for name in ("tp", "tp_sp", "pp_1f1b", "pp_gpipe", "pp_zero_bubble")
+)
+
+SMALL_TENSOR = " ".join(TENSOR_SIZE.options())
 
 
 @pytest.mark.parametrize(
@@ -77,9 +81,9 @@ def test_a_fault_in_the_reports_is_an_error(
         (faults.halved, "ddp", "layers.1.input_layernorm.weight"),
         (faults.never_broadcast, "zero1_torch", "the parameter of embed_tokens.weight is not the same on all ranks"),
         (faults.unsynchronized, "ddp", "sent 0 bytes a step along dp_replicate"),
-        (faults.rows_not_summed, "tp", "0.50 x the"),
-        (faults.vocabulary_shifted, "tp", "loss deviates"),
-        (faults.norms_not_summed, "tp_sp", "layernorm.weight's "),
+        (faults.rows_not_summed, f"tp {SMALL_TENSOR}", "0.50 x the"),
+        (faults.vocabulary_shifted, f"tp {SMALL_TENSOR}", "loss deviates"),
+        (faults.norms_not_summed, f"tp_sp {SMALL_TENSOR}", "layernorm.weight's "),
         (faults.other_weights, "pp_1f1b", "layers.3."),
         (faults.clipped_elsewhere, "tp precision=bf16_mixed", "first moments"),
         (
