@@ -11,7 +11,7 @@ from harness.metrics.kernels import kernel_columns
 from harness.metrics.memory import max_known, memory_columns
 from harness.metrics.step_time import COPYING, EXPOSED, IDLE, PARTS, PHASE_COLUMNS
 from harness.metrics.throughput import executed_flops
-from harness.records.rank_report import RankReport
+from harness.records.rank_report import RankReport, SimulatedTime
 from harness.records.schema import Cells
 
 
@@ -35,10 +35,9 @@ def simulated_time_columns(config: RunConfig, layout: Layout, ranks: Sequence[Ra
     The time between the host's launches and what a pipeline stage waits for others is idle. There are none of these
     columns where the cluster's hardware is not described.
     """
-    times = [rank.simulated_time for rank in ranks if rank.simulated_time is not None]
-    if not times or len(times) < len(ranks):
+    slowest = slowest_simulated_time(ranks)
+    if slowest is None:
         return {}
-    slowest = max(times, key=lambda time: (time.step_seconds, -time.idle_seconds))
     parts = dict.fromkeys(PARTS, 0.0)
     for phase, seconds in slowest.phase_seconds.items():
         parts[PHASE_COLUMNS[phase]] += seconds
@@ -56,3 +55,11 @@ def simulated_time_columns(config: RunConfig, layout: Layout, ranks: Sequence[Ra
         "model_flops_per_second_per_device": needed * per_device,
         "mfu": needed * per_device / peak if peak else None,
     }
+
+
+def slowest_simulated_time(ranks: Sequence[RankReport]) -> SimulatedTime | None:
+    """Return the time of the slowest simulated rank, of equally slow ones the busiest; None unless all have a time."""
+    times = [rank.simulated_time for rank in ranks if rank.simulated_time is not None]
+    if not times or len(times) < len(ranks):
+        return None
+    return max(times, key=lambda time: (time.step_seconds, -time.idle_seconds))

@@ -142,6 +142,7 @@ class SimulatedTime(FromJson):
     bubble_seconds: float = 0.0  # of idle_seconds, those in which a pipeline stage waits for others
     bubble_is_planned: bool = False  # by the schedule's formula, where the other stages were not simulated
     operator_seconds: Mapping[str, float] = field(default_factory=dict)  # of kernels, by phase and operator
+    communication_operators: Sequence[str] = ()  # the keys of operator_seconds that are of collectives and transfers
     launches: int = 0  # of kernels by the host
 
 

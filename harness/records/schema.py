@@ -87,6 +87,20 @@ class PipelineEntry(TypedDict):
     activation_bytes: int
 
 
+class PredictedStepEntry(TypedDict):
+    """The predicted seconds of a step, their parts, which add up to them, and the interval that they are to lie in."""
+
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+    other_seconds: float
+    bubble_seconds: float
+    exposed_seconds: Mapping[str, float]  # of communication, by axis
+
+
 class StepEntry(TypedDict):
     """One line of steps.jsonl: a training step."""
 
@@ -104,6 +118,7 @@ class RecordParts(TypedDict, total=False):
     communication: Sequence[CommunicationEntry]
     traffic: Sequence[TrafficEntry]
     pipeline: Sequence[PipelineEntry]
+    predicted_step: PredictedStepEntry
     notes: Sequence[str]
     corpus: str
 
@@ -126,6 +141,7 @@ class Record:
     communication: list[CommunicationEntry] = field(default_factory=list)  # of the rank that sends most, by operation
     traffic: list[TrafficEntry] = field(default_factory=list)  # of that rank by mesh axis, beside the formula's
     pipeline: list[PipelineEntry] = field(default_factory=list)  # the stages and idle time of every rank
+    predicted_step: PredictedStepEntry | None = None  # None where the hardware is not described
     notes: list[str] = field(default_factory=list)
     corpus: str = ""  # the fingerprint of the training data
     schema_version: int = SCHEMA_VERSION

@@ -9,6 +9,7 @@ from harness.records.schema import Record
 from harness.report.comparability import key_text
 from harness.report.document import BulletList, Paragraph, Section, Table, section
 from harness.report.frame import column_values
+from harness.report.step_differences import step_difference
 from harness.report.text import MILLISECONDS, byte_unit, format_numbers
 from harness.report.view import View
 
@@ -38,7 +39,12 @@ def sources(view: View) -> list[Section]:
     columns = _memory_columns(records, pairs) | _time_columns(records, pairs)
     columns = {header: cells for header, cells in columns.items() if any(cells)}
     rows = [[label, *cells] for (label, _), *cells in zip(simulated, *columns.values(), strict=True)]
-    differences = [(label, text) for label, record in simulated if (text := _difference(record))]
+    differences = [
+        (label, text)
+        for label, record in simulated
+        for text in (peak_difference(record), step_difference(record))
+        if text
+    ]
     return section(
         "Formula, simulation and measurement",
         Table(["run", *columns], rows),
@@ -55,7 +61,8 @@ def _configuration(record: Record) -> str:
     """Return a key that is equal for the simulation and the measurement of one configuration."""
     values = result_affecting_keys(record.config)
     shared = {key: value for key, value in values.items() if key not in _DIFFERENT_BY_SOURCE}
-    return key_text([shared, record.row.get("world_size"), record.row.get("measured_on")])
+    nodes = (record.config.get("cluster") or {}).get("nodes")
+    return key_text([shared, nodes, record.row.get("world_size"), record.row.get("measured_on")])
 
 
 def _memory_columns(records: Sequence[Record], pairs: Sequence[Record | None]) -> dict[str, list[str]]:
@@ -77,9 +84,18 @@ def _time_columns(records: Sequence[Record], pairs: Sequence[Record | None]) -> 
     measured = _column(pairs, "step_seconds")
     return {
         "step by the formula ms": format_numbers(formula, MILLISECONDS),
+        "its interval ms": _step_intervals(records),
         "simulated step ms": format_numbers(simulated, MILLISECONDS),
+        "simulated to planned step %": _differences(simulated, formula),
         "measured step ms": format_numbers(measured, MILLISECONDS),
     }
+
+
+def _step_intervals(records: Sequence[Record]) -> list[str]:
+    steps = [record.predicted_step for record in records]
+    lows = format_numbers([step and step["low_seconds"] for step in steps], MILLISECONDS)
+    highs = format_numbers([step and step["high_seconds"] for step in steps], MILLISECONDS)
+    return [f"{low}–{high}" if low and high else "" for low, high in zip(lows, highs, strict=True)]
 
 
 def _column(records: Sequence[Record | None], name: str) -> list[Any]:
@@ -93,7 +109,7 @@ def _differences(values: Sequence[Any], others: Sequence[Any]) -> list[str]:
     ]
 
 
-def _difference(record: Record) -> str:
+def peak_difference(record: Record) -> str:
     """Return what fills the simulated peak if it is outside the formula's interval; '' if it is inside."""
     formula, simulated = record.row.get("predicted_peak_bytes"), record.row.get("peak_allocated_bytes")
     low, high = load_stack("harness").memory.measured_over_predicted or (1.0, 1.0)

@@ -22,7 +22,7 @@ from harness.runner.context import RunContext
 from harness.runner.judge import judge_run
 from harness.runner.local_machine import release_problem
 from harness.runner.plan import Plan
-from harness.runner.predicted_columns import predicted_columns
+from harness.runner.predicted_columns import predicted_columns, predicted_step_entry
 from harness.runner.record import build_record
 from harness.runner.reference import Reference
 from harness.runner.reuse import STARTED, clear_run_folder
@@ -140,6 +140,8 @@ def write_row(
     """
     ending = ending | predicted_columns(plan)
     parts = (parts or RecordParts()) | {"corpus": plan.corpus.fingerprint}
+    predicted = predicted_step_entry(plan)
+    parts |= {} if predicted is None else {"predicted_step": predicted}
     try:
         return write_record_files(plan, ending, ranks, parts, steps)
     except OSError as error:

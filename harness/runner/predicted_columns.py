@@ -10,11 +10,12 @@ from harness.config.hardware import HardwareConfig
 from harness.config.locations import conf_folders, files_in
 from harness.config.stack import load_stack
 from harness.cost_model import memory
+from harness.cost_model.timing.interval import step_seconds_interval
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from harness.hardware.machine import Machine
 from harness.hardware.processor import processor_name
 from harness.layout.model_profile import model_profile
-from harness.records.schema import Cells
+from harness.records.schema import Cells, PredictedStepEntry
 from harness.runner.plan import Plan
 from harness.util.errors import UserError
 
@@ -49,6 +50,29 @@ def predicted_step_time(plan: Plan) -> StepTime | None:
         return estimate_step_time(plan.config, plan.layout, hardware, timing, plan.widths, plan.ranks_per_node)
     except UserError:
         return None
+
+
+def predicted_step_entry(plan: Plan) -> PredictedStepEntry | None:
+    """Return the record's part on the predicted step; None where predicted_step_time() has none or layers are compiled.
+
+    The interval is that of the harness's own stack, as `harness plan` states it.
+    """
+    step = None if plan.config.train.compile else predicted_step_time(plan)
+    if step is None:
+        return None
+    low, high = step_seconds_interval(step, load_stack("harness").timing, plan.nodes)
+    forward = step.micro_batches * step.forward_seconds
+    return {
+        "step_seconds": step.step_seconds,
+        "low_seconds": low,
+        "high_seconds": high,
+        "forward_seconds": forward,
+        "backward_seconds": step.compute_seconds - forward,
+        "optimizer_seconds": step.optimizer_seconds,
+        "other_seconds": step.other_seconds,
+        "bubble_seconds": step.bubble_seconds,
+        "exposed_seconds": step.exposed_communication_seconds,
+    }
 
 
 def run_hardware(plan: Plan) -> HardwareConfig | None:

@@ -17,7 +17,7 @@ from harness.simulator.fake_memory import StorageCounter
 from harness.simulator.kernel_work import work_seconds
 from harness.simulator.operator_stream import Launch, StreamRecorder
 from harness.simulator.process import StepRequest
-from harness.simulator.stream_schedule import Rates, Schedule, play
+from harness.simulator.stream_schedule import Rates, Schedule, kind_of, play
 from harness.util.errors import UserError
 
 
@@ -93,6 +93,7 @@ def time_step(request: StepRequest, launches: Sequence[Launch]) -> TimedStep | N
         copy_seconds=schedule.copy_seconds,
         idle_seconds=schedule.idle_seconds,
         operator_seconds=operator_seconds(launches, seconds),
+        communication_operators=communication_operators(launches),
         launches=len(launches),
     )
     return TimedStep(request.rank, launches, schedule, summary)
@@ -108,5 +109,15 @@ def operator_seconds(launches: Sequence[Launch], seconds: Sequence[float]) -> di
     totals: Counter[str] = Counter()
     for launch, own in zip(launches, seconds, strict=True):
         if launch.work is not None:
-            totals[f"{launch.phase}/{launch.name}"] += own  # type: ignore[assignment]
+            totals[operator_key(launch)] += own  # type: ignore[assignment]
     return dict(totals.most_common())
+
+
+def communication_operators(launches: Sequence[Launch]) -> list[str]:
+    """Return the keys of operator_seconds() that are of collectives and transfers."""
+    return sorted({operator_key(launch) for launch in launches if kind_of(launch.work) == "communication"})
+
+
+def operator_key(launch: Launch) -> str:
+    """Return a launch's phase and operator."""
+    return f"{launch.phase}/{launch.name}"
