@@ -53,13 +53,20 @@ def site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     commands.query_node_shape.cache_clear()
 
 
-def request_of(resources: SlurmResources | None = None, **cluster: Any) -> tuple[str | None, str | None]:
-    """Return the GPUs and cores that the header of a job requests."""
+def options_of(resources: SlurmResources, launch: str, cluster: dict[str, Any]) -> dict[str, str]:
+    """Return the options of sbatch in the header of a job."""
     config = object.__new__(RunConfig)
     object.__setattr__(config, "cluster", ClusterConfig("site", **cluster))
-    header = sbatch_directives(resources or SlurmResources(), config, CommandConfig())
-    values = [re.search(rf"^#SBATCH --{key}=(.*)$", header, re.M) for key in ("gpus-per-node", "cpus-per-task")]
-    return tuple(value and value[1] for value in values)  # type: ignore[return-value]
+    object.__setattr__(config, "launch", launch)
+    return dict(re.findall(r"^#SBATCH --([^=\n]+)=(.*)$", sbatch_directives(resources, config, CommandConfig()), re.M))
+
+
+def request_of(
+    resources: SlurmResources | None = None, launch: str = "processes", **cluster: Any
+) -> tuple[str | None, str | None]:
+    """Return the GPUs and cores that the header of a job requests."""
+    options = options_of(resources or SlurmResources(), launch, cluster)
+    return options.get("gpus-per-node"), options.get("cpus-per-task")
 
 
 def test_a_job_gets_all_gpus_of_a_node_and_their_share_of_its_cores() -> None:
@@ -71,6 +78,37 @@ def test_a_job_gets_all_gpus_of_a_node_and_their_share_of_its_cores() -> None:
 
 def test_a_job_on_the_cpu_gets_a_core_for_each_rank() -> None:
     assert request_of(device="cpu") == (None, "2") and request_of(device="cpu", gpus_per_node=4) == (None, "4")
+
+
+def test_a_rank_that_runs_alone_gets_one_gpu_and_its_share_of_the_cores() -> None:
+    """cluster.gpus_per_node says how many ranks share a node in the predicted time, not what the job uses."""
+    for cluster in ({}, {"gpus_per_node": 4}, {"device": "cuda", "gpus_per_node": 2}):
+        assert request_of(launch="virtual", **cluster) == ("1", "16")
+    assert request_of(SlurmResources(gpus_per_node=2), launch="virtual") == ("2", "32")
+    assert request_of(SlurmResources(gres="gpu:h100:1"), launch="virtual") == (None, "16")
+    assert request_of(launch="virtual", device="cpu", gpus_per_node=4) == (None, "4")
+
+
+def test_a_simulation_gets_one_node_without_gpus() -> None:
+    """The cluster of a simulation is the one that it describes, and not where it runs."""
+    for launch, nodes in (("processes", "4"), ("simulated", "1")):
+        options = options_of(SlurmResources(), launch, {"device": "cuda", "gpus_per_node": 8, "nodes": 4})
+        assert options["nodes"] == nodes and options["ntasks-per-node"] == "1"
+        assert options.get("gpus-per-node") == ("8" if launch == "processes" else None)
+    assert request_of(launch="simulated") == request_of(launch="simulated", device="cuda", gpus_per_node=8)
+    assert request_of(launch="simulated") == (None, "2")
+    assert commands.requested_device(SlurmResources(), ClusterConfig("site"), "simulated") == "cpu"
+    assert commands.requested_device(SlurmResources(), ClusterConfig("site"), "virtual") == "cuda"
+
+
+@pytest.mark.parametrize("site", [["main* 4 (null)"]], indirect=True)
+def test_a_rank_that_runs_alone_is_on_the_cpu_where_a_site_has_no_gpus() -> None:
+    assert request_of(launch="virtual") == (None, "2")
+
+
+@pytest.mark.parametrize("site", [None], indirect=True, ids=["sinfo is missing"])
+def test_a_simulation_asks_nothing_of_the_site(site: None) -> None:
+    assert request_of(launch="simulated", device="cuda", gpus_per_node=8) == (None, "2")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Slurm's commands and batch scripts: sbatch, squeue and scontrol. Slurm's accounting is not needed."""
 
+import dataclasses
 import functools
 import math
 import shlex
@@ -12,7 +13,7 @@ from typing import Any
 
 from harness.config.command import CommandConfig
 from harness.config.schema import ClusterConfig, Device, RunConfig
-from harness.sweep.slurm.node_shape import NodeRequest, NodeShape, node_shape, request_of
+from harness.sweep.slurm.node_shape import MOST_GPUS, NodeRequest, NodeShape, node_shape, request_of
 from harness.util.errors import UserError
 from harness.util.text import one_line
 
@@ -55,11 +56,11 @@ def sbatch_directives(resources: SlurmResources, config: RunConfig, command: Com
     """
     cluster = config.cluster
     others = other_options(resources)
-    request = node_request(resources, cluster)
+    request = node_request(resources, cluster, config.launch)
     minutes = math.ceil((2 * command.timeout_seconds + SPARE_SECONDS) / 60)
     options: dict[str, Option] = {
         "job-name": f"harness-{command.name}",
-        "nodes": resources.nodes or cluster.nodes,
+        "nodes": resources.nodes or (1 if config.launch in MOST_GPUS else cluster.nodes),
         "ntasks-per-node": 1,
         "partition": resources.partition or cluster.partition,
         "account": resources.account or cluster.account,
@@ -84,18 +85,21 @@ def other_options(resources: SlurmResources) -> dict[str, Any]:
     return {key.replace("_", "-"): value for key, value in resources.additional_parameters.items()}
 
 
-def node_request(resources: SlurmResources, cluster: ClusterConfig) -> NodeRequest:
+def node_request(resources: SlurmResources, cluster: ClusterConfig, launch: str) -> NodeRequest:
     """Return what a job requests of each node. Raises UserError if it needs GPUs and nothing says how many."""
+    most_gpus = MOST_GPUS.get(launch)
+    if most_gpus == 0:
+        cluster = dataclasses.replace(cluster, device="cpu", gpus_per_node=None)
     shape = query_node_shape(resources.partition or cluster.partition) if cluster.device != "cpu" else NodeShape()
     options = {"gres": resources.gres} | other_options(resources)
-    return request_of(cluster, shape, resources.gpus_per_node, resources.cpus_per_task, options)
+    return request_of(cluster, shape, resources.gpus_per_node, resources.cpus_per_task, options, most_gpus)
 
 
-def requested_device(resources: SlurmResources, cluster: ClusterConfig) -> Device:
-    """Return the kind of device that a job's ranks will find. Raises UserError as node_request() does."""
+def requested_device(resources: SlurmResources, cluster: ClusterConfig, launch: str) -> Device:
+    """Return the kind of device that a job's ranks run on, or are simulated on. Raises UserError as node_request()."""
     if cluster.device != "auto":
         return cluster.device
-    return "cuda" if node_request(resources, cluster).devices else "cpu"
+    return "cuda" if node_request(resources, cluster, launch).devices else "cpu"
 
 
 def batch_script(directives: str, resources: SlurmResources, files: Sequence[Path], logs: Path) -> str:

@@ -75,7 +75,8 @@ class SlurmExecutor:
     def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
         """Return the run of composed values, which its node plans. Raises UserError if it is no configuration."""
         cluster: ClusterConfig = from_dict(ClusterConfig, values["cluster"], "cluster")
-        values = resolve_auto(values, commands.requested_device(self.resources, cluster))
+        launch = values.get("launch", "processes")
+        values = resolve_auto(values, commands.requested_device(self.resources, cluster, launch))
         config = resolve_run_config(candidates(values)[0] if wants_max_micro_batch(values) else values)
         command = read_command_config(values)
         names = (config.strategy.name, config.checkpointing.name, config.model.name, job_key(values))

@@ -13,6 +13,10 @@ from harness.util.errors import UserError
 GPU_OPTIONS = ("gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "tres-per-node", "tres-per-task")
 
 
+# The GPUs that a job uses of its only node, by `launch`; a job whose ranks are processes has a GPU for each of them.
+MOST_GPUS: dict[str, int] = {"virtual": 1, "simulated": 0}
+
+
 @dataclass(frozen=True)
 class NodeShape:
     """The GPUs and cores of a partition's nodes; None where Slurm does not tell."""
@@ -31,12 +35,18 @@ class NodeRequest:
 
 
 def request_of(
-    cluster: ClusterConfig, shape: NodeShape, gpus: int | None, cores: int | None, options: dict[str, Any]
+    cluster: ClusterConfig,
+    shape: NodeShape,
+    gpus: int | None,
+    cores: int | None,
+    options: dict[str, Any],
+    most_gpus: int | None = None,
 ) -> NodeRequest:
     """Return what a job requests, from the launcher's keys `gpus` and `cores`, its other options, and the nodes' shape.
 
     A job that requests no GPU gets none, and one that requests no cores gets a single one, so both are always
-    requested. Raises UserError if GPUs are wanted and nothing says how many.
+    requested. `most_gpus` limits the GPUs that the cluster's keys request, not those of the launcher's. Raises
+    UserError if GPUs are wanted and nothing says how many.
     """
     others = max(gpu_count(name, options.get(name)) for name in GPU_OPTIONS)
     if gpus is None and cluster.device != "cpu" and not others:
@@ -47,6 +57,7 @@ def request_of(
                 f"cluster.gpus_per_node=null with cluster.device={cluster.device} requests all GPUs of a node, and"
                 f" {reason}: choose their number, another cluster.partition, or cluster.device=cpu"
             )
+        gpus = gpus if most_gpus is None else min(gpus, most_gpus)
     ranks = gpus or others
     if cores is None and ranks:
         share = shape.cores * ranks // shape.gpus if shape.cores and shape.gpus else 0
