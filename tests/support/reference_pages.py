@@ -58,6 +58,7 @@ GROUPS = (
     ("cluster.hardware", "HardwareConfig", False),
     ("cluster.hardware.fitted", "FittedHardware", False),
     ("train", "TrainConfig", False),
+    ("simulate", "SimulateConfig", False),
     ("proof", "ProofConfig", False),
     ("tracking", "TrackingConfig", True),
     ("measure", "MeasureConfig", False),
