@@ -48,16 +48,15 @@ def _rename_keys(values: Any, new_names: Mapping[str, str]) -> Any:
 def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a plain config dict that affect a run's result. Groups may be missing.
 
-    A `launch` of real processes is left out with the keys that only other modes read, and so are the products that
-    selective checkpointing saves if it saves all, so that runs have the identity they had before there were these keys.
+    A `launch` of real processes is left out with the keys that only other modes read, so that runs have the identity
+    they had before there were these keys.
     """
     affecting = without_default_launch({key: value for key, value in values.items() if key not in COMMAND_KEYS})
     for group, names in _NO_IDENTITY.items():
         if isinstance(affecting.get(group), Mapping):
             affecting[group] = {key: value for key, value in affecting[group].items() if key not in names}
     if isinstance(affecting.get("checkpointing"), Mapping):
-        default = ("saved_products", "all")
-        affecting["checkpointing"] = dict(item for item in affecting["checkpointing"].items() if item != default)
+        affecting["checkpointing"] = without_default_products(affecting["checkpointing"])
     if "model" in affecting:
         affecting["model"] = _rename_keys(affecting["model"], _NEW_KEYS)
     if isinstance(affecting.get("cluster"), Mapping):
@@ -70,6 +69,11 @@ def without_default_launch(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("launch", "processes") not in ("processes", "script"):  # old records may say that it wrote a script
         return dict(values)
     return {key: value for key, value in values.items() if key not in ("launch", "simulate")}
+
+
+def without_default_products(checkpointing: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of checkpointing without `saved_products` if all are, as before there was the key."""
+    return {key: value for key, value in checkpointing.items() if (key, value) != ("saved_products", "all")}
 
 
 def normalize_memory_budget(cluster: Mapping[str, Any]) -> dict[str, Any]:

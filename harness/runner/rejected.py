@@ -3,7 +3,13 @@
 from datetime import UTC, datetime
 
 from harness.config.command import BETWEEN_ATTEMPTS, CommandConfig, read_command_config
-from harness.config.fingerprint import make_run_id, short_hash, with_old_keys, without_default_launch
+from harness.config.fingerprint import (
+    make_run_id,
+    short_hash,
+    with_old_keys,
+    without_default_launch,
+    without_default_products,
+)
 from harness.config.schema import RunConfig
 from harness.config.values import ConfigValues
 from harness.hardware.machine import Machine
@@ -56,6 +62,8 @@ def fallback_run_id(values: ConfigValues) -> str:
     cluster = values.get("cluster")
     if isinstance(cluster, dict):  # ids are those from before there was the key, which only plans read
         hashed["cluster"] = {key: value for key, value in cluster.items() if key != "hardware"}
+    if isinstance(values["checkpointing"], dict):
+        hashed["checkpointing"] = without_default_products(values["checkpointing"])
     names = group_names(values)
     return "-".join((names["strategy"], names["checkpointing"], names["model"], short_hash(with_old_keys(hashed))))
 

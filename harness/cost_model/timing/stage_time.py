@@ -78,8 +78,8 @@ def recomputed_share(context: StageContext, passes: PassSeconds) -> float:
     if name == "selective":  # keeps the results of attention and of all matrix products, or of some of them
         model = context.shape.model
         again = recomputed_product_flops(model, context.checkpointing, 1, context.is_compiled)
-        kept = 1.0 - again / sum(projection_flops(model, 1).values())
-        return 1.0 - passes.attention / forward - kept * _product_share(context, passes)
+        saved_share = 1.0 - again / sum(projection_flops(model, 1).values())
+        return 1.0 - passes.attention / forward - saved_share * _product_share(context, passes)
     stops_early = not context.is_compiled and context.shape.model.dropout == 0
     share = 1.0 - (passes.last_projection / forward if stops_early else 0.0)
     return share / context.checkpointing.every
