@@ -18,10 +18,11 @@ BF16_CAPABILITY = (8, 0)  # the first compute capability that computes in bfloat
 # The keys of train that may be auto. On GPUs a step of seven billion parameters then takes a few seconds on eight
 # devices, enough for every device's energy counter and for a 95th percentile, and the batch divides evenly over 1, 2,
 # 3, 4, 6, 8, 12, 16, 24 and 48 ranks, with six micro-batches for each of eight pipeline stages. The batch does not
-# depend on the number of ranks, because runs over different numbers are compared as one training.
+# depend on the number of ranks, because runs over different numbers are compared as one training. micro_batch=auto is
+# for small models: two CPU ranks take one micro-batch each, and the batch for GPUs divides evenly over up to 24 ranks.
 TRAIN_DEFAULTS: dict[Device, dict[str, int]] = {
-    "cpu": {"global_batch": 8, "steps": 10, "warmup_steps": 3},
-    "cuda": {"global_batch": 48, "steps": 30, "warmup_steps": 5},
+    "cpu": {"global_batch": 8, "micro_batch": 4, "steps": 10, "warmup_steps": 3},
+    "cuda": {"global_batch": 48, "micro_batch": 2, "steps": 30, "warmup_steps": 5},
 }
 
 

@@ -55,5 +55,6 @@ def test_seven_billion_parameters_on_eight_gpus_are_a_sensible_measurement() -> 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 def test_the_batch_divides_over_usual_numbers_of_gpus(ranks: int) -> None:
-    config = configured("cuda", (9, 0), "strategy=ddp", "model=7b")
-    resolve_layout(config.strategy, ranks).grad_accumulation_steps(config.train)
+    for overrides in (["model=7b"], ["sweeps=quickstart"], ["sweeps=checkpointing"]):
+        config = configured("cuda", (9, 0), "strategy=ddp", *overrides)
+        resolve_layout(config.strategy, ranks).grad_accumulation_steps(config.train)
