@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.deepspeed_memory import stage_2_buffers
+from harness.cost_model.deepspeed_memory import holds_gradients_twice, stage_2_buffers
 from harness.cost_model.fully_shard_memory import fully_shard_buffers
 from harness.cost_model.stage_3_memory import stage_3_buffers
 from harness.cost_model.stage_activations import observed_layers
@@ -103,13 +103,23 @@ def _last_bucket_elements(model: ModelConfig, layout: Layout, stage: Stage, widt
     return max(buckets[-2:])
 
 
+def gradients_at_start(config: RunConfig, layout: Layout, widths: StateWidths, sums: Sequence[int]) -> list[int]:
+    """Return how many bytes of each stage's gradients exist when a step begins; `sums` is those between micro-batches.
+
+    DeepSpeed's BF16_Optimizer has its fp32 sums alone until a backward computes others (engine.py, _take_model_step).
+    """
+    if holds_gradients_twice(config, layout, widths):
+        return [size * config.precision.accumulate_bytes // widths.gradients for size in sums]
+    return [size * keeps_grad_buffers(config, layout, widths) for size in sums]
+
+
 def keeps_grad_buffers(config: RunConfig, layout: Layout, widths: StateWidths) -> bool:
     """Return whether the memory of gradients is still allocated when a step begins.
 
     DeepSpeed's stages 1 and 2 free it after the optimizer's step, but for BF16_Optimizer and the host's part.
     """
     if layout.uses_deepspeed_zero and layout.zero_stage < 3 and layout.offload == "none":
-        return layout.zero_stage == 1 and widths.gradients > config.precision.accumulate_bytes
+        return holds_gradients_twice(config, layout, widths)
     if layout.uses_deepspeed_zero and layout.zero_stage == 3:
         return True
     if layout.data_parallel == "ddp":

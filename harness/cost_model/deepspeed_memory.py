@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.gradient_bucket import GradientBucket, arrivals, bucket_contents
+from harness.cost_model.gradient_bucket import GradientBucket, arrivals, layer_arrivals, rising_layers
 from harness.cost_model.layer_backward import Moment
 from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.shard_groups import shard_groups
@@ -97,24 +97,26 @@ def stage_2_buffers(
     in_bucket = 0 if bucket.is_large(groups.layer.largest) else groups.layer.largest
     partition = groups.elements / layout.dp_shard
     reduction = Stage2Reduction(bucket, layout.dp_shard, partition, wire, norm, in_bucket, device == "cpu")
-    contents = bucket_contents(config.model, groups, bucket)
+    arrivals_of_layers = layer_arrivals(config.model, groups, bucket)
     head, first = groups.head.largest, groups.embedding.elements or groups.root.elements
     large_head = head * bucket.is_large(head)
-    observed = tuple(
-        Stage2Layer(
+
+    def layer_buffers(following: int) -> Stage2Layer:
+        return Stage2Layer(
             bucket,
             buckets,
             reduction,
             head + following * groups.layer.elements,
-            contents[following],
+            arrivals_of_layers[following].content,
             head + following * groups.layer.elements > bucket.limit,
             config.model.hidden_size,
             model_profile(config.model).has_biases,
         )
-        for following in observed_layers(groups.layers)
-    )
+
+    observed = tuple(map(layer_buffers, observed_layers(groups.layers)))
+    middle = rising_layers([layer.most_flushed for layer in arrivals_of_layers[:-1]])
     summand = groups.root.elements * gradient * (not groups.embedding.elements)
-    before_last = contents[groups.layers]
+    before_last = arrivals_of_layers[-1].content
     flushed, last = bucket.flush(before_last, first), bucket.add(before_last, first)
     at_arrival = first * gradient + summand + reduction.copied_bytes(flushed, groups.elements - first)
     at_end = bucket.waiting_bytes(last) + reduction.copied_bytes(last, groups.elements)
@@ -123,6 +125,8 @@ def stage_2_buffers(
         reduces_head=large_head > 0,
         layers=(buckets,) * len(observed),
         observed=observed,
+        middle=tuple((following, layer_buffers(following)) for following in middle),
+        last_gradient=first * gradient + summand + buckets,
         end=max(at_arrival, at_end) + buckets,
     )
 
@@ -144,6 +148,24 @@ def stage_2_gradient_bytes(
     part = config.precision.accumulate_bytes * math.ceil(total / layout.dp_shard)
     large = partition_elements(config.model, layout, stages, widths.reduce_bucket_elements)
     return part + config.precision.compute_bytes * round(large), part
+
+
+def holds_gradients_twice(config: RunConfig, layout: Layout, widths: StateWidths) -> bool:
+    """Return whether DeepSpeed's BF16_Optimizer holds gradients as backward computes them beside their fp32 sums."""
+    return (
+        layout.uses_deepspeed_zero and layout.zero_stage == 1 and widths.gradients > config.precision.accumulate_bytes
+    )
+
+
+def widening_peak(config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage]) -> dict[str, int]:
+    """Return the bytes beside all gradients while BF16_Optimizer adds them to their sums at the end of a backward.
+
+    It widens a copy of one after the other (bf16_optimizer.py, _update_hp_grad).
+    """
+    if not holds_gradients_twice(config, layout, widths):
+        return {}
+    largest = max(size for stage in stages for size in local_numel(config.model, layout, stage).values())
+    return {"temporaries": config.precision.accumulate_bytes * math.ceil(largest)}
 
 
 def summed_gradient_bytes(
@@ -207,7 +229,7 @@ def gloo_gather_peak(config: RunConfig, layout: Layout, widths: StateWidths, par
     if not layout.uses_deepspeed_zero or layout.zero_stage == 3:
         return {}
     copy = config.precision.compute_bytes * parameters if layout.dp_shard > 1 else 0
-    if layout.zero_stage == 1 and widths.gradients > config.precision.accumulate_bytes:
+    if holds_gradients_twice(config, layout, widths):
         return {"gradients": widths.gradients * parameters, "buffers": copy}
     return {"buffers": copy - widths.buffer_bytes * (layout.offload == "none")}
 

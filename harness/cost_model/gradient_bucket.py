@@ -8,6 +8,7 @@ from typing import NamedTuple
 from harness.config.model import ModelConfig
 from harness.cost_model.layer_backward import Moment
 from harness.cost_model.shard_groups import ShardGroups
+from harness.cost_model.stage_activations import observed_layers
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,43 @@ def arrivals(
         yield Arrival(moment, before, tuple(flushed))
 
 
+class LayerArrivals(NamedTuple):
+    """The bucket in the backward of a layer."""
+
+    content: int  # elements that it has when backward enters the layer
+    most_flushed: int  # the most elements that are reduced at a time
+
+
 @lru_cache(maxsize=1024)
-def bucket_contents(model: ModelConfig, groups: ShardGroups, bucket: GradientBucket) -> list[int]:
-    """Return the bucket's content when backward has left the head and so many layers."""
+def layer_arrivals(model: ModelConfig, groups: ShardGroups, bucket: GradientBucket) -> list[LayerArrivals]:
+    """Return the bucket in the backward of all layers, the last one first, and of what lies before the layers."""
     small = model.hidden_size
     tail = [groups.head.largest] if groups.head.elements else []
     content = 0
     for size in (*tail, small):
         content = bucket.add(content, size)
-    contents = [content]
-    sizes = layer_gradient_sizes(model, groups)
+    sizes, layers = layer_gradient_sizes(model, groups), []
     for _ in range(groups.layers):
+        before, flushed = content, 0
         for size in sizes:
+            flushed = max(flushed, bucket.flush(content, size))
             content = bucket.add(content, size)
-        contents.append(content)
-    return contents
+        layers.append(LayerArrivals(before, flushed))
+    return [*layers, LayerArrivals(content, 0)]
+
+
+def rising_layers(sizes: Sequence[int]) -> list[int]:
+    """Return the layers with a larger size than all before them, but for those that observed_layers names.
+
+    `sizes` are those of layers in the order of backward, which has less and less activations, so that no other layer of
+    the middle can be the worst.
+    """
+    layers, most = [], 0
+    for following, size in enumerate(sizes):
+        if size > most:
+            most = size
+            layers.append(following)
+    return sorted(set(layers) - set(observed_layers(len(sizes))))
 
 
 def layer_gradient_sizes(model: ModelConfig, groups: ShardGroups) -> list[int]:

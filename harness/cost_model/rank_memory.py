@@ -9,13 +9,14 @@ from functools import cached_property, lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.buffers import buffer_tensors, keeps_grad_buffers, rebuilds_buckets
+from harness.cost_model.buffers import buffer_tensors, gradients_at_start, keeps_grad_buffers, rebuilds_buckets
 from harness.cost_model.deepspeed_memory import (
     gloo_gather_peak,
     gradient_copy_bytes,
     kept_host_gradient_bytes,
     stage_2_gradient_bytes,
     summed_gradient_bytes,
+    widening_peak,
 )
 from harness.cost_model.optimizer_memory import optimizer_parameter_count, optimizer_temporary_bytes
 from harness.cost_model.pipeline import BackwardStart, backward_starts, heaviest_starts
@@ -61,17 +62,17 @@ class RankCost:
     offloaded_state_bytes: int
     gradients: list[int]  # the most bytes of each stage's gradients on the device
     sums: list[int]  # those that are kept from one micro-batch to the next
+    gradients_at_start: list[int]  # those that exist when a step begins
     buffer_bytes: int
     host_gradient_bytes: int  # that a CPU, where the host is the device, has all the time
     other_peaks: list[Bytes]  # at the moments of a step outside backward, without resident state and buffers
 
     def step_peak(self, starts: Sequence[BackwardStart]) -> Bytes:
         """Return the bytes at the worst moment of a step with these starts of backwards, without resident state."""
-        keeps_gradients = keeps_grad_buffers(self.config, self.layout, self.widths)
         keeps_sent = self.layout.schedule != "1f1b"  # torch's other schedules wait for all sends at the end of the step
         micro_batches = self.layout.grad_accumulation_steps(self.config.train)
         backward = highest_step_peak(
-            self.costs, self.gradients, self.sums, keeps_gradients, starts, keeps_sent, micro_batches
+            self.costs, self.gradients, self.sums, self.gradients_at_start, starts, keeps_sent, micro_batches
         )
         peaks = (backward, *self.other_peaks)
         highest = max(peaks, key=lambda peak: sum(peak.values()))
@@ -130,6 +131,7 @@ def rank_cost(
     nothing = dict.fromkeys(PARTS, 0)
     others = [nothing | {"gradients": sum(gradients), "temporaries": temporaries}]
     others.append(nothing | {"gradients": sum(gradients), "temporaries": copied, "buffers": -freed_buckets})
+    others.append(nothing | {"gradients": sum(gradients)} | widening_peak(config, layout, widths, stages))
     if device == "cpu":
         others.append(nothing | gloo_gather_peak(config, layout, widths, total))
     if rebuilds_buckets_beside_gradients(config, layout):
@@ -150,6 +152,7 @@ def rank_cost(
         offloaded_state_bytes,
         gradients,
         sums=sums,
+        gradients_at_start=gradients_at_start(config, layout, widths, sums),
         buffer_bytes=buffer_bytes,
         host_gradient_bytes=kept_gradients,
         other_peaks=others,

@@ -10,44 +10,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.gradient_bucket import GradientBucket, arrivals, bucket_contents
+from harness.cost_model.gradient_bucket import GradientBucket, arrivals, layer_arrivals, rising_layers
 from harness.cost_model.layer_backward import Moment
 from harness.cost_model.shard_groups import shard_groups
 from harness.cost_model.stage_activations import observed_layers
 from harness.cost_model.transient_buffers import TransientBuffers
+from harness.cost_model.whole_parameters import LayerElements, coordinator_options, whole_parameters
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage
 from harness.layout.state_widths import StateWidths
 
-DEFAULT_REUSE_DISTANCE = 1e9  # elements, see stage3_max_reuse_distance
-
-DEFAULT_PREFETCH_ELEMENTS = 5e7  # see stage3_prefetch_bucket_size
-
 
 @dataclass(frozen=True)
 class GatheredParameters:
-    """The parameters that are whole in backward, in elements of one layer's matrices."""
+    """The bytes of whole parameters in a layer's backward: when each matrix's gradient is computed, and else."""
 
-    width: int  # bytes of a gathered element
-    stay_whole: bool  # whether parameters stay whole from forward until their backward
-    references_second_forward: bool  # whether matrices of a second forward stay until they are used
+    computing: tuple[int, ...]
+    accumulating: tuple[int, ...]
+    between: tuple[int, ...]
 
-    def in_layer(self, moment: Moment, matrices: int, before: int) -> int:
-        """Return the bytes at a moment of a layer's backward; `before` is the elements of what forward ran before it.
-
-        Autograd keeps no parameter that a module released, but the second forward of a checkpointed part saves views
-        of the gathered matrices. Each is then freed once it has served, and gathered anew for its backward, but for
-        the last matrix, which backward gathers before the second forward.
-        """
-        left = matrices - moment.weights
-        if self.stay_whole:
-            return (before + left) * self.width
-        if not self.references_second_forward:
-            return moment.computed * self.width
-        if moment.weights == 0:
-            return left * self.width
-        return (left - moment.computed * moment.is_accumulation + moment.computed) * self.width
+    def at(self, moment: Moment, matrices_behind: int) -> int:
+        """Return the bytes at a moment of the backward, which has left so many matrices."""
+        if not moment.computed:
+            return self.between[matrices_behind]
+        return (self.accumulating if moment.is_accumulation else self.computing)[matrices_behind]
 
 
 @dataclass(frozen=True)
@@ -74,20 +61,19 @@ class Stage3Layer:
     reduction: Reduction
     gathered: GatheredParameters
     content: int  # of the bucket when backward enters the layer
-    before: int  # the elements of the parameters that forward used before this layer
     small: int  # the elements of the gradient of a norm or a bias
     has_biases: bool
 
     def buffer_bytes(self, moments: Sequence[Moment], new_gradients: int) -> list[tuple[int, int]]:
         """Return the bytes at each of the moments of the layer's backward: 0, and those of parameters and gradients."""
-        bucket, sizes = self.reduction.bucket, []
-        matrices = moments[-1].weights + moments[-1].computed
+        bucket, sizes, matrices_behind = self.reduction.bucket, [], 0
         for moment, content, flushed in arrivals(bucket, moments, self.content, self.small, self.has_biases):
             reduced = bucket.waiting_bytes(content)
             reduced += self.reduction.copied_bytes(flushed[0]) if flushed else 0
             # What the gradient of a bias flushes is the matrix's own.
             reduced = max(reduced, *map(self.reduction.copied_bytes, flushed[1:]), 0)
-            whole = self.gathered.in_layer(moment, matrices, self.before)
+            whole = self.gathered.at(moment, matrices_behind)
+            matrices_behind += moment.is_accumulation
             sizes.append((0, whole + moment.computed * bucket.gradient + reduced))
         return sizes
 
@@ -96,47 +82,58 @@ def stage_3_buffers(
     config: RunConfig, widths: StateWidths, layout: Layout, stage: Stage, device: Device
 ) -> TransientBuffers:
     """Return the buffers of a pass through a stage under DeepSpeed's stage 3."""
-    groups, whole = shard_groups(config.model, layout, stage), widths.gathered
-    options, precision = config.strategy.options, config.precision
+    groups, width = shard_groups(config.model, layout, stage), widths.gathered
+    precision, backend_copies = config.precision, device == "cpu"
     bucket = GradientBucket(widths.reduce_bucket_elements, precision.compute_bytes)
-    reduction = Reduction(bucket, layout.dp_shard, precision.reduce_bytes, device == "cpu")
-    stays = float(options.get("stage3_max_reuse_distance", DEFAULT_REUSE_DISTANCE)) >= groups.elements
-    contents = bucket_contents(config.model, groups, bucket)
-    embedding = groups.embedding.elements or groups.root.elements
-    head, layer = groups.head.largest or groups.root.largest, groups.layer
-    observed = tuple(
-        Stage3Layer(
+    reduction = Reduction(bucket, layout.dp_shard, precision.reduce_bytes, backend_copies)
+    options = coordinator_options(config.strategy.options)
+    whole = whole_parameters(config.model, config.checkpointing, options, backend_copies)
+    arrivals_of_layers = layer_arrivals(config.model, groups, bucket)
+
+    def layer_buffers(following: int) -> Stage3Layer:
+        return Stage3Layer(
             reduction,
-            GatheredParameters(
-                whole, stays, config.checkpointing.recomputes_layer(stage.layer_indices[-1 - following])
-            ),
-            contents[following],
-            embedding + (groups.layers - following - 1) * layer.elements,
+            gathered_parameters(whole.layers[-1 - following], width),
+            arrivals_of_layers[following].content,
             config.model.hidden_size,
             model_profile(config.model).has_biases,
         )
-        for following in observed_layers(groups.layers)
-    )
-    copies = 1 + (device == "cpu")
-    # What is gathered ahead of use lies in a flat tensor until all of it has been used.
-    prefetched = float(options.get("stage3_prefetch_bucket_size", DEFAULT_PREFETCH_ELEMENTS))
-    ahead = groups.elements * (groups.elements <= prefetched) if device == "cpu" else min(groups.elements, prefetched)
-    all_whole = groups.elements * whole
-    in_head = all_whole if stays else head * whole
-    at_end = embedding * whole + embedding * bucket.gradient
-    last = bucket.add(contents[groups.layers], embedding)
-    flushed = bucket.flush(contents[groups.layers], embedding)
-    is_tied = not groups.embedding.elements
-    summand = groups.root.elements * bucket.gradient * is_tied * (device == "cuda")  # until the gradients are summed
-    at_end += max(reduction.copied_bytes(flushed), reduction.copied_bytes(last), summand)
-    reduced_head = reduction.copied_bytes(head) if bucket.is_large(head) else 0
+
+    observed = tuple(map(layer_buffers, observed_layers(groups.layers)))
+    most_whole = (max(*layer.computing, *layer.between) * width for layer in reversed(whole.layers))
+    most_copied = (reduction.copied_bytes(layer.most_flushed) for layer in arrivals_of_layers[:-1])
+    middle = rising_layers([sum(sizes) for sizes in zip(most_whole, most_copied, strict=True)])
+    embedding, is_tied = groups.embedding.elements or groups.root.elements, config.model.tie_word_embeddings
+    head, before_last = groups.head.largest, arrivals_of_layers[-1].content
+    reduced_head = head * bucket.gradient + reduction.copied_bytes(head) if bucket.is_large(head) else 0
     return TransientBuffers(
-        forward=all_whole + round(ahead * whole) if stays else max(head, layer.largest) * whole * copies,
-        loss=all_whole if stays else head * whole * (config.train.loss_chunks > 1),
-        entering=all_whole if stays else head * whole * copies,
-        head=in_head,
-        head_reduction=in_head * stays + head * bucket.gradient + reduced_head,
-        layers=((all_whole - groups.head.elements * whole) * stays,) * len(observed),
+        forward=max(whole.at_head, whole.forward[-1]) * width,
+        forward_layers=tuple(elements * width for elements in whole.forward),
+        loss=(whole.in_head if config.train.loss_chunks > 1 else whole.loss) * width,
+        entering=whole.entering_head * width,
+        head=whole.in_head * width,
+        head_reduction=whole.behind_head * width + reduced_head,
+        layers=(whole.behind_head * width,) * len(observed),
         observed=observed,
-        end=at_end,
+        middle=tuple((following, layer_buffers(following)) for following in middle),
+        last_gradient=whole.at_embedding * width + embedding * bucket.gradient * (1 + is_tied),
+        end=whole.at_embedding * width + last_gradient_bytes(embedding, is_tied, reduction, before_last, device),
     )
+
+
+def gathered_parameters(layer: LayerElements, width: int) -> GatheredParameters:
+    """Return the bytes of a layer's whole parameters, of so many bytes an element."""
+    return GatheredParameters(*(tuple(number * width for number in numbers) for numbers in layer))
+
+
+def last_gradient_bytes(embedding: int, is_tied: bool, reduction: Reduction, content: int, device: Device) -> int:
+    """Return the bytes of the gradients of an embedding of so many elements, and of the copies to reduce their sum.
+
+    `content` is what the bucket has before. The gradients of a tied matrix are summed beside both of them, but on a CPU
+    one is added to the other (torch/csrc/autograd/input_buffer.cpp).
+    """
+    bucket, gradient = reduction.bucket, embedding * reduction.bucket.gradient
+    flushed, last = bucket.flush(content, embedding), bucket.add(content, embedding)
+    summed = gradient * (1 + is_tied * (1 + (device == "cuda")))
+    waits = gradient * bucket.is_large(embedding)
+    return max(summed, gradient + reduction.copied_bytes(flushed), waits + reduction.copied_bytes(last))

@@ -3,19 +3,24 @@
 Imports no torch.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 
+from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.buffers import last_bucket_elements, old_bucket_bytes, transient_buffers
+from harness.cost_model.deepspeed_memory import holds_gradients_twice
 from harness.cost_model.micro_batch_bytes import MicroBatchBytes, micro_batch_bytes
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape, micro_batch_shape
 from harness.cost_model.shard_groups import shard_groups
 from harness.cost_model.stage_activations import (
+    LayerActivations,
     StageActivations,
+    layer_backward_activations,
     offloaded_bytes,
     stage_activations,
     weight_grad_only_bytes,
@@ -61,9 +66,10 @@ class StageCost:
     weight_pass_activations: tuple[int, int]  # in a backward for weights alone, at its last layer and last matrix
     keeps_received_input: bool  # whether the stage's input is kept in the buffer that received it
     parameter_count: int
-    has_16_bit_grads: bool  # whether backward computes gradients in 16 bit, which are summed in fp32
+    has_16_bit_grads: bool  # whether backward computes gradients in 16 bit, and each is added to an fp32 sum at once
     reduced_last_elements: float  # of DDP's last bucket, which is reduced in an fp32 copy; 0 where there is none
     transient: Callable[[Pass], TransientBuffers]
+    layer_activations: Callable[[int], LayerActivations]  # of the layer that so many layers of the stage follow
     whole_bytes: int  # of parameters that stay gathered from the first forward of a step to its last backward
     retained_bytes: int  # of gradients that were reduced last, from one micro-batch to the next
     old_bucket_bytes: int  # of the buckets before DDP's present ones, until the first of these is reduced
@@ -182,13 +188,15 @@ def stage_costs(
     sizes = micro_batch_bytes(shape)
     norm_keeps_input = shape.width == FP32_BYTES or not shape.norm_is_decomposed  # without an fp32 copy
     reduces_copies = layout.data_parallel == "ddp" and config.precision.is_mixed
+    holds_twice = widths is not None and holds_gradients_twice(config, layout, widths)
     costs = []
     for stage in stages:
         checkpointing = config.checkpointing
         activations = stage_activations(shape, stage, checkpointing)
         at_layer, at_matrix = weight_grad_only_bytes(shape, stage, checkpointing)
         offloaded = offloaded_bytes(shape, stage, checkpointing) if checkpointing.offload_activations else 0
-        if offloaded and device != "cpu":  # on a CPU the host's memory is the device's
+        moved = offloaded if device != "cpu" else 0  # on a CPU the host's memory is the device's
+        if moved:
             other_layers = offloaded - offloaded // stage.layers
             activations = without_offloaded_activations(activations, offloaded, stage.layers)
             at_layer, at_matrix = at_layer - other_layers, max(0, at_matrix - other_layers)
@@ -202,12 +210,13 @@ def stage_costs(
                 weight_pass_activations=(at_layer, at_matrix),
                 keeps_received_input=norm_keeps_input or checkpointing.recomputes_layer(stage.first_layer),
                 parameter_count=local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp),
-                has_16_bit_grads=config.precision.is_mixed,
+                has_16_bit_grads=config.precision.is_mixed and not holds_twice,
                 reduced_last_elements=last_bucket_elements(config, layout, stage) if reduces_copies else 0,
                 groups=group_sizes(config.model, layout, stage, by_parameter=False),
                 reduces_groups=layout.data_parallel == "fsdp",
                 sums_in_place=widths is not None and widths.recomputes_last_projection,
                 allocates_gradients_late=layout.uses_deepspeed_zero and layout.zero_stage == 2,
+                layer_activations=partial(activations_in_layer, shape, stage, checkpointing, moved),
                 transient=transients(config, layout, widths, stage, device),
                 whole_bytes=whole_bytes,
                 retained_bytes=retained_bytes,
@@ -216,6 +225,17 @@ def stage_costs(
             )
         )
     return costs
+
+
+def activations_in_layer(
+    shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig, offloaded: int, following: int
+) -> LayerActivations:
+    """Return the bytes in the backward of the layer that so many follow, if this many of a pass go to the host."""
+    layer = layer_backward_activations(shape, stage, checkpointing, following)
+    if not offloaded:
+        return layer
+    activations = dataclasses.replace(stage_activations(shape, stage, checkpointing), layers=(layer,))
+    return without_offloaded_activations(activations, offloaded, stage.layers).layers[0]
 
 
 def transients(

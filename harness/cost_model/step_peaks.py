@@ -6,7 +6,7 @@ from functools import lru_cache
 from harness.cost_model.layer_backward import Moment
 from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.pipeline import BackwardStart, PassKind
-from harness.cost_model.stage_activations import LayerActivations
+from harness.cost_model.stage_activations import LayerActivations, StageActivations
 from harness.cost_model.stage_memory import Bytes, StageCost
 from harness.cost_model.transient_buffers import ONLY_PASS, LayerBuffers, Pass, TransientBuffers
 
@@ -30,6 +30,7 @@ def backward_peaks(
         yield {"activations": at_matrix, "temporaries": at_end, "buffers": buffers.loss}
         return
     yield {"activations": activations.before_backward, "buffers": buffers.forward}
+    yield from forward_peaks(activations, buffers.forward_layers)
     if buffers.last_layer:
         yield {"activations": activations.layers[0].outside, "buffers": buffers.last_layer}
     yield {"activations": activations.layers[0].at_scores, "temporaries": sizes.scores, "buffers": buffers.forward}
@@ -70,9 +71,28 @@ def backward_peaks(
             yield {"gradients": before_end(cost, new_gradients)} | at_embedding
         yield {"gradients": new_gradients, "temporaries": 0, "buffers": buffers.end}
         return
+    for following, middle in buffers.middle:
+        yield observed_peak(cost, cost.layer_activations(following), middle, new_gradients)
+    if buffers.observed:  # the last gradient is among DeepSpeed's buffers
+        yield {"gradients": new_gradients, "temporaries": sizes.whole_hidden, "buffers": buffers.last_gradient}
+        yield {"gradients": new_gradients, "temporaries": 0, "buffers": buffers.end}
+        return
     for end in end_peaks(cost, new_gradients, reduces_copies):
-        included = buffers.end if buffers.observed else 0  # the gradient is among DeepSpeed's buffers
-        yield end | {"buffers": buffers.end, "temporaries": max(0, end["temporaries"] - included)}
+        yield end | {"buffers": buffers.end}
+
+
+def forward_peaks(activations: StageActivations, buffers: Sequence[int]) -> Iterator[Bytes]:
+    """Yield the bytes in the forward of the layers that have more buffers than any layer behind them.
+
+    `buffers` is the bytes of each layer; without them there is no such layer. Layers keep equally much for backward.
+    """
+    last, first = activations.layers[0], activations.layers[-1]
+    of_layer = (last.outside - first.outside) // max(1, first.following)
+    most = 0
+    for following, size in enumerate(reversed(buffers)):
+        if size > most:
+            most = size
+            yield {"activations": last.outside + last.own.saved - following * of_layer, "buffers": size}
 
 
 def before_end(cost: StageCost, new_gradients: int) -> int:
@@ -202,16 +222,15 @@ PARTS = ("gradients", "buffers", "activations", "loss", "temporaries")  # of a r
 
 def bytes_between_passes(
     costs: Sequence[StageCost],
-    sums: Sequence[int],
-    has_gradients: Sequence[bool],
+    kept_gradients: Sequence[int],
     start: BackwardStart,
     keeps_sent: bool,
     micro_batches: int,
 ) -> Bytes:
     """Return what a rank keeps of other passes when a backward starts.
 
-    `sums` is the bytes of each stage's gradients that are kept from one micro-batch to the next, where it has any.
-    `keeps_sent` is whether tensors that were sent are kept until the end of the step.
+    `kept_gradients` is the bytes of each stage's gradients that exist then. `keeps_sent` is whether tensors that were
+    sent are kept until the end of the step.
     """
     gradients = buffers = activations = loss = temporaries = 0
     for index, cost in enumerate(costs):
@@ -227,7 +246,7 @@ def bytes_between_passes(
         else:  # the pass itself is added by the caller
             pending, awaiting = (pending, awaiting - 1) if start.kind == "weights" else (pending - 1, awaiting)
         passes = pending + awaiting
-        gradients += sums[index] if has_gradients[index] else 0
+        gradients += kept_gradients[index]
         activations += passes * cost.activations.before_backward
         buffers += sent * cost.output_bytes + sent_back * cost.input_bytes - passes * cost.received_input_bytes
         loss += pending * cost.log_probability_bytes
@@ -251,7 +270,7 @@ def highest_step_peak(
     costs: Sequence[StageCost],
     gradients: Sequence[int],
     sums: Sequence[int],
-    keeps_gradients: bool,
+    at_start: Sequence[int],
     starts: Sequence[BackwardStart],
     keeps_sent: bool,
     micro_batches: int,
@@ -259,14 +278,14 @@ def highest_step_peak(
     """Return the rank's bytes at the worst moment of all backwards of a step: of that pass and of all that is kept.
 
     `gradients` is the most bytes of each stage's gradients, `sums` is those that are kept from one micro-batch to the
-    next, and `keeps_gradients` is whether they exist when a step begins.
+    next, and `at_start` is those that exist when a step begins.
     """
     of_pass: dict[tuple[int, PassKind, int, bool, Pass], Bytes] = {}  # the worst moment of each different pass
     highest, total = dict.fromkeys(PARTS, 0), -1
     for start in starts:
-        has_gradients = [keeps_gradients or done > 0 for done in start.done]
+        kept_sizes = [sums[stage] if done else at_start[stage] for stage, done in enumerate(start.done)]
         index, own = start.stage, costs[start.stage]
-        new_gradients = gradients[index] - (sums[index] if has_gradients[index] else 0)
+        new_gradients = gradients[index] - kept_sizes[index]
         reduces_copies = own.reduced_last_elements > 0 and start.pending[index] == 1  # in the last pass
         done = start.done[index]
         moment = ONLY_PASS
@@ -277,7 +296,7 @@ def highest_step_peak(
         if peak is None:
             peaks = pass_peaks(own, start.kind, new_gradients, reduces_copies, moment)
             peak = of_pass[key] = max(peaks, key=lambda moment: sum(moment.values()))
-        between = bytes_between_passes(costs, sums, has_gradients, start, keeps_sent, micro_batches)
+        between = bytes_between_passes(costs, kept_sizes, start, keeps_sent, micro_batches)
         size = sum(between.values()) + sum(peak.values())
         if size > total:
             highest, total = {name: number + peak.get(name, 0) for name, number in between.items()}, size

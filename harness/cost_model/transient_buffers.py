@@ -42,6 +42,7 @@ class TransientBuffers:
     """The bytes at the moments of a micro-batch's pass through a stage, beside state, activations and temporaries."""
 
     forward: int = 0  # at the end of forward
+    forward_layers: tuple[int, ...] = ()  # the most in each layer's forward, where layers differ in it
     last_layer: int = 0  # when forward enters the last layer and gathers its parameters
     loss: int = 0
     entering: int = 0  # when backward begins and gathers parameters
@@ -52,6 +53,7 @@ class TransientBuffers:
     layers: tuple[int, ...] = ()  # in the backward of these layers, without their gradients
     reductions: tuple[int, ...] = ()  # at the end of these backwards, while gradients are reduced
     observed: "tuple[LayerBuffers, ...]" = ()  # these layers, where buffers change from moment to moment
+    middle: "tuple[tuple[int, LayerBuffers], ...]" = ()  # other layers that so many follow and that have more buffers
     last_gradient: int = 0  # when the embedding's gradient, which is included, is computed
     end: int = 0  # when the last gradient, which is included, is reduced
 
@@ -60,7 +62,15 @@ class TransientBuffers:
         """The most bytes at any of these moments."""
         around_layers = (*self.entered, *self.layers, *self.reductions)
         around_head = (self.loss, self.entering, self.head, self.head_reduction)
-        return max(self.forward, self.last_layer, *around_head, *around_layers, self.last_gradient, self.end)
+        return max(
+            self.forward,
+            *self.forward_layers,
+            self.last_layer,
+            *around_head,
+            *around_layers,
+            self.last_gradient,
+            self.end,
+        )
 
     def in_layer(self, index: int) -> int:
         """Return the bytes in the backward of the layer with this index among those observed."""

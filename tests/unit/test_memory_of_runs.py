@@ -1,17 +1,16 @@
 """The planned peak compared with what random runs measured, as results/random_runs.csv has them."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from statistics import median
 
 import pytest
 
-from harness.cost_model import rank_memory, step_peaks
+from harness.cost_model import rank_memory, step_peaks, whole_parameters
 from harness.cost_model.fully_shard_memory import GroupBytes
 from harness.cost_model.gradient_bucket import GradientBucket
 from harness.cost_model.memory import estimate_memory
-from harness.cost_model.stage_3_memory import GatheredParameters
+from harness.cost_model.parameter_coordinator import ParameterCoordinator
 from harness.runner import local_machine
 from harness.runner.plan import Plan, make_plan
 from tests.support.commands import ROOT, compose
@@ -92,12 +91,7 @@ def forget_waiting_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def free_second_forwards_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = GatheredParameters.in_layer
-
-    def without_references(self: GatheredParameters, *arguments: int) -> int:
-        return original(dataclasses.replace(self, references_second_forward=False), *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(GatheredParameters, "in_layer", without_references)
+    monkeypatch.setattr(ParameterCoordinator, "refer", lambda *_: None)
 
 
 def forget_old_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +105,12 @@ def keep_buckets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_cached_buffers() -> Iterator[None]:
     """Forget the buffers that were computed without a fault, and those with it."""
-    step_peaks.observed_buffer_bytes.cache_clear()
+    caches = (step_peaks.observed_buffer_bytes, whole_parameters.whole_parameters)
+    for cache in caches:
+        cache.cache_clear()
     yield
-    step_peaks.observed_buffer_bytes.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.mark.usefixtures("no_cached_buffers")

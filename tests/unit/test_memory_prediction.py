@@ -18,6 +18,7 @@ from harness.cost_model.activations import block_tensors
 from harness.cost_model.capacity import capacity_problem
 from harness.cost_model.memory import PROCESS_BYTES, estimate_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape
+from harness.cost_model.shard_groups import shard_groups
 from harness.cost_model.stage_activations import stage_activations
 from harness.layout.layout import Layout
 from harness.layout.parameters import parameter_count
@@ -217,7 +218,10 @@ def test_more_shards_or_checkpointing_never_need_more_memory(
     full = dataclasses.replace(config, checkpointing=CheckpointingConfig("full"))
     recomputing = estimate_memory(full, few, ADAM_FP32)
     assert recomputing.activation_bytes <= sharded_less.activation_bytes
-    assert recomputing.peak_bytes <= sharded_less.peak_bytes
+    # A second forward under DeepSpeed's stage 3 refers to a layer's gathered matrices, which are gathered again.
+    gathered_twice = data_parallel == "none" and stage == 3
+    layer = shard_groups(config.model, few, whole_model(config.model)).layer.elements * config.precision.compute_bytes
+    assert recomputing.peak_bytes <= sharded_less.peak_bytes + gathered_twice * layer
 
 
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))

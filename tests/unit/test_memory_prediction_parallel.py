@@ -258,7 +258,7 @@ def test_sent_tensors_accumulate_in_all_schedules_but_1f1b(schedule: str, sent: 
     for pp_rank, (stage, expected) in enumerate(zip(split_into_stages(MODEL, layout), (sent, back), strict=True)):
         parts = stage_costs(config, layout, "cpu", [stage])
         last = [moment for moment in backward_starts(layout, 4, pp_rank) if moment.kind != "weights"][-1]
-        between = bytes_between_passes(parts, [0], [False], last, schedule != "1f1b", micro_batches=4)
+        between = bytes_between_passes(parts, [0], last, schedule != "1f1b", micro_batches=4)
         assert between["buffers"] == expected * 128 * MODEL.hidden_size * 2, pp_rank
 
 

@@ -1,0 +1,190 @@
+"""The parameters that DeepSpeed's stage 3 has whole from moment to moment of a micro-batch. Imports no torch.
+
+DeepSpeed records the order in which modules run and then fetches, prefetches and releases parameters by rules that
+depend on nothing but that order, the sizes and four options (partitioned_param_coordinator.py). This module follows the
+same rules with numbers of elements in the place of tensors.
+"""
+
+import bisect
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+# What happens to a module: hooks of DeepSpeed, autograd's references to its parameters, and their gradients.
+EventKind = Literal["enter", "leave", "refer", "compute", "forget"]
+
+
+class CoordinatorOptions(NamedTuple):
+    """The options of DeepSpeed's configuration that say how long parameters stay whole, in elements."""
+
+    max_reuse_distance: int = 10**9
+    max_live_parameters: int = 10**9
+    prefetch_bucket_size: int = 5 * 10**7
+    param_persistence_threshold: int = 10**5
+
+
+class Module(NamedTuple):
+    """A module of the model and the numbers of its own parameters, in the order of the model's parameters."""
+
+    path: str
+    parameters: tuple[int, ...] = ()
+    is_matrix: bool = False
+
+
+@dataclass(eq=False)
+class Gather:
+    """An all-gather of several parameters into a flat tensor, from which each of them is copied.
+
+    All are copied when the first of them is waited for, and the flat tensor is freed when all have been waited for
+    (partition_parameters.py, AllGatherCoalescedHandle). A single parameter is gathered in place.
+    """
+
+    parameters: tuple[int, ...]
+    waiting: set[int]
+    elements: int
+    is_complete: bool = False
+
+    @property
+    def has_flat_tensor(self) -> bool:
+        """Whether the parameters are copied from a flat tensor."""
+        return len(self.parameters) > 1
+
+
+@dataclass
+class ParameterCoordinator:
+    """DeepSpeed's coordinator in a micro-batch.
+
+    `sizes` is the elements of every parameter, and `order` the modules in the order in which forward and backward enter
+    them. Small parameters are whole at all times.
+    """
+
+    sizes: Sequence[int]
+    order: Sequence[Module]
+    options: CoordinatorOptions
+    step: int = 0  # of the next module in the order
+    whole: set[int] = field(default_factory=set)
+    in_flight: dict[int, Gather] = field(default_factory=dict)
+    users: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # modules that use a parameter now
+    references: dict[int, bool] = field(default_factory=dict)  # by parameter, whether its tensor is still the whole one
+    available: int = 0  # elements that count against max_live_parameters
+    elements: int = 0  # of all tensors that exist now
+    gathered_at_once: int = 0  # elements that the module entered last was waiting for, as nothing had gathered them
+
+    def __post_init__(self) -> None:
+        """Prepare the queue of parameters to fetch, and the steps at which each one is used."""
+        self.queue = deque((number, step) for step, module in enumerate(self.order) for number in module.parameters)
+        self.fetched_for: dict[int, int] = defaultdict(lambda: -1)  # the last step for which a parameter was fetched
+        self.uses: dict[int, list[int]] = defaultdict(list)
+        for number, step in self.queue:
+            self.uses[number].append(step)
+        traversed = (sum(self.sizes[number] for number in module.parameters) for module in self.order)
+        self.before_step = list(accumulate(traversed, initial=0))  # elements of all modules before a step
+        self.whole = {number for number in self.uses if self._is_persistent(number)}
+        self.elements = sum(self.sizes[number] for number in self.whole)
+
+    def apply(self, kind: EventKind, module: Module) -> None:
+        """Do what happens to a module."""
+        match kind:
+            case "enter":
+                self.enter(module)
+            case "leave":
+                self.leave(module)
+            case "refer":
+                self.refer(module)
+            case "forget":
+                self.forget(module)
+
+    def enter(self, module: Module) -> None:
+        """Fetch the parameters of the next module in the order, and prefetch those of others."""
+        if module != self.order[self.step]:
+            raise ValueError(f"{module} is not the next module, which is {self.order[self.step]}")
+        partitioned = [number for number in module.parameters if self._is_partitioned(number)]
+        self.gathered_at_once = sum(self.sizes[number] for number in partitioned)
+        self._gather(partitioned)
+        for number in module.parameters:
+            self.users[number].add(module.path)
+            self._wait(number)
+        missing = {number for number in module.parameters if self.fetched_for[number] < self.step}
+        while self.queue and missing:
+            number, step = self.queue.popleft()
+            self.fetched_for[number] = step
+            missing.discard(number)
+        self._prefetch()
+        self.step += 1
+
+    def leave(self, module: Module) -> None:
+        """Release the parameters of a module that has run, but for those that another one uses soon."""
+        for number in module.parameters:
+            self.users[number].discard(module.path)
+            if not self.users[number] and number in self.whole and not self._stays(number):
+                self.whole.discard(number)
+                self.available -= self.sizes[number]
+                if self.references.get(number):
+                    self.references[number] = False  # what refers to the tensor alone has it now
+                else:
+                    self.elements -= self.sizes[number]
+
+    def refer(self, module: Module) -> None:
+        """Keep a reference to the present tensors of a module's parameters, as autograd does in a second forward."""
+        self.references |= {number: True for number in module.parameters if number in self.whole}
+
+    def forget(self, module: Module) -> None:
+        """Drop the references to the tensors of a module's parameters."""
+        for number in module.parameters:
+            if self.references.pop(number, True) is False:
+                self.elements -= self.sizes[number]
+
+    def _is_partitioned(self, number: int) -> bool:
+        return number not in self.whole and number not in self.in_flight
+
+    def _is_persistent(self, number: int) -> bool:
+        return self.sizes[number] <= self.options.param_persistence_threshold
+
+    def _gather(self, numbers: Sequence[int]) -> None:
+        """Gather partitioned parameters; those of one call share a flat tensor (all_gather_coalesced)."""
+        if not numbers:
+            return
+        gather = Gather(tuple(numbers), set(numbers), sum(self.sizes[number] for number in numbers))
+        self.in_flight |= dict.fromkeys(numbers, gather)
+        self.available += gather.elements
+        self.elements += gather.elements
+
+    def _wait(self, number: int) -> None:
+        gather = self.in_flight.pop(number, None)
+        if gather is None:
+            return
+        if not gather.is_complete:
+            gather.is_complete = True
+            self.whole |= set(gather.parameters)
+            self.elements += gather.elements * gather.has_flat_tensor
+        gather.waiting.discard(number)
+        if not gather.waiting:
+            self.elements -= gather.elements * gather.has_flat_tensor
+
+    def _prefetch(self) -> None:
+        """Gather the parameters that are used next, as many as the options allow (_fetch_sub_module_impl)."""
+        limit = min(self.options.max_live_parameters - self.available, self.options.prefetch_bucket_size)
+        numbers: list[int] = []
+        elements = 0
+        while self.queue and elements < limit:
+            number, step = self.queue.popleft()
+            self.fetched_for[number] = max(self.fetched_for[number], step)
+            if self._is_partitioned(number) and number not in numbers:
+                numbers.append(number)
+                elements += self.sizes[number]
+        self._gather(numbers)
+
+    def _stays(self, number: int) -> bool:
+        """Return whether a parameter is small, was fetched for a later module, or is used again within the distance.
+
+        This is the rule of __params_to_release.
+        """
+        if self._is_persistent(number) or self.fetched_for[number] > self.step:
+            return True
+        uses = self.uses[number]
+        index = bisect.bisect_left(uses, self.step)
+        if index == len(uses):
+            return False
+        return self.before_step[uses[index]] - self.before_step[self.step] < self.options.max_reuse_distance
