@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.config.byte_size import format_bytes
+from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
@@ -130,7 +131,10 @@ def narrower(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[Ch
 
 
 def checkpointing(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[Change]:
-    """Yield the checkpointing that recomputes little, and the one that keeps least."""
+    """Yield the checkpointing that recomputes little, or more where that is chosen, and the one that keeps least."""
+    if config.checkpointing == CheckpointingConfig("selective"):
+        changed = dataclasses.replace(config.checkpointing, saved_products="every_second")
+        yield "checkpointing.saved_products=every_second", dataclasses.replace(config, checkpointing=changed)
     for name in ("selective", "full"):
         if config.checkpointing.name not in (name, "full"):
             changed = dataclasses.replace(config.checkpointing, name=name, every=1, saved_products="all")

@@ -112,9 +112,15 @@ def _one_layer_activations(
     recomputed = recomputed_tensors(shape, checkpointing, layer)
     before_scores = ("input_layernorm", "attention.query", "attention.key", "attention.value", "attention.future_mask")
     until_scores = {name: size for name, size in block_tensors(shape).items() if name.startswith(before_scores)}
-    if is_recomputed:  # it keeps its input, and selectively the product that makes the scores
-        until_scores = {name: size for name, size in until_scores.items() if not name.startswith("input_layernorm")}
-        until_scores |= {name: saved[name] for name in ("input", "scores") if name in saved}
+    if is_recomputed:  # attention has the norm's output; kept are the layer's input and selectively products
+        norm_output, rotates = "input_layernorm.output", not shape.model.architecture.learned_positions
+        until_scores = {
+            name: size
+            for name, size in until_scores.items()
+            if name == norm_output or not name.startswith("input_layernorm")
+        }
+        kept_products = ("q_proj", "k_proj", "scores") if rotates else ("scores",)
+        until_scores |= {name: saved[name] for name in ("input", *kept_products) if name in saved}
     consumed = consumed_by_recompute(shape, checkpointing)
     recomputation = Recomputation(recomputed, consumed, whole_layer=is_recomputed)
     moments = layer_backward_moments(shape, saved, recomputation)

@@ -61,6 +61,8 @@ KINDS = {  # by what is typed behind `checkpointing=`
     "every_n": CheckpointingConfig("every_n", 2),
 }
 
+KINDS_AND_ENDS = KINDS | {"none": CheckpointingConfig("none"), "full": CheckpointingConfig("full")}
+
 KIND = pytest.mark.parametrize("kind", KINDS)
 
 ATTENTION = pytest.mark.parametrize("attention", ("flash", "eager"))
@@ -178,11 +180,13 @@ def test_selective_checkpointing_is_a_remedy_where_it_is_enough() -> None:
     config = run(model_named("1b"), BF16, micro_batch=8, global_batch=8, seq_len=2048)
     layout = layout_of(config, 0, 1)
 
-    def offered(kind: str) -> str:
-        other = dataclasses.replace(config, checkpointing=CheckpointingConfig(kind))
+    def offered(kind: str, current: str = "none") -> str:
+        other, configured = (
+            dataclasses.replace(config, checkpointing=KINDS_AND_ENDS[name]) for name in (kind, current)
+        )
         enough = estimate_memory(other, layout, ADAM_FP32, "cuda")
         reason = capacity_problem(
-            *(config, layout, ADAM_FP32),
+            *(configured, layout, ADAM_FP32),
             available_bytes=enough.peak_bytes + enough.process_bytes,
             ranks_on_host=1,
             device="cuda",
@@ -193,6 +197,7 @@ def test_selective_checkpointing_is_a_remedy_where_it_is_enough() -> None:
 
     assert "checkpointing=selective" in offered("selective") and "checkpointing=full" in offered("selective")
     assert "checkpointing=selective" not in offered("full") and "checkpointing=full" in offered("full")
+    assert "checkpointing.saved_products=every_second" in offered(EVERY_SECOND, "selective")
 
 
 @pytest.mark.parametrize(

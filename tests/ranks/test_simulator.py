@@ -181,7 +181,7 @@ LONG_CASES = (
         "tp x 8 model=7b precision=fp32",
         "fsdp_full_shard x 8 model=7b precision=bf16_mixed train.global_batch=8",
         "tp_sp x 8 model=70b precision=bf16_mixed checkpointing=selective",
-        f"fsdp_full_shard x 8 model=8b precision=bf16_mixed train.global_batch=16 train.micro_batch=2 {EVERY_SECOND}",
+        f"fsdp_full_shard x 8 model=8b precision=bf16_mixed train.global_batch=8 {EVERY_SECOND}",
         f"tp_sp x 8 model=70b precision=bf16_mixed {TWO_LAYERS} {EVERY_SECOND}",
         f"tp x 2 model=7b precision=fp32 {TWO_LAYERS} model.attention=eager {EVERY_SECOND}",
         f"tp x 8 model=gpt_1.3b model.vocab_size=51200 precision=fp32 {TWO_LAYERS} {EVERY_SECOND}",

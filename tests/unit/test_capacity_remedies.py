@@ -33,7 +33,7 @@ CASES = {
     "strategy=pp_zero_bubble": "world_size precision checkpointing micro_batch model",
     "strategy=pp_1f1b train.compile=true": "world_size precision checkpointing micro_batch model",
     "strategy=tp train.compile=true": "world_size precision checkpointing micro_batch model",
-    "strategy=single checkpointing=selective": "strategy precision checkpointing micro_batch model",
+    "strategy=single checkpointing=selective": "strategy precision saved_products checkpointing micro_batch model",
     f"strategy=zero1 {WITHOUT_VOCABULARY_TP}": "world_size precision checkpointing micro_batch offload model",
     f"precision=bf16_mixed strategy=zero2 {WITHOUT_VOCABULARY_TP}": (
         "world_size checkpointing micro_batch offload model"
