@@ -6,6 +6,7 @@ from harness.config.schema import PROFILED_STEPS, TRACED_STEPS
 from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import losses, memory
+from harness.report.comparability import is_measured
 from harness.report.document import BulletList, Paragraph, Section, Table, run_table, section
 from harness.report.frame import column_values, compared_layers, labels_by, labels_by_staleness
 from harness.report.overview import recorded_versions
@@ -67,9 +68,8 @@ def predicted_section(view: View) -> list[Section]:
     columns: dict[str, list[str]] = {}
     pairs = {"predicted_peak_bytes": "peak_allocated_bytes", "predicted_step_seconds": "step_seconds"}
     for predicted_name, measured_name in pairs.items():
-        launched = column_values(table, "launch")
         predicted, measured = (
-            [value if launch == "processes" else None for value, launch in zip(values, launched, strict=True)]
+            [value if is_measured(line.row) else None for value, line in zip(values, view.lines, strict=True)]
             for values in (column_values(table, predicted_name), column_values(table, measured_name))
         )
         if any(value is not None for value in predicted):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from harness.records.schema import Record, Row
+from harness.report.comparability import is_measured
 from harness.report.document import BulletList, Section, section
 from harness.report.frame import column_values, compared_layers, labels_by_kernel, labels_by_staleness
 from harness.report.notes import labels_text
@@ -46,9 +47,10 @@ def _simulated(view: View) -> Iterator[str]:
     simulated = [line for line in view.lines if line.status == "ok" and line.row.get("launch") == "simulated"]
     if simulated:
         yield (
-            "Whether these train right and how fast they are: the code of single ranks ran on tensors without memory or"
-            " values, and their times are those of a model of the device. What kernels allocate for themselves, NCCL's"
-            f" buffers and the CUDA context are left out: {_labels(view, simulated)}."
+            "Whether these train right and how fast they are: the code of the ranks that simulate.rank chose ran on"
+            " tensors without memory or values, and their times are those of a model of the device. Maxima over ranks"
+            " and the proof of the layout are of these ranks. What kernels allocate for themselves, NCCL's buffers and"
+            f" the CUDA context are left out: {_labels(view, simulated)}."
         )
 
 
@@ -131,7 +133,7 @@ def _settings(line: Record) -> str:
 
 
 def _proven(view: View) -> Iterator[str]:
-    ok = [line for line in view.lines if line.status == "ok" and _is_real(line)]
+    ok = [line for line in view.lines if line.status == "ok" and is_measured(line.row)]
     unproven = [line for line in ok if line.row.get("loss_deviation") is None]
     if unproven:
         yield (
@@ -167,7 +169,7 @@ def _missing(view: View) -> Iterator[str]:
     unmeasured = [line for line in view.lines if line.status == "ok" and line.row.get("peak_allocated_bytes") is None]
     if unmeasured:
         yield f"Memory was not counted for {_labels(view, unmeasured)}."
-    real = [record for record in _ok_records(view) if _is_real(record)]
+    real = [record for record in _ok_records(view) if is_measured(record.row)]
     nodes = {record.environment.get("nodes") or 1 for record in real}
     worlds = {record.row.get("world_size") or 1 for record in real}
     if nodes == {1} and max(worlds, default=1) > 1:
@@ -177,11 +179,6 @@ def _missing(view: View) -> Iterator[str]:
             "One model was trained: which strategy is best depends on the size of the model, the batch and the sequence"
             " length."
         )
-
-
-def _is_real(record: Record) -> bool:
-    """Return whether every rank was a process; old records do not say how ranks were run."""
-    return record.row.get("launch") in (None, "processes")
 
 
 def _ok_records(view: View) -> list[Record]:

@@ -57,7 +57,8 @@ def _undivided(run: ClaimRun, runs: Sequence[ClaimRun]) -> ClaimRun | None:
 def pipeline(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
     """Yield the claims on parameters, micro-batches in flight and the bubble of a run whose ranks are one pipeline."""
     p, config, layout = run.degree("pp"), run.config(), run.layout()
-    if p < 2 or p != run.degree("world_size"):
+    reported = len(run.record.rank_entries)
+    if p < 2 or p != run.degree("world_size") or 0 < reported < p:  # some stages were not simulated
         return
     if config is not None and layout is not None:
         yield from compare_claim(

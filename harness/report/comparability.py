@@ -41,6 +41,11 @@ def comparability_key(row: Row) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in _SETTING)
 
 
+def is_measured(row: Row) -> bool:
+    """Return whether every rank was a process, so that its figures are measured; old rows do not say how ranks ran."""
+    return row.get("launch") in (None, "processes")
+
+
 def choice_key(row: Row) -> tuple[Any, ...]:
     """Return a key that is equal for rows a reader may choose between: comparable and on as many ranks."""
     return (*comparability_key(row), row.get("world_size"))

@@ -9,7 +9,7 @@ from harness.report.claims import STATE_CLAIM, VOLUME_CLAIM, claims
 from harness.report.reasons import pipeline_texts
 from harness.report.reported import Reported, ReportedGroup, share_text
 from harness.report.summary_sentences import checkpointing_sentences
-from harness.report.text import join_words
+from harness.report.text import format_ratios, join_words
 
 MOST_SENTENCES = 8  # on the configurations of a group
 
@@ -52,7 +52,7 @@ def figures(line: Reported, base: Reported, own_claims: Sequence[Claim]) -> Iter
         yield speed.replace(f" of {base.label}", "").replace(f" as {base.label}", "")
     sent, base_sent = line.row.get("communication_bytes"), base.row.get("communication_bytes")
     if sent is not None and base_sent:
-        yield f"{sent / base_sent:.2f} × its bytes sent{_paper_text(own_claims, VOLUME_CLAIM)}"
+        yield f"{format_ratios([sent / base_sent])[0]} × its bytes sent{_paper_text(own_claims, VOLUME_CLAIM)}"
     state = next((claim for claim in own_claims if claim.claim.startswith(STATE_CLAIM)), None)
     if state is not None:
         yield f"{1 / state.measured:.2f} × its model state{_paper_text(own_claims, STATE_CLAIM)}"

@@ -77,10 +77,15 @@ def reported_groups(view: View, most: int) -> list[ReportedGroup]:
 
 
 def group_titles(view: View) -> list[str]:
-    """Return for each group what distinguishes it from the others, such as "on 4 ranks"; empty where it is alone."""
+    """Return for each group what distinguishes it from all other configurations, such as "on 4 ranks".
+
+    A title is empty where there are no others. Configurations without a speed are in no group.
+    """
     rows = [view.lines[group.members[0]].row for group in view.ranking.groups]
-    differing = [name for name in _FORMATS if len({row.get(name) for row in rows}) > 1]
-    return [_title(row, differing) for row in rows] if len(rows) > 1 else [""] * len(rows)
+    standings = zip(view.lines, view.ranking.standings, strict=True)
+    others = [line.row for line, standing in standings if line.status == "ok" and standing.group is None]
+    differing = [name for name in _FORMATS if len({row.get(name) for row in (*rows, *others)}) > 1]
+    return [_title(row, differing) for row in rows] if len(rows) > 1 or (rows and differing) else [""] * len(rows)
 
 
 def reported_group(view: View, group: Group, title: str) -> ReportedGroup:

@@ -87,22 +87,39 @@ def time(view: View) -> list[Section]:
         Paragraph(
             "The parts are those of the slowest rank in the median step; from data to other they add up to the step"
             " time. Communication is exposed while a collective is in flight and no operator computes, and overlapped"
-            " while one does. The shares of communication come from two steps under torch's profiler, the phases from"
-            f" the timed steps.{_idle_text(table)} Other is the time outside all phases. The spread is the"
-            " interquartile range of the step times over their median. CPU time is the processor time of all ranks in"
-            " one step, in seconds."
+            f" while one does.{_measured_text(table)}{_simulated_text(table)} Other is the time outside all phases."
         ),
     )
 
 
-def _idle_text(table: pd.DataFrame) -> str:
-    """Return what idle time is of, with a space before it; empty where no row has any beside waiting for messages."""
-    text = ""
-    if any((degree or 1) > 1 for degree in column_values(table, "pp")):
+def _measured_text(table: pd.DataFrame) -> str:
+    """Return how the parts of measured steps were divided, with a space before it; empty where none was measured."""
+    names = ("launch", "step_seconds", "pp", "measured_on")
+    rows = list(zip(*(column_values(table, name) for name in names), strict=True))
+    measured = [row for row in rows if row[0] != "simulated" and row[1] is not None]
+    if not measured:
+        return ""
+    text = (
+        " The shares of communication come from two steps under torch's profiler, the phases from the timed steps. The"
+        " spread is the interquartile range of the step times over their median. CPU time is the processor time of all"
+        " ranks in one step, in seconds."
+    )
+    if any((degree or 1) > 1 for _, _, degree, _ in measured):
         text += " What a pipeline sends, and its waiting for other stages, is idle time."
-    if any(device not in (None, "cpu") for device in column_values(table, "measured_on")):
+    if any(device not in (None, "cpu") for *_, device in measured):
         text += " Idle time of a GPU is an upper bound, because the profiler slows the host that launches kernels."
     return text
+
+
+def _simulated_text(table: pd.DataFrame) -> str:
+    """Return what the parts of simulated steps are, with a space before it; empty where no simulation has times."""
+    launches, seconds = column_values(table, "launch"), column_values(table, "step_seconds")
+    if not any(launch == "simulated" and own is not None for launch, own in zip(launches, seconds, strict=True)):
+        return ""
+    return (
+        " The step of a simulation is one step by a model of the device: its slowest simulated rank waits for the host,"
+        " and for other stages of a pipeline, in its idle time, and what it sends to other stages is exposed."
+    )
 
 
 def operations(view: View) -> list[Section]:
@@ -130,6 +147,12 @@ def operations(view: View) -> list[Section]:
             " forward, and twice as many for the backward. The executed operations were counted operator by operator on"
             " all ranks; they include the forwards that checkpointing repeats and the scores that fused attention"
             " recomputes."
+            + (
+                " A simulation counts those of one rank of every stage for all ranks of the stage, and none where"
+                " simulate.rank left out a stage."
+                if "simulated" in column_values(table, "launch")
+                else ""
+            )
             + (
                 " MFU (model FLOPs utilization) and HFU (hardware FLOPs utilization) are the model's and the executed"
                 " operations over the device's dense peak in the compute dtype; they are empty where that peak is not"

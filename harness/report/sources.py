@@ -1,14 +1,15 @@
 """One figure from three sources: the plan's formula, the simulation of the real code, and a measurement."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.stack import load_stack
 from harness.records.schema import Record
-from harness.report.comparability import key_text
-from harness.report.document import BulletList, Paragraph, Section, Table, section
+from harness.report.comparability import is_measured, key_text
+from harness.report.document import BulletList, Disturbed, Paragraph, Section, Table, section
 from harness.report.frame import column_values
+from harness.report.speeds import speed_of
 from harness.report.step_differences import step_difference
 from harness.report.text import MILLISECONDS, byte_unit, format_numbers
 from harness.report.view import View
@@ -17,11 +18,15 @@ _DIFFERENT_BY_SOURCE = ("launch", "simulate", "cluster", "repeat")  # what a sim
 
 PARTS = 4  # of a peak that are named where formula and simulation differ
 
-EXPLANATION = (
-    "The formula is the plan's, the simulation ran the code of one rank on tensors without memory, and the measurement"
-    " is of a run of the same configuration on the same kind of device. Allocated bytes of a simulation have no"
-    " workspaces of matrix products, which the formula has."
+EXPLANATION = "The formula is the plan's, and the simulation ran the code of one rank on tensors without memory."
+
+MEASURED = "The measurement is of a run of the same configuration on the same kind of device."
+
+WITHOUT_WORKSPACES = (
+    "On a GPU the allocated bytes of a simulation have no workspaces of matrix products, which the formula has."
 )
+
+INTERVAL = "Nine of ten measured steps are to lie in the interval of the formula."
 
 
 def sources(view: View) -> list[Section]:
@@ -36,9 +41,11 @@ def sources(view: View) -> list[Section]:
     measured = {_configuration(record): record for record in view.lines if _is_measured(record)}
     records = [record for _, record in simulated]
     pairs = [measured.get(_configuration(record)) for record in records]
-    columns = _memory_columns(records, pairs) | _time_columns(records, pairs)
-    columns = {header: cells for header, cells in columns.items() if any(cells)}
-    rows = [[label, *cells] for (label, _), *cells in zip(simulated, *columns.values(), strict=True)]
+    labels = [label for label, _ in simulated]
+    tables = (
+        _table("Peak memory", labels, _memory_columns(records, pairs)),
+        _table("Step time", labels, _time_columns(records, pairs)),
+    )
     differences = [
         (label, text)
         for label, record in simulated
@@ -47,14 +54,32 @@ def sources(view: View) -> list[Section]:
     ]
     return section(
         "Formula, simulation and measurement",
-        Table(["run", *columns], rows),
-        Paragraph(EXPLANATION),
+        *tables,
+        Paragraph(" ".join(_explanation(records, pairs))),
         BulletList(differences) if differences else None,
     )
 
 
+def _table(caption: str, labels: Sequence[str], columns: dict[str, list[str]]) -> Table | None:
+    """Return a table of the columns and the rows that have values; None if there are none."""
+    columns = {header: cells for header, cells in columns.items() if any(cells)}
+    rows = [[label, *cells] for label, *cells in zip(labels, *columns.values(), strict=True) if any(cells)]
+    return Table(["run", *columns], rows, caption=caption) if rows else None
+
+
+def _explanation(records: Sequence[Record], pairs: Sequence[Record | None]) -> Iterator[str]:
+    """Yield a sentence on each source that the tables have."""
+    yield EXPLANATION
+    if any(pairs):
+        yield MEASURED
+    if any(record.row.get("measured_on") != "cpu" for record in records):
+        yield WITHOUT_WORKSPACES
+    if any(record.predicted_step and record.row.get("step_seconds") for record in records):
+        yield INTERVAL
+
+
 def _is_measured(record: Record) -> bool:
-    return record.row.get("launch") == "processes" and record.status == "ok"
+    return is_measured(record.row) and record.status == "ok"
 
 
 def _configuration(record: Record) -> str:
@@ -70,29 +95,38 @@ def _memory_columns(records: Sequence[Record], pairs: Sequence[Record | None]) -
     reserved, measured = _column(records, "peak_reserved_bytes"), _column(pairs, "peak_allocated_bytes")
     unit = byte_unit([*formula, *simulated, *reserved, *measured])
     return {
-        f"peak by the formula {unit.name}": format_numbers(formula, unit),
-        f"simulated peak {unit.name}": format_numbers(simulated, unit),
+        f"formula {unit.name}": format_numbers(formula, unit),
+        f"simulated {unit.name}": format_numbers(simulated, unit),
         "simulation to formula %": _differences(simulated, formula),
-        f"simulated reserved {unit.name}": format_numbers(reserved, unit),
-        f"measured peak {unit.name}": format_numbers(measured, unit),
+        f"reserved, simulated {unit.name}": format_numbers(reserved, unit),
+        f"measured {unit.name}": format_numbers(measured, unit),
         "simulation to measurement %": _differences(simulated, measured) if any(measured) else [""] * len(records),
     }
 
 
 def _time_columns(records: Sequence[Record], pairs: Sequence[Record | None]) -> dict[str, list[str]]:
-    formula, simulated = _column(records, "predicted_step_seconds"), _column(records, "step_seconds")
-    measured = _column(pairs, "step_seconds")
+    """Return the columns of times, of the records whose steps have a simulated one."""
+    timed = [record if record.row.get("step_seconds") else None for record in records]
+    pairs = [pair if record else None for record, pair in zip(timed, pairs, strict=True)]
+    formula, simulated = _column(timed, "predicted_step_seconds"), _column(timed, "step_seconds")
+    measured = format_numbers(_column(pairs, "step_seconds"), MILLISECONDS)
     return {
-        "step by the formula ms": format_numbers(formula, MILLISECONDS),
-        "its interval ms": _step_intervals(records),
-        "simulated step ms": format_numbers(simulated, MILLISECONDS),
-        "simulated to planned step %": _differences(simulated, formula),
-        "measured step ms": format_numbers(measured, MILLISECONDS),
+        "formula ms": format_numbers(formula, MILLISECONDS),
+        "interval of the formula ms": _step_intervals(timed),
+        "simulated ms": format_numbers(simulated, MILLISECONDS),
+        "simulation to formula %": _differences(simulated, formula),
+        "measured ms": [_marked(cell, pair) for cell, pair in zip(measured, pairs, strict=True)],
     }
 
 
-def _step_intervals(records: Sequence[Record]) -> list[str]:
-    steps = [record.predicted_step for record in records]
+def _marked(cell: str, record: Record | None) -> str:
+    """Return a measured time, as Disturbed where it is not to be compared."""
+    speed = None if record is None else speed_of(record.runs or [record])
+    return Disturbed(cell) if speed is not None and speed.is_disturbed else cell
+
+
+def _step_intervals(records: Sequence[Record | None]) -> list[str]:
+    steps = [None if record is None else record.predicted_step for record in records]
     lows = format_numbers([step and step["low_seconds"] for step in steps], MILLISECONDS)
     highs = format_numbers([step and step["high_seconds"] for step in steps], MILLISECONDS)
     return [f"{low}–{high}" if low and high else "" for low, high in zip(lows, highs, strict=True)]

@@ -14,6 +14,8 @@ MOST_PARTS = 3  # that are named
 
 SMALL_SHARE = 0.1  # a part with a smaller share of all differences is not named
 
+SMALLEST_SHARE = 0.001  # of a step that is written as a number
+
 WAITS = "waiting for the host"
 
 # What the parts of a step are called, by the columns of a row that its phases count to.
@@ -102,13 +104,13 @@ def operator_sentences(simulated: SimulatedTime) -> list[str]:
         for verb, seconds in kinds
         if any(seconds.values())
     ]
-    return [*sentences, "Their seconds are those of kernels that run alone."] if sentences else []
+    return [*sentences, "The seconds of an operator are those of its kernels if each runs alone."] if sentences else []
 
 
 def _operator_texts(seconds: Mapping[str, float], step_seconds: float) -> Sequence[str]:
     longest = sorted(seconds, key=lambda key: -seconds[key])[:LONGEST]
     return [
-        f"{_operator(key)} ({duration_text(seconds[key])}, {percent_text(seconds[key] / step_seconds)} of the step)"
+        f"{_operator(key)} ({duration_text(seconds[key])}, {_share(seconds[key] / step_seconds)} of the step)"
         for key in longest
         if seconds[key]
     ]
@@ -118,6 +120,10 @@ def _operator(key: str) -> str:
     """Return the operator of a key such as forward/mm in words."""
     phase, _, name = key.partition("/")
     return f"{name} outside of the phases" if phase == OUTSIDE_PHASES else f"{name} in {phase.replace('_', ' ')}"
+
+
+def _share(share: float) -> str:
+    return percent_text(share) if share >= SMALLEST_SHARE else f"less than {percent_text(SMALLEST_SHARE)}"
 
 
 def _exposed_parts(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record, Row
 from harness.report.charts.lines import chart_lines
 from harness.report.charts.series import Series, by_parameters, by_world
-from harness.report.comparability import PARTITION_COLUMNS, comparability_key
+from harness.report.comparability import PARTITION_COLUMNS, comparability_key, is_measured
 from harness.report.reasons import recomputation_text
 from harness.report.reported import Reported, ReportedGroup
 from harness.report.speeds import Speed, are_alike, speed_of
@@ -148,7 +148,7 @@ def _key(line: Reported) -> tuple[Any, ...]:
 
 def prediction_sentences(view: View) -> Iterator[str]:
     """Yield how far the predicted peaks are from the measured ones."""
-    rows = [line.row for line in view.lines if line.status == "ok" and line.row.get("launch") in (None, "processes")]
+    rows = [line.row for line in view.lines if line.status == "ok" and is_measured(line.row)]
     pairs = [(row.get("predicted_peak_bytes"), row.get("peak_allocated_bytes")) for row in rows]
     errors = [abs(predicted / measured - 1) for predicted, measured in pairs if predicted is not None and measured]
     if errors:

@@ -22,6 +22,7 @@ from harness.report.charts.lines import (
 )
 from harness.report.charts.series import Series, by_micro_batch
 from harness.report.charts.style import alt
+from harness.report.comparability import is_measured
 from harness.report.document import Chart, Table
 from harness.report.labels import PEAK_PARTS
 from harness.report.text import Unit, byte_unit, bytes_text, format_numbers, pluralize
@@ -124,7 +125,7 @@ def predicted(view: View) -> Chart | None:
     pairs = [
         (line, planned, measured)
         for line in chart_lines(view)
-        if (planned := line.number("predicted_peak_bytes")) and (measured := line.peak)
+        if is_measured(line.row) and (planned := line.number("predicted_peak_bytes")) and (measured := line.peak)
     ]
     if not pairs:
         return None

@@ -103,7 +103,8 @@ _EXPOSURE = {
 
 def exposed_communication(view: View) -> Chart | None:
     """Draw how long each line communicates in a step, in the open and while it computes; the most exposed come last."""
-    ranks = [line for line in chart_lines(view) if (line.row.get("world_size") or 1) > 1 and line.ok]
+    timed = [line for line in chart_lines(view) if line.ok and line.row.get("step_seconds") is not None]
+    ranks = [line for line in timed if (line.row.get("world_size") or 1) > 1]
     lines = [line for line in ranks if line.is_disturbed or (line.row.get("pp") or 1) == 1 or any(_exposure(line))]
     times = {line.label: _exposure(line) for line in lines}
     if not any(exposed for exposed, _ in times.values()):
