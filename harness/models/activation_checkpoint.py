@@ -92,7 +92,7 @@ class SavedOperators:
 def save_policy(checkpointing: CheckpointingConfig) -> Callable[..., CheckpointPolicy]:
     """Return torch's policy for the operators of both forwards of a layer under selective checkpointing.
 
-    torch 2.13 asks it in the first forward alone.
+    torch 2.13 asks it in the first forward alone, an older one in both.
     """
     choices = {is_recompute: SavedOperators(checkpointing) for is_recompute in (False, True)}
 

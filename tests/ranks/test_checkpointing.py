@@ -4,10 +4,12 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.precision import PrecisionConfig
@@ -154,6 +156,16 @@ def test_saved_and_peak_bytes_are_as_predicted(
     transient = sum(size for name, size in at_peak.items() if name not in ("parameters", "gradients", "optimizer"))
     tokens = 8 * 2 * seq_len  # from outside
     assert transient - tokens == pytest.approx(alive, rel=0.05)
+
+
+def test_both_forwards_of_a_layer_save_the_same_products() -> None:
+    """An older torch asks the policy in the second forward, too. Attention's own products are not counted."""
+    aten, policy = torch.ops.aten, activation_checkpoint.save_policy(KINDS[EVERY_SECOND])
+    operators = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.add.Tensor, aten.mm.default)
+    for is_recompute in (False, True):
+        context = SimpleNamespace(is_recompute=is_recompute)
+        saved = [policy(context, operator) == CheckpointPolicy.MUST_SAVE for operator in operators]
+        assert saved == [True, True, False, False, True]
 
 
 def test_products_that_are_not_counted_anew_in_every_layer_save_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
