@@ -77,7 +77,9 @@ def at_peak_columns(rank: RankReport) -> Cells:
     for part in at_peak.parts:
         sizes[part.role] += part.bytes
     on_cuda = rank.peak_reserved_bytes is not None
-    sizes["rounding"] = (rank.profiled.peak_allocated_bytes or 0) - at_peak.bytes if on_cuda else 0
+    is_equal = rank.peak_requested_bytes == at_peak.bytes  # all else of the timed steps' peak is then rounding
+    allocated = (peak if is_equal else rank.profiled.peak_allocated_bytes) or 0
+    sizes["rounding"] = allocated - at_peak.bytes if on_cuda else 0
     sizes["unmatched"] = peak - sum(sizes.values())
     is_matched = abs(sizes["unmatched"]) <= (UNMATCHED * peak if on_cuda else 0)
     if not is_matched or not 0 <= sizes["rounding"] <= ROUNDING * peak:

@@ -127,8 +127,9 @@ def _marked(cell: str, record: Record | None) -> str:
 
 def _step_intervals(records: Sequence[Record | None]) -> list[str]:
     steps = [None if record is None else record.predicted_step for record in records]
-    lows = format_numbers([step and step["low_seconds"] for step in steps], MILLISECONDS)
-    highs = format_numbers([step and step["high_seconds"] for step in steps], MILLISECONDS)
+    ends = [step and step[end] for end in ("low_seconds", "high_seconds") for step in steps]
+    texts = format_numbers(ends, MILLISECONDS)
+    lows, highs = texts[: len(steps)], texts[len(steps) :]
     return [f"{low}–{high}" if low and high else "" for low, high in zip(lows, highs, strict=True)]
 
 

@@ -211,6 +211,10 @@ def test_a_profiled_step_unlike_the_timed_ones_explains_nothing() -> None:
     on_gpu["profiled"]["at_peak"]["parts"][-1]["bytes"] -= 20
     measured = at_peak_columns(RankReport.from_json(on_gpu))
     assert (measured["at_peak_rounding_bytes"], measured["at_peak_unmatched_bytes"]) == (20, 0)
+    on_gpu["profiled"]["peak_allocated_bytes"] = 980  # a simulated step's allocator is replayed for all steps at once
+    assert at_peak_columns(RankReport.from_json(on_gpu))["at_peak_unmatched_bytes"] == 20
+    measured = at_peak_columns(RankReport.from_json(on_gpu | {"peak_requested_bytes": 980}))
+    assert (measured["at_peak_rounding_bytes"], measured["at_peak_unmatched_bytes"]) == (20, 0)
 
 
 def test_traffic_outside_the_formula_is_named() -> None:
