@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
@@ -39,6 +40,7 @@ class Stage2Reduction:
     norm: int  # bytes of an element of the copy for its norm; 0 without offload
     largest_in_bucket: int  # elements of the largest gradient of a layer that is no larger than the bucket
     divides_evenly: bool  # whether a large gradient has a part on every rank
+    allocates_first: bool  # whether the rank's partition is allocated before the first reduction, not behind it
 
     def copied_bytes(self, content: int, arrived: int) -> int:
         """Return the bytes of the copies of so many elements, the last of all that have arrived."""
@@ -71,7 +73,8 @@ class Stage2Layer:
             copies = [self.reduction.copied_bytes(size, end) for size, end in zip(flushed, ends, strict=False)]
             copied, arrived = max(copies, default=0), arrived + moment.computed * moment.is_accumulation
             present = self.bucket_bytes + self.bucket.waiting_bytes(content) + moment.computed * self.bucket.gradient
-            reducing, reduced = (new_gradients * is_allocated, present + copied), (new_gradients, present)
+            is_reducing = is_allocated or (self.reduction.allocates_first and any(flushed))
+            reducing, reduced = (new_gradients * is_reducing, present + copied), (new_gradients, present)
             is_allocated = is_allocated or any(flushed)
             sizes.append(max(reducing, reduced, key=sum) if is_allocated else reducing)
         return sizes
@@ -86,8 +89,9 @@ def stage_2_buffers(
     """Return the buffers of DeepSpeed's stage 2, which reduces gradients in buckets.
 
     A gradient that is no larger than a bucket is copied into it and freed. A larger one is reduced by itself, when the
-    next one arrives. The gradient of a tied matrix is a sum beside its last summand. The first reduction allocates this
-    rank's partition of the gradients.
+    next one arrives. The gradients of a tied matrix are summed first. The first reduction allocates this rank's
+    partition of the gradients: in mixed precision before it copies what it reduces (_get_compact_grad_partition_slice),
+    else behind it (copy_grads_in_partition).
     """
     groups = shard_groups(config.model, layout, stage)
     gradient, buckets = config.precision.compute_bytes, widths.backward_buffer_bytes
@@ -96,7 +100,10 @@ def stage_2_buffers(
     norm = FP64_BYTES * (layout.offload != "none")
     in_bucket = 0 if bucket.is_large(groups.layer.largest) else groups.layer.largest
     partition = groups.elements / layout.dp_shard
-    reduction = Stage2Reduction(bucket, layout.dp_shard, partition, wire, norm, in_bucket, device == "cpu")
+    on_cpu, is_mixed = device == "cpu", config.precision.is_mixed
+    reduction = Stage2Reduction(
+        bucket, layout.dp_shard, partition, wire, norm, in_bucket, on_cpu, allocates_first=is_mixed and not on_cpu
+    )
     arrivals_of_layers = layer_arrivals(config.model, groups, bucket)
     head, first = groups.head.largest, groups.embedding.elements or groups.root.elements
     large_head = head * bucket.is_large(head)
@@ -115,20 +122,46 @@ def stage_2_buffers(
 
     observed = tuple(map(layer_buffers, observed_layers(groups.layers)))
     middle = rising_layers([layer.most_flushed for layer in arrivals_of_layers[:-1]])
-    summand = groups.root.elements * gradient * (not groups.embedding.elements)
-    before_last = arrivals_of_layers[-1].content
-    flushed, last = bucket.flush(before_last, first), bucket.add(before_last, first)
-    at_arrival = first * gradient + summand + reduction.copied_bytes(flushed, groups.elements - first)
-    at_end = bucket.waiting_bytes(last) + reduction.copied_bytes(last, groups.elements)
+    at_end = stage_2_end(config, reduction, arrivals_of_layers[-1].content, first, groups.elements, device)
     return TransientBuffers(
         head_reduction=large_head * gradient + reduction.copied_bytes(large_head, head) + buckets,
         reduces_head=large_head > 0,
         layers=(buckets,) * len(observed),
         observed=observed,
         middle=tuple((following, layer_buffers(following)) for following in middle),
-        last_gradient=first * gradient + summand + buckets,
-        end=max(at_arrival, at_end) + buckets,
+        last_gradient=at_end.summed + buckets,
+        reduces_before_end=head + groups.layers * groups.layer.elements > bucket.limit,
+        first_reduction=at_end.first_reduction + buckets,
+        end=at_end.reduced + buckets,
     )
+
+
+class Stage2End(NamedTuple):
+    """The bytes at the end of a backward of stage 2, without the buckets and the rank's own gradients."""
+
+    summed: int  # when the last gradient is computed, and summed if its matrix is tied
+    first_reduction: int  # in a reduction after which the rank's gradients are allocated
+    reduced: int  # in the other reductions, and behind all
+
+
+def stage_2_end(
+    config: RunConfig, reduction: Stage2Reduction, content: int, last: int, total: int, device: Device
+) -> Stage2End:
+    """Return the bytes when the last gradient, of so many elements of all, arrives at a bucket with this content.
+
+    On CUDA the gradients of a tied matrix are summed beside both of them, on a CPU one is added to the other. There
+    gloo's threads refer to the copies that they have reduced while the rank's gradients are allocated.
+    """
+    bucket, is_tied = reduction.bucket, config.model.tie_word_embeddings
+    gradient, flushed, at_last = last * bucket.gradient, bucket.flush(content, last), bucket.add(content, last)
+    arriving = gradient + reduction.copied_bytes(flushed, total - last)
+    at_end = bucket.waiting_bytes(at_last) + reduction.copied_bytes(at_last, total)
+    summed = gradient * (1 + is_tied * (1 + (device == "cuda")))
+    if device == "cpu":
+        return Stage2End(0, 0, max(gradient * is_tied + arriving, at_end))
+    if reduction.allocates_first or total - last > bucket.limit:
+        return Stage2End(summed, 0, max(arriving, at_end))
+    return Stage2End(summed, arriving, max(gradient, at_end)) if flushed else Stage2End(summed, at_end, 0)
 
 
 def stage_2_gradient_bytes(

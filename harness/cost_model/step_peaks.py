@@ -74,7 +74,9 @@ def backward_peaks(
     for following, middle in buffers.middle:
         yield observed_peak(cost, cost.layer_activations(following), middle, new_gradients)
     if buffers.observed:  # the last gradient is among DeepSpeed's buffers
-        yield {"gradients": new_gradients, "temporaries": sizes.whole_hidden, "buffers": buffers.last_gradient}
+        before = new_gradients * buffers.reduces_before_end
+        yield {"gradients": before, "temporaries": sizes.whole_hidden, "buffers": buffers.last_gradient}
+        yield {"gradients": before, "temporaries": 0, "buffers": buffers.first_reduction}
         yield {"gradients": new_gradients, "temporaries": 0, "buffers": buffers.end}
         return
     for end in end_peaks(cost, new_gradients, reduces_copies):

@@ -55,22 +55,18 @@ class TransientBuffers:
     observed: "tuple[LayerBuffers, ...]" = ()  # these layers, where buffers change from moment to moment
     middle: "tuple[tuple[int, LayerBuffers], ...]" = ()  # other layers that so many follow and that have more buffers
     last_gradient: int = 0  # when the embedding's gradient, which is included, is computed
+    reduces_before_end: bool = True  # whether DeepSpeed's stage 2 has allocated its partition of gradients before that
+    first_reduction: int = 0  # in the reduction behind which it allocates the partition
     end: int = 0  # when the last gradient, which is included, is reduced
 
     @property
     def largest(self) -> int:
         """The most bytes at any of these moments."""
-        around_layers = (*self.entered, *self.layers, *self.reductions)
+        in_forward = (self.forward, *self.forward_layers, self.last_layer)
         around_head = (self.loss, self.entering, self.head, self.head_reduction)
-        return max(
-            self.forward,
-            *self.forward_layers,
-            self.last_layer,
-            *around_head,
-            *around_layers,
-            self.last_gradient,
-            self.end,
-        )
+        around_layers = (*self.entered, *self.layers, *self.reductions)
+        at_end = (self.last_gradient, self.first_reduction, self.end)
+        return max(*in_forward, *around_head, *around_layers, *at_end)
 
     def in_layer(self, index: int) -> int:
         """Return the bytes in the backward of the layer with this index among those observed."""
