@@ -53,7 +53,7 @@ class Case:
 
     @property
     def requests(self) -> list[StepRequest]:
-        return [StepRequest(self.config, self.layout, rank) for rank in self.ranks]
+        return [StepRequest(self.config, self.layout, rank, device_bytes=None) for rank in self.ranks]
 
 
 def case(line: str) -> Case:
@@ -76,7 +76,7 @@ def simulated(lines: list[str]) -> Reports:
 def problems(entry: Case, ranks: list[RankReport]) -> list[str]:
     """Return where the ranks did not do what the plan for CUDA says: operations, kernels, volume, activations, peak."""
     config, layout = entry.config, entry.layout
-    failures = [rank.traceback for rank in ranks if rank.status != "ok"]
+    failures = [f"{rank.status}: {rank.reason} {rank.traceback}" for rank in ranks if rank.status != "ok"]
     if failures:
         return failures
     widths = load_engine(layout.engine).state_widths(config, layout)
