@@ -87,7 +87,8 @@ def time(view: View) -> list[Section]:
         Paragraph(
             "The parts are those of the slowest rank in the median step; from data to other they add up to the step"
             " time. Communication is exposed while a collective is in flight and no operator computes, and overlapped"
-            f" while one does.{_measured_text(table)}{_simulated_text(table)} Other is the time outside all phases."
+            f" while one does.{_measured_text(table)}{_simulated_text(table)}{_virtual_text(table)} Other is the time"
+            " outside all phases."
         ),
     )
 
@@ -120,6 +121,13 @@ def _simulated_text(table: pd.DataFrame) -> str:
         " The step of a simulation is one step by a model of the device: its slowest simulated rank waits for the host,"
         " and for other stages of a pipeline, in its idle time, and what it sends to other stages is exposed."
     )
+
+
+def _virtual_text(table: pd.DataFrame) -> str:
+    """Return what the parts of rows without a step time are, with a space before it; empty where there are none."""
+    if "virtual" not in column_values(table, "launch"):
+        return ""
+    return " A virtual run has no step time: its parts are what one rank computed alone."
 
 
 def operations(view: View) -> list[Section]:

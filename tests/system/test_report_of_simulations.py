@@ -141,6 +141,15 @@ def test_the_texts_on_time_and_operations_are_those_of_the_rows() -> None:
     assert "A simulation counts" in own[1] and "A simulation counts" not in other[1]
 
 
+def test_a_virtual_row_has_no_step_time() -> None:
+    """Its parts are computing alone, so that no chart adds them up to a step."""
+    virtual = on_h100(1, "virtual", step_seconds=None, tokens_per_second=None, forward_seconds=0.5)
+    section = part_of(report(virtual, on_h100(2, forward_seconds=0.05)), "Breakdown of step time")
+    charts = [part for part in section.parts if isinstance(part, Chart)]
+    assert [len(chart.table.rows) for chart in charts] == [1]
+    assert "A virtual run has no step time" in text_of(section)
+
+
 def test_answers_say_that_they_are_of_the_measured_rows() -> None:
     """Simulations on a CPU have no speed and are in no group, but stand in the same tables."""
     measured = [on_cpu(number, "processes", micro_batch=number) for number in (1, 2)]

@@ -26,7 +26,8 @@ from harness.report.view import View
 
 def step(view: View) -> Chart | None:
     """Draw the parts of the step time of every line's median repeat, the shortest step first."""
-    lines = [line for line in chart_lines(view) if not line.ok or line.is_disturbed or _step_parts(line)]
+    lines = [line for line in chart_lines(view) if not line.ok or line.row.get("step_seconds") is not None]
+    lines = [line for line in lines if not line.ok or line.is_disturbed or _step_parts(line)]
     parts = {line.label: _step_parts(line) for line in lines}
     totals = {label: sum(datum["exact"] for datum in data) for label, data in parts.items() if data}
     lines = bar_marks.ordered(lines, lambda line: totals.get(line.label))
