@@ -228,6 +228,8 @@ LONG_CASES = (
             ("tp x 8", "gpt_1.3b model.vocab_size=51200 model.attention=eager precision=fp32", 4, "selective"),
             ("single x 1", "gpt_1.3b model.attention=eager precision=bf16_mixed", 3, "full"),
             ("single x 1", "gpt_1.3b model.attention=eager model.dropout=0.1 precision=fp32", 2, "attention"),
+            ("tp x 4", "gpt_1.3b model.vocab_size=51200 model.dropout=0.1 precision=fp32", 2, "full"),
+            ("tp_sp x 4", "gpt_1.3b model.vocab_size=51200 model.dropout=0.1 precision=bf16_mixed", 2, "selective"),
             ("single x 1", "8b precision=fp32 train.loss_chunks=8", 3, "selective"),
             ("cp x 2", f"gpt_1.3b {SMALL_VOCABULARY_EAGER} precision=fp32 strategy.data_parallel=ddp", 2, "selective"),
             ("fsdp_full_shard x 8", "1b precision=fp32 train.loss_chunks=16 train.global_batch=8", 4, "selective"),
