@@ -12,14 +12,10 @@ from harness.cost_model.communication import expected_bytes
 from harness.cost_model.fit_verdict import FitVerdict, fit_verdict
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate
-from harness.cost_model.micro_batch_shape import micro_batch_shape
-from harness.cost_model.rank_memory import alike_ranks
 from harness.cost_model.stack_memory import predict_memory
-from harness.cost_model.stage_activations import offloaded_bytes
-from harness.cost_model.stage_memory import local_parameter_count
 from harness.cost_model.timing.interval import step_seconds_interval
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
-from harness.cost_model.timing.offload_time import OffloadedWork, copy_seconds, host_update_seconds
+from harness.cost_model.timing.offloaded_step import step_copy_seconds, with_host_update
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import Layout
@@ -78,7 +74,7 @@ class Prediction:
     @cached_property
     def time(self) -> StepTime:
         """The time of a step and its parts, without the copies of offload."""
-        hardware = self.cluster.hardware
+        hardware, device = self.cluster.hardware, self.cluster.device
         time = estimate_step_time(
             self.config,
             self.layout,
@@ -87,39 +83,13 @@ class Prediction:
             self.widths,
             self.cluster.gpus_per_node,
         )
-        if self.layout.offload == "none" or self.copies_are_free:
-            return time
-        assert hardware.host_bandwidth is not None
-        update = host_update_seconds(time.optimizer_seconds, hardware.memory_bandwidth, hardware.host_bandwidth)
-        return dataclasses.replace(time, optimizer_seconds=update)
-
-    @property
-    def copies_are_free(self) -> bool:
-        """Whether nothing is copied between a device and its host, or the speed of that is not known."""
-        offloads = self.layout.offload != "none" or self.config.checkpointing.offload_activations
-        return not offloads or self.cluster.device == "cpu" or self.cluster.hardware.host_bandwidth is None
+        return with_host_update(self.config, self.layout, hardware, device, time)
 
     @cached_property
     def copy_seconds(self) -> float:
         """The seconds of a step in which a device waits for copies to and from its host."""
-        bandwidth = self.cluster.hardware.host_bandwidth
-        if self.copies_are_free or bandwidth is None:
-            return 0.0
-        config, layout, time = self.config, self.layout, self.time
-        shape = micro_batch_shape(config, layout, self.cluster.device)
-        parameters, activation_bytes = 0.0, 0
-        for stages, _ in alike_ranks(config.model, layout, config.checkpointing.every):
-            if layout.offload != "none":
-                counts = [
-                    local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp) for stage in stages
-                ]
-                parameters = max(parameters, sum(counts))
-            if config.checkpointing.offload_activations:
-                moved = sum(offloaded_bytes(shape, stage, config.checkpointing) for stage in stages)
-                activation_bytes = max(activation_bytes, moved)
-        passes = (time.micro_batches, time.forward_seconds, time.backward_seconds)
-        work = OffloadedWork(parameters, activation_bytes, *passes)
-        return copy_seconds(config, layout, self.widths, bandwidth, work)
+        hardware, device = self.cluster.hardware, self.cluster.device
+        return step_copy_seconds(self.config, self.layout, hardware, device, self.widths, self.time)
 
     @property
     def step_seconds(self) -> float:

@@ -98,6 +98,7 @@ class PredictedStepEntry(TypedDict):
     optimizer_seconds: float
     other_seconds: float
     bubble_seconds: float
+    copy_seconds: float  # between device and host
     exposed_seconds: Mapping[str, float]  # of communication, by axis
 
 

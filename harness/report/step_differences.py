@@ -16,6 +16,8 @@ SMALL_SHARE = 0.1  # a part with a smaller share of all differences is not named
 
 SMALLEST_SHARE = 0.001  # of a step that is written as a number
 
+COPIES = "copies between device and host"
+
 WAITS = "waiting for the host"
 
 # What the parts of a step are called, by the columns of a row that its phases count to.
@@ -57,6 +59,7 @@ def planned_parts(planned: PredictedStepEntry) -> dict[str, float]:
         "the optimizer": planned["optimizer_seconds"],
         "the rest of the step": planned["other_seconds"],
         "the pipeline's bubble": planned["bubble_seconds"],
+        COPIES: planned["copy_seconds"],
         **_exposed_parts(planned["exposed_seconds"]),
     }
 
@@ -67,7 +70,7 @@ def simulated_parts(simulated: SimulatedTime) -> dict[str, float]:
     for phase, seconds in simulated.phase_seconds.items():
         name = _PART_OF_COLUMN[PHASE_COLUMNS[phase]]
         parts[name] = parts.get(name, 0.0) + seconds
-    parts["copies between device and host"] = simulated.copy_seconds
+    parts[COPIES] = simulated.copy_seconds
     parts["the pipeline's bubble"] = simulated.bubble_seconds
     parts[WAITS] = simulated.idle_seconds - simulated.bubble_seconds
     return parts

@@ -11,6 +11,7 @@ from harness.config.locations import conf_folders, files_in
 from harness.config.stack import load_stack
 from harness.cost_model import memory
 from harness.cost_model.timing.interval import step_seconds_interval
+from harness.cost_model.timing.offloaded_step import step_copy_seconds, with_host_update
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from harness.hardware.machine import Machine
 from harness.hardware.processor import processor_name
@@ -34,11 +35,11 @@ def predicted_columns(plan: Plan) -> Cells:
 def predicted_step_seconds(plan: Plan) -> float | None:
     """Return the predicted time of a step, None where predicted_step_time() has none."""
     step = predicted_step_time(plan)
-    return None if step is None else step.step_seconds
+    return None if step is None else step.step_seconds + predicted_copy_seconds(plan, step)
 
 
 def predicted_step_time(plan: Plan) -> StepTime | None:
-    """Return the predicted time of a step by its parts.
+    """Return the predicted time of a step by its parts, without the copies of offload.
 
     None where the hardware is not described, its rate in the dtype of compute or the model's operators unknown.
     """
@@ -47,9 +48,18 @@ def predicted_step_time(plan: Plan) -> StepTime | None:
         return None
     timing = load_stack("harness").timing
     try:
-        return estimate_step_time(plan.config, plan.layout, hardware, timing, plan.widths, plan.ranks_per_node)
+        step = estimate_step_time(plan.config, plan.layout, hardware, timing, plan.widths, plan.ranks_per_node)
     except UserError:
         return None
+    return with_host_update(plan.config, plan.layout, hardware, plan.machine.device, step)
+
+
+def predicted_copy_seconds(plan: Plan, step: StepTime) -> float:
+    """Return the predicted seconds in which a device waits for copies to and from its host."""
+    hardware = run_hardware(plan)
+    if hardware is None:
+        return 0.0
+    return step_copy_seconds(plan.config, plan.layout, hardware, plan.machine.device, plan.widths, step)
 
 
 def predicted_step_entry(plan: Plan) -> PredictedStepEntry | None:
@@ -61,16 +71,17 @@ def predicted_step_entry(plan: Plan) -> PredictedStepEntry | None:
     if step is None:
         return None
     low, high = step_seconds_interval(step, load_stack("harness").timing, plan.nodes)
-    forward = step.micro_batches * step.forward_seconds
+    forward, copies = step.micro_batches * step.forward_seconds, predicted_copy_seconds(plan, step)
     return {
-        "step_seconds": step.step_seconds,
-        "low_seconds": low,
-        "high_seconds": high,
+        "step_seconds": step.step_seconds + copies,
+        "low_seconds": low + copies,
+        "high_seconds": high + copies,
         "forward_seconds": forward,
         "backward_seconds": step.compute_seconds - forward,
         "optimizer_seconds": step.optimizer_seconds,
         "other_seconds": step.other_seconds,
         "bubble_seconds": step.bubble_seconds,
+        "copy_seconds": copies,
         "exposed_seconds": step.exposed_communication_seconds,
     }
 

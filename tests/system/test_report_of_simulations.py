@@ -23,6 +23,7 @@ STEP: PredictedStepEntry = {
     "optimizer_seconds": 0.01,
     "other_seconds": 0.0,
     "bubble_seconds": 0.0,
+    "copy_seconds": 0.0,
     "exposed_seconds": {},
 }
 

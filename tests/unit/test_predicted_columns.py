@@ -8,16 +8,21 @@ import pytest
 
 from harness.calibration.cluster import write_cluster
 from harness.config.hardware import HardwareConfig
+from harness.config.stack import load_stack
+from harness.hardware.described_cluster import described_cluster
 from harness.hardware.machine import Machine
 from harness.hardware.processor import processor_name
+from harness.planner.predict import Prediction
 from harness.runner.plan import Plan, make_plan
 from harness.runner.predicted_columns import (
     calibrated_devices,
     described_devices,
     machine_hardware,
     predicted_columns,
+    predicted_step_entry,
     predicted_step_seconds,
 )
+from harness.runner.simulation import machine_of_run
 from tests.support.commands import compose
 
 H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", 1, 8, 8, (80 * 10**9,) * 8, 64, device_bytes=80 * 10**9)
@@ -48,6 +53,34 @@ def test_a_described_device_has_a_predicted_step_time() -> None:
     plan = plan_on(H100)
     compiled = dataclasses.replace(plan.config, train=dataclasses.replace(plan.config.train, compile=True))
     assert predicted_columns(dataclasses.replace(plan, config=compiled)) == {}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("strategy=ddp",),
+        ("strategy=zero_offload",),
+        ("strategy=zero3", "strategy.offload=parameters"),
+        ("strategy=fsdp_full_shard", "checkpointing.offload_activations=true", "train.micro_batch=8"),
+    ],
+    ids=" ".join,
+)
+def test_a_row_predicts_the_step_that_a_plan_predicts(overrides: tuple[str, ...]) -> None:
+    """Under offload the update is on the host, and copies are a part of the step and of its interval."""
+    common = ("launch=simulated", "cluster=8xh100", "model=1b", "precision=bf16_mixed", "train.global_batch=16")
+    config, command = compose("world_size=2", "data=synthetic", *common, *overrides)
+    plan = make_plan(config, machine_of_run(config.to_dict()), command)
+    cluster = described_cluster(config.cluster)
+    prediction = Prediction(config, plan.layout, cluster, load_stack("harness"))
+    entry = predicted_step_entry(plan)
+    assert entry is not None
+    assert step_seconds(plan) == entry["step_seconds"] == pytest.approx(prediction.step_seconds)
+    assert (entry["low_seconds"], entry["high_seconds"]) == pytest.approx(prediction.step_interval)
+    assert entry["copy_seconds"] == pytest.approx(prediction.copy_seconds)
+    assert (entry["copy_seconds"] > 0) == (overrides != ("strategy=ddp",))
+    ends = ("step_seconds", "low_seconds", "high_seconds")
+    parts = sum(value for name, value in entry.items() if isinstance(value, float) and name not in ends)
+    assert parts + sum(entry["exposed_seconds"].values()) == pytest.approx(entry["step_seconds"])
 
 
 def test_the_cluster_s_own_file_counts_before_others() -> None:

@@ -23,6 +23,7 @@ PLANNED: PredictedStepEntry = {
     "optimizer_seconds": 0.04,
     "other_seconds": 0.0,
     "bubble_seconds": 0.0,
+    "copy_seconds": 0.0,
     "exposed_seconds": {"dp_shard": 0.1},
 }
 
