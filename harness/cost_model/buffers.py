@@ -5,8 +5,9 @@ from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.deepspeed_memory import holds_gradients_twice, stage_2_buffers
+from harness.cost_model.deepspeed_memory import holds_gradients_twice
 from harness.cost_model.fully_shard_memory import fully_shard_buffers
+from harness.cost_model.stage_2_memory import stage_2_buffers
 from harness.cost_model.stage_3_memory import stage_3_buffers
 from harness.cost_model.stage_activations import observed_layers
 from harness.cost_model.transient_buffers import (
@@ -103,11 +104,16 @@ def _last_bucket_elements(model: ModelConfig, layout: Layout, stage: Stage, widt
     return max(buckets[-2:])
 
 
-def gradients_at_start(config: RunConfig, layout: Layout, widths: StateWidths, sums: Sequence[int]) -> list[int]:
+def gradients_at_start(
+    config: RunConfig, layout: Layout, widths: StateWidths, sums: Sequence[int], device: Device
+) -> list[int]:
     """Return how many bytes of each stage's gradients exist when a step begins; `sums` is those between micro-batches.
 
-    DeepSpeed's BF16_Optimizer has its fp32 sums alone until a backward computes others (engine.py, _take_model_step).
+    DeepSpeed's BF16_Optimizer has its fp32 sums alone until a backward computes others (engine.py, _take_model_step),
+    and its stages 1 and 2 under offload have none on the device (stage_1_and_2.py, step).
     """
+    if device == "cuda" and layout.uses_deepspeed_zero and layout.zero_stage < 3 and layout.offload != "none":
+        return [0] * len(sums)
     if holds_gradients_twice(config, layout, widths):
         return [size * config.precision.accumulate_bytes // widths.gradients for size in sums]
     return [size * keeps_grad_buffers(config, layout, widths) for size in sums]

@@ -3,165 +3,18 @@
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.gradient_bucket import GradientBucket, arrivals, layer_arrivals, rising_layers
-from harness.cost_model.layer_backward import Moment
 from harness.cost_model.micro_batch_shape import FP32_BYTES
-from harness.cost_model.shard_groups import shard_groups
-from harness.cost_model.stage_activations import observed_layers
-from harness.cost_model.transient_buffers import TransientBuffers, without_data_parallelism
+from harness.cost_model.transient_buffers import without_data_parallelism
 from harness.layout.layout import Layout
-from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, local_numel
 from harness.layout.state_widths import StateWidths
 
-
-@dataclass(frozen=True)
-class Stage2Reduction:
-    """The copies that DeepSpeed's stage 2 makes of gradients to reduce them to the ranks that own them.
-
-    In mixed precision it copies them in fp32, a large one a rank's part after another. One that lies in the partition
-    of a single rank is copied whole; the plan for a CPU takes it to be divided evenly. Where a parameter lies in two
-    partitions, the parts of a bucket that one rank owns are not next to each other, and are put together before
-    (stage_1_and_2.py, average_tensor and allreduce_no_retain). Under offload it then computes the norm of each
-    parameter's gradient in fp64 (set_norm_for_param_grad_in_gpu).
-    """
-
-    bucket: GradientBucket
-    shards: int
-    partition: float  # elements
-    wire: int  # bytes of an element of the fp32 copy; 0 where gradients are reduced as they are
-    norm: int  # bytes of an element of the copy for its norm; 0 without offload
-    largest_in_bucket: int  # elements of the largest gradient of a layer that is no larger than the bucket
-    divides_evenly: bool  # whether a large gradient has a part on every rank
-    allocates_first: bool  # whether the rank's partition is allocated before the first reduction, not behind it
-
-    def copied_bytes(self, content: int, arrived: int) -> int:
-        """Return the bytes of the copies of so many elements, the last of all that have arrived."""
-        if self.bucket.is_large(content):
-            part = content / self.shards if self.divides_evenly else min(content, self.partition)
-            return round(max(part * self.wire, (content if self.divides_evenly else part) * self.norm))
-        is_divided = content > 0 and int((arrived - content) / self.partition) < int((arrived - 1) / self.partition)
-        in_norm = min(content, self.largest_in_bucket) * self.norm
-        return max(content * (self.wire + self.bucket.gradient * is_divided), in_norm)
-
-
-@dataclass(frozen=True)
-class Stage2Layer:
-    """One of the layers that observed_layers names, on its way through the backward of DeepSpeed's stage 2."""
-
-    bucket: GradientBucket
-    bucket_bytes: int  # allocated, from the first gradient on
-    reduction: "Stage2Reduction"
-    arrived: int  # the elements of all gradients before the layer's
-    content: int  # of the bucket when backward enters the layer
-    is_partition_allocated: bool  # whether gradients were reduced before
-    small: int  # the elements of the gradient of a norm or a bias
-    has_biases: bool
-
-    def buffer_bytes(self, moments: Sequence[Moment], new_gradients: int) -> list[tuple[int, int]]:
-        """Return the bytes at each of the moments of the layer's backward: this rank's gradients, and buffers."""
-        is_allocated, arrived, sizes = self.is_partition_allocated, self.arrived, []
-        for moment, content, flushed in arrivals(self.bucket, moments, self.content, self.small, self.has_biases):
-            ends = (arrived, arrived + moment.computed)
-            copies = [self.reduction.copied_bytes(size, end) for size, end in zip(flushed, ends, strict=False)]
-            copied, arrived = max(copies, default=0), arrived + moment.computed * moment.is_accumulation
-            present = self.bucket_bytes + self.bucket.waiting_bytes(content) + moment.computed * self.bucket.gradient
-            is_reducing = is_allocated or (self.reduction.allocates_first and any(flushed))
-            reducing, reduced = (new_gradients * is_reducing, present + copied), (new_gradients, present)
-            is_allocated = is_allocated or any(flushed)
-            sizes.append(max(reducing, reduced, key=sum) if is_allocated else reducing)
-        return sizes
-
-
 FP64_BYTES = 8
-
-
-def stage_2_buffers(
-    config: RunConfig, widths: StateWidths, layout: Layout, stage: Stage, device: Device
-) -> TransientBuffers:
-    """Return the buffers of DeepSpeed's stage 2, which reduces gradients in buckets.
-
-    A gradient that is no larger than a bucket is copied into it and freed. A larger one is reduced by itself, when the
-    next one arrives. The gradients of a tied matrix are summed first. The first reduction allocates this rank's
-    partition of the gradients: in mixed precision before it copies what it reduces (_get_compact_grad_partition_slice),
-    else behind it (copy_grads_in_partition).
-    """
-    groups = shard_groups(config.model, layout, stage)
-    gradient, buckets = config.precision.compute_bytes, widths.backward_buffer_bytes
-    bucket = GradientBucket(widths.reduce_bucket_elements, gradient)
-    wire = config.precision.reduce_bytes * config.precision.is_mixed
-    norm = FP64_BYTES * (layout.offload != "none")
-    in_bucket = 0 if bucket.is_large(groups.layer.largest) else groups.layer.largest
-    partition = groups.elements / layout.dp_shard
-    on_cpu, is_mixed = device == "cpu", config.precision.is_mixed
-    reduction = Stage2Reduction(
-        bucket, layout.dp_shard, partition, wire, norm, in_bucket, on_cpu, allocates_first=is_mixed and not on_cpu
-    )
-    arrivals_of_layers = layer_arrivals(config.model, groups, bucket)
-    head, first = groups.head.largest, groups.embedding.elements or groups.root.elements
-    large_head = head * bucket.is_large(head)
-
-    def layer_buffers(following: int) -> Stage2Layer:
-        return Stage2Layer(
-            bucket,
-            buckets,
-            reduction,
-            head + following * groups.layer.elements,
-            arrivals_of_layers[following].content,
-            head + following * groups.layer.elements > bucket.limit,
-            config.model.hidden_size,
-            model_profile(config.model).has_biases,
-        )
-
-    observed = tuple(map(layer_buffers, observed_layers(groups.layers)))
-    middle = rising_layers([layer.most_flushed for layer in arrivals_of_layers[:-1]])
-    at_end = stage_2_end(config, reduction, arrivals_of_layers[-1].content, first, groups.elements, device)
-    return TransientBuffers(
-        head_reduction=large_head * gradient + reduction.copied_bytes(large_head, head) + buckets,
-        reduces_head=large_head > 0,
-        layers=(buckets,) * len(observed),
-        observed=observed,
-        middle=tuple((following, layer_buffers(following)) for following in middle),
-        last_gradient=at_end.summed + buckets,
-        reduces_before_end=head + groups.layers * groups.layer.elements > bucket.limit,
-        first_reduction=at_end.first_reduction + buckets,
-        end=at_end.reduced + buckets,
-    )
-
-
-class Stage2End(NamedTuple):
-    """The bytes at the end of a backward of stage 2, without the buckets and the rank's own gradients."""
-
-    summed: int  # when the last gradient is computed, and summed if its matrix is tied
-    first_reduction: int  # in a reduction after which the rank's gradients are allocated
-    reduced: int  # in the other reductions, and behind all
-
-
-def stage_2_end(
-    config: RunConfig, reduction: Stage2Reduction, content: int, last: int, total: int, device: Device
-) -> Stage2End:
-    """Return the bytes when the last gradient, of so many elements of all, arrives at a bucket with this content.
-
-    On CUDA the gradients of a tied matrix are summed beside both of them, on a CPU one is added to the other. There
-    gloo's threads refer to the copies that they have reduced while the rank's gradients are allocated.
-    """
-    bucket, is_tied = reduction.bucket, config.model.tie_word_embeddings
-    gradient, flushed, at_last = last * bucket.gradient, bucket.flush(content, last), bucket.add(content, last)
-    arriving = gradient + reduction.copied_bytes(flushed, total - last)
-    at_end = bucket.waiting_bytes(at_last) + reduction.copied_bytes(at_last, total)
-    summed = gradient * (1 + is_tied * (1 + (device == "cuda")))
-    if device == "cpu":
-        return Stage2End(0, 0, max(gradient * is_tied + arriving, at_end))
-    if reduction.allocates_first or total - last > bucket.limit:
-        return Stage2End(summed, 0, max(arriving, at_end))
-    return Stage2End(summed, arriving, max(gradient, at_end)) if flushed else Stage2End(summed, at_end, 0)
 
 
 def stage_2_gradient_bytes(
@@ -179,8 +32,18 @@ def stage_2_gradient_bytes(
         return whole, summed_gradient_bytes(config, layout, widths, [whole])[0]
     total = sum(size for stage in stages for size in local_numel(config.model, layout, stage).values())
     part = config.precision.accumulate_bytes * math.ceil(total / layout.dp_shard)
+    return part + large_gradient_bytes(config, layout, widths, stages), part
+
+
+def large_gradient_bytes(config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage]) -> int:
+    """Return the bytes of the gradients in a rank's partition that stage 2 keeps until the end of backward on CUDA.
+
+    These are larger than a bucket, and in mixed precision beside the partition of fp32 sums.
+    """
+    if not config.precision.is_mixed or layout.offload != "none":
+        return 0
     large = partition_elements(config.model, layout, stages, widths.reduce_bucket_elements)
-    return part + config.precision.compute_bytes * round(large), part
+    return config.precision.compute_bytes * round(large)
 
 
 def holds_gradients_twice(config: RunConfig, layout: Layout, widths: StateWidths) -> bool:
@@ -199,6 +62,43 @@ def widening_peak(config: RunConfig, layout: Layout, widths: StateWidths, stages
         return {}
     largest = max(size for stage in stages for size in local_numel(config.model, layout, stage).values())
     return {"temporaries": config.precision.accumulate_bytes * math.ceil(largest)}
+
+
+def offloaded_reduction_bytes(config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage]) -> int:
+    """Return the bytes beside all gradients when stage 1 reduces the first of them under offload, if it is a large one.
+
+    That is the embedding's. They are the rank's partition of the sums in mixed precision
+    (_get_compact_grad_partition_slice), and a copy in fp64 for the norm of what the rank has of it
+    (copy_grads_in_partition, set_norm_for_param_grad_in_gpu).
+    """
+    sizes = [size for stage in stages for size in local_numel(config.model, layout, stage).values()]
+    if not layout.uses_deepspeed_zero or layout.zero_stage != 1 or layout.offload == "none":
+        return 0
+    part = math.ceil(sum(sizes) / layout.dp_shard)
+    copied = min(math.ceil(sizes[0]), part) if sizes[0] > widths.reduce_bucket_elements else 0
+    return FP64_BYTES * copied + config.precision.accumulate_bytes * part * config.precision.is_mixed
+
+
+def norm_peak(
+    config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage], between: int
+) -> dict[str, int]:
+    """Return the bytes of gradients, and of the largest one's copy in fp64, when stages 1 and 2 compute their norm.
+
+    `between` is the bytes of gradients between two micro-batches. In stage 1 the first rank has the most: it has only
+    parts of its own gradients, from the embedding on, and all those of other ranks (stage_1_and_2.py,
+    get_grad_norm_direct and free_grad_in_param_list).
+    """
+    is_other = not layout.uses_deepspeed_zero or layout.zero_stage == 3 or layout.offload != "none"
+    if is_other or holds_gradients_twice(config, layout, widths):
+        return {}
+    sizes = [math.ceil(size) for stage in stages for size in local_numel(config.model, layout, stage).values()]
+    part, width = math.ceil(sum(sizes) / layout.dp_shard), config.precision.accumulate_bytes
+    if layout.zero_stage == 2:
+        return {"gradients": between, "temporaries": FP64_BYTES * min(max(sizes), part)}
+    begins = [end - size for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    own = sum(size for size, begin in zip(sizes, begins, strict=True) if begin < part)
+    gradients = width * (sum(sizes) - own + part) if config.precision.is_mixed else width * sum(sizes)
+    return {"gradients": gradients, "temporaries": FP64_BYTES * min(sizes[0], part)}
 
 
 def summed_gradient_bytes(
@@ -221,13 +121,29 @@ def partition_elements(
     It is those of the rank with most of them: DeepSpeed's stage 2 keeps each of their gradients whole. Only those with
     more elements than `smallest` count if it is given, and not the embedding.
     """
-    return _partition_elements(model, without_data_parallelism(layout), tuple(stages), layout.dp_shard, smallest)
+    return _fullest_partition(model, without_data_parallelism(layout), tuple(stages), layout.dp_shard, smallest)[0]
+
+
+def fullest_rank(config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage]) -> int:
+    """Return a rank that no other one exceeds where DeepSpeed divides all parameters as one tensor: stages 1 and 2.
+
+    Stage 2 keeps gradients whole, and allocates the partition of the last ranks first. Stage 1 under offload reduces
+    all gradients after backward, of which the first rank has the first.
+    """
+    if layout.zero_stage == 1:
+        return 0
+    if layout.offload != "none":
+        return layout.world_size - layout.tp
+    smallest = widths.reduce_bucket_elements if config.precision.is_mixed else None
+    shared = without_data_parallelism(layout)
+    return _fullest_partition(config.model, shared, tuple(stages), layout.dp_shard, smallest)[1] * layout.tp
 
 
 @lru_cache(maxsize=256)
-def _partition_elements(
+def _fullest_partition(
     model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int, smallest: int | None
-) -> float:
+) -> tuple[float, int]:
+    """Return the elements of partition_elements, and the last shard that has as many."""
     sizes = [size for stage in stages for size in local_numel(model, layout, stage).values()]
     part, ends = sum(sizes) / shards, list(accumulate(sizes))
     begins = [end - size for size, end in zip(sizes, ends, strict=True)]
@@ -236,7 +152,7 @@ def _partition_elements(
     ranks = sorted(rank for rank in borders if 0 <= rank < shards)
     counted = sizes if smallest is None else [0.0, *(size if size > smallest else 0.0 for size in sizes[1:])]
     return max(
-        sum(counted[bisect.bisect_right(ends, rank * part) : bisect.bisect_left(begins, (rank + 1) * part)])
+        (sum(counted[bisect.bisect_right(ends, rank * part) : bisect.bisect_left(begins, (rank + 1) * part)]), rank)
         for rank in ranks
     )
 

@@ -14,6 +14,8 @@ from harness.cost_model.deepspeed_memory import (
     gloo_gather_peak,
     gradient_copy_bytes,
     kept_host_gradient_bytes,
+    norm_peak,
+    offloaded_reduction_bytes,
     stage_2_gradient_bytes,
     summed_gradient_bytes,
     widening_peak,
@@ -132,6 +134,10 @@ def rank_cost(
     others = [nothing | {"gradients": sum(gradients), "temporaries": temporaries}]
     others.append(nothing | {"gradients": sum(gradients), "temporaries": copied, "buffers": -freed_buckets})
     others.append(nothing | {"gradients": sum(gradients)} | widening_peak(config, layout, widths, stages))
+    if device == "cuda":
+        others.append(nothing | norm_peak(config, layout, widths, stages, sum(sums)))
+        in_reduction = offloaded_reduction_bytes(config, layout, widths, stages)
+        others.append(nothing | {"gradients": sum(gradients), "temporaries": in_reduction})
     if device == "cpu":
         others.append(nothing | gloo_gather_peak(config, layout, widths, total))
     if rebuilds_buckets_beside_gradients(config, layout):
@@ -152,7 +158,7 @@ def rank_cost(
         offloaded_state_bytes,
         gradients,
         sums=sums,
-        gradients_at_start=gradients_at_start(config, layout, widths, sums),
+        gradients_at_start=gradients_at_start(config, layout, widths, sums, device),
         buffer_bytes=buffer_bytes,
         host_gradient_bytes=kept_gradients,
         other_peaks=others,

@@ -50,12 +50,8 @@ def backward_peaks(
         before = round(cost.computed_gradients(new_gradients, layer.following))
         if buffers.entered:
             saved = layer.outside + layer.own.saved
-            yield {
-                "activations": saved,
-                "gradients": before,
-                "temporaries": sizes.hidden,
-                "buffers": buffers.entered[index],
-            }
+            entered = {"activations": saved, "gradients": before, "temporaries": sizes.hidden}
+            yield entered | {"buffers": buffers.entered[index]}
         if buffers.observed:
             yield observed_peak(cost, layer, buffers.observed[index], new_gradients)
             continue
@@ -88,9 +84,8 @@ def forward_peaks(activations: StageActivations, buffers: Sequence[int]) -> Iter
 
     `buffers` is the bytes of each layer; without them there is no such layer. Layers keep equally much for backward.
     """
-    last, first = activations.layers[0], activations.layers[-1]
+    last, first, most = activations.layers[0], activations.layers[-1], 0
     of_layer = (last.outside - first.outside) // max(1, first.following)
-    most = 0
     for following, size in enumerate(reversed(buffers)):
         if size > most:
             most = size
@@ -130,7 +125,7 @@ def head_peaks(cost: StageCost, kind: PassKind, new_gradients: int, buffers: Tra
             return
         accumulated = matrix * cost.has_16_bit_grads if new_gradients else cost.grad_accumulate_bytes
         yield behind | {"temporaries": hidden_grad + accumulated, "buffers": buffers.head}
-        yield behind | reduced | ({"gradients": new_gradients} if buffers.reduces_head else {})
+        yield behind | reduced | ({"gradients": new_gradients - buffers.later} if buffers.reduces_head else {})
     in_norm = max(sizes.norm_backward, sizes.input_grad_reduction) + cost.waiting_grad_bytes
     yield behind | {"temporaries": in_norm, "buffers": buffers.in_layer(0)}
 

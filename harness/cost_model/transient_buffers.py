@@ -49,6 +49,7 @@ class TransientBuffers:
     head: int = 0  # in the head's backward, without the head's gradient
     head_reduction: int = 0  # when that gradient is reduced
     reduces_head: bool = False  # whether DeepSpeed's stage 2 reduces it before the layers' and allocates its partition
+    later: int = 0  # of the rank's gradients, those that come later and stay until the end of backward
     entered: tuple[int, ...] = ()  # when backward enters the layers that observed_layers names
     layers: tuple[int, ...] = ()  # in the backward of these layers, without their gradients
     reductions: tuple[int, ...] = ()  # at the end of these backwards, while gradients are reduced

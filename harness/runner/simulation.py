@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from harness.config.from_dict import from_dict
 from harness.config.schema import ClusterConfig, RunConfig
 from harness.config.values import ConfigValues
-from harness.cost_model.rank_memory import highest_rank
+from harness.cost_model.deepspeed_memory import fullest_rank
+from harness.cost_model.rank_memory import all_stages, highest_rank
 from harness.engines.base import drives_several_devices, load_engine, unsupported_elsewhere
 from harness.hardware.described_cluster import described_cluster, described_machine
 from harness.hardware.machine import Machine
@@ -66,10 +67,16 @@ def virtual_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
 
 
 def simulated_ranks(config: RunConfig, layout: Layout, machine: Machine) -> tuple[int, ...]:
-    """Return the ranks that simulate.rank names; one of a pipeline's stage stands for all that share the stage."""
+    """Return the ranks that simulate.rank names; one of a pipeline's stage stands for all that share the stage.
+
+    Under DeepSpeed's stages 1 and 2 it is one with the highest peak.
+    """
     rank = config.simulate.rank
     if isinstance(rank, int):
         return (rank,)
+    if layout.uses_deepspeed_zero and layout.zero_stage < 3:
+        widths = load_engine(layout.engine).state_widths(config, layout)
+        return (fullest_rank(config, layout, widths, all_stages(config.model, layout)),)
     stage_ranks = layout.world_size // layout.pp
     if rank == "all":
         return tuple(range(0, layout.world_size, stage_ranks))

@@ -13,8 +13,10 @@ import pytest
 
 from harness.config.schema import RunConfig
 from harness.cost_model.communication import expected_bytes, padded_bytes
+from harness.cost_model.deepspeed_memory import fullest_rank
 from harness.cost_model.flops import executed_flops, takes_fused_kernel
 from harness.cost_model.memory import activation_bytes, estimate_memory
+from harness.cost_model.rank_memory import all_stages
 from harness.cost_model.workspaces import WORKSPACE_BYTES
 from harness.engines.base import load_engine
 from harness.layout.layout import Layout, resolve_layout
@@ -46,9 +48,12 @@ class Case:
     layout: Layout
 
     @property
+    def partitions_flat(self) -> bool:
+        return self.layout.uses_deepspeed_zero and self.layout.zero_stage < 3
+
+    @property
     def ranks(self) -> range:
-        partitions_flat = self.layout.uses_deepspeed_zero and self.layout.zero_stage < 3
-        stage_ranks = 1 if partitions_flat else self.layout.world_size // self.layout.pp
+        stage_ranks = 1 if self.partitions_flat else self.layout.world_size // self.layout.pp
         return range(0, self.layout.world_size, stage_ranks)
 
     @property
@@ -117,14 +122,20 @@ def allocator_problems(layout: Layout, rank: RankReport) -> list[str]:
 def peak_problems(entry: Case, widths: StateWidths, ranks: list[RankReport]) -> list[str]:
     """Return by how much the highest peak of the ranks' storages is not the plan's, where it can be compared.
 
-    Where FSDP2 keeps parameters whole over several micro-batches, the plan may be 6 % too high.
+    It must be that of the rank which simulate.rank=peak chooses. Where FSDP2 keeps parameters whole over several
+    micro-batches, the plan may be 6 % too high.
     """
     config, layout = entry.config, entry.layout
     accumulates = layout.grad_accumulation_steps(config.train) > 1
     if layout.data_parallel == "fsdp" and layout.zero_stage < 3 and accumulates:
         return []
-    takes_moments = layout.data_parallel == "fsdp" or layout.pp_enabled or layout.uses_deepspeed_zero
-    peak = max(rank.profiled.peak_allocated_bytes or 0 for rank in ranks)
+    takes_moments = layout.data_parallel == "fsdp" or layout.pp_enabled or layout.offload != "none"
+    peaks = {rank.rank: rank.profiled.peak_allocated_bytes or 0 for rank in ranks}
+    peak = max(peaks.values())
+    if entry.partitions_flat:
+        chosen = fullest_rank(config, layout, widths, all_stages(config.model, layout))
+        if peaks[chosen] < peak:
+            return [f"rank {chosen} has {peaks[chosen]} bytes at its peak, others {peak}"]
     planned = estimate_memory(config, layout, widths, "cuda").peak_bytes - WORKSPACE_BYTES  # no kernel runs
     is_right = peak == pytest.approx(planned, rel=PEAK_OF_MOMENTS if takes_moments else EXACT_PEAK)
     return [] if is_right else [f"the peak is {peak} bytes, {peak / planned:.4f} x the plan"]
@@ -151,8 +162,8 @@ CASES = [
     f"fsdp_full_shard x 2 model=350m precision=fp32 {TWO_LAYERS} train.global_batch=2 train.seq_len=64",
     f"ddp x 2 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2",
     "pp_interleaved x 2 model=7b precision=bf16_mixed model.num_hidden_layers=4 train.global_batch=2",
-    f"zero1 x 2 model=1b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2",
-    f"zero2 x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 checkpointing=selective",
+    f"zero1 x 2 model=1b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2 {SHORT}",
+    f"zero2 x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 checkpointing=selective {SHORT}",
     f"fsdp_full_shard x 2 model=8b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2 {EVERY_SECOND}",
     f"zero3 x 4 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=8 checkpointing=full",
     f"ddp x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 strategy.engine=accelerate",
@@ -208,7 +219,15 @@ LONG_CASES = (
         f"zero3 x 8 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=8",
         f"zero3 x 4 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4 strategy.offload=parameters",
         f"zero3_defaults x 4 model=1b precision=bf16_mixed {FOUR_LAYERS} train.global_batch=4 {SHORT}",
-        f"zero3_tuned x 4 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4 {SHORT}",
+        f"zero3_tuned x 4 model=7b precision=bf16_mixed {FOUR_LAYERS} train.global_batch=4 {SHORT}",
+        f"zero3_tuned x 4 model=7b precision=bf16_mixed {FOUR_LAYERS} train.global_batch=4 checkpointing=full {SHORT}",
+        # Tied weights, whose gradients are summed. A bucket is reduced in the middle of ten layers.
+        f"zero1_defaults x 2 model=1b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2 {SHORT}",
+        f"zero1 x 2 model=1b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4 {SHORT} strategy.offload=optimizer",
+        f"zero2 x 4 model=1b precision=bf16_mixed {FOUR_LAYERS} train.global_batch=4 {SHORT}",
+        f"zero2_defaults x 4 model=1b precision=bf16_mixed {FOUR_LAYERS} train.global_batch=8 {SHORT}",
+        f"zero2_defaults x 4 model=1b precision=fp32 {FOUR_LAYERS} train.global_batch=4 {SHORT}",
+        f"zero3_defaults x 2 model=1b precision=fp32 model.num_hidden_layers=10 train.global_batch=2 {SHORT}",
         f"zero3 x 2 model=1b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4 {SHORT} strategy.engine=accelerate",
         "fsdp_full_shard x 2 model=tiny train.global_batch=2 strategy.engine=accelerate",
         "fsdp_hybrid_shard x 4 model=tiny precision=bf16_mixed train.global_batch=4 strategy.engine=accelerate",

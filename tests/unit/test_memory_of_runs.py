@@ -25,6 +25,7 @@ DRAWS = {
     "5063": "the engine refers to DDP's old buckets in mixed precision",
     "5029": "DeepSpeed's stage 2 gathers parameters beside gradients on the host",
     "5061": "DeepSpeed's stage 3 keeps the matrices that a second forward gathered",
+    "1025": "DeepSpeed's stage 3 keeps parameters whole that are used again soon",
     "5140": "DeepSpeed's stage 3 sums the gradients of a head in two parts in place",
 }
 
@@ -94,6 +95,10 @@ def free_second_forwards_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ParameterCoordinator, "refer", lambda *_: None)
 
 
+def release_parameters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ParameterCoordinator, "_stays", lambda *_: False)
+
+
 def forget_old_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.cost_model.buffers.old_bucket_bytes", lambda *_: 0)
 
@@ -123,6 +128,7 @@ def no_cached_buffers() -> Iterator[None]:
         leave_out_gathered_tensors,
         forget_waiting_gradients,
         free_second_forwards_at_once,
+        release_parameters_at_once,
         forget_old_buckets,
         keep_buckets_as_they_are,
     ),
