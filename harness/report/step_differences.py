@@ -20,6 +20,10 @@ COPIES = "copies between device and host"
 
 WAITS = "waiting for the host"
 
+PLANNED_WAITS = (
+    "The plan counts waits for the host to forward and backward, and those for an update on the host to the optimizer."
+)
+
 # What the parts of a step are called, by the columns of a row that its phases count to.
 _PART_OF_COLUMN = {
     "data_seconds": "the rest of the step",
@@ -52,7 +56,7 @@ def step_difference(record: Record) -> str:
 
 
 def planned_parts(planned: PredictedStepEntry) -> dict[str, float]:
-    """Return the planned seconds of a step by part; waits for the host are in forward and backward."""
+    """Return the planned seconds of a step by part; waits for the host are in those that PLANNED_WAITS names."""
     return {
         "forward": planned["forward_seconds"],
         "backward": planned["backward_seconds"],
@@ -91,7 +95,7 @@ def parts_sentences(planned: Mapping[str, float], simulated: Mapping[str, float]
     verb, noun = ("is", "part") if len(texts) == 1 else ("are", "parts")
     sentences = [f"The {noun} that differ{'s' if verb == 'is' else ''} most {verb} {'; '.join(texts)}."]
     if WAITS in named:
-        sentences.append("The plan counts the waits for the host to forward and backward.")
+        sentences.append(PLANNED_WAITS)
     return sentences
 
 

@@ -89,7 +89,8 @@ def test_the_parts_that_are_named_differ_most() -> None:
         "the simulated step takes 800 ms, outside the interval of 400 ms to 600 ms around the 500 ms of the formula."
         " The parts that differ most are exposed communication along dp_shard, 300 ms simulated and 100 ms planned;"
         " waiting for the host, 80 ms simulated and nothing planned."
-        " The plan counts the waits for the host to forward and backward. The operators that compute longest are"
+        " The plan counts waits for the host to forward and backward, and those for an update on the host to the"
+        " optimizer. The operators that compute longest are"
         " mm in backward (230 ms, 29 % of the step), mm in forward (110 ms, 14 % of the step) and"
     )
     slow_backward = {"forward": 0.12, "backward_input": 0.3, "backward_weight": 0.24, "norm": 0.01, "optimizer": 0.03}
