@@ -104,7 +104,7 @@ def config_of(record: Record) -> tuple[RunConfig, Layout]:
     return config, resolve_layout(config.strategy, record.row["world_size"])
 
 
-REPEATED_IN_THE_GRID = ("cp strategy", "tp_pp strategy", "fsdp_hybrid_shard", "fsdp_tp", "ddp_pp")
+REPEATED_IN_THE_GRID = ("cp strategy", "tp_pp strategy", "fsdp_hybrid_shard", "fsdp_tp", "ddp_pp", "fsdp_pp")
 
 
 @pytest.mark.parametrize(

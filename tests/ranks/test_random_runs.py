@@ -10,7 +10,7 @@ import pytest
 from tests.support.random_draws import draw
 from tests.support.random_runs import Ending, ending, is_proven
 
-RANKS, FIRST, DRAWS = 4, 14, 7
+RANKS, FIRST, DRAWS = 4, 16, 5
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return results/ with a sweep of one run under each name that the commands have."""
     folder = tmp_path_factory.mktemp("readme") / "results"
     assert run_harness(folder, "-m", "name=quickstart", *SMALL).returncode == 0
-    for name in ("a", "b", "NAME"):
+    for name in ("a", "b", "runs", "NAME"):
         (folder / name).symlink_to(folder / "quickstart")
     return folder
 
