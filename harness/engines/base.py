@@ -133,6 +133,14 @@ def load_engine(name: str) -> EngineModule:
     return importlib.import_module(f"harness.engines.{name}")  # type: ignore[return-value]
 
 
+def fully_sharded_preset(name: str) -> str:
+    """Return the strategy preset by which an engine divides all state, for remedies of runs that do not fit.
+
+    It is FULLY_SHARDED_PRESET of the engine's module, and that of the torch engine where a module names none.
+    """
+    return getattr(load_engine(name), "FULLY_SHARDED_PRESET", "fsdp_full_shard")
+
+
 def unsupported_elsewhere(
     engine: EngineModule, config: "RunConfig", layout: "Layout", machine: "Machine"
 ) -> Iterator[str]:

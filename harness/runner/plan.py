@@ -11,7 +11,7 @@ from harness.config.schema import RunConfig
 from harness.cost_model import capacity
 from harness.cost_model.remedies import Choices, Variant
 from harness.data.corpus import Corpus, prepare_corpus
-from harness.engines.base import device_count, load_engine
+from harness.engines.base import device_count, fully_sharded_preset, load_engine
 from harness.hardware.machine import Machine
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, resolve_layout
@@ -149,12 +149,10 @@ def remedy_choices(plan: Plan, models: Sequence[ModelConfig]) -> Choices:
             return None
         return Variant(changed, layout, load_engine(layout.engine).state_widths(changed, layout))
 
-    presets = [load_strategy_preset(name) for name in ("fsdp_full_shard", "zero3")]
-    of_engine = [preset for preset in presets if preset.engine == strategy.engine]
     return Choices(
         plan_variant,
         models,
-        sharded=tuple(of_engine or presets[:1]),
+        sharded=(load_strategy_preset(fully_sharded_preset(strategy.engine)),),
         precisions=tuple(map(load_precision_preset, ("bf16_mixed", "bf16"))),
         local_ranks=machine.devices if machine.device == "cuda" else 0,
         offloads=machine.device == "cuda",

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from harness.layout.layout import Layout
     from harness.probe import Probe
 
+FULLY_SHARDED_PRESET = "zero3"
+
 
 def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
     """Return the variables with which ranks find DeepSpeed's shared-memory collective; compile it first if necessary.
