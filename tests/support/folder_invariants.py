@@ -29,8 +29,10 @@ MOMENTARY = {
     *("fragmentation_bytes", "non_torch_bytes", "pipeline_bubble", "step_seconds_iqr_ratio"),
 }
 
-# Relative, because the number of collective buffers that exist at once depends on timing. The two are equal on a CPU.
-NEARLY = {"peak_allocated_bytes": 0.15, "peak_requested_bytes": 0.15}
+# Relative, because the number of collective buffers that exist at once depends on timing. The first two are equal on a
+# CPU. Reruns of one configuration differ by up to 1 % without the copies of gloo (results/LOG.md, virtual against real),
+# whose threads refer to a collective's small tensors a moment longer.
+NEARLY = {"peak_allocated_bytes": 0.15, "peak_requested_bytes": 0.15, "peak_without_backend_bytes": 0.01}
 
 
 def stable(row: dict[str, Any]) -> dict[str, Any]:
