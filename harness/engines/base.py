@@ -1,9 +1,8 @@
 """The interface of an engine, through which the one training loop drives, measures and proves it.
 
-An engine is one module (or package) in this folder, found by its name. It has four functions:
+An engine is one module (or package) in this folder, found by its name. It has three functions:
     unsupported(config, layout, machine)       -> Iterator[str]  reasons why it cannot train this run; imports no torch
     state_widths(config, layout)               -> StateWidths    bytes per element it really allocates, for the planner
-    rank_environment(layout, machine, cache)   -> dict           environment variables of the ranks; may build an op
     build(config, layout, mesh, device, probe) -> Engine         on a rank, once the process group is initialized
 """
 
@@ -87,7 +86,7 @@ class Engine(Protocol):
 
 
 class EngineModule(Protocol):
-    """The four functions of an engine's module."""
+    """The three functions of an engine's module."""
 
     def unsupported(self, config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
         """Yield every reason why the engine cannot train this run, each as one line that names the remedy."""
@@ -95,10 +94,6 @@ class EngineModule(Protocol):
 
     def state_widths(self, config: "RunConfig", layout: "Layout") -> StateWidths:
         """Return the bytes per element that the engine allocates for this run."""
-        ...
-
-    def rank_environment(self, layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
-        """Return environment variables for the ranks, after building in `cache` any operator that they need."""
         ...
 
     def build(

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.engines.base import Engine, device_count
@@ -51,11 +50,6 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
             f"precision={config.precision.name}: nn.DataParallel would reduce gradients in 16 bits;"
             " choose precision=fp32"
         )
-
-
-def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
-    """Return no variables: nn.DataParallel needs none."""
-    return {}
 
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:

@@ -20,7 +20,6 @@ MODULES = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
-    "torch.utils.cpp_extension",  # DeepSpeed loads its collective with it
     "deepspeed",
 )
 

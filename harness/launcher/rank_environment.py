@@ -18,7 +18,7 @@ def threads_per_rank(local_world_size: int) -> int:
 
 def rank_environment(device: Device, local_ranks: int) -> dict[str, str]:
     """Return the variables that every rank of this machine has beside torchrun's."""
-    scripts = sysconfig.get_path("scripts")  # DeepSpeed looks for ninja on PATH
+    scripts = sysconfig.get_path("scripts")  # DeepSpeed looks for ninja on PATH when it builds an operator
     environment = {
         "OMP_NUM_THREADS": str(threads_per_rank(local_ranks)),
         "PATH": os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]),

@@ -117,9 +117,6 @@ RULES: dict[str, tuple[str, _Selector]] = {
     **{f"_c10d_functional::{name}": rule for name, rule in _FUNCTIONAL.items()},
     **{f"_c10d_functional_autograd::{name}": rule for name, rule in _FUNCTIONAL.items()},
     "_dtensor::shard_dim_alltoall": ("all_to_all", _all("input")),
-    # DeepSpeed's all-reduce through shared memory is always over the world; its argument's name depends on the version.
-    "deepspeed::inference_all_reduce": ("all_reduce", lambda call: _all(*call.arguments)(call)),
-    "deepspeed::inference_all_reduce_": ("all_reduce", lambda call: _all(*call.arguments)(call)),
 }
 
 SENDS_NOTHING = {

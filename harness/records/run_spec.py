@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.command import split_values
@@ -26,7 +26,6 @@ class RunSpec:
     threads: int  # per rank
     allocator: str | None = None  # the counting allocator's library, if it could be built
     operator_log: str | None = None  # the library of the log by which a CPU's steps are traced, if it could be built
-    environment: dict[str, str] = field(default_factory=dict)  # set by every rank before it builds its engine
     timeout_seconds: float = 1800.0  # of the run, which its collectives outlast
     memory_snapshot: bool = False  # whether every rank writes one of its profiled step
     perturbs: bool = False  # whether the ranks train a second time, with other rounding

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from harness.engines.base import load_engine
 from harness.hardware.machine import usable_cores
 from harness.launcher.launch import launch
 from harness.launcher.outcome import LaunchOutcome
@@ -91,7 +90,6 @@ def build_run_spec(plan: Plan) -> tuple[RunSpec, list[str]]:
         threads=threads_per_rank(plan.ranks_per_node),
         allocator=allocator,
         operator_log=operator_log,
-        environment=load_engine(plan.layout.engine).rank_environment(plan.layout, plan.machine, cache),
         timeout_seconds=plan.command.timeout_seconds,
         memory_snapshot=plan.command.measure.memory_snapshot,
         perturbs=plan.folder.is_reference,

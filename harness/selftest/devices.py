@@ -40,7 +40,7 @@ def describe_environment(bench: Bench, records: Sequence[Record]) -> str:
         raise StepFailedError(f"not installed: {', '.join(missing)}; install the package with all that it depends on")
     problem = compiler_problem()
     if bench.machine.device == "cpu" and problem:
-        raise StepFailedError(f"memory is not counted on a CPU, and DeepSpeed does not run there: {problem}")
+        raise StepFailedError(f"memory is not counted on a CPU: {problem}")
     environment = bench.environment
     words = [f"{name} {installed[name]}" for name in ("python", *LIBRARIES)]
     words += [f"{name} {environment[name]}" for name in ("cuda", "nccl", "driver") if environment.get(name)]

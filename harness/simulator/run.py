@@ -1,6 +1,5 @@
 """The simulated ranks of one run, from its run file to their reports."""
 
-import os
 from pathlib import Path
 
 from harness.records.heartbeat import HeartbeatWriter
@@ -17,7 +16,6 @@ def simulate_ranks(spec: RunSpec, run_dir: Path) -> None:
 
     A report is written as soon as its rank was simulated, and again with the time for which it waits for other stages.
     """
-    os.environ.update(spec.environment)
     folder = RunFolder(run_dir)
 
     def write(report: RankReport) -> None:

@@ -75,7 +75,6 @@ def run_rank(
     spec: RunSpec, report: RankReport, heartbeat: HeartbeatWriter, directory: Path, join_ranks: JoinRanks
 ) -> RankReport:
     """Join the other ranks and train. Return the report of this rank, whose identity is filled in already."""
-    os.environ.update(spec.environment)
     allocator = load_allocator(Path(spec.allocator)) if spec.allocator else None
     heartbeat("joining")
     with join_ranks(spec) as (mesh, device), attention_backend_priority(), fp32_sums():

@@ -42,7 +42,6 @@ def train_alone(run_dir: str) -> None:
     import torch
 
     spec = read_run_spec(Path(run_dir))
-    os.environ.update(spec.environment)
     moments: Moments = []
     with process_group(spec) as (mesh, device), attention_backend_priority():
         rank, config = int(os.environ["RANK"]), spec.config

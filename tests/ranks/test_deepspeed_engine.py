@@ -22,7 +22,6 @@ from harness.config.schema import RunConfig
 from harness.cost_model.communication import expected_bytes
 from harness.engines.base import Batch, Engine, load_engine
 from harness.engines.deepspeed.compatibility import SUPPORTED_OPTIONS
-from harness.engines.deepspeed.shm_collective import build_deepspeed_comm
 from harness.hardware.machine import Machine
 from harness.launcher.forkserver import start_forkserver
 from harness.layout.layout import AXES, resolve_layout
@@ -197,11 +196,12 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
     return outcome
 
 
-def rank_main(
-    rank: int, world: int, cases: Sequence[Case], environment: dict[str, str], port: int, folder: str
-) -> None:
+def rank_main(rank: int, world: int, cases: Sequence[Case], port: int, folder: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(environment, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
+    extensions = Path(folder) / "extensions"  # where torch compiles operators
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), TORCH_EXTENSIONS_DIR=str(extensions)
+    )
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
     for case in cases:
         torch.save(run_case(case, rank), Path(folder) / f"{CASES.index(case)}-{rank}.pt")
@@ -210,9 +210,8 @@ def rank_main(
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[str, Any]]]:
-    """Return the measurements of every rank by case."""
+    """Return the measurements of every rank by case; none of the ranks compiles an operator of DeepSpeed."""
     torch.set_num_threads(1)
-    environment = build_deepspeed_comm(Path("~/.cache/harness"))  # once, not by every rank
     folder = tmp_path_factory.mktemp("ranks")
     start_forkserver("cpu")  # it has imported torch and DeepSpeed
     for world in (2, 4):
@@ -220,8 +219,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[s
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         cases = [case for case in CASES if case.world == world]
-        arguments = (world, cases, environment, port, str(folder))
+        arguments = (world, cases, port, str(folder))
         start_processes(rank_main, arguments, nprocs=world, start_method="forkserver")
+    assert not (folder / "extensions").exists()
     return {
         case: [torch.load(folder / f"{index}-{rank}.pt", weights_only=False) for rank in range(case.world)]
         for index, case in enumerate(CASES)

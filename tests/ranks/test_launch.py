@@ -186,7 +186,7 @@ def test_preload_imports_and_does_nothing_else() -> None:
         "harness.engines.deepspeed.initialize",
         "harness.engines.accelerate",
     }
-    assert modules >= {"deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension", *engines}
+    assert modules >= {"deepspeed.runtime.zero.muon.muon_optimizer", *engines}
     assert "torch._inductor.compile_fx" not in modules  # the compiler: slow to import, and it may start processes
 
 

@@ -3,10 +3,8 @@
 import dataclasses
 import gc
 import json
-import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -25,7 +23,6 @@ from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
 from harness.config.strategy import StrategyConfig
-from harness.engines.deepspeed.shm_collective import _clear_stale_lock
 from harness.launcher.forkserver import start_forkserver
 from harness.layout.groups import group_axes
 from harness.layout.layout import Layout, resolve_layout
@@ -170,23 +167,6 @@ def test_a_missing_compiler_is_a_one_line_error(tmp_path: Path, monkeypatch: pyt
     assert problem is not None and "c++" in problem and "\n" not in problem
     with pytest.raises(UserError):
         build_allocator(tmp_path)
-
-
-def test_stale_build_locks_are_removed_and_recent_ones_waited_for(tmp_path: Path) -> None:
-    lock = tmp_path / "lock"
-    lock.touch()
-    os.utime(lock, (time.time() - 3600,) * 2)
-    _clear_stale_lock(lock)
-    assert not lock.exists()
-    lock.touch()
-    os.utime(lock, (time.time() + 3600,) * 2)  # the clock was put back since
-    _clear_stale_lock(lock)
-    assert not lock.exists()
-    lock.touch()
-    threading.Timer(0.5, lock.unlink).start()
-    start = time.monotonic()
-    _clear_stale_lock(lock)
-    assert time.monotonic() - start > 0.3
 
 
 def test_memory_of_a_cpu(allocator: Allocator) -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines.deepspeed.shm_collective import build_deepspeed_comm
-from harness.util.native_build import announcing_builds
 from tests.support.commands import ROOT
 
 TITLES = {"allocator": "compiling the counting allocator", "operator_log": "compiling the operator log"}
@@ -58,14 +56,3 @@ def test_a_build_is_announced_before_it_ends(tmp_path: Path) -> None:
         os.killpg(command.pid, signal.SIGKILL)
         command.wait()
     assert all(len(list(cache.rglob(f"{name}-*.so"))) == 1 for name in TITLES)
-
-
-@pytest.mark.long
-def test_the_build_of_deepspeeds_collective_is_announced_once(tmp_path: Path) -> None:
-    announced: list[tuple[str, list[Path]]] = []
-    with announcing_builds(lambda line: announced.append((line, list(tmp_path.rglob("*.so"))))):
-        build_deepspeed_comm(tmp_path)
-        build_deepspeed_comm(tmp_path)
-    ((line, built_before),) = announced
-    assert line.startswith("compiling DeepSpeed's shared-memory collective") and "once on this machine" in line
-    assert built_before == [] and list(tmp_path.rglob("*.so"))

@@ -1,20 +1,16 @@
 """DeepSpeed's code for CUDA on the CPU: how often a step's host waits for all work of its device."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.engines.deepspeed.shm_collective import build_deepspeed_comm
 from harness.hardware.described_cluster import described_cluster, described_machine
 from harness.layout.layout import AXES, resolve_layout
 from harness.runner.simulation import simulated_ranks
 from harness.simulator.deepspeed_accelerator import count_synchronizations
 from harness.simulator.process_group import fake_process_group
 from tests.support.commands import compose_config
-
-CACHE = Path("~/.cache/harness").expanduser()  # of native code, as every run has it by default
 
 WORLD_SIZE = 2
 
@@ -30,10 +26,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """Yield a mesh beside DeepSpeed's collective as runs build it: torch waits for ever for a killed builder's lock."""
-    with pytest.MonkeyPatch.context() as patch, fake_process_group(0, WORLD_SIZE):
-        for name, value in build_deepspeed_comm(CACHE).items():
-            patch.setenv(name, value)
+    with fake_process_group(0, WORLD_SIZE):
         yield init_device_mesh("cpu", (1, 1, WORLD_SIZE, 1, 1), mesh_dim_names=AXES)
 
 

@@ -9,7 +9,6 @@ configured layout before the first step; a RuntimeError names the difference.
 import importlib.util
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.engines.base import Engine
@@ -116,11 +115,6 @@ def backing_engine(layout: "Layout") -> "EngineModule":
     from harness.engines.base import load_engine
 
     return load_engine("deepspeed" if layout.data_parallel == "none" else "torch")
-
-
-def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
-    """Return the environment variables of the wrapped engine's ranks."""
-    return backing_engine(layout).rank_environment(layout, machine, cache)
 
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:

@@ -9,7 +9,6 @@ width. bf16_mixed differs in two points:
     Stage 2 divides a bf16 gradient by the number of ranks before it widens it, which is exact for powers of two only.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.engines.base import Engine
@@ -22,23 +21,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from harness.config.schema import RunConfig
-    from harness.hardware.machine import Machine
     from harness.layout.layout import Layout
     from harness.probe import Probe
 
 FULLY_SHARDED_PRESET = "zero3"
-
-
-def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
-    """Return the variables with which ranks find DeepSpeed's shared-memory collective; compile it first if necessary.
-
-    Only a CPU needs it. It is built here, before the ranks start, because otherwise each rank would build it by itself.
-    """
-    if machine.device != "cpu":
-        return {}
-    from harness.engines.deepspeed.shm_collective import build_deepspeed_comm
-
-    return build_deepspeed_comm(cache)
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:

@@ -40,15 +40,11 @@ SUPPORTED_OPTIONS = (
 
 def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
     """Yield every reason why DeepSpeed cannot train this run."""
-    from harness.util.native_build import compiler_problem
-
     if importlib.util.find_spec("deepspeed") is None:
         yield (
             "strategy.engine=deepspeed needs the package deepspeed, which is not installed: DS_ACCELERATOR=cpu pip"
             " install 'deepspeed>=0.19,<0.20', or choose strategy.engine=torch"
         )
-    if machine.device == "cpu" and compiler_problem():
-        yield f"strategy.engine=deepspeed compiles its CPU collective: {compiler_problem()}"
     yield from layout_unsupported(config, layout)
 
 

@@ -27,6 +27,10 @@ from harness.probe import Probe
 # Takes (model, optimizer, DeepSpeed's configuration) and returns a DeepSpeed engine.
 Initialize = Callable[[nn.Module, torch.optim.Optimizer, dict[str, Any]], Any]
 
+# DeepSpeed's collective for inference on a CPU. Without this, every rank would compile it for about a minute when the
+# communication starts, and training never calls it: layers and kernels for inference do (TorchBackend of comm/torch.py).
+INFERENCE_COLLECTIVE = "deepspeed_shm_comm"
+
 
 def build_engine(
     config: RunConfig,
@@ -99,7 +103,10 @@ def import_deepspeed(device: torch.device) -> Any:
     os.environ.setdefault("LOCAL_RANK", "0")
     # torch 2.13 renames collectives that DeepSpeed calls, and warns at every call; only DeepSpeed can change that.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    return importlib.import_module("deepspeed")
+    deepspeed = importlib.import_module("deepspeed")
+    if device.type == "cpu":
+        deepspeed.ops.__compatible_ops__[INFERENCE_COLLECTIVE] = False
+    return deepspeed
 
 
 def materialize_partitioned(

@@ -1,6 +1,5 @@
 """The engine of PyTorch's own parallelisms: DDP, FSDP2, tensor, context and pipeline parallelism."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.engines.base import Engine
@@ -15,14 +14,8 @@ if TYPE_CHECKING:
     from harness.config.schema import RunConfig
     from harness.engines.torch.data_parallel import DataParallel
     from harness.engines.torch.micro_batches import MicroBatchRunner
-    from harness.hardware.machine import Machine
     from harness.layout.layout import Layout
     from harness.probe import Probe
-
-
-def rank_environment(layout: "Layout", machine: "Machine", cache: Path) -> dict[str, str]:
-    """Return no variables: PyTorch's own parallelisms need none."""
-    return {}
 
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
