@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.support import row_invariants
-from tests.support.combinations import COMBINATIONS, Combination
+from tests.support.combinations import COMBINATIONS, LONG, Combination
 from tests.support.commands import run_folder
 from tests.support.derived import check_derivations
 
+LONG_CASES = [pytest.param(combination, marks=pytest.mark.long) for combination in LONG]
 
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+
+@pytest.mark.parametrize("combination", [*COMBINATIONS, *LONG_CASES], ids=str)
 def test_every_combination_is_a_proven_row(results: Path, combination: Combination) -> None:
     record = combination.record(results)
     row = record.row

@@ -190,7 +190,16 @@ def test_every_repeat_is_run_and_recorded(harness: Harness, tmp_path: Path) -> N
 
 
 def test_repeats_of_runs_and_of_refused_runs_in_a_sweep(harness: Harness, tmp_path: Path) -> None:
-    done = harness("-m", "name=s", "strategy=ddp,dp", "train.steps=1,0", "repeat=3", "repeats=2", *SMALL[1:2])
+    done = harness(
+        "-m",
+        "name=s",
+        "strategy=ddp,dp",
+        "train.steps=1,0",
+        "repeat=3",
+        "repeats=2",
+        *SMALL[1:2],
+        "train.warmup_steps=1",
+    )
     assert done.returncode == 0, done.stderr
     rows = read_rows(tmp_path / "results", "s")
     assert len(rows) == 8 and sorted(rows.status) == ["ok"] * 2 + ["refused"] * 6

@@ -14,7 +14,7 @@ from harness.records.schema import Record
 from harness.records.store import read_record
 from harness.report.claims import claims
 from tests.support import row_invariants
-from tests.support.combinations import CHECKPOINTING, DATA_PARALLEL
+from tests.support.combinations import CHECKPOINTING, DATA_PARALLEL, DEFAULTS
 from tests.support.commands import run_folder
 
 
@@ -32,7 +32,7 @@ def rows(results: Path, records: list[Record]) -> pd.DataFrame:
 
 
 def test_the_table_has_every_combination(rows: pd.DataFrame) -> None:
-    assert rows.run_id.is_unique and len(rows) == len(DATA_PARALLEL) == 38
+    assert rows.run_id.is_unique and len(rows) == len(DATA_PARALLEL) == 32
     assert set(rows.status) == {"ok"}
 
 
@@ -90,14 +90,14 @@ def test_volumes_are_the_papers(rows: pd.DataFrame) -> None:
             "zero3": 3 * k / 2,
             "fsdp_full_shard": 3 * k / 2,
             "fsdp_no_shard": 1.0,
-            "zero1_defaults": 1.5,
+            **({"zero1_defaults": 1.5} if world == 2 else {}),
         }.items():
             assert ratio[strategy] == pytest.approx(volume, rel=0.05), (strategy, world)
 
 
 def test_checkpointing_lowers_activations_and_the_peak(rows: pd.DataFrame) -> None:
     keys = ["strategy", "engine", "world_size"]
-    both = rows[rows.world_size <= 2]
+    both = rows[(rows.world_size <= 2) & ~rows.strategy.isin(DEFAULTS)]
     none, full = (both[both.checkpointing == name].set_index(keys).sort_index() for name in ("none", "full"))
     assert (full.activation_bytes < none.activation_bytes / 2).all()
     assert (full.peak_allocated_bytes < none.peak_allocated_bytes).all()

@@ -54,6 +54,10 @@ STRATEGIES = dict.fromkeys(
 ) | dict.fromkeys(("zero1", "zero2", "zero3", "zero1_defaults", "zero2_defaults", "zero3_defaults"), "deepspeed")
 
 
+# DeepSpeed's own defaults, whose layouts are those of zero1 to zero3: the ordinary suite runs each on two ranks only.
+DEFAULTS = ("zero1_defaults", "zero2_defaults", "zero3_defaults")
+
+
 def _data_parallel() -> list[Combination]:
     combinations = [Combination("single", 1, (f"checkpointing={kind}",)) for kind in CHECKPOINTING[2]]
     for world_size, kinds in CHECKPOINTING.items():
@@ -64,7 +68,13 @@ def _data_parallel() -> list[Combination]:
     return combinations
 
 
-DATA_PARALLEL = _data_parallel()
+def _is_long(combination: Combination) -> bool:
+    return combination.strategy in DEFAULTS and combination != Combination(
+        combination.strategy, 2, ("checkpointing=none",)
+    )
+
+
+DATA_PARALLEL = [combination for combination in _data_parallel() if not _is_long(combination)]
 
 # DeepSpeed's settings for speed, whose layout and training are proven, and not the papers' volumes.
 TUNED = [Combination(f"zero{stage}_tuned") for stage in (1, 2, 3)]
@@ -79,20 +89,24 @@ PIPELINE = ("pp_gpipe", "pp_1f1b", "pp_interleaved", "pp_zero_bubble")
 
 TENSOR_SIZE = Size(layers=2, micro_batches=2)
 
-# Two layers a rank, which pp_interleaved makes a virtual stage each.
-PIPELINE_SIZES = {world_size: Size(layers=2 * world_size, micro_batches=4) for world_size in (2, 4)}
+PIPELINE_SIZE = Size(layers=4, micro_batches=4)
+
+# By world size. pp_interleaved has two stages a rank, and four ranks would need another model: see LONG.
+PIPELINES = {2: PIPELINE, 4: tuple(strategy for strategy in PIPELINE if strategy != "pp_interleaved")}
 
 
 def model_parallel(strategy: str, world_size: int = 2, checkpointing: str = "none") -> Combination:
     """Return the combination of a strategy of tensor or pipeline parallelism, in the size that suits it."""
-    size = PIPELINE_SIZES[world_size] if strategy in PIPELINE else TENSOR_SIZE
+    size = PIPELINE_SIZE if strategy in PIPELINE else TENSOR_SIZE
+    if strategy == "pp_interleaved" and world_size == 4:
+        size = size._replace(layers=8)
     return Combination(strategy, world_size, (f"checkpointing={checkpointing}", *size.options()))
 
 
 MODEL_PARALLEL = [
     model_parallel(strategy, world_size, kind)
     for world_size, kinds in CHECKPOINTING.items()
-    for kind, strategy in itertools.product(kinds, TENSOR + PIPELINE)
+    for kind, strategy in itertools.product(kinds, TENSOR + PIPELINES[world_size])
 ] + [model_parallel("single", 1, kind) for kind in CHECKPOINTING[2]]
 
 # --- precision: the layouts in which each must mean the same
@@ -113,3 +127,9 @@ def in_precision(precision: str) -> list[Combination]:
 
 
 COMBINATIONS = [*DATA_PARALLEL, *TUNED, *MODEL_PARALLEL, *in_precision("bf16_mixed")]
+
+LONG = [
+    *filter(_is_long, _data_parallel()),
+    model_parallel("pp_interleaved", 4),
+    *(model_parallel(strategy, 4, "full") for strategy in TENSOR + PIPELINE),
+]

@@ -27,8 +27,8 @@ from harness.probe import Probe
 # Takes (model, optimizer, DeepSpeed's configuration) and returns a DeepSpeed engine.
 Initialize = Callable[[nn.Module, torch.optim.Optimizer, dict[str, Any]], Any]
 
-# DeepSpeed's collective for inference on a CPU. Without this, every rank would compile it for about a minute when the
-# communication starts, and training never calls it: layers and kernels for inference do (TorchBackend of comm/torch.py).
+# DeepSpeed's collective for inference on a CPU. By default every rank compiles it when the communication starts, for
+# about a minute. Training never calls it: layers and kernels for inference do (TorchBackend in comm/torch.py).
 INFERENCE_COLLECTIVE = "deepspeed_shm_comm"
 
 
