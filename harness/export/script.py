@@ -134,7 +134,12 @@ def deepspeed_script(run: RecordedRun) -> str:
             """),
         PRINT_MEAN_LOSS,
     ]
+    without_build = [
+        "# Otherwise every rank compiles DeepSpeed's collective for inference, which training does not call.",
+        'deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False',
+    ]
     main = [
+        *(without_build if run.device == "cpu" else []),
         start(run).replace("dist.init_process_group", "deepspeed.init_distributed"),
         "model = build()",
         *(snippet.apply for snippet in checkpointing),

@@ -41,8 +41,8 @@ def test_running_out_of_memory_is_an_oom_row(results: Path, fault: Callable[[str
 
 
 def check_last(row: dict[str, object]) -> None:
-    """Check that a rank held more than the model's weights at the end, in a process of torch's size."""
-    assert 4 * int(row["parameters"]) < row["last_seen_allocated_bytes"] < 2**30  # type: ignore[call-overload,operator]
+    """Check that a rank held more than half of a pipeline's weights at the end, in a process of torch's size."""
+    assert 2 * int(row["parameters"]) < row["last_seen_allocated_bytes"] < 2**30  # type: ignore[call-overload,operator]
     assert 2**26 < row["last_seen_rss_bytes"] < 2**34  # type: ignore[operator]
     assert row.get("peak_allocated_bytes") is None  # of no timed steps
 
