@@ -1,6 +1,7 @@
 """The reference page of all columns, generated from the registry."""
 
-from harness.records.columns import GROUP_TITLES, columns_in
+from harness.records.column import GROUP_TITLES
+from harness.records.columns import columns_in
 
 _AT_PEAK = """
 `at_peak_*_bytes` and `peak_phase` name what filled the memory of the fullest rank at its peak, and in which phase; the

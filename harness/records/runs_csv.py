@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from harness.records.columns import COLUMN_NAMES, column_type, with_current_names
+from harness.records.columns import COLUMN_NAMES, column_type
 from harness.records.provenance import machine_text, version_differences, versions, versions_text
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Cell, Record, Row
+from harness.records.schema_1 import with_current_names
 from harness.records.status import STATUSES
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_text

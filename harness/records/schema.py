@@ -18,7 +18,7 @@ Cells = dict[str, Cell]  # the values of some columns of a row, by the columns' 
 # A whole row as it is read. The store has checked that every cell has its column's type (harness.records.columns).
 Row = dict[str, Any]
 
-SCHEMA_VERSION = 2  # version 1 has other names of columns: harness.records.columns.RENAMED_COLUMNS
+SCHEMA_VERSION = 2  # version 1 has other names of columns: harness.records.schema_1.RENAMED_COLUMNS
 
 
 class Commit(TypedDict):

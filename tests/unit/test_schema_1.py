@@ -10,10 +10,10 @@ import pytest
 from harness.cli.diff import main as diff
 from harness.cli.report import main as report
 from harness.cli.status import main as status
-from harness.records.columns import RENAMED_COLUMNS, with_current_names
 from harness.records.columns_page import columns_page
 from harness.records.rank_report import RankReport
 from harness.records.schema import SCHEMA_VERSION
+from harness.records.schema_1 import RENAMED_COLUMNS, with_current_names
 from harness.records.store import read_all
 
 REPOSITORY = Path(__file__).parents[2]
