@@ -62,13 +62,14 @@ LONG = [
 def differences(virtual: Record, real: RankReport) -> list[str]:
     """Return where a virtual rank is not like the real one: peak, state, operations, bytes sent, passes in flight.
 
-    The peak may differ by 0.1 %: two real runs of one layout differ by a few hundred bytes now and then, because the
-    thread of the backward pass releases a small tensor a moment earlier or later. Everything else is equal.
+    The peak of the real rank may be 2 % off: two real runs of one layout differ now and then by a tensor that gloo's
+    thread, or autograd's, releases a moment after the main thread goes on (98,304 bytes of 11 MB were seen under
+    zero3, and 512 of 6.6 MB under tp). Everything else is equal.
     """
     rank = virtual.ranks[0]
     peak, real_peak = virtual.row["peak_allocated_bytes"], real.profiled.peak_without_backend_bytes
     pairs = {
-        "peak": (peak, peak if abs(peak / real_peak - 1) <= 1e-3 else real_peak),
+        "peak": (peak, peak if abs(peak / real_peak - 1) <= 0.02 else real_peak),
         "state": (rank.parameter_bytes + rank.optimizer_bytes, real.parameter_bytes + real.optimizer_bytes),
         "activations": (rank.profiled.activation_bytes, real.profiled.activation_bytes),
         "operations": (rank.profiled.flops, real.profiled.flops),
