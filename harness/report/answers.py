@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from harness.report.comparability import EQUAL_BYTES, group_by
 from harness.report.reasons import memory_reason, step_reason
 from harness.report.reported import Reported, ReportedGroup, names, share_text
-from harness.report.speeds import MINIMUM_RUNS, are_alike, remedy
+from harness.report.speeds import CROWDED, MINIMUM_RUNS, are_alike, remedy
 from harness.report.text import bytes_text, join_words, pluralize
 
 MOST_RIVALS = 4  # configurations that a sentence names
@@ -62,7 +62,7 @@ def _challengers_text(group: ReportedGroup, first: Reported) -> str:
 
     The text begins with a space, and is empty if there are none.
     """
-    few = [member for member in group.unranked if not member.speed.is_disturbed and member.program != first.program]
+    few = [member for member in group.unranked if member.speed.has_too_few_runs and member.program != first.program]
     rivals = sorted(
         (member for member in few if member.speed.high >= first.speed.low), key=lambda member: -member.speed.median
     )
@@ -178,12 +178,14 @@ def _unranked_text(group: ReportedGroup) -> str:
         return f"Not ranked, as these are tokens/s by a model of the device: {join_words(speeds)}."
     ignored = [member.row for member in group.members if member.speed.is_disturbed]
     disturbed = sum(bool(row.get("noise_warning")) for row in ignored)
-    few = [member for member in group.members if not member.speed.is_disturbed and not member.speed.is_ranked]
+    few = [member for member in group.members if member.speed.has_too_few_runs]
+    crowded = [member for member in group.unranked if member.speed.unranked_reason == CROWDED]
     reasons = [f"{disturbed} disturbed"] if disturbed else []
     reasons += [f"{len(ignored) - disturbed} timed over fewer than four steps"] if len(ignored) > disturbed else []
     if few:
         ran = "once" if all(member.speed.runs == 1 for member in few) else f"fewer than {MINIMUM_RUNS} times"
         reasons.append(f"{len(few)} ran {ran}{' undisturbed' * bool(disturbed)}")
+    reasons += [f"{len(crowded)} had {CROWDED}"] if crowded else []
     reasons += [f"{len(group.ranked)} with {MINIMUM_RUNS} undisturbed runs or more"] if group.ranked else []
     return (
         f"Not ranked: of {pluralize(len(group.members), 'configuration')}, {join_words(reasons)};"

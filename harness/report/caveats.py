@@ -7,8 +7,7 @@ from harness.report.comparability import is_measured
 from harness.report.document import BulletList, Section, section
 from harness.report.frame import column_values, compared_layers, labels_by_kernel, labels_by_staleness
 from harness.report.notes import labels_text
-from harness.report.speeds import MINIMUM_RUNS
-from harness.report.summary_sentences import is_crowded
+from harness.report.speeds import CROWDED, MINIMUM_RUNS, is_crowded
 from harness.report.text import pluralize
 from harness.report.view import View
 
@@ -32,7 +31,7 @@ def _device(view: View) -> Iterator[str]:
         cores = min(record.environment["cores"] for record in crowded)
         yield (
             f"How speed scales with devices: up to {most} ranks shared {pluralize(cores, 'core')}, so that their"
-            " tokens/s are those of work divided among these cores."
+            " tokens/s are those of work divided among these cores, and are neither ranked nor drawn."
         )
     if any(record.row.get("launch") == "virtual" for record in ok):
         yield (
@@ -62,6 +61,7 @@ def _speeds(view: View) -> Iterator[str]:
             by_reason.setdefault(standing.speed.unranked_reason, []).append(label)
     disturbed = by_reason.pop("disturbed", [])
     by_reason.pop("simulated", [])  # _simulated says what is known of them
+    by_reason.pop(CROWDED, [])  # and _device of these
     if by_reason:
         reasons = "; ".join(f"{reason}: {_some(view, labels)}" for reason, labels in by_reason.items())
         yield (
@@ -109,7 +109,7 @@ def _deepspeed_settings(view: View) -> Iterator[str]:
         lines = [line for line in ok if _is_deepspeed_zero(line.row) and _settings(line) == settings]
         if lines:
             labels[settings] = _labels(view, lines)
-    if labels and len(ok) > 1:
+    if labels and len(ok) > 1 and view.draws_speeds:
         speeds = "; ".join(f"{settings}: {names}" for settings, names in labels.items())
         yield (
             f"DeepSpeed's speed depends on its settings, which are here {speeds}. Compare the speed of other"

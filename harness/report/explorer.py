@@ -18,12 +18,14 @@ _STATE = "state_bytes"  # a column that only frames have
 
 _MEMORY = ("peak_allocated_bytes", _STATE, *STATE_COLUMNS, "activation_bytes")
 
+_TIMES = ("tokens_per_second_per_device", "step_seconds", "mfu", "pipeline_bubble")
+
+_SIZES = (_STATE, *STATE_COLUMNS, "activation_bytes", "communication_bytes", "loss_deviation", "grad_deviation")
+
 # The columns that can be an axis; the first two are the initial vertical and horizontal ones.
-_NUMBERS = (
-    *("tokens_per_second", "peak_allocated_bytes", "tokens_per_second_per_device", "step_seconds", "mfu"),
-    *("pipeline_bubble", _STATE, *STATE_COLUMNS, "activation_bytes", "communication_bytes"),
-    *("loss_deviation", "grad_deviation"),
-)
+_NUMBERS = ("tokens_per_second", "peak_allocated_bytes", *_TIMES, *_SIZES)
+
+_UNTIMED_NUMBERS = ("communication_bytes", "peak_allocated_bytes", *_SIZES)  # where charts have no speeds
 
 # The columns that can be an axis where they differ between rows.
 _COUNTS = (
@@ -48,7 +50,7 @@ def build_explorer(view: View) -> ExplorerData | None:
     numbers: dict[str, str] = {}
     columns: dict[str, list[float | None]] = {}
     shown: dict[str, list[str]] = {}
-    for name, unit in _units(table).items() if len(table) else ():
+    for name, unit in _units(table, view.draws_speeds).items() if len(table) else ():
         values = column_values(table, name)
         if sum(value is not None for value in values) > 1:
             title = "model state" if name == _STATE else column(name).title
@@ -77,12 +79,13 @@ def _at(row: int, columns: Mapping[str, Sequence[str | float | None]]) -> dict[s
     return {name: values[row] for name, values in columns.items()}
 
 
-def _units(table: pd.DataFrame) -> dict[str, Unit]:
+def _units(table: pd.DataFrame, has_times: bool) -> dict[str, Unit]:
     """Return every number that can be an axis, with the unit of its values."""
-    return dict(_number_units(table)) | {name: ONE for name in _COUNTS if len(distinct_values(table, name)) > 1}
+    numbers = dict(_number_units(table, _NUMBERS if has_times else _UNTIMED_NUMBERS))
+    return numbers | {name: ONE for name in _COUNTS if len(distinct_values(table, name)) > 1}
 
 
-def _number_units(table: pd.DataFrame) -> Iterator[tuple[str, Unit]]:
+def _number_units(table: pd.DataFrame, names: Sequence[str]) -> Iterator[tuple[str, Unit]]:
     memory = byte_unit([value for name in _MEMORY for value in column_values(table, name)])
     units = {
         **dict.fromkeys(_MEMORY, memory),
@@ -90,5 +93,5 @@ def _number_units(table: pd.DataFrame) -> Iterator[tuple[str, Unit]]:
         "step_seconds": MILLISECONDS,
         "mfu": Unit("%", 0.01),
     }
-    for name in _NUMBERS:
+    for name in names:
         yield name, units.get(name, ONE)

@@ -82,6 +82,8 @@ def compared_text(view: View) -> str:
     varied = [name for name in ("strategy", "checkpointing") if len(distinct_values(table, name)) > 1]
     varied += [column_title(name) for name in varying_columns(table)]
     text += f" They differ in {join_words(varied)}." if varied else ""
+    is_compared = sum(line.status == "ok" for line in view.lines) > 1
+    text += " This compares memory and communication, not speed." if is_compared and not view.draws_speeds else ""
     simulated = [record for record in records if record.row.get("launch") == "simulated"]
     measured = [record for record in records if record.row.get("launch") != "simulated"]
     for verb, preposition, part in (("Measured", "on", measured), ("Simulated", "for", simulated)):

@@ -69,7 +69,7 @@ def _may_be_as_fast(line: Reported, group: ReportedGroup) -> str:
     rivals += [
         f"{other.label} (n = {other.speed.runs})"
         for other in smaller
-        if not other.speed.is_ranked and not other.speed.is_disturbed and other.speed.high >= line.speed.low
+        if other.speed.has_too_few_runs and other.speed.high >= line.speed.low
     ]
     more = [f"{len(rivals) - MOST_RIVALS} more"] if len(rivals) > MOST_RIVALS else []
     return join_words([*rivals[:MOST_RIVALS], *more]) if rivals else ""

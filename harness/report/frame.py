@@ -42,6 +42,7 @@ def records_frame(records: Sequence[Record]) -> pd.DataFrame:
     - `baseline`: the label of the one row that all ratios refer to, for the rows that are comparable with it;
     - `<column>_ratio`: its value over the baseline's; of speed only where both may be ranked;
     - `speed_low`, `speed_high`: the slowest and the fastest run of a speed that may be ranked;
+    - `is_crowded`: whether its ranks shared processor cores, so that its speed is not ranked;
     - `is_ignored`: whether its speed and times are disturbed or barely timed;
     - `unsettled`: whether its speed differs from the baseline's by no more than runs vary.
 
@@ -79,6 +80,7 @@ def _with_speeds(
     lows = [None if speed is None else speed.low for speed in ranked]
     highs = [None if speed is None else speed.high for speed in ranked]
     table["speed_low"], table["speed_high"] = pd.array(lows, dtype="Float64"), pd.array(highs, dtype="Float64")
+    table["is_crowded"] = [bool(speed and speed.is_crowded) for speed in speeds]
     table["is_ignored"] = [bool(speed and speed.is_disturbed) for speed in speeds]
     table["unsettled"] = [
         bool(speed and base and compares and position != baseline and are_alike(speed, base))

@@ -70,6 +70,8 @@ def _legend(table: pd.DataFrame, baseline: str, has_best: bool) -> Iterator[str]
     if any("(n = " in text for text in speed_texts(table)):
         simulated = " Simulated speeds are never ranked." if "simulated" in column_values(table, "launch") else ""
         yield f"n is the number of undisturbed runs; with fewer than three, a speed is not ranked.{simulated}"
+    if any(column_values(table, "is_crowded")):
+        yield "Speeds of more ranks than cores are not ranked, whatever n is."
     if any(column_values(table, "unsettled")):
         yield "~ marks a speed that differs from the baseline's only within run-to-run variation."
     yield (

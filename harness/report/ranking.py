@@ -159,11 +159,7 @@ def _fastest(
     pooled = {program: pool([speeds[position] for position in same]) for program, same in rivals.items()}
     first = max(pooled, key=lambda program: pooled[program].median)
     close = [program for program in pooled if program != first and not leads(pooled[first], [pooled[program]])]
-    few = [
-        speed
-        for position, speed in speeds.items()
-        if not speed.is_ranked and not speed.is_disturbed and programs[position] != first
-    ]
+    few = [speed for position, speed in speeds.items() if speed.has_too_few_runs and programs[position] != first]
     if not close and all(speed.high < pooled[first].low for speed in few):
         return tuple(rivals[first]), ()
     return (), tuple(position for position in ranked if programs[position] in (first, *close))

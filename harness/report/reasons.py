@@ -83,9 +83,9 @@ def recomputation_text(line: Reported, plain: Reported) -> str:
 
 
 def pipeline_texts(members: Sequence[Reported]) -> Iterator[str]:
-    """Yield the measured and the formula's idle time of every pipeline that nothing disturbed."""
+    """Yield the measured and the formula's idle time of every pipeline whose ranks nothing disturbed."""
     for line in members:
-        if line.speed.is_disturbed:
+        if line.speed.is_disturbed or line.speed.is_crowded:
             continue
         bubble, formula = line.row.get("pipeline_bubble"), line.row.get("pipeline_bubble_theory")
         if bubble is not None and formula is not None:

@@ -8,8 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.records.schema import Record, Row
+from harness.report.text import join_words
 
 MINIMUM_RUNS = 3  # undisturbed repeats that a speed needs to be ranked
+
+CROWDED = "more ranks than cores"  # why a speed is not ranked
 
 # How far ranges have to be apart to be told apart, as a part of the wider one. Of identical configurations with three
 # repeats each, one would lead all others by luck: disjoint ranges alone allow that in 10 % of pairs, 4 % of three and
@@ -28,17 +31,23 @@ class Speed:
     runs: int  # that these figures are of: the undisturbed ones, or all that ended ok if something disturbed all
     is_disturbed: bool  # whether something disturbed all runs, or too few steps were timed to know: a speed to ignore
     is_simulated: bool = False  # whether it is that of a model of the device, whose error no repeats would show
+    is_crowded: bool = False  # whether ranks shared processor cores, so that it is no speed of the strategy
 
     @property
     def is_ranked(self) -> bool:
         """Whether the speed may be compared with others."""
-        return self.runs >= MINIMUM_RUNS and not self.is_disturbed and not self.is_simulated
+        return self.runs >= MINIMUM_RUNS and not (self.is_disturbed or self.is_simulated or self.is_crowded)
+
+    @property
+    def has_too_few_runs(self) -> bool:
+        """Whether the speed is not ranked for no other reason than too few runs."""
+        return not (self.is_ranked or self.is_disturbed or self.is_simulated or self.is_crowded)
 
     @property
     def unranked_reason(self) -> str:
         """Why the speed may not be compared with others, such as "1 undisturbed run"; empty if it may."""
-        if self.is_disturbed or self.is_simulated:
-            return "disturbed" if self.is_disturbed else "simulated"
+        if self.is_disturbed or self.is_simulated or self.is_crowded:
+            return "disturbed" if self.is_disturbed else "simulated" if self.is_simulated else CROWDED
         return "" if self.is_ranked else f"{self.runs} undisturbed run{'s' if self.runs > 1 else ''}"
 
 
@@ -50,6 +59,12 @@ def is_undisturbed(row: Row) -> bool:
     is_spread_known = row.get("step_seconds_iqr_ratio") is not None or row.get("launch") == "simulated"
     is_timed = bool(row.get("tokens_per_second")) and is_spread_known
     return row["status"] == "ok" and is_timed and not row.get("noise_warning")
+
+
+def is_crowded(record: Record) -> bool:
+    """Return whether the ranks computed on the processor with less than one core each."""
+    cores, ranks = record.environment.get("cores"), record.row.get("world_size")
+    return record.row.get("measured_on") == "cpu" and cores is not None and ranks is not None and cores < ranks
 
 
 def timed_runs(runs: Sequence[Record]) -> list[Record]:
@@ -68,16 +83,21 @@ def speed_of(runs: Sequence[Record]) -> Speed | None:
         return None
     is_disturbed = not is_undisturbed(timed[0].row)
     is_simulated = timed[0].row.get("launch") == "simulated"
-    return Speed(statistics.median(speeds), min(speeds), max(speeds), len(speeds), is_disturbed, is_simulated)
+    crowded = not is_simulated and any(is_crowded(run) for run in timed)
+    return Speed(statistics.median(speeds), min(speeds), max(speeds), len(speeds), is_disturbed, is_simulated, crowded)
 
 
 def remedy(lines: Sequence[Record]) -> str:
     """Return what would rank the speeds of these configurations, of which none is ranked."""
-    rows = [run.row for line in lines for run in line.runs or [line] if run.status == "ok"]
+    runs = [run for line in lines for run in line.runs or [line] if run.status == "ok"]
+    few = [line for line in lines if not (speed := speed_of(line.runs or [line])) or speed.runs < MINIMUM_RUNS]
     repeats = "more repeats" if any(len(line.runs) >= MINIMUM_RUNS for line in lines) else f"repeats={MINIMUM_RUNS}"
-    steps = "train.steps=10 and " if any(row.get("step_seconds_iqr_ratio") is None for row in rows) else ""
-    where = " on a quiet machine" if any(row.get("noise_warning") for row in rows) else ""
-    return f"{steps}{repeats}{where}"
+    parts = ["train.steps=10"] if any(run.row.get("step_seconds_iqr_ratio") is None for run in runs) else []
+    is_crowd = any(is_crowded(run) for run in runs)
+    parts += [repeats] if few or not is_crowd or any(run.row.get("noise_warning") for run in runs) else []
+    parts += ["a core for every rank"] if is_crowd else []
+    where = " on a quiet machine" if any(run.row.get("noise_warning") for run in runs) else ""
+    return f"{join_words(parts)}{where}"
 
 
 def leads(first: Speed, others: Iterable[Speed]) -> bool:
@@ -103,4 +123,5 @@ def pool(speeds: Sequence[Speed]) -> Speed:
         sum(speed.runs for speed in speeds),
         any(speed.is_disturbed for speed in speeds),
         any(speed.is_simulated for speed in speeds),
+        any(speed.is_crowded for speed in speeds),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.records.plan_validation import read_plan_validation
 from harness.records.run_folder import ComparisonFolder
-from harness.records.schema import Record, Row
+from harness.records.schema import Row
 from harness.report.charts.lines import chart_lines
 from harness.report.charts.series import Series, by_parameters, by_world
 from harness.report.comparability import PARTITION_COLUMNS, comparability_key, is_measured
@@ -58,12 +58,8 @@ def scaling_sentences(view: View) -> Iterator[str]:
 
 
 def _scaling(series: Series) -> Iterator[str]:
-    usable = [
-        (line.row["world_size"], speed)
-        for line in series.points
-        if not any(is_crowded(run) for run in line.record.runs) and (speed := speed_of(line.record.runs))
-    ]
-    ranked: list[tuple[int, Speed]] = [(ranks, speed) for ranks, speed in usable if speed.is_ranked]
+    known = [(line.row["world_size"], speed) for line in series.points if (speed := speed_of(line.record.runs))]
+    ranked: list[tuple[int, Speed]] = [(ranks, speed) for ranks, speed in known if speed.is_ranked]
     if len(ranked) < 2:
         return
     (few, slow), *_, (many, fast) = ranked
@@ -73,12 +69,6 @@ def _scaling(series: Series) -> Iterator[str]:
         yield f"{text} has the same tokens/s within run-to-run variation."
         return
     yield f"{text} has {times:.2f} × the tokens/s, {percent_text(times * few / many)} of linear scaling."
-
-
-def is_crowded(record: Record) -> bool:
-    """Return whether the ranks computed on the processor with less than one core each."""
-    cores, ranks = record.environment.get("cores"), record.row.get("world_size")
-    return record.row.get("measured_on") == "cpu" and cores is not None and ranks is not None and cores < ranks
 
 
 def checkpointing_sentences(group: ReportedGroup) -> Iterator[str]:

@@ -52,6 +52,12 @@ class View:
         return rank(self.lines)
 
     @cached_property
+    def draws_speeds(self) -> bool:
+        """Whether charts have speeds and times: only if some speeds are ranked, or all are those of a model."""
+        speeds = [standing.speed for standing in self.ranking.standings if standing.speed]
+        return any(speed.is_ranked or speed.is_simulated for speed in speeds)
+
+    @cached_property
     def median_runs(self) -> "View":
         """A view of one run for each line: the parts of a step or of a peak add up within one run only."""
         return replace(self, records=[median_run(line) for line in self.lines])

@@ -425,6 +425,29 @@ def test_speeds_of_few_runs_rank_nothing_and_disturbed_ones_are_not_drawn() -> N
     assert {row[0] for row in front.trade(view).table.rows if "yes" in row} == {"tp", "ddp"}  # type: ignore[union-attr]
 
 
+def test_without_ranked_speeds_charts_are_of_memory_and_bytes_sent() -> None:
+    """Neither single runs nor ranks that share cores have a speed or a time in a chart."""
+    crowd = [record(n, name, n, 9e3, world_size=4, measured_on="cpu", communication_bytes=n) for n, name in NAMES]
+    for entry in crowd:
+        entry.environment["cores"] = 2
+    single = [record(n, name, n, 9e3, communication_bytes=n) for n, name in NAMES]
+    timed = (speed.throughput, speed.scaling, front.trade, times.step, times.exposed_communication)
+    for records in (single, thrice(crowd)):
+        view = View("demo", records)
+        assert not any(picture(view) for picture in timed)
+        picture = first.first_picture(view)
+        assert picture and picture.title == "Memory and communication" and len(picture.spec["concat"]) == 2
+        assert "tokens" not in json.dumps([picture.spec, picture.table.header, picture.alt_text])
+    ranked = thrice([record(1, "ddp", 1.0, 9e3), record(2, "tp", 2.0, 9e2)])
+    chart = speed.throughput(View("demo", [*ranked, *thrice(crowd)]))
+    assert chart and "Not drawn are the times of more ranks than cores" in chart.alt_text
+    crowded = [row for row in chart.table.rows if row[1] == "more ranks than cores: not comparable"]
+    assert len(crowded) == 2 and all(row[2:] == ["", "", "", ""] for row in crowded)
+
+
+NAMES = ((1, "ddp"), (2, "tp"))
+
+
 def test_bars_of_bytes_sent_have_ticks_of_the_formula(trees: dict[str, ElementTree.Element]) -> None:
     tree = trees["traffic"]
     sent = axis(tree, "X")
@@ -682,7 +705,7 @@ def test_small_charts_share_their_scales() -> None:
         for at, (strategy, kind) in enumerate(several_kinds)
         for world in (2, 4)
     ]
-    chart = speed.scaling(View("demo", records))
+    chart = speed.scaling(View("demo", thrice(records)))
     assert chart and len(chart.spec["concat"]) == 4
     encodings = [layer["encoding"] for cell in chart.spec["concat"] for layer in cell["layer"]]
     for channel in ("shape", "strokeDash"):
@@ -695,10 +718,10 @@ def test_charts_have_no_empty_rows_panels_or_equal_titles() -> None:
     picture = first.first_picture(View("busy", busy))
     assert picture and picture.title == "Peak memory" and len(picture.spec["concat"]) == 1
     pipeline = record(3, "pp_1f1b", 1.0, 100.0, pp=2, exposed_communication_seconds=0.0)
-    chart = times.exposed_communication(View("demo", [*several(), pipeline]))
+    chart = times.exposed_communication(View("demo", thrice([*several(), pipeline])))
     assert chart and "pp_1f1b" not in str(chart.table.rows) and "part of their idle time" in chart.alt_text
     sizes = [record(n, strategy, 1.0, 1.0, parameters=size) for n, (strategy, size) in enumerate(SIZES)]
-    panels = front.trade(View("sizes", sizes))
+    panels = front.trade(View("sizes", thrice(sizes)))
     titles = [cell["title"]["text"] for cell in panels.spec["concat"]] if panels else []
     assert titles == ["With 100,000 parameters", "With 200,000 parameters"]
 
@@ -787,7 +810,7 @@ def test_figures_that_are_not_finite_are_unknown() -> None:
     for picture in PICTURES.values():
         chart = picture(View("demo", records))
         assert chart is None or json.dumps([chart.spec, chart.table.rows], allow_nan=False)
-    throughput = speed.throughput(View("demo", records))
+    throughput = speed.throughput(View("demo", thrice(records)))
     assert throughput
     assert "2 configurations" in throughput.alt_text
 
@@ -798,6 +821,6 @@ def test_lines_that_differ_in_more_than_ranks_form_no_curve() -> None:
     assert speed.scaling(View("demo", apart)) is None
     # A micro-batch that shrinks as ranks are added is no reason to draw nothing; equal ones are drawn first.
     batches = [record(n, "ddp", 1.0, 10.0, world_size=n, micro_batch=8 // n) for n in (1, 2, 4)]
-    chart = speed.scaling(View("demo", batches))
+    chart = speed.scaling(View("demo", thrice(batches)))
     assert chart
     assert [row[1] for row in chart.table.rows] == ["1", "2", "4"]

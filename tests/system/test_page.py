@@ -564,9 +564,11 @@ def test_numbers_of_two_rows_or_more_can_be_drawn() -> None:
         return Record({"run_id": strategy, "strategy": strategy, "status": "ok", "model": "tiny"} | row)
 
     slow = record("ddp", tokens_per_second=100.0, peak_allocated_bytes=3 * 2**20, mfu=0.5)
-    fast = record("zero1", tokens_per_second=200.0, peak_allocated_bytes=2**20)
+    fast = record("zero1", tokens_per_second=200.0, peak_allocated_bytes=2**20, step_seconds_iqr_ratio=0.1)
     failed = record("tp", status="oom")
-    explorer = build_explorer(View("some", [slow, fast, failed]))
+    assert build_explorer(View("unranked", [slow, fast, failed])) is None, "speeds of one run are not drawn"
+    repeats = [Record(fast.row | {"run_id": f"{n}", "repeat": n}, config={"repeat": n}) for n in range(3)]
+    explorer = build_explorer(View("some", [slow, *repeats, failed]))
     assert explorer is not None
     assert explorer.numbers == {"tokens_per_second": "tokens per second", "peak_allocated_bytes": "peak memory, MiB"}
     assert explorer.texts == {"strategy": "strategy", "status": "status"}

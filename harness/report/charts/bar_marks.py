@@ -10,6 +10,7 @@ from harness.report.charts import marks, style
 from harness.report.charts.lines import MOST, ChartLine, Datum, end_text
 from harness.report.charts.style import alt
 from harness.report.document import VegaLite
+from harness.report.speeds import CROWDED
 from harness.report.view import View
 from harness.util.text import sanitize
 
@@ -125,20 +126,20 @@ def stacked(
     return chart
 
 
-def numbers(values: Sequence[Datum], title: str) -> alt.Chart:
+def numbers(values: Sequence[Datum], title: str, labels: bool = True) -> alt.Chart:
     """Return the figures behind the bars: the text `shown` at the position `total`."""
     text = bar_layer(values).mark_text(align="left", dx=5, style="value")
     tooltip = marks.tooltips(("shown:N", title, ""))
-    chart: alt.Chart = text.encode(x=from_zero("total", title), y=label_axis(), text="shown:N", tooltip=tooltip)
+    chart: alt.Chart = text.encode(x=from_zero("total", title), y=label_axis(labels), text="shown:N", tooltip=tooltip)
     return chart
 
 
 def notes(lines: Sequence[ChartLine], title: str, is_timed: bool, labels: bool = True) -> list[alt.Chart]:
-    """Return the texts that replace the bars of lines that are not ok, and in a chart of times of disturbed ones."""
+    """Return the texts that replace the bars of lines that are not ok, and in a chart of times of untimed ones."""
     values = [
-        line.datum(zero=0, ended=DISTURBED if line.ok else end_text(line), reason=_reason(line))
+        line.datum(zero=0, ended=untimed_reason(line) if line.ok else end_text(line), reason=_reason(line))
         for line in lines
-        if not line.ok or (is_timed and line.is_disturbed)
+        if not line.ok or (is_timed and not line.is_timed)
     ]
     if not values:
         return []
@@ -152,6 +153,11 @@ def notes(lines: Sequence[ChartLine], title: str, is_timed: bool, labels: bool =
             tooltip=marks.tooltips(("ended:N", "status", ""), ("reason:N", "reason", "")),
         )
     ]
+
+
+def untimed_reason(line: ChartLine) -> str:
+    """Return why the times of a line that is ok are not drawn; empty where they are."""
+    return DISTURBED if line.is_disturbed else f"{CROWDED}: not comparable" if line.is_crowded else ""
 
 
 def _reason(line: ChartLine) -> str:

@@ -1,4 +1,4 @@
-"""The picture of a report's first screen: peak memory and speed side by side, one row for each configuration."""
+"""The picture of a report's first screen: peak memory and speed, or bytes sent, of each configuration in a row."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from harness.report.charts import bar_marks, marks, style
 from harness.report.charts.lines import (
     ChartLine,
     chart_lines,
-    disturbed_text,
     end_text,
     failure_text,
     omitted_text,
     range_text,
+    untimed_text,
     value_table,
 )
 from harness.report.charts.speed import TOKENS, how_drawn, speed_layers
 from harness.report.charts.style import alt
 from harness.report.document import Chart, Table
+from harness.report.speeds import CROWDED
 from harness.report.text import ONE, Unit, byte_unit, format_numbers, pluralize
 from harness.report.view import View
 
@@ -26,11 +27,13 @@ _MOST = 16  # configurations that fit on the first screen
 
 _STEP, _SPLIT_STEP, _TICKS = 22, 30, 3  # pixels of each row, also where labels have two lines; ticks of each axis
 
+_PEAK, _SENT = "peak_allocated_bytes", "communication_bytes"
+
 _LETTER, _GAP, _VALUE = 6.4, 16, 56  # pixels: of a character, between the panels, and of a value behind a bar
 
 
 def first_picture(view: View) -> Chart | None:
-    """Draw peak memory and tokens per second side by side.
+    """Draw peak memory and tokens per second side by side, or bytes sent where charts have no speeds.
 
     The largest group of comparable configurations comes first: sorted by speed if that may be compared, else by memory.
     """
@@ -43,13 +46,17 @@ def first_picture(view: View) -> Chart | None:
     alt_text = _description(view, lines, drawn, unit)
     labels = round(_LETTER * max(len(text) for line in drawn for text in bar_marks.label_lines(line.label))) + 8
     is_split = any(len(bar_marks.label_lines(line.label)) > 1 for line in drawn)
-    has_speeds = any(line.speed for line in drawn)
-    count = 2 if has_speeds else 1
+    has_speeds = view.draws_speeds and any(line.speed for line in drawn)
+    has_bytes = not view.draws_speeds and any(line.number(_SENT) for line in drawn)
+    count = 2 if has_speeds or has_bytes else 1
     beside = labels + (count - 1) * _GAP + count * _VALUE
     width = (style.WIDTH - beside) // count
     by_speed = _is_ranked(view)
     note = "median, range" if by_speed else "not ranked"
-    panels = [_memory_layers(view, lines, f"peak memory ({unit.name})", unit)]
+    panels = [_size_layers(view, lines, f"peak memory ({unit.name})", _PEAK, unit)]
+    if has_bytes:
+        sent = byte_unit([line.number(_SENT) for line in lines])
+        panels.append(_size_layers(view, lines, f"bytes sent ({sent.name})", _SENT, sent, labels=False))
     if has_speeds:
         title = f"tokens/s ({note})"
         words = _words([line for line in lines if not line.speed], title, _without_speed, labels=False)
@@ -58,10 +65,10 @@ def first_picture(view: View) -> Chart | None:
     cells = [alt.layer(*layers).properties(width=width, height=height) for layers in panels]
     chart = alt.concat(*cells, columns=count).properties(spacing=_GAP)
     chart = marks.panels(chart, count, beside, (1, labels + _VALUE))
-    name = "Memory and speed" if has_speeds else "Peak memory"
+    name = "Memory and speed" if has_speeds else "Memory and communication" if has_bytes else "Peak memory"
     vega_lite = marks.finish(view, name, chart, alt_text, _VALUE - 8, most, is_narrow=True)
     vega_lite = bar_marks.with_order(vega_lite, [line.strategy for line in lines], most)
-    return Chart("first", name, alt_text, vega_lite, _table(lines, unit), 2)
+    return Chart("first", name, alt_text, vega_lite, _table(view, lines, unit), 2)
 
 
 def _drawn_count(lines: Sequence[ChartLine]) -> int:
@@ -107,34 +114,45 @@ def _named(lines: Sequence[ChartLine]) -> list[ChartLine]:
 def _description(view: View, lines: Sequence[ChartLine], drawn: Sequence[ChartLine], unit: Unit) -> str:
     """Return what the picture shows, and what it does not."""
     peaks = [(line.label, line.peak / unit.size) for line in drawn if line.peak]
-    speeds = [(line.label, line.speed) for line in drawn if line.speed]
+    speeds = [(line.label, line.speed) for line in drawn if line.speed] if view.draws_speeds else []
+    sent = [(line.label, size) for line in drawn if line.ok and (size := line.number(_SENT)) is not None]
+    unit_sent = byte_unit([size for _, size in sent])
+    has_bytes = not view.draws_speeds and any(size for _, size in sent)
+    second = f" and {TOKENS}" if view.draws_speeds else " and bytes sent per rank and step" if has_bytes else ""
     of = "" if len(speeds) == len(drawn) else f" of {'one' if len(speeds) == 1 else len(speeds)} of them"
     return (
-        f"Peak memory and tokens per second of {pluralize(len(drawn), 'configuration')}, the"
+        f"Peak memory{second} of {pluralize(len(drawn), 'configuration')}, the"
         f" {'fastest' if _is_ranked(view) else 'smallest'} first."
         + (f" Peaks in {unit.name}: {range_text(peaks)}." if peaks else "")
         + (f" {TOKENS.capitalize()}{of}: {range_text(speeds)}." if speeds else "")
-        + how_drawn([line for line in drawn if line.speed])
-        + disturbed_text(drawn)
+        + (f" Bytes sent in {unit_sent.name}: {_scaled_text(sent, unit_sent)}." if has_bytes else "")
+        + (how_drawn([line for line in drawn if line.speed]) + untimed_text(drawn) if view.draws_speeds else "")
         + failure_text(drawn)
         + omitted_text(len(drawn), len(lines), "those of the largest comparable group first; Comparison has all")
     )
 
 
-def _memory_layers(view: View, lines: Sequence[ChartLine], title: str, unit: Unit) -> list[alt.Chart]:
-    """Return the layers of peak memory: a bar for each line, or why it has none."""
-    known = [line for line in lines if line.peak]
-    shown = format_numbers([line.peak for line in known], unit)
+def _scaled_text(pairs: Sequence[tuple[str, float]], unit: Unit) -> str:
+    return range_text([(label, size / unit.size) for label, size in pairs])
+
+
+def _size_layers(
+    view: View, lines: Sequence[ChartLine], title: str, name: str, unit: Unit, labels: bool = True
+) -> list[alt.Chart]:
+    """Return the layers of a column of bytes: a bar for each line, or beside the labels why it has none."""
+    known = [line for line in lines if line.ok and line.number(name) is not None]
+    sizes = [line.number(name) or 0.0 for line in known]
     values = [
-        line.datum(value=(line.peak or 0.0) / unit.size, total=(line.peak or 0.0) / unit.size, shown=text)
-        for line, text in zip(known, shown, strict=True)
+        line.datum(value=size / unit.size, total=size / unit.size, shown=text)
+        for line, size, text in zip(known, sizes, format_numbers(sizes, unit), strict=True)
     ]
-    tooltip = marks.tooltips(("value:Q", f"peak memory, {unit.name}", ",.4~f"))
-    bar = bar_marks.bar_layer(values).mark_bar()
+    tooltip = marks.tooltips(("value:Q", title, ",.4~f"))
+    bar, axis = bar_marks.bar_layer(values).mark_bar(), bar_marks.label_axis(labels)
     value = bar_marks.from_zero("value", title, _TICKS)
-    layers = [bar.encode(x=value, y=bar_marks.label_axis(), color=marks.strategy_color(view), tooltip=tooltip)]
-    layers = [*layers, bar_marks.numbers(values, title)] if values else []
-    return layers + _words([line for line in lines if not line.peak], title, end_text, labels=True)
+    layers = [bar.encode(x=value, y=axis, color=marks.strategy_color(view), tooltip=tooltip)]
+    layers = [*layers, bar_marks.numbers(values, title, labels)] if values else []
+    without = [line for line in lines if line not in known]
+    return layers + _words(without, title, end_text if labels else lambda _: "", labels)
 
 
 def _words(lines: Sequence[ChartLine], title: str, text: Callable[[ChartLine], str], labels: bool) -> list[alt.Chart]:
@@ -147,20 +165,21 @@ def _words(lines: Sequence[ChartLine], title: str, text: Callable[[ChartLine], s
 
 
 def _without_speed(line: ChartLine) -> str:
-    return "disturbed" if line.is_disturbed else ""
+    return "disturbed" if line.is_disturbed else CROWDED if line.is_crowded else ""
 
 
-def _table(lines: Sequence[ChartLine], unit: Unit) -> Table:
+def _table(view: View, lines: Sequence[ChartLine], unit: Unit) -> Table:
     peaks = format_numbers([line.peak for line in lines], unit)
-    speeds = format_numbers([line.speed for line in lines], ONE)
-    rows = [
-        (
-            line.label,
-            "disturbed" if line.is_disturbed else line.status,
-            *figures,
-            str(line.standing.speed.runs) if line.standing.speed and line.speed else "",
-        )
-        for line, figures in zip(lines, zip(peaks, speeds, strict=True), strict=True)
-    ]
-    header = ["run", "status", f"peak memory ({unit.name})", TOKENS, "runs"]
+    if view.draws_speeds:
+        status = [(line.ok and _without_speed(line)) or line.status for line in lines]
+        speeds = format_numbers([line.speed for line in lines], ONE)
+        runs = [str(line.standing.speed.runs) if line.standing.speed and line.speed else "" for line in lines]
+        columns, titles = [status, peaks, speeds, runs], [TOKENS, "runs"]
+    else:
+        sizes = [line.number(_SENT) if line.ok else None for line in lines]
+        sent = byte_unit(sizes)
+        columns = [[line.status for line in lines], peaks, format_numbers(sizes, sent)]
+        titles = [f"bytes sent ({sent.name})"]
+    rows = [(line.label, *texts) for line, texts in zip(lines, zip(*columns, strict=True), strict=True)]
+    header = ["run", "status", f"peak memory ({unit.name})", *titles]
     return value_table(header, rows, [line.strategy for line in lines], 2)

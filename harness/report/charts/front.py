@@ -27,7 +27,7 @@ def trade(view: View) -> Chart | None:
     The front connects the ranked configurations that are certainly faster than every smaller one. It is worked out over
     all of them, and again by the page over those that are visible.
     """
-    lines = [line for line in chart_lines(view) if line.speed and line.peak]
+    lines = [line for line in chart_lines(view) if line.speed and line.peak] if view.draws_speeds else []
     by_group = group_by(lines, lambda line: line.standing.group)
     shown = {number: group for number, group in sorted(by_group.items()) if len(group) > 1}
     shown = dict(list(shown.items())[:_MOST_FRONTS])

@@ -9,7 +9,7 @@ from harness.records.schema import Record, Row
 from harness.report.document import Table
 from harness.report.frame import column_values
 from harness.report.ranking import Standing
-from harness.report.speeds import timed_runs
+from harness.report.speeds import CROWDED, timed_runs
 from harness.report.text import bytes_text
 from harness.report.view import View
 from harness.util.text import sanitize
@@ -77,10 +77,25 @@ class ChartLine:
         return self.standing.speed is not None and self.standing.speed.is_ranked
 
     @property
+    def is_crowded(self) -> bool:
+        """Whether the line has times of ranks that shared processor cores."""
+        return self.standing.speed is not None and self.standing.speed.is_crowded
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the line has the times of a model of the device."""
+        return self.standing.speed is not None and self.standing.speed.is_simulated
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether charts of time have the line: it is ok, nothing disturbed it, and every rank had a core."""
+        return self.ok and not self.is_disturbed and not self.is_crowded
+
+    @property
     def speed(self) -> float | None:
-        """The median of the tokens per second, None where it is not known or disturbed."""
+        """The median of the tokens per second, None where it is not known or not to be drawn."""
         known = self.standing.speed
-        return None if known is None or known.is_disturbed else finite_number(known.median)
+        return finite_number(known.median) if known is not None and self.is_timed else None
 
     @property
     def peak(self) -> float | None:
@@ -162,13 +177,16 @@ def end_text(line: ChartLine) -> str:
     return f"{line.status}" + (f", last reported {bytes_text(allocated)}" if allocated else "")
 
 
-def disturbed_text(lines: Sequence[ChartLine]) -> str:
-    """Return a sentence on lines whose times are not drawn, with a space before it; empty if there are none."""
-    names = [line.label for line in lines if line.ok and line.is_disturbed]
-    if not names:
-        return ""
-    which = f"{', '.join(names)}." if len(names) <= _MOST_NAMES else f"{len(names)} configurations."
-    return f" Not drawn are the times of disturbed or barely timed runs: {which}"
+def untimed_text(lines: Sequence[ChartLine]) -> str:
+    """Return the sentences on lines whose times are not drawn, with a space before each; empty if there are none."""
+    disturbed = [line.label for line in lines if line.ok and line.is_disturbed]
+    crowded = [line.label for line in lines if line.ok and line.is_crowded and not line.is_disturbed]
+    text = f" Not drawn are the times of disturbed or barely timed runs: {_some(disturbed)}." if disturbed else ""
+    return text + (f" Not drawn are the times of {CROWDED}: {_some(crowded)}." if crowded else "")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} configurations"
 
 
 def failure_text(lines: Sequence[ChartLine]) -> str:

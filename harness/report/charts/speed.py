@@ -12,11 +12,11 @@ from harness.report.charts.lines import (
     ChartLine,
     Datum,
     chart_lines,
-    disturbed_text,
     failure_text,
     omitted_text,
     range_text,
     select,
+    untimed_text,
     value_table,
 )
 from harness.report.charts.series import Series, by_world
@@ -35,16 +35,16 @@ def throughput(view: View) -> Chart | None:
     """Draw tokens per second of every line, the fastest first.
 
     Speeds of enough repeats are bars with the range of their runs. Others are hollow points, which rank nothing, and
-    disturbed ones are not drawn.
+    disturbed ones and those of ranks that shared cores are not drawn. Without ranked speeds there is no chart.
     """
     lines = bar_marks.ordered(chart_lines(view), lambda line: -line.speed if line.speed else None)
-    if not any(line.speed for line in lines):
+    if not view.draws_speeds or not any(line.speed for line in lines):
         return None
     known = [line for line in lines if line.speed]
     alt_text = (
         f"{TOKENS.capitalize()} of {pluralize(len(known), 'configuration')},"
         f" {range_text([(line.label, line.speed or 0.0) for line in known])}.{how_drawn(known)}"
-        f"{disturbed_text(lines)}{failure_text(lines)}{omitted_text(min(MOST, len(lines)), len(lines))}"
+        f"{untimed_text(lines)}{failure_text(lines)}{omitted_text(min(MOST, len(lines)), len(lines))}"
     )
     layers = [*speed_layers(view, lines, TOKENS), *bar_marks.notes(lines, TOKENS, is_timed=True)]
     name = "Tokens per second"
@@ -117,9 +117,9 @@ def _speed_table(lines: Sequence[ChartLine]) -> Table:
     rows = [
         (
             line.label,
-            bar_marks.DISTURBED if line.is_disturbed else line.status,
-            *("" if line.is_disturbed else text for text in texts),
-            "" if speed is None or line.is_disturbed else str(speed.runs),
+            (line.ok and bar_marks.untimed_reason(line)) or line.status,
+            *(text if line.is_timed else "" for text in texts),
+            str(speed.runs) if speed and line.is_timed else "",
         )
         for line, speed, texts in zip(lines, speeds, zip(*columns, strict=True), strict=True)
     ]
@@ -129,7 +129,7 @@ def _speed_table(lines: Sequence[ChartLine]) -> Table:
 
 def scaling(view: View) -> Chart | None:
     """Draw tokens per second over ranks, and linear scaling from the fewest ranks."""
-    series = by_world(chart_lines(view))
+    series = by_world(chart_lines(view)) if view.draws_speeds else []
     if not series:
         return None
     drawn = select(series)
@@ -144,7 +144,7 @@ def scaling(view: View) -> Chart | None:
         " scaling from the fewest ranks of each; efficiency on the most ranks in %:"
         f" {range_text([(curve.name, _efficiency(curve)) for curve in drawn])}."
         + ("" if all_ranked else f" Some points are of fewer than {MINIMUM_RUNS} repeats, and rank nothing.")
-        + disturbed_text(chart_lines(view))
+        + untimed_text(chart_lines(view))
         + omitted_text(len(drawn), len(series), FASTEST)
     )
     worlds = sorted({point["x"] for point in points})

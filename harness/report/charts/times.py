@@ -10,12 +10,12 @@ from harness.report.charts.lines import (
     ChartLine,
     Datum,
     chart_lines,
-    disturbed_text,
     failure_text,
     median_record,
     omitted_text,
     part_data,
     range_text,
+    untimed_text,
     value_table,
 )
 from harness.report.document import Chart, VegaLite
@@ -27,7 +27,7 @@ from harness.report.view import View
 def step(view: View) -> Chart | None:
     """Draw the parts of the step time of every line's median repeat, the shortest step first."""
     lines = [line for line in chart_lines(view) if not line.ok or line.row.get("step_seconds") is not None]
-    lines = [line for line in lines if not line.ok or line.is_disturbed or _step_parts(line)]
+    lines = [line for line in lines if not line.is_timed or _step_parts(line)] if view.draws_speeds else []
     parts = {line.label: _step_parts(line) for line in lines}
     totals = {label: sum(datum["exact"] for datum in data) for label, data in parts.items() if data}
     lines = bar_marks.ordered(lines, lambda line: totals.get(line.label))
@@ -43,7 +43,7 @@ def step(view: View) -> Chart | None:
             if any(line.is_repeated for line in lines)
             else ""
         )
-        + disturbed_text(lines)
+        + untimed_text(lines)
         + failure_text(lines)
         + omitted_text(min(MOST, len(lines)), len(lines))
     )
@@ -60,11 +60,11 @@ def step(view: View) -> Chart | None:
 
 
 def _state(line: ChartLine) -> str:
-    return bar_marks.DISTURBED if line.is_disturbed else line.status
+    return (line.ok and bar_marks.untimed_reason(line)) or line.status
 
 
 def _step_parts(line: ChartLine) -> list[Datum]:
-    if not line.ok or line.is_disturbed:
+    if not line.is_timed:
         return []
     return part_data(line, median_record(line).row, STEP_PARTS, MILLISECONDS.size)
 
@@ -104,9 +104,10 @@ _EXPOSURE = {
 
 def exposed_communication(view: View) -> Chart | None:
     """Draw how long each line communicates in a step, in the open and while it computes; the most exposed come last."""
-    timed = [line for line in chart_lines(view) if line.ok and line.row.get("step_seconds") is not None]
+    lines = chart_lines(view) if view.draws_speeds else []
+    timed = [line for line in lines if line.ok and line.row.get("step_seconds") is not None]
     ranks = [line for line in timed if (line.row.get("world_size") or 1) > 1]
-    lines = [line for line in ranks if line.is_disturbed or (line.row.get("pp") or 1) == 1 or any(_exposure(line))]
+    lines = [line for line in ranks if not line.is_timed or (line.row.get("pp") or 1) == 1 or any(_exposure(line))]
     times = {line.label: _exposure(line) for line in lines}
     if not any(exposed for exposed, _ in times.values()):
         return None
@@ -121,7 +122,7 @@ def exposed_communication(view: View) -> Chart | None:
     alt_text = (
         f"Communication of {pluralize(len(drawn), 'configuration')} in ms per step: exposed while nothing is computed,"
         f" and overlapped with computing. Exposed: {range_text(ends)}."
-        f"{' What pipelines send is part of their idle time.' * (len(lines) < len(ranks))}{disturbed_text(lines)}"
+        f"{' What pipelines send is part of their idle time.' * (len(lines) < len(ranks))}{untimed_text(lines)}"
         f"{omitted_text(min(MOST, len(lines)), len(lines))}"
     )
     name = "Exposed communication"
@@ -137,8 +138,8 @@ def exposed_communication(view: View) -> Chart | None:
 
 
 def _exposure(line: ChartLine) -> tuple[float | None, float | None]:
-    """Return the seconds of exposed and of overlapped communication, None where they are unknown or disturbed."""
-    if line.is_disturbed:
+    """Return the seconds of exposed and of overlapped communication, None where they are unknown or not to be drawn."""
+    if not line.is_timed:
         return None, None
     row = median_record(line).row
     exposed, overlapped = (row.get(name) for name in _EXPOSURE)

@@ -33,26 +33,25 @@ class Saving:
     kind: str
     peak: float  # the part of the peak that it saves
     activations: float | None  # the part of activation memory that it saves
-    cost: float  # the relative increase of step time; negative if the step is shorter
+    cost: float | None  # the relative increase of step time, negative if the step is shorter; None if not ranked
 
 
 def savings(view: View) -> list[Saving]:
-    """Return the savings of the undisturbed lines that checkpoint and have an undisturbed peer that does not."""
+    """Return the savings of the lines that checkpoint and have a peer that does not; a cost only of ranked speeds."""
     known = [line for line in chart_lines(view) if line.ok]
-    disturbed = {line.row["run_id"] for line in known if line.is_disturbed}
-    lines = [line for line in known if line.row.get("checkpointing") not in (None, "none") and not line.is_disturbed]
+    ranked = {line.row["run_id"] for line in known if line.is_ranked or line.is_simulated}
+    lines = [line for line in known if line.row.get("checkpointing") not in (None, "none")]
     runs = ok_runs(view.lines) if lines else []
     by_id = {run.row["run_id"]: run for run in runs}
     all_savings = []
     for line in lines:
         run = by_id[line.row["run_id"]]
         plain = peer(run, runs, PARTITION_COLUMNS, checkpointing="none")
-        if plain is not None and plain.row["run_id"] in disturbed:
-            continue
         names = ("peak_allocated_bytes", "activation_bytes", "step_seconds")
         peak, activations, cost = (_change(plain.row, run.row, name) if plain else None for name in names)
-        if peak is not None and cost is not None:
+        if plain is not None and peak is not None:
             kind = sanitize(line.row["checkpointing"])
+            cost = cost if {run.row["run_id"], plain.row["run_id"]} <= ranked else None
             all_savings.append(Saving(line, kind, -peak, None if activations is None else -activations, cost))
     return all_savings
 
@@ -62,11 +61,11 @@ def _change(before: Row, after: Row, name: str) -> float | None:
     return new / old - 1 if old and new is not None else None
 
 
-_CHECKPOINTING = "Memory savings and cost of activation checkpointing"
-
-
 def checkpointing(view: View) -> Chart | None:
-    """Draw the memory that each kind of checkpointing saves, with the time it costs, the largest saving first."""
+    """Draw the memory that each kind of checkpointing saves, with the time it costs if that is ranked.
+
+    The largest saving comes first.
+    """
     computed = savings(view)
     rows = bar_marks.ordered([saving.line for saving in computed], _by_peak(computed))
     places = {line.label: line.position for line in rows}
@@ -74,19 +73,18 @@ def checkpointing(view: View) -> Chart | None:
     if not drawn:
         return None
     bars = [_bar(saving, places[saving.line.label]) for saving in drawn]
+    costs = [(saving.line.label, 100 * saving.cost) for saving in drawn if saving.cost is not None]
     alt_text = (
-        f"Memory saved and time added by checkpointing in {pluralize(len(drawn), 'configuration')}, each relative to"
-        f" the same run without: peak memory saved, in %, {range_text([(bar['label'], bar['value']) for bar in bars])};"
-        f" step time added, in %, {range_text([(bar['label'], bar['cost']) for bar in bars])}."
-        f"{omitted_text(min(MOST, len(drawn)), len(drawn))}"
+        f"Memory saved{' and time added' * bool(costs)} by checkpointing in"
+        f" {pluralize(len(drawn), 'configuration')}, each relative to the same run without: peak memory saved, in %,"
+        f" {range_text([(bar['label'], bar['value']) for bar in bars])}"
+        + (f"; step time added, in %, {range_text(costs)}." if costs else ".")
+        + f"{omitted_text(min(MOST, len(drawn)), len(drawn))}"
     )
-    title = "memory saved (%; bar: peak, |: activations, figure: step time added)"
-    tooltip = marks.tooltips(
-        ("kind:N", "checkpointing", ""),
-        ("value:Q", "peak memory saved, %", ".2f"),
-        ("activations:Q", "activations saved, %", ".2f"),
-        ("cost:Q", "step time added, %", "+.2f"),
-    )
+    title = f"memory saved (%; bar: peak, |: activations{', figure: step time added' * bool(costs)})"
+    exact = [("kind:N", "checkpointing", ""), ("value:Q", "peak memory saved, %", ".2f")]
+    exact += [("activations:Q", "activations saved, %", ".2f")]
+    tooltip = marks.tooltips(*exact, *([("cost:Q", "step time added, %", "+.2f")] if costs else []))
     y, color = bar_marks.label_axis(), marks.strategy_color(view)
     known = [bar for bar in bars if bar["activations"] is not None]
     ticks = bar_marks.bar_layer(known).mark_tick(style="formula", thickness=3, size=style.step(len(bars)) - 4)
@@ -95,10 +93,11 @@ def checkpointing(view: View) -> Chart | None:
         .mark_bar()
         .encode(x=bar_marks.from_zero("value", title), y=y, color=color, tooltip=tooltip),
         *([ticks.encode(x=bar_marks.from_zero("activations", title), y=y, tooltip=tooltip)] if known else []),
-        bar_marks.numbers(bars, title),
+        *([bar_marks.numbers(bars, title)] if costs else []),
     ]
-    vega_lite = bar_marks.bars(view, _CHECKPOINTING, layers, alt_text, rows, _ROOM)
-    return Chart("checkpointing", _CHECKPOINTING, alt_text, vega_lite, savings_table(drawn), 2)
+    name = "Memory savings and cost of activation checkpointing" if costs else "Memory saved by checkpointing"
+    vega_lite = bar_marks.bars(view, name, layers, alt_text, rows, _ROOM if costs else 0)
+    return Chart("checkpointing", name, alt_text, vega_lite, savings_table(drawn), 2)
 
 
 _ROOM = 90  # pixels behind the longest bar for the time added
@@ -110,17 +109,16 @@ def _by_peak(computed: Sequence[Saving]) -> Callable[[ChartLine], float]:
 
 
 def _bar(saving: Saving, position: int) -> Datum:
-    """Return the data of a saving's bar; a time of too few repeats has their number."""
+    """Return the data of a saving's bar, with the time added where that is known."""
     line, peak = replace(saving.line, position=position), 100 * saving.peak
     activations = None if saving.activations is None else 100 * saving.activations
-    runs = "" if line.is_ranked or line.standing.speed is None else f" (n = {line.standing.speed.runs})"
     return line.datum(
         kind=saving.kind,
         value=peak,
         activations=activations,
-        cost=100 * saving.cost,
+        cost=None if saving.cost is None else 100 * saving.cost,
         total=max(peak, activations or 0.0, 0.0),
-        shown=f"{100 * saving.cost:+.0f} %{runs}",
+        shown="" if saving.cost is None else f"{100 * saving.cost:+.0f} %",
     )
 
 
