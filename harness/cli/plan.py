@@ -1,8 +1,6 @@
 """harness plan OVERRIDES: the memory and time of layouts on any cluster, predicted without starting anything."""
 
 import argparse
-import csv
-import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,29 +12,14 @@ from harness.planner.predict import Prediction
 from harness.planner.row import planned_row, refused_row
 from harness.planner.sentences import basis_sentences, misfit_sentence, search_sentences
 from harness.planner.text import detail_lines, table_lines
-from harness.records.columns import COLUMN_NAMES
-from harness.records.runs_csv import csv_cell
 from harness.records.schema import Row
+from harness.report.plan_rows import csv_text
 from harness.util.errors import UserError, run_command
-from harness.util.files import atomic_write_text
 from harness.util.text import sanitize
 
 FORMATS = ("table", "csv", "json")
 
-
-def columns_of(rows: Sequence[Row]) -> list[str]:
-    """Return the columns that these rows have, in the order of runs.csv and then those beyond it."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return [name for name in COLUMN_NAMES if name in names] + [name for name in names if name not in COLUMN_NAMES]
-
-
-def csv_text(rows: Sequence[Row]) -> str:
-    """Return the rows as a table of comma-separated values."""
-    text = io.StringIO()
-    writer, names = csv.writer(text, lineterminator="\n"), columns_of(rows)
-    writer.writerow(names)
-    writer.writerows([csv_cell(row.get(name)) for name in names] for row in rows)
-    return text.getvalue()
+PAGES = (".html", ".md")  # the suffixes of the pages of a search
 
 
 def rows_of(entries: Sequence[Plan | Refusal]) -> list[Row]:
@@ -87,14 +70,16 @@ def show(arguments: Sequence[str], output: str, explains: bool, page: Path | Non
     """Print the plans of these overrides, and write the page of the first search. Raises UserError for a mistake."""
     if output not in FORMATS:
         raise UserError(f"format={output} is not known: choose {', '.join(FORMATS)}")
+    if page is not None and page.suffix not in PAGES:
+        raise UserError(f"--report={page} is no page's name: choose one that ends in {' or '.join(PAGES)}")
     entries = plans(arguments)
     if page is not None:
-        searches = [entry for entry in entries if isinstance(entry, Plan) and entry.result is not None]
-        if not searches or searches[0].result is None:
+        searches = [(entry, entry.result) for entry in entries if isinstance(entry, Plan) and entry.result is not None]
+        if not searches:
             raise UserError(f"--report={page} is the page of a search: leave out strategy, or choose strategy=search")
-        from harness.report.plan_page import plan_page  # it imports pandas, which a plan without a page does not need
+        from harness.report.plan_files import write_page  # it imports pandas, which a plan without a page does not need
 
-        atomic_write_text(page, plan_page(searches[0]))
+        write_page(page, *searches[0], arguments)
     if output == "table":
         shown = [(entry.swept, line) for entry in entries if isinstance(entry, Plan) for line in entry.predictions]
         if shown:
@@ -115,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="harness plan", description=about, epilog="KEY=VALUE are the settings of runs, such as model=70b."
     )
     parser.add_argument("--explain", action="store_true", help="also print the arithmetic of each figure")
-    parser.add_argument("--report", type=Path, metavar="FILE.html", help="write a search as a page with its front")
+    about = "write a search as FILE.html, or as FILE.md with figures/ and plans.csv beside it"
+    parser.add_argument("--report", type=Path, metavar="FILE", help=about)
     options, words = parser.parse_known_args(arguments)
     formats = [word.partition("=")[2] for word in words if word.startswith("format=")]
     overrides = [word for word in words if not word.startswith("format=")]

@@ -1,12 +1,13 @@
-"""The page of a search of layouts: memory against speed, a slider for the memory of a device, and what separates them.
+"""The sections of a search of layouts: memory against speed, what fits which device, and what separates the fastest.
 
-It has the look and the parts of report.html, and loads nothing.
+Its page has the look and the parts of report.html, and loads nothing.
 """
 
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from harness.config.byte_size import format_bytes
 from harness.layout.layout import AXES
 from harness.planner.explain import explanation
 from harness.planner.plan import Plan
@@ -27,21 +28,19 @@ from harness.report.charts.plan_front import GIB, front_chart, front_sentence
 from harness.report.document import BulletList, MemorySlider, Paragraph, Section, Table, section
 from harness.util.text import sanitize
 
+FITS = {"likely": "is likely to fit", "tight": "is tight", "no": "does not fit"}  # a verdict in a sentence
 
-def plan_page(plan: Plan) -> str:
-    """Return the page of a plan that is a search. Without a library to draw them, the page has no charts."""
-    result = plan.result
-    if result is None:
-        raise ValueError("a page is of a search")
+
+def html_page(result: SearchResult, name: str, sections: Sequence[Section]) -> str:
+    """Return the page of a search for the browser. Without a library to draw them, it has no charts."""
     rows = {"best": [planned_row(entry) for entry in result.best], "front": [planned_row(e) for e in result.front]}
     counts = {name: getattr(result, name) for name in ("considered", "beyond", "valid", "memory_estimates")}
-    parts = plan_sections(plan, result)
     try:
         library = render.library()
     except render.DrawingError as error:
         print(f"the page has no chart: {sanitize(error)}", file=sys.stderr)
         library = ""
-    return html.page(title(result), parts, None, library, (style.config(), style.config(dark=True)), rows=rows | counts)
+    return html.page(name, sections, None, library, (style.config(), style.config(dark=True)), rows=rows | counts)
 
 
 def title(result: SearchResult) -> str:
@@ -57,12 +56,14 @@ def plan_sections(plan: Plan, result: SearchResult) -> list[Section]:
     """Return the sections of the page; only those that have something to say."""
     any_layout = (result.best or result.front)[:1]
     errors = [line for entry in any_layout for line in (*error_sentences(entry), *basis_sentences(entry))]
-    answer: list[Any] = [Paragraph(best_sentence(result)), Paragraph(front_sentence(result.front))]
-    answer += [Paragraph(line) for line in errors]
+    answer: list[Any] = [Paragraph(line) for entry in any_layout for line in [settings_sentence(entry)]]
+    answer += [Paragraph(best_sentence(result)), Paragraph(front_sentence(result.front))]
+    answer += [Paragraph(line) for line in [*errors, *unmeasured(any_layout)]]
     chart = front_chart(result.front)
     sections = [Section("Answer", [*answer, *([chart] if chart else [])], is_first=True)]
     if result.front:
-        sections += section("Which layouts fit", slider(result.front), front_table(result.front))
+        outside = Paragraph(outside_sentence(result.front[0]))
+        sections += section("Which layouts fit", outside, slider(result.front), front_table(result.front))
     if result.best:
         separations = [separation(entry, result.best[0]) for entry in result.best[1:]]
         sections += section("The fastest that fit", best_table(result.best), *bullets(separations))
@@ -80,6 +81,34 @@ def bullets(lines: Sequence[str]) -> list[BulletList]:
     return [BulletList([("", line) for line in lines])] if lines else []
 
 
+def settings_sentence(entry: Prediction) -> str:
+    """Return what every layout of the search trains: model, devices, batch, precision and implementation."""
+    config, cluster = entry.config, entry.cluster
+    tokens = config.train.global_batch * config.train.seq_len
+    return (
+        f"Planned: {config.model.name}, with {config.model.parameters:,} parameters, on {entry.layout.world_size:,}"
+        f" devices ({cluster.hardware.device_name}); a step trains {config.train.global_batch:,} sequences of"
+        f" {config.train.seq_len:,} tokens, {tokens:,} in all, with precision={config.precision.name} and"
+        f" stack={entry.stack.name}. Every figure is a prediction: nothing was run."
+    )
+
+
+def unmeasured(entries: Sequence[Prediction]) -> list[str]:
+    """Return that plans of this project's own engines were not compared with GPUs, if these entries are such plans."""
+    if not any(entry.stack.memory.kind == "harness" and entry.cluster.device == "cuda" for entry in entries):
+        return []
+    return [
+        "No plan of this project's own engines has been compared with a run on GPUs: their peaks were measured on a"
+        " CPU, with small models."
+    ]
+
+
+def outside_sentence(entry: Prediction) -> str:
+    """Return what a device holds beside the peak."""
+    size = format_bytes(entry.memory.process_bytes)
+    return f"What a layout needs of a device is its peak and {size} outside torch's allocator, such as CUDA's context."
+
+
 def best_sentence(result: SearchResult) -> str:
     """Return the fastest layout that fits, with its speed and its memory."""
     if not result.best:
@@ -90,7 +119,7 @@ def best_sentence(result: SearchResult) -> str:
     return (
         f"The fastest that fits is {first.label()}: a step takes {first.step_seconds:.4g} s ({low:.3g} to {high:.3g}),"
         f" which is {first.tokens_per_second:,.0f} tokens/s{share}, in {gib(first):.1f} of the"
-        f" {first.available_bytes / GIB:.1f} GiB of a device ({first.verdict.fits})."
+        f" {first.available_bytes / GIB:.1f} GiB of a device, which {FITS[first.verdict.fits]}."
     )
 
 
@@ -132,35 +161,32 @@ def front_table(front: Sequence[Prediction]) -> Table:
 
 def best_table(best: Sequence[Prediction]) -> Table:
     """Return the fastest layouts that fit, with what their steps and their memory consist of."""
-    exposures = [entry.time.exposed_communication_seconds for entry in best]
-    axes = [axis for axis in reversed(AXES) if any(exposure.get(axis) for exposure in exposures)]
-    header = [
-        "layout",
-        "step s",
-        "of it compute",
-        *(f"exposed {axis}" for axis in axes),
-        "copies",
-        "bubble",
-        "optimizer",
-    ]
-    header += ["rest", "tokens/s", "MFU %", "peak GiB", "reserved GiB", "fits", "peaks on rank", "in"]
-    rows = []
-    for entry in best:
-        time = entry.time
-        seconds = [entry.step_seconds, time.compute_seconds]
-        seconds += [time.exposed_communication_seconds.get(axis, 0.0) for axis in axes]
-        seconds += [entry.copy_seconds, time.bubble_seconds, time.optimizer_seconds, time.other_seconds]
-        rows.append(
-            (
-                entry.label(),
-                *(f"{part:.4g}" for part in seconds),
-                f"{entry.tokens_per_second:,.0f}",
-                "" if entry.mfu is None else f"{100 * entry.mfu:.1f}",
-                f"{entry.memory.peak_bytes / GIB:.1f}",
-                f"{entry.peak.memory.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else "",
-                entry.verdict.fits,
-                str(entry.peak.rank),
-                entry.peak.phase,
-            )
+    seconds = [seconds_of_parts(entry) for entry in best]
+    shown = [part for part in seconds[0] if any(parts[part] for parts in seconds)]
+    header = ["layout", "step s", *(f"{part} s" for part in shown), "tokens/s", "tokens/s of a device", "MFU %"]
+    header += ["peak GiB", "reserved GiB", "fits", "fullest rank", "phase of its peak"]
+    rows = [
+        (
+            entry.label(),
+            f"{entry.step_seconds:.4g}",
+            *(f"{parts[part]:.4g}" for part in shown),
+            f"{entry.tokens_per_second:,.0f}",
+            f"{entry.tokens_per_second / entry.layout.world_size:,.0f}",
+            "" if entry.mfu is None else f"{100 * entry.mfu:.1f}",
+            f"{entry.memory.peak_bytes / GIB:.1f}",
+            f"{entry.peak.memory.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else "",
+            entry.verdict.fits,
+            str(entry.peak.rank),
+            entry.peak.phase,
         )
-    return Table(header, rows, 1, "The fastest layouts that fit")
+        for entry, parts in zip(best, seconds, strict=True)
+    ]
+    return Table(header, rows, 1, "Their steps and their memory; the parts add up to the step")
+
+
+def seconds_of_parts(entry: Prediction) -> dict[str, float]:
+    """Return the seconds of a step by the parts that the table of the best layouts has, in its order."""
+    time = entry.time
+    exposed = {f"exposed {axis}": time.exposed_communication_seconds.get(axis, 0.0) for axis in reversed(AXES)}
+    parts = {"compute": time.compute_seconds} | exposed | {"copies": entry.copy_seconds}
+    return parts | {"bubble": time.bubble_seconds, "optimizer": time.optimizer_seconds, "rest": time.other_seconds}

@@ -23,12 +23,15 @@ from tests.support.plan_sentences import (
     of_offload,
     range_of,
     separations,
+    size_text,
     smaller,
 )
 
 SETTINGS = "model=7b cluster=8xh100 train.micro_batch=2"
 
 FULL = "model=70b cluster=8xrtx4090 checkpointing=none train.global_batch=8 train.micro_batch=1"
+
+STARTS = ("by ", "GPUs:", "outside")  # how the beginnings end of sentences whose ends have no figures
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +74,17 @@ def gib(row: Row) -> str:
     return f"{needed(row) / GIB:.1f}"
 
 
+def settings(row: Row) -> str:
+    """Return what a step trains."""
+    tokens = f"{row['global_batch']:,} sequences of {row['seq_len']:,} tokens, {row['global_batch'] * row['seq_len']:,}"
+    name = f"{row['model']}, with {row['parameters']:,} parameters, on {row['world_size']:,} devices"
+    device = {"8xh100": "NVIDIA H100 80GB HBM3", "8xrtx4090": "NVIDIA GeForce RTX 4090"}[row["cluster"]]
+    return (
+        f"Planned: {name} ({device}); a step trains {tokens} in all, with precision={row['precision']} and"
+        f" stack={row['stack']}. Every figure is a prediction: nothing was run."
+    )
+
+
 def answers(data: dict[str, Any]) -> list[str]:
     """Return the sentences of the first section."""
     best, front = data["best"], data["front"]
@@ -81,16 +95,19 @@ def answers(data: dict[str, Any]) -> list[str]:
         seconds = row["predicted_step_seconds"]
         interval = f"{row['predicted_step_low_seconds']:.3g} to {row['predicted_step_high_seconds']:.3g}"
         share = f"{100 * row['model_flops'] / seconds / 989e12 / row['world_size']:.1f} % of the devices' peak"
-        limit = f"{row['memory_limit_bytes'] / GIB:.1f} GiB of a device ({row['fits']})"
+        verdict = {"likely": "is likely to fit", "tight": "is tight"}[row["fits"]]
+        limit = f"{row['memory_limit_bytes'] / GIB:.1f} GiB of a device, which {verdict}"
         lines = [
             f"The fastest that fits is {label(row)}: a step takes {seconds:.4g} s ({interval}), which is {rate(row)}"
             f" tokens/s and {share}, in {gib(row)} of the {limit}."
         ]
     lines.append(
-        f"{len(front)} layouts are faster than all that need less memory, from {rate(last)} tokens/s in {gib(last)} GiB"
-        f" to {rate(first)} tokens/s in {gib(first)} GiB of a device."
+        f"{len(front)} layouts are on the front, as no layout that needs less memory is faster: from"
+        f" {rate(last)} tokens/s in {gib(last)} GiB to {rate(first)} tokens/s in {gib(first)} GiB of a device."
     )
     row = (best or front)[0]
+    lines += [settings(row), "No plan of this project's own engines has been compared with a run on GPUs:"]
+    lines.append(f"What a layout needs of a device is its peak and {size_text(row['process_bytes'])} outside")
     low, high = (row[f"predicted_step_{end}_seconds"] / row["predicted_step_seconds"] for end in ("low", "high"))
     return [*lines, f"Its step is expected to take {low:.2f} to {high:.2f} of the prediction, by "]
 
@@ -102,11 +119,12 @@ def test_every_sentence_follows_from_the_rows(page: Page) -> None:
     paragraphs = page.locator("main section > p, main section > ul > li, main details > ul > li").all_inner_texts()
     known = [*answers(data), *separations(best), *smaller(best, front), counts(data), *of_offload(best)]
     known += [line for row in (best or front)[:1] for line in notes(row)]
+    known += [f"The command: harness plan {words}" for words in (SETTINGS, FULL)]
     misfits = [misfit(row) for row in (front[0], front[-1]) if needed(row) > row["memory_limit_bytes"]]
     name, low, high = range_of((best or front)[0])
     ranges = re.compile(re.escape(f"Measured peaks of {name} were {low} to {high} of predicted ones."))
     for text in paragraphs:
-        is_known = any(text == line or (line.endswith("by ") and text.startswith(line)) for line in known)
+        is_known = any(text == line or (line.endswith(STARTS) and text.startswith(line)) for line in known)
         is_known = is_known or any(text.startswith(line) for line in misfits) or bool(ranges.fullmatch(text))
         assert is_known or (best and derived(text, best[0])), text
     for line in [*answers(data), *separations(best), *smaller(best, front)]:
@@ -159,10 +177,10 @@ def test_tables_and_chart_have_the_figures_of_the_rows(page: Page) -> None:
             assert table["layout"] == label(row) and table["step s"] == f"{row['predicted_step_seconds']:.4g}"
             assert table["peak GiB"] == f"{row['predicted_peak_bytes'] / GIB:.1f}"
             assert table["reserved GiB"] == f"{row['peak_reserved_bytes'] / GIB:.1f}"
-            assert table["of it compute"] == f"{row['forward_seconds'] + row['backward_seconds']:.4g}"
-            assert (table["peaks on rank"], table["in"]) == (str(row["peak_rank"]), row["peak_phase"])
+            assert table["compute s"] == f"{row['forward_seconds'] + row['backward_seconds']:.4g}"
+            assert (table["fullest rank"], table["phase of its peak"]) == (str(row["peak_rank"]), row["peak_phase"])
             for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
-                assert table.get(f"exposed {axis}", "0") == f"{row[f'exposed_{axis}_seconds']:.4g}"
+                assert table.get(f"exposed {axis} s", "0") == f"{row[f'exposed_{axis}_seconds']:.4g}"
 
 
 def test_the_chart_has_axes_with_ticks_and_units(page: Page) -> None:

@@ -23,8 +23,9 @@ def front_sentence(front: Sequence[Prediction]) -> str:
             f"One layout alone is on the front, with {first.tokens_per_second:,.0f} tokens/s in {_gib(first):.1f} GiB."
         )
     return (
-        f"{len(front)} layouts are faster than all that need less memory, from {last.tokens_per_second:,.0f} tokens/s"
-        f" in {_gib(last):.1f} GiB to {first.tokens_per_second:,.0f} tokens/s in {_gib(first):.1f} GiB of a device."
+        f"{len(front)} layouts are on the front, as no layout that needs less memory is faster: from"
+        f" {last.tokens_per_second:,.0f} tokens/s in {_gib(last):.1f} GiB to {first.tokens_per_second:,.0f} tokens/s in"
+        f" {_gib(first):.1f} GiB of a device."
     )
 
 

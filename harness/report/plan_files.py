@@ -1,0 +1,66 @@
+"""The files of a search: a page for the browser, or a page of Markdown with its chart and its rows beside it."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.planner.plan import Plan
+from harness.planner.search import SearchResult
+from harness.report import markdown, plan_page
+from harness.report.charts import render
+from harness.report.document import BulletList, Chart, MemorySlider, Paragraph, Section
+from harness.report.plan_rows import csv_text, rows_of_search
+from harness.util.files import atomic_write_text
+from harness.util.text import sanitize
+
+ROWS = "plans.csv"  # the rows of the best layouts and of the front, beside a page of Markdown
+
+
+def write_page(page: Path, plan: Plan, result: SearchResult, overrides: Sequence[str]) -> None:
+    """Write the page of a search by these overrides, as HTML or as Markdown by its suffix.
+
+    Beside a page of Markdown stand its chart, in a folder `figures`, and the rows that it shows, in `plans.csv`.
+    """
+    name = plan_page.title(result)
+    sections = [*plan_page.plan_sections(plan, result), command_section(plan, overrides)]
+    page.parent.mkdir(parents=True, exist_ok=True)
+    if page.suffix == ".html":
+        atomic_write_text(page, plan_page.html_page(result, name, sections))
+        return
+    drawn = draw(sections)
+    if drawn:
+        folder = page.parent / markdown.FIGURES
+        folder.mkdir(exist_ok=True)
+        for figure, text in drawn.items():
+            atomic_write_text(folder / f"{figure}.svg", text)
+    atomic_write_text(page.parent / ROWS, csv_text(rows_of_search(result)))
+    atomic_write_text(page, markdown.page(name, [as_read(section) for section in sections], drawn))
+
+
+def command_section(plan: Plan, overrides: Sequence[str]) -> Section:
+    """Return the command that plans this again; of a sweep, the page has one search."""
+    lines = [("The command", shlex.join(["harness", "plan", *overrides]))]
+    lines += [("This search of it", plan.swept)] if plan.swept else []
+    return Section("How to plan it again", [BulletList(lines)])
+
+
+def draw(sections: Sequence[Section]) -> dict[str, str]:
+    """Return the charts as SVG by their names; none, with a line that says why, if they cannot be drawn."""
+    specs = {part.name: part.spec for section in sections for part in section.parts if isinstance(part, Chart)}
+    try:
+        return render.svgs(specs)
+    except render.DrawingError as error:
+        print(f"the page has no chart: {sanitize(error)}", file=sys.stderr)
+        return {}
+
+
+def as_read(section: Section) -> Section:
+    """Return a section for readers without scripts, in which a slider is what it says at its start."""
+    parts = [Paragraph(start_of(part)) if isinstance(part, MemorySlider) else part for part in section.parts]
+    return Section(section.title, parts, [as_read(inner) for inner in section.inner])
+
+
+def start_of(slider: MemorySlider) -> str:
+    """Return what a slider says of the memory of the devices."""
+    return f"In the {slider.device_gib:.1f} GiB of a device {slider.text.partition(': ')[2]}"
