@@ -439,17 +439,18 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert known[0]["machine"] == "2 cores" and "torch 2.13.0, code" in known[0]["versions"]
 
 
-@pytest.mark.parametrize("folder", sorted((ROOT / "results" / "published").iterdir()), ids=lambda path: path.name)
-def test_published_tables_hold_themselves_as_a_baseline(folder: Path, tmp_path: Path) -> None:
-    """They were written with earlier names of columns; one more byte in every repeat is shown."""
-    table = folder / "runs.csv"
+@pytest.mark.parametrize(
+    "table", sorted((ROOT / "results" / "published").glob("*/runs.csv")), ids=lambda path: path.parent.name
+)
+def test_published_tables_hold_themselves_as_a_baseline(table: Path, tmp_path: Path) -> None:
+    """Whatever version wrote them; one more byte in every repeat is shown."""
     records = read_runs_csv(table)
     for line in records:
         if line.status == "ok":
             line.row["peak_allocated_bytes"] += 1
     worse = write_runs_csv(tmp_path, rows_of(records))
     with redirect_stdout(io.StringIO()) as text:
-        assert main([str(table), str(folder), "--fail-above", "0%"]) == 0
+        assert main([str(table), str(table.parent), "--fail-above", "0%"]) == 0
         assert main([str(table), str(worse), "--fail-above", "0%"]) == 1
     assert "peak memory" in text.getvalue()
 
