@@ -62,14 +62,23 @@ def fits_table(groups: Sequence[ReportedGroup]) -> Table | None:
 
 
 def _may_be_as_fast(line: Reported, group: ReportedGroup) -> str:
-    """Return what fits in as much memory and is not certainly slower: within run-to-run variation, or not ranked."""
+    """Return what fits before the next on the front does and is not certainly slower, with the memory that it needs.
+
+    Such a configuration is within run-to-run variation, or not ranked.
+    """
     peak = line.peak or 0
-    smaller = [other for other in group.members if other is not line and other.peak is not None and other.peak <= peak]
-    rivals = [other.label for other in smaller if other.speed.is_ranked and not leads(line.speed, [other.speed])]
+    following = min((size for other in group.front if (size := other.peak or 0) > peak), default=None)
+    fitting = [other for other in group.members if other.peak and (following is None or other.peak < following)]
+    others = sorted((other for other in fitting if other is not line), key=lambda other: (other.peak or 0) > peak)
+    rivals = [_rival(other, peak) for other in others if other.speed.is_ranked and not leads(line.speed, [other.speed])]
     rivals += [
-        f"{other.label} (n = {other.speed.runs})"
-        for other in smaller
-        if other.speed.has_too_few_runs and other.speed.high >= line.speed.low
+        _rival(other, peak) for other in others if other.speed.has_too_few_runs and other.speed.high >= line.speed.low
     ]
     more = [f"{len(rivals) - MOST_RIVALS} more"] if len(rivals) > MOST_RIVALS else []
     return join_words([*rivals[:MOST_RIVALS], *more]) if rivals else ""
+
+
+def _rival(line: Reported, fits_in: int) -> str:
+    """Return a label with the number of runs where they are too few, and the peak where it does not fit."""
+    few = "" if line.speed.is_ranked else f" (n = {line.speed.runs})"
+    return f"{line.label}{few}{f' from {line.peak_text}' if (line.peak or 0) > fits_in else ''}"

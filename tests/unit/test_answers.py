@@ -1,6 +1,7 @@
 """Every claim of the answers, recomputed from runs.csv over random folders by other code than wrote it."""
 
 import csv
+import math
 import random
 import re
 import statistics
@@ -317,14 +318,21 @@ def check_screen(screen: FirstScreen, oracle: Oracle) -> None:
         assert [label for _, label, _ in front] == oracle.front()
     for memory, label, rivals in front:
         assert float(memory.split()[1]) * MIB == oracle.peak(label)
-        smaller = [other for other in oracle.speeds if other != label and oracle.peak(other) <= oracle.peak(label)]
-        alike = [other for other in smaller if not oracle.is_clear(label, other)]
-        others = [other for other in oracle.ok if other not in oracle.speeds and oracle.calm[other]]
-        fitting = [other for other in others if oracle.peak(other) <= oracle.peak(label)]
-        alike += [
-            f"{other} (n = {len(oracle.few(other))})"
+        own = oracle.peak(label)
+        following = min((size for _, other, _ in front if (size := oracle.peak(other)) > own), default=math.inf)
+        fitting = [other for other in oracle.ok if other != label and oracle.peak(other) < following]
+        memory_of = {
+            other: f" from {size / MIB:.2f} MiB" * (size > own) for other in fitting for size in [oracle.peak(other)]
+        }
+        alike = [
+            other + memory_of[other]
             for other in fitting
-            if oracle.few(other)[-1] >= oracle.speeds[label][0]
+            if other in oracle.speeds and not oracle.is_clear(label, other)
+        ]
+        alike += [
+            f"{other} (n = {len(oracle.few(other))}){memory_of[other]}"
+            for other in fitting
+            if other not in oracle.speeds and oracle.calm[other] and oracle.few(other)[-1] >= oracle.speeds[label][0]
         ]
         assert all(other in alike for other in re.split(r", | and ", rivals) if other and "more" not in other)
         assert bool(rivals) == bool(alike)

@@ -130,8 +130,8 @@ def test_sentences_state_the_figures_of_the_rows() -> None:
         " checkpointing. Measured on 2026-01-02."
     )
     assert screen.fits is not None and [list(cells) for cells in screen.fits.rows] == [
-        ["from 16.00 MiB", "ddp + full checkpointing", "12,000 [11,900–12,100]"],
-        ["from 18.00 MiB", "zero1", "15,950 [15,000–16,800]"],
+        ["from 16.00 MiB", "ddp + full checkpointing", "", "12,000 [11,900–12,100]"],
+        ["from 18.00 MiB", "zero1", "ddp from 20.00 MiB", "15,950 [15,000–16,800]"],
     ]
     gpu = [record.with_row(measured_on="NVIDIA H200") for record in example()]
     assert "GPUs carry over: model state" in screen.banner and first_screen(View("gpu", gpu)).banner == ""

@@ -37,7 +37,7 @@ def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None
     alt_text = (
         f"The figures of papers at this layout beside the measured ones, {pluralize(len(known), 'claim')}:"
         f" {len(known) - len(far)} agree."
-        + (f" The farthest apart is {values[0]['label']}, by {values[0]['apart']:+.0f} %." if far else "")
+        + (f" The farthest apart is {values[0]['label']}, by a factor of {_apart(known[0]):.2f}." if far else "")
         + omitted_text(min(MOST, len(known)), len(known))
     )
     title = "× (◇ paper, ● measured)"
