@@ -11,7 +11,7 @@ from harness.report.charts.series import BATCH_COLUMNS
 from harness.report.comparability import curve_columns, curve_key
 from harness.report.document import BulletList, Section, Table, section
 from harness.report.labels import configuration_name
-from harness.report.text import byte_unit, bytes_text, format_numbers, format_ratios
+from harness.report.text import byte_unit, bytes_text, format_numbers, format_ratios, percent_text
 from harness.report.view import View
 
 # Runs of one curve differ in the micro-batch alone, and in the batch and accumulation that follow from it.
@@ -90,8 +90,8 @@ def _sentences(curves: dict[Key, Points], names: dict[Key, str]) -> Iterator[str
             before, largest = _slope(plain), shared[-1]
             saved = 1 - points[largest][0] / plain[largest][0]
             text += (
-                f", {before / slope:.1f} times less than the {bytes_text(before)} without checkpointing; at micro-batch"
-                f" {largest} that saves {saved:.0%}"
+                f", {percent_text(slope / before)} of the {bytes_text(before)} without checkpointing; at micro-batch"
+                f" {largest}, checkpointing saves {percent_text(saved)}"
             )
         yield text + "."
 

@@ -156,8 +156,9 @@ def _answers(view: View, groups: Sequence[ReportedGroup], fits_in: int | None) -
     if warning(view):  # which says that no speed counts, and what would rank them
         body = [answer for answer in body if not answer[0].startswith("Speed")]
     head = [_fitting(view, groups[0], fits_in)] if fits_in is not None else list(_walls(view))
+    where = f" {groups[0].title}" if groups[0].title else ""
     tail = [
-        *([("Checkpointing", text)] if (text := checkpointing_answer(groups[0])) else []),
+        *([(f"Checkpointing{where}", text)] if (text := checkpointing_answer(groups[0])) else []),
         *(("Scaling", text) for text in islice(scaling_sentences(view), 1)),
     ]
     yield from [*head, *body, *tail][: MOST_ANSWERS - 1]

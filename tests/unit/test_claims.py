@@ -373,8 +373,8 @@ def test_activations_are_tabulated_by_micro_batch() -> None:
     sentences = [line for line in text.splitlines() if line.startswith("- ")]
     assert sentences == [
         "- single: each further sequence in the micro-batch adds 8.00 MiB.",
-        "- single + full checkpointing: each further sequence in the micro-batch adds 2.00 MiB, 4.0 times less than the"
-        " 8.00 MiB without checkpointing; at micro-batch 4 that saves 73%.",
+        "- single + full checkpointing: each further sequence in the micro-batch adds 2.00 MiB, 25 % of the"
+        " 8.00 MiB without checkpointing; at micro-batch 4, checkpointing saves 73 %.",
     ]
 
 
