@@ -10,7 +10,7 @@ from harness.planner.explain import explanation
 from harness.planner.plan import Plan, Refusal, plans
 from harness.planner.predict import Prediction
 from harness.planner.row import planned_row, refused_row
-from harness.planner.sentences import basis_sentences, misfit_sentence, search_sentences
+from harness.planner.sentences import basis_sentences, misfit_sentence, run_sentences, search_sentences
 from harness.planner.text import detail_lines, table_lines
 from harness.records.schema import Row
 from harness.report.plan_rows import csv_text
@@ -41,6 +41,7 @@ def sentences(plan: Plan) -> Iterator[str]:
         yield from basis_sentences(first)
     if plan.result is not None:
         yield from search_sentences(plan.result)
+        yield from run_sentences(plan.overrides, plan.result)
         return
     for prediction in plan.predictions:
         if not prediction.fits:

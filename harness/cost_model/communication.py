@@ -42,6 +42,15 @@ def expected_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank:
     return _bytes_by_axis(config, layout, widths, rank, partial(even_elements, config, layout, widths))
 
 
+def planned_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> dict[str, float]:
+    """Return the bytes of expected_bytes(), with those of a library that all-reduces what the papers reduce once."""
+    sent = expected_bytes(config, layout, widths, rank)
+    reduction = f"{layout.group_name(*layout.sharding_axes)} reduce"
+    if widths.all_reduces_gradients and reduction in sent:
+        sent[reduction] *= 2
+    return sent
+
+
 def padded_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> dict[str, float]:
     """Return the bytes that this rank sends in a step exactly: the papers' with uneven shares and their padding.
 

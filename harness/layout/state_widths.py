@@ -1,4 +1,4 @@
-"""The widths at which an engine allocates model state."""
+"""The widths at which an engine allocates model state, and how it sends that state."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -32,5 +32,10 @@ class StateWidths:
     reduce_bucket_elements: int = 0  # of DeepSpeed, which reduces a larger gradient by itself
     recomputes_last_projection: bool = False  # a checkpointed layer runs again to its end; torch stops before its last
     tp_allreduces_per_layer: int = 4  # of hidden states over tensor-parallel ranks, in a layer's forward and backward
+    # Whether gradients are reduced beside the backward that computes them, and parameters of ZeRO stage 3 are gathered
+    # ahead of their use; otherwise compute waits for both.
+    overlaps_reduction: bool = True
+    prefetches_parameters: bool = True
+    all_reduces_gradients: bool = False  # in stages 1 and 2, which by the paper reduce a gradient to its owner
     host_gradients: int = 0
     host_buffer_bytes: int = 0  # in total

@@ -17,13 +17,12 @@ from harness.planner.combinations import Combination, combinations
 from harness.planner.hf_config import hf_values
 from harness.planner.plan_problems import plan_problems
 from harness.planner.predict import Prediction
+from harness.planner.run_overrides import SEARCH
 from harness.planner.search import SearchResult, search
 from harness.planner.space import Restrictions
 from harness.runner.machine_defaults import AUTO, TRAIN_DEFAULTS, resolve_auto
 from harness.runner.resolve import resolve_run_config
 from harness.util.errors import UserError
-
-SEARCH = "search"  # the strategy that stands for all of them
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class Plan:
     result: SearchResult | None = None  # of a search
     notes: Sequence[str] = ()  # what was chosen where the command line left a choice
     swept: str = ""  # the settings in which it differs from the other plans of a sweep
+    overrides: Sequence[str] = ()  # that were planned
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def plans(arguments: Sequence[str]) -> list[Plan | Refusal]:
             values = dict(compose_values(*combination.overrides, primary="plan"))
             stack: StackConfig = from_dict(StackConfig, values.pop("stack"), "stack")
             plan = make_plan(values, stack, combination.values)  # type: ignore[arg-type]
-            entries.append(dataclasses.replace(plan, swept=combination.swept))
+            entries.append(dataclasses.replace(plan, swept=combination.swept, overrides=combination.overrides))
         except UserError as error:
             entries.append(Refusal(combination, str(error)))
     first = entries[0]

@@ -8,7 +8,7 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig
 from harness.config.stack_memory import StackMemory
 from harness.cost_model import memory
-from harness.cost_model.communication import expected_bytes
+from harness.cost_model.communication import planned_bytes
 from harness.cost_model.fit_verdict import FitVerdict, fit_verdict
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate
@@ -43,10 +43,15 @@ class Prediction:
         """The bytes per element that the engine allocates."""
         return engine_module(self.layout.engine).state_widths(self.config, self.layout)
 
+    @property
+    def is_runnable(self) -> bool:
+        """Whether this project's engines train it; other stacks are planned alone."""
+        return self.stack.memory.kind == "harness"
+
     @cached_property
     def memory(self) -> MemoryEstimate:
         """The memory of the rank with the highest peak."""
-        if self.stack.memory.kind == "harness":
+        if self.is_runnable:
             estimate_memory = traced_memory if self.config.model.family == "hf" else memory.estimate_memory
             return estimate_memory(self.config, self.layout, self.widths, self.cluster.device)
         capability = self.cluster.hardware.compute_capability
@@ -157,7 +162,7 @@ class Prediction:
         """The bytes that the rank with most of them sends in a step, by axes and operation."""
         per_stage = self.layout.world_size // self.layout.pp
         ranks = (pp_rank * per_stage for pp_rank in range(self.layout.pp))
-        sent = (expected_bytes(self.config, self.layout, self.widths, rank) for rank in ranks)
+        sent = (planned_bytes(self.config, self.layout, self.widths, rank) for rank in ranks)
         return max(sent, key=lambda volumes: sum(volumes.values()))
 
     def label(self) -> str:
@@ -166,6 +171,8 @@ class Prediction:
         degrees = [f"{axis} {size}" for axis in LAYOUT_KEYS if (size := getattr(layout, axis)) > 1]
         kind = layout.data_parallel if layout.data_parallel != "none" else layout.engine
         words = [f"{kind} zero {layout.zero_stage}" if layout.zero_stage else kind, " x ".join(degrees) or "one rank"]
+        if not self.config.strategy.literature:
+            words[0] += " with the library's settings"
         if layout.sequence_parallel:
             words[1] += " with sequence parallelism"
         if layout.pp_enabled:

@@ -1,11 +1,13 @@
 """The row of a prediction, with the columns of runs.csv where they exist. Imports no torch."""
 
+import shlex
 from collections.abc import Mapping
 
 from harness.cost_model.flops import model_flops
 from harness.cost_model.pipeline import bubble_ratio
 from harness.layout.layout import AXES
 from harness.planner.predict import Prediction
+from harness.planner.run_overrides import SEARCH, preset_of, run_overrides
 from harness.records.columns import COLUMN_NAMES
 from harness.records.schema import Cells, Row
 from harness.runner.config_columns import config_columns
@@ -27,6 +29,7 @@ PEAK_PARTS = {
 PLAN_COLUMNS = {
     "cluster": "The cluster that the plan is for.",
     "stack": "The implementation whose memory and time are predicted.",
+    "overrides": "The overrides that give a run this layout, checkpointing and micro-batch; empty for other stacks.",
     "datasheet_only": "Whether no published measurement stands behind the efficiencies of the cluster's devices.",
     "fits": "Whether the fullest rank fits a device: likely, tight or no, by the interval of its peak.",
     "predicted_peak_low_bytes": "The lower end of the interval of allocated bytes.",
@@ -51,6 +54,10 @@ def planned_row(prediction: Prediction) -> Row:
     cells |= config_columns(config, layout) | {"launch": "planned", "repeat": None}
     cells |= {"cluster": prediction.cluster.name, "stack": prediction.stack.name}
     cells |= {"datasheet_only": prediction.cluster.hardware.datasheet_only}
+    if prediction.is_runnable:
+        words = run_overrides(config)
+        cells |= {"strategy": preset_of(words) if config.strategy.name == SEARCH else config.strategy.name}
+        cells |= {"overrides": shlex.join(words)}
     return cells | time_columns(prediction) | memory_columns(prediction) | communication_columns(prediction)
 
 

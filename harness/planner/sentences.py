@@ -11,6 +11,7 @@ from harness.cost_model.fit_verdict import UNMEASURED_RANGE
 from harness.layout.layout import AXES
 from harness.planner.predict import Prediction
 from harness.planner.remedies import offers
+from harness.planner.run_overrides import run_command
 from harness.planner.search import SearchResult
 
 MOST_SMALLER = 3  # layouts that need less memory than the fastest that fits, each with a sentence
@@ -138,6 +139,13 @@ def count_sentence(result: SearchResult) -> str:
         f"{result.considered} candidates were considered: {could_run}, and {result.memory_estimates} needed an exact"
         " estimate of memory."
     )
+
+
+def run_sentences(planned: Sequence[str], result: SearchResult) -> Iterator[str]:
+    """Yield the command that runs the fastest layout that fits, if these engines train it, and how to simulate it."""
+    if result.best and result.best[0].is_runnable:
+        yield f"Run the fastest with: {run_command(planned, result.best[0].config)}"
+        yield "With launch=simulated as well it runs one rank's code without the devices."
 
 
 def misfit_sentences(result: SearchResult) -> Iterator[str]:

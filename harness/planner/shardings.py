@@ -5,8 +5,7 @@ from typing import Any
 
 from harness.config.stack_memory import StackMemory
 from harness.config.strategy import DataParallel
-
-_DEEPSPEED_OPTIONS = {"reduce_bucket_size": 500000, "overlap_comm": True}
+from harness.runner.resolve import load_strategy_preset
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,21 @@ def of_this_project(sharding: Sharding) -> list[dict[str, Any]]:
     elif dp > 1:
         ways.append({"engine": "torch", "data_parallel": "fsdp", "zero_stage": 0, "dp_replicate": dp})
     if dp > 1 and sharding.cp == sharding.pp == tp == 1:
-        for stage in (1, 2, 3):
-            offloads = ("none", "optimizer", "parameters")[: 2 + (stage == 3)] if sharding.offloads else ("none",)
-            way = {"engine": "deepspeed", "zero_stage": stage, "dp_shard": dp, "options": _DEEPSPEED_OPTIONS}
+        for way in deepspeed_ways(dp):
+            has_parameters = way["zero_stage"] == 3
+            offloads = ("none", "optimizer", "parameters")[: 2 + has_parameters] if sharding.offloads else ("none",)
             ways += [way | {"offload": offload} for offload in offloads]
     ways += sharded(sharding)
     if sharding.offloads:
         ways += [way | {"offload": "parameters"} for way in sharded(sharding) if way["zero_stage"] == 3]
     return ways
+
+
+def deepspeed_ways(dp: int) -> list[dict[str, Any]]:
+    """Return DeepSpeed's stages with the settings of the papers, and with those that it recommends for speed."""
+    presets = [load_strategy_preset(f"zero{stage}{settings}") for stage in (1, 2, 3) for settings in ("", "_tuned")]
+    keys = ("engine", "zero_stage", "options", "literature")
+    return [{key: getattr(preset, key) for key in keys} | {"dp_shard": dp} for preset in presets]
 
 
 def sharded(sharding: Sharding) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from harness.planner.plan import Plan
 from harness.planner.search import SearchResult
+from harness.planner.sentences import run_sentences
 from harness.report import markdown, plan_page
 from harness.report.charts import render
 from harness.report.document import BulletList, Chart, MemorySlider, Paragraph, Section
@@ -23,7 +24,7 @@ def write_page(page: Path, plan: Plan, result: SearchResult, overrides: Sequence
     Beside a page of Markdown stand its chart, in a folder `figures`, and the rows that it shows, in `plans.csv`.
     """
     name = plan_page.title(result)
-    sections = [*plan_page.plan_sections(plan, result), command_section(plan, overrides)]
+    sections = [*plan_page.plan_sections(plan, result), command_section(plan, result, overrides)]
     page.parent.mkdir(parents=True, exist_ok=True)
     if page.suffix == ".html":
         atomic_write_text(page, plan_page.html_page(result, name, sections))
@@ -38,11 +39,12 @@ def write_page(page: Path, plan: Plan, result: SearchResult, overrides: Sequence
     atomic_write_text(page, markdown.page(name, [as_read(section) for section in sections], drawn))
 
 
-def command_section(plan: Plan, overrides: Sequence[str]) -> Section:
-    """Return the command that plans this again; of a sweep, the page has one search."""
-    lines = [("The command", shlex.join(["harness", "plan", *overrides]))]
+def command_section(plan: Plan, result: SearchResult, overrides: Sequence[str]) -> Section:
+    """Return the commands that plan this again and that run the fastest; of a sweep, the page has one search."""
+    lines = [("The command of this plan", shlex.join(["harness", "plan", *overrides]))]
     lines += [("This search of it", plan.swept)] if plan.swept else []
-    return Section("How to plan it again", [BulletList(lines)])
+    lines += [("", line) for line in run_sentences(plan.overrides, result)]
+    return Section("How to plan it again, and to run it", [BulletList(lines)])
 
 
 def draw(sections: Sequence[Section]) -> dict[str, str]:

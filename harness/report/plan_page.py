@@ -3,6 +3,7 @@
 Its page has the look and the parts of report.html, and loads nothing.
 """
 
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from harness.planner.explain import explanation
 from harness.planner.plan import Plan
 from harness.planner.predict import Prediction
 from harness.planner.row import planned_row
+from harness.planner.run_overrides import run_overrides
 from harness.planner.search import SearchResult
 from harness.planner.sentences import (
     basis_sentences,
@@ -153,10 +155,13 @@ def front_table(front: Sequence[Prediction]) -> Table:
             entry.verdict.fits,
             f"{entry.step_seconds:.4g}",
             f"{entry.tokens_per_second:,.0f}",
+            *([shlex.join(run_overrides(entry.config))] if entry.is_runnable else []),
         )
         for entry in front
     ]
-    return Table(["layout", "GiB of a device", "fits", "step s", "tokens/s"], rows, 1, "The front, the fastest first")
+    header = ["layout", "GiB of a device", "fits", "step s", "tokens/s"]
+    header += ["overrides of its run"] if front[0].is_runnable else []
+    return Table(header, rows, 1, "The front, the fastest first")
 
 
 def best_table(best: Sequence[Prediction]) -> Table:

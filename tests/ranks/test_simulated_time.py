@@ -14,7 +14,7 @@ from harness.cost_model.timing.step_time import estimate_step_time
 from harness.layout.layout import resolve_layout
 from harness.simulator.native_guard import build_device_guard
 from harness.simulator.process import StepRequest
-from tests.support.commands import compose_config
+from tests.support.commands import compose_config, read_rows, run_harness
 
 CACHE = Path("~/.cache/harness")  # of native code, as every run has it by default
 
@@ -58,6 +58,22 @@ def test_a_simulated_step_takes_about_as_long_as_the_plan_says(times: Times) -> 
     assert (
         stages[0]["step_seconds"] == stages[1]["step_seconds"] == pytest.approx(planned_seconds(PIPELINE[0]), rel=0.1)
     )
+
+
+@pytest.mark.long
+def test_settings_of_deepspeed_take_as_long_as_planned(tmp_path: Path) -> None:
+    """The papers' settings wait for reductions and gathers that tuned ones hide, in the plan as in DeepSpeed's code."""
+    strategies = ("zero1", "zero1_tuned", "zero2", "zero2_tuned", "zero3", "zero3_tuned")
+    sizes = ("model=7b", "model.num_hidden_layers=4", "train.global_batch=32", "train.micro_batch=1")
+    settings = (f"strategy={','.join(strategies)}", "launch=simulated", "cluster=8xh100", "checkpointing=full", *sizes)
+    assert run_harness(tmp_path, "-m", *settings, "name=settings").returncode == 0
+    rows = read_rows(tmp_path, "settings").set_index("strategy")
+    assert list(rows["status"]) == ["ok"] * len(strategies)
+    simulated, formula = rows["step_seconds"], rows["predicted_step_seconds"]
+    for stage in ("zero2", "zero3"):
+        assert simulated[stage] > simulated[f"{stage}_tuned"] and formula[stage] > formula[f"{stage}_tuned"]
+    for strategy in strategies:
+        assert formula[strategy] == pytest.approx(simulated[strategy], rel=0.12), strategy
 
 
 def test_the_parts_of_a_step_add_up(times: Times) -> None:

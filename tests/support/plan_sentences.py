@@ -43,6 +43,7 @@ def label(row: Row) -> str:
     kind = row["engine"] if row["data_parallel"] == "none" else row["data_parallel"]
     degrees = " x ".join(f"{axis} {row[axis]}" for axis in AXES if row[axis] != 1) or "one rank"
     words = [kind + (f" zero {row['zero_stage']}" if row["zero_stage"] else "")]
+    words[0] += " with the library's settings" if row["strategy"].endswith(("_tuned", "_defaults")) else ""
     words.append(degrees + (" with sequence parallelism" if row.get("sequence_parallel") else ""))
     if row["pp"] > 1:
         virtual = row["virtual_stages"]
@@ -184,6 +185,17 @@ def notes(row: Row) -> list[str]:
     return [*lines, f"train.global_batch=auto became {batch}, {reason}: give train.global_batch for your own."]
 
 
+def to_run(settings: Sequence[str], best: Sequence[Row]) -> list[str]:
+    """Return the sentences on how the fastest layout is run, which name what was planned and the row's overrides."""
+    if not best or best[0]["stack"] != "harness":
+        return []
+    kept = [word for word in settings if not re.match(r"(strategy|checkpointing|train\.micro_batch|stack)\b", word)]
+    return [
+        f"Run the fastest with: harness {' '.join([*kept, best[0]['overrides']])}",
+        "With launch=simulated as well it runs one rank's code without the devices.",
+    ]
+
+
 def of_offload(best: Sequence[Row]) -> list[str]:
     """Return the sentence of a search in which nothing fits without the host's memory."""
     if any(row["offload"] == "none" and not row["offload_activations"] for row in best):
@@ -191,13 +203,18 @@ def of_offload(best: Sequence[Row]) -> list[str]:
     return ["No layout is predicted to fit without the host's memory, so that offload was searched, too."]
 
 
-def unexplained(lines: Sequence[str], rows: Sequence[Row], page: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the lines of a plan, after its table and labels, that do not follow from its rows."""
+def unexplained(
+    lines: Sequence[str], rows: Sequence[Row], settings: Sequence[str] = (), page: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Return the lines of a plan, after its table and labels, that do not follow from its rows.
+
+    `settings` are the overrides of a search, `page` the data of its page.
+    """
     best = rows
     front = page["front"] if page else []
     known = [line for row in [*rows, *front[:1]] for line in notes(row)]
     if page:
-        known += [counts(page), *separations(best), *smaller(best, front), *of_offload(best)]
+        known += [counts(page), *separations(best), *smaller(best, front), *of_offload(best), *to_run(settings, best)]
     wrong = []
     misfits = [row for row in [*front[:1], *front[-1:], *rows] if needed(row) > row["memory_limit_bytes"]]
     for line in lines:
@@ -209,7 +226,7 @@ def unexplained(lines: Sequence[str], rows: Sequence[Row], page: Mapping[str, An
                 wrong.append(line)
         elif line not in known and not any(line.startswith(misfit(row)) for row in misfits):
             wrong.append(line)
-    expected = [*separations(best), *smaller(best, front), counts(page)] if page else []
+    expected = [*separations(best), *smaller(best, front), counts(page), *to_run(settings, best)] if page else []
     return wrong + [f"missing: {line}" for line in expected if line not in lines]
 
 

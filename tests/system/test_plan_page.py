@@ -25,6 +25,7 @@ from tests.support.plan_sentences import (
     separations,
     size_text,
     smaller,
+    to_run,
 )
 
 SETTINGS = "model=7b cluster=8xh100 train.micro_batch=2"
@@ -119,7 +120,8 @@ def test_every_sentence_follows_from_the_rows(page: Page) -> None:
     paragraphs = page.locator("main section > p, main section > ul > li, main details > ul > li").all_inner_texts()
     known = [*answers(data), *separations(best), *smaller(best, front), counts(data), *of_offload(best)]
     known += [line for row in (best or front)[:1] for line in notes(row)]
-    known += [f"The command: harness plan {words}" for words in (SETTINGS, FULL)]
+    known += [f"The command of this plan: harness plan {words}" for words in (SETTINGS, FULL)]
+    known += [line for words in (SETTINGS, FULL) for line in to_run(words.split(), best)]
     misfits = [misfit(row) for row in (front[0], front[-1]) if needed(row) > row["memory_limit_bytes"]]
     name, low, high = range_of((best or front)[0])
     ranges = re.compile(re.escape(f"Measured peaks of {name} were {low} to {high} of predicted ones."))
@@ -158,7 +160,10 @@ def test_the_slider_says_what_fits(page: Page) -> None:
 def test_tables_and_chart_have_the_figures_of_the_rows(page: Page) -> None:
     data = data_of(page)
     best, front = data["rows"]["best"], data["rows"]["front"]
-    expected = [[label(row), gib(row), row["fits"], f"{row['predicted_step_seconds']:.4g}", rate(row)] for row in front]
+    expected = [
+        [label(row), gib(row), row["fits"], f"{row['predicted_step_seconds']:.4g}", rate(row), row["overrides"]]
+        for row in front
+    ]
     read = "all => all.map(row => [...row.cells].map(cell => cell.innerText.trim()))"
     assert page.locator("form.memory + .table tbody tr").evaluate_all(read) == expected
     (chart,) = data["charts"]

@@ -132,7 +132,7 @@ def test_the_text_of_a_search_follows_from_its_rows(
     data: dict[str, Any] = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text())[1])["rows"]  # type: ignore[index]
     rows = data["best"]
     lines = check_table(lines, rows) if rows else lines
-    assert unexplained(lines, rows, data) == []
+    assert unexplained(lines, rows, settings.split(), data) == []
     front = data["front"]
     for faster, slower in itertools.pairwise(front):
         assert faster["predicted_step_seconds"] <= slower["predicted_step_seconds"]

@@ -47,11 +47,12 @@ def test_markdown_has_a_chart_and_its_rows_beside_it(tmp_path: Path, monkeypatch
     )
     assert [int(row["place_among_best"]) for row in best] == list(range(1, 6))
     assert len(front) == len(points) and len({tuple(row.items()) for row in rows}) == len(rows)
-    lines = re.findall(r"^\| (.+?) \| ([\d.]+) \| (\w+) \| ([\d.]+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    lines = re.findall(r"^\| (.+?) \| ([\d.]+) \| (\w+) \| ([\d.]+) \| ([\d,]+) \| (.+) \|$", page, re.MULTILINE)
     for line, row, point in zip(lines, front, points, strict=True):
         needed = (int(row["predicted_peak_bytes"]) + int(row["process_bytes"])) / GIB
         step, rate = float(row["predicted_step_seconds"]), float(row["tokens_per_second"])
-        assert line == (point["label"], f"{needed:.1f}", row["fits"], f"{step:.4g}", f"{rate:,.0f}")
+        figures = (f"{needed:.1f}", row["fits"], f"{step:.4g}", f"{rate:,.0f}")
+        assert line == (point["label"], *figures, row["overrides"])
         assert (point["x"], point["y"]) == (pytest.approx(needed, abs=1e-3), pytest.approx(rate, rel=1e-6))
     tokens = f"{int(best[0]['global_batch']) * int(best[0]['seq_len']):,}"
     assert f"64 sequences of 4,096 tokens, {tokens} in all" in page
@@ -59,7 +60,7 @@ def test_markdown_has_a_chart_and_its_rows_beside_it(tmp_path: Path, monkeypatch
         float(row["memory_limit_bytes"]) / GIB >= float(line[1]) for row, line in zip(front, lines, strict=True)
     )
     assert f"In the 79.1 GiB of a device {fitting} of {len(front)} layouts fit" in page
-    assert f"**The command**: harness plan {' '.join(SEARCH)}" in page
+    assert f"**The command of this plan**: harness plan {' '.join(SEARCH)}" in page
 
 
 def test_without_a_drawing_the_page_has_no_chart(

@@ -1,11 +1,12 @@
 """The exposed seconds of data parallelism: gathering parameters, reducing gradients, and what compute hides of both."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from harness.config.hardware import HardwareConfig
 from harness.config.stack_timing import StackTiming
-from harness.cost_model.timing.collectives import Group, all_reduce_seconds, gather_seconds
+from harness.cost_model.timing.collectives import Group, all_reduce_seconds, gather_seconds, ring_latency
 
 # The buckets in which gradients leave backward: the share that is reduced after it has ended.
 LAST_BUCKET = 0.05
@@ -25,11 +26,23 @@ class ShardedState(NamedTuple):
     gathers: int  # of each parameter for a micro-batch, in stage 3
     micro_batches: int
     tensors: int  # parameters, each counted once
+    overlaps_reduction: bool  # gradients beside backward
+    prefetches_parameters: bool  # beside the layers before them, in stage 3
+    all_reduces_gradients: bool  # in stages 1 and 2, in the place of a reduction to their owners
+    bucket_elements: int  # of a message of gradients; 0 where a layer's, or a step's, are one message
+    layer_tensors: int  # parameters of a layer
 
     @property
     def parameters(self) -> float:
         """All parameters of the stage."""
         return self.layers * self.layer_parameters + self.other_parameters
+
+    def further_messages(self, parameters: float, tensors: int) -> int:
+        """Return in how many messages beyond the first these gradients are sent.
+
+        Those of small parameters share a bucket, and one that is larger than a bucket is sent alone.
+        """
+        return min(tensors, math.ceil(parameters / self.bucket_elements)) - 1 if self.bucket_elements else 0
 
 
 @dataclass(frozen=True)
@@ -64,19 +77,21 @@ def _expose_stage_3(
     """
     sent = _layer_seconds(state.layer_parameters, state, hardware)
     root = _layer_seconds(state.other_parameters, state, hardware)
-    gathers = state.layers * sent.gather
-    sends = state.layers * ((state.gathers - 1) * sent.gather + sent.reduce)
-    replicas = state.layers * sent.replica
-    if timing.prefetches_parameters:
-        in_forward = _beside(gathers, sent.gather, forward)
-        alone = in_forward + _beside(sends, sent.reduce, backward)
-        together = in_forward + _beside(sends + replicas, sent.reduce + sent.replica, backward)
-    else:
-        alone = gathers + sends
-        together = alone + replicas
+    gathers, replicas = state.layers * sent.gather, state.layers * sent.replica
+    gathers_again, reductions = (state.gathers - 1) * gathers, state.layers * sent.reduce
+    prefetches = timing.prefetches_parameters and state.prefetches_parameters
+    overlaps = timing.prefetches_parameters and state.overlaps_reduction  # both need a stream of their own
+    beside = prefetches * gathers_again + overlaps * reductions
+    last = overlaps * sent.reduce
+    waited_for = _beside(gathers, sent.gather, forward) if prefetches else gathers
+    waited_for += gathers_again + reductions - beside
+    alone = waited_for + _beside(beside, last, backward)
+    together = alone + replicas
+    if overlaps:
+        together = waited_for + _beside(beside + replicas, last + sent.replica, backward)
     added = together - alone + root.replica
     alone_and_root = alone + 2 * root.gather + root.reduce
-    hidden, hidden_added = gathers + sends - alone, replicas - (together - alone)
+    hidden, hidden_added = gathers + gathers_again + reductions - alone, replicas - (together - alone)
     times = state.micro_batches if timing.reduces_replicas_every_micro_batch else 1
     total = alone_and_root * state.micro_batches + added * times
     share = added * times / total if total else 0.0
@@ -95,10 +110,12 @@ class LayerSeconds(NamedTuple):
 
 def _layer_seconds(parameters: float, state: ShardedState, hardware: HardwareConfig) -> LayerSeconds:
     """Return the seconds of gathering and reducing so many parameters, and of summing a shard's with the replicas'."""
-    reduced = parameters * state.reduced_bytes
+    reduced, latency = parameters * state.reduced_bytes, ring_latency(state.shards, hardware)
+    gathers = 0 if state.prefetches_parameters else state.layer_tensors - 1  # beyond one for the layer as a whole
+    further = state.further_messages(parameters, state.layer_tensors)
     return LayerSeconds(
-        gather_seconds(parameters * state.gathered_bytes, state.shards, hardware),
-        gather_seconds(reduced, state.shards, hardware),
+        gather_seconds(parameters * state.gathered_bytes, state.shards, hardware) + gathers * latency,
+        gather_seconds(reduced, state.shards, hardware) + further * latency,
         all_reduce_seconds(reduced / state.shards.ranks, state.replicas, hardware),
     )
 
@@ -122,11 +139,14 @@ def _expose_lower_stages(
         reduction = all_reduce_seconds(gradient_bytes, group, hardware)
         replica, gather = (reduction if state.replicas.ranks > 1 else 0.0), 0.0
     else:
-        reduction = gather_seconds(gradient_bytes, state.shards, hardware)
+        reduce_seconds = all_reduce_seconds if state.all_reduces_gradients else gather_seconds
+        reduction = reduce_seconds(gradient_bytes, state.shards, hardware)
+        reduction += state.further_messages(state.parameters, state.tensors) * ring_latency(state.shards, hardware)
         replica = all_reduce_seconds(gradient_bytes / state.shards.ranks, state.replicas, hardware)
         gather = gather_seconds(state.parameters * state.gathered_bytes, state.shards, hardware)
         reduction += replica
-    window = backward if timing.overlaps_gradient_reduction else 0.0
+    overlaps = timing.overlaps_gradient_reduction and state.overlaps_reduction
+    window = backward if overlaps else 0.0
     exposed = max(reduction - window, LAST_BUCKET * reduction)
     hidden = reduction - exposed
     exposed_gather = max(gather - forward, LAST_BUCKET * gather) if timing.overlaps_parameter_gather else gather

@@ -231,6 +231,11 @@ def _state(
         3 if gathers_again else 2,
         micro,
         kind.layers * layer_tensors(config.model) + kind.holds_embedding + kind.holds_head,
+        widths is None or widths.overlaps_reduction,
+        widths is None or widths.prefetches_parameters,
+        widths is not None and widths.all_reduces_gradients,
+        0 if widths is None else widths.reduce_bucket_elements,
+        layer_tensors(config.model),
     )
 
 

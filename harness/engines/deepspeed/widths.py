@@ -34,6 +34,9 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
         buffer_bytes=(buckets if layout.zero_stage != 2 else 0) + (staging_bytes(config, layout) if offloads else 0),
         backward_buffer_bytes=buckets if layout.zero_stage == 2 else 0,  # stage_1_and_2.py, setup_buckets
         recomputes_last_projection=replaces_linear,
+        overlaps_reduction=overlaps_reduction(config, layout),
+        prefetches_parameters=prefetches_parameters(config),
+        all_reduces_gradients=layout.zero_stage < 3 and not reduces_to_owner_rank(config),
         tp_allreduces_per_layer=7,  # 2 in forward, and 1 in backward for each of 5 column-parallel layers
         host_gradients=host_gradient_width(config, layout) if offloads else 0,
         host_buffer_bytes=host_buffer_bytes(config, layout) if offloads else 0,
@@ -122,3 +125,20 @@ def parameter_alignment(config: "RunConfig") -> int:
 def reduces_to_owner_rank(config: "RunConfig") -> bool:
     """Return whether each gradient is reduced only to the rank that owns its partition, and not to all ranks."""
     return config.strategy.options.get("use_multi_rank_bucket_allreduce", True) is False
+
+
+def overlaps_reduction(config: "RunConfig", layout: "Layout") -> bool:
+    """Return whether gradients are reduced on a stream of their own, beside backward (zero/config.py: overlap_comm).
+
+    BF16_Optimizer reduces after the last backward of a step.
+    """
+    overlaps = config.strategy.options.get("overlap_comm")
+    by_default = layout.zero_stage == 3  # overlap_comm_valid
+    return (by_default if overlaps is None else bool(overlaps)) and not uses_bf16_optimizer(config, layout)
+
+
+def prefetches_parameters(config: "RunConfig") -> bool:
+    """Return whether stage 3 gathers parameters ahead of use (partitioned_param_coordinator.py: fetch_sub_module)."""
+    options = config.strategy.options
+    limits = {"stage3_max_live_parameters": 1e9, "stage3_prefetch_bucket_size": 5e7}  # elements, by default
+    return all(float(options.get(name, limit)) > 0 for name, limit in limits.items())
