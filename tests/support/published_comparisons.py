@@ -44,12 +44,12 @@ class Comparison:
 
 
 COMPARISONS = (
-    Comparison("quickstart", "nine strategies on two ranks"),
-    Comparison("checkpointing", "what each kind of activation checkpointing keeps and recomputes", ("repeats=3",)),
+    Comparison("quickstart", "nine strategies on two ranks", ("repeats=6",)),
+    Comparison("checkpointing", "what each kind of activation checkpointing keeps and recomputes", ("repeats=6",)),
     Comparison(
         "fsdp_modes",
         "the modes of FSDP2 beside DDP, with and without checkpointing; on two ranks the hybrid mode is refused",
-        ("world_size=2", "repeats=3"),
+        ("world_size=2", "repeats=6"),
     ),
     Comparison("zero_ladder", "the stages of ZeRO over one to eight ranks"),
     Comparison("three_parallelisms", "data, tensor and pipeline parallelism over two and four ranks"),
@@ -112,7 +112,7 @@ the same reports as pages for a browser, where a reader can filter, sort and cho
 
 A speed is ranked if a configuration has at least {MINIMUM_RUNS} undisturbed runs with a core for every rank:
 [when a speed is ranked](../../docs/guides/reports.md#when-a-speed-is-ranked). Only {", ".join(ranked[:-1])} and
-{ranked[-1]} ran three times on no more ranks than cores. The others ran once: they compare memory and communication,
+{ranked[-1]} ran six times on no more ranks than cores. The others ran once: they compare memory and communication,
 which are counted exactly, and neither draw nor rank speeds.
 
 `.venv/bin/python -m tests.support.published_comparisons NAME` records one of them again, and `harness diff
