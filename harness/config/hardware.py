@@ -60,6 +60,8 @@ class HardwareConfig:
     # The bytes per second that a device sends to its host's memory, and as many back; null means that copies of offload
     # are not known, and that no search offloads.
     host_bandwidth: float | None = None
+    # The bytes of a host's memory, such as 2000GB, which its devices share; null means that no plan checks it.
+    host_memory: str | int | float | None = None
     price_per_device_hour: float | None = None  # The price of one device for an hour, in any currency; null if unknown.
     # FLOP/s of dense products in the dtype of compute; null means those of device_name, as run records have them.
     peak_flops: float | None = None
@@ -75,6 +77,8 @@ class HardwareConfig:
 
     def __post_init__(self) -> None:
         parse_bytes(self.memory, "cluster.hardware.memory")
+        if self.host_memory is not None:
+            parse_bytes(self.host_memory, "cluster.hardware.host_memory")
         for key in ("memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth"):
             value = getattr(self, key)
             rule = "is not a finite number above 0: give the bytes per second of one device, one way"

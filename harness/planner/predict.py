@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
+from harness.config.byte_size import parse_bytes
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig
 from harness.config.stack_memory import StackMemory
@@ -65,8 +66,9 @@ class Prediction:
 
     @cached_property
     def verdict(self) -> FitVerdict:
-        """Whether the highest rank fits a device, by the errors on file."""
-        return fit_verdict(self.peak.memory, self.available_bytes, self.judged_stack)
+        """Whether the highest rank fits a device, by the errors on file, and its host's memory."""
+        verdict = fit_verdict(self.peak.memory, self.available_bytes, self.judged_stack)
+        return verdict if self.fits_host else dataclasses.replace(verdict, fits="no")
 
     @property
     def judged_stack(self) -> StackMemory:
@@ -122,8 +124,22 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak itself fits a device; `verdict` has how sure that is."""
-        return self.needed_bytes <= self.available_bytes
+        """Whether the predicted peak itself fits a device and its host; `verdict` has how sure that is."""
+        return self.needed_bytes <= self.available_bytes and self.fits_host
+
+    @property
+    def host_available_bytes(self) -> int | None:
+        """The bytes of its host's memory that each rank of a node may take; None if they are not known."""
+        host_memory = self.cluster.hardware.host_memory
+        if host_memory is None:
+            return None
+        return parse_bytes(host_memory) // min(self.cluster.gpus_per_node, self.layout.world_size)
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether what a rank keeps on the host fits there, as far as that is known."""
+        available = self.host_available_bytes
+        return available is None or self.memory.host_bytes <= available
 
     @property
     def tokens_per_step(self) -> int:

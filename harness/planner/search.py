@@ -114,6 +114,8 @@ def rank(candidates: Iterable[Candidate], result: SearchResult, best: int, bound
         if is_needless(state_bytes, prediction) or any(is_needless(bound(prediction), prediction) for bound in bounds):
             continue
         result.memory_estimates += 1
+        if not prediction.fits_host:
+            continue
         if len(result.best) < best and prediction.fits:
             result.best.append(prediction)
         if prediction.memory.peak_bytes > MOST_DEVICES * prediction.available_bytes:

@@ -80,6 +80,13 @@ def fit_sentence(prediction: Prediction) -> str:
 
 def misfit_sentence(prediction: Prediction) -> str:
     """Return what a layout that does not fit would take and need, and what would make it fit."""
+    available = prediction.host_available_bytes
+    if available is not None and not prediction.fits_host:
+        return (
+            f"{prediction.label()} would take {prediction.step_seconds:.4g} s but needs"
+            f" {format_bytes(prediction.memory.host_bytes)} of the {format_bytes(available)} that a device has of its"
+            " host's memory."
+        )
     choice = ", or ".join(itertools.islice(offers(prediction), 4)) or "a smaller model or a larger cluster"
     return (
         f"{prediction.label()} would take {prediction.step_seconds:.4g} s but needs"
@@ -102,8 +109,10 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
     if offloads and prediction.cluster.device == "cuda":
         if hardware.host_bandwidth is None:
             yield f"cluster={name} has no cluster.hardware.host_bandwidth: the copies of offload are counted as free."
+        available = prediction.host_available_bytes
+        has = "which no plan checks" if available is None else f"of which it has {format_bytes(available)}"
         yield (
-            f"A device needs {format_bytes(prediction.memory.host_bytes)} of its host's memory, which no plan checks;"
+            f"A device needs {format_bytes(prediction.memory.host_bytes)} of its host's memory, {has};"
             " copies to the host are predicted by the datasheet of its link alone."
         )
 

@@ -176,8 +176,14 @@ def notes(row: Row) -> list[str]:
             f"cluster={row['cluster']} is datasheet-only: no published measurement stands behind its efficiencies."
         )
     if row["offload"] != "none" or row["offload_activations"]:
+        cluster = yaml.safe_load((ROOT / "conf" / "cluster" / f"{row['cluster']}.yaml").read_text())
+        memory = cluster["hardware"].get("host_memory")
+        share = (
+            float(memory.removesuffix("GB")) * 1e9 / min(cluster["gpus_per_node"], row["world_size"]) if memory else 0
+        )
+        has = f"of which it has {size_text(share)}" if memory else "which no plan checks"
         lines.append(
-            f"A device needs {size_text(row['host_bytes'])} of its host's memory, which no plan checks; copies to the"
+            f"A device needs {size_text(row['host_bytes'])} of its host's memory, {has}; copies to the"
             " host are predicted by the datasheet of its link alone."
         )
     batch, devices = row["global_batch"], row["world_size"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli.commands import COMMANDS
+from harness.cli.main import main
 from tests.support.commands import ROOT, compose_config, run_harness
 
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -17,7 +18,8 @@ SMALL = ("strategy=single", "proof.reference=false", "train.seq_len=32", "train.
 
 ONCE = {"--draws 200": "--draws 1", "--kills 100": "--kills 1"}  # what a suite does 200 or 100 times
 
-# These commands are run by tests of their own, which make what they need: an account, a cluster, the files of the page.
+# These commands have tests of their own, which make what they need, such as an account or a cluster, or which check what
+# is committed of them in the place of writing it again.
 ELSEWHERE = {
     "-m pytest": ".ci/run",
     "hydra/launcher=slurm": "test_slurm.py",
@@ -33,6 +35,9 @@ ELSEWHERE = {
     "harness export": "test_export.py",
     "harness selftest": "test_selftest.py",
     "-m tests.support.reference_pages": "test_docs.py",
+    "-m tests.support.published_plans": "test_published_plans.py",
+    "-m tests.support.published_comparisons": "test_published_comparisons.py",
+    "-m tests.support.report_picture": "test_page.py",
     "accelerate launch": "test_export.py",
     "-m tests.benchmarks.overhead": "test_overhead.py",
 }
@@ -95,12 +100,21 @@ DISTINCT_READERS = list({re.sub(r"results/\w+", "results/NAME", command): comman
 LISTS = [command for command, arguments in CALLS if arguments[0] == "ls"]
 
 
+PLANS = [command for command, arguments in CALLS if arguments[0] == "plan"]
+
+
 def test_no_command_is_left_out() -> None:
     """A command that is new to the pages must be run by one of the tests below, or by one that is named above."""
-    assert not set(commands()) - {*INSTALL, *KNOWN, *RUNS, *SUITES, *READERS, *LISTS}
+    assert not set(commands()) - {*INSTALL, *KNOWN, *RUNS, *SUITES, *READERS, *LISTS, *PLANS}
     assert all(list(ROOT.glob(f"tests/*/{name}")) or (ROOT / name).exists() for name in ELSEWHERE.values())
     assert all(any(words in command for command in commands()) for words in ELSEWHERE)
     assert len(RUNS) > 10 and len(READERS) >= 4 and len(SUITES) >= 2 and len(INSTALL) >= 3
+
+
+@pytest.mark.parametrize("command", PLANS)
+def test_a_plan_has_a_layout(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(harness_arguments(command)) == 0
+    assert "tokens/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", RUNS)

@@ -212,6 +212,25 @@ def test_offload_costs_the_copies_over_the_link_to_the_host(tmp_path: Path, caps
     assert "copies of offload are counted as free" in capsys.readouterr().out
 
 
+def test_what_is_on_the_host_must_fit_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight devices share the host; a search finds no layout that needs more of it than its eighth."""
+    settings = ("model=7b", "strategy=zero_offload", "precision=bf16_mixed", "checkpointing=full", "cluster=eight")
+    search = (*settings[:1], *settings[2:], "strategy.offload=optimizer")
+    (needed,) = {int(str(row["host_bytes"])) for row in planned(capsys, *settings)}
+    path = tmp_path / "conf" / "cluster" / "eight.yaml"
+    for room, fits in ((8 * needed, True), (8 * needed - 8, False)):
+        memory = f"  host_bandwidth: 1.0e+10\n  host_memory: {room}\n"
+        path.write_text(HARDWARE.replace("  sources", f"{memory}  sources"))
+        (row,) = planned(capsys, *settings)
+        assert (row["fits"] != "no") is fits and row["host_bytes"] == needed
+        assert main(["plan", *settings]) == 0
+        assert (" of its host's memory.\n" in capsys.readouterr().out) is not fits
+        assert all(int(str(found["host_bytes"])) <= room / 8 for found in planned(capsys, *search))
+    path.write_text(HARDWARE)  # unknown, and so not checked
+    (row,) = planned(capsys, *settings)
+    assert row["fits"] != "no"
+
+
 def test_every_figure_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--explain", "model=7b", "cluster=eight", "strategy=zero3"]) == 0
     text = capsys.readouterr().out
