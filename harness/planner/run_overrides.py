@@ -41,8 +41,8 @@ def preset_of(overrides: Sequence[str]) -> str:
 
 def run_command(planned: Sequence[str], config: RunConfig) -> str:
     """Return the command that runs a layout which was found by these overrides of `harness plan`."""
-    kept = [word for word in planned if not _is_chosen(word.lstrip("+").partition("=")[0])]
-    return shlex.join(["harness", *kept, *run_overrides(config)])
+    others = [word for word in planned if not _is_chosen(word.lstrip("+").partition("=")[0])]
+    return shlex.join(["harness", *others, *run_overrides(config)])
 
 
 @cache

@@ -18,8 +18,8 @@ SMALL = ("strategy=single", "proof.reference=false", "train.seq_len=32", "train.
 
 ONCE = {"--draws 200": "--draws 1", "--kills 100": "--kills 1"}  # what a suite does 200 or 100 times
 
-# These commands have tests of their own, which make what they need, such as an account or a cluster, or which check what
-# is committed of them in the place of writing it again.
+# These commands have tests of their own, which make what they need, such as an account or a cluster, or which check
+# what is committed of them in the place of writing it again.
 ELSEWHERE = {
     "-m pytest": ".ci/run",
     "hydra/launcher=slurm": "test_slurm.py",
