@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.planner.plan import Plan, plans
 from tests.support.published_plans import PAGE, PUBLISHED, SEARCHES, pages, read_rows, rows_of, searched
 
 GIB = 2**30
@@ -66,6 +67,20 @@ def test_the_page_s_figures_follow_from_the_rows() -> None:
         longer = 100 * (float(row["predicted_step_seconds"]) / float(first["predicted_step_seconds"]) - 1)
         assert cells[6] == f"+{longer:.0f} %" and 0 <= longer <= 10
         assert int(row["predicted_peak_bytes"]) < int(first["predicted_peak_bytes"])
+
+
+def test_the_guide_has_the_planner_s_figures_of_7b_on_eight_gpus() -> None:
+    guide = (PAGE.parent / "guides" / "strategies.md").read_text()
+    (plan,) = plans(["strategy=zero3", "model=7b", "cluster=8xh100"])
+    assert isinstance(plan, Plan)
+    (entry,) = plan.predictions
+    figures = f"{entry.memory.peak_bytes / GIB:.0f} GiB a rank, and {entry.step_seconds:.1f} seconds a step"
+    assert entry.mfu is not None and f"{figures} at {100 * entry.mfu:.0f} % of the device's peak" in " ".join(
+        guide.split()
+    )
+    (plan,) = plans(["strategy=ddp", "model=7b", "cluster=8xh100"])
+    assert isinstance(plan, Plan)
+    assert f"needs {plan.predictions[0].memory.peak_bytes / GIB:.0f} GiB a rank" in guide
 
 
 def test_every_report_has_its_files_and_its_command() -> None:
