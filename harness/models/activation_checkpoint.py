@@ -50,8 +50,8 @@ def apply_checkpointing(model: Decoder, checkpointing: CheckpointingConfig, prob
         return nullcontext(), probe.recompute()
 
     def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        policy = save_policy(checkpointing)
-        first, second = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+        modes = create_selective_checkpoint_contexts(save_policy(checkpointing))  # type: ignore[no-untyped-call]
+        first, second = (SavedOperatorsMode(mode) for mode in modes)
         announced = nested(first, SavedOutputsMode(probe, checkpointing)) if probe.listener else first
         return announced, nested(probe.recompute(), second)
 
@@ -101,6 +101,23 @@ def save_policy(checkpointing: CheckpointingConfig) -> Callable[..., CheckpointP
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
+
+
+class SavedOperatorsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that passes to one of torch's selective checkpointing only the operators that may be saved.
+
+    torch 2.13 counts every operator of a layer's two forwards and fails if the second one has more of a kind. Under
+    DeepSpeed's stage 3 it has: which parameters are gathered ahead, and how, differs between the two.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SAVED_OPS:
+            return self.mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 class SavedOutputsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -242,6 +242,15 @@ def test_biases_added_twice_are_an_error(results: Path, monkeypatch: pytest.Monk
     assert_not_proven(run_with(results, worker_main.main, *BIASED), "gradient deviates")
 
 
+def test_selective_checkpointing_saves_the_same_results_whatever_stage_3_gathers_ahead(results: Path) -> None:
+    """The layers are gathered by operators of their own, others in the second forward than in the first one."""
+    gathers = "prefetch_bucket_size=50000 max_live_parameters=200000 max_reuse_distance=0 param_persistence_threshold=0"
+    options = [f"strategy.options.stage3_{option}" for option in gathers.split()]
+    row = run_with(results, worker_main.main, "strategy=zero3_tuned", "checkpointing=selective", *options).row
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
+
+
 @pytest.mark.long
 def test_selective_checkpointing_recomputes_collectives(results: Path) -> None:
     """Collectives are among what runs again."""

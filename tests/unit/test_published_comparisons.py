@@ -8,9 +8,21 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tests.support.published_comparisons import COMPARISONS, PAGES, PUBLISHED, read_pages, readme, write_pages
+from tests.support.published_comparisons import (
+    COMPARISONS,
+    PAGES,
+    PUBLISHED,
+    SIMULATIONS,
+    read_pages,
+    readme,
+    write_pages,
+)
 
-NAMES = [comparison.name for comparison in COMPARISONS]
+MEASURED = [comparison.name for comparison in COMPARISONS]
+
+SIMULATED = [comparison.name for comparison in SIMULATIONS]
+
+NAMES = MEASURED + SIMULATED
 
 
 def test_every_published_folder_is_a_comparison_and_has_no_page_or_binary_table() -> None:
@@ -51,16 +63,31 @@ def test_the_readme_is_generated_and_has_the_counts_of_every_table() -> None:
     rows = {
         row[0]: row for row in re.findall(r"^\| \[(\w+)\].* \| ([^|]+) \| (\d+) \| ([^|]+) \|$", text, re.MULTILINE)
     }
-    assert list(rows) == NAMES
+    assert list(rows) == MEASURED
     for name, (_, counts, runs, _) in rows.items():
         table = pd.read_csv(PUBLISHED / name / "runs.csv")
         first = Counter(table[table["repeat"] == 0]["status"])
         assert int(runs) == len(table) and counts == ", ".join(f"{n} {status}" for status, n in first.most_common())
 
 
+def test_the_readme_has_what_simulations_differ_by_from_the_formula() -> None:
+    lines = [line for line in (PUBLISHED / "README.md").read_text().splitlines() if "](simulated_" in line]
+    assert len(lines) == len(SIMULATED)
+    for name, line in zip(SIMULATED, lines, strict=True):
+        table = pd.read_csv(PUBLISHED / name / "runs.csv")
+        assert set(table["launch"]) == {"simulated"}
+        ok = table[table["status"] == "ok"]
+        for column in ("step_seconds", "peak_allocated_bytes"):
+            predicted = column.replace("peak_allocated", "peak")
+            changes = 100 * (ok[column] / ok[f"predicted_{predicted}"] - 1)
+            assert f" {changes.min():+.1f} to {changes.max():+.1f} %".replace("-", "−") in line
+        steps = ok["step_seconds"] / ok["predicted_step_seconds"]
+        assert ((steps > 0.8) & (steps < 1.25)).all()  # the two share kernels' rates, and neither was measured
+
+
 def test_reports_without_ranked_speeds_say_so_and_draw_none() -> None:
     ranked = [comparison.name for comparison in COMPARISONS if "repeats=6" in comparison.command]
-    for name in NAMES:
+    for name in MEASURED:
         summary = (PUBLISHED / name / "report.md").read_text().split("## What the data cannot say")[0]
         figures = {path.stem for path in (PUBLISHED / name / "figures").iterdir()}
         assert ("This compares memory and communication, not speed." in summary) == (name not in ranked)
