@@ -134,7 +134,7 @@ def error_sentences(prediction: Prediction) -> Iterator[str]:
     source = (
         f"measured steps of stack={name}"
         if measured
-        else "the least predictable stack, as this one has no measured steps"
+        else "a range that contains those of all measured stacks, as this one has no measured steps"
     )
     yield f"Its step is expected to take {low / seconds:.2f} to {high / seconds:.2f} of the prediction, by {source}."
 

@@ -424,15 +424,17 @@ COLUMNS: tuple[Column, ...] = (
     ),
     bool_column("fused_optimizer", "options", "fused optimizer", "Whether the optimizer's fused kernel is used."),
     float_column("dropout", "options", "probability", "dropout", "The probability of dropout."),
-    count_column(
+    float_column(
         "model_flops",
         "throughput",
+        "FLOPs",
         "model FLOPs",
         "The floating-point operations that the model needs in a step, over all ranks.",
     ),
-    count_column(
+    float_column(
         "executed_flops",
         "throughput",
+        "FLOPs",
         "executed FLOPs",
         "The floating-point operations that ran in a step over all ranks, including those that checkpointing repeats.",
         better="lower",

@@ -55,7 +55,7 @@ def write_record(run_dir: Path, record: Record | Mapping[str, Any]) -> None:
     ValueError that names the column of a value of the wrong type.
     """
     values = record.to_json() if isinstance(record, Record) else dict(record)
-    row = {key: _round_bytes(key, value) for key, value in replace_non_finite(values["row"]).items()}
+    row = {key: _of_column_type(key, value) for key, value in replace_non_finite(values["row"]).items()}
     version = {"schema_version": SCHEMA_VERSION}
     content = redacted(version | values | version | {"row": row})
     _check(content)
@@ -63,9 +63,15 @@ def write_record(run_dir: Path, record: Record | Mapping[str, Any]) -> None:
     atomic_write_json(RunFolder(Path(run_dir)).record, content)
 
 
-def _round_bytes(column: str, value: Any) -> Any:
-    """Return bytes as a whole number: the mean share of a ring can be a fraction."""
-    return round(value) if column_type(column) is int and isinstance(value, float) else value
+def _of_column_type(column: str, value: Any) -> Any:
+    """Return a number in the type of its column.
+
+    The mean bytes of a ring can have a fraction; the operations of a step on thousands of devices exceed 64 bits.
+    """
+    kind = column_type(column)
+    if kind is int and isinstance(value, float):
+        return round(value)
+    return float(value) if kind is float and type(value) is int else value
 
 
 def _check(record: Any) -> None:

@@ -93,7 +93,7 @@ def predicted_peak(row: Row, setting: Setting | None) -> Iterator[Derivation]:
 
 def model_flops(row: Row, setting: Setting | None) -> Iterator[Derivation]:
     """Yield the operations that the model needs in a step."""
-    if setting is None or row.get("model_flops") != flops.model_flops(setting.config):
+    if setting is None or row.get("model_flops") != float(flops.model_flops(setting.config)):
         return
     config = setting.config
     layers, passes = config.model.num_hidden_layers, 1 + flops.BACKWARD

@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 
+HOOKS = ROOT / "docs" / "mkdocs_hooks.py"
+
 PRIVATE_WORDS = 12  # at most: everything else is said in the field's terms
 
 
@@ -86,8 +88,59 @@ def test_private_words_are_few() -> None:
     assert 0 < len(re.findall(r"^\| (?!word|---)", text, re.MULTILINE)) <= PRIVATE_WORDS
 
 
+def build_site(settings: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Build a site strictly: a warning fails, which it does not with --quiet, since MkDocs then counts none."""
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(settings),
+        "--site-dir",
+        str(site),
+    ]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def dead_links(site: Path) -> list[str]:
+    """Return the links and images of a built site's pages that lead to no file of it."""
+    dead = []
+    for page in site.rglob("*.html"):
+        if page.name == "404.html":  # its links begin at the site's address
+            continue
+        for target in re.findall(r'(?:href|src)="([^"#?]+)[^"]*"', page.read_text()):
+            path = page.parent / target
+            if not re.match(r"[a-z]+:", target) and not (path / "index.html" if path.is_dir() else path).exists():
+                dead.append(f"{page.relative_to(site)}: {target}")
+    return dead
+
+
 def test_mkdocs_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    """Files of the repository that pages link to are in the site, and so is what these link to."""
+    done = build_site(ROOT / "mkdocs.yml", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "site" / "index.html").exists()
+    assert dead_links(tmp_path) == []
+    linked = tmp_path / "repository" / "results" / "published" / "plans" / "7b_on_8_h100"
+    assert {"report", "figures"} <= {path.name for path in linked.iterdir()}
+    page = (tmp_path / "which-layout" / "index.html").read_text()
+    assert 'href="../repository/results/published/plans/7b_on_8_h100/report/"' in page
+
+
+@pytest.mark.parametrize("target", ["missing.md", "../results/missing.csv", "index.md#missing"])
+def test_a_dead_link_fails_the_build(tmp_path: Path, target: str) -> None:
+    settings = (ROOT / "mkdocs.yml").read_text()
+    settings = re.sub(r"^nav:\n(?: .*\n)+", "", settings, flags=re.MULTILINE)
+    settings = settings.replace("- docs/mkdocs_hooks.py", f"- {HOOKS}")
+    (tmp_path / "mkdocs.yml").write_text(settings)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "there.csv").write_text("a,b\n")
+    page, living = tmp_path / "docs" / "index.md", "# Title\n\n[here](#title) and [there](../results/there.csv)\n"
+    page.write_text(living)
+    done = build_site(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 0 and (tmp_path / "site" / "repository" / "results" / "there.csv").exists(), done.stderr
+    page.write_text(f"{living}\n[nowhere]({target})\n")
+    done = build_site(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 1 and f"link '{target}'" in done.stderr, done.stderr

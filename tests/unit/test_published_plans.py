@@ -4,11 +4,12 @@ import csv
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from harness.planner.plan import Plan, plans
-from tests.support.published_plans import PAGE, PUBLISHED, SEARCHES, pages, read_rows, rows_of, searched
+from tests.support.published_plans import PAGE, PUBLISHED, SEARCHES, pages, read_rows, rows_of, searched, shown
 
 GIB = 2**30
 
@@ -27,11 +28,12 @@ def test_every_search_has_its_rows() -> None:
     assert list(dict.fromkeys(row["search"] for row in rows)) == commands
     for row in rows:
         assert row["fits"] in ("likely", "tight") and row["launch"] == "planned" and not row["status"]
+    assert [row["choice"] for row in rows].count("fastest") == len(SEARCHES)
 
 
 @pytest.mark.parametrize("search", QUICK, ids=lambda search: f"{search.model} {search.cluster}")
 def test_rows_are_what_the_planner_says(search: object) -> None:
-    """The others are searched by `python -m tests.support.published_plans`, which takes two minutes."""
+    """The others are searched by `python -m tests.support.published_plans`, which takes a minute and a half."""
     found = rows_of(search, searched(search))  # type: ignore[arg-type]
     published = [row for row in read_rows() if row["search"] == found[0]["search"]]
     assert len(published) == len(found)
@@ -51,6 +53,7 @@ def test_the_page_s_figures_follow_from_the_rows() -> None:
     assert len(lines) == len(rows)
     for cells, row in zip(lines, [*fastest, *least], strict=True):
         assert row["model"] in cells[0] and f"{int(row['world_size']):,} × " in cells[1]
+        assert cells[1].endswith("³") == (row["fits"] == "tight")
         words = shlex.split(row["overrides"])
         assert cells[2] == f"`{' '.join(words[:-1])}`" and words[-1] == f"train.micro_batch={cells[4]}"
         axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
@@ -66,7 +69,37 @@ def test_the_page_s_figures_follow_from_the_rows() -> None:
         first = by_search[row["search"]]
         longer = 100 * (float(row["predicted_step_seconds"]) / float(first["predicted_step_seconds"]) - 1)
         assert cells[6] == f"+{longer:.0f} %" and 0 <= longer <= 10
-        assert int(row["predicted_peak_bytes"]) < int(first["predicted_peak_bytes"])
+        sizes = [int(entry["predicted_peak_bytes"]) + int(entry["process_bytes"]) for entry in (row, first)]
+        assert sizes[0] <= 0.95 * sizes[1]
+    assert f"For {len(fastest) - len(least)} of the models and clusters above no layout does." in text
+    assert ("\n³ The verdict is *tight*" in text) == any(row["fits"] == "tight" for row in rows)
+
+
+class Front:
+    """A search's front, with layouts of these seconds and bytes that a device needs."""
+
+    def __init__(self, *sizes: tuple[float, int]) -> None:
+        self.best = self.front = [
+            SimpleNamespace(
+                step_seconds=seconds, needed_bytes=size, memory=SimpleNamespace(peak_bytes=size, process_bytes=0)
+            )
+            for seconds, size in sizes
+        ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "least"),
+    [
+        ([(1.0, 1000), (1.05, 951)], None),  # saves less than 5 %
+        ([(1.0, 1000), (1.05, 950)], 950),
+        ([(1.0, 1000), (1.05, 900), (1.1, 800), (1.11, 100)], 800),
+        ([(1.0, 1000)], None),
+    ],
+)
+def test_a_layout_with_less_memory_saves_a_twentieth(sizes: list[tuple[float, int]], least: int | None) -> None:
+    shown_layouts = dict(shown(Plan([], Front(*sizes))))  # type: ignore[arg-type]
+    assert shown_layouts["fastest"].needed_bytes == 1000
+    assert (shown_layouts["least memory"].needed_bytes if "least memory" in shown_layouts else None) == least
 
 
 def test_the_guide_has_the_planner_s_figures_of_7b_on_eight_gpus() -> None:

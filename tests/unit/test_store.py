@@ -139,6 +139,18 @@ def test_pandas_infers_exact_integers_and_empties(tmp_path: Path) -> None:
     assert table["checkpointing"][0] == "none"
 
 
+def test_operations_beyond_64_bits_are_recorded(tmp_path: Path) -> None:
+    """A step of 405b with 2,048 sequences of 8,192 tokens needs more."""
+    flops = 44_047_315_418_008_780_800
+    write_record(tmp_path / "a", record("a", model_flops=flops, executed_flops=2**62 + 1, peak_allocated_bytes=1.5))
+    row = read_record(tmp_path / "a").row
+    assert row["model_flops"] == float(flops) and type(row["executed_flops"]) is float
+    assert row["peak_allocated_bytes"] == 2
+    assert read_csv(written(tmp_path))["model_flops"][0] == str(float(flops))
+    with pytest.raises(ValueError, match="does not fit 64 bits"):
+        write_record(tmp_path / "b", record("b", peak_allocated_bytes=2**63))
+
+
 def test_rows_come_in_order_of_start_then_id_and_unknown_columns_last(tmp_path: Path) -> None:
     starts = {"c": "2026-01-01T00:00:01Z", "b": "2026-01-01T00:00:02Z", "a": "2026-01-01T00:00:02Z"}
     for run_id, started_at in starts.items():

@@ -12,8 +12,8 @@ from harness.cost_model.timing.step_time import StepTime
 # How much wider an interval is, as a power of its stack's range, for exposed communication and each doubling of nodes.
 SPREAD_GROWTH = 2.5
 
-# The range of measured over predicted time of a stack without measurements of its own: that of the least predictable
-# one, Megatron-LM with DeepSpeed as vTrain measured it.
+# The range of measured over predicted time of a stack without measurements of its own. It contains the ranges of all
+# stacks that have one, and is no single stack's.
 UNMEASURED_RANGE = (0.83, 1.26)
 
 
