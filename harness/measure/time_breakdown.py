@@ -25,6 +25,8 @@ PREFIX = "harness."  # the prefix of phases' names in the profiler's list
 
 COMMUNICATION = ("gloo:", "nccl", "c10d::", "_c10d_functional::", "deepspeed::")
 
+_IN_FLIGHT = "gloo:"  # a collective from its request to its end, which is recorded in the thread that requested it
+
 _MESSAGES = ("gloo:send", "gloo:recv", "c10d::send", "c10d::recv", "ncclDevKernel_SendRecv")
 
 COMPUTATION = ("aten::", "fsdp::")  # operators; autograd nodes, phases and wrappers only contain them
@@ -63,7 +65,8 @@ def cpu_time_breakdown(events: Iterable[TraceEvent]) -> TimeBreakdown:
     marks, communication = named(PREFIX), named(*COMMUNICATION)
     threads = {mark.thread for mark in marks}
     operators = _spans(event for event in named(*COMPUTATION) if event.thread in threads)
-    computing = difference(operators, _spans(event for event in communication if event.thread in threads))
+    launching = [event for event in communication if event.thread in threads and not event.name.startswith(_IN_FLIGHT)]
+    computing = difference(operators, _spans(launching))
     messages = difference(_spans(named(*_MESSAGES)), computing)
     return _divide(_occurrences(marks), computing, _collectives(communication), messages)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from harness.report.comparability import EQUAL_BYTES, group_by
 from harness.report.reasons import memory_reason, step_reason
 from harness.report.reported import Reported, ReportedGroup, names, share_text
-from harness.report.speeds import CROWDED, MINIMUM_RUNS, are_alike, remedy
+from harness.report.speeds import CROWDED, DISJOINT_RUNS, MINIMUM_RUNS, are_alike, remedy
 from harness.report.text import bytes_text, join_words, pluralize
 
 MOST_RIVALS = 4  # configurations that a sentence names
@@ -53,7 +53,7 @@ def fastest_text(group: ReportedGroup) -> str:
         return text + _challengers_text(group, first)
     rates = "; ".join(f"{member.label} {member.rate_text}" for member in group.contenders[:MOST_RIVALS])
     more = f"; and {len(group.contenders) - MOST_RIVALS} more" if len(group.contenders) > MOST_RIVALS else ""
-    text = f"Not certain. These are within run-to-run variation of {first.label}, the highest median: {rates}{more}."
+    text = f"Not certain. None of these is certainly slower than {first.label}, the highest median: {rates}{more}."
     return text + _challengers_text(group, first)
 
 
@@ -110,7 +110,7 @@ def times_text(line: Reported, other: Reported) -> str:
     if not (line.speed.is_ranked and other.speed.is_ranked) or line.program == other.program:
         return ""
     if are_alike(line.speed, other.speed):
-        return f"the same speed as {other.label} within run-to-run variation"
+        return f"no certain difference in speed from {other.label}"
     return f"{line.speed.median / other.speed.median:.2f} × the speed of {other.label}"
 
 
@@ -151,11 +151,16 @@ def _certainty(group: ReportedGroup) -> str:
         number = f"{runs[0]}" if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
         text = (
             f"Speeds are medians [ranges] of {number} undisturbed runs; a configuration is called faster only if its"
-            " range lies clear of the other's. "
+            f" range lies above the other's{_clear_text(runs[0])}. "
         )
         if group.unranked:
             text += f"Not ranked: {_unranked_names(group)}. "
     return f"{text}Memory and communication are counted to the byte.{_proof_text(group.members)}"
+
+
+def _clear_text(runs: int) -> str:
+    """Return by how much ranges have to be apart, if a speed of so few runs is compared."""
+    return "" if runs >= DISJOINT_RUNS else ", with fewer than four runs by more than half of the wider one"
 
 
 def _proof_text(members: Sequence[Reported]) -> str:

@@ -76,7 +76,7 @@ def _speeds(view: View) -> Iterator[str]:
     unsettled = [label for label, is_unsettled in _pairs(view, "unsettled") if is_unsettled]
     if unsettled:
         yield (
-            "Runs vary by more than the difference, so that these may be faster or slower than the baseline:"
+            "Their runs do not tell these from the baseline with certainty, so that they may be faster or slower:"
             f" {_some(view, unsettled)}."
         )
 
@@ -152,7 +152,8 @@ def _proven(view: View) -> Iterator[str]:
         count = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
         proven = [line.row["proven_steps"] for line in ok if line.row.get("proven_steps")]
         proof = (
-            f" The first {pluralize(min(proven), 'step')} of each are proven to be the same training."
+            f" The first {pluralize(min(proven), 'step')} of each, warm-up and traced steps included, are proven to be"
+            " the same training."
             if len(proven) == len(ok)
             else ""
         )

@@ -24,6 +24,7 @@ from harness.report.claims_model_parallel import pipeline, tensor_parallel
 from harness.report.comparability import PARTITION_COLUMNS, group_by
 from harness.report.document import Paragraph, Section, Table, section
 from harness.report.frame import STATE_COLUMNS, column_values
+from harness.report.paper_block import paper_ratio
 from harness.report.view import View
 
 # The beginnings of the claims on model state and on bytes sent, each of which is about a figure of its own.
@@ -162,7 +163,7 @@ def _saved_activations(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Clai
         "activations: without checkpointing over with, each layer keeping its input alone",
         f"{COUNTED} Korthikanti et al., arXiv 2205.05198, section 5",
         ratio(plain, run, "predicted_activation_bytes"),
-        "17× as layers multiply, for the paper's block (34sbh/2sbh)",
+        f"{paper_ratio(plain, run)}, as layers multiply",
         ratio(plain, run, "activation_bytes"),
     )
 

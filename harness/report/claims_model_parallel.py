@@ -8,6 +8,7 @@ from harness.layout.layout import Layout
 from harness.layout.parameters import parameter_count
 from harness.layout.partition import stages_of_rank, whole_model
 from harness.report.claim_peers import COUNTED, TIMED, Claim, ClaimRun, compare_claim, ddp_of, peer, ratio
+from harness.report.paper_block import paper_ratio
 from harness.report.speeds import is_undisturbed
 
 
@@ -34,7 +35,7 @@ def tensor_parallel(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
         f"activations: of the whole model over those of a rank{' with sequence parallel' * shared}",
         f"{COUNTED} Korthikanti et al., arXiv 2205.05198, sections 4.1 and 4.2",
         ratio(undivided, run, "predicted_activation_bytes"),
-        f"t× = {t}×" if shared else f"{34 / (10 + 24 / t):.3g}× for the paper's block (34sbh over (10 + 24/t)sbh)",
+        paper_ratio(undivided, run),
         ratio(undivided, run, "activation_bytes"),
     )
     if run.row.get("sequence_parallel"):
@@ -44,7 +45,7 @@ def tensor_parallel(run: ClaimRun, runs: Sequence[ClaimRun]) -> Iterator[Claim]:
             "activations: tensor parallel alone over the same with sequence parallel",
             f"{COUNTED} Korthikanti et al., arXiv 2205.05198, section 4.2",
             ratio(without, run, "predicted_activation_bytes"),
-            f"{(10 * t + 24) / 34:.3g}× for the paper's block ((10 + 24/t)sbh over 34sbh/t)",
+            paper_ratio(without, run),
             ratio(without, run, "activation_bytes"),
         )
 

@@ -160,7 +160,7 @@ def _legend(names: Sequence[str], rows: Rows, speeds: Speeds) -> Iterator[str]:
     """Yield the meanings of the table's marks, and the speeds that may not be compared."""
     yield "× is the ratio of B to A"
     if any(_is_within_variation(*sides) for sides in speeds):
-        yield f"{UNSETTLED_MARK} marks a difference within run-to-run variation"
+        yield f"{UNSETTLED_MARK} marks a difference that is not certain"
     unranked = [
         name
         for name, (first, second), pair in zip(names, speeds, rows, strict=True)

@@ -76,7 +76,7 @@ def compared_text(view: View) -> str:
     ends = (
         "" if set(statuses) <= {"ok"} else f" ({', '.join(f'{count} {status}' for status, count in statuses.items())})"
     )
-    text = f"{pluralize(len(view.lines), 'configuration')}{runs}{ends}"
+    text = f"{pluralize(len(view.lines), 'configuration')}{ends}{runs}"
     shared = shared_settings(table)
     text += f": {'; '.join(shared)}." if shared else "."
     varied = [name for name in ("strategy", "checkpointing") if len(distinct_values(table, name)) > 1]

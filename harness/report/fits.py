@@ -52,7 +52,7 @@ def fits_table(groups: Sequence[ReportedGroup]) -> Table | None:
         "configurations": [group.title for group, _ in entries] if len({id(group) for group, _ in entries}) > 1 else [],
         "memory per rank": [f"from {rounded_up(line.peak or 0, unit)} {unit.name}" for _, line in entries],
         "fastest that fits": [line.label for _, line in entries],
-        "may be as fast": [_may_be_as_fast(line, group) for group, line in entries],
+        "may be as fast or faster": [_may_be_as_fast(line, group) for group, line in entries],
         "tokens/s": [f"{line.speed.median:,.0f} [{line.speed.low:,.0f}–{line.speed.high:,.0f}]" for _, line in entries],
     }
     columns = {title: cells for title, cells in columns.items() if any(cells)}
@@ -64,7 +64,7 @@ def fits_table(groups: Sequence[ReportedGroup]) -> Table | None:
 def _may_be_as_fast(line: Reported, group: ReportedGroup) -> str:
     """Return what fits before the next on the front does and is not certainly slower, with the memory that it needs.
 
-    Such a configuration is within run-to-run variation, or not ranked.
+    Such a configuration is not certainly slower, or not ranked.
     """
     peak = line.peak or 0
     following = min((size for other in group.front if (size := other.peak or 0) > peak), default=None)
@@ -81,4 +81,7 @@ def _may_be_as_fast(line: Reported, group: ReportedGroup) -> str:
 def _rival(line: Reported, fits_in: int) -> str:
     """Return a label with the number of runs where they are too few, and the peak where it does not fit."""
     few = "" if line.speed.is_ranked else f" (n = {line.speed.runs})"
-    return f"{line.label}{few}{f' from {line.peak_text}' if (line.peak or 0) > fits_in else ''}"
+    if (line.peak or 0) <= fits_in:
+        return f"{line.label}{few}"
+    unit = byte_unit([line.peak])
+    return f"{line.label}{few} from {rounded_up(line.peak or 0, unit)} {unit.name}"

@@ -49,7 +49,7 @@ def figures(line: Reported, base: Reported, own_claims: Sequence[Claim]) -> Iter
     if line.peak is not None and base.peak:
         yield f"{share_text(line.peak, base.peak)} of its peak memory"
     if speed := times_text(line, base):
-        yield speed.replace(f" of {base.label}", "").replace(f" as {base.label}", "")
+        yield speed.replace(f" of {base.label}", "").replace(f" from {base.label}", "")
     sent, base_sent = line.row.get("communication_bytes"), base.row.get("communication_bytes")
     if sent is not None and base_sent:
         yield f"{format_ratios([sent / base_sent])[0]} × its bytes sent{_paper_text(own_claims, VOLUME_CLAIM)}"
@@ -65,4 +65,4 @@ def _paper_text(own_claims: Sequence[Claim], beginning: str) -> str:
         return ""
     expected = 1 / claim.expected if beginning == STATE_CLAIM else claim.expected
     reason = f", different: {claim.reason}" if claim.reason and not claim.agrees else ""
-    return f" (paper: {expected:.2f} ×{'' if claim.agrees else reason or ', different'})"
+    return f" (by the paper's formula {expected:.2f} ×{'' if claim.agrees else reason or ', different'})"

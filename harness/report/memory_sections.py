@@ -109,7 +109,8 @@ def peak(view: View) -> list[Section]:
             " parts add up to the peak, and are empty where the profiled step had another peak than the timed ones. The"
             " phase is the one in which the peak occurred. Gathered parameters are shards that were gathered for"
             " computing; communication buffers are buckets, gradients that wait for their reduction, and copies of the"
-            " communication backend; temporary tensors are all others, which live within an operator or between two."
+            " communication backend; temporary tensors are all others, which live within an operator or between"
+            " two, and gradients until their parameters have them."
         ),
         *(blocks if any(text for _, text in largest) else ()),
     )

@@ -64,8 +64,8 @@ def _legend(table: pd.DataFrame, baseline: str, has_best: bool) -> Iterator[str]
     if distinct_values(table, "speed_low"):
         yield (
             "Speed is the median [slowest–fastest] of at least three undisturbed runs. One configuration counts as"
-            " faster than another only if its slowest run is faster than the other's fastest by more than half the"
-            " wider of both ranges."
+            " certainly faster than another if its slowest run is faster than the other's fastest; where either has"
+            " fewer than four runs, by more than half of the wider range."
         )
     if any("(n = " in text for text in speed_texts(table)):
         simulated = " Simulated speeds are never ranked." if "simulated" in column_values(table, "launch") else ""
@@ -73,7 +73,7 @@ def _legend(table: pd.DataFrame, baseline: str, has_best: bool) -> Iterator[str]
     if any(column_values(table, "is_crowded")):
         yield "Speeds of more ranks than cores are not ranked, whatever n is."
     if any(column_values(table, "unsettled")):
-        yield "~ marks a speed that differs from the baseline's only within run-to-run variation."
+        yield "~ marks a speed that is not certainly different from the baseline's."
     yield (
         "Memory is the maximum over ranks. Model state is the parameters, gradients and optimizer state, on the device"
         " and on the host. Communication is the bytes that one rank sends per step. The deviations are the largest"
@@ -88,8 +88,9 @@ def _legend(table: pd.DataFrame, baseline: str, has_best: bool) -> Iterator[str]
     if any(count and count > 1 for count in column_values(table, "runs")):
         yield (
             "Repeats of a configuration share a row: the median of speeds and times, the maximum of memory. Below, the"
-            " parts of a step are those of the run with the median speed, the parts of a peak those of the run with the"
-            " largest one; the sections on proof, failures and noise warnings have every run."
+            " parts of a step are those of the run with the median speed, or of an even number the slower one of the"
+            " middle two, the parts of a peak those of the run with the largest one; the sections on proof, failures"
+            " and noise warnings have every run."
         )
     if any(column_values(table, "is_ignored")):
         yield (

@@ -11,7 +11,7 @@ from harness.config.fingerprint import result_affecting_keys
 from harness.records.schema import Record
 from harness.report.comparability import choice_key, comparability_key, group_by, key_text
 from harness.report.labels import non_default
-from harness.report.speeds import CLEARANCE, Speed, leads, pool, speed_of
+from harness.report.speeds import Speed, leads, pool, speed_of
 
 
 @dataclass(frozen=True)
@@ -172,15 +172,12 @@ def _front(candidates: Sequence[int], speeds: Mapping[int, Speed], peaks: Mappin
     """
     front: list[int] = []
     before: list[Speed] = []  # of smaller candidates
-    highest = highest_padded = lowest = 0.0  # bounds of the front's ranges, and the highest lower end of all before
+    lowest = 0.0  # the highest lower end of all before
     for position in sorted(candidates, key=lambda position: (peaks[position], -speeds[position].median)):
         speed = speeds[position]
-        width = speed.high - speed.low
-        is_clear = speed.low > max(highest + CLEARANCE * width, highest_padded)
-        if (is_clear or not front) and not (lowest > speed.high and any(leads(other, [speed]) for other in before)):
+        is_clear = leads(speed, [speeds[other] for other in front])
+        if is_clear and not (lowest > speed.high and any(leads(other, [speed]) for other in before)):
             front.append(position)
-            highest = max(highest, speed.high)
-            highest_padded = max(highest_padded, speed.high + CLEARANCE * width)
         before.append(speed)
         lowest = max(lowest, speed.low)
     return tuple(front)

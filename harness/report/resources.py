@@ -29,8 +29,9 @@ _HOW_TO_READ = (
     " for GPipe and 1F1B and (p − 1)/(vm) for interleaved 1F1B; for zero bubble it is a third of (p − 1)/(vm), if"
     " forward and the two halves of backward take equally long. Ranks that share processor cores wait for those as"
     " well, which no formula counts.",
-    "A micro-batch is in flight in a stage from its forward to the end of its backward. GPipe has all m micro-batches"
-    " in flight, 1F1B at most p; the activation memory grows with them. Stages are numbered from 0.",
+    "A micro-batch is in flight in a stage from its forward to the end of its backward, and counts once for each stage"
+    " of a rank that it is in flight in. GPipe has all m micro-batches in flight, 1F1B at most p; the activation memory"
+    " grows with them. Stages are numbered from 0.",
 )
 
 
@@ -101,7 +102,7 @@ def _measured_text(table: pd.DataFrame) -> str:
     if not measured:
         return ""
     text = (
-        " The shares of communication come from two steps under torch's profiler, the phases from the timed steps. The"
+        " The shares of communication come from two traced steps, the phases from the timed ones. The"
         " spread is the interquartile range of the step times over their median. CPU time is the processor time of all"
         " ranks in one step, in seconds."
     )

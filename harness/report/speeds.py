@@ -14,10 +14,15 @@ MINIMUM_RUNS = 3  # undisturbed repeats that a speed needs to be ranked
 
 CROWDED = "more ranks than cores"  # why a speed is not ranked
 
-# How far ranges have to be apart to be told apart, as a part of the wider one. Of identical configurations with three
-# repeats each, one would lead all others by luck: disjoint ranges alone allow that in 10 % of pairs, 4 % of three and
-# 0.3 % of nine, whatever the distribution; this distance leaves at most 3.3 % of pairs under normal, uniform, skewed,
-# heavy-tailed and two-valued noise (tests/unit/test_ranking.py draws them).
+# The runs of two configurations from which disjoint ranges tell them apart. Of identical ones with four runs each,
+# 2 / C(8, 4) = 2.9 % of pairs are disjoint, whatever the distribution, and fewer with more runs: it is the least
+# probable of all outcomes of Wilcoxon's rank-sum test.
+DISJOINT_RUNS = 4
+
+# How far ranges of fewer runs have to be apart, as a part of the wider one. With three runs each, one of several
+# identical configurations would lead all others by luck: disjoint ranges alone allow that in 10 % of pairs, 4 % of
+# three and 0.3 % of nine; this distance leaves at most 3.3 % of pairs under normal, uniform, skewed, heavy-tailed and
+# two-valued noise (tests/unit/test_ranking.py draws them).
 CLEARANCE = 0.5
 
 
@@ -103,14 +108,21 @@ def remedy(lines: Sequence[Record]) -> str:
 def leads(first: Speed, others: Iterable[Speed]) -> bool:
     """Return whether a speed is certainly higher than all others.
 
-    Its range of runs has to lie above each other range by more than CLEARANCE times the wider of the two.
+    Its range of runs has to lie above each other range, and where either has fewer runs than DISJOINT_RUNS by more than
+    CLEARANCE times the wider of the two.
     """
-    width = first.high - first.low
-    return all(first.low - other.high > CLEARANCE * max(width, other.high - other.low) for other in others)
+    return all(first.low - other.high > _clearance(first, other) for other in others)
+
+
+def _clearance(first: Speed, other: Speed) -> float:
+    """Return the distance that tells two ranges apart."""
+    if min(first.runs, other.runs) >= DISJOINT_RUNS:
+        return 0.0
+    return CLEARANCE * max(first.high - first.low, other.high - other.low)
 
 
 def are_alike(first: Speed, other: Speed) -> bool:
-    """Return whether two speeds differ by no more than runs vary."""
+    """Return whether neither of two speeds is certainly higher."""
     return not leads(first, [other]) and not leads(other, [first])
 
 

@@ -66,7 +66,7 @@ def _scaling(series: Series) -> Iterator[str]:
     times = fast.median / slow.median
     text = f"{series.name} on {many} ranks instead of {few}"
     if are_alike(slow, fast):
-        yield f"{text} has the same tokens/s within run-to-run variation."
+        yield f"{text} has no certain difference in tokens/s."
         return
     yield f"{text} has {times:.2f} × the tokens/s, {percent_text(times * few / many)} of linear scaling."
 
@@ -124,7 +124,7 @@ def _cost_text(line: Reported, plain: Reported) -> str:
     if line.speed.is_ranked and plain.speed.is_ranked:
         change = line.speed.median / plain.speed.median - 1
         if are_alike(line.speed, plain.speed):
-            costs.insert(0, "the same speed within run-to-run variation")
+            costs.insert(0, "no certain difference in speed")
         else:
             costs.insert(0, f"{percent_text(abs(change))} {'less' if change < 0 else 'more'} speed")
     known = [cost for cost in costs if cost]

@@ -92,7 +92,7 @@ def _legend(columns: Sequence[Column]) -> list[str]:
         "n is the number of undisturbed runs: with fewer than three, speeds are not ranked": any(
             "(n = " in cell for cell in cells
         ),
-        f"{UNSETTLED_MARK} marks a difference within run-to-run variation": any(
+        f"{UNSETTLED_MARK} marks a difference that is not certain": any(
             cell.endswith(UNSETTLED_MARK) for cell in cells
         ),
     }

@@ -180,7 +180,7 @@ def test_ratios_are_of_b_over_a_in_every_column(tmp_path: Path) -> None:
 def test_a_difference_within_run_to_run_variation_is_marked(speeds: list[float], mark: str, tmp_path: Path) -> None:
     lines = compared(tmp_path, runs_of("ddp", 1000.0, 1010.0, 990.0), runs_of("ddp", *speeds))
     assert cells(lines, "ddp")[4].endswith("~") == (mark == "~")
-    assert ("~ marks a difference within run-to-run variation" in lines) == (mark == "~")
+    assert ("~ marks a difference that is not certain" in lines) == (mark == "~")
     few = "fewer than 3 undisturbed runs, so that it is not certain which is faster: every run"
     assert (few in lines) == (mark == "few")
 

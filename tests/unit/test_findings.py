@@ -93,7 +93,7 @@ def golden() -> str:
 ANSWERS = [
     (
         "Fastest",
-        "Not certain. These are within run-to-run variation of ddp, the highest median: ddp 16,000 tokens/s"
+        "Not certain. None of these is certainly slower than ddp, the highest median: ddp 16,000 tokens/s"
         " [15,900–16,100]; zero1 15,950 tokens/s [15,000–16,800].",
     ),
     ("Least memory", "zero3 with 12.00 MiB at the peak of the fullest rank, 60 % of ddp's."),
@@ -106,13 +106,14 @@ ANSWERS = [
     (
         "How sure",
         "Speeds are medians [ranges] of 3 undisturbed runs; a configuration is called faster only if its range lies"
-        " clear of the other's. Not ranked: zero3 (1 undisturbed run). Memory and communication are counted to the"
+        " above the other's, with fewer than four runs by more than half of the wider one. Not ranked: zero3 (1"
+        " undisturbed run). Memory and communication are counted to the"
         " byte. All are proven to have run the same training as the reference for 16 steps.",
     ),
 ]
 
 SENTENCES = [
-    "zero1 beside ddp: 90 % of its peak memory; the same speed within run-to-run variation; 1.00 × its bytes sent.",
+    "zero1 beside ddp: 90 % of its peak memory; no certain difference in speed; 1.00 × its bytes sent.",
     "zero3 beside ddp: 60 % of its peak memory; 1.50 × its bytes sent.",
     "full checkpointing of ddp: activations 67 % smaller and the peak 20 % smaller, at 25 % less speed.",
     "The peaks predicted for 4 configurations are off by 10 % in the median and by 10 % at most.",
@@ -125,7 +126,7 @@ def test_sentences_state_the_figures_of_the_rows() -> None:
     assert list(screen.answers) == ANSWERS and screen.warning == ""
     assert texts(findings(View("example", example()))) == SENTENCES
     assert screen.compared == (
-        "6 configurations in 12 runs (4 ok, 1 oom, 1 refused): tiny (1,048,576 parameters); fp32; 2 ranks; 8 × 128 ="
+        "6 configurations (4 ok, 1 oom, 1 refused) in 12 runs: tiny (1,048,576 parameters); fp32; 2 ranks; 8 × 128 ="
         " 1,024 tokens per step; micro-batch 4; on cpu; ranks launched as processes. They differ in strategy and"
         " checkpointing. Measured on 2026-01-02."
     )
@@ -247,8 +248,8 @@ def test_what_a_paper_says_stands_behind_its_own_figure() -> None:
     zero3, ddp = (next(line for line in group.members if line.label == name) for name in ("zero3", "ddp"))
     assert list(figures(zero3, ddp, [claim, state])) == [
         "60 % of its peak memory",
-        "1.50 × its bytes sent (paper: 1.50 ×)",
-        "0.62 × its model state (paper: 0.50 ×, different: a copy in fp32)",
+        "1.50 × its bytes sent (by the paper's formula 1.50 ×)",
+        "0.62 × its model state (by the paper's formula 0.50 ×, different: a copy in fp32)",
     ]
     assert "as the paper says" not in everything(View("papers", entries))
 
@@ -270,7 +271,7 @@ def test_a_wrong_unit_changes_the_sentences(column: str, factor: float) -> None:
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        (20 * MIB, "4 of 4 configurations. Not certain. These are within run-to-run variation of ddp, the"),
+        (20 * MIB, "4 of 4 configurations. Not certain. None of these is certainly slower than ddp, the"),
         (
             20 * MIB - 1,
             "3 of 4 configurations, of which zero1 is the fastest: 15,950 tokens/s [15,000–16,800] in 18.00",

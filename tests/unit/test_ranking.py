@@ -1,6 +1,7 @@
 """Ranking: no winner among identical configurations, none without three undisturbed runs, and fronts by hand."""
 
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,15 +57,16 @@ def test_nine_names_of_one_configuration_have_a_winner_in_at_most_5_percent() ->
     assert winners <= 0.05 * drawn
 
 
+@pytest.mark.parametrize("runs", [3, 4, 6])
 @pytest.mark.parametrize("rivals", [2, 3])
 @pytest.mark.parametrize("noise", NOISES)
-def test_few_names_of_one_configuration_have_a_winner_in_at_most_5_percent(rivals: int, noise: str) -> None:
+def test_few_names_of_one_configuration_have_a_winner_in_at_most_5_percent(rivals: int, noise: str, runs: int) -> None:
     """Between two, disjoint ranges of three runs each would be a winner in 10 %."""
-    draw, drawn = random.Random(f"{rivals} {noise}"), 1000
+    draw, drawn = random.Random(f"{rivals} {noise} {runs}"), 1000
 
     def speed() -> Speed:
-        low, median, high = sorted(NOISES[noise](draw) for _ in range(3))
-        return Speed(median, low, high, 3, is_disturbed=False)
+        speeds = [NOISES[noise](draw) for _ in range(runs)]
+        return Speed(statistics.median(speeds), min(speeds), max(speeds), runs, is_disturbed=False)
 
     winners = 0
     for _ in range(drawn):
@@ -104,6 +106,15 @@ def test_a_winner_needs_three_undisturbed_runs_of_each_rival_and_a_clear_range(
     ranking = rank(lines_of(configuration(1, "first", CLEAR), slower))
     assert places(ranking, "is_fastest") == fastest
     assert max(len(group.ranked) for group in ranking.groups) == ranked
+
+
+@pytest.mark.parametrize(("runs", "is_winner"), [(3, False), (4, True), (6, True)])
+def test_disjoint_ranges_of_four_runs_or_more_need_no_distance(runs: int, is_winner: bool) -> None:
+    slower, faster = ([base + 10.0 * number / runs for number in range(runs)] for base in (991.0, 1000.0))
+    ranking = rank(lines_of(configuration(1, "first", faster), configuration(2, "second", slower)))
+    assert places(ranking, "is_fastest") == ([0] if is_winner else [])
+    fewer = rank(lines_of(configuration(1, "first", faster), configuration(2, "second", slower[-3:])))
+    assert places(fewer, "is_fastest") == []
 
 
 def test_a_single_disturbed_run_leaves_the_median_of_the_others() -> None:

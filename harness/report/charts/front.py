@@ -11,7 +11,7 @@ from harness.report.charts.style import alt
 from harness.report.comparability import group_by
 from harness.report.document import Chart, Table
 from harness.report.reported import group_titles
-from harness.report.speeds import CLEARANCE, MINIMUM_RUNS
+from harness.report.speeds import CLEARANCE, DISJOINT_RUNS, MINIMUM_RUNS
 from harness.report.text import ONE, Unit, byte_unit, format_numbers, pluralize
 from harness.report.view import View
 from harness.util.text import sanitize
@@ -24,8 +24,8 @@ _MOST_FRONTS = 3  # groups of comparable configurations that are drawn beside ea
 def trade(view: View) -> Chart | None:
     """Draw peak memory against speed, for each of the largest groups of comparable configurations.
 
-    The front connects the ranked configurations that are certainly faster than every smaller one. It is worked out over
-    all of them, and again by the page over those that are visible.
+    The front connects ranked configurations by memory, each certainly faster than those before it. It is worked out
+    over all of them, and again by the page over those that are visible.
     """
     lines = [line for line in chart_lines(view) if line.speed and line.peak] if view.draws_speeds else []
     by_group = group_by(lines, lambda line: line.standing.group)
@@ -60,7 +60,7 @@ def trade(view: View) -> Chart | None:
         vega_lite = marks.finish(view, name, chart, alt_text)
     candidates = [_candidate(line) for group in shown.values() for line in group if line.is_ranked]
     vega_lite["params"] += [{"name": "front", "value": [line.position for line in drawn if line.standing.is_on_front]}]
-    vega_lite["usermeta"] |= {"candidates": candidates, "clearance": CLEARANCE}
+    vega_lite["usermeta"] |= {"candidates": candidates, "clearance": CLEARANCE, "disjointRuns": DISJOINT_RUNS}
     return Chart("trade", name, alt_text, vega_lite, _trade_table(drawn, unit), 2)
 
 
@@ -109,9 +109,12 @@ def _point(line: ChartLine, unit: Unit) -> Datum:
 
 
 def _candidate(line: ChartLine) -> list[Any]:
-    """Return what the page works a front out from: position, strategy, group, peak, slowest, median, fastest run."""
+    """Return what the page works a front out from.
+
+    It is position, strategy, group and peak, the slowest, median and fastest run, and the number of runs.
+    """
     speed = line.standing.speed
-    runs = (speed.low, speed.median, speed.high) if speed else ()
+    runs = (speed.low, speed.median, speed.high, speed.runs) if speed else ()
     return [line.position, line.strategy, line.standing.group, line.peak, *runs]
 
 
@@ -130,7 +133,7 @@ def _front_text(shown: Mapping[int | None, Sequence[ChartLine]]) -> str:
     names = [", ".join(line.label for line in front) for front in fronts if front]
     if not names:
         return f"No front is drawn: no speed here has {MINIMUM_RUNS} undisturbed repeats."
-    return f"On the front, certainly faster than all ranked ones that need less memory: {'; '.join(names)}."
+    return f"On the front, each certainly faster than those before it: {'; '.join(names)}."
 
 
 def _trade_layers(view: View, points: Sequence[Datum], unit: Unit, size: tuple[float, float]) -> list[alt.Chart]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from harness.report.charts import bar_marks, marks, style
 from harness.report.charts.curves import Scale, curves
 from harness.report.charts.lines import (
-    FASTEST,
     MOST,
+    ONE_OF_EACH,
     ChartLine,
     Datum,
     chart_lines,
@@ -47,7 +47,7 @@ def memory_wall(view: View) -> Chart | None:
         f"Peak memory of {pluralize(len(drawn), 'configuration')} in {unit.name} over millions of parameters,"
         f" {range_text([(point['label'], point['y']) for point in measured])};"
         f" {len([line for _, line in points if not line.ok])} ran out of memory."
-        f"{omitted_text(len(drawn), len(series), FASTEST)}"
+        f"{omitted_text(len(drawn), len(series), ONE_OF_EACH)}"
     )
     name = "Peak memory by model size (×: out of memory)"
     vega_lite = _wall_spec(view, name, alt_text, drawn, measured, failed, _limits(points, unit), unit)

@@ -16,7 +16,7 @@ from harness.util.text import sanitize
 
 MOST = 60  # bars or curves of one chart that are drawn at once; the page draws the first of those that are visible
 
-FASTEST = "the fastest of every strategy, then the others in the order of the report"  # what `select` returns
+ONE_OF_EACH = "one of every strategy, then the others in the order of the report"  # what `select` returns
 
 Datum = dict[str, Any]  # the data of one mark; always has `strategy`
 
@@ -144,9 +144,11 @@ def select(candidates: Sequence[D], most: int = MOST) -> list[D]:
     return [candidate for candidate in candidates if candidate.position in drawn]
 
 
-def omitted_text(drawn: int, total: int, rule: str = "the first of those whose strategies are shown") -> str:
+def omitted_text(
+    drawn: int, total: int, rule: str = "the first of those whose strategies are shown", noun: str = "configurations"
+) -> str:
     """Return a sentence on what is not drawn, with a space before it; empty if everything is drawn."""
-    return f" {drawn} of {total} configurations are drawn at once: {rule}." if drawn < total else ""
+    return f" {drawn} of {total} {noun} are drawn at once: {rule}." if drawn < total else ""
 
 
 def median_record(line: ChartLine) -> Record:

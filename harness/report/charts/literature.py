@@ -38,7 +38,7 @@ def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None
         f"The figures of papers at this layout beside the measured ones, {pluralize(len(known), 'claim')}:"
         f" {len(known) - len(far)} agree."
         + (f" The farthest apart is {values[0]['label']}, by a factor of {_apart(known[0]):.2f}." if far else "")
-        + omitted_text(min(MOST, len(known)), len(known))
+        + omitted_text(min(MOST, len(known)), len(known), noun="claims")
     )
     title = "× (◇ paper, ● measured)"
     vega_lite = marks.spec(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from harness.records.schema import Row
 from harness.report.charts import marks
 from harness.report.charts.lines import (
-    FASTEST,
+    ONE_OF_EACH,
     ChartLine,
     chart_lines,
     omitted_text,
@@ -67,7 +67,7 @@ def _chart(view: View, name: str, title: str, curves: Sequence[Curve], total: in
     alt_text = (
         f"Training losses of {pluralize(len(curves), 'configuration')} over"
         f" {max(len(curve) for _, curve in curves)} steps, the last {range_text(last, '.6g')}."
-        f"{difference if len(curves) > 1 else ''}{omitted_text(len(curves), total, FASTEST)}"
+        f"{difference if len(curves) > 1 else ''}{omitted_text(len(curves), total, ONE_OF_EACH)}"
     )
     bundles = _bundles(steps)
     dashes = _dashes(bundles, len(curves))

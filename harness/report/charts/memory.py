@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from harness.report.charts import bar_marks, marks
 from harness.report.charts.curves import Scale, curves
 from harness.report.charts.lines import (
-    FASTEST,
     MOST,
+    ONE_OF_EACH,
     ChartLine,
     Datum,
     chart_lines,
@@ -202,7 +202,7 @@ def batches(view: View) -> Chart | None:
     alt_text = (
         f"Activation memory of {pluralize(len(drawn), 'configuration')} in {unit.name} by micro-batch size,"
         f" {range_text(ends)}."
-        f"{omitted_text(len(drawn), len(series), FASTEST)}"
+        f"{omitted_text(len(drawn), len(series), ONE_OF_EACH)}"
     )
     batch = sorted({datum["x"] for datum in points})
     highest = max(datum["y"] for datum in (*points, *predictions))

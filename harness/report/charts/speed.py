@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from harness.report.charts import bar_marks, marks
 from harness.report.charts.curves import Scale, curves
 from harness.report.charts.lines import (
-    FASTEST,
     MOST,
+    ONE_OF_EACH,
     ChartLine,
     Datum,
     chart_lines,
@@ -145,7 +145,7 @@ def scaling(view: View) -> Chart | None:
         f" {range_text([(curve.name, _efficiency(curve)) for curve in drawn])}."
         + ("" if all_ranked else f" Some points are of fewer than {MINIMUM_RUNS} repeats, and rank nothing.")
         + untimed_text(chart_lines(view))
-        + omitted_text(len(drawn), len(series), FASTEST)
+        + omitted_text(len(drawn), len(series), ONE_OF_EACH)
     )
     worlds = sorted({point["x"] for point in points})
     wide = worlds[-1] / worlds[0] > _WIDE

@@ -360,10 +360,11 @@
 
   // From the smallest peak on, the ranked configurations that are certainly faster than all before them on the front, and
   // certainly slower than none before them at all: see `harness/report/ranking.py`.
-  function front({ candidates, clearance }) {
-    const leads = (a, b) => a.low - b.high > clearance * Math.max(a.high - a.low, b.high - b.low);
+  function front({ candidates, clearance, disjointRuns }) {
+    const apart = (a, b) => (Math.min(a.runs, b.runs) >= disjointRuns ? 0 : clearance * Math.max(a.high - a.low, b.high - b.low));
+    const leads = (a, b) => a.low - b.high > apart(a, b);
     const known = candidates
-      .map(([position, strategy, group, peak, low, median, high]) => ({ position, strategy, group, peak, low, median, high }))
+      .map(([position, strategy, group, peak, low, median, high, runs]) => ({ position, strategy, group, peak, low, median, high, runs }))
       .filter(({ strategy }) => !hidden.has(strategy))
       .sort((a, b) => a.peak - b.peak || b.median - a.median || a.position - b.position);
     const chosen = [];
