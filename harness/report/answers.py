@@ -155,6 +155,11 @@ def _certainty(group: ReportedGroup) -> str:
         )
         if group.unranked:
             text += f"Not ranked: {_unranked_names(group)}. "
+    if all(member.speed.is_simulated for member in group.members):
+        return (
+            "Nothing was measured. The code of one or more ranks of each layout ran on simulated devices, where every"
+            " allocation and message is counted to the byte."
+        )
     return f"{text}Memory and communication are counted to the byte.{_proof_text(group.members)}"
 
 

@@ -104,7 +104,9 @@ def _machines(records: Sequence[Record]) -> str:
 def _machine(record: Record) -> str:
     environment = record.environment
     if record.row.get("measured_on") not in (None, "cpu"):
-        nodes = environment.get("nodes") or 1
+        is_simulated = record.row.get("launch") == "simulated"
+        cluster = (record.config.get("cluster") or {}) if is_simulated else environment
+        nodes = cluster.get("nodes") or 1
         count = f"{environment['devices']} × " if environment.get("devices") else ""
         return f"{count}{record.row['measured_on']}" + (f", {nodes} nodes" if nodes > 1 else "")
     processor, cores = environment.get("processor"), environment.get("cores")

@@ -7,6 +7,7 @@ again from the tables of all of them.
 """
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -139,6 +140,11 @@ and nothing was measured. Each report sets the simulation beside the planner's f
 
 [plans](plans/README.md) has what `harness plan` finds for models and GPUs that were not at hand.
 
+## Self-test
+
+[selftest.json](selftest/selftest.json) is what `harness selftest` recorded on the same kind of machine:
+{_selftest_text(published)}.
+
 ## To record them again
 
 `.venv/bin/python -m tests.support.published_comparisons NAME` records one of them again, and `harness diff
@@ -186,9 +192,17 @@ def _simulated_row(comparison: Comparison, view: View) -> str:
 
 
 def _difference(rows: Sequence[Row], simulated: str, formula: str) -> str:
-    """Return the range of what is simulated against the formula's: `-2.0 to +3.1 %`."""
+    """Return the range of what is simulated against the formula's: `−2.0 to +3.1 %`, or the one difference."""
     changes = sorted(100 * (float(row[simulated]) / float(row[formula]) - 1) for row in rows)  # type: ignore[arg-type]
-    return f"{changes[0]:+.1f} to {changes[-1]:+.1f} %".replace("-", "−")
+    ends = dict.fromkeys(f"{change:+.1f}" for change in (changes[0], changes[-1]))
+    return f"{' to '.join(ends)} %".replace("-", "−")
+
+
+def _selftest_text(published: Path) -> str:
+    """Return how many of its steps ended how: `15 passed, 13 skipped`."""
+    steps = json.loads((published / "selftest" / "selftest.json").read_text(encoding="utf-8"))["steps"]
+    counts = Counter(step["outcome"] for step in steps.values())
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
 
 
 def _counts(lines: list[Record]) -> str:

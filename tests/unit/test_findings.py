@@ -285,6 +285,18 @@ def test_a_recommendation_respects_the_memory_limit(size: int, expected: str) ->
     assert lead.startswith("Fits in ") and text.startswith(expected)
 
 
+def test_a_report_of_simulations_says_that_nothing_was_measured() -> None:
+    changes: dict[str, Any] = {"launch": "simulated", "measured_on": "NVIDIA H100 80GB HBM3"}
+    simulated = [record_of(row(n, name, "torch", 0, **changes)) for n, name in enumerate(("ddp", "tp"))]
+    for record in simulated:
+        record.environment["devices"] = 8
+        record.config["cluster"] = {"nodes": 64}
+    screen = first_screen(View("simulated", simulated))
+    assert screen.answers[0][1].startswith("Not ranked, as these are tokens/s by a model of the device: ")
+    assert screen.answers[-1][1].startswith("Nothing was measured. The code of one or more ranks of each layout ran")
+    assert "Simulated for 8 × NVIDIA H100 80GB HBM3, 64 nodes, on" in screen.compared and screen.banner == ""
+
+
 def test_settings_are_not_mixed() -> None:
     """Groups of comparable runs have sentences of their own, and no sentence compares across them."""
     assert first_screen(View("mixed", mixed())).answers[0][0] == "Speed on 4 ranks"
