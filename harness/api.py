@@ -15,7 +15,8 @@ from harness.hardware.machine import CPU_RANKS
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.columns import column_type
-from harness.records.runs_csv import columns_of, rows_of
+from harness.records.run_folder import ComparisonFolder
+from harness.records.runs_csv import columns_of, read_runs_csv, rows_of
 from harness.records.store import read_all
 from harness.runner.machine_defaults import resolve_auto
 from harness.runner.resolve import resolve_run_config
@@ -30,10 +31,13 @@ def load(folder: str | Path) -> pd.DataFrame:
     """Return the runs of a comparison, such as "results/quickstart", with one row per run.
 
     The columns are those of runs.csv, in pandas' nullable types: an unknown value is NA. Records that cannot be read
-    are left out; their problems are in `.attrs["problems"]`. Raises UserError if there is no such folder.
+    are left out; their problems are in `.attrs["problems"]`. A folder without records, as a published one, is read from
+    its runs.csv. Raises UserError if there is no such folder.
     """
     loaded = read_all(Path(folder))
-    rows = rows_of(loaded.records)
+    table_file = ComparisonFolder(Path(folder)).runs_csv
+    is_published = not (loaded.records or loaded.problems) and table_file.exists()
+    rows = rows_of(read_runs_csv(table_file) if is_published else loaded.records)
     table = pd.DataFrame({name: _typed_column(name, values) for name, values in columns_of(rows).items()})
     table.attrs["problems"] = loaded.problems
     return table

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from harness.config.comments import first_sentence
 from harness.config.locations import conf_folders, files_in, sweeps_folders
 from harness.config.values import GroupValues
 from harness.util.errors import UserError, run_command
@@ -38,17 +39,6 @@ LISTS: dict[str, tuple[Callable[[], dict[str, Path]], Describe]] = {
     "clusters": (lambda: files_in(conf_folders(), "cluster"), describe_by_comment),
     "sweeps": (lambda: files_in(sweeps_folders(), ""), describe_by_comment),
 }
-
-
-def first_sentence(text: str) -> str:
-    """Return the first sentence of the comment at the top of a YAML file, without `# @package` lines."""
-    lines = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        if not line.startswith("# @"):
-            lines.append(line.removeprefix("#").strip())
-    return " ".join(lines).partition(". ")[0].rstrip(".")
 
 
 def listing(kind: str) -> Iterator[str]:

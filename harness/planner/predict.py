@@ -188,7 +188,7 @@ class Prediction:
         kind = layout.data_parallel if layout.data_parallel != "none" else layout.engine
         words = [f"{kind} zero {layout.zero_stage}" if layout.zero_stage else kind, " x ".join(degrees) or "one rank"]
         if not self.config.strategy.literature:
-            words[0] += " with the library's settings"
+            words[0] += " tuned for speed" if self.config.strategy.options else " with the library's defaults"
         if layout.sequence_parallel:
             words[1] += " with sequence parallelism"
         if layout.pp_enabled:

@@ -152,7 +152,13 @@ def count_sentence(result: SearchResult) -> str:
 
 def run_sentences(planned: Sequence[str], result: SearchResult) -> Iterator[str]:
     """Yield the command that runs the fastest layout that fits, if these engines train it, and how to simulate it."""
-    if result.best and result.best[0].is_runnable:
+    if "model=hf" in planned and result.best and result.best[0].config.model.family != "hf":
+        yield (
+            "These are plans of this project's own layers with the sizes of that config.json. A run of model=hf trains"
+            " the library's layers, which refuse checkpointing=selective and attention, pipelines, context and sequence"
+            " parallelism: plan one of its layouts by strategy=."
+        )
+    elif result.best and result.best[0].is_runnable:
         yield f"Run the fastest with: {run_command(planned, result.best[0].config)}"
         yield "With launch=simulated as well it runs one rank's code without the devices."
 

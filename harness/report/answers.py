@@ -19,6 +19,8 @@ SIMULATED_SPEEDS = 4  # that are named where none is measured
 def answers(group: ReportedGroup) -> Iterator[Answer]:
     """Yield the answers on one group of comparable configurations; the last is how sure they are."""
     where = f" {group.title}" if group.title else ""
+    if text := _fits_text(group):
+        yield f"Fits{where}", text
     if len(group.ranked) > 1:
         yield f"Fastest{where}", fastest_text(group)
     else:
@@ -32,6 +34,19 @@ def answers(group: ReportedGroup) -> Iterator[Answer]:
     if reasons := list(_reasons(group)):
         yield "Why", " ".join(reasons)
     yield "How sure", _certainty(group)
+
+
+def _fits_text(group: ReportedGroup) -> str:
+    """Return how much of their devices' memory simulated layouts take; one that does not fit ended as oom."""
+    limits = {member.row.get("memory_limit_bytes") for member in group.members if member.speed.is_simulated}
+    peaks = [member.peak for member in group.members if member.peak is not None]
+    limit = limits.pop() if len(limits) == 1 else None
+    if limit is None or len(peaks) < len(group.members):
+        return ""
+    return (
+        f"{pluralize(len(group.members), 'layout')} fit in the {bytes_text(limit)} of a device:"
+        f" {bytes_text(min(peaks))} to {bytes_text(max(peaks))}, without what kernels, NCCL and the CUDA context take."
+    )
 
 
 def fastest_text(group: ReportedGroup) -> str:
@@ -148,17 +163,18 @@ def _certainty(group: ReportedGroup) -> str:
     text = ""
     if len(group.ranked) > 1:
         runs = sorted({member.speed.runs for member in group.ranked})
+        where = f" {group.title}" if group.title else ""
         number = f"{runs[0]}" if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
         text = (
-            f"Speeds are medians [ranges] of {number} undisturbed runs; a configuration is called faster only if its"
-            f" range lies above the other's{_clear_text(runs[0])}. "
+            f"Speeds{where} are medians [ranges] of {number} undisturbed runs; a configuration is called faster only if"
+            f" its range lies above the other's{_clear_text(runs[0])}. "
         )
         if group.unranked:
             text += f"Not ranked: {_unranked_names(group)}. "
     if all(member.speed.is_simulated for member in group.members):
         return (
-            "Nothing was measured. The code of one or more ranks of each layout ran on simulated devices, where every"
-            " allocation and message is counted to the byte."
+            "The code of one or more ranks of each layout ran on simulated devices, where every allocation and message"
+            " is counted to the byte; times are those of a model."
         )
     return f"{text}Memory and communication are counted to the byte.{_proof_text(group.members)}"
 
@@ -173,7 +189,7 @@ def _proof_text(members: Sequence[Reported]) -> str:
     proven = [line.row for line in members if line.row.get("loss_deviation") is not None]
     if not proven:
         return ""
-    count = "All" if len(proven) == len(members) else f"{len(proven)} of the {len(members)}"
+    count = f"All {len(members)}" if len(proven) == len(members) > 1 else f"{len(proven)} of the {len(members)}"
     verb = "is" if len(proven) == 1 else "are"
     known = sorted({row["proven_steps"] for row in proven if row.get("proven_steps")})
     steps = f" for {'at least ' * (len(known) > 1)}{pluralize(known[0], 'step')}" if known else ""

@@ -6,7 +6,7 @@ from harness.config.schema import PROFILED_STEPS, TRACED_STEPS
 from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import losses, memory
-from harness.report.comparability import is_measured
+from harness.report.comparability import group_by, is_measured
 from harness.report.document import BulletList, Paragraph, Section, Table, run_table, section
 from harness.report.frame import column_values, compared_layers, labels_by, labels_by_staleness
 from harness.report.overview import recorded_versions
@@ -17,8 +17,9 @@ from harness.report.view import View
 def failures(view: View) -> list[Section]:
     """Return the section on runs that are not ok, with their reasons."""
     labelled = zip(column_values(view.table, "label"), view.records, strict=True)
-    items = [(label, outcome_text(record.row)) for label, record in labelled if record.status != "ok"]
-    return section("Failures", BulletList(items) if items else None)
+    failed = [(label, outcome_text(record.row)) for label, record in labelled if record.status != "ok"]
+    by_cause = group_by(failed, lambda item: item[1])
+    return section("Failures", _by_cause({cause: [label for label, _ in items] for cause, items in by_cause.items()}))
 
 
 def disturbed(view: View) -> list[Section]:
@@ -85,6 +86,12 @@ def predicted_section(view: View) -> list[Section]:
     return section("Predicted and measured values", memory.predicted(view), run_table(table, columns), Paragraph(words))
 
 
+_FLOORS = (
+    " Floor: how far apart two trainings of the reference are that differ in rounding only. A run that deviates much"
+    " further at any step ends as an error. Steps behind the proven ones prove nothing, because rounding alone moves"
+    " them too far."
+)
+
 _CHAIN = (
     " Layers compared: no single process fits the whole model, so that a layout that fits is the reference, which was"
     " itself compared with a single process on so many layers."
@@ -128,9 +135,8 @@ def proof_section(view: View) -> list[Section]:
         run_table(table, columns, label_columns=1 + ("layout" in columns)),
         Paragraph(
             "Layout: whether the local and global sizes of parameters, gradients and optimizer state are those that the"
-            " layout prescribes. Floor: how far apart two trainings of the reference are that differ in rounding only."
-            " A run that deviates much further at any step ends as an error. Steps behind the proven ones prove"
-            " nothing, because rounding alone moves them too far."
+            " layout prescribes."
+            + (_FLOORS if any("deviation" in header for header in columns) else " No training was compared.")
             + (" Skipped steps made no update because a gradient overflowed." if any(skipped) else "")
             + (_CHAIN if "layers compared" in columns else "")
         ),

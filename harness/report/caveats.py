@@ -25,6 +25,16 @@ def _device(view: View) -> Iterator[str]:
             "How fast the same layouts are on GPUs: here ranks share one memory and its bandwidth, and messages never"
             " leave the machine. A GPU's kernels and allocator also add memory that a CPU does not have."
         )
+    threads = {
+        int(record.environment["threads"]): record.row["world_size"] == 1
+        for record in ok
+        if str(record.environment.get("threads") or "").isdigit() and record.row.get("measured_on") == "cpu"
+    }
+    if len(threads) > 1 and threads[max(threads)]:
+        yield (
+            f"What more ranks than one bring: a single rank computed with {max(threads)} threads, and others with"
+            f" {min(threads)}, so that all configurations had the same cores."
+        )
     crowded = [record for record in ok if is_crowded(record) and record.row.get("step_seconds") is not None]
     if crowded:
         most = max(record.row["world_size"] for record in crowded)
@@ -176,8 +186,9 @@ def _missing(view: View) -> Iterator[str]:
     if nodes == {1} and max(worlds, default=1) > 1:
         yield "All ranks were on one machine: the cost of the network between nodes was not measured."
     if len({(line.row.get("model"), line.row.get("parameters")) for line in view.lines}) == 1:
+        verb = "simulated" if all(line.row.get("launch") == "simulated" for line in view.lines) else "trained"
         yield (
-            "One model was trained: which strategy is best depends on the size of the model, the batch and the sequence"
+            f"One model was {verb}: which strategy is best depends on the size of the model, the batch and the sequence"
             " length."
         )
 

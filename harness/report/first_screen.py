@@ -120,14 +120,21 @@ def _dates(records: Sequence[Record]) -> str:
 
 
 def _banner(view: View) -> str:
-    """Return which figures of a CPU carry over to GPUs; empty where no run was measured on a CPU."""
+    """Return that nothing was measured, or which figures of a CPU carry over to GPUs; empty where all are of GPUs."""
+    launches = set(distinct_values(view.line_medians, "launch"))
+    if launches == {"simulated"}:
+        return (
+            "Nothing was measured: the engines' code ran on simulated devices, and times are those of a model. Measure"
+            " the best few on your own."
+        )
     if "cpu" not in distinct_values(view.line_medians, "measured_on"):
         return ""
     kernels = [str(kernel) for kernel in distinct_values(view.line_medians, "attention_kernel")]
     kernel = f" ({', '.join(kernels)})" if kernels else ""
     return (
         "Measured on a CPU. To GPUs carry over: model state, bytes sent and operations, and activations where the same"
-        f" attention kernel runs{kernel}. Not: time, speed, and what fits beside a GPU's own workspaces."
+        f" attention kernel runs{kernel}. Not: time, speed, and what fits beside a GPU's own workspaces: harness plan"
+        " predicts those."
     )
 
 

@@ -6,9 +6,11 @@ from harness.report.answers import MOST_RIVALS, Answer, fastest_text
 from harness.report.document import Table
 from harness.report.reported import Reported, ReportedGroup, names
 from harness.report.speeds import leads, remedy
-from harness.report.text import byte_unit, bytes_text, join_words, pluralize, rounded_up
+from harness.report.text import byte_unit, bytes_text, pluralize, rounded_up
 
 _MOST_ROWS = 12  # of the table of what fits
+
+_CAPTION = "each row is certainly faster than those above it, and memory is rounded up"
 
 
 def fitting(group: ReportedGroup, fits_in: int, chosen: ReportedGroup | None) -> Answer:
@@ -44,9 +46,11 @@ def fits_table(groups: Sequence[ReportedGroup]) -> Table | None:
     ]
     if not entries:
         return None
-    caption = "" if len(entries) <= _MOST_ROWS else f"{_MOST_ROWS} of {len(entries)} steps"
-    step = (len(entries) - 1) / (_MOST_ROWS - 1)
-    entries = entries if not caption else [entries[round(row * step)] for row in range(_MOST_ROWS)]
+    caption = _CAPTION
+    if len(entries) > _MOST_ROWS:
+        caption = f"{_MOST_ROWS} of {len(entries)} steps; {caption}"
+        step = (len(entries) - 1) / (_MOST_ROWS - 1)
+        entries = [entries[round(row * step)] for row in range(_MOST_ROWS)]
     unit = byte_unit([line.peak for _, line in entries])
     columns = {
         "configurations": [group.title for group, _ in entries] if len({id(group) for group, _ in entries}) > 1 else [],
@@ -75,7 +79,7 @@ def _may_be_as_fast(line: Reported, group: ReportedGroup) -> str:
         _rival(other, peak) for other in others if other.speed.has_too_few_runs and other.speed.high >= line.speed.low
     ]
     more = [f"{len(rivals) - MOST_RIVALS} more"] if len(rivals) > MOST_RIVALS else []
-    return join_words([*rivals[:MOST_RIVALS], *more]) if rivals else ""
+    return ", ".join([*rivals[:MOST_RIVALS], *more])
 
 
 def _rival(line: Reported, fits_in: int) -> str:

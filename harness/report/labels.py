@@ -93,7 +93,8 @@ def cell_text(value: Any) -> str:
 def value_text(name: str, value: Any) -> str:
     """Return the value of a column as a phrase that names the column where the value alone is not clear."""
     if name == "parameters":
-        return f"{value / 1e6:.3g}M" if value >= 10**5 else f"{value} parameters"
+        unit, size = ("B", 1e9) if value >= 10**9 else ("M", 1e6)
+        return f"{value / size:.3g}{unit}" if value >= 10**5 else f"{value} parameters"
     if name == "checkpointing_every":
         return f"in 1 of {value} layers"
     if name == "world_size":
@@ -137,7 +138,10 @@ def labels(rows: Sequence[Row], varying: Sequence[str], differences: Sequence[st
         varying: The columns that differ between the rows.
         differences: The configuration keys of each row that differ and have no column, see `other_differences`.
     """
-    row_labels = [_name(row) for row in rows]
+    strategies, kinds = ({row.get(name) for row in rows} for name in ("strategy", "checkpointing"))
+    # The report says once what checkpointing all have.
+    is_shared = len(strategies) > 1 and len(kinds) == 1 and "checkpointing_every" not in varying
+    row_labels = [str(row.get("strategy") or row["run_id"]) if is_shared else _name(row) for row in rows]
     groups: dict[str, list[Row]] = {}
     for name, row in zip(row_labels, rows, strict=True):
         groups.setdefault(name, []).append(row)

@@ -76,9 +76,10 @@ def _legend(table: pd.DataFrame, baseline: str, has_best: bool) -> Iterator[str]
         yield "~ marks a speed that is not certainly different from the baseline's."
     yield (
         "Memory is the maximum over ranks. Model state is the parameters, gradients and optimizer state, on the device"
-        " and on the host. Communication is the bytes that one rank sends per step. The deviations are the largest"
-        " relative differences from the reference."
+        " and on the host. Communication is the bytes that one rank sends per step."
     )
+    if distinct_values(table, "loss_deviation"):
+        yield "The deviations are the largest relative differences from the reference."
     if has_best:
         yield "Bold marks the best value of a column among comparable runs on the same number of ranks."
     if distinct_values(table, "mfu"):

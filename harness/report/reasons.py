@@ -30,8 +30,8 @@ def step_reason(fast: Reported, slow: Reported) -> str:
     if not parts:
         return ""
     texts = [f"{duration_text(seconds)} more {_step_part(title, fast, slow)}" for title, seconds in parts.items()]
-    longer_text = f"{duration_text(difference)} longer than one of {fast.label}, mainly by {join_words(texts)}"
-    return f"A step of {slow.label} takes {longer_text}."
+    longer_text = f"{duration_text(difference)} longer than one of {fast.label}"
+    return f"A step of {slow.label} takes {longer_text} in the runs of median speed, mainly by {join_words(texts)}."
 
 
 def _median(line: Reported, name: str) -> float:
@@ -48,7 +48,8 @@ def _step_part(title: str, fast: Reported, slow: Reported) -> str:
     """Return the name of a part; of a backward, how many more operations ran where checkpointing repeats forwards."""
     before, after = fast.row.get("executed_flops"), slow.row.get("executed_flops")
     if title == "backward" and before and after and after > 1.02 * before:
-        return f"backward, which recomputes activations ({after / before:.2f} × the operations)"
+        also = "" if fast.row.get("strategy") == slow.row.get("strategy") else "also "
+        return f"backward, which {also}recomputes activations ({after / before:.2f} × the operations)"
     return title
 
 
@@ -71,8 +72,13 @@ def memory_reason(small: Reported, large: Reported) -> str:
     unit = byte_unit([difference, *parts.values()])
     whole, *numbers = format_numbers([difference, *parts.values()], unit)
     texts = [f"{number} {unit.name} more {title}" for number, title in zip(numbers, parts, strict=True)]
+    opposite, size = min(more.items(), key=lambda item: item[1])
+    less = ""
+    if sum(parts.values()) > difference and size < 0:
+        less = f", and despite {format_numbers([difference, -size], unit)[1]} {unit.name} less {opposite}"
     return (
-        f"The peak of {large.label} is {whole} {unit.name} above that of {small.label}, mainly by {join_words(texts)}."
+        f"The peak of {large.label} is {whole} {unit.name} above that of {small.label}, mainly by"
+        f" {join_words(texts)}{less}."
     )
 
 

@@ -17,6 +17,7 @@ from harness.report.resources import operations, pipeline_section, time
 from harness.report.sources import sources
 from harness.report.traffic import traffic_section
 from harness.report.view import MOST, View, truncate
+from harness.report.words import words
 
 
 def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -> list[Section]:
@@ -36,6 +37,7 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
         *predicted_section(part),
         *proof_section(part),
         *disturbed(part),
+        *words(view),
         *stale(part),
         *versions(view),
         *unreadable(view),

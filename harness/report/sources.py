@@ -53,7 +53,7 @@ def sources(view: View) -> list[Section]:
         if text
     ]
     return section(
-        "Formula, simulation and measurement",
+        "Formula, simulation and measurement" if any(pairs) else "Formula and simulation",
         *tables,
         Paragraph(" ".join(_explanation(records, pairs))),
         BulletList(differences) if differences else None,

@@ -43,7 +43,8 @@ def label(row: Row) -> str:
     kind = row["engine"] if row["data_parallel"] == "none" else row["data_parallel"]
     degrees = " x ".join(f"{axis} {row[axis]}" for axis in AXES if row[axis] != 1) or "one rank"
     words = [kind + (f" zero {row['zero_stage']}" if row["zero_stage"] else "")]
-    words[0] += " with the library's settings" if row["strategy"].endswith(("_tuned", "_defaults")) else ""
+    settings = {"tuned": " tuned for speed", "defaults": " with the library's defaults"}
+    words[0] += settings.get(row["strategy"].rpartition("_")[2], "")
     words.append(degrees + (" with sequence parallelism" if row.get("sequence_parallel") else ""))
     if row["pp"] > 1:
         virtual = row["virtual_stages"]

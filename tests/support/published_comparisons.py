@@ -66,7 +66,8 @@ SIMULATIONS = (
     Comparison("simulated_7b", "layouts of 7b on 8 × H100, with selective checkpointing"),
     Comparison("simulated_70b", "layouts of 70b on 64 × H100, with full checkpointing"),
     Comparison(
-        "simulated_405b", "405b on 16,384 × H100 by tensor and pipeline parallelism, with three kinds of checkpointing"
+        "simulated_405b",
+        "405b on 16,384 × H100 by tensor, pipeline and data parallelism, with three kinds of checkpointing",
     ),
 )
 

@@ -688,6 +688,7 @@ def test_no_label_of_a_bar_is_cut_where_there_is_little_width() -> None:
         record(n, name, 1.0 + n, 100.0, checkpointing="full", world_size=ranks)
         for n, (name, ranks) in enumerate(itertools.product(names, (2, 4)))
     ]
+    records.append(record(9, "ddp", 1.0, 100.0))
     chart = memory.peak(View("demo", records))
     assert chart
     wide, narrow = render.svgs({"wide": chart.spec, "narrow": render.fit(chart.spec, 318)}).values()

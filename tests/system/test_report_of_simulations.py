@@ -74,14 +74,14 @@ def test_three_sources_stand_side_by_side_in_their_units() -> None:
     ]
     configs = [{"cluster": {"nodes": 1}, "model": {"hidden_size": length}} for length in (128, 128, 64)]
     records = [dataclasses.replace(entry, config=config) for entry, config in zip(entries, configs, strict=True)]  # type: ignore[arg-type]
-    section = part_of(report(*records), "Formula, simulation")
+    section = part_of(report(*records), "Formula")
     memory, time = (part for part in section.parts if isinstance(part, Table))
     assert [cells[1:] for cells in memory.rows] == [["19.00", "20.00", "+5.3", "24.00", "21.00", "-4.8"]]
     assert [title.split()[-1] for title in memory.header[1:]] == ["MiB", "MiB", "%", "MiB", "MiB", "%"]
     assert [cells[1:] for cells in time.rows] == [["100.0", "80.0–130.0", "120.0", "+20.0", "110.0"]]
     assert isinstance(time.rows[0][-1], Disturbed)  # as something disturbed that run
     elsewhere = dataclasses.replace(records[1], config=configs[1] | {"cluster": {"nodes": 2}})  # type: ignore[arg-type]
-    section = part_of(report(records[0], elsewhere), "Formula, simulation")
+    section = part_of(report(records[0], elsewhere), "Formula")
     assert not any("measured" in name for part in section.parts if isinstance(part, Table) for name in part.header)
 
 
@@ -137,7 +137,7 @@ def test_the_texts_on_time_and_operations_are_those_of_the_rows() -> None:
         for entry in (on_h100(1, **parts), on_h100(1, "processes", **parts))
     )
     assert "profiler" not in own[0] and "by a model of the device" in own[0]
-    assert "under torch's profiler" in other[0] and "model of the device" not in other[0]
+    assert "two traced steps" in other[0] and "model of the device" not in other[0]
     assert "its waiting for other stages, is idle time" in other[0] and "its waiting" not in own[0]
     assert "A simulation counts" in own[1] and "A simulation counts" not in other[1]
 

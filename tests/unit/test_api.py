@@ -1,14 +1,17 @@
 """The API of `import harness`: recorded runs as a typed table, and the memory that a run would need."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import harness
-from harness.records.store import write_record
+from harness.records.runs_csv import rows_of, write_runs_csv
+from harness.records.store import read_all, write_record
 from tests.support.example_records import record_of, row
 
 
@@ -29,6 +32,16 @@ def test_recorded_runs_load_as_a_typed_table(tmp_path: Path) -> None:
     assert types["offload_activations"] == "boolean" and types["peak_reserved_bytes"] == "Int64"
     assert table["predicted_step_seconds"].isna().all()  # unknown values are NA, never zero
     assert len(table.attrs["problems"]) == 1 and "broken" in table.attrs["problems"][0]
+
+
+def test_a_published_folder_loads_from_its_table(tmp_path: Path) -> None:
+    write_runs(tmp_path)
+    write_runs_csv(tmp_path, rows_of(read_all(tmp_path).records))
+    published = tmp_path / "published"
+    published.mkdir()
+    shutil.copy(tmp_path / "runs.csv", published)
+    table, recorded = (harness.load(folder).drop(columns="stale_reason") for folder in (published, tmp_path))
+    pd.testing.assert_frame_equal(table, recorded)
 
 
 def test_a_missing_folder_is_a_user_error(tmp_path: Path) -> None:

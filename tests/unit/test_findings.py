@@ -13,6 +13,7 @@ from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
 from harness.records.store import read_all, write_record
 from harness.report import markdown
+from harness.report.appendix import failures
 from harness.report.best import best
 from harness.report.caveats import caveats
 from harness.report.charts import render
@@ -108,7 +109,7 @@ ANSWERS = [
         "Speeds are medians [ranges] of 3 undisturbed runs; a configuration is called faster only if its range lies"
         " above the other's, with fewer than four runs by more than half of the wider one. Not ranked: zero3 (1"
         " undisturbed run). Memory and communication are counted to the"
-        " byte. All are proven to have run the same training as the reference for 16 steps.",
+        " byte. All 4 are proven to have run the same training as the reference for 16 steps.",
     ),
 ]
 
@@ -157,9 +158,10 @@ def test_the_winner_has_its_cost_and_its_reason() -> None:
         ),
         (
             "Why",
-            "A step of zero1 takes 21.3 ms longer than one of ddp, mainly by 10.7 ms more backward and 5.33 ms more"
-            " forward. A step of tp takes 192 ms longer than one of ddp, mainly by 150 ms more idle and 96 ms more"
-            " backward. The peak of ddp is 4.00 MiB above that of tp, mainly by 4.00 MiB more temporary tensors.",
+            "A step of zero1 takes 21.3 ms longer than one of ddp in the runs of median speed, mainly by 10.7 ms more"
+            " backward and 5.33 ms more forward. A step of tp takes 192 ms longer than one of ddp in the runs of median"
+            " speed, mainly by 150 ms more idle and 96 ms more backward. The peak of ddp is 4.00 MiB above that of"
+            " tp, mainly by 4.00 MiB more temporary tensors.",
         ),
     ]
 
@@ -217,7 +219,7 @@ def test_speeds_of_single_runs_are_not_ranked() -> None:
         "Not ranked: of 3 configurations, 1 disturbed, 1 ran once undisturbed and 1 with 3 undisturbed"
         " runs or more; repeats=3 on a quiet machine would rank them."
     )
-    assert "tokens/s" not in text and "× the speed" not in text and "A step of" not in text
+    assert "tokens/s" not in text and "× the speed" not in text and "In the runs of median speed, a step of" not in text
     assert not {"tokens_per_second", "step_seconds"} & best(view).keys() and first_screen(view).fits is None
     assert "16,000 (n = 1)" in markdown.page("page", sections(view))
     assert {"Least memory", "Least communication"} - {lead for lead, _ in first_screen(view).answers} <= {
@@ -293,8 +295,49 @@ def test_a_report_of_simulations_says_that_nothing_was_measured() -> None:
         record.config["cluster"] = {"nodes": 64}
     screen = first_screen(View("simulated", simulated))
     assert screen.answers[0][1].startswith("Not ranked, as these are tokens/s by a model of the device: ")
-    assert screen.answers[-1][1].startswith("Nothing was measured. The code of one or more ranks of each layout ran")
-    assert "Simulated for 8 × NVIDIA H100 80GB HBM3, 64 nodes, on" in screen.compared and screen.banner == ""
+    assert screen.answers[-1][1].startswith("The code of one or more ranks of each layout ran on simulated devices")
+    assert "Simulated for 8 × NVIDIA H100 80GB HBM3, 64 nodes, on" in screen.compared
+    assert screen.banner.startswith("Nothing was measured: the engines' code ran on simulated devices")
+
+
+def test_simulated_layouts_say_how_much_of_their_devices_they_take() -> None:
+    changes: dict[str, Any] = {"launch": "simulated", "measured_on": "NVIDIA H100 80GB HBM3"}
+    changes |= {"memory_limit_bytes": 80 * MIB}
+    pair = ((0, "ddp", 20 * MIB), (1, "tp", 18 * MIB))
+    simulated = [record_of(row(n, name, "torch", 0, peak_allocated_bytes=peak, **changes)) for n, name, peak in pair]
+    answers = dict(first_screen(View("simulated", simulated)).answers)
+    assert answers["Fits"].startswith(
+        "2 layouts fit in the 80.00 MiB of a device: 18.00 MiB to 20.00 MiB, without what"
+    )
+    assert "Fits" not in dict(first_screen(View("example", example())).answers)
+
+
+def test_what_checkpointing_all_strategies_share_is_in_no_label() -> None:
+    full = [record_of(row(n, name, "torch", 0, checkpointing="full")) for n, name in enumerate(("ddp", "tp"))]
+    assert column_values(View("full", full).line_medians, "label") == ["ddp", "tp"]
+    assert column_values(View("one", full[:1]).line_medians, "label") == ["ddp + full checkpointing"]
+    mixed_kinds = [*full, record_of(row(5, "ddp", "torch", 0))]
+    labels = column_values(View("mixed", mixed_kinds).line_medians, "label")
+    assert sorted(labels) == ["ddp", "ddp + full checkpointing", "tp + full checkpointing"]
+
+
+def test_a_single_rank_that_had_more_threads_is_a_caveat() -> None:
+    runs = [
+        record_of(row(n, name, "torch", 0, world_size=world)) for n, name, world in ((0, "single", 1), (1, "ddp", 2))
+    ]
+    for run, threads in zip(runs, (2, 1), strict=True):
+        run.environment["threads"] = threads
+    text = " ".join(texts(caveats(View("threads", runs))))
+    assert "a single rank computed with 2 threads, and others with 1, so that all configurations had the same" in text
+    runs[0].environment["threads"] = 1
+    assert "threads" not in " ".join(texts(caveats(View("threads", runs))))
+
+
+def test_repeated_failures_of_one_cause_are_one_entry() -> None:
+    failed = [record_of(row(n, "tp", "torch", n, **FAILED | {"status": "refused", "reason": "no"})) for n in range(3)]
+    (section,) = failures(View("failed", failed))
+    (entries,) = section.parts
+    assert isinstance(entries, BulletList) and [text for _, text in entries.items] == ["refused: no"]
 
 
 def test_settings_are_not_mixed() -> None:

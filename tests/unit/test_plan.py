@@ -295,6 +295,9 @@ def test_a_config_json_of_llama_is_planned_as_the_same_model(
     rest = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps(sizes | rest))
     (own,) = planned(capsys, "model=hf", f"model.path={tmp_path}", "cluster=eight", "strategy=zero3")
+    assert main(["plan", "model=hf", f"model.path={tmp_path}", "cluster=eight"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "plans of this project's own layers" in text and "Run the fastest with" not in text
     (preset,) = planned(capsys, "model=7b", "cluster=eight", "strategy=zero3")
     names = ("parameters", "predicted_peak_bytes", "predicted_step_seconds", "communication_bytes")
     assert {name: own[name] for name in names} == {name: preset[name] for name in names}
