@@ -125,7 +125,7 @@ def _banner(view: View) -> str:
     if launches == {"simulated"}:
         return (
             "Nothing was measured: the engines' code ran on simulated devices, and times are those of a model. Measure"
-            " the best few on your own."
+            " the best few on real ones."
         )
     if "cpu" not in distinct_values(view.line_medians, "measured_on"):
         return ""

@@ -10,7 +10,7 @@ from harness.report.text import byte_unit, bytes_text, pluralize, rounded_up
 
 _MOST_ROWS = 12  # of the table of what fits
 
-_CAPTION = "each row is certainly faster than those above it, and memory is rounded up"
+_CAPTION = "Each row is certainly faster than those above it, and memory is rounded up"
 
 
 def fitting(group: ReportedGroup, fits_in: int, chosen: ReportedGroup | None) -> Answer:
@@ -48,7 +48,7 @@ def fits_table(groups: Sequence[ReportedGroup]) -> Table | None:
         return None
     caption = _CAPTION
     if len(entries) > _MOST_ROWS:
-        caption = f"{_MOST_ROWS} of {len(entries)} steps; {caption}"
+        caption = f"{_MOST_ROWS} of {len(entries)} steps. {caption}"
         step = (len(entries) - 1) / (_MOST_ROWS - 1)
         entries = [entries[round(row * step)] for row in range(_MOST_ROWS)]
     unit = byte_unit([line.peak for _, line in entries])

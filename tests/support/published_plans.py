@@ -6,7 +6,9 @@ some, layouts.csv with one or two layouts of each, and both pages. `--pages` wri
 
 import argparse
 import csv
+import math
 import shutil
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +30,15 @@ LAYOUTS = PUBLISHED / "layouts.csv"
 
 ERRORS = ROOT / "results" / "planner" / "errors.csv"
 
+SIMULATED = ROOT / "results" / "published"  # with the simulated comparisons, simulated_*
+
+RESERVED = ROOT / "results" / "simulator" / "reserved.csv"
+
 PAGE = ROOT / "docs" / "which-layout.md"
 
 GIB = 2**30
+
+SIZES = {"published": "measured", "simulated": "simulated"}  # figures of the page by columns of reserved.csv
 
 SOURCE_OF_TINY_MODELS = "Megatron-LM golden values"  # whose step times the host decides
 
@@ -137,7 +145,12 @@ def pages(rows: Sequence[dict[str, str]]) -> dict[Path, str]:
 
 def read_rows() -> list[dict[str, str]]:
     """Return the rows of layouts.csv."""
-    with open(LAYOUTS, newline="", encoding="utf-8") as file:
+    return csv_rows(LAYOUTS)
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table."""
+    with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -167,6 +180,8 @@ def which_layout(rows: Sequence[dict[str, str]]) -> str:
         saving=f"{100 * SAVING:.0f}",
         alone=len(fastest) - len(pairs(rows)),
         errors=plan_errors(),
+        reserved=reserved_beyond_allocated(),
+        small=small_batch(fastest),
     )
 
 
@@ -178,15 +193,47 @@ def rendered(name: str, **values: Any) -> str:
 
 def plan_errors() -> dict[str, str]:
     """Return the median errors in % of plans on published measurements, by results/planner/errors.csv."""
-    with open(ERRORS, newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["estimator"] == "harness plan"]
-    steps, peaks = (
-        {row["source"]: 100 * float(row["value"]) for row in rows if row["figure"] == f"median error of the {figure}"}
-        for figure in ("step time", "peak")
+    rows = [row for row in csv_rows(ERRORS) if row["estimator"] == "harness plan"]
+    steps, means, peaks = (
+        {row["source"]: 100 * float(row["value"]) for row in rows if row["figure"] == figure}
+        for figure in ("median error of the step time", "mean error of the step time", "median error of the peak")
     )
-    errors = {"tiny": steps.pop(SOURCE_OF_TINY_MODELS), "least": min(steps.values()), "most": max(steps.values())}
-    figures = {name: f"{error:.0f}" for name, error in (errors | {"peak": max(peaks.values())}).items()}
+    errors = {"tiny": steps.pop(SOURCE_OF_TINY_MODELS), "peak": max(peaks.values())}
+    del means[SOURCE_OF_TINY_MODELS]
+    figures = {name: f"{error:.0f}" for name, error in errors.items()}
+    for name, of_sources in (("", steps.values()), ("_mean", means.values())):
+        figures |= {f"least{name}": f"{min(of_sources):.1f}", f"most{name}": f"{max(of_sources):.1f}"}
     return figures | {"sources": str(len(steps)), "peaks": str(len(peaks))}
+
+
+def reserved_beyond_allocated() -> dict[str, str]:
+    """Return how much more than the predicted peak simulated runs reserved, in %, and the published row beside it."""
+    tables = [csv_rows(path) for path in sorted(SIMULATED.glob("simulated_*/runs.csv"))]
+    rows = [row for table in tables for row in table if row["status"] == "ok"]
+    beyond = [100 * (int(row["peak_reserved_bytes"]) / int(row["predicted_peak_bytes"]) - 1) for row in rows]
+    (published,) = (row for row in csv_rows(RESERVED) if row["source"].startswith("torchtitan"))
+    sizes = {name: f"{int(published[f'{key}_bytes']) / GIB:.1f}" for name, key in SIZES.items()}
+    parts = {"least": min(beyond), "most": max(beyond), "median": statistics.median(beyond)}
+    figures = {"rows": str(len(rows))} | {name: f"{part:.0f}" for name, part in parts.items()}
+    return figures | sizes | {"model": published["model"]}
+
+
+def small_batch(fastest: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Return what the simulation of 7b says of the layout that is planned as the fastest with a larger batch."""
+    (planned,) = (row for row in fastest if (row["model"], row["cluster"]) == ("7b", "8xh100"))
+    rows = csv_rows(SIMULATED / "simulated_7b" / "runs.csv")
+    same = ("strategy", "checkpointing", "micro_batch", "seq_len", "world_size")
+    (row,) = (row for row in rows if all(row[key] == planned[key] for key in same))
+    assert row["strategy"] == "zero1" and row["grad_accumulation"] == "1"
+    first = max(rows, key=lambda entry: float(entry["tokens_per_second"]))
+    return {
+        "sequences": row["global_batch"],
+        "planned_sequences": planned["global_batch"],
+        "planned": f"{int(planned['predicted_peak_bytes']) / GIB:.0f}",
+        "allocated": f"{int(row['peak_allocated_bytes']) / GIB:.0f}",
+        "fastest": first["strategy"],
+        "behind": f"{100 * (1 - float(row['tokens_per_second']) / float(first['tokens_per_second'])):.0f}",
+    }
 
 
 def report_line(row: dict[str, str]) -> str:
@@ -218,9 +265,11 @@ def needed(row: dict[str, str]) -> str:
     return f"{device} + {host_gib(row):.0f}" if host_gib(row) else device
 
 
-def layout_cell(row: dict[str, str]) -> str:
-    """Return the overrides of a layout without its micro-batch, which has a column of its own."""
-    return f"`{row['overrides'].partition(' train.micro_batch=')[0]}`"
+def gpu_hours(row: dict[str, str]) -> str:
+    """Return the GPU-hours that a billion tokens take, with three significant digits: `28.3`, `2,080`."""
+    hours = 1e9 / float(row["tokens_per_second_per_device"]) / 3600
+    rounded = float(f"{hours:.3g}")
+    return f"{rounded:,.{max(0, 2 - math.floor(math.log10(rounded)))}f}"
 
 
 def degrees(row: dict[str, str]) -> str:
@@ -241,12 +290,12 @@ def layout_line(row: dict[str, str]) -> str:
     cells = (
         name,
         devices(row) + " ".join(filter(None, marks)),
-        layout_cell(row),
+        f"`{row['overrides']}`",
         degrees(row),
-        row["micro_batch"],
         f"{int(row['global_batch']):,} × {int(row['seq_len']):,}",
         needed(row),
         f"{float(row['tokens_per_second_per_device']):,.0f}",
+        gpu_hours(row),
         f"{100 * float(row['mfu']):.0f}",
     )
     return f"| {' | '.join(cells)} |"
@@ -255,7 +304,7 @@ def layout_line(row: dict[str, str]) -> str:
 def least_line(row: dict[str, str], fastest: dict[str, str]) -> str:
     """Return the row of the table of layouts with less memory."""
     longer = float(row["predicted_step_seconds"]) / float(fastest["predicted_step_seconds"]) - 1
-    layout = (layout_cell(row), degrees(row), row["micro_batch"])
+    layout = (f"`{row['overrides']}`", degrees(row))
     cells = (row["model"], devices(row) + tight_mark(row), *layout, needed(row), f"+{100 * longer:.0f} %")
     return f"| {' | '.join(cells)} |"
 

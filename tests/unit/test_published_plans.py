@@ -6,9 +6,11 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 from harness.planner.plan import Plan, plans
+from harness.planner.predict import Prediction
 from tests.support.published_plans import PAGE, PUBLISHED, SEARCHES, pages, read_rows, rows_of, searched, shown
 
 GIB = 2**30
@@ -54,25 +56,105 @@ def test_the_page_s_figures_follow_from_the_rows() -> None:
     for cells, row in zip(lines, [*fastest, *least], strict=True):
         assert row["model"] in cells[0] and f"{int(row['world_size']):,} × " in cells[1]
         assert cells[1].endswith("³") == (row["fits"] == "tight")
-        words = shlex.split(row["overrides"])
-        assert cells[2] == f"`{' '.join(words[:-1])}`" and words[-1] == f"train.micro_batch={cells[4]}"
+        assert cells[2] == f"`{row['overrides']}`"
+        assert shlex.split(row["overrides"])[-1] == f"train.micro_batch={row['micro_batch']}"
         axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
         assert cells[3].split(" × ") == [f"{axis} {row[axis]}" for axis in axes if int(row[axis]) > 1]
         needed = (int(row["predicted_peak_bytes"]) + int(row["process_bytes"])) / GIB
-        assert cells[6 if row in fastest else 5].startswith(f"{needed:.1f}")
+        assert cells[5 if row in fastest else 4].startswith(f"{needed:.1f}")
     for cells, row in zip(lines, fastest, strict=False):
         tokens = int(row["global_batch"]) * int(row["seq_len"]) / float(row["predicted_step_seconds"])
-        assert cells[7] == f"{tokens / int(row['world_size']):,.0f}"
+        assert cells[4] == f"{int(row['global_batch']):,} × {int(row['seq_len']):,}"
+        assert cells[6] == f"{tokens / int(row['world_size']):,.0f}"
+        hours = int(row["world_size"]) * 1e9 / tokens / 3600
+        assert float(cells[7].replace(",", "")) == pytest.approx(hours, rel=0.005)
+        assert len(cells[7].replace(".", "").replace(",", "").rstrip("0").ljust(3, "0")) == 3
         assert cells[8] == f"{100 * float(row['mfu']):.0f}"
     by_search = {row["search"]: row for row in fastest}
     for cells, row in zip(lines[len(fastest) :], least, strict=True):
         first = by_search[row["search"]]
         longer = 100 * (float(row["predicted_step_seconds"]) / float(first["predicted_step_seconds"]) - 1)
-        assert cells[6] == f"+{longer:.0f} %" and 0 <= longer <= 10
+        assert cells[5] == f"+{longer:.0f} %" and 0 <= longer <= 10
         sizes = [int(entry["predicted_peak_bytes"]) + int(entry["process_bytes"]) for entry in (row, first)]
         assert sizes[0] <= 0.95 * sizes[1]
     assert f"For {len(fastest) - len(least)} of the models and clusters above no layout does." in text
     assert ("\n³ The verdict is *tight*" in text) == any(row["fits"] == "tight" for row in rows)
+
+
+def table(*names: str) -> pd.DataFrame:
+    """Return a table of results/, whose index numbers its rows."""
+    return pd.read_csv(PUBLISHED.parents[1].joinpath(*names))
+
+
+def test_the_page_s_reserves_follow_from_the_simulations() -> None:
+    runs = [table("published", f"simulated_{name}", "runs.csv") for name in ("7b", "70b", "405b")]
+    ended_ok = pd.concat(run[run.status == "ok"] for run in runs)
+    percent = 100 * (ended_ok.peak_reserved_bytes - ended_ok.predicted_peak_bytes) / ended_ok.predicted_peak_bytes
+    text = " ".join(PAGE.read_text().split())
+    assert f"In the {len(ended_ok)} published simulated runs that fit, it reserved" in text
+    assert f" it reserved {percent.min():.0f} to {percent.max():.0f} % more than the predicted peak," in text
+    assert f" more than the predicted peak, {percent.median():.0f} % in the median." in text
+    reserved = table("simulator", "reserved.csv").set_index("source").loc["torchtitan docs/performance.md"]
+    assert f"publishes {reserved.measured_bytes / GIB:.1f} GiB reserved for {reserved.model}, the simulated" in text
+    assert f"reserves {reserved.simulated_bytes / GIB:.1f} GiB" in text
+
+
+def test_the_page_s_figures_of_a_small_batch_follow_from_its_simulation() -> None:
+    """And the reason is the plan's: sums of gradients stand beside activations with several micro-batches alone."""
+    runs = table("published", "simulated_7b", "runs.csv").set_index("strategy")
+    zero1, speeds = runs.loc["zero1"], runs.tokens_per_second
+    assert zero1.global_batch == zero1.world_size * zero1.micro_batch
+    plan_of_all = ["model=7b", "cluster=8xh100", "strategy=zero1", "checkpointing=selective", "train.micro_batch=2"]
+    batches = {}
+    for sequences in (128, 16):
+        (plan,) = plans([*plan_of_all, "train.seq_len=4096", f"train.global_batch={sequences}"])
+        assert isinstance(plan, Plan)
+        batches[sequences] = plan.predictions[0]
+    at_peak = {sequences: entry.memory.at_peak for sequences, entry in batches.items()}
+    assert at_peak[128]["gradients"] > 20 * GIB and at_peak[128]["activations"] > 20 * GIB
+    assert at_peak[16]["gradients"] > 20 * GIB and at_peak[16].get("activations", 0) == 0
+    text = " ".join(PAGE.read_text().split())
+    assert f"eight H100 trains {zero1.global_batch} sequences a step" in text
+    sizes = [batches[128].memory.peak_bytes, zero1.peak_allocated_bytes]
+    allocated = "to allocate {:.0f} GiB with 128 sequences, and allocates {:.0f} GiB in that simulation"
+    assert allocated.format(*(size / GIB for size in sizes)) in text
+    fewer = 100 - 100 * speeds["zero1"] / speeds.max()
+    assert f"`{speeds.idxmax()}` is the fastest there, and `zero1` has {fewer:.0f} % fewer tokens a second" in text
+
+
+def test_the_page_s_errors_are_those_on_file() -> None:
+    errors = table("planner", "errors.csv").query("estimator == 'harness plan'").set_index(["figure", "source"]).value
+    medians, means = (100 * errors[f"{kind} error of the step time"] for kind in ("median", "mean"))
+    tiny = medians.pop("Megatron-LM golden values")
+    means = means.drop("Megatron-LM golden values")
+    text = " ".join(PAGE.read_text().split())
+    assert f"of {len(medians)} published sets of measurements are predicted {medians.min():.1f} to" in text
+    assert (
+        f" to {medians.max():.1f} % off in the median, and {means.min():.1f} to {means.max():.1f} % in the mean" in text
+    )
+    assert f"one set with small models {tiny:.0f} % in the median" in text
+
+
+def test_the_page_s_commands_have_the_layouts_that_it_names() -> None:
+    """The plan of the first command finds the row of 7b, that of 48 sequences another, and what is measured fits."""
+    words = [words.split() for words in re.findall(r"^\| `harness ([^`]+)`", PAGE.read_text(), re.MULTILINE)[:3]]
+    (row,) = (row for row in read_rows() if row["report"] == "7b_on_8_h100" and row["choice"] == "fastest")
+    found, by_default = (only_plan(arguments) for arguments in (words[0][1:], words[0][1:3]))
+    assert found.label() == row["layout"] != by_default.label()
+    assert by_default.config.train.global_batch == 48
+    measured = [word for word in words[2] if not word.startswith("repeats=")]
+    verdicts = []
+    for plan in plans([*measured, "cluster=8xh100"]):
+        assert isinstance(plan, Plan)
+        verdicts += [entry.verdict.fits for entry in plan.predictions]
+    assert verdicts == ["likely"] * 4
+
+
+def only_plan(arguments: list[str]) -> Prediction:
+    """Return the fastest layout of a search."""
+    (plan,) = plans(arguments)
+    assert isinstance(plan, Plan) and plan.result is not None
+    return plan.result.best[0]
 
 
 class Front:
@@ -107,7 +189,7 @@ def test_the_guide_has_the_planner_s_figures_of_7b_on_eight_gpus() -> None:
     (plan,) = plans(["strategy=zero3", "model=7b", "cluster=8xh100"])
     assert isinstance(plan, Plan)
     (entry,) = plan.predictions
-    figures = f"{entry.memory.peak_bytes / GIB:.0f} GiB a rank, and {entry.step_seconds:.1f} seconds a step"
+    figures = f"{entry.memory.peak_bytes / GIB:.1f} GiB a rank, and {entry.step_seconds:.1f} seconds a step"
     assert entry.mfu is not None and f"{figures} at {100 * entry.mfu:.0f} % of the device's peak" in " ".join(
         guide.split()
     )
