@@ -181,7 +181,7 @@ def _certainty(group: ReportedGroup) -> str:
 
 def _clear_text(runs: int) -> str:
     """Return by how much ranges have to be apart, if a speed of so few runs is compared."""
-    return "" if runs >= DISJOINT_RUNS else ", with fewer than four runs by more than half of the wider one"
+    return "" if runs >= DISJOINT_RUNS else ", of three runs by half the wider one"
 
 
 def _proof_text(members: Sequence[Reported]) -> str:

@@ -133,8 +133,7 @@ def _banner(view: View) -> str:
     kernel = f" ({', '.join(kernels)})" if kernels else ""
     return (
         "Measured on a CPU. To GPUs carry over: model state, bytes sent and operations, and activations where the same"
-        f" attention kernel runs{kernel}. Not: time, speed, and what fits beside a GPU's own workspaces: harness plan"
-        " predicts those."
+        f" attention kernel runs{kernel}. Not: time, speed, and what fits beside a GPU's own workspaces."
     )
 
 

@@ -31,7 +31,7 @@ def step_reason(fast: Reported, slow: Reported) -> str:
         return ""
     texts = [f"{duration_text(seconds)} more {_step_part(title, fast, slow)}" for title, seconds in parts.items()]
     longer_text = f"{duration_text(difference)} longer than one of {fast.label}"
-    return f"A step of {slow.label} takes {longer_text} in the runs of median speed, mainly by {join_words(texts)}."
+    return f"A step of {slow.label} takes {longer_text} in median runs, mainly by {join_words(texts)}."
 
 
 def _median(line: Reported, name: str) -> float:

@@ -281,7 +281,9 @@ def test_an_invalid_model_is_a_one_line_error(tmp_path: Path, monkeypatch: pytes
     assert "model.rope_theta=7.0 cannot be set" in complaint(
         {"path": str(folder(tmp_path, "llama")), "rope_theta": 7.0}
     )
-    assert "choose model.attention=eager" in complaint({"path": str(folder(tmp_path, "gptj"))})
+    sizes = {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom"} | sizes))  # whose scores have slopes
+    assert "choose model.attention=eager" in complaint({"path": str(tmp_path)})
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install 'training-harness[hf]'" in complaint({"path": str(folder(tmp_path, "llama"))})
 

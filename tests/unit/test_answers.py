@@ -269,7 +269,7 @@ def check_smallest(text: str, oracle: Oracle) -> None:
 
 
 def check_why(text: str, oracle: Oracle) -> None:
-    longer = rf"A step of ({NAME}) takes ([\d.]+ m?s) longer than one of ({NAME}) in the runs of median speed"
+    longer = rf"A step of ({NAME}) takes ([\d.]+ m?s) longer than one of ({NAME}) in median runs"
     steps = rf"{longer}, mainly by (.+?)\.(?: [AT]|$)"
     assert len(re.findall(steps, text)) == text.count("A step of")
     for slow, longer, fast, parts in re.findall(steps, text):

@@ -107,7 +107,7 @@ ANSWERS = [
     (
         "How sure",
         "Speeds are medians [ranges] of 3 undisturbed runs; a configuration is called faster only if its range lies"
-        " above the other's, with fewer than four runs by more than half of the wider one. Not ranked: zero3 (1"
+        " above the other's, of three runs by half the wider one. Not ranked: zero3 (1"
         " undisturbed run). Memory and communication are counted to the"
         " byte. All 4 are proven to have run the same training as the reference for 16 steps.",
     ),
@@ -158,10 +158,10 @@ def test_the_winner_has_its_cost_and_its_reason() -> None:
         ),
         (
             "Why",
-            "A step of zero1 takes 21.3 ms longer than one of ddp in the runs of median speed, mainly by 10.7 ms more"
-            " backward and 5.33 ms more forward. A step of tp takes 192 ms longer than one of ddp in the runs of median"
-            " speed, mainly by 150 ms more idle and 96 ms more backward. The peak of ddp is 4.00 MiB above that of"
-            " tp, mainly by 4.00 MiB more temporary tensors.",
+            "A step of zero1 takes 21.3 ms longer than one of ddp in median runs, mainly by 10.7 ms more backward and"
+            " 5.33 ms more forward. A step of tp takes 192 ms longer than one of ddp in median runs, mainly by 150 ms"
+            " more idle and 96 ms more backward. The peak of ddp is 4.00 MiB above that of tp, mainly by 4.00 MiB"
+            " more temporary tensors.",
         ),
     ]
 
