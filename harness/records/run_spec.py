@@ -32,7 +32,7 @@ class RunSpec:
     simulated_ranks: tuple[int, ...] = ()  # the ranks that a simulated run plays, one after another
     device_guard: str | None = None  # the library that lets torch accept tensors on a CUDA device that is not there
     device_name: str = ""  # the name of the simulated device
-    device_bytes: int | None = None  # the bytes that a simulated rank may use; None is no limit
+    device_bytes: int | None = None  # the bytes of the whole simulated device; None is no limit
 
     def write(self, run_dir: Path) -> None:
         """Write the run file."""

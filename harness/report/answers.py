@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from harness.cost_model.memory import PROCESS_BYTES
 from harness.report.comparability import EQUAL_BYTES, group_by
 from harness.report.reasons import memory_reason, step_reason
 from harness.report.reported import Reported, ReportedGroup, names, share_text
@@ -43,10 +44,17 @@ def _fits_text(group: ReportedGroup) -> str:
     limit = limits.pop() if len(limits) == 1 else None
     if limit is None or len(peaks) < len(group.members):
         return ""
+    has_budget = any(_has_budget(member) for member in group.members)
+    context = f"a device, of which a process takes {bytes_text(PROCESS_BYTES['cuda'])} for its CUDA context"
     return (
-        f"{pluralize(len(group.members), 'layout')} fit in the {bytes_text(limit)} of a device:"
-        f" {bytes_text(min(peaks))} to {bytes_text(max(peaks))}, without what kernels, NCCL and the CUDA context take."
+        f"{pluralize(len(group.members), 'layout')} fit in the {bytes_text(limit)} of"
+        f" {'cluster.memory_budget' if has_budget else context}: {bytes_text(min(peaks))} to"
+        f" {bytes_text(max(peaks))} allocated, without what kernels' workspaces and NCCL take."
     )
+
+
+def _has_budget(member: Reported) -> bool:
+    return (member.record.config.get("cluster") or {}).get("memory_budget") is not None
 
 
 def fastest_text(group: ReportedGroup) -> str:

@@ -41,9 +41,15 @@ def _by_cause(labels_of: Mapping[str, Sequence[str]]) -> BulletList | None:
 
 def versions(view: View) -> list[Section]:
     """Return the section on the versions and environments that the rows were recorded with."""
-    entries = recorded_versions(view.records) | _environment(view.records)
+    entries = recorded_versions(view.records) | _commits(view.records) | _environment(view.records)
     rows = [[key, ", ".join(values)] for key, values in entries.items()]
     return section("Versions and environment", Table(["name", "value"], rows, label_columns=2)) if rows else []
+
+
+def _commits(records: Sequence[Record]) -> dict[str, list[str]]:
+    """Return the commits of the harness's sources that made the records."""
+    commits = {f"{c['commit'][:12]}{' with changes' * c['dirty']}": None for record in records if (c := record.commit)}
+    return {"commit of the harness": list(commits)} if commits else {}
 
 
 def _environment(records: Sequence[Record]) -> dict[str, list[str]]:

@@ -123,7 +123,10 @@ def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
         Column(("status", ""), _statuses(table), number=False),
     ]
     rate = header(TOKENS, "/device" if short else "per device")
+    counts = column_values(table, "grad_accumulation")
+    micro_batches = ["" if count is None or len({*counts} - {None}) < 2 else f"{count:.0f}" for count in counts]
     extra = [
+        Column(("micro-batches", "per step"), micro_batches, key="grad_accumulation"),
         Column(("timed", "runs"), [str(runs or "") for runs in column_values(table, "timed_runs")], key="timed_runs"),
         timed("tokens_per_second_per_device", rate, numbers("tokens_per_second_per_device", ONE)),
         timed("mfu", header(_MFU, "%"), texts("mfu", format_percents)),

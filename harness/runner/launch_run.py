@@ -96,7 +96,7 @@ def build_run_spec(plan: Plan) -> tuple[RunSpec, list[str]]:
         simulated_ranks=chosen_ranks(plan),
         device_guard=device_guard(plan, cache) if is_simulated else None,
         device_name=plan.machine.device_name,
-        device_bytes=preflight.rank_memory_limit(plan.config, plan.machine),
+        device_bytes=plan.machine.device_bytes,
     ), notes
 
 

@@ -110,10 +110,14 @@ class DeviceReservation:
     peak_bytes: int = 0
     next_address: int = LARGE_SEGMENT_BYTES
 
+    @property
+    def most_bytes(self) -> int:
+        """The bytes that the process may reserve."""
+        return self.capacity_bytes if self.limit_bytes is None else min(self.capacity_bytes, self.limit_bytes)
+
     def reserve(self, size: int) -> bool:
         """Reserve bytes, and return whether there were so many."""
-        most = self.capacity_bytes if self.limit_bytes is None else min(self.capacity_bytes, self.limit_bytes)
-        if self.reserved_bytes + size > most:
+        if self.reserved_bytes + size > self.most_bytes:
             return False
         self.reserved_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)

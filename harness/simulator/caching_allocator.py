@@ -81,7 +81,7 @@ class CachingAllocator:
             block = self._reserve(pool, rounded, stream)
         if block is None:
             in_use = f"{format_bytes(self.allocated_bytes)} allocated and {format_bytes(self.reserved_bytes)} reserved"
-            limit = format_bytes(self.device.capacity_bytes)
+            limit = f"the {format_bytes(self.device.most_bytes)} that the process may reserve"
             raise OutOfDeviceMemoryError(f"{format_bytes(size)} do not fit beside {in_use} of {limit}")
         if self._should_split(block, rounded):
             pool.insert(block.split(rounded))

@@ -23,7 +23,7 @@ class StepRequest:
     rank: int = 0
     device: Device = "cuda"
     device_name: str = "simulated CUDA device"
-    device_bytes: int | None = 80 * 10**9  # that the rank may use; None is no limit
+    device_bytes: int | None = 80 * 10**9  # of the whole device; None is no limit
 
 
 def simulate_steps(

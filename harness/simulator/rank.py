@@ -183,19 +183,22 @@ def with_peaks(
 ) -> RankReport:
     """Return the report with the peaks of the last step, or as one that ran out of memory in any of its phases.
 
-    On CUDA they are those of the caching allocator; a CPU has the bytes that tensors request.
+    On CUDA they are those of the caching allocator, which has what a process leaves of the device, and of that no more
+    than the budget; a CPU has the bytes that tensors request.
     """
     requested = report.profiled.peak_allocated_bytes or 0
-    capacity = request.device_bytes
+    budget = request.config.cluster.memory_budget_bytes
     if request.device == "cpu":
-        is_full = capacity is not None and requested > capacity
-        failure = f"tensors of {requested} bytes are more than the {capacity} that the rank may use"
+        is_full = budget is not None and requested > budget
+        failure = f"tensors of {requested} bytes are more than the {budget} that the rank may use"
         report = dataclasses.replace(report, peak_allocated_bytes=requested, peak_requested_bytes=requested)
         return out_of_memory_report(report, PROFILED, failure) if is_full else report
     settings = parse_allocator_settings(
         os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     )
-    allocator = CachingAllocator(2**62 if capacity is None else capacity - PROCESS_BYTES["cuda"], settings)
+    device_bytes = request.device_bytes
+    capacity = 2**62 if device_bytes is None else device_bytes - PROCESS_BYTES["cuda"]
+    allocator = CachingAllocator(capacity, settings, budget)
     requests, pauses = phases.counter.requests, listener.recorder.annotations.pauses
     try:
         peaks = replay(requests, allocator, pauses, last_step_at)

@@ -117,6 +117,23 @@ def test_a_fault_in_the_code_for_cuda_is_noticed(fault: str, strategy: str, prob
     assert any(problem in entry for entry in problems), problems
 
 
+def test_a_budget_is_what_tensors_may_take() -> None:
+    """On CUDA it limits what the allocator reserves, and what the process takes besides is no part of it."""
+    config_lines = ("strategy=single", *TWO_LAYERS, "train.global_batch=1")
+    config = compose_config(*config_lines)
+    layout = resolve_layout(config.strategy, 1)
+    free = [StepRequest(config, layout, device=device) for device in ("cuda", "cpu")]
+    cuda, cpu = simulate_steps(free, CACHE)
+    limited = [
+        dataclasses.replace(request, config=compose_config(*config_lines, f"cluster.memory_budget={needed - less}B"))
+        for request, needed in zip(free, (cuda.peak_reserved_bytes, cpu.peak_allocated_bytes), strict=True)
+        for less in (0, 1)
+    ]
+    reports = simulate_steps(limited, CACHE)
+    assert [report.status for report in reports] == ["ok", "oom", "ok", "oom"], [report.reason for report in reports]
+    assert reports[1].reason.endswith("that the process may reserve")
+
+
 def test_a_share_that_is_not_there_is_a_problem() -> None:
     """One simulated rank shows alone that it holds its share, and nothing more."""
     config = compose_config("strategy=fsdp_full_shard", *FOUR_LAYERS)

@@ -491,7 +491,19 @@ def test_the_checkpointing_chart_shows_savings_and_cost(
     assert saved(sum(bar.box)) == pytest.approx(40, abs=0.3)
     assert saved(tick.box[0] + tick.box[1] / 2) == pytest.approx(75, abs=0.3)
     assert "+29 %" in "".join(tree.itertext()), "the step takes 9000 / 7000 as long"
-    assert drawn["checkpointing"].table.rows == [["ddp + full checkpointing", "full", "40.0", "75.0", "28.6"]]
+    assert drawn["checkpointing"].table.rows == [["ddp + full checkpointing", "full", "40.0", "75.0", "28.6~"]], (
+        "by three runs"
+    )
+
+
+def test_a_cost_of_checkpointing_that_repeats_do_not_show_is_marked() -> None:
+    pair = [record(1, "ddp", 2.0, 9e3), record(2, "ddp", 1.0, 7e3, checkpointing="full")]
+    for away, mark in ((0.01, ""), (0.2, "~")):
+        chart = tradeoffs.checkpointing(View("demo", thrice(pair, away)))
+        assert chart and chart.table.rows[0][-1] == f"28.6{mark}"
+        assert ("no certain difference: ddp + full checkpointing" in chart.alt_text) == bool(mark)
+        text = render.svgs({"checkpointing": chart.spec})["checkpointing"]
+        assert f"+29 %{mark}<" in text and ("~: not certain" in text) == bool(mark)
 
 
 def test_prediction_is_on_the_x_axis_and_measurement_on_the_y_axis(trees: dict[str, ElementTree.Element]) -> None:

@@ -19,7 +19,9 @@ from harness.report.charts.lines import (
 )
 from harness.report.claim_peers import ok_runs, peer
 from harness.report.comparability import PARTITION_COLUMNS
+from harness.report.comparison_columns import UNSETTLED_MARK
 from harness.report.document import Chart, Table
+from harness.report.speeds import are_alike
 from harness.report.text import format_percents, pluralize
 from harness.report.view import View
 from harness.util.text import sanitize
@@ -34,12 +36,18 @@ class Saving:
     peak: float  # the part of the peak that it saves
     activations: float | None  # the part of activation memory that it saves
     cost: float | None  # the relative increase of step time, negative if the step is shorter; None if not ranked
+    is_certain: bool  # whether the runs tell the two speeds apart
+
+    @property
+    def mark(self) -> str:
+        """The mark behind a cost that the runs do not show with certainty."""
+        return UNSETTLED_MARK * (self.cost is not None and not self.is_certain)
 
 
 def savings(view: View) -> list[Saving]:
     """Return the savings of the lines that checkpoint and have a peer that does not; a cost only of ranked speeds."""
     known = [line for line in chart_lines(view) if line.ok]
-    ranked = {line.row["run_id"] for line in known if line.is_ranked or line.is_simulated}
+    speeds = {line.row["run_id"]: line.standing.speed for line in known if line.is_ranked or line.is_simulated}
     lines = [line for line in known if line.row.get("checkpointing") not in (None, "none")]
     runs = ok_runs(view.lines) if lines else []
     by_id = {run.row["run_id"]: run for run in runs}
@@ -51,8 +59,14 @@ def savings(view: View) -> list[Saving]:
         peak, activations, cost = (_change(plain.row, run.row, name) if plain else None for name in names)
         if plain is not None and peak is not None:
             kind = sanitize(line.row["checkpointing"])
-            cost = cost if {run.row["run_id"], plain.row["run_id"]} <= ranked else None
-            all_savings.append(Saving(line, kind, -peak, None if activations is None else -activations, cost))
+            speed, plain_speed = (speeds.get(record.row["run_id"]) for record in (run, plain))
+            is_certain = False
+            if speed is None or plain_speed is None:
+                cost = None
+            else:
+                is_certain = speed.is_simulated or not are_alike(speed, plain_speed)
+            saved = None if activations is None else -activations
+            all_savings.append(Saving(line, kind, -peak, saved, cost, is_certain))
     return all_savings
 
 
@@ -78,10 +92,11 @@ def checkpointing(view: View) -> Chart | None:
         f"Memory saved{' and time added' * bool(costs)} by checkpointing in"
         f" {pluralize(len(drawn), 'configuration')}, each relative to the same run without: peak memory saved, in %,"
         f" {range_text([(bar['label'], bar['value']) for bar in bars])}"
-        + (f"; step time added, in %, {range_text(costs)}." if costs else ".")
+        + (f"; step time added, in %, {range_text(costs)}{_uncertain_text(drawn)}." if costs else ".")
         + f"{omitted_text(min(MOST, len(drawn)), len(drawn))}"
     )
-    title = f"memory saved (%; bar: peak, |: activations{', figure: step time added' * bool(costs)})"
+    figure = f", figure: step time added{f', {UNSETTLED_MARK}: not certain' * any(saving.mark for saving in drawn)}"
+    title = f"memory saved (%; bar: peak, |: activations{figure * bool(costs)})"
     exact = [("kind:N", "checkpointing", ""), ("value:Q", "peak memory saved, %", ".2f")]
     exact += [("activations:Q", "activations saved, %", ".2f")]
     tooltip = marks.tooltips(*exact, *([("cost:Q", "step time added, %", "+.2f")] if costs else []))
@@ -98,6 +113,12 @@ def checkpointing(view: View) -> Chart | None:
     name = "Memory savings and cost of activation checkpointing" if costs else "Memory saved by checkpointing"
     vega_lite = bar_marks.bars(view, name, layers, alt_text, rows, _ROOM if costs else 0)
     return Chart("checkpointing", name, alt_text, vega_lite, savings_table(drawn), 2)
+
+
+def _uncertain_text(drawn: Sequence[Saving]) -> str:
+    """Return which costs the runs do not show with certainty."""
+    labels = [saving.line.label for saving in drawn if saving.mark]
+    return f" (no certain difference: {', '.join(labels)})" if labels else ""
 
 
 _ROOM = 90  # pixels behind the longest bar for the time added
@@ -118,15 +139,20 @@ def _bar(saving: Saving, position: int) -> Datum:
         activations=activations,
         cost=None if saving.cost is None else 100 * saving.cost,
         total=max(peak, activations or 0.0, 0.0),
-        shown="" if saving.cost is None else f"{100 * saving.cost:+.0f} %",
+        shown="" if saving.cost is None else f"{100 * saving.cost:+.0f} %{saving.mark}",
     )
 
 
 def savings_table(drawn: Sequence[Saving]) -> Table:
     """Return the drawn savings as a table, in percent."""
     rows = [
-        (saving.line.label, saving.kind, *format_percents([saving.peak, saving.activations, saving.cost]))
+        (saving.line.label, saving.kind, *format_percents([saving.peak, saving.activations]), _cost_text(saving))
         for saving in drawn
     ]
     header = ["run", "checkpointing", "peak memory saved (%)", "activations saved (%)", "step time added (%)"]
     return value_table(header, rows, [saving.line.strategy for saving in drawn], 2)
+
+
+def _cost_text(saving: Saving) -> str:
+    (cost,) = format_percents([saving.cost])
+    return cost + saving.mark
