@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.cost_model.memory import estimate_memory
+from harness.cost_model.workspaces import WORKSPACE_BYTES
 from harness.engines.base import load_engine
 from harness.layout.layout import resolve_layout
 from harness.proof.simulation import NO_REFERENCE, verify_simulation
@@ -91,14 +92,15 @@ def problems_with(fault: str, *overrides: str) -> list[str]:
     """Return what is wrong with rank 0 under a fault: its error, what is not proven, or a peak beyond the plan's."""
     config = compose_config(*overrides, *FOUR_LAYERS)
     layout = resolve_layout(config.strategy, 4)
-    (report,) = simulate_steps([StepRequest(config, layout)], CACHE, ("tests.support.simulated_faults", fault))
+    module = ("tests.support.simulated_faults", fault) if fault else ("harness.simulator",)
+    (report,) = simulate_steps([StepRequest(config, layout)], CACHE, module)
     if report.status != "ok":
         return [report.reason]
     widths = load_engine(layout.engine).state_widths(config, layout)
     proof = verify_simulation(config, layout, widths, [report]).parts.get("proof", {})
-    planned = estimate_memory(config, layout, widths, "cuda").peak_bytes
+    planned = estimate_memory(config, layout, widths, "cuda").peak_bytes - WORKSPACE_BYTES  # no kernel runs
     peak = report.profiled.peak_allocated_bytes or 0
-    return [*proof.get("problems", ()), *(["the peak is beyond the plan's"] if peak > 1.03 * planned else [])]
+    return [*proof.get("problems", ()), *(["the peak is beyond the plan's"] if peak > 1.002 * planned else [])]
 
 
 @pytest.mark.parametrize(
@@ -108,13 +110,18 @@ def problems_with(fault: str, *overrides: str) -> list[str]:
         ("collective_on_the_wrong_group", "ddp", "along dp_replicate"),
         pytest.param("forgotten_free", "fsdp_full_shard", "along dp_shard", marks=pytest.mark.long),
         pytest.param("kept_reference", "fsdp_full_shard", "the peak is beyond the plan's", marks=pytest.mark.long),
-        pytest.param("", "zero3", None, marks=pytest.mark.long),
         pytest.param("gather_never_freed", "zero3", "the peak is beyond the plan's", marks=pytest.mark.long),
     ],
 )
 def test_a_fault_in_the_code_for_cuda_is_noticed(fault: str, strategy: str, problem: str) -> None:
     problems = problems_with(fault, f"strategy={strategy}")
     assert any(problem in entry for entry in problems), problems
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "zero3"])
+def test_without_a_fault_there_is_no_problem(strategy: str) -> None:
+    assert problems_with("", f"strategy={strategy}") == []
 
 
 def test_a_budget_is_what_tensors_may_take() -> None:
