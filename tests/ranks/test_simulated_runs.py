@@ -131,10 +131,11 @@ def test_a_budget_is_what_tensors_may_take() -> None:
     layout = resolve_layout(config.strategy, 1)
     free = [StepRequest(config, layout, device=device) for device in ("cuda", "cpu")]
     cuda, cpu = simulate_steps(free, CACHE)
+    needed = (cuda.peak_reserved_bytes or 0, cpu.peak_allocated_bytes or 0)
     limited = [
-        dataclasses.replace(request, config=compose_config(*config_lines, f"cluster.memory_budget={needed - less}B"))
-        for request, needed in zip(free, (cuda.peak_reserved_bytes, cpu.peak_allocated_bytes), strict=True)
-        for less in (0, 1)
+        dataclasses.replace(request, config=compose_config(*config_lines, f"cluster.memory_budget={budget}B"))
+        for request, enough in zip(free, needed, strict=True)
+        for budget in (enough, enough - 1)
     ]
     reports = simulate_steps(limited, CACHE)
     assert [report.status for report in reports] == ["ok", "oom", "ok", "oom"], [report.reason for report in reports]
