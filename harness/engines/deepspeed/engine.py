@@ -28,6 +28,7 @@ class DeepSpeedTrainEngine:
         self._param_slices = param_slices
         self._probe = probe
         self._loss_chunks = loss_chunks
+        self._shard_cache: state.ShardCache = {}
         self._gradients_are_ready = False  # True only while probe.gradients_ready runs
         # Stage 1 may hold whole gradients until it reduces them once a step. That reduction is a separate call after
         # the phase of backward has ended, so that whole gradients can be measured before it.
@@ -75,7 +76,7 @@ class DeepSpeedTrainEngine:
         The copies' state_name is "gathered" for a parameter that is unsharded on a stage-3 rank, and "staging" for a
         gradient that is already reduced or accumulated but not yet freed; at gradients_ready the latter are left out.
         """
-        shards = state.local_shards(kind, self._engine.optimizer, self._param_slices)
+        shards = state.local_shards(kind, self._engine.optimizer, self._param_slices, self._shard_cache)
         return (shard for shard in shards if not (self._gradients_are_ready and shard.state_name == STAGING))
 
     def named_buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
@@ -88,6 +89,7 @@ class DeepSpeedTrainEngine:
         """Destroy the DeepSpeed engine and restore torch's own linear function."""
         from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
 
+        self._shard_cache.clear()
         self._engine.destroy()
         forget_modules()
         torch.nn.functional.linear = getattr(Patched, "linear_bk", torch.nn.functional.linear)

@@ -24,6 +24,10 @@ from harness.tensors.shard import GATHERED, STAGING, OptimizerState, Shard, Stat
 MOMENTS: tuple[OptimizerState, ...] = ("exp_avg", "exp_avg_sq")
 
 
+# The gradients of parameters by the parameter's identity: a buffer that stays for the whole run, and its shards.
+ShardCache = dict[int, tuple[Tensor, list[Shard]]]
+
+
 class OwnedSlice(NamedTuple):
     """This rank's part of one parameter: [start, stop) of the flattened one, at `offset` in buffer number `group`."""
 
@@ -46,12 +50,15 @@ class OwnedSlice(NamedTuple):
         return buffer.narrow(0, self.offset, self.stop - self.start)
 
 
-def local_shards(kind: StateKind, optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
-    """Yield the shards of a kind of state that this rank holds now; see Engine.local_shards."""
+def local_shards(kind: StateKind, optimizer: Any, param_slices: ParamSlices, cache: ShardCache) -> Iterator[Shard]:
+    """Yield the shards of a kind of state that this rank holds now; see Engine.local_shards.
+
+    `cache` belongs to the engine, and keeps what need not be made again.
+    """
     if kind == "parameters":
         yield from parameter_shards(optimizer, param_slices)
     elif kind == "gradients":
-        yield from gradient_shards(optimizer, param_slices)
+        yield from gradient_shards(optimizer, param_slices, cache)
     else:
         yield from master_shards(optimizer, param_slices)
         yield from moment_shards(optimizer, param_slices)
@@ -70,13 +77,13 @@ def parameter_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shar
             yield full_shard(parameter, parameter.detach(), param_slices, GATHERED)
 
 
-def gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
+def gradient_shards(optimizer: Any, param_slices: ParamSlices, cache: ShardCache) -> Iterator[Shard]:
     """Yield this rank's gradients, and copies of them that are not freed yet."""
     if is_stage_3(optimizer):
         for owned in owned_slices(optimizer):
             # Stage 3 keeps one flat buffer for the whole run, also between steps.
             buffer, _ = optimizer._get_fp32_grad_state_partition(owned.parameter, release_swap_buffers=False)
-            yield from owned.shards(param_slices, buffer.narrow(0, 0, owned.stop - owned.start))
+            yield from cached_shards(cache, owned, param_slices, buffer)
         yield from stage_3_accumulation_shards(optimizer, param_slices)
     elif host_state_kinds(optimizer):
         yield from offloaded_gradient_shards(optimizer, param_slices)
@@ -87,6 +94,18 @@ def gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard
                 yield full_shard(parameter, parameter.grad, param_slices, STAGING)
     else:
         yield from flat_gradient_shards(optimizer, param_slices)
+
+
+def cached_shards(cache: ShardCache, owned: OwnedSlice, param_slices: ParamSlices, buffer: Tensor) -> list[Shard]:
+    """Return the shards of a gradient's buffer, of which a profiled step asks for those of all layers in each layer.
+
+    Where gradients are offloaded DeepSpeed returns another view each time, whose shards are made anew.
+    """
+    known = cache.get(id(owned.parameter))
+    if known is None or known[0] is not buffer:
+        shards = list(owned.shards(param_slices, buffer.narrow(0, 0, owned.stop - owned.start)))
+        known = cache[id(owned.parameter)] = (buffer, shards)
+    return known[1]
 
 
 def stage_3_accumulation_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
