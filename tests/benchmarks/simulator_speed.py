@@ -18,7 +18,9 @@ from tests.support.commands import compose_config
 
 CACHE = Path("~/.cache/harness").expanduser()
 
-FSDP = ("strategy=fsdp_full_shard", "checkpointing=full", "precision=bf16_mixed")
+FULL = ("checkpointing=full", "precision=bf16_mixed")
+
+FSDP = ("strategy=fsdp_full_shard", *FULL)
 
 PIPELINE = ("strategy=3d", "strategy.zero_stage=2", "strategy.dp_replicate=1", "strategy.dp_shard=-1", "strategy.tp=8")
 
@@ -34,10 +36,11 @@ LAYOUTS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ),
     ("7b on 8", 8, (*FSDP, "model=7b")),
     ("70b on 64", 64, (*FSDP, "model=70b")),
+    ("70b on 64, zero3_tuned", 64, ("strategy=zero3_tuned", *FULL, "model=70b")),
     (
         "405b on 8192",
         8192,
-        (*PIPELINE, "strategy.pp=16", "model=405b", "checkpointing=full", "precision=bf16_mixed"),
+        (*PIPELINE, *FULL, "strategy.pp=16", "model=405b"),
     ),
 )
 
