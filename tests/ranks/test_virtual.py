@@ -59,17 +59,34 @@ LONG = [
 ]
 
 
-def differences(virtual: Record, real: RankReport) -> list[str]:
+REAL_RUNS = 4  # at most, for a peak
+
+PEAK = 1e-3
+
+
+def differences(case: Case, virtual: Record, results: Path) -> list[str]:
     """Return where a virtual rank is not like the real one: peak, state, operations, bytes sent, passes in flight.
 
-    The peak of the real rank may be 2 % off: two real runs of one layout differ now and then by a tensor that gloo's
-    thread, or autograd's, releases a moment after the main thread goes on (98,304 bytes of 11 MB were seen under
-    zero3, and 512 of 6.6 MB under tp). Everything else is equal.
+    While the peaks alone differ, the real ranks run again. Two real runs of one layout differ now and then by a tensor
+    that gloo's thread, or autograd's, releases a moment after the main thread goes on: on a busy machine 361,276 bytes
+    of 9 MB were seen under zero2. Everything else is equal.
     """
+    problems: list[str] = []
+    for number in range(REAL_RUNS):
+        folder = results / f"real_{number}" if number else results  # which other tests share
+        folder.mkdir(exist_ok=True)
+        problems = differences_from(virtual, case.combination.record(folder).ranks[case.rank])
+        if not all(problem.startswith("peak") for problem in problems) or not problems:
+            return problems
+    return problems
+
+
+def differences_from(virtual: Record, real: RankReport) -> list[str]:
+    """Return where a virtual rank is not like this real one."""
     rank = virtual.ranks[0]
     peak, real_peak = virtual.row["peak_allocated_bytes"], real.profiled.peak_without_backend_bytes
     pairs = {
-        "peak": (peak, peak if abs(peak / real_peak - 1) <= 0.02 else real_peak),
+        "peak": (peak, peak if abs(peak / real_peak - 1) <= PEAK else real_peak),
         "state": (rank.parameter_bytes + rank.optimizer_bytes, real.parameter_bytes + real.optimizer_bytes),
         "activations": (rank.profiled.activation_bytes, real.profiled.activation_bytes),
         "operations": (rank.profiled.flops, real.profiled.flops),
@@ -97,7 +114,7 @@ def check_virtual_row(case: Case, virtual: Record) -> None:
 def test_a_virtual_rank_is_like_the_real_one(results: Path, case: Case) -> None:
     virtual = case.virtual_record(results)
     check_virtual_row(case, virtual)
-    assert differences(virtual, case.combination.record(results).ranks[case.rank]) == []
+    assert differences(case, virtual, results) == []
 
 
 @pytest.mark.long
@@ -105,7 +122,7 @@ def test_a_virtual_rank_is_like_the_real_one(results: Path, case: Case) -> None:
 def test_every_virtual_rank_is_like_the_real_one(results: Path, case: Case) -> None:
     virtual = case.virtual_record(results)
     check_virtual_row(case, virtual)
-    assert differences(virtual, case.combination.record(results).ranks[case.rank]) == []
+    assert differences(case, virtual, results) == []
 
 
 @pytest.mark.parametrize(
@@ -134,9 +151,8 @@ def test_messages_that_are_freed_early_show_in_the_peak(results: Path) -> None:
     model = ("hidden_size=256", "intermediate_size=772", "num_attention_heads=8", "num_hidden_layers=8")
     sizes = (*(f"model.{size}" for size in model), "model.vocab_size=579", "train.global_batch=16", "train.seq_len=32")
     case = Case(Combination("pp_gpipe", 4, ("checkpointing=selective", "data=synthetic", *sizes)), 3)
-    real = case.combination.record(results).ranks[case.rank]
-    assert differences(case.virtual_record(results), real) == []
-    problems = differences(case.virtual_record(results, faults.sent_tensors_dropped), real)
+    assert differences(case, case.virtual_record(results), results) == []
+    problems = differences(case, case.virtual_record(results, faults.sent_tensors_dropped), results)
     assert [problem.partition(":")[0] for problem in problems] == ["peak"]
 
 
