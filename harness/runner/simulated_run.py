@@ -27,14 +27,13 @@ def device_guard(plan: Plan, cache: Path) -> str | None:
 
 
 def run_simulator(plan: Plan, context: RunContext) -> LaunchOutcome:
-    """Run the simulator's process to its end, watched as the ranks of other runs are."""
+    """Run the simulator's process to its end or its time limit. It waits for no other rank, so that it cannot hang."""
     return launch(
         simulator_entry,
         plan.folder.path,
         1,
         device="cpu",
         timeout_seconds=plan.command.timeout_seconds,
-        hang_seconds=plan.command.hang_seconds,
         on_tick=lambda: context.on_progress(plan.folder.path),
     )
 

@@ -31,8 +31,15 @@ FOUR_LAYERS = (*TWO_LAYERS, "launch=simulated", "model.num_hidden_layers=4", "tr
 
 
 def test_a_simulated_run_is_a_row_of_its_own(harness: Harness, tmp_path: Path) -> None:
-    """One command simulates a layout that fits and one that does not."""
-    sweep = ("-m", "strategy=single", "train.micro_batch=4,16", "train.global_batch=16", "world_size=1")
+    """One command simulates a layout that fits and one that does not, however long a step of theirs takes."""
+    sweep = (
+        "hang_seconds=0.5",
+        "-m",
+        "strategy=single",
+        "train.micro_batch=4,16",
+        "train.global_batch=16",
+        "world_size=1",
+    )
     result = harness(*sweep, *OPTIONS, "name=sim")
     assert result.returncode == 0, result.stdout + result.stderr
     folder = tmp_path / "results" / "sim"
