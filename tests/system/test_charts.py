@@ -709,6 +709,14 @@ def test_no_label_of_a_bar_is_cut_where_there_is_little_width() -> None:
     assert chart.spec["padding"]["left"] >= 36 and '"columns": 1' in json.dumps(chart.spec), "labels take the width"
 
 
+def test_labels_beside_points_are_shorter_on_a_phone(drawn: dict[str, Chart]) -> None:
+    """A label that fits a wide picture would be cut at the edge of a narrow one."""
+    spec = drawn["trade"].spec
+    wide, narrow = render.svgs({"wide": spec, "narrow": render.fit(spec, 318)}).values()
+    assert "ddp + full checkpointing</text>" in wide
+    assert "ddp + full ckpt</text>" in narrow and "checkpointing</text>" not in narrow
+
+
 def test_small_charts_share_their_scales() -> None:
     """The faults were shapes by the variants of each strategy alone, and names of the strategy in every small chart."""
     kinds = ("none", "full", "attention", "selective")

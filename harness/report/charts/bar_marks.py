@@ -56,7 +56,7 @@ def ordered(lines: Sequence[ChartLine], key: Callable[[ChartLine], float | None]
 
 def label_axis(labels: bool = True, field: str = "label") -> alt.Y:
     """Return the vertical axis with the bars of a chart from the top; in a narrow chart long labels have two lines."""
-    label = "(tiny ? replace(datum.label, ' checkpointing', ' ckpt') : datum.label)"
+    label = marks.abbreviated("datum.label")
     text = label
     for separator in (" on ", " + "):
         at = f"indexof({label}, '{separator}')"

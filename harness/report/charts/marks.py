@@ -142,6 +142,11 @@ def spanning(field: str, title: str, values: Sequence[float], padding: float = 0
     )
 
 
+def abbreviated(label: str) -> str:
+    """Return the expression of a label that is shorter in a picture as narrow as a phone."""
+    return f"(tiny ? replace({label}, ' checkpointing', ' ckpt') : {label})"
+
+
 def labels(
     values: Sequence[Datum],
     x: alt.X,
@@ -174,8 +179,9 @@ def labels(
         sides.setdefault(side, []).append(datum | {"short": label_placement.shortened(text)})
     return [
         filterable_layer(sides[side])
+        .transform_calculate(shown=abbreviated("datum.short"))
         .mark_text(style="value", baseline="middle", align=align, dx=right, dy=down)
-        .encode(x=x, y=y, text="short:N")
+        .encode(x=x, y=y, text="shown:N")
         for side, (align, right, down) in label_placement.SIDES.items()
         if side in sides
     ]
