@@ -7,12 +7,14 @@ from harness.report.comparability import EQUAL_BYTES, group_by
 from harness.report.reasons import memory_reason, step_reason
 from harness.report.reported import Reported, ReportedGroup, names, share_text
 from harness.report.speeds import CROWDED, DISJOINT_RUNS, MINIMUM_RUNS, are_alike, remedy
-from harness.report.text import bytes_text, join_words, pluralize
+from harness.report.text import bytes_text, join_words, percent_text, pluralize
 
 MOST_RIVALS = 4  # configurations that a sentence names
 
 Answer = tuple[str, str]  # a lead and its text
 
+
+LEAST_SPREAD = 0.001  # of the peaks of repeats, that a sentence names
 
 SIMULATED_SPEEDS = 4  # that are named where none is measured
 
@@ -184,7 +186,21 @@ def _certainty(group: ReportedGroup) -> str:
             "The code of one or more ranks of each layout ran on simulated devices, where every allocation and message"
             " is counted to the byte; times are those of a model."
         )
-    return f"{text}Memory and communication are counted to the byte.{_proof_text(group.members)}"
+    counted = f"Memory and communication are counted to the byte{_peak_spread_text(group.members)}."
+    return f"{text}{counted}{_proof_text(group.members)}"
+
+
+def _peak_spread_text(members: Sequence[Reported]) -> str:
+    """Return by how much peaks of repeats differ, where it is more than a thousandth; empty if it is not."""
+    spreads = {
+        member.label: max(peaks) / min(peaks) - 1
+        for member in members
+        if len(peaks := [peak for run in member.record.runs if (peak := run.row.get("peak_allocated_bytes"))]) > 1
+    }
+    label = max(spreads, key=lambda name: spreads[name], default="")
+    if not label or spreads[label] <= LEAST_SPREAD:
+        return ""
+    return f"; peaks of repeats differ by up to {percent_text(spreads[label])} ({label}), and the largest is shown"
 
 
 def _clear_text(runs: int) -> str:

@@ -49,7 +49,8 @@ def random_folder(draw: random.Random) -> list[Record]:
             blocks = {"parameter": MIB, "activation": draw.randint(0, 3) * MIB}
             changes = shared | {"repeat": repeat, "tokens_per_second": speed, "step_seconds": step, **parts}
             changes |= {f"at_peak_{name}_bytes": size for name, size in blocks.items()}
-            changes |= {"peak_allocated_bytes": peak, "at_peak_temporary_bytes": peak - sum(blocks.values())}
+            own = peak - MIB // 8 if number % 4 == 1 and repeat % 2 else peak
+            changes |= {"peak_allocated_bytes": own, "at_peak_temporary_bytes": own - sum(blocks.values())}
             if draw.random() > calm:
                 changes |= draw.choice(({"noise_warning": "busy"}, {"step_seconds_iqr_ratio": None}))
             if draw.random() < 0.1:
@@ -204,6 +205,13 @@ def check_certainty(text: str, oracle: Oracle) -> None:
         assert ("Not ranked" in text) == (len(counts) < len(oracle.ok))
     for label, count in re.findall(rf"({NAME}) \((\d) undisturbed runs?\)", text):
         assert label not in oracle.speeds and int(count) == len(oracle.calm[label])
+    peaks = {label: [int(run["peak_allocated_bytes"]) for run in ok] for label, ok in oracle.ok.items()}
+    widest = max(max(sizes) / min(sizes) - 1 for sizes in peaks.values())
+    spread = re.search(rf"repeats differ by up to ([\d.]+) % \(({NAME})\), and the largest is shown", text)
+    assert bool(spread) == (widest > 0.001)
+    if spread:
+        assert max(peaks[spread[2]]) / min(peaks[spread[2]]) - 1 == widest
+        assert float(spread[1]) == pytest.approx(100 * widest, abs=0.5)
     steps = sorted({int(ok[0]["proven_steps"]) for ok in oracle.ok.values()})
     assert text.endswith(f" for {'at least ' * (len(steps) > 1)}{steps[0]} steps.") and re.search(
         r"All \d+ are proven", text
