@@ -79,6 +79,7 @@ def write_table(path: Path, draws: list[dict[str, str]]) -> None:
     """Write a table of draws in the order of their numbers, without the columns that are empty in all."""
     names = [*OWN_COLUMNS, *columns_of(draws)]
     filled = [name for name in dict.fromkeys(names) if any(draw.get(name) for draw in draws)]
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
     with temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, filled, restval="", extrasaction="ignore", lineterminator="\n")
