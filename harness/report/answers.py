@@ -47,7 +47,7 @@ def _fits_text(group: ReportedGroup) -> str:
     if limit is None or len(peaks) < len(group.members):
         return ""
     has_budget = any(_has_budget(member) for member in group.members)
-    context = f"a device, of which a process takes {bytes_text(PROCESS_BYTES['cuda'])} for its CUDA context"
+    context = f"a device, of which {bytes_text(PROCESS_BYTES['cuda'])} are assumed for its CUDA context"
     return (
         f"{pluralize(len(group.members), 'layout')} fit in the {bytes_text(limit)} of"
         f" {'cluster.memory_budget' if has_budget else context}: {bytes_text(min(peaks))} to"

@@ -307,7 +307,7 @@ def test_simulated_layouts_say_how_much_of_their_devices_they_take() -> None:
     simulated = [record_of(row(n, name, "torch", 0, peak_allocated_bytes=peak, **changes)) for n, name, peak in pair]
     answers = dict(first_screen(View("simulated", simulated)).answers)
     assert answers["Fits"].startswith(
-        "2 layouts fit in the 80.00 MiB of a device, of which a process takes 476.8 MiB for its CUDA context:"
+        "2 layouts fit in the 80.00 MiB of a device, of which 476.8 MiB are assumed for its CUDA context:"
         " 18.00 MiB to 20.00 MiB allocated, without what"
     )
     for run in simulated:
