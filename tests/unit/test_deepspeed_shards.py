@@ -6,7 +6,7 @@ from harness.engines.deepspeed import state
 from harness.engines.deepspeed.shards import ParamSlice
 
 
-def test_shards_of_a_gradient_are_cached_shards_for_each_buffer() -> None:
+def test_shards_of_a_gradient_are_cached_for_each_buffer() -> None:
     parameter, flat = torch.zeros(3, 4), torch.zeros(20)
     owned = state.OwnedSlice(parameter, 12, 6, 12, 0, 0)  # the second of two ranks' parts
     slices = {id(parameter): ParamSlice.whole("weight", (3, 4))}
