@@ -17,6 +17,7 @@ from harness.config.byte_size import parse_bytes
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.hardware import HardwareConfig
 from harness.config.model import ModelConfig
+from harness.config.optimizer import ADAMW, OptimizerSpec
 from harness.config.precision import PrecisionConfig
 from harness.config.strategy import StrategyConfig
 from harness.config.validation import require, require_one_of, require_positive
@@ -164,6 +165,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.world_size is not None:
             require(self.world_size >= 1, "world_size", self.world_size, "is not a positive number: choose 1 or more")
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        """The optimizer that every engine trains with."""
+        return ADAMW
 
     def to_dict(self) -> ConfigValues:
         """Return the configuration in plain values."""

@@ -5,6 +5,10 @@ from typing import Any, Literal
 
 from harness.config.validation import require, require_one_of, require_positive
 
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the mesh, outermost first, in the order of ranks
+DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")  # the same axes, in the order in which they are read
+DATA_AXES = ("dp_replicate", "dp_shard", "cp")  # those whose ranks have different tokens
+
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 DataParallel = Literal["none", "ddp", "fsdp"]
 Offload = Literal["none", "optimizer", "parameters"]
@@ -43,7 +47,7 @@ class StrategyConfig:
     def __post_init__(self) -> None:
         require_one_of("strategy.zero_stage", self.zero_stage, (0, 1, 2, 3))
         require_positive("strategy", self, "virtual_stages")
-        for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
+        for axis in DEGREES:
             degree = getattr(self, axis)
             rule = "is not a degree: choose 1 or more, or -1 for whatever is left of the world"
             require(degree == -1 or degree >= 1, f"strategy.{axis}", degree, rule)

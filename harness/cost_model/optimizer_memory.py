@@ -40,9 +40,6 @@ def _largest_partition(model: ModelConfig, layout: Layout, stages: tuple[Stage, 
 
 
 def optimizer_temporary_bytes(config: RunConfig, layout: Layout, parameters: int) -> int:
-    """Return the bytes of the optimizer's temporaries.
-
-    torch's foreach AdamW computes the roots of all second moments at once; the fused one needs none.
-    """
-    width = config.precision.master_bytes
+    """Return the bytes of the optimizer's temporaries."""
+    width = config.optimizer.foreach_copies * config.precision.master_bytes
     return 0 if config.train.fused_optimizer else -(-width * parameters // layout.shard_count("optimizer"))

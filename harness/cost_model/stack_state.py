@@ -73,7 +73,7 @@ class StackState:
 def model_state(config: RunConfig, layout: Layout, memory: StackMemory, parts: RankParts) -> StackState:
     """Return a rank's model state: widths from the precision, shards from ZeRO's stage (arXiv 1910.02054)."""
     precision, count = config.precision, parts.parameters
-    compute, master = precision.compute_bytes, precision.master_bytes
+    compute, master, states = precision.compute_bytes, precision.master_bytes, config.optimizer.state_bytes(precision)
     shards = layout.dp_shard * (layout.cp if layout.zero_stage else 1)
     layers = sum(parts.chunks)
     if memory.kind == "flat_units":
@@ -84,7 +84,7 @@ def model_state(config: RunConfig, layout: Layout, memory: StackMemory, parts: R
         gradients = -(-master * count // degree)
         return StackState(
             parameters=-(-master * count // degree),
-            optimizer=-(-2 * master * count // degree),
+            optimizer=-(-states * count // degree),
             main_gradients=0,
             gradients=gradients,
             at_rest=gradients if memory.keeps_gradients_at_rest and is_sharded else 0,
@@ -98,7 +98,7 @@ def model_state(config: RunConfig, layout: Layout, memory: StackMemory, parts: R
             optimizer_temporaries=-(-memory.optimizer_copies * master * count // degree),
         )
     degree = shards if layout.zero_stage >= 1 else 1
-    optimizer = (3 if precision.is_mixed else 2) * master
+    optimizer = states + master * precision.is_mixed
     replicated = layout.dp > 1 and layout.zero_stage == 0
     main = precision.accumulate_bytes * count if memory.keeps_main_gradients else 0
     buckets = memory.reduce_bucket_bytes * count if replicated else 0

@@ -69,7 +69,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch.engine import TorchEngine
     from harness.engines.torch.loss_scaler import LossScaler
     from harness.engines.torch.micro_batches import GradAccumulationLoop
-    from harness.engines.torch.optimizer import build_adamw
+    from harness.engines.torch.optimizer import build_optimizer
     from harness.models.build import build_meta_model
 
     model = build_meta_model(config, probe)
@@ -78,7 +78,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     parallel = ReplicatedParams([model], config, device, wrap)
     scaler = LossScaler(config.precision, layout.dp)
     runner = GradAccumulationLoop(parallel, probe, scaler, config.train.loss_chunks)
-    optimizer = build_adamw(master_params(parallel), config.train)
+    optimizer = build_optimizer(master_params(parallel), config)
     engine = TorchEngine([model], config, parallel, runner, mesh, probe, scaler, optimizer)
     engine.devices = count if device.type == "cuda" else 0
     return engine

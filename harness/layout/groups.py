@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from harness.layout.layout import AXES, Layout
+from harness.config.strategy import AXES, DATA_AXES
+from harness.layout.layout import Layout
 
 
 def is_data_parallel_axis(axis: str) -> bool:
@@ -10,7 +11,7 @@ def is_data_parallel_axis(axis: str) -> bool:
 
     `axis` is the name of one mesh axis, or of several joined by '+'.
     """
-    return set(axis.split("+")) <= {"dp_replicate", "dp_shard", "cp"}
+    return set(axis.split("+")) <= set(DATA_AXES)
 
 
 def group_axes(group_ranks: Sequence[int], layout: Layout) -> str:

@@ -8,10 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from harness.config.schema import TrainConfig
-from harness.config.strategy import DataParallel, Offload, Schedule, StrategyConfig
+from harness.config.strategy import AXES, DATA_AXES, DEGREES, DataParallel, Offload, Schedule, StrategyConfig
 from harness.util.errors import UserError
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first, in the order of ranks
 
 
 @dataclass(frozen=True)
@@ -76,13 +74,7 @@ class Layout:
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
         """The number of ranks along every mesh axis, outermost first."""
-        return {
-            "pp": self.pp,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "cp": self.cp,
-            "tp": self.tp,
-        }
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @cached_property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -118,7 +110,7 @@ class Layout:
     @cached_property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes along which ranks hold copies, whose gradients are averaged."""
-        return tuple(axis for axis in ("dp_replicate", "dp_shard", "cp") if axis not in self.sharding_axes)
+        return tuple(axis for axis in DATA_AXES if axis not in self.sharding_axes)
 
     def axes_size(self, axes: Iterable[str]) -> int:
         """Return the number of ranks along these axes."""
@@ -203,13 +195,7 @@ def resolve_layout(strategy: StrategyConfig, world_size: int) -> Layout:
     A strategy whose degrees are all 1 trains on one rank, whatever the world. Raises UserError if the degrees do not
     make up the world.
     """
-    degrees = {
-        "dp_replicate": strategy.dp_replicate,
-        "dp_shard": strategy.dp_shard,
-        "tp": strategy.tp,
-        "cp": strategy.cp,
-        "pp": strategy.pp,
-    }
+    degrees = {axis: getattr(strategy, axis) for axis in DEGREES}
     open_axes = [axis for axis, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
         raise UserError(f"strategy.{open_axes[1]}=-1 beside strategy.{open_axes[0]}=-1: only one degree may be -1")
@@ -225,17 +211,7 @@ def resolve_layout(strategy: StrategyConfig, world_size: int) -> Layout:
     elif fixed not in (1, world_size):
         raise UserError(
             f"world_size={world_size} is not the product of the strategy's degrees ({stated}): choose"
-            f" world_size={fixed}, or -1 for one of strategy.dp_replicate, dp_shard, tp, cp, pp"
+            f" world_size={fixed}, or -1 for one of strategy.{', '.join(DEGREES)}"
         )
-    return Layout(
-        engine=strategy.engine,
-        data_parallel=strategy.data_parallel,
-        zero_stage=strategy.zero_stage,
-        sequence_parallel=strategy.sequence_parallel,
-        schedule=strategy.schedule,
-        virtual_stages=strategy.virtual_stages,
-        layers_per_stage=strategy.layers_per_stage,
-        offload=strategy.offload,
-        vocabulary_parallel=strategy.vocabulary_parallel,
-        **degrees,
-    )
+    fields = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(Layout)}
+    return Layout(**fields | degrees)

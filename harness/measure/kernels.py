@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from harness.config.optimizer import OPTIMIZERS
 from harness.records.rank_report import COMPOSED
 
 # The order of preference. MATH composes attention from plain operators, where no fused kernel can be used.
@@ -26,7 +27,7 @@ ATTENTION = {
     "aten::_safe_softmax": COMPOSED,
 }
 
-OPTIMIZER = {"aten::_fused_adamw_": "fused", "aten::_foreach_sqrt": "foreach"}
+OPTIMIZER = {operator: name for optimizer in OPTIMIZERS for operator, name in optimizer.kernels.items()}
 
 ACTIVATION_FUNCTIONS = ("aten::silu", "aten::gelu")  # compiled code has them inside its own kernels
 

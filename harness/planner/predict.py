@@ -8,6 +8,7 @@ from harness.config.byte_size import parse_bytes
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig
 from harness.config.stack_memory import StackMemory
+from harness.config.strategy import DEGREES
 from harness.cost_model import memory
 from harness.cost_model.communication import planned_bytes
 from harness.cost_model.fit_verdict import FitVerdict, fit_verdict
@@ -24,8 +25,6 @@ from harness.layout.state_widths import StateWidths
 from harness.planner.hf_memory import traced_memory
 from harness.planner.peak import PredictedPeak, predicted_peak
 from harness.planner.plan_problems import engine_module
-
-LAYOUT_KEYS = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
 
 SECONDS_PER_HOUR = 3600
 
@@ -184,7 +183,7 @@ class Prediction:
     def label(self) -> str:
         """Return the layout in a few words: `fsdp zero 3, dp_shard 8 x tp 4, selective, micro-batch 2`."""
         layout = self.layout
-        degrees = [f"{axis} {size}" for axis in LAYOUT_KEYS if (size := getattr(layout, axis)) > 1]
+        degrees = [f"{axis} {size}" for axis in DEGREES if (size := getattr(layout, axis)) > 1]
         kind = layout.data_parallel if layout.data_parallel != "none" else layout.engine
         words = [f"{kind} zero {layout.zero_stage}" if layout.zero_stage else kind, " x ".join(degrees) or "one rank"]
         if not self.config.strategy.literature:

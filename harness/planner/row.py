@@ -3,9 +3,9 @@
 import shlex
 from collections.abc import Mapping
 
+from harness.config.strategy import AXES
 from harness.cost_model.flops import model_flops
 from harness.cost_model.pipeline import bubble_ratio
-from harness.layout.layout import AXES
 from harness.planner.predict import Prediction
 from harness.planner.run_overrides import SEARCH, preset_of, run_overrides
 from harness.records.columns import COLUMN_NAMES

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from harness.config.byte_size import format_bytes
+from harness.config.strategy import AXES
 from harness.cost_model.fit_verdict import UNMEASURED_RANGE
-from harness.layout.layout import AXES
 from harness.planner.predict import Prediction
 from harness.planner.remedies import offers
 from harness.planner.run_overrides import run_command

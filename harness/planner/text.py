@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from harness.config.byte_size import format_bytes
-from harness.layout.layout import AXES
+from harness.config.strategy import AXES
 from harness.planner.predict import Prediction
 from harness.planner.row import PEAK_PARTS
 from harness.planner.sentences import fit_sentence, terms

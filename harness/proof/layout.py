@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from harness.config.model import ModelConfig
-from harness.config.precision import PrecisionConfig
+from harness.config.schema import RunConfig
 from harness.cost_model.deepspeed_memory import partition_elements
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
@@ -17,7 +17,7 @@ from harness.records.rank_report import RankReport
 from harness.records.tensor_shards import Box, StateShard
 from harness.tensors.shard import GATHERED
 
-MASTER_BYTES, MOMENTS_BYTES = 4, 8  # per parameter element, in fp32
+MASTER_BYTES = 4  # per parameter element, in fp32
 
 
 class OwnedShard(NamedTuple):
@@ -72,24 +72,24 @@ def gathered_problems(ranks: Sequence[RankReport], literature: bool) -> list[str
     return []
 
 
-def width_problems(widths: StateWidths, precision: PrecisionConfig, ranks: Sequence[RankReport]) -> list[str]:
+def width_problems(config: RunConfig, widths: StateWidths, ranks: Sequence[RankReport]) -> list[str]:
     """Return where parameters, masters, moments or gradient accumulation are missing or of another width.
 
     The widths are those that the precision has in this engine.
     """
-    moments = {"exp_avg", "exp_avg_sq"}
-    has_masters = widths.optimizer > 2 * precision.master_bytes  # a master is stored besides both moments
+    precision, states = config.precision, {state.name for state in config.optimizer.states}
+    has_masters = widths.optimizer > config.optimizer.state_bytes(precision)  # a master is stored beside the states
     parameter = precision.compute if widths.parameters < MASTER_BYTES else precision.master
     expected = {
         "parameters": {("", parameter), (GATHERED, parameter)},
-        "optimizer": {(name, precision.master) for name in moments | ({"master"} if has_masters else set())},
+        "optimizer": {(name, precision.master) for name in states | ({"master"} if has_masters else set())},
     }
     problems = []
     for kind, allowed in expected.items():
-        states = {(shard.state_name, shard.dtype) for rank in ranks for shard in _reported_shards(rank, kind)}
+        reported = {(shard.state_name, shard.dtype) for rank in ranks for shard in _reported_shards(rank, kind)}
         needed = {pair for pair in allowed if pair[0] != GATHERED}
-        for name, dtype in sorted((states - allowed) | (needed - states)):
-            verb = "are held but are no part of" if (name, dtype) in states else "are not held but are part of"
+        for name, dtype in sorted((reported - allowed) | (needed - reported)):
+            verb = "are held but are no part of" if (name, dtype) in reported else "are not held but are part of"
             problems.append(f"{kind}: {name or 'values'} in {dtype} {verb} precision={precision.name} in this engine")
     summed = {dtype for rank in ranks for dtype in rank.profiled.gradient_dtypes}
     for dtype in sorted(summed - {precision.accumulate}):
@@ -150,7 +150,7 @@ def placement_problems(layout: Layout, ranks: Sequence[RankReport]) -> list[str]
 
 
 def build_peak_problems(
-    model: ModelConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]
+    config: RunConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]
 ) -> list[str]:
     """Return which ranks of a pipeline built more than their own stages.
 
@@ -158,13 +158,14 @@ def build_peak_problems(
     """
     if not layout.pp_enabled:
         return []
-    largest_bytes = largest_parameter_numel(model) * MASTER_BYTES
+    largest_bytes = largest_parameter_numel(config.model) * MASTER_BYTES
+    masters = max(0, widths.optimizer - config.optimizer.state_bytes(config.precision))
     problems = []
     for rank in ranks:
-        width = widths.parameters + max(0, widths.optimizer - MOMENTS_BYTES)  # with masters, where the engine has them
+        width = widths.parameters + masters
         if layout.data_parallel == "ddp":
             width += widths.gathered  # DistributedDataParallel's buckets
-        share = width * rank_numel(model, layout, rank.rank, "parameters")
+        share = width * rank_numel(config.model, layout, rank.rank, "parameters")
         peak = rank.start_peak_bytes
         if peak is not None and peak > share + 3 * largest_bytes:
             problems.append(

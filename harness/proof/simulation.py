@@ -40,9 +40,9 @@ def verify_simulation(config: RunConfig, layout: Layout, widths: StateWidths, ra
     expected = [expected_bytes(config, layout, widths, rank.rank) for rank in ranks]
     padded = [padded_bytes(config, layout, widths, rank.rank) for rank in ranks]
     layout_problems = share_problems(config.model, layout, ranks, config.strategy.literature)
-    layout_problems += width_problems(widths, config.precision, ranks)
+    layout_problems += width_problems(config, widths, ranks)
     layout_problems += placement_problems(layout, ranks)
-    layout_problems += build_peak_problems(config.model, layout, widths, ranks)
+    layout_problems += build_peak_problems(config, layout, widths, ranks)
     if config.strategy.literature:
         layout_problems += gradient_problems(config.model, layout, widths, ranks)
     problems = layout_problems + value_problems(config, ranks) + kernel_problems(config, ranks)

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from harness.config.strategy import AXES
 from harness.layout.layout import Layout
 from harness.proof.bounds import NoiseFloors, noise_floors, proven_steps, shows_scaled_matrix
 from harness.proof.deviations import Aspect, differences, grad_norms, relative_difference
@@ -121,7 +122,7 @@ def overflow_problems(reference: RankReport, ranks: Sequence[RankReport]) -> lis
 
 def dropout_rng_problems(layout: Layout, ranks: Sequence[RankReport]) -> list[str]:
     """Return where ranks that share activations drew different dropout masks, and where others drew the same."""
-    separate_axes = ("pp", "dp_replicate", "dp_shard", "cp", *(["tp"] if layout.sequence_parallel else []))
+    separate_axes = [axis for axis in AXES if axis != "tp" or layout.sequence_parallel]
     by_seed: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     by_coordinates: dict[tuple[int, ...], set[int]] = defaultdict(set)
     for rank in ranks:

@@ -104,9 +104,9 @@ def prove_layout(run: FinishedRun) -> list[str]:
     """Return where the ranks hold other state than the layout's, of another width, or on another device."""
     config, layout, widths, ranks = run.config, run.layout, run.widths, run.ranks
     problems = ownership_problems(config.model, layout, ranks, config.strategy.literature)
-    problems += width_problems(widths, config.precision, ranks)
+    problems += width_problems(config, widths, ranks)
     problems += placement_problems(layout, ranks)
-    problems += build_peak_problems(config.model, layout, widths, ranks)
+    problems += build_peak_problems(config, layout, widths, ranks)
     if config.strategy.literature:
         problems += gradient_problems(config.model, layout, widths, ranks)
     return problems

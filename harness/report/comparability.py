@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import orjson
 
 from harness.config.fingerprint import result_affecting_keys
+from harness.config.strategy import DEGREES
 from harness.config.values import ConfigValues
 from harness.records.provenance import version_differences
 from harness.records.schema import Record, Row
@@ -22,7 +23,7 @@ _CLAIM_SETTING = (*_SETTING, "micro_batch", "offload_activations")
 
 # The columns that say how a run divides the model and the batch. Runs with equal values run the same strategy.
 PARTITION_COLUMNS = (
-    *("strategy", "engine", "zero_stage", "world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp"),
+    *("strategy", "engine", "zero_stage", "world_size", *DEGREES),
     *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "offload"),
     *("data_parallel", "vocabulary_parallel"),
 )

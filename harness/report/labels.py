@@ -5,17 +5,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.config.fingerprint import result_affecting_keys
+from harness.config.strategy import DEGREES
 from harness.records.columns import COLUMN_TYPES, column
 from harness.records.schema import Record, Row
 
 # The strategy and the world size determine these columns, unless rows that share both differ in them.
 IMPLIED_BY_STRATEGY = (
-    *("engine", "data_parallel", "zero_stage", "dp_replicate", "dp_shard", "tp", "cp", "pp"),
+    *("engine", "data_parallel", "zero_stage", *DEGREES),
     *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "vocabulary_parallel"),
     *("offload", "offload_activations"),
 )
-
-_DEGREES = {"dp_replicate", "dp_shard", "tp", "cp", "pp"}
 
 OTHER_OPTIONS = "other options"  # a column that only frames have: keys without a column that differ
 
@@ -162,7 +161,7 @@ def _distinguishing(rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
     for key in varying:
         finer = [(*group, row.get(key)) for group, row in zip(groups, rows, strict=True)]
         is_finer = len(set(finer)) > len(set(groups))
-        has_degree = key in _DEGREES and not _DEGREES.isdisjoint(chosen) and len({row.get(key) for row in rows}) > 1
+        has_degree = key in DEGREES and not set(DEGREES).isdisjoint(chosen) and len({row.get(key) for row in rows}) > 1
         if is_finer or has_degree:
             chosen.append(key)
             groups = finer

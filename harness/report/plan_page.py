@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.config.byte_size import format_bytes
-from harness.layout.layout import AXES
+from harness.config.strategy import AXES
 from harness.planner.explain import explanation
 from harness.planner.plan import Plan
 from harness.planner.predict import Prediction

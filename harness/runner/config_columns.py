@@ -1,6 +1,7 @@
 """The columns of a row that are known before anything runs. Imports no torch."""
 
 from harness.config.schema import RunConfig
+from harness.config.strategy import DEGREES
 from harness.layout.layout import Layout
 from harness.layout.parameters import parameter_count
 from harness.layout.partition import split_into_stages
@@ -34,8 +35,7 @@ def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
         "launch": config.launch,
     }
     if layout is not None:
-        degrees = ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp")
-        row |= {degree: getattr(layout, degree) for degree in degrees}
+        row |= {degree: getattr(layout, degree) for degree in ("world_size", *DEGREES)}
         row["grad_accumulation"] = layout.grad_accumulation_steps(config.train)
         if layout.pp_enabled:
             layers = [str(stage.layers) for stage in split_into_stages(config.model, layout)]

@@ -12,11 +12,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from harness.config.strategy import AXES
 from harness.cost_model.memory import PROCESS_BYTES
 from harness.data.corpus import Corpus
 from harness.engines.base import Engine, load_engine
 from harness.hardware.machine import usable_cores
-from harness.layout.layout import AXES
 from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateKind
 from harness.measure.gradient_fingerprint import Fingerprinter

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.futures import Future
 
-from harness.layout.layout import AXES
+from harness.config.strategy import AXES
 from harness.records.run_spec import RunSpec
 from harness.simulator.ddp_reducer import communication_hook, completed
 from harness.simulator.process_group import fake_process_group

@@ -12,22 +12,17 @@ BUCKET: Final = "bucket"
 GATHERED: Final = "gathered"
 STAGING: Final = "staging"
 
-# The tensor of the optimizer to which a shard belongs, by torch's names; empty for parameters and gradients.
-OptimizerState = Literal["", "master", "exp_avg", "exp_avg_sq"]
-
-StateName = OptimizerState | ShardOrigin
-
 
 class Shard(NamedTuple):
     """The part of one named tensor that this rank really holds.
 
     `shape` is that of the whole tensor, and `box` the (start, stop) that this rank holds along each dimension. A part
-    of the flattened tensor has shape (numel,) and a box of one pair. `state_name` distinguishes the tensors of
-    an optimizer from each other, and a copy from the state itself.
+    of the flattened tensor has shape (numel,) and a box of one pair. `state_name` is "master" or that
+    of an OptimizerState for a tensor of the optimizer, and a ShardOrigin for a copy beside the state itself.
     """
 
     name: str
     local: "Tensor"
     shape: tuple[int, ...]
     box: tuple[tuple[int, int], ...]
-    state_name: StateName = ""
+    state_name: str = ""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from harness.config.optimizer import OptimizerSpec
 from harness.engines.base import Engine
 from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints
 from harness.measure.memory import DeviceMemory
@@ -16,11 +17,14 @@ class FirstUpdate:
     Under loss scaling, steps before it are skipped because gradients overflow.
     """
 
-    def __init__(self, engine: Engine, probe: Probe, fingerprinter: Fingerprinter, memory: DeviceMemory) -> None:
+    def __init__(
+        self, engine: Engine, probe: Probe, fingerprinter: Fingerprinter, memory: DeviceMemory, optimizer: OptimizerSpec
+    ) -> None:
         self.engine = engine
         self.probe = probe
         self.fingerprinter = fingerprinter
         self.memory = memory
+        self.optimizer = optimizer
         self.listener = GradientFingerprints(fingerprinter, memory.limit.suspended)
         self.moments: Sequence[TensorFingerprint] | None = None  # of clipped gradients
         self.changes: Sequence[TensorFingerprint] = ()
@@ -41,6 +45,6 @@ class FirstUpdate:
         if self.engine.skipped_steps > index:  # gradients overflowed, and a smaller loss scale is next
             return
         with self.memory.limit.suspended():
-            self.moments = self.fingerprinter.state(self.engine, "optimizer", "exp_avg")
+            self.moments = self.fingerprinter.state(self.engine, "optimizer", self.optimizer.gradient_state)
             self.changes = self.fingerprinter.updates(self.engine)
         self.memory.empty_cache()  # the fingerprints needed this memory

@@ -94,7 +94,8 @@ def train_perturbed(
     """
     train = config.train
     fingerprinter = Fingerprinter(config.model, train.seed, memory.device)
-    first_update, last = FirstUpdate(engine, probe, fingerprinter, memory), GradientFingerprints(fingerprinter)
+    first_update = FirstUpdate(engine, probe, fingerprinter, memory, config.optimizer)
+    last = GradientFingerprints(fingerprinter)
     losses, grad_norms = torch.zeros(2, train.total_steps, device=memory.device)
     for index in range(train.total_steps):
         progress("perturbed", index)

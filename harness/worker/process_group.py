@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.layout.layout import AXES
+from harness.config.strategy import AXES
 from harness.records.run_spec import RunSpec
 
 MARGIN_SECONDS = 120.0  # from the end of a run's time to the end of its collectives' time
@@ -23,7 +23,7 @@ JoinRanks = Callable[[RunSpec], AbstractContextManager[tuple[DeviceMesh, torch.d
 
 @contextmanager
 def process_group(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device]]:
-    """Join the other ranks. Yield a mesh with every axis, in the order of layout.AXES, and this rank's device.
+    """Join the other ranks. Yield a mesh with every axis, in the order of AXES, and this rank's device.
 
     No device is bound to the group (`device_id` of init_process_group). In torch 2.13 a bound device makes the group,
     and all groups that are split from it, connect eagerly, and then single sends and receives, which are what a

@@ -81,7 +81,7 @@ def train(
             losses[index], grad_norms[index] = result.loss, result.grad_norm
 
     fingerprinter = Fingerprinter(run.model, config.seed, memory.device)
-    first_update = FirstUpdate(engine, probe, fingerprinter, memory)
+    first_update = FirstUpdate(engine, probe, fingerprinter, memory, run.optimizer)
     for index in range(config.warmup_steps):
         with first_update.watch(index):
             step("warm-up", index)

@@ -19,12 +19,13 @@ from torch.multiprocessing.spawn import start_processes
 
 from harness.config.command import read_run_config
 from harness.config.schema import RunConfig
+from harness.config.strategy import AXES
 from harness.cost_model.communication import expected_bytes
 from harness.engines.base import Batch, Engine, load_engine
 from harness.engines.deepspeed.compatibility import SUPPORTED_OPTIONS
 from harness.hardware.machine import Machine
 from harness.launcher.forkserver import start_forkserver
-from harness.layout.layout import AXES, resolve_layout
+from harness.layout.layout import resolve_layout
 from harness.layout.state_widths import STATE_KINDS, StateKind
 from harness.measure.communication import bytes_sent
 from harness.measure.gradient_fingerprint import Fingerprinter

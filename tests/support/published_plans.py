@@ -16,8 +16,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
+from harness.config.strategy import DEGREES
 from harness.planner.plan import Plan, plans
-from harness.planner.predict import LAYOUT_KEYS, Prediction
+from harness.planner.predict import Prediction
 from harness.planner.row import planned_row
 from harness.report.plan_files import write_page
 from harness.report.plan_rows import csv_text
@@ -274,7 +275,7 @@ def gpu_hours(row: dict[str, str]) -> str:
 
 def degrees(row: dict[str, str]) -> str:
     """Return the degrees above one: `dp_shard 4 × tp 2`."""
-    return " × ".join(f"{axis} {row[axis]}" for axis in LAYOUT_KEYS if row[axis] != "1")
+    return " × ".join(f"{axis} {row[axis]}" for axis in DEGREES if row[axis] != "1")
 
 
 def tight_mark(row: dict[str, str]) -> str:

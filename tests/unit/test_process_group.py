@@ -17,8 +17,9 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config.schema import RunConfig
+from harness.config.strategy import AXES
 from harness.data.corpus import Corpus
-from harness.layout.layout import AXES, Layout, resolve_layout
+from harness.layout.layout import Layout, resolve_layout
 from harness.records.run_spec import RunSpec, read_run_spec
 from harness.worker import process_group as groups
 from tests.support.commands import compose_config

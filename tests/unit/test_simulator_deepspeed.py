@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from harness.config.strategy import AXES
 from harness.hardware.described_cluster import described_cluster, described_machine
-from harness.layout.layout import AXES, resolve_layout
+from harness.layout.layout import resolve_layout
 from harness.runner.simulation import simulated_ranks
 from harness.simulator.deepspeed_accelerator import count_synchronizations
 from harness.simulator.process_group import fake_process_group

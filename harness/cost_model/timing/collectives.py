@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from harness.config.hardware import HardwareConfig
-from harness.layout.layout import AXES, Layout
+from harness.config.strategy import AXES
+from harness.layout.layout import Layout
 
 
 @dataclass(frozen=True)

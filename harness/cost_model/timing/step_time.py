@@ -10,13 +10,14 @@ from harness.config.hardware import HardwareConfig
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.config.stack_timing import StackTiming
+from harness.config.strategy import AXES
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.timing.collectives import Group, group_of, send_seconds
 from harness.cost_model.timing.data_parallel_time import Exposed, ShardedState, expose
 from harness.cost_model.timing.kernels import kernel_rates, rank_hardware
 from harness.cost_model.timing.layer_time import Shape
 from harness.cost_model.timing.stage_time import StageContext, StageTime, stage_time
-from harness.layout.layout import AXES, Layout
+from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.parameters import layer_parameter_count
 from harness.layout.partition import split_into_stages

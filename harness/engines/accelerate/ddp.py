@@ -16,7 +16,7 @@ from harness.engines.torch.ddp import ReplicatedParams
 from harness.engines.torch.engine import TorchEngine
 from harness.engines.torch.loss_scaler import LossScaler
 from harness.engines.torch.micro_batches import GradAccumulationLoop
-from harness.engines.torch.optimizer import build_adamw
+from harness.engines.torch.optimizer import build_optimizer
 from harness.layout.layout import Layout
 from harness.models.build import build_meta_model
 from harness.probe import Probe
@@ -66,5 +66,5 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
     parallel.accelerator = accelerator
     scaler = LossScaler(config.precision, layout.dp)
     runner = AccelerateMicroBatches(accelerator, parallel, probe, scaler, config.train.loss_chunks)
-    optimizer = accelerator.prepare_optimizer(build_adamw(master_params(parallel), config.train))
+    optimizer = accelerator.prepare_optimizer(build_optimizer(master_params(parallel), config))
     return TorchEngine([model], config, parallel, runner, mesh, probe, scaler, optimizer)

@@ -22,7 +22,7 @@ from harness.engines.base import Engine
 from harness.engines.torch.engine import TorchEngine
 from harness.engines.torch.fsdp import FSDPParams, end_backward_prefetch, fsdp_param_groups, mixed_precision_policy
 from harness.engines.torch.loss_scaler import LossScaler
-from harness.engines.torch.optimizer import build_adamw
+from harness.engines.torch.optimizer import build_optimizer
 from harness.layout.layout import Layout
 from harness.models.build import build_meta_model
 from harness.models.decoder import Decoder
@@ -53,7 +53,7 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
     prepared.set_reshard_after_forward(layout.zero_stage == 3)
     verify_prepared(prepared, config, layout)
     materialize(model, config.model, config.train.seed, device, getattr(torch, config.precision.master))
-    optimizer = accelerator.prepare_optimizer(build_adamw(list(model.parameters()), config.train))
+    optimizer = accelerator.prepare_optimizer(build_optimizer(list(model.parameters()), config))
     parts = [*model.embedding_and_head_groups()[0], *model.layers_by_index().values()]
     end_backward_prefetch(next(part for part in parts if isinstance(part, FSDPModule)))
     parallel = AccelerateFSDP(model, layout.zero_stage)  # sharded in place

@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.config.optimizer import STATE_NAMES
 from harness.engines.deepspeed.shards import ParamSlices
 from harness.layout.state_widths import StateKind
-from harness.tensors.shard import GATHERED, STAGING, OptimizerState, Shard, StateName
-
-MOMENTS: tuple[OptimizerState, ...] = ("exp_avg", "exp_avg_sq")
-
+from harness.tensors.shard import GATHERED, STAGING, Shard
 
 # The gradients of parameters by the parameter's identity: a buffer that stays for the whole run, and its shards.
 ShardCache = dict[int, tuple[Tensor, list[Shard]]]
@@ -38,7 +36,7 @@ class OwnedSlice(NamedTuple):
     group: int
     offset: int
 
-    def shards(self, param_slices: ParamSlices, local: Tensor, state_name: StateName = "") -> Iterator[Shard]:
+    def shards(self, param_slices: ParamSlices, local: Tensor, state_name: str = "") -> Iterator[Shard]:
         """Yield `local`, which holds this part's values, as shards of the plain model's parameter."""
         param_slice = param_slices[id(self.parameter)]
         for start, stop, shape, box in param_slice.boxes(self.start, self.stop):
@@ -153,7 +151,7 @@ def flat_gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[
     elif partition and sums:
         for owned, tensor in zip(partition, sums, strict=True):
             yield from owned.shards(param_slices, tensor.view(-1)[owned.start : owned.stop])
-    state_name: StateName = STAGING if reduced or sums else ""
+    state_name: str = STAGING if reduced or sums else ""
     in_buckets = {bucket.untyped_storage().data_ptr() for bucket in reduction_buckets(optimizer)}
     for parameter in all_parameters(optimizer):
         for gradient in (parameter.grad, parameter.grad_accum):
@@ -217,16 +215,16 @@ def master_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
 
 
 def moment_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
-    """Yield this rank's moments of AdamW; there are none before the first step."""
+    """Yield this rank's moments; there are none before the first step."""
     buffers = master_buffers(optimizer)
     for owned in owned_slices(optimizer):
         state = optimizer.optimizer.state.get(buffers[owned.group], {})
-        for moment in MOMENTS:
+        for moment in STATE_NAMES:
             if moment in state:
                 yield from owned.shards(param_slices, owned.view_in(state[moment]), moment)
 
 
-def full_shard(parameter: Any, local: Tensor, param_slices: ParamSlices, state_name: StateName = "") -> Shard:
+def full_shard(parameter: Any, local: Tensor, param_slices: ParamSlices, state_name: str = "") -> Shard:
     """Return the shard that covers all that this rank's model has of a parameter."""
     param_slice = param_slices[id(parameter)]
     return Shard(param_slice.name, local, param_slice.shape, param_slice.box, state_name)

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     """Return the bytes per element that DeepSpeed allocates.
 
-    It clones a master of every parameter, even of fp32 parameters: masters and moments take 4 + 4 + 4 bytes, or
-    2 + 2 + 2 where everything is bf16.
+    It clones a master of every parameter, even of fp32 parameters.
     """
-    compute = config.precision.compute_bytes
+    compute, precision = config.precision.compute_bytes, config.precision
     offloads = layout.offload != "none"
     gradients = device_gradient_width(config, layout) if offloads else gradient_width(config, layout)
     buckets = bucket_bytes(config, layout)
@@ -25,7 +24,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     return StateWidths(
         compute,
         gradients,
-        3 * config.precision.master_bytes,
+        precision.master_bytes + config.optimizer.state_bytes(precision),
         gathered=compute,
         gathers_for_each_use=True,
         padding="elements" if layout.zero_stage == 3 else "partition",

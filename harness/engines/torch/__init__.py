@@ -20,16 +20,14 @@ if TYPE_CHECKING:
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     """Return the bytes per element that parameters, gradients, masters and moments take."""
+    precision, states = config.precision, config.optimizer.state_bytes(config.precision)
+    compute, master, gradients = precision.compute_bytes, precision.master_bytes, precision.accumulate_bytes
     padding: Padding = "rows" if layout.data_parallel == "fsdp" else "none"
     if layout.offload != "none":
-        width, gathered = config.precision.master_bytes, config.precision.compute_bytes
-        return StateWidths(width, 0, 2 * width, gathered=gathered, padding=padding, host_gradients=width)
-    if not config.precision.is_mixed:
-        width = config.precision.compute_bytes
-        return StateWidths(parameters=width, gradients=width, optimizer=2 * width, gathered=width, padding=padding)
-    if layout.data_parallel == "fsdp":  # the sharded fp32 parameters are their own masters
-        return StateWidths(parameters=4, gradients=4, optimizer=8, gathered=2, padding=padding)
-    return StateWidths(parameters=2, gradients=4, optimizer=12, gathered=2)
+        return StateWidths(master, 0, states, gathered=compute, padding=padding, host_gradients=master)
+    if layout.data_parallel == "fsdp" or not precision.is_mixed:  # sharded parameters are their own masters
+        return StateWidths(master, gradients, states, gathered=compute, padding=padding)
+    return StateWidths(compute, gradients, master + states, gathered=compute)
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
@@ -48,7 +46,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch.loss_scaler import LossScaler
     from harness.engines.torch.mesh import replica_group
     from harness.engines.torch.micro_batches import GradAccumulationLoop
-    from harness.engines.torch.optimizer import build_adamw
+    from harness.engines.torch.optimizer import build_optimizer
     from harness.engines.torch.pipeline_parallel import Pipeline
     from harness.engines.torch.tensor_parallel import apply_hf_tensor_plan, apply_tensor_parallel
     from harness.layout.partition import stages_of_rank
@@ -81,5 +79,5 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     if layout.pp_enabled:
         runner = Pipeline(stages, config, layout, mesh.get_group("pp"), device, parallel, probe, scaler)
     partition_group = mesh.get_group("dp_shard") if layout.partitions_by_parameter else None
-    optimizer = build_adamw(master_params(parallel), config.train, partition_group)
+    optimizer = build_optimizer(master_params(parallel), config, partition_group)
     return TorchEngine(parts, config, parallel, runner, mesh, probe, scaler, optimizer)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from harness.config.optimizer import STATE_NAMES
 from harness.config.schema import RunConfig
 from harness.engines.base import Batch, StepResult
 from harness.engines.torch.data_parallel import DataParallel, master_params
@@ -19,9 +20,7 @@ from harness.engines.torch.micro_batches import MicroBatchRunner
 from harness.layout.state_widths import StateKind
 from harness.models.init_weights import local_box
 from harness.probe import Probe
-from harness.tensors.shard import BUCKET, OptimizerState, Shard, StateName
-
-MOMENTS: tuple[OptimizerState, ...] = ("exp_avg", "exp_avg_sq")  # AdamW's state by torch's names
+from harness.tensors.shard import BUCKET, Shard
 
 
 class TorchEngine:
@@ -118,7 +117,7 @@ class TorchEngine:
                 if master is not parameter:
                     yield to_shard(name, master.detach(), "master")
                 state = getattr(self.optimizer, "optim", self.optimizer).state.get(master, {})
-                yield from (to_shard(name, state[moment], moment) for moment in MOMENTS if moment in state)
+                yield from (to_shard(name, state[moment], moment) for moment in STATE_NAMES if moment in state)
 
     def named_buffers(self) -> Iterable[tuple[str, str, Tensor]]:
         """Yield (role, label, tensor) for every communication buffer of the copies or shards."""
@@ -128,7 +127,7 @@ class TorchEngine:
         """Do nothing: all that this engine holds is this process's memory."""
 
 
-def to_shard(name: str, tensor: Tensor, state_name: StateName = "") -> Shard:
+def to_shard(name: str, tensor: Tensor, state_name: str = "") -> Shard:
     """Return the shard of a tensor that this rank holds; a plain tensor is whole."""
     if isinstance(tensor, DTensor):
         return Shard(name, tensor.to_local(), tuple(tensor.shape), local_box(tensor), state_name)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from harness.config.strategy import DATA_AXES
 from harness.layout.layout import Layout
 
 
@@ -17,7 +18,7 @@ def flattened_submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
 
 def replica_group(mesh: DeviceMesh) -> ProcessGroup:
     """Return the group of ranks that hold the same parameters and process different tokens."""
-    return flattened_submesh(mesh, ("dp_replicate", "dp_shard", "cp")).get_group()
+    return flattened_submesh(mesh, DATA_AXES).get_group()
 
 
 def hsdp_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""The AdamW optimizer that every engine trains with."""
+"""The optimizer that every engine trains with, built as its OptimizerSpec says."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,28 +8,25 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from harness.config.schema import TrainConfig
+from harness.config.schema import RunConfig
 
 
-def build_adamw(
-    parameters: Sequence[nn.Parameter], train: TrainConfig, process_group: ProcessGroup | None = None
+def build_optimizer(
+    parameters: Sequence[nn.Parameter], config: RunConfig, process_group: ProcessGroup | None = None
 ) -> torch.optim.Optimizer:
-    """Return torch's AdamW over these parameters, with the run's settings.
+    """Return the run's optimizer over these parameters, with its settings.
 
     It is a ZeroRedundancyOptimizer if a process group is given: each rank of the group updates some whole parameters
     and broadcasts them.
     """
-    settings: dict[str, Any] = {
-        "lr": train.lr,
-        "betas": train.betas,
-        "eps": train.eps,
-        "weight_decay": train.weight_decay,
-        "fused": train.fused_optimizer,  # only this implementation has no temporaries as large as the model
-        "foreach": not train.fused_optimizer,
-    }
+    train, build = config.train, getattr(torch.optim, config.optimizer.name)
+    settings: dict[str, Any] = {key: getattr(train, key) for key in config.optimizer.settings}
+    # Only the fused implementation has no temporaries as large as the model.
+    settings |= {"fused": train.fused_optimizer, "foreach": not train.fused_optimizer}
     if process_group is None:
-        return torch.optim.AdamW(group_by_mesh(parameters), **settings)
-    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, process_group, **settings)
+        optimizer: torch.optim.Optimizer = build(group_by_mesh(parameters), **settings)
+        return optimizer
+    return ZeroRedundancyOptimizer(parameters, build, process_group, **settings)
 
 
 def group_by_mesh(parameters: Sequence[nn.Parameter]) -> list[dict[str, list[nn.Parameter]]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.config.strategy import DEGREES
 from harness.report.charts.lines import ChartLine, Datum, finite_number, median_record
 from harness.report.comparability import curve_columns, curve_key
 from harness.report.labels import VARYING, configuration_name, value_text
@@ -13,7 +14,7 @@ from harness.report.view import View
 from harness.util.text import sanitize
 
 # The columns that follow from the number of ranks.
-_DEGREES = ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "layers_per_stage")
+_DEGREES = ("world_size", *DEGREES, "layers_per_stage")
 
 BATCH_COLUMNS = ("micro_batch", "global_batch")
 

@@ -13,6 +13,7 @@ import harness.models.build
 import harness.models.decoder
 import harness.models.init_weights
 import harness.models.loss
+from harness.config.strategy import AXES
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import initialize as deepspeed_initialize
 from harness.engines.torch import (
@@ -20,7 +21,6 @@ from harness.engines.torch import (
     tensor_parallel,
 )
 from harness.layout import partition
-from harness.layout.layout import AXES
 from harness.models import activation_offload
 from harness.worker import main as worker_main
 

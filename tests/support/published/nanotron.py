@@ -2,7 +2,7 @@
 
 The shapes, the tied head below 10,000 inner features, as many key-value as query heads, and sequence parallelism of
 tensor-parallel ranks are from nanotron's scripts/scaling_benchmarks.py; the order of ranks (tensor innermost, pipeline
-outermost, as in harness.layout.layout.AXES) is from nanotron's parallel/context.py.
+outermost, as in harness.config.strategy.AXES) is from nanotron's parallel/context.py.
 """
 
 from functools import lru_cache
