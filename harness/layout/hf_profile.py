@@ -61,8 +61,12 @@ class HFProfile:
         return module not in self.info.not_recomputed_modules
 
     def tp_style(self, module: str) -> str | None:
-        """Return the style of a module in the library's own plan, by its path; None if it stays whole."""
-        return self.info.tensor_plan.get(module)
+        """Return the style of a module in the library's own plan, by its path; None if it stays whole.
+
+        A style that no rank can apply here leaves a module whole, and incompatibilities() refuses to cut the model.
+        """
+        style = self.info.tensor_plan.get(module)
+        return style if style in SHARD_DIM else None
 
     @property
     def has_fused_attention_on_cpu(self) -> bool:
