@@ -39,9 +39,9 @@ def register_resolvers() -> None:
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("harness.most", max, replace=True)
-    ConfigStore.instance().store(
-        name="defaults_of_groups", node=dataclass_defaults(CommandConfig) | dataclass_defaults(RunConfig)
-    )
+    defaults = OmegaConf.create(dataclass_defaults(CommandConfig) | dataclass_defaults(RunConfig))
+    OmegaConf.set_struct(defaults.strategy.options, False)  # an engine's settings, which only the engine knows
+    ConfigStore.instance().store(name="defaults_of_groups", node=defaults)
     Plugins.instance().register(_search_path_plugin())
 
 

@@ -27,8 +27,6 @@ def composition_error(error: Exception) -> str:
 def _unknown_key_error(key: str) -> str:
     """Return why a key cannot be set that the composed configuration does not have."""
     group = key.partition(".")[0]
-    if key.startswith("strategy.options."):
-        return f"{key} is not set by this strategy: type +{key}=VALUE to add it"
     if key in known_keys():
         choices = ", ".join(f"{group}={choice}" for choice in choices_of(group) if choice != "auto")
         return f"{key} is not part of the chosen {group}: choose one of {choices} beside it"

@@ -8,9 +8,9 @@ An engine is one module (or package) in this folder, found by its name. It has t
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from harness.layout.state_widths import StateKind, StateWidths
 from harness.util.errors import UserError
@@ -145,3 +145,26 @@ def unsupported_elsewhere(
     """
     anywhere = getattr(engine, "layout_unsupported", None)
     yield from engine.unsupported(config, layout, machine) if anywhere is None else anywhere(config, layout)
+
+
+def option_problems(
+    options: Mapping[str, Any], flags: Sequence[str], sizes: Mapping[str, int], subject: str
+) -> Iterator[str]:
+    """Yield a line for each of strategy.options that the library would ignore, misread or not take.
+
+    `flags` are the options that are true or false, `sizes` those that are whole numbers with the least of each.
+    """
+    for key, value in sorted(options.items()):
+        setting = f"strategy.options.{key}={value}"
+        if key in flags:
+            if not isinstance(value, bool):
+                yield f"{setting} is neither true nor false: choose one, or leave it out for the library's default"
+        elif key in sizes:
+            is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
+            if not is_whole or value < sizes[key]:
+                yield (
+                    f"{setting} is not a whole number of {sizes[key]} or more: choose one, or leave it out for the"
+                    " library's default"
+                )
+        else:
+            yield f"{setting} is not supported by {subject}: choose among {', '.join(sorted({*flags, *sizes}))}"

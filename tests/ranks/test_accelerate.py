@@ -110,7 +110,7 @@ def test_another_layout_than_configured_is_an_error(
         ("strategy=fsdp_full_shard", "Accelerate silently drops sharding on CPU"),
         ("strategy=zero1 precision=bf16_mixed", "Accelerate leaves DeepSpeed its BF16_Optimizer"),
         ("strategy=zero1_torch", "strategy.zero_stage=1 is not a mode of Accelerate's ddp"),
-        ("strategy=ddp +strategy.options.device_ids=1", "strategy.options.device_ids is not a setting of"),
+        ("strategy=ddp +strategy.options.device_ids=1", "strategy.options.device_ids=1 is not supported by"),
         ("strategy=zero2 strategy.offload=optimizer", "strategy.offload=optimizer is not supported by"),
         ("strategy=tp", "strategy.tp=2 is not supported by strategy.engine=accelerate"),
         ("strategy=single world_size=1", "Accelerate wraps data parallelism"),

@@ -19,10 +19,11 @@ from torch.multiprocessing.spawn import start_processes
 
 from harness.config.command import read_run_config
 from harness.config.schema import RunConfig
-from harness.config.strategy import AXES
+from harness.config.strategy import AXES, DataParallel
 from harness.cost_model.communication import expected_bytes
 from harness.engines.base import Batch, Engine, load_engine
-from harness.engines.deepspeed.compatibility import SUPPORTED_OPTIONS
+from harness.engines.deepspeed.compatibility import FLAGS, SIZES
+from harness.engines.torch.compatibility import DDP_FLAGS, DDP_SIZES
 from harness.hardware.machine import Machine
 from harness.launcher.forkserver import start_forkserver
 from harness.layout.layout import resolve_layout
@@ -353,9 +354,9 @@ MACHINE = Machine("cpu", "cpu", nodes=1, ranks_per_node=2, devices=0, free_bytes
         (
             {"options": {"reduce_scater": True}},
             "options.reduce_scater=True",
-            f"choose among {', '.join(SUPPORTED_OPTIONS)}",
+            f"choose among {', '.join(sorted({*FLAGS, *SIZES}))}",
         ),
-        ({"options": {"stage": 3}}, "options.stage=3", f"choose among {', '.join(SUPPORTED_OPTIONS)}"),
+        ({"options": {"stage": 3}}, "options.stage=3", f"choose among {', '.join(sorted({*FLAGS, *SIZES}))}"),
     ],
 )
 def test_unsupported_strategies_are_refused(changes: dict[str, Any], key: str, remedy: str) -> None:
@@ -376,5 +377,28 @@ def test_every_case_is_supported() -> None:
 def test_supported_options_are_deepspeeds_own() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-    assert set(SUPPORTED_OPTIONS) <= known
+    types = {field.alias or name: field.annotation for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    assert {types[name] for name in FLAGS} == {bool, bool | None}
+    assert {types[name] for name in SIZES} == {int}
+    DeepSpeedZeroConfig.model_validate(SIZES)
+
+
+@pytest.mark.parametrize("value", ("auto", "true", [1], {"a": 1}, None, -1, 0.5, float("inf"), True, 5e8, 0, 1))
+@pytest.mark.parametrize("engine, data_parallel", (("deepspeed", "none"), ("torch", "ddp"), ("accelerate", "ddp")))
+def test_an_option_is_refused_in_one_line_or_is_what_the_library_reads(
+    engine: str, data_parallel: DataParallel, value: Any
+) -> None:
+    """DeepSpeed's "auto" is a word of transformers alone, and stands in most of its files."""
+    names = (*FLAGS, *SIZES) if engine == "deepspeed" else (*DDP_FLAGS, *DDP_SIZES)
+    config = Case("zero2" if engine == "deepspeed" else "ddp").config()
+    for name in names:
+        strategy = dataclasses.replace(
+            config.strategy, engine=engine, data_parallel=data_parallel, options={name: value}
+        )
+        changed = dataclasses.replace(config, strategy=strategy)
+        problems = list(load_engine(engine).unsupported(changed, resolve_layout(strategy, 2), MACHINE))
+        least = (SIZES | DDP_SIZES).get(name)
+        numbers = [number for number in (0, 1, 5e8) if least is not None and number >= least]
+        fits = value is True if least is None else value is not True and value in numbers
+        assert len(problems) == (not fits)
+        assert all(problem.startswith(f"strategy.options.{name}={value} is ") for problem in problems)

@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from harness.engines.base import Engine
-from harness.engines.torch.compatibility import DDP_OPTIONS
+from harness.engines.base import Engine, option_problems
+from harness.engines.torch.compatibility import DDP_FLAGS, DDP_SIZES
 from harness.hardware.nvml import driver_version
 from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateWidths
@@ -69,8 +69,7 @@ def ddp_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
         yield f"strategy.zero_stage={layout.zero_stage} is not a mode of Accelerate's ddp: choose 0, or strategy=zero1"
     if layout.dp_shard > 1:
         yield f"strategy.dp_shard={layout.dp_shard} shards nothing under strategy.data_parallel=ddp: choose 1"
-    for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)):
-        yield f"strategy.options.{key} is not a setting of DistributedDataParallel: choose {', '.join(DDP_OPTIONS)}"
+    yield from option_problems(config.strategy.options, DDP_FLAGS, DDP_SIZES, "DistributedDataParallel")
 
 
 def fsdp_unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:

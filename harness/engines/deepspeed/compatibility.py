@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from harness.engines.base import option_problems
 from harness.layout.model_profile import model_profile
 
 if TYPE_CHECKING:
@@ -14,28 +15,30 @@ if TYPE_CHECKING:
 
 # Keys of DeepSpeed's `zero_optimization` section that change how a stage is run, and not what it computes. Offload,
 # quantization, hierarchical partitions and the stage itself are other strategies or other numerics.
-SUPPORTED_OPTIONS = (
-    "allgather_bucket_size",
+FLAGS = (
     "allgather_partitions",
     "contiguous_gradients",
     "ignore_unused_parameters",
     "memory_efficient_linear",
     "overlap_comm",
     "parameter_alignment",
-    "reduce_bucket_size",
     "reduce_scatter",
     "round_robin_gradients",
     "stage3_allgather_sequential",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold",
-    "stage3_param_persistence_threshold",
-    "stage3_prefetch_bucket_size",
     "stage3_use_all_reduce_for_fetch_params",
-    "sub_group_size",
     "use_multi_rank_bucket_allreduce",
 )
+SIZES = {  # the least value of each
+    "allgather_bucket_size": 0,
+    "reduce_bucket_size": 1,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_model_persistence_threshold": 0,
+    "stage3_module_granularity_threshold": 0,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "sub_group_size": 1,
+}
 
 
 def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
@@ -79,12 +82,7 @@ def layout_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
             f"strategy.offload=parameters needs strategy.zero_stage=3, not {layout.zero_stage}: DeepSpeed offloads only"
             " what it shards; choose optimizer, or zero_stage 3"
         )
-    for key, value in config.strategy.options.items():
-        if isinstance(value, (int, float)) and value < 0:
-            yield f"strategy.options.{key}={value} is negative: choose 0 or more"
-    for key in sorted(config.strategy.options.keys() - set(SUPPORTED_OPTIONS)):
-        value = config.strategy.options[key]
-        yield f"strategy.options.{key}={value} {unsupported}: choose among {', '.join(SUPPORTED_OPTIONS)}"
+    yield from option_problems(config.strategy.options, FLAGS, SIZES, "strategy.engine=deepspeed")
 
 
 def tensor_parallel_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from harness.engines.base import option_problems
+
 if TYPE_CHECKING:
     from harness.config.schema import RunConfig
     from harness.hardware.machine import Machine
@@ -10,7 +12,8 @@ if TYPE_CHECKING:
 
 
 # Arguments of DistributedDataParallel that change how it works and not what it trains.
-DDP_OPTIONS = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+DDP_FLAGS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+DDP_SIZES = {"bucket_cap_mb": 1}
 
 
 def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
@@ -59,7 +62,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
         )
     if not layout.vocabulary_parallel:
         yield "strategy.vocabulary_parallel=false is not supported by strategy.engine=torch: choose true"
-    for key in sorted(config.strategy.options.keys() - set(DDP_OPTIONS)) if wrapper == "ddp" else ():
-        yield f"strategy.options.{key} is not a setting of DistributedDataParallel: choose {', '.join(DDP_OPTIONS)}"
-    if wrapper != "ddp" and config.strategy.options:
+    if wrapper == "ddp":
+        yield from option_problems(config.strategy.options, DDP_FLAGS, DDP_SIZES, "DistributedDataParallel")
+    elif config.strategy.options:
         yield f"strategy.options={config.strategy.options} apply to strategy.data_parallel=ddp only: choose {{}}"
