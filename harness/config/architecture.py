@@ -1,31 +1,94 @@
-"""Model architectures as data: the parts in which the decoder layers of families differ. Imports no torch."""
+"""Decoder layers as data: the operators of every family's layer, from which all that plans it is derived. No torch.
+
+Shapes and parameters (harness.layout.layer_spec), operations, the tensors that forward keeps, the order in which
+backward makes and frees them, and what tensor-parallel ranks send are readings of this one table.
+"""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+# What an operator is: a matrix whose outputs tensor-parallel ranks divide, or one whose inputs they divide and whose
+# products they sum, an elementwise function, a rotation of heads by their positions, or the core of attention.
+OperatorKind = Literal["column", "row", "function", "rotary", "attention"]
+
+
+class Operator(NamedTuple):
+    """An operator of a branch: it makes one tensor of others, which it keeps for backward, and may have a matrix.
+
+    The tensor `input` is the output of the branch's norm, and the one without a name is added to the residual stream.
+    """
+
+    kind: OperatorKind
+    output: str
+    inputs: tuple[str, ...]
+    matrix: str = ""
+
+
+class Branch(NamedTuple):
+    """A branch of a layer beside the residual stream: a norm, and operators in the order of forward, a row last."""
+
+    name: str  # of its tensors
+    module: str
+    norm: str
+    operators: tuple[Operator, ...]
+
+
+ATTENTION = (
+    Operator("column", "query", ("input",), "q_proj"),
+    Operator("column", "key", ("input",), "k_proj"),
+    Operator("column", "value", ("input",), "v_proj"),
+    Operator("rotary", "query", ("query",)),
+    Operator("rotary", "key", ("key",)),
+    Operator("attention", "output", ("query", "key", "value")),
+    Operator("row", "", ("output",), "o_proj"),
+)
+SWIGLU = (
+    Operator("column", "gate", ("input",), "gate_proj"),
+    Operator("function", "silu", ("gate",)),
+    Operator("column", "up", ("input",), "up_proj"),
+    Operator("function", "product", ("silu", "up")),
+    Operator("row", "", ("product",), "down_proj"),
+)
+GELU = (
+    Operator("column", "up", ("input",), "up_proj"),
+    Operator("function", "product", ("up",)),
+    Operator("row", "", ("product",), "down_proj"),
+)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The parts of a decoder layer, four attention projections, two norms and an MLP, that differ by family."""
+    """The layer of a family."""
 
     # The kind of norm: rms has a scale alone (arXiv 1910.07467), layer also subtracts the mean and has a bias (arXiv
     # 1607.06450).
     norm: str
     biases: bool  # Whether the matrices of the layers have biases; the head never has one.
     learned_positions: bool  # Whether a learned table embeds positions; otherwise attention rotates queries and keys.
-    widening: tuple[str, ...]  # The matrices of the MLP from hidden_size to intermediate_size.
-    # The tensors of intermediate_size that the MLP saves for backward, in the order of its forward; the last is the
-    # input of down_proj.
-    mlp_saved_tensors: tuple[str, ...]
+    mlp: tuple[Operator, ...]
     # The numbers of tensors of intermediate_size, and of gradients of matrices, that exist beside the saved tensors
     # when the MLP's backward needs most memory.
     mlp_backward_peak: tuple[int, int]
+    # The tensors that elementwise operators read and write in forward, each operator by itself: of hidden_size among
+    # what tensor-parallel ranks divide (rotations of queries and keys, or biases), and of intermediate_size.
+    elementwise_tensors: tuple[int, int]
     # Whether embeddings, attention weights and the residual stream's branches can have dropout (arXiv 1706.03762).
     dropout: bool
 
+    @cached_property
+    def branches(self) -> tuple[Branch, ...]:
+        """The branches of a layer, in the order of forward."""
+        attention = tuple(each for each in ATTENTION if each.kind != "rotary" or not self.learned_positions)
+        return (
+            Branch("attention", "self_attn", "input_layernorm", attention),
+            Branch("mlp", "mlp", "post_attention_layernorm", self.mlp),
+        )
+
     @property
-    def projections(self) -> tuple[str, ...]:
-        """The matrices of a layer, in the order in which its forward multiplies with them."""
-        return ("q_proj", "k_proj", "v_proj", "o_proj", *self.widening, "down_proj")
+    def has_gate(self) -> bool:
+        """Whether two matrices of the MLP take its input, one of which gates the other."""
+        return sum(operator.kind == "column" for operator in self.mlp) > 1
 
     @property
     def has_norm_biases(self) -> bool:
@@ -39,9 +102,9 @@ ARCHITECTURES = {
         norm="rms",
         biases=False,
         learned_positions=False,
-        widening=("gate_proj", "up_proj"),
-        mlp_saved_tensors=("gate", "up", "silu", "product"),
+        mlp=SWIGLU,
         mlp_backward_peak=(2, 0),
+        elementwise_tensors=(16, 5),
         dropout=False,
     ),
     # GPT-2 and GPT-3 (arXiv 2005.14165) as Megatron-LM cuts them. Backward at down_proj: gradients of GELU's output and
@@ -50,9 +113,9 @@ ARCHITECTURES = {
         norm="layer",
         biases=True,
         learned_positions=True,
-        widening=("up_proj",),
-        mlp_saved_tensors=("up", "product"),
+        mlp=GELU,
         mlp_backward_peak=(1, 1),
+        elementwise_tensors=(4, 4),
         dropout=True,
     ),
 }

@@ -17,7 +17,7 @@ class HFModelInfo:
     shapes: dict[str, tuple[int, ...]] = field(hash=False)
     layers: tuple[str, ...]  # The paths of the decoder layers, in order.
     head: str  # The path of the head.
-    # The tensor-parallel style of each module by its path: a key of harness.layout.tensor_plan.SHARD_DIM, or the
+    # The tensor-parallel style of each module by its path: a key of harness.layout.layer_spec.SHARD_DIM, or the
     # library's name of a style that is not supported.
     tensor_plan: dict[str, str] = field(hash=False)
     # The paths of modules in layers that the recomputation of a checkpointed layer does not run to their end.

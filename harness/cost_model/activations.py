@@ -1,4 +1,4 @@
-"""The tensors that a micro-batch's forward saves for backward on one rank, and backward's own. Imports no torch.
+"""The tensors that a micro-batch's forward saves for backward on one rank, under each kind of checkpointing. No torch.
 
 The formulas follow Korthikanti et al. (arXiv 2205.05198), derived anew for the blocks that run here: RMSNorm or
 LayerNorm, grouped heads, a flash kernel, SwiGLU or GELU. Tensor parallelism divides what lies between the matrices of
@@ -12,10 +12,15 @@ drops, not a byte: 36sbh + 8as²b + 8sb + s². The flash kernel keeps 34sbh + 4a
 dropout: scaled_dot_product_attention runs plain operations in fp32, which keep 42sbh + 12as²b + 8sb.
 """
 
-import math
+from functools import lru_cache
 
+from harness.config.checkpointing import CheckpointingConfig
 from harness.cost_model.attention_activations import attention_tensors
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
+from harness.layout.layer_spec import layer_matrices
+
+# The tensors between query, key, value and output: those of plain operations, a fused kernel and context parallelism.
+ATTENTION_CORE = tuple(f"attention.{name}" for name in ("future_mask", "weights", "dropped", "logsumexp", "chunks"))
 
 
 def norm_tensors(name: str, shape: MicroBatchShape) -> dict[str, int]:
@@ -46,80 +51,120 @@ def dropout_masks(shape: MicroBatchShape, *names: str) -> dict[str, int]:
     return dict.fromkeys(names, size) if shape.model.dropout else {}
 
 
+@lru_cache(maxsize=4096)
 def block_tensors(shape: MicroBatchShape) -> dict[str, int]:
     """Return the bytes of every tensor that one decoder layer keeps for backward, by name."""
-    inner = shape.tokens * shape.model.intermediate_size * shape.width // shape.tp
-    return {
-        **norm_tensors("input_layernorm", shape),
-        **{f"attention.{name}": size for name, size in attention_tensors(shape).items()},
-        **dropout_masks(shape, "attention.mask"),
-        **norm_tensors("post_attention_layernorm", shape),
-        **{f"mlp.{name}": inner for name in shape.model.architecture.mlp_saved_tensors},
-        **dropout_masks(shape, "mlp.mask"),
-    }
+    tensors: dict[str, int] = {}
+    for branch in shape.model.architecture.branches:
+        tensors |= norm_tensors(branch.norm, shape)
+        for operator in branch.operators:
+            if operator.kind == "attention":
+                tensors |= {f"{branch.name}.{name}": size for name, size in attention_tensors(shape).items()}
+            elif operator.kind == "function":
+                tensors |= {f"{branch.name}.{name}": shape.tensor_bytes(name) for name in operator.inputs}
+            elif operator.kind == "row":
+                tensors.setdefault(f"{branch.name}.{operator.inputs[0]}", shape.tensor_bytes(operator.inputs[0]))
+        tensors |= dropout_masks(shape, f"{branch.name}.mask")
+    return tensors
 
 
-def block_backward_bytes(shape: MicroBatchShape) -> int:
-    """Return the bytes of intermediates' gradients at the worst moment of a layer's backward, beyond what it kept.
-
-    That moment is at the SwiGLU product: there are gradients of product, silu and up, less the product freed before,
-    and of the residual stream; the architecture says how many of them have the inner width. With sequence parallelism
-    the residual's gradient is gathered before that: it exists twice, then beside the product's.
-    """
-    inner = shape.tokens * shape.model.intermediate_size * shape.width // shape.tp
-    gathered = shape.tokens * shape.model.hidden_size * shape.width if shape.sequence_parallel else 0
-    matrix = shape.model.hidden_size * shape.model.intermediate_size * shape.width // shape.tp
-    tensors, matrices = shape.model.architecture.mlp_backward_peak
-    return max(tensors * inner + matrices * matrix, inner + gathered, 2 * gathered) + shape.hidden_bytes
-
-
-def recompute_allreduce_bytes(shape: MicroBatchShape) -> int:
-    """Return the bytes that exist beside the kept tensors at the end of a second forward, where ranks sum and drop out.
-
-    They are the pending gradient, the summand and three copies of the tensor-parallel ranks' sum, as DTensor passes it
-    on; the dropout's mask does not exist yet.
-    """
-    if shape.tp == 1 or not shape.model.dropout:
-        return 0
-    gradient = shape.tokens * shape.model.hidden_size * shape.width
-    return gradient + 4 * shape.hidden_bytes - sum(dropout_masks(shape, "mask").values())
-
-
-def norm_gradient_bytes(shape: MicroBatchShape) -> int:
-    """Return the bytes of the gradient of a norm's output, as wide as the norm computes."""
-    return shape.residual_tokens * shape.model.hidden_size * (FP32_BYTES if shape.norm_is_decomposed else shape.width)
-
-
-def norm_backward_bytes(shape: MicroBatchShape) -> int:
-    """Return the bytes of gradients at the worst moment of a norm's backward.
-
-    They are the gradients of its output and its input and, where the norm is decomposed, of three operations between.
-    """
-    return (5 if shape.norm_is_decomposed else 2) * norm_gradient_bytes(shape)
-
-
-def deferred_weight_grad_inputs(shape: MicroBatchShape) -> dict[str, int]:
-    """Return the bytes that a backward for inputs alone leaves for a layer's weights: gradients of their outputs."""
-    model = shape.model
-    hidden, inner = (shape.tokens * size * shape.width for size in (model.hidden_size, model.intermediate_size))
-    grouped = hidden * model.num_key_value_heads // model.num_attention_heads
-    columns = {"q_proj": hidden, "k_proj": grouped, "v_proj": grouped} | dict.fromkeys(
-        model.architecture.widening, inner
-    )
-    rows = dict.fromkeys(("o_proj", "down_proj"), hidden)
-    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), norm_gradient_bytes(shape))
-    return norms | rows | {name: size // shape.tp for name, size in columns.items()}
-
-
-def logits_bytes(shape: MicroBatchShape) -> int:
-    """Return the bytes of this rank's part of the fp32 logits of those tokens that go through the loss at once."""
-    return shape.tokens // shape.loss_chunks * math.ceil(shape.model.vocab_size / shape.vocabulary_tp) * FP32_BYTES
-
-
-def loss_tensors(shape: MicroBatchShape) -> dict[str, int]:
+@lru_cache(maxsize=4096)
+def loss_bytes(shape: MicroBatchShape) -> int:
     """Return the bytes at the worst moment of logits and cross-entropy, in fp32: backward of the log-softmax.
 
-    torch's loss over logits that are cut along the vocabulary runs it by plain operations, with four tensors at once.
+    They are the log-probabilities and two gradients. torch's loss over logits that are cut along the vocabulary runs it
+    by plain operations, with the probabilities beside them.
     """
-    names = ["log_probabilities", "log_probabilities.gradient", "logits.gradient"]
-    return dict.fromkeys(names + ["probabilities"] * (shape.vocabulary_tp > 1), logits_bytes(shape))
+    return (3 + (shape.vocabulary_tp > 1)) * shape.logits_bytes
+
+
+def recomputed_attention_tensors(shape: MicroBatchShape) -> dict[str, int]:
+    """Return the bytes of the tensors that a layer keeps and that a second forward of attention's core computes.
+
+    The second forward takes the layer's other tensors as its inputs.
+    """
+    block, model = block_tensors(shape), shape.model
+    names = [name for name in block if name.startswith(ATTENTION_CORE)]
+    if shape.cp > 1:  # gathered from all ranks
+        names += ["attention.key", "attention.value"]
+    elif shape.attention_is_decomposed:
+        names += ["attention.query", "attention.key", "attention.value"]
+    elif shape.repeats_grouped_heads:
+        names += ["attention.key", "attention.value"]
+    elif model.attention == "eager":
+        if shape.sequences > 1:  # products copy heads and sequences into one dimension
+            names += ["attention.query"]
+        if shape.sequences > 1 or model.num_key_value_heads < model.num_attention_heads:
+            names += ["attention.key", "attention.value"]  # or repeated to every head
+    return {name: block[name] for name in names}
+
+
+def selectively_saved_tensors(shape: MicroBatchShape, checkpointing: CheckpointingConfig) -> dict[str, int]:
+    """Return the bytes of the results of matrix products and of attention that selective checkpointing keeps.
+
+    A tensor that a layer keeps without checkpointing too has its name in block_tensors. A row-parallel product is this
+    rank's summand, of full size.
+    """
+    block, model, size, grouped = block_tensors(shape), shape.model, shape.query_bytes, shape.key_bytes
+    operators = [(branch.name, operator) for branch in model.architecture.branches for operator in branch.operators]
+    products = {
+        operator.matrix: f"{name}.{operator.output}" for name, operator in operators if operator.kind == "column"
+    }
+    saved = {each.matrix: shape.whole_hidden_bytes for _, each in operators if each.kind == "row"}
+    saved |= {"q_proj": size, "k_proj": grouped}
+    shared = [product for product in products.values() if not product.startswith("attention.")]
+    if model.attention == "eager" or shape.attention_is_decomposed:
+        width = FP32_BYTES if shape.attention_is_decomposed else shape.width
+        scores = shape.tokens * model.num_attention_heads // shape.tp * shape.seq_len * width
+        visible_scores = scores * (2 * shape.cp + 1) // (4 * shape.cp) if shape.cp > 1 else scores
+        saved |= {"v_proj": grouped, "scores": visible_scores, "mixed": size * width // shape.width}
+    elif shape.cp > 1:  # keys and values are gathered again
+        saved |= {"v_proj": grouped}
+        shared += ["attention.chunks", "attention.logsumexp"]
+    elif shape.repeats_grouped_heads:  # keys and values are repeated again
+        saved |= {"v_proj": grouped}
+        shared += ["attention.output", "attention.logsumexp"]
+    else:
+        shared += [products["v_proj"], "attention.output", "attention.logsumexp"]
+    saved |= {name: block[name] for name in shared}
+    recomputed = checkpointing.recomputed_products(matrix.name for matrix in layer_matrices(model))
+    not_saved = {*recomputed, *(products.get(name) for name in recomputed)}
+    return {name: size for name, size in saved.items() if name not in not_saved}
+
+
+def consumed_by_recompute(shape: MicroBatchShape, checkpointing: CheckpointingConfig) -> dict[str, int]:
+    """Return the bytes of saved results that a selective second forward takes and frees.
+
+    It stops before the last product.
+    """
+    if checkpointing.name != "selective":
+        return {}
+    block = block_tensors(shape)
+    saved = selectively_saved_tensors(shape, checkpointing)
+    return {name: size for name, size in saved.items() if name not in block and name != "down_proj"}
+
+
+def layer_activations(shape: MicroBatchShape, checkpointing: CheckpointingConfig, layer: int) -> dict[str, int]:
+    """Return the bytes that a layer, by its index in the whole model, keeps before its backward, by tensor."""
+    block = block_tensors(shape)
+    if checkpointing.name == "attention":
+        recomputed = recomputed_attention_tensors(shape)
+        saved = {name: size for name, size in block.items() if name not in recomputed}
+        inputs = {f"attention.{name}": shape.tensor_bytes(name) for name in ("query", "key", "value")}
+        return saved | {f"{name}.input": size for name, size in inputs.items() if name in recomputed}
+    if not checkpointing.recomputes_layer(layer):
+        return block
+    saved = selectively_saved_tensors(shape, checkpointing) if checkpointing.name == "selective" else {}
+    return {"input": shape.hidden_bytes} | saved
+
+
+def recomputed_tensors(shape: MicroBatchShape, checkpointing: CheckpointingConfig, layer: int) -> dict[str, int]:
+    """Return the bytes that a layer's second forward adds to what the layer keeps, by tensor.
+
+    The layer's input is also its first norm's, if that keeps no fp32 copy.
+    """
+    saved = layer_activations(shape, checkpointing, layer)
+    recomputed = {name: size for name, size in block_tensors(shape).items() if name not in saved}
+    if "input" in saved and (shape.width == FP32_BYTES or not shape.norm_is_decomposed):
+        del recomputed["input_layernorm.input"]
+    return recomputed

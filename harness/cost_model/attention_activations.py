@@ -1,62 +1,38 @@
 """The tensors that attention keeps for backward, its scores, and its backward, on one rank. Imports no torch."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
 
 
 def attention_tensors(shape: MicroBatchShape) -> dict[str, int]:
-    """Return the bytes that attention keeps for backward, by tensor, its four projections included.
+    """Return the bytes that attention keeps for backward, by tensor; its output is the input of o_proj.
 
-    The output is the input of o_proj.
+    Under context parallelism a rank has two chunks of every sequence and gathers all keys and values; the chunks see
+    (2 cp + 1) / (4 cp) of the scores together. The fused kernel then keeps the chunks' outputs beside what o_proj
+    takes; on a CPU it takes a mask as wide as the scores of one head and sequence.
     """
-    model = shape.model
-    size = shape.tokens * model.hidden_size * shape.width // shape.tp
+    model, size, cp = shape.model, shape.query_bytes, shape.cp
     rows = shape.tokens * model.num_attention_heads // shape.tp
-    if shape.cp > 1:
-        return context_parallel_attention_tensors(shape, size, rows)
-    if shape.attention_is_decomposed:
-        fp32_size = size * FP32_BYTES // shape.width
-        scores = dict.fromkeys(("weights_fp32", "weights_mask", "dropped"), rows * shape.seq_len * FP32_BYTES)
-        return {"query": fp32_size, "key": fp32_size, "value": fp32_size, "output": size} | scores
-    if model.attention == "flash":  # arXiv 2205.14135: the scores are never stored
-        keys = size if shape.repeats_grouped_heads else size * model.num_key_value_heads // model.num_attention_heads
-        return {"query": size, "key": keys, "value": keys, "output": size, "logsumexp": rows * FP32_BYTES}
-    tensors = {"query": size, "key": size, "value": size, "output": size}  # keys and values repeated to every head
-    tensors |= {"future_mask": shape.seq_len**2, "weights_fp32": rows * shape.seq_len * FP32_BYTES}
-    if model.dropout:
-        return tensors | {
-            "weights_mask": rows * shape.seq_len * shape.dropout_mask_width,
-            "dropped": rows * shape.seq_len * shape.width,
-        }
-    return tensors if shape.width == FP32_BYTES else tensors | {"weights": rows * shape.seq_len * shape.width}
-
-
-def context_parallel_attention_tensors(shape: MicroBatchShape, size: int, rows: int) -> dict[str, int]:
-    """Return the bytes that attention keeps for backward under context parallelism, by tensor.
-
-    A rank has two chunks of every sequence and gathers all keys and values; the chunks see (2 cp + 1) / (4 cp) of the
-    scores together. `size` is the bytes of the rank's queries, `rows` the number of its rows of scores. The fused
-    kernel keeps the chunks' outputs beside what o_proj takes; on a CPU it takes a mask as wide as the scores of one
-    head and sequence.
-    """
-    model, visible_chunks = shape.model, 2 * shape.cp + 1  # chunks of keys that both chunks of queries see
-    gathered = size * shape.cp * model.num_key_value_heads // model.num_attention_heads
-    chunk = shape.seq_len // (2 * shape.cp)
-    has_grouped_heads = model.num_key_value_heads < model.num_attention_heads
-    repeated = size * visible_chunks // 2  # keys of every visible chunk, for every head
-    scores = rows * visible_chunks * chunk // 2
+    gathered, repeated, scores, mask = shape.key_bytes, size, rows * shape.seq_len, shape.seq_len**2
+    if cp > 1:
+        visible_chunks, chunk = 2 * cp + 1, shape.seq_len // (2 * cp)  # of keys that both chunks of queries see
+        gathered, repeated = gathered * cp, size * visible_chunks // 2
+        scores, mask = rows * visible_chunks * chunk // 2, visible_chunks * chunk**2
     if shape.attention_is_decomposed:
         width = FP32_BYTES // shape.width
-        tensors = {"query": size * width, "key": repeated * width, "value": gathered * width, "output": size}
+        value = gathered if cp > 1 else repeated
+        tensors = {"query": size * width, "key": repeated * width, "value": value * width, "output": size}
         return tensors | dict.fromkeys(("weights_fp32", "weights_mask", "dropped"), scores * FP32_BYTES)
-    if model.attention == "flash":
-        keys = repeated if has_grouped_heads and shape.repeats_grouped_heads else gathered
-        tensors = {"query": size, "key": keys, "value": keys, "output": size, "chunks": size}
-        mask = visible_chunks * chunk**2 * shape.width if shape.device == "cpu" else 0
-        return tensors | {"logsumexp": rows * FP32_BYTES, "future_mask": mask}
-    keys = repeated if has_grouped_heads else gathered  # heads that need no repeating are views of what was gathered
-    tensors = {"query": size, "key": keys, "value": keys, "output": size, "future_mask": visible_chunks * chunk**2}
+    if model.attention == "flash":  # arXiv 2205.14135: the scores are never stored
+        keys = repeated if shape.repeats_grouped_heads else gathered
+        tensors = {"query": size, "key": keys, "value": keys, "output": size, "logsumexp": rows * FP32_BYTES}
+        mask_bytes = mask * shape.width if shape.device == "cpu" else 0
+        return tensors | ({"chunks": size, "future_mask": mask_bytes} if cp > 1 else {})
+    # Heads that need no repeating are views of what was gathered.
+    keys = repeated if model.num_key_value_heads < model.num_attention_heads else gathered
+    tensors = {"query": size, "key": keys, "value": keys, "output": size, "future_mask": mask}
     tensors["weights_fp32"] = scores * FP32_BYTES
     if model.dropout:
         return tensors | {"weights_mask": scores * shape.dropout_mask_width, "dropped": scores * shape.width}
@@ -81,12 +57,6 @@ def eager_score_tensors(shape: MicroBatchShape) -> dict[str, int]:
     return max(scores, in_dropout, key=lambda tensors: sum(tensors.values()))
 
 
-def heads_bytes(shape: MicroBatchShape) -> tuple[int, int]:
-    """Return the bytes of the queries' heads on one rank, and of the keys' before any are repeated or gathered."""
-    query = shape.tokens * shape.model.hidden_size * shape.width // shape.tp
-    return query, query * shape.model.num_key_value_heads // shape.model.num_attention_heads
-
-
 def forward_copies_bytes(shape: MicroBatchShape) -> int:
     """Return the bytes that live as long as eager attention's forward, beside what it keeps, when it has most scores.
 
@@ -94,12 +64,18 @@ def forward_copies_bytes(shape: MicroBatchShape) -> int:
     parallelism they are keys and values before they are stacked, gathered and put in order, and the weights of the
     first chunk, which sees the fewest keys.
     """
-    query, keys = heads_bytes(shape)
+    query, keys = shape.query_bytes, shape.key_bytes
     if shape.model.attention != "eager":
         return 0
     if shape.cp > 1:
         return 2 * keys * (2 + shape.cp) + score_elements(shape) * FP32_BYTES // (2 * shape.cp)
     return 2 * query * (shape.sequences > 1) + 2 * keys * (keys < query)
+
+
+@lru_cache(maxsize=4096)
+def scores_bytes(shape: MicroBatchShape) -> int:
+    """Return the bytes of attention's forward at its worst moment, with what it copies."""
+    return sum(eager_score_tensors(shape).values()) + forward_copies_bytes(shape)
 
 
 def attention_backward_operators(shape: MicroBatchShape) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
@@ -108,7 +84,7 @@ def attention_backward_operators(shape: MicroBatchShape) -> Iterator[tuple[dict[
     It begins with `output.grad` and ends with the gradients of `query`, `key` and `value`. Those of keys and values
     that were repeated for every head, or gathered from all ranks, exist whole before.
     """
-    query, keys = heads_bytes(shape)
+    query, keys = shape.query_bytes, shape.key_bytes
     has_scores = shape.model.attention == "eager" or shape.attention_is_decomposed
     whole = (query if has_scores or shape.repeats_grouped_heads else keys) * shape.cp
     scores_grad = "output.grad"

@@ -13,11 +13,10 @@ from harness.cost_model.data_parallel_communication import (
     ring_fraction,
 )
 from harness.cost_model.flops import must_recompute_last_projection, recomputed_layers
-from harness.layout.decoder_profile import norm_shapes
+from harness.layout.layer_spec import norm_shapes, numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, stages_of_rank
-from harness.layout.shapes import numel
 from harness.layout.state_widths import StateWidths
 
 # A collective of at most this many elements carries norms, flags or counts, which no formula has: its purpose in the

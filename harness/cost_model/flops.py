@@ -14,8 +14,8 @@ multiply by all of it.
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.layout import decoder_profile
-from harness.layout.decoder_profile import projection_flops
+from harness.layout import layer_spec
+from harness.layout.layer_spec import layer_matrices, projection_flops
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, split_into_stages, whole_model
@@ -28,7 +28,7 @@ def attention_product_flops(config: RunConfig) -> int:
 
     They are queries with keys, and scores with values.
     """
-    return decoder_profile.attention_product_flops(config.model, config.train.global_batch, config.train.seq_len)
+    return layer_spec.attention_product_flops(config.model, config.train.global_batch, config.train.seq_len)
 
 
 def layer_flops(config: RunConfig) -> int:
@@ -145,7 +145,7 @@ def recomputed_product_flops(
     products = projection_flops(model, tokens)
     names = checkpointing.recomputed_products(products)
     is_last_run = runs_to_end or model.dropout > 0
-    return sum(products[name] for name in names if is_last_run or name != "down_proj")
+    return sum(products[name] for name in names if is_last_run or name != layer_matrices(model)[-1].name)
 
 
 def must_recompute_last_projection(config: RunConfig) -> bool:

@@ -9,6 +9,7 @@ from harness.config.model import ModelConfig
 from harness.cost_model.layer_backward import Moment
 from harness.cost_model.shard_groups import ShardGroups
 from harness.cost_model.stage_activations import observed_layers
+from harness.layout.layer_spec import layer_branches, layer_matrices
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,10 @@ def rising_layers(sizes: Sequence[int]) -> list[int]:
 
 def layer_gradient_sizes(model: ModelConfig, groups: ShardGroups) -> list[int]:
     """Return the elements of a layer's gradients in the order in which backward computes them."""
-    hidden = model.hidden_size
-    square = hidden * hidden
-    grouped = square * model.num_key_value_heads // model.num_attention_heads
-    wide = 2 if model.family == "hf" else len(model.architecture.widening)  # most of a library's MLPs have a gate
-    widening = [hidden * model.intermediate_size] * (1 + wide)
-    sizes = [*widening, hidden, square, grouped, grouped, square, hidden]
+    hidden, sizes = model.hidden_size, list[int]()
+    elements = {matrix.name: matrix.elements for matrix in layer_matrices(model)}
+    for branch in reversed(layer_branches(model)):
+        sizes += [elements[operator.matrix] for operator in reversed(branch.operators) if operator.matrix]
+        sizes.append(hidden)  # of the norm
     divided = groups.layer.elements / sum(sizes)
     return [round(size * divided) if size > hidden else size for size in sizes]

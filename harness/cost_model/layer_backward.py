@@ -6,15 +6,20 @@ results are alive beside them. The gradients of one tensor by several operators 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
-from harness.cost_model.activations import dropout_masks, norm_backward_bytes, recompute_allreduce_bytes
+from harness.config.architecture import Branch, Operator
+from harness.cost_model.activations import dropout_masks
 from harness.cost_model.attention_activations import (
     attention_backward_operators,
     eager_score_tensors,
     forward_copies_bytes,
-    heads_bytes,
 )
 from harness.cost_model.micro_batch_shape import MicroBatchShape
+from harness.layout.layer_spec import layer_matrices
+
+# What a layer makes before its attention has scores, by the beginnings of the tensors' names.
+BEFORE_SCORES = ("input_layernorm", *(f"attention.{name}" for name in ("query", "key", "value", "future_mask")))
 
 Tensors = dict[str, int]  # their bytes by name
 
@@ -72,16 +77,19 @@ class Recomputation:
     whole_layer: bool
 
 
-NO_RECOMPUTATION = Recomputation({}, {}, whole_layer=False)
-
-
 def layer_backward_moments(shape: MicroBatchShape, saved: Tensors, recomputation: Recomputation) -> list[Moment]:
     """Return the moments of the backward of a layer that saved these tensors."""
     backward = LayerBackward(shape, saved)
-    run_mlp(backward, recomputation)
-    run_norm(backward, "post_attention_layernorm")
-    run_attention(backward, NO_RECOMPUTATION if recomputation.whole_layer else recomputation)
-    run_norm(backward, "input_layernorm")
+    for number, branch in enumerate(reversed(shape.model.architecture.branches)):
+        is_recomputed = recomputation.whole_layer and number == 0
+        if is_recomputed and shape.model.dropout:
+            recompute_layer(backward, recomputation)
+        gradient = run_residual(backward, branch.name)
+        if is_recomputed and not shape.model.dropout:
+            recompute_layer(backward, recomputation)
+        for operator in reversed(branch.operators):
+            run_operator(backward, branch, operator, gradient, recomputation)
+        run_norm(backward, branch.norm)
     return backward.moments
 
 
@@ -90,11 +98,8 @@ def recompute_layer(backward: LayerBackward, recomputation: Recomputation) -> No
 
     It keeps no saved result beyond its end: that of the last product is freed before backward takes its inputs.
     """
-    if not recomputation.whole_layer:
-        return
     shape, results = backward.shape, recomputation.results
-    before_scores = ("input_layernorm", "attention.query", "attention.key", "attention.value", "attention.future_mask")
-    backward.saved |= {name: size for name, size in results.items() if name.startswith(before_scores)}
+    backward.saved |= {name: size for name, size in results.items() if name.startswith(BEFORE_SCORES)}
     scores = eager_score_tensors(shape) | {"copies": forward_copies_bytes(shape)}
     taken_before = ("q_proj", "k_proj", "v_proj", "scores")
     backward.saved = {name: size for name, size in backward.saved.items() if name not in taken_before}
@@ -104,23 +109,25 @@ def recompute_layer(backward: LayerBackward, recomputation: Recomputation) -> No
     backward.run({"sum": max(0, recompute_allreduce_bytes(shape) - shape.hidden_bytes)}, ("sum", "down_proj"))
 
 
-def weight_elements(shape: MicroBatchShape) -> dict[str, int]:
-    """Return the elements of each of a layer's matrices on one rank."""
-    model = shape.model
-    square, inner = (model.hidden_size * size // shape.tp for size in (model.hidden_size, model.intermediate_size))
-    grouped = square * model.num_key_value_heads // model.num_attention_heads
-    attention = {"q_proj": square, "k_proj": grouped, "v_proj": grouped, "o_proj": square}
-    return attention | dict.fromkeys((*model.architecture.widening, "down_proj"), inner)
+def recompute_allreduce_bytes(shape: MicroBatchShape) -> int:
+    """Return the bytes that exist beside the kept tensors at the end of a second forward, where ranks sum and drop out.
+
+    They are the pending gradient, the summand and three copies of the tensor-parallel ranks' sum, as DTensor passes it
+    on; the dropout's mask does not exist yet.
+    """
+    if shape.tp == 1 or not shape.model.dropout:
+        return 0
+    return shape.whole_hidden_bytes + 4 * shape.hidden_bytes - sum(dropout_masks(shape, "mask").values())
 
 
-def run_branch(backward: LayerBackward, name: str) -> str:
+def run_residual(backward: LayerBackward, name: str) -> str:
     """Run what lies between a branch's last matrix and the residual stream; return the name of the gradient."""
     shape, gradient = backward.shape, "residual.grad"
-    if dropout_masks(shape, name):
+    if shape.model.dropout:
         backward.run({"branch.grad": shape.hidden_bytes}, (f"{name}.mask",))
         gradient = "branch.grad"
     if shape.sequence_parallel:
-        whole, own = whole_hidden_bytes(shape), (gradient,) if gradient != "residual.grad" else ()
+        whole, own = shape.whole_hidden_bytes, (gradient,) if gradient != "residual.grad" else ()
         if shape.sequences > 1:  # the gathered parts are put together along the second dimension
             backward.run({"gathered_parts.grad": whole}, own)
             own = ("gathered_parts.grad",)
@@ -129,19 +136,49 @@ def run_branch(backward: LayerBackward, name: str) -> str:
     return gradient
 
 
-def run_row_parallel(backward: LayerBackward, weight: str, branch_grad: str, result: Tensors, frees: str = "") -> None:
-    """Run the matrix that ends a branch, whose input's gradient is `result`."""
-    elements = weight_elements(backward.shape)[weight]
-    backward.run(result, (branch_grad, frees) if branch_grad != "residual.grad" else (frees,), weight=elements)
-    backward.accumulate(elements)
+def run_operator(
+    backward: LayerBackward, branch: Branch, operator: Operator, branch_grad: str, recomputation: Recomputation
+) -> None:
+    """Run the backward of an operator, which makes gradients of its inputs and frees what it kept and took.
+
+    `branch_grad` is the gradient of the branch's result.
+    """
+    shape, kind, gradient = backward.shape, operator.kind, f"{operator.output}.grad"
+    gradients = {f"{name}.grad": shape.tensor_bytes(name) for name in operator.inputs}
+    inputs = tuple(f"{branch.name}.{name}" for name in operator.inputs)
+    elements = {matrix.name: matrix.elements // shape.tp for matrix in layer_matrices(shape.model)}
+    if kind == "row":
+        # The fused kernel keeps attention's output too.
+        frees = () if branch.name == "attention" and shape.model.attention == "flash" else inputs
+        weight = elements[operator.matrix]
+        backward.run(gradients, frees if branch_grad == "residual.grad" else (branch_grad, *frees), weight)
+        backward.accumulate(weight)
+    elif kind == "column":
+        is_last = operator is branch.operators[0]  # no other matrix needs the norm's output any more
+        norm_output = f"{branch.norm}.output" if is_last else ""
+        run_column_parallel(backward, elements[operator.matrix], gradient, norm_output)
+    elif kind == "function":
+        backward.run(gradients, (gradient, *inputs))
+    elif kind == "rotary":
+        run_rotary(backward, gradient, shape.tensor_bytes(operator.output))
+    else:
+        if recomputation.results and not recomputation.whole_layer:
+            scores, weights = eager_score_tensors(shape), ("attention.weights", "attention.dropped")
+            recomputed = recomputation.results.items()
+            backward.saved |= {name: size for name, size in recomputed if not name.startswith(weights)}
+            backward.run(scores, scores)
+            backward.saved |= recomputation.results
+        for results, frees in attention_backward_operators(shape):
+            backward.run(results, frees)
+        backward.free("attention")
 
 
-def run_column_parallel(backward: LayerBackward, weight: str, output_grad: str, norm_output: str = "") -> None:
+def run_column_parallel(backward: LayerBackward, elements: int, output_grad: str, norm_output: str) -> None:
     """Run a matrix that begins a branch, and sum its input's gradient and those of the matrices before it.
 
     `norm_output` is the input, if no other matrix needs it any more.
     """
-    elements, whole = weight_elements(backward.shape)[weight], whole_hidden_bytes(backward.shape)
+    whole = backward.shape.whole_hidden_bytes
     is_first = "input.grad" not in backward.temporaries
     name = "input.grad" if is_first else "summand.grad"
     backward.run({name: whole}, (output_grad, norm_output), weight=elements)
@@ -149,51 +186,6 @@ def run_column_parallel(backward: LayerBackward, weight: str, output_grad: str, 
         backward.run({"sum.grad": whole}, ("input.grad", "summand.grad"), weight=elements)
         backward.temporaries["input.grad"] = backward.temporaries.pop("sum.grad")
     backward.accumulate(elements, is_followed_by_matrix=not norm_output)
-
-
-def run_mlp(backward: LayerBackward, recomputation: Recomputation) -> None:
-    """Run the backward of the MLP, SwiGLU's or GELU's; its first saved tensor is a dropout's mask or the product."""
-    shape = backward.shape
-    inner = shape.tokens * shape.model.intermediate_size * shape.width // shape.tp
-    if shape.model.dropout:
-        recompute_layer(backward, recomputation)
-    branch_grad = run_branch(backward, "mlp")
-    if not shape.model.dropout:
-        recompute_layer(backward, recomputation)
-    run_row_parallel(backward, "down_proj", branch_grad, {"product.grad": inner}, "mlp.product")
-    norm_output = "post_attention_layernorm.output"
-    if "gate_proj" not in shape.model.architecture.widening:
-        backward.run({"up.grad": inner}, ("product.grad", "mlp.up"))
-        run_column_parallel(backward, "up_proj", "up.grad", norm_output)
-        return
-    backward.run({"silu.grad": inner, "up.grad": inner}, ("product.grad", "mlp.silu", "mlp.up"))
-    run_column_parallel(backward, "up_proj", "up.grad")
-    backward.run({"gate.grad": inner}, ("silu.grad", "mlp.gate"))
-    run_column_parallel(backward, "gate_proj", "gate.grad", norm_output)
-
-
-def run_attention(backward: LayerBackward, recomputation: Recomputation) -> None:
-    """Run the backward of attention, of which autograd reaches the projection of the values first."""
-    shape = backward.shape
-    query, keys = heads_bytes(shape)
-    branch_grad = run_branch(backward, "attention")
-    frees = "" if shape.model.attention == "flash" else "attention.output"  # the fused kernel keeps it too
-    run_row_parallel(backward, "o_proj", branch_grad, {"output.grad": query}, frees)
-    if recomputation.results:
-        scores, weights = eager_score_tensors(shape), ("attention.weights", "attention.dropped")
-        inputs = {name: size for name, size in recomputation.results.items() if not name.startswith(weights)}
-        backward.saved |= inputs
-        backward.run(scores, scores)
-        backward.saved |= recomputation.results
-    for results, frees_all in attention_backward_operators(shape):
-        backward.run(results, frees_all)
-    backward.free("attention")
-    if not shape.model.architecture.learned_positions:
-        run_rotary(backward, "key.grad", keys)
-        run_rotary(backward, "query.grad", query)
-    run_column_parallel(backward, "v_proj", "value.grad")
-    run_column_parallel(backward, "k_proj", "key.grad")
-    run_column_parallel(backward, "q_proj", "query.grad", "input_layernorm.output")
 
 
 def run_rotary(backward: LayerBackward, gradient: str, size: int) -> None:
@@ -209,26 +201,36 @@ def run_norm(backward: LayerBackward, norm: str) -> None:
     shape = backward.shape
     own, output_grad = shape.hidden_bytes, "input.grad"
     if shape.tp > 1:
-        summed = input_grad_reduction_bytes(shape) - whole_hidden_bytes(shape) - own
+        summed = shape.input_grad_reduction_bytes - shape.whole_hidden_bytes - own
         backward.run({"reduced.grad": own, "summed.grad": summed}, ("input.grad", "summed.grad"))
         output_grad = "reduced.grad"
     backward.saved.pop(f"{norm}.normalized", None)
-    rest = norm_backward_bytes(shape) - own
+    rest = shape.norm_backward_bytes - own
     backward.run({"norm.grad": rest}, ("norm.grad", output_grad))
     backward.free(f"{norm}.")
     backward.run({"norm_input.grad": own, "sum.grad": own}, ("residual.grad", "norm_input.grad"))
     backward.temporaries["residual.grad"] = backward.temporaries.pop("sum.grad")
 
 
-def whole_hidden_bytes(shape: MicroBatchShape) -> int:
-    """Return the bytes of the hidden states of all of the rank's tokens, gathered if they are divided."""
-    return shape.tokens * shape.model.hidden_size * shape.width
+@lru_cache(maxsize=4096)
+def block_backward_bytes(shape: MicroBatchShape) -> int:
+    """Return the bytes of intermediates' gradients at the worst moment of a layer's backward, beyond what it kept.
 
-
-def input_grad_reduction_bytes(shape: MicroBatchShape) -> int:
-    """Return the bytes of a matrix's input's gradient while tensor-parallel ranks sum it, its sum included.
-
-    With sequence parallelism its parts are copied one after another along the first dimension, and scattered.
+    That moment is at the SwiGLU product: there are gradients of product, silu and up, less the product freed before,
+    and of the residual stream; the architecture says how many of them have the inner width. With sequence parallelism
+    the residual's gradient is gathered before that: it exists twice, then beside the product's.
     """
-    parts = whole_hidden_bytes(shape) * (1 + shape.sequence_parallel)
-    return parts + shape.hidden_bytes if shape.tp > 1 else parts
+    gathered = shape.whole_hidden_bytes if shape.sequence_parallel else 0
+    matrix = shape.model.hidden_size * shape.model.intermediate_size * shape.width // shape.tp
+    tensors, matrices = shape.model.architecture.mlp_backward_peak
+    inner = shape.inner_bytes
+    return max(tensors * inner + matrices * matrix, inner + gathered, 2 * gathered) + shape.hidden_bytes
+
+
+@lru_cache(maxsize=4096)
+def deferred_weight_grad_bytes(shape: MicroBatchShape) -> int:
+    """Return the bytes that a backward for inputs alone leaves for a layer's weights: gradients of their outputs."""
+    matrices = layer_matrices(shape.model)
+    elements = sum(each.outputs if each.style == "row" else each.outputs // shape.tp for each in matrices)
+    norms = len(shape.model.architecture.branches) * shape.norm_gradient_bytes
+    return shape.tokens * elements * shape.width + norms

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.config.schema import Device, RunConfig
+from harness.cost_model.activations import loss_bytes
 from harness.cost_model.buffers import buffer_tensors, transient_buffers
 from harness.cost_model.rank_memory import (
     RankPeak,
@@ -129,7 +130,7 @@ def rank_estimate(peak: RankPeak) -> MemoryEstimate:
         cost.gradient_bytes,
         cost.optimizer_bytes,
         activation_bytes=max_saved_bytes(costs, peak.starts),
-        loss_bytes=sum(part.sizes.loss for part in costs if part.stage.holds_head),
+        loss_bytes=sum(loss_bytes(part.shape) for part in costs if part.stage.holds_head),
         communication_buffer_bytes=cost.buffer_bytes + max(part.largest_transient_bytes for part in costs),
         host_bytes=cost.offloaded_state_bytes + offloaded,
         process_bytes=PROCESS_BYTES[cost.device],

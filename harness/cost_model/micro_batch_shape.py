@@ -1,20 +1,23 @@
-"""The shape of one micro-batch on one rank, and how torch computes the operators that it goes through."""
+"""The shape of one micro-batch on one rank, the bytes of its tensors, and how torch computes its operators."""
 
+import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.precision import DTYPE_BYTES
 from harness.config.schema import Device, RunConfig
 from harness.layout.layout import Layout
 
-FP32_BYTES = 4
-
-INT64_BYTES = 8
+FP32_BYTES, INT64_BYTES = 4, 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MicroBatchShape:
-    """One micro-batch on its way through decoder layers, and how tensor and context parallelism divide its tensors."""
+    """One micro-batch on its way through decoder layers, and how tensor and context parallelism divide its tensors.
+
+    micro_batch_shape() returns one object for all equal shapes, so that caches find it by its identity.
+    """
 
     model: ModelConfig
     sequences: int
@@ -26,43 +29,99 @@ class MicroBatchShape:
     cp: int = 1
     loss_chunks: int = 1
     vocabulary_parallel: bool = True
+    accumulate_bytes: int = FP32_BYTES  # of an element of the gradients' sum over micro-batches
 
     @property
     def vocabulary_tp(self) -> int:
         """The number of parts into which embedding and head are cut."""
         return self.tp if self.vocabulary_parallel else 1
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Bytes per element."""
         return DTYPE_BYTES[self.compute_dtype]
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of this rank's part of the sequences."""
         return self.sequences * self.seq_len // self.cp
 
-    @property
+    @cached_property
     def residual_tokens(self) -> int:
         """Tokens whose norms and residual stream this rank computes."""
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
-    @property
+    @cached_property
     def hidden_bytes(self) -> int:
         """Bytes of this rank's part of the residual stream."""
         return self.residual_tokens * self.model.hidden_size * self.width
 
-    @property
+    @cached_property
+    def whole_hidden_bytes(self) -> int:
+        """Bytes of the hidden states of all of the rank's tokens, gathered if they are divided."""
+        return self.tokens * self.model.hidden_size * self.width
+
+    @cached_property
+    def query_bytes(self) -> int:
+        """Bytes of the queries' heads."""
+        return self.whole_hidden_bytes // self.tp
+
+    @cached_property
+    def key_bytes(self) -> int:
+        """Bytes of the keys' heads before any are repeated or gathered."""
+        return self.query_bytes * self.model.num_key_value_heads // self.model.num_attention_heads
+
+    @cached_property
+    def inner_bytes(self) -> int:
+        """Bytes of one tensor of the MLP's inner size."""
+        return self.tokens * self.model.intermediate_size * self.width // self.tp
+
+    def tensor_bytes(self, name: str) -> int:
+        """Return the bytes of a tensor of a branch, by its name in the family's table of operators."""
+        heads = {"query": self.query_bytes, "output": self.query_bytes, "key": self.key_bytes, "value": self.key_bytes}
+        return heads.get(name, self.inner_bytes)
+
+    @cached_property
+    def logits_bytes(self) -> int:
+        """Bytes of this rank's part of the fp32 logits of those tokens that go through the loss at once."""
+        vocabulary = math.ceil(self.model.vocab_size / self.vocabulary_tp)
+        return self.tokens // self.loss_chunks * vocabulary * FP32_BYTES
+
+    @cached_property
     def norm_is_decomposed(self) -> bool:
         """Whether torch computes the norm by plain operations in fp32, without a kernel of its own."""
         return self.device == "cpu" and self.model.architecture.norm == "rms"
 
-    @property
+    @cached_property
+    def norm_gradient_bytes(self) -> int:
+        """Bytes of the gradient of a norm's output, as wide as the norm computes."""
+        width = FP32_BYTES if self.norm_is_decomposed else self.width
+        return self.residual_tokens * self.model.hidden_size * width
+
+    @cached_property
+    def norm_backward_bytes(self) -> int:
+        """Bytes of gradients at the worst moment of a norm's backward.
+
+        They are the gradients of its output and its input and, where the norm is decomposed, of three operations
+        between.
+        """
+        return (5 if self.norm_is_decomposed else 2) * self.norm_gradient_bytes
+
+    @cached_property
+    def input_grad_reduction_bytes(self) -> int:
+        """Bytes of a matrix's input's gradient while tensor-parallel ranks sum it, its sum included.
+
+        With sequence parallelism its parts are copied one after another along the first dimension, and scattered.
+        """
+        parts = self.whole_hidden_bytes * (1 + self.sequence_parallel)
+        return parts + self.hidden_bytes if self.tp > 1 else parts
+
+    @cached_property
     def attention_is_decomposed(self) -> bool:
         """Whether scaled_dot_product_attention runs plain operations in fp32: a CPU's fused kernel takes no dropout."""
         return self.model.attention == "flash" and self.device == "cpu" and self.model.dropout > 0
 
-    @property
+    @cached_property
     def repeats_grouped_heads(self) -> bool:
         """Whether keys and values are repeated for every head: CUDA has no fused kernel for grouped heads in fp32."""
         is_grouped = self.model.num_key_value_heads < self.model.num_attention_heads
@@ -74,17 +133,21 @@ class MicroBatchShape:
         return self.width if self.device == "cpu" else 1
 
 
+_shape = lru_cache(maxsize=8192)(MicroBatchShape)
+
+
 def micro_batch_shape(config: RunConfig, layout: Layout, device: Device) -> MicroBatchShape:
     """Return the shape of a run's micro-batches on one rank; device is cpu or cuda."""
-    return MicroBatchShape(
+    return _shape(
         config.model,
         config.train.micro_batch,
         config.train.seq_len,
         config.precision.compute,
         device,
-        tp=layout.tp,
-        sequence_parallel=layout.sequence_parallel,
-        cp=layout.cp,
-        loss_chunks=config.train.loss_chunks,
-        vocabulary_parallel=layout.vocabulary_parallel,
+        layout.tp,
+        layout.sequence_parallel and layout.tp_enabled,
+        layout.cp,
+        config.train.loss_chunks,
+        layout.vocabulary_parallel,
+        config.precision.accumulate_bytes,
     )

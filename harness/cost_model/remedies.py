@@ -15,7 +15,7 @@ from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
 from harness.config.strategy import StrategyConfig
 from harness.layout.layout import Layout
-from harness.layout.parameters import parameter_count
+from harness.layout.model_profile import parameter_count
 from harness.layout.state_widths import StateWidths
 
 _MOST_DOUBLINGS = 12  # of the number of ranks

@@ -3,7 +3,7 @@
 For the stack `harness` it is the exact model of harness.cost_model.memory. For others a rank's peak is the highest of
 a few moments of a step: at the loss, when backward enters the last layer, at the end of a backward, and in the step of
 the optimizer. Model state is ZeRO's (arXiv 1910.02054, section 5) at the stack's widths, activations are those of
-harness.cost_model.stack_activations. Left out are tensors that do not grow with the batch or the model, such as the
+harness.cost_model.stack_moments. Left out are tensors that do not grow with the batch or the model, such as the
 state of random generators, and the contexts of CUDA and NCCL.
 """
 
@@ -14,9 +14,9 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig
 from harness.config.stack_memory import StackMemory
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
-from harness.cost_model.stack_moments import activation_moments, pass_shape
+from harness.cost_model.micro_batch_shape import micro_batch_shape
+from harness.cost_model.stack_moments import activation_moments, model_state
 from harness.cost_model.stack_parameters import rank_parts
-from harness.cost_model.stack_state import model_state
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
 from harness.util.errors import UserError
@@ -123,15 +123,7 @@ def predict_rank_memory(
     """
     memory = stack.memory
     parts = rank_parts(config.model, layout, memory, pp_rank)
-    shape = pass_shape(
-        config.model,
-        config.train.micro_batch * config.train.seq_len // layout.cp,
-        config.train.seq_len,
-        config.precision.compute_bytes,
-        layout.tp,
-        layout.vocabulary_tp,
-        layout.sequence_parallel and layout.tp > 1,
-    )
+    shape = micro_batch_shape(config, layout, "cuda")
     micro_batches = layout.grad_accumulation_steps(config.train)
     state = model_state(config, layout, memory, parts)
     workspaces = workspace_bytes(memory, compute_capability)

@@ -1,28 +1,187 @@
-"""The moments of a step at which a rank's activations, loss or gradients are largest. Imports no torch.
+"""The state of a rank under another implementation, and the moments of a step at which its bytes are most. No torch.
 
-They are the end of the last forward, with the loss, the entry of backward into the last layer, and the end of a
-backward; between the last two, both activations and gradients change by the same bytes from layer to layer.
+The moments are the end of the last forward, with the loss, the entry of backward into the last layer, and the end of a
+backward; between the last two, both activations and gradients change by the same bytes from layer to layer. The tensors
+that a layer keeps are those of Korthikanti et al. (arXiv 2205.05198, section 4.1): two norms, four projections of
+attention, an MLP and the dropout masks, as harness.cost_model.activations has them for this project's own layers.
 """
 
+import dataclasses
+import math
+from dataclasses import dataclass
 from functools import lru_cache
 
-from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.config.stack_memory import StackMemory
-from harness.cost_model.stack_activations import PassShape, head_bytes, layer_bytes, loss_bytes
+from harness.cost_model.micro_batch_shape import FP32_BYTES, INT64_BYTES, MicroBatchShape
 from harness.cost_model.stack_parameters import RankParts
-from harness.cost_model.stack_state import Moment
 from harness.layout.layout import Layout
 
-INT64_BYTES = 8
+
+@dataclass(frozen=True)
+class StackMoment:
+    """The bytes of a moment in forward or backward, without what depends on model state."""
+
+    activations: int = 0
+    loss: int = 0
+    temporaries: int = 0
+    remaining_layers: int = 0  # the layers of this pass whose backward has not run
+    in_backward: bool = False
+
+
+@dataclass(frozen=True)
+class StackState:
+    """The model state of one rank, at rest and in the moments of a step."""
+
+    parameters: int
+    optimizer: int
+    main_gradients: int  # a buffer that lives from step to step
+    gradients: int  # of all parameters, where there is no such buffer, or beside it
+    at_rest: int  # gradients and buffers that are allocated between steps
+    buckets: int  # that live from step to step
+    layers: int
+    unit_gathered: int  # of one layer's parameters as they are gathered for use
+    root_gathered: int  # of all others
+    gathered_units: int  # how many layers are gathered at once; all of them under ZeRO stage 2
+    unit_gradient: int  # of one layer's gradients before they are reduced
+    root_gradient: int
+    optimizer_temporaries: int
+
+    def at(self, moment: StackMoment, accumulates: bool) -> dict[str, int]:
+        """Return the bytes of all parts but resident ones at a moment of the last micro-batch of a step."""
+        left = moment.remaining_layers / self.layers if self.layers else 0.0  # a stage may have the head alone
+        # Between forward and backward, layers that are gathered for each use are freed.
+        units = self.gathered_units if moment.in_backward or self.gathered_units == self.layers else 0
+        gathered = self.root_gathered + self.unit_gathered * min(units, self.layers)
+        reduced = 0
+        if self.unit_gathered and moment.in_backward:
+            reduced = self.unit_gradient if moment.remaining_layers else self.root_gradient
+        share = 1 - left if moment.in_backward and not accumulates else float(accumulates)
+        if self.main_gradients:  # gradients of a backward are added to the buffer at its end
+            share = 1 - left if moment.in_backward else 0.0
+        return {
+            "gradients": self.main_gradients + round(self.gradients * share),
+            "buffers": self.buckets + gathered + reduced,
+            "activations": moment.activations,
+            "loss": moment.loss,
+            "temporaries": moment.temporaries,
+        }
+
+    def in_optimizer_step(self) -> dict[str, int]:
+        """Return the bytes of all parts but resident ones in the optimizer's step, where activations are gone."""
+        gradients = self.main_gradients or self.gradients
+        temporaries = self.optimizer_temporaries
+        return {
+            "gradients": gradients,
+            "buffers": self.buckets,
+            "activations": 0,
+            "loss": 0,
+            "temporaries": temporaries,
+        }
+
+
+def model_state(config: RunConfig, layout: Layout, memory: StackMemory, parts: RankParts) -> StackState:
+    """Return a rank's model state: widths from the precision, shards from ZeRO's stage (arXiv 1910.02054)."""
+    precision, count = config.precision, parts.parameters
+    compute, master, states = precision.compute_bytes, precision.master_bytes, config.optimizer.state_bytes(precision)
+    shards = layout.dp_shard * (layout.cp if layout.zero_stage else 1)
+    layers = sum(parts.chunks)
+    if memory.kind == "flat_units":
+        is_sharded = layout.data_parallel == "fsdp" and layout.zero_stage > 0 and shards > 1
+        degree = shards if is_sharded else 1
+        gathers = is_sharded or precision.is_mixed
+        whole = layout.zero_stage == 2 or not is_sharded
+        gradients = -(-master * count // degree)
+        return StackState(
+            parameters=-(-master * count // degree),
+            optimizer=-(-states * count // degree),
+            main_gradients=0,
+            gradients=gradients,
+            at_rest=gradients if memory.keeps_gradients_at_rest and is_sharded else 0,
+            buckets=0,
+            layers=layers,
+            unit_gathered=compute * parts.unit if gathers else 0,
+            root_gathered=compute * parts.root if gathers else 0,
+            gathered_units=layers if whole else 1 + memory.prefetched_units,
+            unit_gradient=compute * parts.unit,
+            root_gradient=compute * parts.root,
+            optimizer_temporaries=-(-memory.optimizer_copies * master * count // degree),
+        )
+    degree = shards if layout.zero_stage >= 1 else 1
+    optimizer = states + master * precision.is_mixed
+    replicated = layout.dp > 1 and layout.zero_stage == 0
+    main = precision.accumulate_bytes * count if memory.keeps_main_gradients else 0
+    buckets = memory.reduce_bucket_bytes * count if replicated else 0
+    return StackState(
+        parameters=compute * count,
+        optimizer=-(-optimizer * count // degree),
+        main_gradients=main,
+        gradients=compute * count if memory.holds_backward_gradients or not main else 0,
+        at_rest=main + buckets,
+        buckets=buckets,
+        layers=layers,
+        unit_gathered=0,
+        root_gathered=0,
+        gathered_units=0,
+        unit_gradient=0,
+        root_gradient=0,
+        optimizer_temporaries=-(-memory.optimizer_copies * master * count // degree),
+    )
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """The bytes of one layer's tensors for one micro-batch."""
+
+    saved: int  # for backward
+    scores: int  # of these, what eager attention keeps of its scores
+    backward: int  # gradients of intermediates at the worst moment of backward
 
 
 @lru_cache(maxsize=4096)
-def pass_shape(
-    model: ModelConfig, tokens: int, seq_len: int, width: int, tp: int, vocabulary_tp: int, sequence_parallel: bool
-) -> PassShape:
-    """Return one shape for all equal ones, so that caches compare it by identity first."""
-    return PassShape(model, tokens, seq_len, width, tp, vocabulary_tp, sequence_parallel)
+def layer_bytes(shape: MicroBatchShape, memory: StackMemory) -> LayerBytes:
+    """Return what a layer keeps for backward and what its backward adds at its worst moment."""
+    model = shape.model
+    norms, heads = norm_bytes(shape, memory) * 2, attention_bytes(shape, memory)
+    scores, gated = score_bytes(shape, memory), model.architecture.has_gate
+    inner = shape.inner_bytes * (memory.gated_mlp_tensors if gated else memory.plain_mlp_tensors)
+    masks = 2 * shape.residual_tokens * model.hidden_size if model.dropout else 0
+    # The gradient of the MLP's output, gathered where it is divided, and of the tensors between its matrices.
+    backward = shape.hidden_bytes + shape.inner_bytes * (2 if gated else 1)
+    backward += shape.whole_hidden_bytes if shape.sequence_parallel and shape.tp > 1 else 0
+    return LayerBytes(norms + heads + scores + inner + masks, scores, backward)
+
+
+def norm_bytes(shape: MicroBatchShape, memory: StackMemory) -> int:
+    """Return the bytes that one norm keeps: its input, statistics in fp32 and its output, which matrices take."""
+    is_rms = shape.model.architecture.norm == "rms"
+    inputs = shape.hidden_bytes * (1 + (memory.rms_norm_copies if is_rms else 0))
+    statistics = shape.residual_tokens * FP32_BYTES * (1 if is_rms else 2)
+    return inputs + statistics + (shape.hidden_bytes if memory.gathers_inputs_again else shape.whole_hidden_bytes)
+
+
+def attention_bytes(shape: MicroBatchShape, memory: StackMemory) -> int:
+    """Return the bytes of queries, keys, values and result that attention keeps, and what a kernel keeps of scores."""
+    sizes = (2 + memory.attention_copies) * shape.query_bytes + 2 * shape.key_bytes
+    if shape.model.attention == "flash":
+        sizes += shape.tokens * shape.model.num_attention_heads * FP32_BYTES // shape.tp
+    return sizes
+
+
+def score_bytes(shape: MicroBatchShape, memory: StackMemory) -> int:
+    """Return the bytes that eager attention keeps of its scores: softmax, and with dropout its mask and result."""
+    if shape.model.attention != "eager":
+        return 0
+    elements = shape.tokens * shape.seq_len * shape.model.num_attention_heads // shape.tp
+    return elements * (memory.scores_bytes + (1 + shape.width if shape.model.dropout else 0))
+
+
+def stack_loss_bytes(shape: MicroBatchShape, memory: StackMemory) -> int:
+    """Return the bytes of logits at the worst moment of the loss."""
+    tokens = min(shape.tokens, memory.loss_chunk_tokens or shape.tokens)
+    rows = math.ceil(shape.model.vocab_size / (memory.vocabulary_multiple * shape.vocabulary_tp))
+    elements = tokens * rows * memory.vocabulary_multiple
+    return elements * (memory.fp32_logits * FP32_BYTES + memory.narrow_logits * shape.width)
 
 
 def activation_moments(
@@ -30,10 +189,10 @@ def activation_moments(
     layout: Layout,
     memory: StackMemory,
     parts: RankParts,
-    shape: PassShape,
+    shape: MicroBatchShape,
     pp_rank: int,
     micro_batches: int,
-) -> list[Moment]:
+) -> list[StackMoment]:
     """Return the moments of the backward that finds most micro-batches kept."""
     layer = layer_bytes(shape, memory)
     saved, again, recomputes = layer.saved, 0, 0
@@ -53,18 +212,18 @@ def activation_moments(
     moments = []
     loss = 0
     if parts.holds_head:
-        head, loss = head_bytes(shape, memory), loss_bytes(shape, memory)
-        moments.append(Moment(pending + head, loss, 0, layers))
+        head, loss = norm_bytes(shape, memory), stack_loss_bytes(shape, memory)
+        moments.append(StackMoment(pending + head, loss, 0, layers))
     gathers = memory.tp_gather_buffers * shape.whole_hidden_bytes if shape.sequence_parallel else 0
-    moments.append(Moment(pending, 0, again + layer.backward + received, layers, True))
+    moments.append(StackMoment(pending, 0, again + layer.backward + received, layers, True))
     largest = shape.width * max(parts.root if parts.holds_embedding else 0, parts.unit // 2)
-    moments.append(Moment(max(0, pending - pass_bytes), 0, largest + received, 0, True))
+    moments.append(StackMoment(max(0, pending - pass_bytes), 0, largest + received, 0, True))
     if not gathers:
         return moments
-    return [Moment(m.activations, m.loss, m.temporaries + gathers, m.remaining_layers, m.in_backward) for m in moments]
+    return [dataclasses.replace(moment, temporaries=moment.temporaries + gathers) for moment in moments]
 
 
-def embedding_bytes(config: RunConfig, shape: PassShape) -> int:
+def embedding_bytes(config: RunConfig, shape: MicroBatchShape) -> int:
     """Return what the embedding keeps of a pass: token ids, and the mask of its dropout."""
     masks = shape.residual_tokens * config.model.hidden_size if config.model.dropout else 0
     return shape.tokens * INT64_BYTES + masks

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from harness.config.model import ModelConfig
 from harness.config.stack_memory import StackMemory
+from harness.layout.layer_spec import layer_matrices, norm_shapes, numel
 from harness.layout.layout import Layout
 from harness.layout.partition import split_into_stages
 from harness.util.errors import UserError
@@ -29,17 +30,15 @@ def part_counts(model: ModelConfig, tp: int, vocabulary_multiple: int) -> PartCo
     Megatron-LM pads the vocabulary to a multiple of make_vocab_size_divisible_by x tp
     (megatron/core/tokenizers/utils/build_tokenizer.py, vocab_size_with_padding).
     """
-    parts = model.architecture
-    hidden, inner, scale = model.hidden_size, model.intermediate_size, 2 if parts.norm == "layer" else 1
-    keys = model.head_dim * model.num_key_value_heads
-    widening = len(parts.widening)
-    column = 2 * keys + hidden + widening * inner  # the outputs of matrices that are cut by columns
-    layer = math.ceil((column + hidden + inner) * hidden / tp) + 2 * hidden * scale
+    parts, hidden, matrices = model.architecture, model.hidden_size, layer_matrices(model)
+    layer = math.ceil(sum(matrix.elements for matrix in matrices) / tp)
+    layer += sum(numel(norm_shapes(branch.norm, model)) for branch in parts.branches)
     if parts.biases:
-        layer += math.ceil(column / tp) + 2 * hidden
+        layer += math.ceil(sum(matrix.outputs for matrix in matrices if matrix.style == "column") / tp)
+        layer += sum(matrix.outputs for matrix in matrices if matrix.style == "row")
     rows = math.ceil(model.vocab_size / (vocabulary_multiple * tp)) * vocabulary_multiple
     positions = model.context_length * hidden if parts.learned_positions else 0
-    return PartCounts(layer, rows * hidden + positions, rows * hidden, hidden * scale)
+    return PartCounts(layer, rows * hidden + positions, rows * hidden, numel(norm_shapes("norm", model)))
 
 
 @lru_cache(maxsize=4096)
@@ -68,7 +67,7 @@ def _balanced_by_products(model: ModelConfig, count: int) -> tuple[int, ...]:
     embedding and norm cost nothing.
     """
     hidden, inner = model.hidden_size, model.intermediate_size
-    layer_cost = 4 * hidden * hidden + (len(model.architecture.widening) + 1) * hidden * inner
+    layer_cost = 4 * hidden * hidden + (2 + model.architecture.has_gate) * hidden * inner
     costs = [0, *[layer_cost] * model.num_hidden_layers, 0, model.vocab_size * hidden]
     total, stage, layers = sum(costs), 0, [0] * count
     for index, cumulative in enumerate(accumulate(costs)):

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from harness.config.checkpointing import CheckpointingConfig
-from harness.cost_model.activations import block_tensors, dropout_masks, norm_tensors
-from harness.cost_model.checkpointed_activations import (
+from harness.cost_model.activations import (
+    block_tensors,
     consumed_by_recompute,
+    dropout_masks,
     layer_activations,
+    norm_tensors,
     recomputed_tensors,
 )
-from harness.cost_model.layer_backward import Moment, Recomputation, layer_backward_moments
+from harness.cost_model.layer_backward import BEFORE_SCORES, Moment, Recomputation, layer_backward_moments
 from harness.cost_model.micro_batch_shape import INT64_BYTES, MicroBatchShape
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage
@@ -110,8 +112,7 @@ def _one_layer_activations(
     layer = checkpointing.every - 1 if is_recomputed else 0  # any layer that is like it
     saved = layer_activations(shape, checkpointing, layer)
     recomputed = recomputed_tensors(shape, checkpointing, layer)
-    before_scores = ("input_layernorm", "attention.query", "attention.key", "attention.value", "attention.future_mask")
-    until_scores = {name: size for name, size in block_tensors(shape).items() if name.startswith(before_scores)}
+    until_scores = {name: size for name, size in block_tensors(shape).items() if name.startswith(BEFORE_SCORES)}
     if is_recomputed:  # it keeps its input, and selectively the product that makes the scores
         until_scores = {name: size for name, size in until_scores.items() if not name.startswith("input_layernorm")}
         names = {"input", "scores"} | (attention_operands(shape) if shape.cp == 1 else set())

@@ -14,7 +14,7 @@ from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.buffers import last_bucket_elements, old_bucket_bytes, transient_buffers
 from harness.cost_model.deepspeed_memory import holds_gradients_twice
-from harness.cost_model.micro_batch_bytes import MicroBatchBytes, micro_batch_bytes
+from harness.cost_model.layer_backward import deferred_weight_grad_bytes
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape, micro_batch_shape
 from harness.cost_model.shard_groups import shard_groups
 from harness.cost_model.stage_activations import (
@@ -60,7 +60,6 @@ class StageCost:
     """The bytes that a pass through one of a rank's stages keeps and needs."""
 
     shape: MicroBatchShape
-    sizes: MicroBatchBytes  # of the shape
     stage: Stage
     activations: StageActivations
     weight_pass_activations: tuple[int, int]  # in a backward for weights alone, at its last layer and last matrix
@@ -89,12 +88,12 @@ class StageCost:
     @cached_property
     def input_bytes(self) -> int:
         """Bytes that a pass receives, and sends back as their gradient."""
-        return 0 if self.stage.holds_embedding else self.sizes.hidden
+        return 0 if self.stage.holds_embedding else self.shape.hidden_bytes
 
     @cached_property
     def output_bytes(self) -> int:
         """Bytes that a pass sends, and receives back as their gradient."""
-        return 0 if self.stage.holds_head else self.sizes.hidden
+        return 0 if self.stage.holds_head else self.shape.hidden_bytes
 
     @cached_property
     def received_input_bytes(self) -> int:
@@ -110,7 +109,7 @@ class StageCost:
     @cached_property
     def log_probability_bytes(self) -> int:
         """Bytes of log-probabilities kept for backward; 0 where the loss goes through its tokens in parts."""
-        return self.sizes.logits if self.stage.holds_head and self.shape.loss_chunks == 1 else 0
+        return self.shape.logits_bytes if self.stage.holds_head and self.shape.loss_chunks == 1 else 0
 
     @property
     def largest_transient_bytes(self) -> int:
@@ -120,7 +119,7 @@ class StageCost:
     @property
     def recomputed_log_probability_bytes(self) -> int:
         """Bytes of log-probabilities that the second forward of a part of the loss keeps."""
-        return self.sizes.logits if self.stage.holds_head and self.shape.loss_chunks > 1 else 0
+        return self.shape.logits_bytes if self.stage.holds_head and self.shape.loss_chunks > 1 else 0
 
     @cached_property
     def logits_grad_bytes(self) -> int:
@@ -130,8 +129,8 @@ class StageCost:
     @cached_property
     def deferred_grad_bytes(self) -> int:
         """Bytes of gradients that a backward for inputs alone, which frees nothing, leaves for the weights' half."""
-        layers = self.stage.layers * self.sizes.deferred
-        return layers + self.logits_grad_bytes + self.stage.holds_head * self.sizes.norm_gradient
+        layers = self.stage.layers * deferred_weight_grad_bytes(self.shape)
+        return layers + self.logits_grad_bytes + self.stage.holds_head * self.shape.norm_gradient_bytes
 
     @property
     def weight_pass_grad_bytes(self) -> tuple[int, int]:
@@ -185,7 +184,6 @@ def stage_costs(
 ) -> list[StageCost]:
     """Return the costs of a rank's stages; device is cpu or cuda. Without widths they have no transient buffers."""
     shape = micro_batch_shape(config, layout, device)
-    sizes = micro_batch_bytes(shape)
     norm_keeps_input = shape.width == FP32_BYTES or not shape.norm_is_decomposed  # without an fp32 copy
     reduces_copies = layout.data_parallel == "ddp" and config.precision.is_mixed
     holds_twice = widths is not None and holds_gradients_twice(config, layout, widths)
@@ -204,7 +202,6 @@ def stage_costs(
         costs.append(
             StageCost(
                 shape,
-                sizes,
                 stage,
                 activations,
                 weight_pass_activations=(at_layer, at_matrix),

@@ -3,7 +3,14 @@
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from harness.cost_model.layer_backward import Moment
+from harness.cost_model.activations import loss_bytes
+from harness.cost_model.attention_activations import scores_bytes
+from harness.cost_model.layer_backward import (
+    Moment,
+    block_backward_bytes,
+    deferred_weight_grad_bytes,
+    recompute_allreduce_bytes,
+)
 from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.pipeline import BackwardStart, PassKind
 from harness.cost_model.stage_activations import LayerActivations, StageActivations
@@ -19,8 +26,8 @@ def backward_peaks(
     `new_gradients` is the bytes of the gradients that this pass allocates; 0 if it adds to those of an earlier pass.
     `reduces_copies` is whether DDP reduces them in this pass, in fp32 copies of its 16-bit buckets.
     """
-    sizes, activations, holds_head = cost.sizes, cost.activations, cost.stage.holds_head
-    buffers, layer_deferred = cost.transient(moment), sizes.deferred
+    shape, activations, holds_head = cost.shape, cost.activations, cost.stage.holds_head
+    buffers, layer_deferred = cost.transient(moment), deferred_weight_grad_bytes(shape)
     if kind == "weights":
         at_layer, at_matrix = cost.weight_pass_activations
         left = cost.deferred_grad_bytes - (cost.stage.layers - 1) * layer_deferred
@@ -33,7 +40,11 @@ def backward_peaks(
     yield from forward_peaks(activations, buffers.forward_layers)
     if buffers.last_layer:
         yield {"activations": activations.layers[0].outside, "buffers": buffers.last_layer}
-    yield {"activations": activations.layers[0].at_scores, "temporaries": sizes.scores, "buffers": buffers.forward}
+    yield {
+        "activations": activations.layers[0].at_scores,
+        "temporaries": scores_bytes(shape),
+        "buffers": buffers.forward,
+    }
     if not holds_head:
         yield {"activations": activations.before_backward, "buffers": buffers.entering}
     if holds_head:
@@ -42,15 +53,16 @@ def backward_peaks(
         all_saved = {"activations": activations.before_backward, "loss": cost.log_probability_bytes}
         all_saved["buffers"] = buffers.in_layer(0)
         deferred = cost.deferred_grad_bytes
-        block = layer_backward_bytes(cost)
+        block = block_backward_bytes(shape)
+        block = max(block, recompute_allreduce_bytes(shape)) if activations.recomputed else block
         yield all_saved | {"temporaries": deferred - layer_deferred + block + activations.recomputed}
-        yield all_saved | {"temporaries": deferred + sizes.norm_backward - sizes.norm_gradient}
+        yield all_saved | {"temporaries": deferred + shape.norm_backward_bytes - shape.norm_gradient_bytes}
         return
     for index, layer in enumerate(activations.layers):
         before = round(cost.computed_gradients(new_gradients, layer.following))
         if buffers.entered:
             saved = layer.outside + layer.own.saved
-            entered = {"activations": saved, "gradients": before, "temporaries": sizes.hidden}
+            entered = {"activations": saved, "gradients": before, "temporaries": shape.hidden_bytes}
             yield entered | {"buffers": buffers.entered[index]}
         if buffers.observed:
             yield observed_peak(cost, layer, buffers.observed[index], new_gradients)
@@ -59,11 +71,11 @@ def backward_peaks(
         yield peak | {"buffers": peak.get("buffers", 0) + buffers.in_layer(index)}
         if buffers.reductions:
             saved = layer.outside + layer.own.saved_at_end
-            reduced = {"activations": saved, "temporaries": sizes.hidden, "buffers": buffers.reductions[index]}
+            reduced = {"activations": saved, "temporaries": shape.hidden_bytes, "buffers": buffers.reductions[index]}
             yield reduced | {"gradients": before * cost.reduces_groups}
     if cost.reduces_groups:
         if cost.stage.holds_embedding:
-            at_embedding = {"temporaries": sizes.whole_hidden, "buffers": buffers.last_gradient}
+            at_embedding = {"temporaries": shape.whole_hidden_bytes, "buffers": buffers.last_gradient}
             yield {"gradients": before_end(cost, new_gradients)} | at_embedding
         yield {"gradients": new_gradients, "temporaries": 0, "buffers": buffers.end}
         return
@@ -71,7 +83,7 @@ def backward_peaks(
         yield observed_peak(cost, cost.layer_activations(following), middle, new_gradients)
     if buffers.observed:  # the last gradient is among DeepSpeed's buffers
         before = new_gradients * buffers.reduces_before_end
-        yield {"gradients": before, "temporaries": sizes.whole_hidden, "buffers": buffers.last_gradient}
+        yield {"gradients": before, "temporaries": shape.whole_hidden_bytes, "buffers": buffers.last_gradient}
         yield {"gradients": before, "temporaries": 0, "buffers": buffers.first_reduction}
         yield {"gradients": new_gradients, "temporaries": 0, "buffers": buffers.end}
         return
@@ -102,12 +114,12 @@ def head_peaks(cost: StageCost, kind: PassKind, new_gradients: int, buffers: Tra
 
     Backward of the last part of the loss has the gradients of the hidden states of all parts before it.
     """
-    sizes, activations = cost.sizes, cost.activations
-    chunks, matrix, hidden_grad = cost.shape.loss_chunks, cost.vocabulary_grad_bytes, sizes.whole_hidden
+    shape, activations = cost.shape, cost.activations
+    chunks, matrix, hidden_grad = shape.loss_chunks, cost.vocabulary_grad_bytes, shape.whole_hidden_bytes
     earlier_hidden_grads = hidden_grad * (chunks - 1) // chunks
     shared_grads = matrix + earlier_hidden_grads if chunks > 1 else 0  # of what the parts share
     before = {"activations": activations.before_backward}
-    yield before | {"loss": sizes.loss, "temporaries": shared_grads, "buffers": buffers.loss}
+    yield before | {"loss": loss_bytes(shape), "temporaries": shared_grads, "buffers": buffers.loss}
     computed = round(cost.computed_gradients(new_gradients, 0)) if kind == "backward" else 0
     behind = {"activations": activations.in_final_norm, "gradients": computed}
     if kind == "backward":
@@ -116,9 +128,9 @@ def head_peaks(cost: StageCost, kind: PassKind, new_gradients: int, buffers: Tra
         summed = earlier_hidden_grads + (3 - cost.sums_in_place) * matrix if chunks > 1 else 0
         yield before | {"temporaries": max(in_product, summed), "buffers": buffers.head}
         yield before | {"temporaries": cost.logits_grad_bytes, "buffers": buffers.entering}
-        reduced = {"temporaries": sizes.hidden, "buffers": buffers.head_reduction}
+        reduced = {"temporaries": shape.hidden_bytes, "buffers": buffers.head_reduction}
         if cost.reduces_groups:  # the buffers include the gradient
-            norm = {"temporaries": sizes.norm_backward + matrix, "buffers": buffers.head}
+            norm = {"temporaries": shape.norm_backward_bytes + matrix, "buffers": buffers.head}
             yield {"activations": activations.in_final_norm} | norm
             if buffers.head_reduction:
                 yield {"activations": activations.before_backward - activations.in_head} | reduced
@@ -126,7 +138,7 @@ def head_peaks(cost: StageCost, kind: PassKind, new_gradients: int, buffers: Tra
         accumulated = matrix * cost.has_16_bit_grads if new_gradients else cost.grad_accumulate_bytes
         yield behind | {"temporaries": hidden_grad + accumulated, "buffers": buffers.head}
         yield behind | reduced | ({"gradients": new_gradients - buffers.later} if buffers.reduces_head else {})
-    in_norm = max(sizes.norm_backward, sizes.input_grad_reduction) + cost.waiting_grad_bytes
+    in_norm = max(shape.norm_backward_bytes, shape.input_grad_reduction_bytes) + cost.waiting_grad_bytes
     yield behind | {"temporaries": in_norm, "buffers": buffers.in_layer(0)}
 
 
@@ -143,7 +155,7 @@ def end_peaks(cost: StageCost, new_gradients: int, reduces_copies: bool) -> Iter
         return
     matrix, is_tied = cost.vocabulary_grad_bytes, cost.shape.model.tie_word_embeddings
     summed = (3 - cost.sums_in_place) * matrix * is_tied
-    computed = max((1 + is_tied) * matrix + cost.sizes.whole_hidden, summed)
+    computed = max((1 + is_tied) * matrix + cost.shape.whole_hidden_bytes, summed)
     if not new_gradients:
         yield {"gradients": 0, "temporaries": max(computed, cost.grad_accumulate_bytes)}
     elif cost.has_16_bit_grads:
@@ -206,12 +218,6 @@ def layer_gradients(cost: StageCost, moment: Moment, new_bytes_of_element: float
     elif moment.is_accumulation and cost.has_16_bit_grads and cost.shape.device == "cpu" and not new_bytes_of_element:
         computed += moment.computed * FP32_BYTES  # a CPU widens it first
     return round(complete * new_bytes_of_element), computed, 0
-
-
-def layer_backward_bytes(cost: StageCost) -> int:
-    """Return the bytes of intermediates' gradients at the worst moment of a layer's backward."""
-    is_recomputed = cost.activations.recomputed > 0
-    return max(cost.sizes.block_backward, cost.sizes.recompute_allreduce if is_recomputed else 0)
 
 
 PARTS = ("gradients", "buffers", "activations", "loss", "temporaries")  # of a rank's bytes beside its state

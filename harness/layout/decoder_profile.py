@@ -3,15 +3,21 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.config.validation import divisors_text
+from harness.layout.layer_spec import (
+    Matrix,
+    Shapes,
+    attention_product_flops,
+    layer_matrices,
+    layer_shapes,
+    norm_shapes,
+    projection_flops,
+)
 from harness.layout.layout import Layout
-from harness.layout.shapes import Shapes
-from harness.layout.tensor_plan import TENSOR_PLAN
-
-LAST_PROJECTION = "mlp.down_proj"  # a layer's last matrix, before which torch stops a second forward
 
 
 @dataclass(frozen=True)
@@ -25,15 +31,19 @@ class DecoderProfile:
     is_project_decoder = True
     activations_are_known = True
 
-    @property
+    @cached_property
+    def layer_shapes(self) -> Shapes:
+        """The shapes of one layer's parameters by their names in the layer."""
+        return layer_shapes(self.model)
+
+    @cached_property
     def parameter_shapes(self) -> Shapes:
         """The shape of every parameter; a tied head is the embedding."""
-        layer = layer_shapes(self.model)
         indices = range(self.model.num_hidden_layers)
-        layers = {f"layers.{i}.{name}": shape for i in indices for name, shape in layer.items()}
+        layers = {f"layers.{i}.{name}": shape for i in indices for name, shape in self.layer_shapes.items()}
         return self.embedding_shapes | layers | self.head_shapes
 
-    @property
+    @cached_property
     def embedding_shapes(self) -> Shapes:
         """The shapes of the tables of tokens and, where positions are learned, of positions."""
         model = self.model
@@ -41,7 +51,7 @@ class DecoderProfile:
         positions: Shapes = {"embed_positions.weight": (model.context_length, model.hidden_size)}
         return tokens | (positions if model.architecture.learned_positions else {})
 
-    @property
+    @cached_property
     def head_shapes(self) -> Shapes:
         """The shapes of the final norm's parameters, and of the head unless it is tied."""
         model = self.model
@@ -53,6 +63,16 @@ class DecoderProfile:
         """Whether matrices of the decoder layers have biases."""
         return self.model.architecture.biases
 
+    @property
+    def layer_matrices(self) -> tuple[Matrix, ...]:
+        """The matrices of one layer, in the order of forward."""
+        return layer_matrices(self.model)
+
+    @property
+    def elementwise_tensors(self) -> tuple[int, int]:
+        """The tensors of hidden_size and of intermediate_size that a layer's elementwise operators move in forward."""
+        return self.model.architecture.elementwise_tensors
+
     def layer_index(self, name: str) -> int | None:
         """Return the index of the decoder layer that a parameter or module is part of; None if it is part of none."""
         owner, _, rest = name.partition(".")
@@ -60,12 +80,13 @@ class DecoderProfile:
 
     def recomputes_to_end(self, module: str) -> bool:
         """Return whether a second forward runs a module of a layer to its end: all but the last matrix."""
-        return not module.endswith(LAST_PROJECTION)
+        return not module.endswith(self.layer_matrices[-1].path)
 
     def tp_style(self, module: str) -> str | None:
-        """Return the style of a module in TENSOR_PLAN, by its path; None if it stays whole."""
-        styles = (style for name, style in TENSOR_PLAN.items() if module == name or module.endswith(f".{name}"))
-        return next(styles, None)
+        """Return the style of a module, by its path or the end of it; None if it stays whole."""
+        plan: dict[str, str | None] = {"embed_tokens": "vocabulary", "lm_head": "vocabulary"}
+        plan |= {matrix.path: matrix.style for matrix in self.layer_matrices}
+        return next((style for name, style in plan.items() if module == name or module.endswith(f".{name}")), None)
 
     @property
     def has_fused_attention_on_cpu(self) -> bool:
@@ -87,7 +108,7 @@ class DecoderProfile:
         torch stops them before the last projection, unless dropout follows it: the mask is drawn behind it.
         """
         is_last_run = runs_to_end or self.model.dropout > 0
-        not_run = 0 if is_last_run else projection_flops(self.model, sequences * seq_len)["down_proj"]
+        not_run = 0 if is_last_run else 2 * sequences * seq_len * self.layer_matrices[-1].elements
         return layers * (self.layer_flops(sequences, seq_len) - not_run)
 
     def recomputed_score_flops(self, sequences: int, seq_len: int) -> int:
@@ -104,45 +125,6 @@ class DecoderProfile:
             )
         if layout.tp_enabled or layout.sequence_parallel:
             yield from tensor_parallel_incompatibilities(config, layout)
-
-
-def layer_shapes(model: ModelConfig) -> Shapes:
-    """Return the shapes of one decoder layer's parameters by their names in the layer."""
-    architecture, hidden, inner = model.architecture, model.hidden_size, model.intermediate_size
-    key_value_size = model.num_key_value_heads * model.head_dim
-    matrices = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (key_value_size, hidden),
-        "self_attn.v_proj": (key_value_size, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        **{f"mlp.{name}": (inner, hidden) for name in architecture.widening},
-        LAST_PROJECTION: (hidden, inner),
-    }
-    shapes = norm_shapes("input_layernorm", model) | norm_shapes("post_attention_layernorm", model)
-    for name, shape in matrices.items():
-        shapes[f"{name}.weight"] = shape
-        if architecture.biases:
-            shapes[f"{name}.bias"] = shape[:1]
-    return shapes
-
-
-def norm_shapes(name: str, model: ModelConfig) -> Shapes:
-    """Return the shapes of the parameters of a norm with this name."""
-    weight: Shapes = {f"{name}.weight": (model.hidden_size,)}
-    return weight | ({f"{name}.bias": (model.hidden_size,)} if model.architecture.has_norm_biases else {})
-
-
-def attention_product_flops(model: ModelConfig, sequences: int, seq_len: int) -> int:
-    """Return the operations of one of a layer's two attention products: queries with keys, and scores with values."""
-    return 2 * sequences * seq_len * seq_len * model.hidden_size
-
-
-def projection_flops(model: ModelConfig, tokens: int) -> dict[str, int]:
-    """Return the operations of each of a layer's projections, in the order of forward."""
-    grouped = model.num_key_value_heads * model.head_dim
-    outputs = {"k_proj": grouped, "v_proj": grouped, "q_proj": model.hidden_size, "o_proj": model.hidden_size}
-    each = 2 * tokens * model.hidden_size
-    return {name: each * outputs.get(name, model.intermediate_size) for name in model.architecture.projections}
 
 
 def tensor_parallel_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:

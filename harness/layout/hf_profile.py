@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from harness.config.hf_model_info import HFModelInfo
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.config.validation import divisors_text
+from harness.layout.layer_spec import SHARD_DIM, Matrix, Shapes
 from harness.layout.layout import Layout
-from harness.layout.shapes import Shapes
-from harness.layout.tensor_plan import SHARD_DIM
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,35 @@ class HFProfile:
         """The shape of every parameter by the library's name of it; a tied one appears once."""
         return self.info.shapes
 
+    @cached_property
+    def layer_shapes(self) -> Shapes:
+        """The shapes of the first layer's parameters by their names in the layer."""
+        prefix = f"{self.info.layers[0]}."
+        return {name.removeprefix(prefix): each for name, each in self.info.shapes.items() if name.startswith(prefix)}
+
+    @cached_property
+    def layer_matrices(self) -> tuple[Matrix, ...]:
+        """The matrices of the first layer, in the order of its parameters."""
+        matrices, layer = [], self.info.layers[0]
+        for name, shape in self.layer_shapes.items():
+            if len(shape) == 2:
+                path = name.rpartition(".")[0]
+                matrices.append(Matrix(path.rpartition(".")[2], path, *shape, self.tp_style(f"{layer}.{path}")))
+        return tuple(matrices)
+
     @property
+    def elementwise_tensors(self) -> tuple[int, int]:
+        """The tensors of hidden_size and of intermediate_size that a layer's elementwise operators move in forward."""
+        return 12, 5  # between those of the project's own families
+
+    @cached_property
     def embedding_shapes(self) -> Shapes:
         """The shapes of all parameters that are neither in decoder layers nor in the head."""
         head = self.head_shapes
         named = self.info.shapes.items()
         return {name: shape for name, shape in named if name not in head and self.layer_index(name) is None}
 
-    @property
+    @cached_property
     def head_shapes(self) -> Shapes:
         """The shapes of the head's parameters."""
         prefix = f"{self.info.head}."

@@ -1,14 +1,15 @@
 """The facts about a model that its layout, its cost and its engines depend on, whichever code builds the model."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Protocol
 
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.layout.decoder_profile import DecoderProfile
 from harness.layout.hf_profile import HFProfile
+from harness.layout.layer_spec import Matrix, Shapes, numel
 from harness.layout.layout import Layout
-from harness.layout.shapes import Shapes
 
 
 class ModelProfile(Protocol):
@@ -21,6 +22,18 @@ class ModelProfile(Protocol):
     @property
     def parameter_shapes(self) -> Shapes:
         """The shape of every parameter; a tied head is the embedding."""
+
+    @property
+    def layer_shapes(self) -> Shapes:
+        """The shapes of one layer's parameters by their names in the layer; the first layer represents all of them."""
+
+    @property
+    def layer_matrices(self) -> tuple[Matrix, ...]:
+        """The matrices of that layer."""
+
+    @property
+    def elementwise_tensors(self) -> tuple[int, int]:
+        """The tensors of hidden_size and of intermediate_size that a layer's elementwise operators move in forward."""
 
     @property
     def embedding_shapes(self) -> Shapes:
@@ -89,6 +102,18 @@ class ModelProfile(Protocol):
         """Yield one line for every reason why this model cannot run as configured, each with its key and a remedy."""
 
 
+@lru_cache(maxsize=64)
 def model_profile(model: ModelConfig) -> ModelProfile:
     """Return the profile of a model: the project's decoder, or a traced model of the transformers library."""
     return DecoderProfile(model) if model.hf_info is None else HFProfile(model, model.hf_info)
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Return the number of parameters of the whole model; a tied embedding counts once."""
+    return numel(model_profile(model).parameter_shapes)
+
+
+@lru_cache(maxsize=128)
+def layer_parameter_count(model: ModelConfig) -> int:
+    """Return the number of parameters of one decoder layer; the first represents all of them."""
+    return numel(model_profile(model).layer_shapes)

@@ -9,11 +9,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from harness.config.model import ModelConfig
+from harness.layout.layer_spec import SHARD_DIM, numel
 from harness.layout.layout import Layout
-from harness.layout.model_profile import model_profile
-from harness.layout.parameters import layer_parameter_count
-from harness.layout.shapes import numel
-from harness.layout.tensor_plan import SHARD_DIM
+from harness.layout.model_profile import layer_parameter_count, model_profile
 from harness.util.errors import UserError
 
 

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.engines.base import Engine
-from harness.layout.groups import group_axes, is_data_parallel_axis
-from harness.layout.layout import Layout
+from harness.layout.layout import Layout, group_axes, is_data_parallel_axis
 from harness.measure.activations import ActivationMeter
 from harness.measure.allocation_log import AllocationLog
 from harness.measure.collective_rules import NAMESPACES, SENDS_NOTHING

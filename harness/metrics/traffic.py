@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from harness.cost_model.communication import LAYOUT
-from harness.layout.groups import group_axes
-from harness.layout.layout import Layout
+from harness.layout.layout import Layout, group_axes
 from harness.records.rank_report import RankReport
 from harness.records.schema import CommunicationEntry, TrafficEntry
 

@@ -19,7 +19,7 @@ from harness.tensors.flops import operator_flops
 from harness.util.errors import UserError
 from harness.util.text import one_line
 
-# The styles of harness.layout.tensor_plan by the library's names (transformers/distributed/tensor_parallel.py).
+# The styles of harness.layout.layer_spec by the library's names (transformers/distributed/tensor_parallel.py).
 STYLES = {
     "colwise": "column",
     "rowwise": "row",

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from harness.config.checkpointing import CheckpointingConfig
-from harness.cost_model.micro_batch_bytes import micro_batch_bytes
+from harness.cost_model.activations import loss_bytes
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape, micro_batch_shape
 from harness.cost_model.optimizer_memory import optimizer_parameter_count
 from harness.cost_model.pipeline import max_in_flight_micro_batches
 from harness.cost_model.rank_memory import alike_ranks
 from harness.cost_model.stack_memory import ranks, workspace_bytes
+from harness.cost_model.stack_moments import model_state
 from harness.cost_model.stack_parameters import rank_parts
-from harness.cost_model.stack_state import model_state
 from harness.cost_model.stage_activations import offloaded_bytes, stage_activations
 from harness.cost_model.stage_memory import local_parameter_count
 from harness.cost_model.workspaces import WORKSPACE_BYTES
@@ -52,7 +52,7 @@ def memory_lower_bound(prediction: Prediction) -> int:
             rank = 0 if layout.schedule == "gpipe" else pp_ranks[0]
             passes = max_in_flight_micro_batches(layout, micro_batches, rank) - layout.splits_backward
         sizes = [pass_bytes(shape, stage, config.checkpointing) for stage in stages]
-        at_loss = sizes[-1] + micro_batch_bytes(shape).loss if stages[-1].holds_head else 0
+        at_loss = sizes[-1] + loss_bytes(shape) if stages[-1].holds_head else 0
         state, _ = rank_state(prediction, stages)
         highest = max(highest, state + max(passes * min(sizes), at_loss))
     return highest

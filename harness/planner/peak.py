@@ -7,8 +7,8 @@ from harness.config.stack import StackConfig
 from harness.cost_model.memory import MemoryEstimate
 from harness.cost_model.rank_memory import RankPeak, highest_rank, rebuilds_buckets_beside_gradients
 from harness.cost_model.stack_memory import RankMemory, predict_rank_memory, ranks, reserved_bytes
+from harness.cost_model.stack_moments import model_state
 from harness.cost_model.stack_parameters import rank_parts
-from harness.cost_model.stack_state import model_state
 from harness.cost_model.step_peaks import PARTS
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths

@@ -9,8 +9,7 @@ from harness.cost_model.communication import LAYOUT
 from harness.cost_model.flops import executed_flops_with, recomputed_layers
 from harness.cost_model.memory import offloaded_activation_bytes
 from harness.cost_model.pipeline import max_in_flight_micro_batches
-from harness.layout.groups import is_data_parallel_axis
-from harness.layout.layout import Layout
+from harness.layout.layout import Layout, is_data_parallel_axis
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import stages_of_rank
 from harness.layout.state_widths import StateWidths

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from harness.config.schema import RunConfig
 from harness.cost_model.stage_memory import local_parameter_count
 from harness.layout.layout import Layout
-from harness.layout.parameters import parameter_count
+from harness.layout.model_profile import parameter_count
 from harness.layout.partition import stages_of_rank, whole_model
 from harness.report.claim_peers import COUNTED, TIMED, Claim, ClaimRun, compare_claim, ddp_of, peer, ratio
 from harness.report.paper_block import paper_ratio

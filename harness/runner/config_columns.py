@@ -3,7 +3,7 @@
 from harness.config.schema import RunConfig
 from harness.config.strategy import DEGREES
 from harness.layout.layout import Layout
-from harness.layout.parameters import parameter_count
+from harness.layout.model_profile import parameter_count
 from harness.layout.partition import split_into_stages
 from harness.records.schema import Cells
 

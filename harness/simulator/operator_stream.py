@@ -18,8 +18,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 
-from harness.layout.groups import group_axes
-from harness.layout.layout import Layout
+from harness.layout.layout import Layout, group_axes
 from harness.measure.collective_rules import NAMESPACES, RULES, CollectiveCall, iter_tensors
 from harness.measure.communication import group_of_call
 from harness.records.rank_report import OUTSIDE_PHASES

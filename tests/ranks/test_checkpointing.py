@@ -24,7 +24,7 @@ from harness.cost_model.flops import (
 )
 from harness.cost_model.memory import activation_bytes, estimate_memory
 from harness.engines.deepspeed import compatibility
-from harness.layout.decoder_profile import projection_flops
+from harness.layout.layer_spec import projection_flops
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
 from harness.measure.activations import ActivationMeter

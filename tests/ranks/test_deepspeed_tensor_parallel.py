@@ -13,8 +13,7 @@ from harness.engines.base import load_engine
 from harness.engines.deepspeed.shards import ParamSlice
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout
-from harness.layout.model_profile import model_profile
-from harness.layout.parameters import parameter_count
+from harness.layout.model_profile import model_profile, parameter_count
 from harness.proof.layout import _overlap, box_numel
 from harness.records.schema import Record
 from harness.runner import local_machine

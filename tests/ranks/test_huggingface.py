@@ -21,8 +21,7 @@ from harness.cost_model.stage_memory import local_parameter_count
 from harness.engines.base import load_engine
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout
-from harness.layout.model_profile import model_profile
-from harness.layout.parameters import parameter_count
+from harness.layout.model_profile import model_profile, parameter_count
 from harness.layout.partition import local_numel, whole_model
 from harness.layout.state_widths import StateWidths
 from harness.models import hf

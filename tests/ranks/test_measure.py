@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.config.strategy import StrategyConfig
 from harness.launcher.forkserver import start_forkserver
-from harness.layout.groups import group_axes
-from harness.layout.layout import Layout, resolve_layout
+from harness.layout.layout import Layout, group_axes, resolve_layout
 from harness.measure.activations import ActivationMeter
 from harness.measure.collective_rules import has_rule
 from harness.measure.communication import CommunicationCounter, UncountedCollectiveError, bytes_sent

@@ -7,7 +7,7 @@ import pytest
 from harness.cost_model.flops import executed_flops, layer_flops, model_flops, recomputed_flops
 from harness.hardware.peak_flops import PEAKS, peak_flops
 from harness.layout.layout import resolve_layout
-from harness.layout.parameters import parameter_count
+from harness.layout.model_profile import parameter_count
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
 from harness.metrics.kernels import attention_kernels

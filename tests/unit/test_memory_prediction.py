@@ -21,7 +21,7 @@ from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.shard_groups import shard_groups
 from harness.cost_model.stage_activations import stage_activations
 from harness.layout.layout import Layout
-from harness.layout.parameters import parameter_count
+from harness.layout.model_profile import parameter_count
 from harness.layout.partition import whole_model
 from harness.layout.state_widths import StateWidths
 from harness.models.decoder import rotary_tables

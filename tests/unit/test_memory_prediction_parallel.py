@@ -22,7 +22,7 @@ from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
-from harness.cost_model.activations import block_tensors, logits_bytes, loss_tensors
+from harness.cost_model.activations import block_tensors, loss_bytes
 from harness.cost_model.capacity import capacity_problem
 from harness.cost_model.memory import activation_bytes, estimate_memory, estimate_rank_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape
@@ -119,7 +119,7 @@ def test_a_tensor_parallel_rank_saves_the_predicted_bytes(
     shape = MicroBatchShape(model, 2, 64, precision.compute, tp=tp, sequence_parallel=sequence_parallel)
     targets_bytes = 8 * tokens.numel()
     saved_by_stages = stage_activations(shape, whole_model(model), CheckpointingConfig(checkpointing)).before_backward
-    predicted = saved_by_stages + logits_bytes(shape) + targets_bytes
+    predicted = saved_by_stages + shape.logits_bytes + targets_bytes
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
@@ -217,7 +217,7 @@ def test_gpipe_saves_all_micro_batches_and_1f1b_at_most_one_per_following_stage(
     for pp_rank, stage in enumerate(split_into_stages(config.model, layout_of(config, pp=p))):
         shape = MicroBatchShape(config.model, 1, 128, precision.compute)
         saved = stage_activations(shape, stage, CheckpointingConfig("none")).before_backward
-        saved_by_stages = saved + logits_bytes(shape) * stage.holds_head
+        saved_by_stages = saved + shape.logits_bytes * stage.holds_head
         gpipe_bytes, bytes_of_1f1b = (
             activation_bytes(config, layout_of(config, pp=p, schedule=schedule), "cpu", pp_rank)
             for schedule in ("gpipe", "1f1b")
@@ -388,8 +388,8 @@ def test_a_pipeline_rank_saves_the_predicted_bytes(
 
 def test_a_vocabulary_parallel_loss_needs_four_tensors_of_logits() -> None:
     whole_logits = 2 * 64 * 330 * 4
-    assert sum(loss_tensors(MicroBatchShape(MODEL, 2, 64, "float32")).values()) == 3 * whole_logits
-    assert sum(loss_tensors(MicroBatchShape(MODEL, 2, 64, "float32", tp=2)).values()) == 2 * whole_logits
+    assert loss_bytes(MicroBatchShape(MODEL, 2, 64, "float32")) == 3 * whole_logits
+    assert loss_bytes(MicroBatchShape(MODEL, 2, 64, "float32", tp=2)) == 2 * whole_logits
 
 
 def test_no_model_is_offered_that_cannot_be_cut_into_the_stages() -> None:

@@ -7,7 +7,7 @@ import yaml
 
 from harness.config.from_dict import from_dict
 from harness.config.model import ModelConfig
-from harness.layout.parameters import parameter_count
+from harness.layout.model_profile import parameter_count
 from harness.models.build import build_model
 
 FOLDER = Path(__file__).parents[2] / "conf" / "model"

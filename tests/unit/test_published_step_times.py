@@ -16,7 +16,7 @@ from harness.cost_model.stack_memory import predict_highest_rank
 from harness.cost_model.timing.collectives import Group, all_reduce_seconds
 from harness.cost_model.timing.kernels import kernel_rates
 from harness.layout.layout import resolve_layout
-from harness.layout.parameters import parameter_count
+from harness.layout.model_profile import parameter_count
 from tests.support.published import DATA, PublishedRow, llm_foundry, modalities, vtrain
 from tests.support.published.mapping import numbered_rows
 from tests.support.published.step_times import cluster_hardware, row_hardware, row_timing, step_time

@@ -14,18 +14,18 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, load_stack, stack_names
 from harness.config.stack_memory import StackMemory
 from harness.config.strategy import StrategyConfig
-from harness.cost_model import stack_memory, stack_moments, stack_parameters, stack_state
+from harness.cost_model import stack_memory, stack_moments, stack_parameters
 from harness.cost_model.fit_verdict import fit_verdict
 from harness.cost_model.memory import estimate_memory
-from harness.cost_model.stack_activations import PassShape, layer_bytes
+from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.stack_memory import (
     predict_highest_rank,
     predict_memory,
     predict_rank_memory,
 )
-from harness.cost_model.stack_moments import passes_in_flight
+from harness.cost_model.stack_moments import layer_bytes, passes_in_flight
 from harness.layout.layout import Layout, resolve_layout
-from harness.layout.parameters import parameter_count
+from harness.layout.model_profile import parameter_count
 from harness.layout.state_widths import StateWidths
 from harness.util.errors import UserError
 from tests.support.commands import compose_config
@@ -139,9 +139,9 @@ def test_a_verdict_turns_from_likely_to_tight_to_no_as_memory_shrinks() -> None:
 
 def forget_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count one of Adam's two moments."""
-    original = stack_state.model_state
+    original = stack_moments.model_state
 
-    def with_one_moment(config: RunConfig, *rest: object) -> stack_state.StackState:
+    def with_one_moment(config: RunConfig, *rest: object) -> stack_moments.StackState:
         state = original(config, *rest)  # type: ignore[arg-type]
         states = 3 if config.precision.is_mixed and not state.unit_gradient else 2
         return dataclasses.replace(state, optimizer=state.optimizer * (states - 1) // states)
@@ -169,9 +169,9 @@ def keep_one_micro_batch_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_gradients_in_16_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = stack_state.model_state
+    original = stack_moments.model_state
 
-    def narrow(*arguments: object) -> stack_state.StackState:
+    def narrow(*arguments: object) -> stack_moments.StackState:
         state = original(*arguments)  # type: ignore[arg-type]
         lost = state.main_gradients // 2
         return dataclasses.replace(state, main_gradients=lost, at_rest=state.at_rest - lost)
@@ -237,7 +237,7 @@ def test_a_layer_keeps_the_bytes_of_the_papers_formulas(
 ) -> None:
     """The norms' statistics, 8 bytes a token for each norm, are what the paper leaves out."""
     model = gpt_config("gpt_22b", 2048).model
-    shape = PassShape(model, 4 * 2048, 2048, 2, tp, tp, sequence_parallel)
+    shape = MicroBatchShape(model, 4, 2048, "bfloat16", "cuda", tp, sequence_parallel)
     layer = layer_bytes(shape, load_stack("megatron").memory)
     sbh = shape.tokens * model.hidden_size
     expected = sbh * (constant + scores * model.num_attention_heads * shape.seq_len / model.hidden_size)
@@ -251,7 +251,7 @@ def test_a_layer_keeps_the_bytes_of_the_papers_formulas(
 def test_a_10b_model_keeps_the_activations_that_are_published(micro_batch: int, gigabytes: float) -> None:
     config = gpt_config("gpt_10b", 1024, micro_batch)
     layer = layer_bytes(
-        PassShape(config.model, micro_batch * 1024, 1024, 2, 1, 1, False), load_stack("megatron").memory
+        MicroBatchShape(config.model, micro_batch, 1024, "bfloat16", "cuda"), load_stack("megatron").memory
     )
     unit = 1 if gigabytes > 100 else 0.1  # of the last printed digit
     assert layer.saved * config.model.num_hidden_layers / 1e9 == pytest.approx(gigabytes, abs=unit)

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from harness.config.hardware import HardwareConfig
-from harness.config.model import ModelConfig
 from harness.config.stack_timing import StackTiming
+from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.timing.kernels import (
     SCORE_BYTES_BACKWARD,
     SCORE_BYTES_FORWARD,
@@ -16,32 +15,13 @@ from harness.cost_model.timing.kernels import (
 )
 from harness.layout.model_profile import model_profile
 
-# Tensors of tokens x hidden_size that elementwise operators of a layer read and write in forward, each operator by
-# itself: two norms, two sums with the residual stream; and of what tensor-parallel ranks divide, by family: rotations
-# of queries and keys, or biases.
+# Tensors of tokens x hidden_size that elementwise operators of the residual stream read and write in a layer's forward:
+# two norms, and two sums.
 RESIDUAL_TENSORS = 10
-HEAD_TENSORS = {"llama": 16, "gpt": 4, "hf": 12}
-INNER_TENSORS = {"llama": 5, "gpt": 4, "hf": 5}  # of tokens x intermediate_size: activation function, product or bias
 BACKWARD_TENSORS = 2  # times as many in backward
 DROPOUT_TENSORS = 6  # of tokens x hidden_size, in forward: two masks and what they multiply
 
 EMBEDDING_TENSORS = 3  # of tokens x hidden_size, in forward and in backward each: rows are read, written, added up
-
-
-class Shape(NamedTuple):
-    """What decides a rank's kernels for one micro-batch."""
-
-    model: ModelConfig
-    micro_batch: int
-    seq_len: int
-    tp: int
-    vocabulary_tp: int
-    sequence_parallel: bool
-    cp: int
-    dtype: str  # of compute, by torch's name
-    width: int  # bytes per element of it
-    accumulate_width: int
-    has_fused_attention: bool
 
 
 @dataclass(frozen=True)
@@ -56,12 +36,13 @@ class PassSeconds:
 
 
 @lru_cache(maxsize=8192)
-def layer_seconds(shape: Shape, hardware: HardwareConfig, timing: StackTiming) -> PassSeconds:
+def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> PassSeconds:
     """Return the seconds of one decoder layer."""
-    rates = kernel_rates(hardware, shape.dtype)
-    tokens = shape.micro_batch * shape.seq_len / shape.cp
+    rates = kernel_rates(hardware, shape.compute_dtype)
+    tokens = shape.tokens
     products = input_gradients = weight_gradients = last = 0.0
-    for rows, columns in _layer_matrices(shape.model, shape.tp):
+    for matrix in model_profile(shape.model).layer_matrices:
+        rows, columns = matrix.cut(shape.tp)
         last = rates.product_seconds(tokens, rows, columns, shape.width)
         products += last
         input_gradients += rates.product_seconds(tokens, columns, rows, shape.width)
@@ -78,39 +59,21 @@ def layer_seconds(shape: Shape, hardware: HardwareConfig, timing: StackTiming) -
     )
 
 
-def accumulated_bytes(shape: Shape) -> int:
+def accumulated_bytes(shape: MicroBatchShape) -> int:
     """Return the bytes by which a gradient's element is added to those of earlier micro-batches."""
-    return shape.width + 2 * shape.accumulate_width
+    return shape.width + 2 * shape.accumulate_bytes
 
 
-@lru_cache(maxsize=512)
-def _layer_matrices(model: ModelConfig, tp: int) -> tuple[tuple[float, float], ...]:
-    """Return (outputs, inputs) of every matrix of a layer on one tensor-parallel rank, in the order of forward."""
-    profile, matrices = model_profile(model), []
-    for name, shape in profile.parameter_shapes.items():
-        if len(shape) == 2 and profile.layer_index(name) == 0:
-            style = profile.tp_style(name.rpartition(".")[0])
-            outputs, inputs = shape
-            matrices.append(
-                (outputs / tp, inputs)
-                if style in ("column", "gathered")
-                else (outputs, inputs / tp)
-                if style == "row"
-                else (outputs, inputs)
-            )
-    return tuple(matrices)
-
-
-def attention_seconds(shape: Shape, rates: KernelRates, timing: StackTiming) -> tuple[float, float]:
+def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackTiming) -> tuple[float, float]:
     """Return the seconds of attention's core in forward and in backward.
 
     A fused kernel computes 2.5 times as many products in backward, with the scores' own (arXiv 2205.14135). Plain
     operators write and read all scores in device memory, and compute those that the mask hides.
     """
     model, heads = shape.model, shape.model.num_attention_heads / shape.tp
-    tokens = shape.micro_batch * shape.seq_len / shape.cp
+    tokens = shape.tokens
     flops = 4 * tokens * shape.seq_len * heads * model.head_dim
-    if shape.has_fused_attention:
+    if model.attention == "flash":
         computed_share = 0.5 if timing.skips_masked_scores or shape.cp > 1 else 1.0
         work = fused_attention_flops(tokens, shape.seq_len, heads, model.head_dim, computed_share)
         forward = work / rates.attention_flops + rates.kernel_seconds
@@ -121,23 +84,24 @@ def attention_seconds(shape: Shape, rates: KernelRates, timing: StackTiming) -> 
     return forward, 2 * products + rates.elementwise_seconds(scores * SCORE_BYTES_BACKWARD)
 
 
-def _elementwise_bytes(shape: Shape) -> float:
+def _elementwise_bytes(shape: MicroBatchShape) -> float:
     """Return the bytes that a layer's norms, rotations, sums and activation functions move in forward."""
     model = shape.model
-    tokens = shape.micro_batch * shape.seq_len / shape.cp
+    tokens = shape.tokens
     residual_parts = shape.tp if shape.sequence_parallel else 1
     residual = RESIDUAL_TENSORS + (DROPOUT_TENSORS if model.dropout > 0 else 0)
     elements = model.hidden_size * residual / residual_parts
-    elements += model.hidden_size * HEAD_TENSORS[model.family] / shape.tp
-    elements += model.intermediate_size * INNER_TENSORS[model.family] / shape.tp
+    head_tensors, inner_tensors = model_profile(model).elementwise_tensors
+    elements += model.hidden_size * head_tensors / shape.tp
+    elements += model.intermediate_size * inner_tensors / shape.tp
     return tokens * elements * shape.width
 
 
 @lru_cache(maxsize=8192)
-def head_seconds(shape: Shape, hardware: HardwareConfig, timing: StackTiming) -> PassSeconds:
+def head_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> PassSeconds:
     """Return the seconds of final norm, head and loss."""
-    rates, model = kernel_rates(hardware, shape.dtype), shape.model
-    tokens, vocabulary = shape.micro_batch * shape.seq_len / shape.cp, model.vocab_size / shape.vocabulary_tp
+    rates, model = kernel_rates(hardware, shape.compute_dtype), shape.model
+    tokens, vocabulary = shape.tokens, model.vocab_size / shape.vocabulary_tp
     loss = rates.elementwise_seconds(tokens * vocabulary * timing.logit_bytes)
     forward = rates.product_seconds(tokens, vocabulary, model.hidden_size, shape.width)
     weight_gradient = rates.product_seconds(vocabulary, model.hidden_size, tokens, shape.width)
@@ -150,10 +114,10 @@ def head_seconds(shape: Shape, hardware: HardwareConfig, timing: StackTiming) ->
 
 
 @lru_cache(maxsize=8192)
-def embedding_seconds(shape: Shape, hardware: HardwareConfig) -> PassSeconds:
+def embedding_seconds(shape: MicroBatchShape, hardware: HardwareConfig) -> PassSeconds:
     """Return the seconds of the embedding, whose gradient is as large as the table."""
-    rates, model = kernel_rates(hardware, shape.dtype), shape.model
-    tokens = shape.micro_batch * shape.seq_len / shape.cp
+    rates, model = kernel_rates(hardware, shape.compute_dtype), shape.model
+    tokens = shape.tokens
     rows = rates.elementwise_seconds(EMBEDDING_TENSORS * tokens * model.hidden_size * shape.width)
     table = model.vocab_size / shape.vocabulary_tp * model.hidden_size
     return PassSeconds(rows, rows + rates.elementwise_seconds(table * accumulated_bytes(shape)))

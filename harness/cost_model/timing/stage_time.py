@@ -8,15 +8,15 @@ from harness.config.checkpointing import CheckpointingConfig
 from harness.config.hardware import HardwareConfig
 from harness.config.stack_timing import StackTiming
 from harness.cost_model.flops import recomputed_product_flops
+from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.timing.collectives import Group, all_reduce_seconds, gather_seconds
 from harness.cost_model.timing.layer_time import (
     PassSeconds,
-    Shape,
     embedding_seconds,
     head_seconds,
     layer_seconds,
 )
-from harness.layout.decoder_profile import projection_flops
+from harness.layout.layer_spec import projection_flops
 
 LAYER_COLLECTIVES = 2  # of the hidden states in a layer's forward: before, or after, attention and MLP
 
@@ -24,7 +24,7 @@ LAYER_COLLECTIVES = 2  # of the hidden states in a layer's forward: before, or a
 class StageContext(NamedTuple):
     """What decides a stage's seconds for a micro-batch, beside the number of its layers."""
 
-    shape: Shape
+    shape: MicroBatchShape
     checkpointing: CheckpointingConfig
     tp_group: Group
     cp_group: Group
@@ -102,7 +102,7 @@ def _tp_seconds(
     shape, group = context.shape, context.tp_group
     if group.ranks == 1:
         return 0.0, 0
-    hidden = shape.micro_batch * shape.seq_len / shape.cp * shape.model.hidden_size * shape.width
+    hidden = shape.whole_hidden_bytes
     if shape.sequence_parallel:
         collective_seconds, forward_count = gather_seconds(hidden, group, hardware), 2 * LAYER_COLLECTIVES
     else:
@@ -123,7 +123,7 @@ def _cp_seconds(context: StageContext, hardware: HardwareConfig, recomputed: flo
     if group.ranks == 1:
         return 0.0
     model = shape.model
-    elements = 2 * model.num_key_value_heads * model.head_dim / shape.tp * shape.micro_batch * shape.seq_len
+    elements = 2 * model.num_key_value_heads * model.head_dim / shape.tp * shape.sequences * shape.seq_len
     return (2 + recomputed) * gather_seconds(elements * shape.width, group, hardware)
 
 
@@ -160,7 +160,7 @@ def stage_time(
     layer = layer_time(context, hardware, timing)
     shape, group = context.shape, context.tp_group
     forward, backward, tp = layers * layer.forward, layers * layer.backward, layers * layer.tp
-    hidden = shape.micro_batch * shape.seq_len / shape.cp * shape.model.hidden_size * shape.width
+    hidden = shape.whole_hidden_bytes
     vocabulary_group = group if shape.vocabulary_tp > 1 else Group(1, 1)
     if holds_embedding:
         passes = embedding_seconds(shape, hardware)

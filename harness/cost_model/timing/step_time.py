@@ -8,20 +8,19 @@ from typing import NamedTuple
 
 from harness.config.hardware import HardwareConfig
 from harness.config.model import ModelConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
 from harness.config.stack_timing import StackTiming
 from harness.config.strategy import AXES
+from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.timing.collectives import Group, group_of, send_seconds
 from harness.cost_model.timing.data_parallel_time import Exposed, ShardedState, expose
 from harness.cost_model.timing.kernels import kernel_rates, rank_hardware
-from harness.cost_model.timing.layer_time import Shape
 from harness.cost_model.timing.stage_time import StageContext, StageTime, stage_time
+from harness.layout.layer_spec import numel
 from harness.layout.layout import Layout
-from harness.layout.model_profile import model_profile
-from harness.layout.parameters import layer_parameter_count
+from harness.layout.model_profile import layer_parameter_count, model_profile
 from harness.layout.partition import split_into_stages
-from harness.layout.shapes import numel
 from harness.layout.state_widths import StateWidths
 
 GRADIENT_NORM_BYTES = 4  # read for each gradient to find the global norm, in fp32
@@ -84,13 +83,6 @@ def _parameters(model: ModelConfig, tp: int, vocabulary_tp: int) -> tuple[float,
     return layer_parameter_count(model) / tp, embedding / vocabulary_tp, head / vocabulary_tp
 
 
-@lru_cache(maxsize=256)
-def layer_tensors(model: ModelConfig) -> int:
-    """Return the number of parameters of a decoder layer."""
-    profile = model_profile(model)
-    return sum(profile.layer_index(name) == 0 for name in profile.parameter_shapes)
-
-
 def estimate_step_time(
     config: RunConfig,
     layout: Layout,
@@ -108,7 +100,7 @@ def estimate_step_time(
     timing = _without_streams(timing) if hardware.is_cpu else timing
     hardware = _with_stack(hardware, timing.inter_node_step_seconds)
     micro_batches = layout.grad_accumulation_steps(config.train)
-    context = _context(config, layout, gpus_per_node)._replace(
+    context = _context(config, layout, gpus_per_node, hardware.is_cpu)._replace(
         layer_launches=_layer_launches(config, layout, widths, timing)
     )
     kinds = pipeline_stages(config.model, layout)
@@ -176,24 +168,11 @@ def _with_stack(hardware: HardwareConfig, inter_node_step_seconds: float) -> Har
     return dataclasses.replace(hardware, fitted=dataclasses.replace(fitted, inter_node_latency=latency))
 
 
-def _context(config: RunConfig, layout: Layout, gpus_per_node: int) -> StageContext:
+def _context(config: RunConfig, layout: Layout, gpus_per_node: int, is_cpu: bool) -> StageContext:
     """Return what decides the seconds of stages for a micro-batch."""
-    precision, model = config.precision, config.model
-    shape = Shape(
-        model,
-        config.train.micro_batch,
-        config.train.seq_len,
-        layout.tp,
-        layout.vocabulary_tp,
-        layout.sequence_parallel,
-        layout.cp,
-        precision.compute,
-        precision.compute_bytes,
-        precision.accumulate_bytes,
-        model.attention == "flash",
-    )
+    device: Device = "cpu" if is_cpu else "cuda"
     return StageContext(
-        shape,
+        micro_batch_shape(config, layout, device),
         config.checkpointing,
         group_of(layout, ("tp",), gpus_per_node),
         group_of(layout, ("cp",), gpus_per_node),
@@ -207,7 +186,7 @@ def _layer_launches(config: RunConfig, layout: Layout, widths: StateWidths | Non
     launches = float(timing.divided_layer_launches if layout.tp_enabled else 0)
     if layout.zero_stage == 3 and layout.shard_count("parameters") > 1:
         one_by_one = widths is not None and widths.gathers_for_each_use
-        tensors = layer_tensors(config.model) if one_by_one else 1
+        tensors = len(model_profile(config.model).layer_shapes) if one_by_one else 1
         each = timing.parameter_gather_launches if one_by_one else timing.layer_gather_launches
         launches += 3 * tensors * each  # gathered in forward and in backward, and its gradient reduced
     return launches
@@ -231,12 +210,12 @@ def _state(
         config.precision.reduce_bytes,
         3 if gathers_again else 2,
         micro,
-        kind.layers * layer_tensors(config.model) + kind.holds_embedding + kind.holds_head,
+        kind.layers * len(model_profile(config.model).layer_shapes) + kind.holds_embedding + kind.holds_head,
         widths is None or widths.overlaps_reduction,
         widths is None or widths.prefetches_parameters,
         widths is not None and widths.all_reduces_gradients,
         0 if widths is None else widths.reduce_bucket_elements,
-        layer_tensors(config.model),
+        len(model_profile(config.model).layer_shapes),
     )
 
 

@@ -2,7 +2,7 @@
 
 This follows the source of DeepSpeed 0.19.8 (module_inject/layers.py, utils/groups.py). Its mesh is (data, tensor),
 tensor innermost, like ours. A column-parallel layer sums the gradient of its input, a row-parallel one its output.
-AutoTP would find the layers by their names; here harness.layout.tensor_plan names them, so that each weight is sharded
+AutoTP would find the layers by their names; here harness.layout.layer_spec names them, so that each weight is sharded
 as soon as it is created.
 """
 
@@ -11,9 +11,9 @@ from torch import nn
 
 from harness.config.schema import RunConfig
 from harness.engines.deepspeed.shards import ParamSlice, ParamSlices
+from harness.layout.layer_spec import SHARD_DIM
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.tensor_plan import SHARD_DIM
 from harness.models.decoder import Decoder
 from harness.models.init_weights import initial_value
 

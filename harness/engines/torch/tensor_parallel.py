@@ -1,4 +1,4 @@
-"""Tensor parallelism by DTensor, along the plan in harness.layout.tensor_plan (Megatron-LM, arXiv 1909.08053).
+"""Tensor parallelism by DTensor, along the plan in harness.layout.layer_spec (Megatron-LM, arXiv 1909.08053).
 
 The model works on plain tensors between the matrices: whole hidden states, or with sequence parallelism
 (arXiv 2205.05198) this rank's part of the sequence, on which dropout, norms and the residual stream work.

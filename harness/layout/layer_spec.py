@@ -1,0 +1,99 @@
+"""The matrices and parameters of a decoder layer by their shapes, and how tensor parallelism cuts them. No torch.
+
+The styles are Megatron-LM's (arXiv 1909.08053): a column-parallel matrix computes its own outputs from the whole input,
+and the row-parallel one behind it sums over the ranks; embedding and head are cut along the vocabulary. A gathered
+matrix is column-parallel, and its output is made whole.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from harness.config.architecture import ARCHITECTURES, Branch
+from harness.config.model import ModelConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+# The dimension of a weight of shape (out, in) that each style cuts; a bias is cut as its outputs are.
+SHARD_DIM = {"vocabulary": 0, "column": 0, "gathered": 0, "row": 1}
+
+
+class Matrix(NamedTuple):
+    """A matrix of a layer, in which tensor-parallel ranks have all of it if it has no style."""
+
+    name: str
+    path: str  # of its module in the layer
+    outputs: int
+    inputs: int
+    style: str | None
+
+    @property
+    def elements(self) -> int:
+        """The number of its elements."""
+        return self.outputs * self.inputs
+
+    def cut(self, tp: int) -> tuple[float, float]:
+        """Return the outputs and inputs that one of so many tensor-parallel ranks has, an even share."""
+        sizes: list[float] = [self.outputs, self.inputs]
+        if self.style is not None:
+            sizes[SHARD_DIM[self.style]] /= tp
+        return sizes[0], sizes[1]
+
+
+def layer_branches(model: ModelConfig) -> tuple[Branch, ...]:
+    """Return the branches of a layer; a library's are taken to be a llama's, as most MLPs have a gate."""
+    return (ARCHITECTURES["llama"] if model.family == "hf" else model.architecture).branches
+
+
+@lru_cache(maxsize=64)
+def layer_matrices(model: ModelConfig) -> tuple[Matrix, ...]:
+    """Return the matrices of a layer in the order of forward."""
+    keys = model.hidden_size * model.num_key_value_heads // model.num_attention_heads
+    sizes = {"input": model.hidden_size, "": model.hidden_size, "query": model.hidden_size, "output": model.hidden_size}
+    sizes |= {"key": keys, "value": keys}
+    return tuple(
+        Matrix(
+            operator.matrix,
+            f"{branch.module}.{operator.matrix}",
+            sizes.get(operator.output, model.intermediate_size),
+            sizes.get(operator.inputs[0], model.intermediate_size),
+            operator.kind,
+        )
+        for branch in layer_branches(model)
+        for operator in branch.operators
+        if operator.matrix
+    )
+
+
+def layer_shapes(model: ModelConfig) -> Shapes:
+    """Return the shapes of one layer's parameters by their names in the layer."""
+    shapes: Shapes = {}
+    for branch in model.architecture.branches:
+        shapes |= norm_shapes(branch.norm, model)
+    for matrix in layer_matrices(model):
+        shapes[f"{matrix.path}.weight"] = (matrix.outputs, matrix.inputs)
+        if model.architecture.biases:
+            shapes[f"{matrix.path}.bias"] = (matrix.outputs,)
+    return shapes
+
+
+def norm_shapes(name: str, model: ModelConfig) -> Shapes:
+    """Return the shapes of the parameters of a norm with this name."""
+    weight: Shapes = {f"{name}.weight": (model.hidden_size,)}
+    return weight | ({f"{name}.bias": (model.hidden_size,)} if model.architecture.has_norm_biases else {})
+
+
+def projection_flops(model: ModelConfig, tokens: int) -> dict[str, int]:
+    """Return the operations of each of a layer's projections, in the order of forward."""
+    return {matrix.name: 2 * tokens * matrix.elements for matrix in layer_matrices(model)}
+
+
+def attention_product_flops(model: ModelConfig, sequences: int, seq_len: int) -> int:
+    """Return the operations of one of a layer's two attention products: queries with keys, and scores with values."""
+    return 2 * sequences * seq_len * seq_len * model.hidden_size
+
+
+def numel(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of elements of all these parameters together."""
+    return sum(map(math.prod, shapes.values()))
