@@ -24,6 +24,8 @@ def _keys_without_identity() -> dict[str, tuple[str, ...]]:
     return {group: names for group, names in keys.items() if names}
 
 
+NAME_BYTES = 160  # of the readable part of an id; file systems take 255 for a file's whole name
+
 _NO_IDENTITY = _keys_without_identity()
 
 _OLD_KEYS = {
@@ -120,4 +122,13 @@ def short_hash(values: Mapping[str, Any]) -> str:
 def make_run_id(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
     """Return a run's id: readable names of its groups, and the hash of everything that affects its result."""
     key = fingerprint(config, device_name, world_size, corpus)
-    return "-".join((config.strategy.name, config.checkpointing.name, config.model.name, f"w{world_size}", key))
+    return readable_id(config.strategy.name, config.checkpointing.name, config.model.name, f"w{world_size}", key=key)
+
+
+def readable_id(*names: str, key: str) -> str:
+    """Return the id made of these names and a hash, which is one folder's name whatever the names are.
+
+    A character that no such name can have becomes `_`, and long names are cut: the hash tells runs apart.
+    """
+    text = "".join(character if character.isprintable() and character != "/" else "_" for character in "-".join(names))
+    return f"{text.encode()[:NAME_BYTES].decode(errors='ignore')}-{key}"

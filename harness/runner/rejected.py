@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from harness.config.command import BETWEEN_ATTEMPTS, CommandConfig, read_command_config
 from harness.config.fingerprint import (
     make_run_id,
+    readable_id,
     short_hash,
     with_old_keys,
     without_default_launch,
@@ -65,7 +66,7 @@ def fallback_run_id(values: ConfigValues) -> str:
     if isinstance(values["checkpointing"], dict):
         hashed["checkpointing"] = without_default_products(values["checkpointing"])
     names = group_names(values)
-    return "-".join((names["strategy"], names["checkpointing"], names["model"], short_hash(with_old_keys(hashed))))
+    return readable_id(names["strategy"], names["checkpointing"], names["model"], key=short_hash(with_old_keys(hashed)))
 
 
 def group_names(values: ConfigValues) -> dict[str, str]:

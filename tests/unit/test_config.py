@@ -1,11 +1,13 @@
 """Configurations: what identifies a run, what a command decides, and the values that a field takes."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import hydra
 import pytest
 from hydra import initialize_config_dir
+from hypothesis import given, strategies
 
 from harness.config.command import CommandConfig, merge_values, read_command_config, read_run_config, split_values
 from harness.config.fingerprint import make_run_id, result_affecting_keys
@@ -56,6 +58,16 @@ def test_a_configuration_keeps_its_run_id(overrides: str, expected: str) -> None
 def test_impossible_values_keep_their_run_id(more: str) -> None:
     values = values_of("train.steps=0", "strategy=ddp", "tracking=none", "data.cache=/nowhere", *more.split())
     assert fallback_run_id(values) == "ddp-none-tiny-fbebb0ee80"
+
+
+@given(strategies.text(), strategies.text())
+def test_a_run_has_one_folder_whatever_its_names(strategy: str, model: str) -> None:
+    config = compose_config("strategy=ddp")
+    named = dataclasses.replace(config.strategy, name=strategy), dataclasses.replace(config.model, name=model)
+    changed = run_id(dataclasses.replace(config, strategy=named[0], model=named[1]))
+    (folder,) = Path("comparison", changed).relative_to("comparison").parts
+    assert folder == changed and "\0" not in folder and len(folder.encode()) <= 200
+    assert changed != run_id(config)  # names that look alike in an id are told apart by its hash
 
 
 def test_nothing_that_a_command_decides_is_part_of_the_identity() -> None:
