@@ -39,6 +39,8 @@ PAGE = ROOT / "docs" / "which-layout.md"
 
 GIB = 2**30
 
+LAYOUTS_SIMULATED = ROOT / "results" / "simulator" / "layouts.csv"  # rows of the page, by the commands that it has
+
 SIZES = {"published": "measured", "simulated": "simulated"}  # figures of the page by columns of reserved.csv
 
 SOURCE_OF_TINY_MODELS = "Megatron-LM golden values"  # whose step times the host decides
@@ -182,6 +184,7 @@ def which_layout(rows: Sequence[dict[str, str]]) -> str:
         alone=len(fastest) - len(pairs(rows)),
         errors=plan_errors(),
         reserved=reserved_beyond_allocated(),
+        simulated=csv_rows(LAYOUTS_SIMULATED),
         small=small_batch(fastest),
     )
 
@@ -278,16 +281,18 @@ def degrees(row: dict[str, str]) -> str:
     return " × ".join(f"{axis} {row[axis]}" for axis in DEGREES if row[axis] != "1")
 
 
-def tight_mark(row: dict[str, str]) -> str:
-    """Return the mark of a layout that may not fit."""
-    return "³" if row["fits"] == "tight" else ""
+def memory_mark(row: dict[str, str]) -> str:
+    """Return the mark of a layout that may not fit, or that a simulation ended with *oom*."""
+    keys = ("model", "cluster", "overrides", "seq_len")
+    ended = [entry for entry in csv_rows(LAYOUTS_SIMULATED) if all(entry[key] == row[key] for key in keys)]
+    return "⁴" if any(entry["status"] == "oom" for entry in ended) else "³" if row["fits"] == "tight" else ""
 
 
 def layout_line(row: dict[str, str]) -> str:
     """Return the row of the table of fastest layouts."""
     model = row["model"]
     name = f"[{model}](../results/published/plans/{row['report']}/report.md)" if row["report"] else model
-    marks = ("¹" if row["datasheet_only"] == "True" else "", "²" if host_gib(row) else "", tight_mark(row))
+    marks = ("¹" if row["datasheet_only"] == "True" else "", "²" if host_gib(row) else "", memory_mark(row))
     cells = (
         name,
         devices(row) + " ".join(filter(None, marks)),
@@ -306,7 +311,7 @@ def least_line(row: dict[str, str], fastest: dict[str, str]) -> str:
     """Return the row of the table of layouts with less memory."""
     longer = float(row["predicted_step_seconds"]) / float(fastest["predicted_step_seconds"]) - 1
     layout = (f"`{row['overrides']}`", degrees(row))
-    cells = (row["model"], devices(row) + tight_mark(row), *layout, needed(row), f"+{100 * longer:.0f} %")
+    cells = (row["model"], devices(row) + memory_mark(row), *layout, needed(row), f"+{100 * longer:.0f} %")
     return f"| {' | '.join(cells)} |"
 
 
