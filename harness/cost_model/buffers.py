@@ -5,10 +5,9 @@ from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
+from harness.cost_model.deepspeed_buffers import stage_2_buffers, stage_3_buffers
 from harness.cost_model.deepspeed_memory import holds_gradients_twice
 from harness.cost_model.fully_shard_memory import fully_shard_buffers
-from harness.cost_model.stage_2_memory import stage_2_buffers
-from harness.cost_model.stage_3_memory import stage_3_buffers
 from harness.cost_model.stage_activations import observed_layers
 from harness.cost_model.transient_buffers import (
     ONLY_PASS,
@@ -24,6 +23,15 @@ from harness.layout.state_widths import StateWidths
 # The sizes of DDP's buckets, by default.
 FIRST_BUCKET_BYTES = 2**20
 BUCKET_MEBIBYTES = 25
+
+# The workspaces of cuBLAS, which torch takes from its own allocator on CUDA, by torch's CublasHandlePool.cpp
+# (parseChosenWorkspaceSize): ":4096:2:16:8" on devices before compute capability 9, where the plan of the stack harness
+# is 48 MiB too high, and 32 MiB on later ones. CUBLAS_WORKSPACE_CONFIG changes it, and cuBLASLt has the same workspace
+# unless TORCH_CUBLASLT_UNIFIED_WORKSPACE=0. There is one for each handle and stream (setWorkspaceForHandle), and a
+# thread has a handle of its own: that of forward, and the one in which autograd runs backward. Products run in the
+# default stream alone.
+CUBLAS_WORKSPACE_BYTES = (8 * 2**20 + 128 * 2**10, 32 * 2**20)
+WORKSPACE_BYTES = 2 * CUBLAS_WORKSPACE_BYTES[1]  # allocated from a rank's first products to its end
 
 
 def buffer_tensors(config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage]) -> dict[str, int]:
@@ -61,7 +69,7 @@ def ddp_buffers(config: RunConfig, layout: Layout, stage: Stage, moment: Pass) -
     old = old_bucket_bytes(config, layout, stage)
     if not old:
         return TransientBuffers()
-    groups = group_sizes(config.model, layout, stage, by_parameter=False)
+    groups = group_sizes(config.model, layout, stage)
     head = 0 if config.model.tie_word_embeddings else groups.head
     limit = FIRST_BUCKET_BYTES / config.precision.compute_bytes
 
@@ -136,12 +144,14 @@ def keeps_grad_buffers(config: RunConfig, layout: Layout, widths: StateWidths) -
 def transient_buffers(
     config: RunConfig,
     layout: Layout,
-    widths: StateWidths,
+    widths: StateWidths | None,
     stage: Stage,
     device: Device,
     moment: Pass = ONLY_PASS,
 ) -> TransientBuffers:
-    """Return the buffers of one of a rank's stages; none where nothing is sharded but optimizer state."""
+    """Return the buffers of one of a rank's stages; none without widths or if only optimizer state is sharded."""
+    if widths is None:
+        return TransientBuffers()
     if layout.uses_deepspeed_zero:
         if layout.zero_stage == 3:
             return stage_3_buffers(config, widths, layout, stage, device)

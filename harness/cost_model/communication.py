@@ -1,17 +1,9 @@
 """The bytes that one rank must send in a step under ring algorithms: as the papers count them, and exactly."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
 
 from harness.config.schema import RunConfig
-from harness.cost_model.data_parallel_communication import (
-    SentElements,
-    dp_bytes,
-    even_elements,
-    padded_elements,
-    ring_fraction,
-)
+from harness.cost_model.data_parallel_communication import dp_bytes, ring_fraction, sent_elements
 from harness.cost_model.flops import must_recompute_last_projection, recomputed_layers
 from harness.layout.layer_spec import norm_shapes, numel
 from harness.layout.layout import Layout
@@ -38,7 +30,7 @@ def expected_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank:
     The keys are an axis, or several joined by '+', and a kind: gather or reduce along the axes of data and sequences
     (`dp_shard gather`), the operation along the others (`tp all_reduce`). Gradient norms and flags are left out.
     """
-    return _bytes_by_axis(config, layout, widths, rank, partial(even_elements, config, layout, widths))
+    return _bytes_by_axis(config, layout, widths, rank, None)
 
 
 def planned_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> dict[str, float]:
@@ -55,15 +47,16 @@ def padded_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: i
 
     The keys are those of expected_bytes().
     """
-    return _bytes_by_axis(config, layout, widths, rank, partial(padded_elements, config, layout, widths, rank=rank))
+    return _bytes_by_axis(config, layout, widths, rank, rank)
 
 
 def _bytes_by_axis(
-    config: RunConfig, layout: Layout, widths: StateWidths, rank: int, elements: Callable[[Stage], SentElements]
+    config: RunConfig, layout: Layout, widths: StateWidths, rank: int, padded_for: int | None
 ) -> dict[str, float]:
     expected: defaultdict[str, float] = defaultdict(float)
     for stage in stages_of_rank(config.model, layout, rank):
-        for (axes, kind), sent in dp_bytes(config, layout, widths, elements(stage)).items():
+        elements = sent_elements(config, layout, widths, stage, padded_for)
+        for (axes, kind), sent in dp_bytes(config, layout, widths, elements).items():
             expected[f"{axes} {kind}"] += sent
         for operation, sent in tp_bytes(config, layout, stage, widths.tp_allreduces_per_layer).items():
             expected[f"tp {operation}"] += sent

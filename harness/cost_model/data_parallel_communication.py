@@ -28,57 +28,46 @@ class SentElements:
     reduced: float
 
 
-def even_elements(config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage) -> SentElements:
-    """Return the elements of the papers, in which every rank has an even share of every parameter."""
-    once = _even_elements_once(config.model, config.checkpointing, layout, widths, stage)
-    return _in_a_step(config, layout, once)
+def sent_elements(
+    config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage, rank: int | None = None
+) -> SentElements:
+    """Return the elements that move in a step, by the papers, in which every rank has an even share, or by a rank.
 
-
-def padded_elements(config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage, rank: int) -> SentElements:
-    """Return the elements that this rank moves, with its own part of every parameter and the padding of the shards."""
-    once = _padded_elements_once(config.model, config.checkpointing, layout, widths, stage, rank)
-    return _in_a_step(config, layout, once)
-
-
-def _in_a_step(config: RunConfig, layout: Layout, once: SentElements) -> SentElements:
-    """Return the elements that move in a step, from those of one gathering or one reduction."""
-    return SentElements(gatherings(config, layout) * once.gathered, reductions_per_step(config, layout) * once.reduced)
+    A rank moves its own part of every parameter, and the padding of the shards.
+    """
+    once = _sent_elements_once(config.model, config.checkpointing, layout, widths, stage, rank)
+    gatherings = layout.grad_accumulation_steps(config.train) if layout.zero_stage == 3 else 1
+    return SentElements(gatherings * once.gathered, reductions_per_step(config, layout) * once.reduced)
 
 
 @lru_cache(maxsize=1024)
-def _even_elements_once(
-    model: ModelConfig, checkpointing: CheckpointingConfig, layout: Layout, widths: StateWidths, stage: Stage
+def _sent_elements_once(
+    model: ModelConfig,
+    checkpointing: CheckpointingConfig,
+    layout: Layout,
+    widths: StateWidths,
+    stage: Stage,
+    rank: int | None,
 ) -> SentElements:
-    shares = local_numel(model, layout, stage)
-    gathered = sum(gathers(model, checkpointing, layout, widths, name) * share for name, share in shares.items())
-    return SentElements(gathered, sum(shares.values()))
-
-
-@lru_cache(maxsize=1024)
-def _padded_elements_once(
-    model: ModelConfig, checkpointing: CheckpointingConfig, layout: Layout, widths: StateWidths, stage: Stage, rank: int
-) -> SentElements:
-    """Return the elements with their padding.
+    """Return the elements of one gathering and one reduction.
 
     `widths.padding` says what is padded to a multiple of the shards' number. rows: the first dimension of every
     parameter (fully_shard: torch.distributed.fsdp._fully_shard._fsdp_collectives). elements: every flat parameter
     (DeepSpeed's stage 3: partition_parameters.py, reduce_scatter_coalesced). partition: the flat buffer of all
     parameters that stages 1 and 2 gather, and no gradient (stage_1_and_2.py, flatten_dense_tensors_aligned).
     """
-    shards = layout.axes_size(layout.sharding_axes)
-    shapes = local_shapes(model, layout, stage, rank)
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    if widths.padding == "rows":
-        for name, (rows, *rest) in shapes.items():
-            sizes[name] = _round_up(rows, shards) * math.prod(rest)
-    elif widths.padding == "elements":
+    shards, padding = layout.axes_size(layout.sharding_axes), "none" if rank is None else widths.padding
+    sizes: dict[str, float] = dict(local_numel(model, layout, stage))
+    if rank is not None:
+        shapes, multiple = local_shapes(model, layout, stage, rank), shards if padding == "rows" else 1
+        sizes = {name: _round_up(rows, multiple) * math.prod(rest) for name, (rows, *rest) in shapes.items()}
+    if padding == "elements":
         sizes = {name: _round_up(size, shards) for name, size in sizes.items()}
     gathered: float = sum(gathers(model, checkpointing, layout, widths, name) * size for name, size in sizes.items())
-    if widths.padding == "partition":
-        last = list(sizes.values())[-1]
-        unaligned = sum(_round_up(size, widths.parameter_alignment) for size in sizes.values())
-        unaligned += last - _round_up(last, widths.parameter_alignment)
-        gathered = _round_up(unaligned, FLAT_ALIGNMENT * shards)
+    if padding == "partition":
+        *others, last = sizes.values()
+        aligned = sum(_round_up(size, widths.parameter_alignment) for size in others)
+        gathered = _round_up(aligned + last, FLAT_ALIGNMENT * shards)
     return SentElements(gathered, sum(sizes.values()))
 
 
@@ -106,11 +95,6 @@ def dp_bytes(
 def reductions_per_step(config: RunConfig, layout: Layout) -> int:
     """Return how often a step reduces each gradient: once, or in stages 2 and 3 in every micro-batch."""
     return layout.grad_accumulation_steps(config.train) if layout.zero_stage >= 2 else 1
-
-
-def gatherings(config: RunConfig, layout: Layout) -> int:
-    """Return how often a step gathers parameters as `gathers` counts them: once, or in stage 3 in every micro-batch."""
-    return layout.grad_accumulation_steps(config.train) if layout.zero_stage == 3 else 1
 
 
 def gathers(
@@ -141,5 +125,5 @@ def tied_matrix(model: ModelConfig) -> str | None:
     return next((name for name, shape in tables if shape == matrix), None)
 
 
-def _round_up(size: int, multiple: int) -> int:
+def _round_up(size: float, multiple: int) -> float:
     return -(-size // multiple) * multiple

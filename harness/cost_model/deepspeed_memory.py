@@ -11,7 +11,7 @@ from harness.config.schema import Device, RunConfig
 from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.transient_buffers import without_data_parallelism
 from harness.layout.layout import Layout
-from harness.layout.partition import Stage, local_numel
+from harness.layout.partition import Stage, local_sizes
 from harness.layout.state_widths import StateWidths
 
 FP64_BYTES = 8
@@ -30,7 +30,7 @@ def stage_2_gradient_bytes(
     whole = widths.gradients * round(partition_elements(config.model, layout, stages))
     if device == "cpu" or not config.precision.is_mixed:
         return whole, summed_gradient_bytes(config, layout, widths, [whole])[0]
-    total = sum(size for stage in stages for size in local_numel(config.model, layout, stage).values())
+    total = sum(local_sizes(config.model, layout, stages))
     part = config.precision.accumulate_bytes * math.ceil(total / layout.dp_shard)
     return part + large_gradient_bytes(config, layout, widths, stages), part
 
@@ -60,7 +60,7 @@ def widening_peak(config: RunConfig, layout: Layout, widths: StateWidths, stages
     """
     if not holds_gradients_twice(config, layout, widths):
         return {}
-    largest = max(size for stage in stages for size in local_numel(config.model, layout, stage).values())
+    largest = max(local_sizes(config.model, layout, stages))
     return {"temporaries": config.precision.accumulate_bytes * math.ceil(largest)}
 
 
@@ -71,7 +71,7 @@ def offloaded_reduction_bytes(config: RunConfig, layout: Layout, widths: StateWi
     (_get_compact_grad_partition_slice), and a copy in fp64 for the norm of what the rank has of it
     (copy_grads_in_partition, set_norm_for_param_grad_in_gpu).
     """
-    sizes = [size for stage in stages for size in local_numel(config.model, layout, stage).values()]
+    sizes = local_sizes(config.model, layout, stages)
     if not layout.uses_deepspeed_zero or layout.zero_stage != 1 or layout.offload == "none":
         return 0
     part = math.ceil(sum(sizes) / layout.dp_shard)
@@ -91,7 +91,7 @@ def norm_peak(
     is_other = not layout.uses_deepspeed_zero or layout.zero_stage == 3 or layout.offload != "none"
     if is_other or holds_gradients_twice(config, layout, widths):
         return {}
-    sizes = [math.ceil(size) for stage in stages for size in local_numel(config.model, layout, stage).values()]
+    sizes = list(map(math.ceil, local_sizes(config.model, layout, stages)))
     part, width = math.ceil(sum(sizes) / layout.dp_shard), config.precision.accumulate_bytes
     if layout.zero_stage == 2:
         return {"gradients": between, "temporaries": FP64_BYTES * min(max(sizes), part)}
@@ -144,7 +144,7 @@ def _fullest_partition(
     model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int, smallest: int | None
 ) -> tuple[float, int]:
     """Return the elements of partition_elements, and the last shard that has as many."""
-    sizes = [size for stage in stages for size in local_numel(model, layout, stage).values()]
+    sizes = local_sizes(model, layout, stages)
     part, ends = sum(sizes) / shards, list(accumulate(sizes))
     begins = [end - size for size, end in zip(sizes, ends, strict=True)]
     # A rank within one parameter has no more than the ranks in which that parameter begins and ends.

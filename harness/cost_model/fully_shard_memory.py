@@ -9,9 +9,8 @@ shard, and which lives until the next group's gradients are copied, even in the 
 from dataclasses import dataclass
 
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.shard_groups import ShardGroup, ShardGroups, shard_groups
 from harness.cost_model.stage_activations import observed_layers
-from harness.cost_model.transient_buffers import Pass, TransientBuffers
+from harness.cost_model.transient_buffers import Pass, ShardGroup, ShardGroups, TransientBuffers, shard_groups
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage
 from harness.layout.state_widths import StateWidths
@@ -76,14 +75,8 @@ def fully_shard_buffers(
     frees each group as it goes.
     """
     groups = shard_groups(config.model, layout, stage)
-    sizes = group_bytes(config, layout, widths, device)
-    return (resharded_buffers if layout.zero_stage == 3 else whole_buffers)(groups, sizes, moment)
-
-
-def group_bytes(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> GroupBytes:
-    """Return the widths of an element in this layout."""
     shards, precision = layout.axes_size(layout.sharding_axes), config.precision
-    return GroupBytes(
+    sizes = GroupBytes(
         widths.gathered,
         precision.compute_bytes,
         precision.reduce_bytes,
@@ -91,6 +84,7 @@ def group_bytes(config: RunConfig, layout: Layout, widths: StateWidths, device: 
         casts=precision.is_mixed and shards > 1,
         is_cpu=device == "cpu",
     )
+    return (resharded_buffers if layout.zero_stage == 3 else whole_buffers)(groups, sizes, moment)
 
 
 def resharded_buffers(groups: ShardGroups, sizes: GroupBytes, moment: Pass) -> TransientBuffers:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from harness.config.model import ModelConfig
 from harness.cost_model.layer_backward import Moment
-from harness.cost_model.shard_groups import ShardGroups
 from harness.cost_model.stage_activations import observed_layers
+from harness.cost_model.transient_buffers import ShardGroups
 from harness.layout.layer_spec import layer_branches, layer_matrices
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.activations import loss_bytes
-from harness.cost_model.buffers import buffer_tensors, transient_buffers
+from harness.cost_model.buffers import WORKSPACE_BYTES, buffer_tensors, transient_buffers
 from harness.cost_model.rank_memory import (
     RankPeak,
     highest_rank,
@@ -23,7 +23,6 @@ from harness.cost_model.rank_memory import (
 )
 from harness.cost_model.stage_activations import host_gradient_bytes
 from harness.cost_model.stage_memory import Bytes, local_parameter_count, stage_costs
-from harness.cost_model.workspaces import WORKSPACE_BYTES
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, whole_model

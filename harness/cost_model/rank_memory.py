@@ -3,6 +3,8 @@
 Ranks whose stages are alike differ by the order of their passes alone, so that one rank's costs serve all of them.
 """
 
+import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -20,14 +22,20 @@ from harness.cost_model.deepspeed_memory import (
     summed_gradient_bytes,
     widening_peak,
 )
-from harness.cost_model.optimizer_memory import optimizer_parameter_count, optimizer_temporary_bytes
 from harness.cost_model.pipeline import BackwardStart, backward_starts, heaviest_starts
-from harness.cost_model.shard_groups import shard_groups
 from harness.cost_model.stage_activations import host_gradient_bytes
 from harness.cost_model.stage_memory import Bytes, StageCost, stage_costs
 from harness.cost_model.step_peaks import PARTS, highest_step_peak
+from harness.cost_model.transient_buffers import shard_groups, without_data_parallelism
 from harness.layout.layout import Layout
-from harness.layout.partition import Stage, representative_stage, split_into_stages, split_model, whole_model
+from harness.layout.partition import (
+    Stage,
+    local_sizes,
+    representative_stage,
+    split_into_stages,
+    split_model,
+    whole_model,
+)
 from harness.layout.state_widths import StateWidths
 
 
@@ -97,12 +105,12 @@ def rank_cost(
     On a CPU that includes the copies that gloo makes of what it gathers and reduces. NCCL makes none.
     """
     costs = stage_costs(config, layout, device, stages, widths)
-    counts = [sharded_count(config.model, layout, cost) for cost in costs]
+    is_padded = layout.data_parallel == "fsdp"
+    counts = [shard_groups(config.model, layout, c.stage).padded if is_padded else c.parameter_count for c in costs]
     total = sum(counts)
     parameter_bytes = -(-widths.parameters * total // layout.shard_count("parameters"))
-    optimizer_count = optimizer_parameter_count(config.model, layout, stages)
-    if layout.data_parallel == "fsdp":
-        optimizer_count = -(-total // layout.shard_count("optimizer"))
+    shards = layout.shard_count("optimizer")
+    optimizer_count = -(-total // shards) if is_padded else optimizer_parameter_count(config.model, layout, stages)
     optimizer_bytes = widths.optimizer * optimizer_count
     gradients = [-(-widths.gradients * count // layout.shard_count("gradients")) for count in counts]
     host_gradients = host_gradient_bytes(widths, layout, counts)
@@ -129,7 +137,10 @@ def rank_cost(
         gradients, sums = [in_backward], [between]
     freed_buckets = widths.buffer_bytes if layout.uses_deepspeed_zero and layout.zero_stage == 1 else 0
     copied = gradient_copy_bytes(config, layout, widths, total, device)
-    temporaries = optimizer_temporary_bytes(config, layout, total) + copied * (layout.zero_stage == 3)
+    temporaries = copied if layout.zero_stage == 3 else 0
+    if not config.train.fused_optimizer:
+        width = config.optimizer.foreach_copies * config.precision.master_bytes
+        temporaries += -(-width * total // shards)
     nothing = dict.fromkeys(PARTS, 0)
     others = [nothing | {"gradients": sum(gradients), "temporaries": temporaries}]
     others.append(nothing | {"gradients": sum(gradients), "temporaries": copied, "buffers": -freed_buckets})
@@ -165,9 +176,31 @@ def rank_cost(
     )
 
 
-def sharded_count(model: ModelConfig, layout: Layout, cost: StageCost) -> int:
-    """Return a stage's parameters on a tensor-parallel rank, with the padding that fully_shard adds."""
-    return shard_groups(model, layout, cost.stage).padded if layout.data_parallel == "fsdp" else cost.parameter_count
+def optimizer_parameter_count(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> int:
+    """Return the number of parameters whose optimizer state is on the rank that has most of them."""
+    shards = layout.shard_count("optimizer")
+    if layout.partitions_by_parameter:
+        return _largest_partition(model, without_data_parallelism(layout), tuple(stages), shards)
+    return math.ceil(_local_total(model, without_data_parallelism(layout), tuple(stages)) / shards)
+
+
+@lru_cache(maxsize=1024)
+def _local_total(model: ModelConfig, layout: Layout, stages: tuple[Stage, ...]) -> float:
+    return sum(local_sizes(model, layout, stages))
+
+
+@lru_cache(maxsize=256)
+def _largest_partition(model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int) -> int:
+    """Return the parameters of the fullest rank, as ZeroRedundancyOptimizer assigns them: the largest one first.
+
+    Each goes to the rank that has fewest, and to the first of several such ranks.
+    """
+    sizes = local_sizes(model, layout, stages)
+    ranks = [(0.0, rank) for rank in range(shards)]
+    for size in sorted(sizes, reverse=True):
+        total, rank = ranks[0]
+        heapq.heapreplace(ranks, (total + size, rank))
+    return math.ceil(max(ranks)[0])
 
 
 @dataclass(frozen=True)

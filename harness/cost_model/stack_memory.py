@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig
 from harness.config.stack_memory import StackMemory
+from harness.cost_model.buffers import CUBLAS_WORKSPACE_BYTES
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
 from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.stack_moments import activation_moments, model_state
@@ -24,9 +25,6 @@ from harness.util.errors import UserError
 HOPPER = 9  # the compute capability from which cuBLAS and Transformer Engine take larger workspaces
 
 SEGMENT_BYTES = 2 * 2**20  # torch's allocator takes large segments in multiples of this (c10, kRoundLarge)
-
-# torch's CublasHandlePool.cpp, parseChosenWorkspaceSize: ":4096:2:16:8" before compute capability 9, and 32 MiB since.
-CUBLAS_WORKSPACE_BYTES = (8 * 2**20 + 128 * 2**10, 32 * 2**20)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from harness.cost_model.buffers import last_bucket_elements, old_bucket_bytes, t
 from harness.cost_model.deepspeed_memory import holds_gradients_twice
 from harness.cost_model.layer_backward import deferred_weight_grad_bytes
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape, micro_batch_shape
-from harness.cost_model.shard_groups import shard_groups
 from harness.cost_model.stage_activations import (
     LayerActivations,
     StageActivations,
@@ -26,7 +25,14 @@ from harness.cost_model.stage_activations import (
     weight_grad_only_bytes,
     without_offloaded_activations,
 )
-from harness.cost_model.transient_buffers import ONLY_PASS, GroupSizes, Pass, TransientBuffers, group_sizes
+from harness.cost_model.transient_buffers import (
+    ONLY_PASS,
+    GroupSizes,
+    Pass,
+    TransientBuffers,
+    group_sizes,
+    shard_groups,
+)
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, parameters_of_stage
 from harness.layout.state_widths import StateWidths
@@ -48,11 +54,6 @@ def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_
         sizes = enumerate(parameter.shape)
         count += math.prod(math.ceil(size / parts) if axis == parameter.dim else size for axis, size in sizes)
     return count
-
-
-def vocabulary_parameter_count(model: ModelConfig, tp: int) -> int:
-    """Return the number of the embedding's or the head's parameters on the rank that has most of them."""
-    return math.ceil(model.vocab_size / tp) * model.hidden_size
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,6 @@ class StageCost:
     sums_in_place: bool
     allocates_gradients_late: bool  # when gradients are reduced, as DeepSpeed's stage 2 does
     offloaded_bytes: int  # of the activations of a pass that activation offload moves to the host
-
-    @cached_property
-    def compute_bytes(self) -> int:
-        """Bytes per element of what is computed."""
-        return self.shape.width
 
     @cached_property
     def input_bytes(self) -> int:
@@ -149,7 +145,8 @@ class StageCost:
     @cached_property
     def vocabulary_grad_bytes(self) -> int:
         """Bytes of the gradient of embedding or head, the largest matrices, as backward computes it."""
-        return vocabulary_parameter_count(self.shape.model, self.shape.vocabulary_tp) * self.shape.width
+        rows = math.ceil(self.shape.model.vocab_size / self.shape.vocabulary_tp)
+        return rows * self.shape.model.hidden_size * self.shape.width
 
     def computed_gradients(self, new_gradients: int, following: int) -> float:
         """Return how many bytes of a pass's new gradients exist when backward has left so many layers behind.
@@ -198,7 +195,11 @@ def stage_costs(
             other_layers = offloaded - offloaded // stage.layers
             activations = without_offloaded_activations(activations, offloaded, stage.layers)
             at_layer, at_matrix = at_layer - other_layers, max(0, at_matrix - other_layers)
-        whole_bytes, retained_bytes = bytes_between_micro_batches(config, layout, stage, widths)
+        whole_bytes = retained_bytes = 0
+        if layout.data_parallel == "fsdp" and widths is not None:
+            groups = shard_groups(config.model, layout, stage)
+            whole_bytes = groups.padded * widths.gathered * (layout.zero_stage < 3)
+            retained_bytes = groups.last_reduced.padded * config.precision.reduce_bytes
         costs.append(
             StageCost(
                 shape,
@@ -209,12 +210,12 @@ def stage_costs(
                 parameter_count=local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp),
                 has_16_bit_grads=config.precision.is_mixed and not holds_twice,
                 reduced_last_elements=last_bucket_elements(config, layout, stage) if reduces_copies else 0,
-                groups=group_sizes(config.model, layout, stage, by_parameter=False),
+                groups=group_sizes(config.model, layout, stage),
                 reduces_groups=layout.data_parallel == "fsdp",
                 sums_in_place=widths is not None and widths.recomputes_last_projection,
                 allocates_gradients_late=layout.uses_deepspeed_zero and layout.zero_stage == 2,
                 layer_activations=partial(activations_in_layer, shape, stage, checkpointing, moved),
-                transient=transients(config, layout, widths, stage, device),
+                transient=cache(partial(transient_buffers, config, layout, widths, stage, device)),
                 whole_bytes=whole_bytes,
                 retained_bytes=retained_bytes,
                 old_bucket_bytes=old_bucket_bytes(config, layout, stage),
@@ -233,28 +234,3 @@ def activations_in_layer(
         return layer
     activations = dataclasses.replace(stage_activations(shape, stage, checkpointing), layers=(layer,))
     return without_offloaded_activations(activations, offloaded, stage.layers).layers[0]
-
-
-def transients(
-    config: RunConfig, layout: Layout, widths: StateWidths | None, stage: Stage, device: Device
-) -> Callable[[Pass], TransientBuffers]:
-    """Return the function that says a stage's buffers in a pass, which computes them when they are needed first."""
-
-    @cache
-    def transient(moment: Pass) -> TransientBuffers:
-        if widths is None:
-            return TransientBuffers()
-        return transient_buffers(config, layout, widths, stage, device, moment)
-
-    return transient
-
-
-def bytes_between_micro_batches(
-    config: RunConfig, layout: Layout, stage: Stage, widths: StateWidths | None
-) -> tuple[int, int]:
-    """Return the bytes of fully_shard's whole parameters and reduced gradients that one micro-batch leaves another."""
-    if layout.data_parallel != "fsdp" or widths is None:
-        return 0, 0
-    groups = shard_groups(config.model, layout, stage)
-    retained = groups.last_reduced.padded * config.precision.reduce_bytes
-    return groups.padded * widths.gathered * (layout.zero_stage < 3), retained

@@ -76,7 +76,7 @@ def backward_peaks(
     if cost.reduces_groups:
         if cost.stage.holds_embedding:
             at_embedding = {"temporaries": shape.whole_hidden_bytes, "buffers": buffers.last_gradient}
-            yield {"gradients": before_end(cost, new_gradients)} | at_embedding
+            yield {"gradients": round(cost.computed_gradients(new_gradients, cost.stage.layers))} | at_embedding
         yield {"gradients": new_gradients, "temporaries": 0, "buffers": buffers.end}
         return
     for following, middle in buffers.middle:
@@ -102,11 +102,6 @@ def forward_peaks(activations: StageActivations, buffers: Sequence[int]) -> Iter
         if size > most:
             most = size
             yield {"activations": last.outside + last.own.saved - following * of_layer, "buffers": size}
-
-
-def before_end(cost: StageCost, new_gradients: int) -> int:
-    """Return the bytes of a pass's new gradients without those of the group that is reduced last."""
-    return round(cost.computed_gradients(new_gradients, cost.stage.layers))
 
 
 def head_peaks(cost: StageCost, kind: PassKind, new_gradients: int, buffers: TransientBuffers) -> Iterator[Bytes]:
@@ -206,7 +201,7 @@ def layer_gradients(cost: StageCost, moment: Moment, new_bytes_of_element: float
     in 16 bit is added to it, or widened to become it. Where gradients are reduced group by group, those of a group are
     whole and in the width of compute until then.
     """
-    width = cost.compute_bytes
+    width = cost.shape.width
     computed = moment.computed * width
     if cost.reduces_groups:
         return 0, 0, moment.weights * width + computed
@@ -257,18 +252,6 @@ def bytes_between_passes(
     return dict(zip(PARTS, (gradients, buffers, activations, loss, temporaries), strict=True))
 
 
-def pass_peaks(
-    cost: StageCost, kind: PassKind, new_gradients: int, reduces_copies: bool, moment: Pass
-) -> Iterator[Bytes]:
-    """Yield the bytes of a pass at the worst moments of its backward, without the buffer that received its input.
-
-    That buffer is counted by itself.
-    """
-    for peak in backward_peaks(cost, kind, new_gradients, reduces_copies, moment):
-        peak["buffers"] = peak.get("buffers", 0) - (cost.received_input_bytes if "activations" in peak else 0)
-        yield peak
-
-
 def highest_step_peak(
     costs: Sequence[StageCost],
     gradients: Sequence[int],
@@ -297,7 +280,10 @@ def highest_step_peak(
         key = (index, start.kind, new_gradients, reduces_copies, moment)
         peak = of_pass.get(key)
         if peak is None:
-            peaks = pass_peaks(own, start.kind, new_gradients, reduces_copies, moment)
+            peaks = list(backward_peaks(own, start.kind, new_gradients, reduces_copies, moment))
+            for each in peaks:  # the buffer that received the pass's input is counted by itself
+                received = own.received_input_bytes if "activations" in each else 0
+                each["buffers"] = each.get("buffers", 0) - received
             peak = of_pass[key] = max(peaks, key=lambda moment: sum(moment.values()))
         between = bytes_between_passes(costs, kept_sizes, start, keeps_sent, micro_batches)
         size = sum(between.values()) + sum(peak.values())

@@ -1,5 +1,9 @@
-"""The memory of parameters that are whole for a while and of gradients on their way to shards. Imports no torch."""
+"""The memory of parameters that are whole for a while and of gradients on their way to shards. Imports no torch.
 
+Parameters are gathered and reduced in groups, which fully_shard divides among shards with padding.
+"""
+
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +14,7 @@ from harness.config.model import ModelConfig
 from harness.cost_model.layer_backward import Moment
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import Stage, local_numel
+from harness.layout.partition import Stage, local_numel, parameters_of_stage
 
 
 class LayerBuffers(Protocol):
@@ -74,32 +78,12 @@ class TransientBuffers:
         return self.layers[index] if self.layers else 0
 
 
-@dataclass(frozen=True)
-class GroupSizes:
+class GroupSizes(NamedTuple):
     """The elements of the parameters of a stage that are gathered and reduced together; 0 where there are none."""
 
-    embedding: float
     layer: float  # the largest
     head: float  # with the embedding, where they are tied
     total: float
-
-    @property
-    def first(self) -> float:
-        """The elements of the group whose gradient is reduced last."""
-        return self.embedding or self.head or self.layer
-
-
-def parameter_groups(model: ModelConfig, layout: Layout, stage: Stage) -> dict[str, float]:
-    """Return the elements of each group of parameters that fully_shard gathers together, by the group's name.
-
-    Tensor parallelism has divided them already. Every layer is a group, and so are the embedding and the head, which
-    are one group where they are tied.
-    """
-    groups: dict[str, float] = defaultdict(float)
-    names = group_names(model)
-    for parameter, elements in local_numel(model, layout, stage).items():
-        groups[names[parameter]] += elements
-    return groups
 
 
 @lru_cache(maxsize=16)
@@ -114,11 +98,6 @@ def group_names(model: ModelConfig) -> Mapping[str, str]:
     }
 
 
-def group_sizes(model: ModelConfig, layout: Layout, stage: Stage, by_parameter: bool) -> GroupSizes:
-    """Return the sizes of a stage's groups, or of the largest parameter of each group."""
-    return _group_sizes(model, without_data_parallelism(layout), stage, by_parameter)
-
-
 def without_data_parallelism(layout: Layout) -> Layout:
     """Return the layout of a single replica's ranks, on which all depends that data parallelism does not divide.
 
@@ -127,18 +106,98 @@ def without_data_parallelism(layout: Layout) -> Layout:
     return Layout("", "none", 0, 1, 1, layout.tp, False, 1, 1, "1f1b", 1, None, "none", layout.vocabulary_parallel)
 
 
+def group_sizes(model: ModelConfig, layout: Layout, stage: Stage) -> GroupSizes:
+    """Return the sizes of a stage's groups: every layer is one, and so are embedding and head unless they are tied."""
+    return _group_sizes(model, without_data_parallelism(layout), stage)
+
+
 @lru_cache(maxsize=1024)
-def _group_sizes(model: ModelConfig, layout: Layout, stage: Stage, by_parameter: bool) -> GroupSizes:
-    sizes = parameter_groups(model, layout, stage)
-    total = sum(sizes.values())
-    if by_parameter:
-        names = group_names(model)
-        sizes = defaultdict(float)
-        for parameter, elements in local_numel(model, layout, stage).items():
-            group = names[parameter]
-            sizes[group] = max(sizes[group], elements)
-    return GroupSizes(sizes.get("embedding", 0), _largest_layer(sizes), sizes.get("head", 0), total)
+def _group_sizes(model: ModelConfig, layout: Layout, stage: Stage) -> GroupSizes:
+    names, sizes = group_names(model), defaultdict[str, float](float)
+    for parameter, elements in local_numel(model, layout, stage).items():
+        sizes[names[parameter]] += elements
+    layers = (size for name, size in sizes.items() if name.startswith("layers."))
+    return GroupSizes(max(layers, default=0), sizes["head"], sum(sizes.values()))
 
 
-def _largest_layer(sizes: Mapping[str, float]) -> float:
-    return max((size for name, size in sizes.items() if name.startswith("layers.")), default=0)
+@dataclass(frozen=True)
+class ShardGroup:
+    """The elements of the parameters of a group on one tensor-parallel rank, before data parallelism divides them.
+
+    fully_shard divides every parameter along its first dimension and pads it to equal shards.
+    """
+
+    elements: int = 0
+    padded: int = 0  # with the padding of every parameter
+    uneven: int = 0  # those of parameters that need padding, with it
+    last: int = 0  # of the last parameter
+    largest: int = 0  # of the largest parameter
+
+
+NO_GROUP = ShardGroup()
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """The groups of a stage; one that it does not have has no elements."""
+
+    embedding: ShardGroup
+    layer: ShardGroup
+    head: ShardGroup
+    # Embedding, head or both in the place of the two groups above, where they are tied or not both in the stage. It is
+    # whole from the first use to the last one of each pass, and reduced when backward has ended.
+    root: ShardGroup
+    layers: int
+    waiting: int  # the elements of the root's matrix whose gradient waits from the head's backward until the end
+
+    @property
+    def padded(self) -> int:
+        """The elements of all groups with their padding."""
+        ends = self.embedding.padded + self.head.padded + self.root.padded
+        return ends + self.layers * self.layer.padded
+
+    @property
+    def elements(self) -> int:
+        """The elements of all groups."""
+        ends = self.embedding.elements + self.head.elements + self.root.elements
+        return ends + self.layers * self.layer.elements
+
+    @property
+    def last_reduced(self) -> ShardGroup:
+        """The group whose gradients backward reduces last."""
+        return next(group for group in (self.root, self.embedding, self.layer) if group.elements)
+
+
+def shard_groups(model: ModelConfig, layout: Layout, stage: Stage) -> ShardGroups:
+    """Return the groups of a stage as this layout divides them; all layers are alike."""
+    return _shard_groups(model, without_data_parallelism(layout), stage, layout.axes_size(layout.sharding_axes))
+
+
+@lru_cache(maxsize=2048)
+def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int) -> ShardGroups:
+    parts = {"whole": 1, "matrix": layout.tp, "vocabulary": layout.vocabulary_tp}
+    names, groups = group_names(model), defaultdict[str, list[tuple[int, ...]]](list)
+    first_layer = f"layers.{stage.layer_indices[0]}"
+    for parameter in parameters_of_stage(model, stage):
+        group = names[parameter.name]
+        if parameter.layer is None or group == first_layer:
+            cut = parameter.dim if parts[parameter.cut] > 1 else None
+            sizes = enumerate(parameter.shape)
+            shape = tuple(math.ceil(size / parts[parameter.cut]) if axis == cut else size for axis, size in sizes)
+            groups[group].append(shape)
+    ends, layer = [groups["embedding"], groups["head"]], _shard_group(groups[first_layer], shards)
+    if all(ends):
+        embedding, head = (_shard_group(shapes, shards) for shapes in ends)
+        return ShardGroups(embedding, layer, head, NO_GROUP, stage.layers, waiting=0)
+    root = _shard_group(ends[0] or ends[1], shards)
+    waiting = root.largest if stage.holds_head else 0
+    return ShardGroups(NO_GROUP, layer, NO_GROUP, root, stage.layers, waiting)
+
+
+def _shard_group(shapes: Sequence[tuple[int, ...]], shards: int) -> ShardGroup:
+    if not shapes:
+        return NO_GROUP
+    sizes = [math.prod(shape) for shape in shapes]
+    padded = [-(-rows // shards) * shards * math.prod(rest) for rows, *rest in shapes]
+    uneven = sum(after for before, after in zip(sizes, padded, strict=True) if after > before)
+    return ShardGroup(sum(sizes), sum(padded), uneven, sizes[-1], max(sizes))

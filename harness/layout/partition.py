@@ -2,7 +2,7 @@
 
 import bisect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -123,6 +123,11 @@ def _local_numel(model: ModelConfig, tp: int, vocabulary_tp: int, stage: Stage) 
     parts = {"whole": 1, "matrix": tp, "vocabulary": vocabulary_tp}
     owned = parameters_of_stage(model, stage)
     return MappingProxyType({entry.name: math.prod(entry.shape) / parts[entry.cut] for entry in owned})
+
+
+def local_sizes(model: ModelConfig, layout: Layout, stages: Iterable[Stage]) -> list[float]:
+    """Return the elements of local_numel() for the parameters of several stages, one after another."""
+    return [size for stage in stages for size in local_numel(model, layout, stage).values()]
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,15 @@ from functools import lru_cache
 
 from harness.config.checkpointing import CheckpointingConfig
 from harness.cost_model.activations import loss_bytes
+from harness.cost_model.buffers import WORKSPACE_BYTES
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape, micro_batch_shape
-from harness.cost_model.optimizer_memory import optimizer_parameter_count
 from harness.cost_model.pipeline import max_in_flight_micro_batches
-from harness.cost_model.rank_memory import alike_ranks
+from harness.cost_model.rank_memory import alike_ranks, optimizer_parameter_count
 from harness.cost_model.stack_memory import ranks, workspace_bytes
 from harness.cost_model.stack_moments import model_state
 from harness.cost_model.stack_parameters import rank_parts
 from harness.cost_model.stage_activations import offloaded_bytes, stage_activations
 from harness.cost_model.stage_memory import local_parameter_count
-from harness.cost_model.workspaces import WORKSPACE_BYTES
 from harness.layout.partition import Stage
 from harness.planner.predict import Prediction
 

@@ -11,10 +11,9 @@ from harness.config.from_dict import from_dict
 from harness.config.schema import Device, RunConfig
 from harness.cost_model import flops
 from harness.cost_model.communication import padded_bytes
-from harness.cost_model.data_parallel_communication import padded_elements
+from harness.cost_model.data_parallel_communication import sent_elements
 from harness.cost_model.memory import estimate_memory
-from harness.cost_model.optimizer_memory import optimizer_parameter_count
-from harness.cost_model.rank_memory import rank_stages
+from harness.cost_model.rank_memory import optimizer_parameter_count, rank_stages
 from harness.cost_model.stage_memory import local_parameter_count
 from harness.engines.base import load_engine
 from harness.layout.layout import Layout
@@ -139,7 +138,7 @@ def communication_formula(record: Record, rank: int, setting: Setting | None) ->
         return ""
     elements: defaultdict[str, float] = defaultdict(float)
     for stage in stages_of_rank(config.model, layout, rank):
-        moved = padded_elements(config, layout, widths, stage, rank)
+        moved = sent_elements(config, layout, widths, stage, rank)
         elements["gather"] += moved.gathered
         elements["reduce"] += moved.reduced
     shards = f"{layout.group_name(*layout.sharding_axes)} "

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from harness.config.schema import RunConfig
+from harness.cost_model.buffers import WORKSPACE_BYTES
 from harness.cost_model.communication import expected_bytes, padded_bytes
 from harness.cost_model.deepspeed_memory import fullest_rank
 from harness.cost_model.flops import executed_flops, takes_fused_kernel
 from harness.cost_model.memory import activation_bytes, estimate_memory
 from harness.cost_model.rank_memory import all_stages
-from harness.cost_model.workspaces import WORKSPACE_BYTES
 from harness.engines.base import load_engine
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.state_widths import StateWidths

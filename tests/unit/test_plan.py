@@ -13,8 +13,8 @@ from harness.config.from_dict import from_dict
 from harness.config.hardware import HardwareConfig
 from harness.config.stack import load_stack, stack_names
 from harness.config.strategy import StrategyConfig
+from harness.cost_model.buffers import WORKSPACE_BYTES
 from harness.cost_model.memory import estimate_rank_memory
-from harness.cost_model.workspaces import WORKSPACE_BYTES
 from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages

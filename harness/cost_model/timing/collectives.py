@@ -30,6 +30,9 @@ def group_along(mesh_shape: tuple[int, ...], axes: tuple[str, ...], gpus_per_nod
     Axes that are not neighbors in the mesh are taken as if only axes of a single rank lay between them.
     """
     sizes = dict(zip(AXES, mesh_shape, strict=True))
+    axes = tuple(axis for axis in axes if sizes[axis] > 1)
+    if not axes:
+        return Group(1, 1)
     ranks = math.prod(sizes[axis] for axis in axes)
     stride, innermost = 1, max(AXES.index(axis) for axis in axes)
     for axis in AXES[innermost + 1 :]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from harness.config.hardware import HardwareConfig
 from harness.config.stack_timing import StackTiming
 from harness.cost_model.timing.collectives import Group, all_reduce_seconds, gather_seconds, ring_latency
+from harness.layout.state_widths import StateWidths
 
 # The buckets in which gradients leave backward: the share that is reduced after it has ended.
 LAST_BUCKET = 0.05
@@ -21,16 +22,12 @@ class ShardedState(NamedTuple):
     zero_stage: int
     shards: Group
     replicas: Group
-    gathered_bytes: int  # per element of a gathered parameter
+    widths: StateWidths
     reduced_bytes: int  # per element of a sent gradient
     gathers: int  # of each parameter for a micro-batch, in stage 3
     micro_batches: int
-    tensors: int  # parameters, each counted once
-    overlaps_reduction: bool  # gradients beside backward
-    prefetches_parameters: bool  # beside the layers before them, in stage 3
-    all_reduces_gradients: bool  # in stages 1 and 2, in the place of a reduction to their owners
-    bucket_elements: int  # of a message of gradients; 0 where a layer's, or a step's, are one message
     layer_tensors: int  # parameters of a layer
+    tensors: int  # all parameters, each counted once
 
     @property
     def parameters(self) -> float:
@@ -42,7 +39,8 @@ class ShardedState(NamedTuple):
 
         Those of small parameters share a bucket, and one that is larger than a bucket is sent alone.
         """
-        return min(tensors, math.ceil(parameters / self.bucket_elements)) - 1 if self.bucket_elements else 0
+        bucket = self.widths.reduce_bucket_elements  # of a message; 0 where a layer's, or a step's, are one
+        return min(tensors, math.ceil(parameters / bucket)) - 1 if bucket else 0
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,8 @@ def _expose_stage_3(
     root = _layer_seconds(state.other_parameters, state, hardware)
     gathers, replicas = state.layers * sent.gather, state.layers * sent.replica
     gathers_again, reductions = (state.gathers - 1) * gathers, state.layers * sent.reduce
-    prefetches = timing.prefetches_parameters and state.prefetches_parameters
-    overlaps = timing.prefetches_parameters and state.overlaps_reduction  # both need a stream of their own
+    prefetches = timing.prefetches_parameters and state.widths.prefetches_parameters
+    overlaps = timing.prefetches_parameters and state.widths.overlaps_reduction  # both need a stream of their own
     beside = prefetches * gathers_again + overlaps * reductions
     last = overlaps * sent.reduce
     waited_for = _beside(gathers, sent.gather, forward) if prefetches else gathers
@@ -111,10 +109,12 @@ class LayerSeconds(NamedTuple):
 def _layer_seconds(parameters: float, state: ShardedState, hardware: HardwareConfig) -> LayerSeconds:
     """Return the seconds of gathering and reducing so many parameters, and of summing a shard's with the replicas'."""
     reduced, latency = parameters * state.reduced_bytes, ring_latency(state.shards, hardware)
-    gathers = 0 if state.prefetches_parameters else state.layer_tensors - 1  # beyond one for the layer as a whole
+    gathers = (
+        0 if state.widths.prefetches_parameters else state.layer_tensors - 1
+    )  # beyond one for the layer as a whole
     further = state.further_messages(parameters, state.layer_tensors)
     return LayerSeconds(
-        gather_seconds(parameters * state.gathered_bytes, state.shards, hardware) + gathers * latency,
+        gather_seconds(parameters * state.widths.gathered, state.shards, hardware) + gathers * latency,
         gather_seconds(reduced, state.shards, hardware) + further * latency,
         all_reduce_seconds(reduced / state.shards.ranks, state.replicas, hardware),
     )
@@ -139,13 +139,13 @@ def _expose_lower_stages(
         reduction = all_reduce_seconds(gradient_bytes, group, hardware)
         replica, gather = (reduction if state.replicas.ranks > 1 else 0.0), 0.0
     else:
-        reduce_seconds = all_reduce_seconds if state.all_reduces_gradients else gather_seconds
+        reduce_seconds = all_reduce_seconds if state.widths.all_reduces_gradients else gather_seconds
         reduction = reduce_seconds(gradient_bytes, state.shards, hardware)
         reduction += state.further_messages(state.parameters, state.tensors) * ring_latency(state.shards, hardware)
         replica = all_reduce_seconds(gradient_bytes / state.shards.ranks, state.replicas, hardware)
-        gather = gather_seconds(state.parameters * state.gathered_bytes, state.shards, hardware)
+        gather = gather_seconds(state.parameters * state.widths.gathered, state.shards, hardware)
         reduction += replica
-    overlaps = timing.overlaps_gradient_reduction and state.overlaps_reduction
+    overlaps = timing.overlaps_gradient_reduction and state.widths.overlaps_reduction
     window = backward if overlaps else 0.0
     exposed = max(reduction - window, LAST_BUCKET * reduction)
     hidden = reduction - exposed

@@ -30,7 +30,7 @@ class StageContext(NamedTuple):
     cp_group: Group
     is_pipelined: bool
     is_compiled: bool
-    layer_launches: float = 0.0  # of the host in a layer, beside its kernels, on a CPU
+    layer_launches: float  # of the host in a layer, beside its kernels, on a CPU
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,11 @@ def recomputed_share(context: StageContext, passes: PassSeconds) -> float:
         model = context.shape.model
         again = recomputed_product_flops(model, context.checkpointing, 1, context.is_compiled)
         saved_share = 1.0 - again / sum(projection_flops(model, 1).values())
-        return 1.0 - passes.attention / forward - saved_share * _product_share(context, passes)
+        product_share = min(1.0, passes.weight_gradient / forward) * 0.95  # of forward, as many as half of backward's
+        return 1.0 - passes.attention / forward - saved_share * product_share
     stops_early = not context.is_compiled and context.shape.model.dropout == 0
     share = 1.0 - (passes.last_projection / forward if stops_early else 0.0)
     return share / context.checkpointing.every
-
-
-def _product_share(context: StageContext, passes: PassSeconds) -> float:
-    """Return the share of a layer's forward that is matrix products, as many as half of backward's."""
-    return min(1.0, passes.weight_gradient / passes.forward) * 0.95
 
 
 def _tp_seconds(

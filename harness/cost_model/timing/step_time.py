@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from harness.config.hardware import HardwareConfig
 from harness.config.model import ModelConfig
-from harness.config.schema import Device, RunConfig
+from harness.config.schema import RunConfig
 from harness.config.stack_timing import StackTiming
 from harness.config.strategy import AXES
 from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.pipeline import bubble_ratio
-from harness.cost_model.timing.collectives import Group, group_of, send_seconds
-from harness.cost_model.timing.data_parallel_time import Exposed, ShardedState, expose
+from harness.cost_model.timing.collectives import group_of, send_seconds
+from harness.cost_model.timing.data_parallel_time import ShardedState, expose
 from harness.cost_model.timing.kernels import kernel_rates, rank_hardware
-from harness.cost_model.timing.stage_time import StageContext, StageTime, stage_time
+from harness.cost_model.timing.stage_time import StageContext, stage_time
 from harness.layout.layer_spec import numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import layer_parameter_count, model_profile
@@ -99,9 +99,17 @@ def estimate_step_time(
     hardware = rank_hardware(hardware, min(gpus_per_node, layout.world_size))
     timing = _without_streams(timing) if hardware.is_cpu else timing
     hardware = _with_stack(hardware, timing.inter_node_step_seconds)
+    compute_bytes = config.precision.compute_bytes
+    widths = widths or StateWidths(compute_bytes, compute_bytes, 0, gathered=compute_bytes)
     micro_batches = layout.grad_accumulation_steps(config.train)
-    context = _context(config, layout, gpus_per_node, hardware.is_cpu)._replace(
-        layer_launches=_layer_launches(config, layout, widths, timing)
+    context = StageContext(
+        micro_batch_shape(config, layout, "cpu" if hardware.is_cpu else "cuda"),
+        config.checkpointing,
+        group_of(layout, ("tp",), gpus_per_node),
+        group_of(layout, ("cp",), gpus_per_node),
+        layout.pp_enabled,
+        config.train.compile,
+        _layer_launches(config, layout, widths, timing),
     )
     kinds = pipeline_stages(config.model, layout)
     times = [stage_time(context, hardware, timing, *kind) for kind, _ in kinds]
@@ -111,7 +119,6 @@ def estimate_step_time(
         )
         for (kind, _), t in zip(kinds, times, strict=True)
     ]
-    transfer = _transfer_seconds(config, layout, hardware, timing, gpus_per_node)
     slowdown = hardware.fitted.overlap_slowdown
     per_micro = [
         t.total + e.per_micro_batch + slowdown * e.hidden_per_micro_batch for t, e in zip(times, exposures, strict=True)
@@ -128,17 +135,14 @@ def estimate_step_time(
     bubble = 0.0
     if layout.pp_enabled:
         bubble = _bubble_seconds(layout, micro_batches, kinds, per_micro, slowest)
-        communication["pp"] = transfer * (micro_batches if timing.blocking_transfers else 0) + transfer * (
-            layout.pp - 1
-        )
+        transfer = _transfer_seconds(config, layout, hardware, timing, gpus_per_node)
+        communication["pp"] = transfer * (micro_batches * timing.blocking_transfers + layout.pp - 1)
     return StepTime(
         compute_seconds=compute,
         exposed_communication_seconds={axis: seconds for axis, seconds in communication.items() if seconds},
         bubble_seconds=bubble,
         optimizer_seconds=_optimizer_seconds(config, layout, hardware, timing, kinds),
-        other_seconds=_host_seconds(hardware, timing, micro_batches)
-        + timing.step_seconds
-        + micro_batches * _micro_batch_delay(layout, timing, gpus_per_node),
+        other_seconds=_other_seconds(hardware, timing, micro_batches, layout.world_size / gpus_per_node),
         micro_batches=micro_batches,
         forward_seconds=time.forward,
         backward_seconds=time.backward,
@@ -168,68 +172,44 @@ def _with_stack(hardware: HardwareConfig, inter_node_step_seconds: float) -> Har
     return dataclasses.replace(hardware, fitted=dataclasses.replace(fitted, inter_node_latency=latency))
 
 
-def _context(config: RunConfig, layout: Layout, gpus_per_node: int, is_cpu: bool) -> StageContext:
-    """Return what decides the seconds of stages for a micro-batch."""
-    device: Device = "cpu" if is_cpu else "cuda"
-    return StageContext(
-        micro_batch_shape(config, layout, device),
-        config.checkpointing,
-        group_of(layout, ("tp",), gpus_per_node),
-        group_of(layout, ("cp",), gpus_per_node),
-        layout.pp_enabled,
-        config.train.compile,
-    )
-
-
-def _layer_launches(config: RunConfig, layout: Layout, widths: StateWidths | None, timing: StackTiming) -> float:
+def _layer_launches(config: RunConfig, layout: Layout, widths: StateWidths, timing: StackTiming) -> float:
     """Return what the host does in a layer for one micro-batch beside its kernels, in launches that take as long."""
     launches = float(timing.divided_layer_launches if layout.tp_enabled else 0)
     if layout.zero_stage == 3 and layout.shard_count("parameters") > 1:
-        one_by_one = widths is not None and widths.gathers_for_each_use
-        tensors = len(model_profile(config.model).layer_shapes) if one_by_one else 1
-        each = timing.parameter_gather_launches if one_by_one else timing.layer_gather_launches
-        launches += 3 * tensors * each  # gathered in forward and in backward, and its gradient reduced
+        each: float = timing.layer_gather_launches
+        if widths.gathers_for_each_use:
+            each = len(model_profile(config.model).layer_shapes) * timing.parameter_gather_launches
+        launches += 3 * each  # gathered in forward and in backward, and its gradient reduced
     return launches
 
 
 def _state(
-    config: RunConfig, layout: Layout, widths: StateWidths | None, kind: RankStages, gpus_per_node: int, micro: int
+    config: RunConfig, layout: Layout, widths: StateWidths, kind: RankStages, gpus_per_node: int, micro: int
 ) -> ShardedState:
     """Return what ranks of one kind synchronize with the ranks that train on other data."""
     layer, embedding, head = _parameters(config.model, layout.tp, layout.vocabulary_tp)
     is_recomputed = config.checkpointing.recomputes_layer(config.checkpointing.every - 1)
-    gathers_again = widths is not None and widths.gathers_for_each_use and is_recomputed
+    layer_tensors = len(model_profile(config.model).layer_shapes)
     return ShardedState(
         kind.layers,
         layer,
         embedding * kind.holds_embedding + head * kind.holds_head,
         layout.zero_stage,
-        _group(layout, layout.sharding_axes, gpus_per_node),
-        _group(layout, layout.replica_axes, gpus_per_node),
-        config.precision.compute_bytes if widths is None else widths.gathered,
+        group_of(layout, layout.sharding_axes, gpus_per_node),
+        group_of(layout, layout.replica_axes, gpus_per_node),
+        widths,
         config.precision.reduce_bytes,
-        3 if gathers_again else 2,
+        3 if widths.gathers_for_each_use and is_recomputed else 2,
         micro,
-        kind.layers * len(model_profile(config.model).layer_shapes) + kind.holds_embedding + kind.holds_head,
-        widths is None or widths.overlaps_reduction,
-        widths is None or widths.prefetches_parameters,
-        widths is not None and widths.all_reduces_gradients,
-        0 if widths is None else widths.reduce_bucket_elements,
-        len(model_profile(config.model).layer_shapes),
+        layer_tensors,
+        kind.layers * layer_tensors + kind.holds_embedding + kind.holds_head,
     )
-
-
-def _group(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> Group:
-    axes = tuple(axis for axis in axes if layout.axis_sizes[axis] > 1)
-    return group_of(layout, axes, gpus_per_node) if axes else Group(1, 1)
 
 
 def _transfer_seconds(
     config: RunConfig, layout: Layout, hardware: HardwareConfig, timing: StackTiming, gpus_per_node: int
 ) -> float:
     """Return the seconds in which a stage's hidden states, and gradients as large, pass to and from its neighbors."""
-    if not layout.pp_enabled:
-        return 0.0
     train, parts = config.train, layout.tp if layout.sequence_parallel else 1
     hidden = train.micro_batch * train.seq_len / layout.cp * config.model.hidden_size
     stride = layout.world_size // layout.pp
@@ -238,16 +218,19 @@ def _transfer_seconds(
     return 2 * (sending_seconds + timing.transfer_seconds * growth)
 
 
-def _micro_batch_delay(layout: Layout, timing: StackTiming, gpus_per_node: int) -> float:
-    """Return the seconds that a stack adds to each micro-batch on so many nodes; there are none in a single node."""
-    nodes = layout.world_size / gpus_per_node
-    delay: float = timing.inter_node_micro_batch_seconds * (nodes / 64) ** timing.inter_node_micro_batch_growth
-    return delay if nodes > 1 else 0.0
+def _other_seconds(hardware: HardwareConfig, timing: StackTiming, micro_batches: int, nodes: float) -> float:
+    """Return the seconds of a step beside its parts.
 
-
-def _host_seconds(hardware: HardwareConfig, timing: StackTiming, micro_batches: int) -> float:
-    """Return what a host that runs kernels itself takes for micro-batches outside their layers."""
-    return micro_batches * timing.micro_batch_launches * hardware.fitted.launch_seconds if hardware.is_cpu else 0.0
+    They are what a host that runs kernels itself takes for micro-batches outside their layers, and what a stack adds to
+    each micro-batch on several nodes.
+    """
+    seconds = timing.step_seconds
+    if hardware.is_cpu:
+        seconds += micro_batches * timing.micro_batch_launches * hardware.fitted.launch_seconds
+    if nodes > 1:
+        growth: float = (nodes / 64) ** timing.inter_node_micro_batch_growth
+        seconds += micro_batches * timing.inter_node_micro_batch_seconds * growth
+    return seconds
 
 
 def _bubble_seconds(
@@ -277,6 +260,3 @@ def _optimizer_seconds(
     norm = GRADIENT_NORM_BYTES * largest / layout.shard_count("gradients")
     update = timing.optimizer_bytes * largest / layout.shard_count("optimizer")
     return rates.elementwise_seconds(norm + update)
-
-
-__all__ = ["Exposed", "StageTime", "StepTime", "estimate_step_time"]
