@@ -389,7 +389,7 @@ def written(folder: Path) -> Path:
 
 
 def own_font() -> str:
-    """Return a style that gives every text the font Lato, which mkdocs brings, since those of machines differ in width."""
+    """Return a style that gives every text the font Lato of mkdocs, since those of machines differ in width."""
     file = importlib.resources.files("mkdocs") / "themes" / "readthedocs" / "css" / "fonts" / "lato-normal.woff2"
     source = f"url(data:font/woff2;base64,{b64encode(file.read_bytes()).decode()})"
     return f"@font-face {{ font-family: Lato; src: {source}; }} * {{ font-family: Lato !important; }}"
