@@ -13,7 +13,7 @@ from harness.planner.row import planned_row, refused_row
 from harness.planner.sentences import basis_sentences, misfit_sentence, run_sentences, search_sentences
 from harness.planner.text import detail_lines, table_lines
 from harness.records.schema import Row
-from harness.report.plan_rows import csv_text
+from harness.report.plan_files import csv_text
 from harness.util.errors import UserError, run_command
 from harness.util.text import sanitize
 

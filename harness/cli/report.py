@@ -8,10 +8,8 @@ from rich.text import Text
 
 from harness.cli.comparison import prepare_output, read_comparison
 from harness.config.byte_size import parse_bytes
-from harness.report.exports import FOLDER, FORMATS, Exported, parse_formats, parse_width
-from harness.report.files import write_files
-from harness.report.tables import print_table, terminal
-from harness.report.terminal_answers import print_answers
+from harness.report.files import FOLDER, FORMATS, Exported, parse_formats, parse_width, write_files
+from harness.report.tables import print_answers, print_table, terminal
 from harness.report.view import merge_folders
 from harness.util.errors import UserError, run_command
 

@@ -14,8 +14,7 @@ from harness.records.run_folder import ComparisonFolder, comparison_folder
 from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
 from harness.records.store import read_all
-from harness.report.tables import print_table, terminal
-from harness.report.terminal_answers import print_answers
+from harness.report.tables import print_answers, print_table, terminal
 from harness.report.view import View, view
 from harness.runner.rejected import write_rejected
 from harness.runner.resolve import load_model_presets

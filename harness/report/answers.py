@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from harness.cost_model.memory import PROCESS_BYTES
 from harness.report.comparability import EQUAL_BYTES, group_by
-from harness.report.reasons import memory_reason, step_reason
 from harness.report.reported import Reported, ReportedGroup, names, share_text
 from harness.report.speeds import CROWDED, DISJOINT_RUNS, MINIMUM_RUNS, are_alike, remedy
+from harness.report.summary_sentences import memory_reason, step_reason
 from harness.report.text import bytes_text, join_words, percent_text, pluralize
 
 MOST_RIVALS = 4  # configurations that a sentence names

@@ -1,12 +1,12 @@
 """The limitations of a folder's figures, derived from the records themselves."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from harness.records.schema import Record, Row
 from harness.report.comparability import is_measured
 from harness.report.document import BulletList, Section, section
 from harness.report.frame import column_values, compared_layers, labels_by_kernel, labels_by_staleness
-from harness.report.notes import labels_text
 from harness.report.speeds import CROWDED, MINIMUM_RUNS, is_crowded
 from harness.report.text import pluralize
 from harness.report.view import View
@@ -212,3 +212,43 @@ def _some(view: View, labels: Sequence[str]) -> str:
 
 
 _KINDS = (_device, _simulated, _speeds, _comparable, _deepspeed_settings, _proven, _missing)
+
+
+MOST_LABELS = 6  # that a note lists
+
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def labels_text(labels: Sequence[str], total: int, most: int = MOST_LABELS) -> str:
+    """Return the labels of the rows that a note is about, or their number if there are many."""
+    if len(labels) <= most:
+        return ", ".join(labels)
+    return f"all {total} configurations" if len(labels) == total else f"{len(labels)} of {total} configurations"
+
+
+def by_kind(causes: Iterable[tuple[str, str]], separator: str = "; ") -> dict[str, list[str]]:
+    """Return the labels of rows by the kind of their causes.
+
+    Args:
+        causes: Labels with their causes. Phrases of causes that differ in a number alone are of one kind, whose text
+            has the range of that number.
+        separator: What joins the phrases of a cause.
+    """
+    kinds: dict[str, list[tuple[str, list[str]]]] = {}
+    for label, cause in causes:
+        for phrase in cause.split(separator):
+            kinds.setdefault(_NUMBER.sub("#", phrase), []).append((label, _NUMBER.findall(phrase)))
+    return {
+        _with_ranges(kind, [numbers for _, numbers in entries]): list(dict.fromkeys(label for label, _ in entries))
+        for kind, entries in kinds.items()
+    }
+
+
+def _with_ranges(kind: str, numbers: Sequence[Sequence[str]]) -> str:
+    """Return the text of a kind, with a range in the place of every number that differs."""
+    ranges = []
+    for position in zip(*numbers, strict=True):
+        ordered = sorted(set(position), key=float)
+        ranges.append(ordered[0] if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}")
+    first, *rest = kind.split("#")
+    return first + "".join(number + text for number, text in zip(ranges, rest, strict=True))

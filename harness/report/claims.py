@@ -20,11 +20,10 @@ from harness.report.claim_peers import (
     peer,
     ratio,
 )
-from harness.report.claims_model_parallel import pipeline, tensor_parallel
+from harness.report.claims_model_parallel import paper_ratio, pipeline, tensor_parallel
 from harness.report.comparability import PARTITION_COLUMNS, group_by
 from harness.report.document import Paragraph, Section, Table, section
 from harness.report.frame import STATE_COLUMNS, column_values
-from harness.report.paper_block import paper_ratio
 from harness.report.view import View
 
 # The beginnings of the claims on model state and on bytes sent, each of which is about a figure of its own.

@@ -1,6 +1,7 @@
 """Claims of papers on tensor and pipeline parallelism at a run's layout, beside what was measured."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from harness.config.schema import RunConfig
 from harness.cost_model.stage_memory import local_parameter_count
@@ -8,7 +9,6 @@ from harness.layout.layout import Layout
 from harness.layout.model_profile import parameter_count
 from harness.layout.partition import stages_of_rank, whole_model
 from harness.report.claim_peers import COUNTED, TIMED, Claim, ClaimRun, compare_claim, ddp_of, peer, ratio
-from harness.report.paper_block import paper_ratio
 from harness.report.speeds import is_undisturbed
 
 
@@ -128,3 +128,54 @@ def _in_flight(run: ClaimRun) -> Iterator[Claim]:
         within=0,
         required=True,
     )
+
+
+@dataclass(frozen=True)
+class PaperBlock:
+    """What a rank keeps of a layer."""
+
+    degree: int  # t, of tensor parallelism
+    sequence_parallel: bool
+    full_checkpointing: bool  # keeps the layer's input alone
+    scores: float  # 5as/h; 0 for a fused kernel
+
+    @property
+    def size(self) -> float:
+        """The activations of a layer on a rank in units of s b h."""
+        divided = self.degree if self.sequence_parallel else 1
+        if self.full_checkpointing:
+            return 2 / divided
+        return (10 / divided) + (24 + self.scores) / self.degree
+
+    @property
+    def formula(self) -> str:
+        """The paper's formula of this size."""
+        by_degree = "/t" if self.degree > 1 else ""
+        if self.full_checkpointing:
+            return f"2sbh{by_degree if self.sequence_parallel else ''}"
+        if self.degree > 1 and not self.sequence_parallel:
+            return f"(10 + 24/t{' + 5as/(ht)' if self.scores else ''})sbh"
+        return f"{'(34 + 5as/h)sbh' if self.scores else '34sbh'}{by_degree}"
+
+
+def paper_block(run: ClaimRun | None) -> PaperBlock | None:
+    """Return what the paper says that a rank of this run keeps of a layer; None where the paper does not say it."""
+    config = run.config() if run else None
+    if run is None or config is None or run.row.get("checkpointing") not in ("none", "full"):
+        return None
+    model = config.model
+    scores = 5 * model.num_attention_heads * config.train.seq_len / model.hidden_size
+    return PaperBlock(
+        run.degree("tp") or 1,
+        bool(run.row.get("sequence_parallel")),
+        run.row["checkpointing"] == "full",
+        scores if run.row.get("attention") == "eager" else 0.0,
+    )
+
+
+def paper_ratio(larger: ClaimRun | None, smaller: ClaimRun | None) -> str:
+    """Return how often larger the activations of one run's layer are than another's by the paper's formulas."""
+    above, below = paper_block(larger), paper_block(smaller)
+    if above is None or below is None:
+        return "not given for these runs"
+    return f"{above.size / below.size:.3g}× for the paper's block ({above.formula} over {below.formula})"

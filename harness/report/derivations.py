@@ -10,12 +10,14 @@ from harness.records.schema import Record, Row
 from harness.report.derivation import Derivation, Term, group_by_value
 from harness.report.derived_formulas import (
     Setting,
+    bubble,
     communication_formula,
     predicted_peak,
     read_setting,
+    speed,
     state_formula,
+    utilization,
 )
-from harness.report.derived_speeds import bubble, speed, utilization
 from harness.report.labels import PEAK_PARTS
 from harness.report.speeds import is_undisturbed, timed_runs
 from harness.report.text import join_words, pluralize
@@ -39,7 +41,7 @@ _MEDIAN_COLUMNS = {*columns_aggregated_by("median"), "step_seconds"}
 
 
 def derive_line(line: Record) -> dict[str, Derivation]:
-    """Return the derivations of a row that repeated runs share, as harness.report.repeats merges them.
+    """Return the derivations of a row that repeated runs share, as harness.report.view merges them.
 
     A median lists the undisturbed runs and names the others. Any other figure is opened for the run that has it.
     """

@@ -10,7 +10,6 @@ from harness.records.schema import Record, Row
 from harness.report.comparison_columns import GRADIENT, LOSS, PEAK, SENT, TOKENS, UNSETTLED_MARK, Column, abbreviations
 from harness.report.folder_changes import Changes, Pair, changes, configuration_changes, environment, origin, pairs
 from harness.report.frame import column_values, records_frame
-from harness.report.repeats import merge_repeats
 from harness.report.speeds import MINIMUM_RUNS, Speed, are_alike, speed_of
 from harness.report.tables import fit_width, rich_table
 from harness.report.text import (
@@ -23,6 +22,7 @@ from harness.report.text import (
     outcome_text,
     pluralize,
 )
+from harness.report.view import merge_repeats
 from harness.util.text import sanitize
 
 EXACT = 0.01  # the relative tolerance of figures that a machine's load does not change

@@ -1,25 +1,42 @@
 """The files of a comparison that are derived from its records."""
 
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.records.runs_csv import rows_of, write_runs_csv
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from harness.records.columns import column_type
+from harness.records.run_folder import ComparisonFolder
+from harness.records.runs_csv import columns_of, rows_of, write_runs_csv
+from harness.records.schema import Row
 from harness.report import html, markdown
 from harness.report.charts import render, style
+from harness.report.charts.setting import setting
 from harness.report.derivation import pack
 from harness.report.derivations import derive_line
-from harness.report.document import Chart, Section, Table
+from harness.report.document import Chart, Section, Table, VegaLite
 from harness.report.explorer import build_explorer
-from harness.report.exports import Exported, export
-from harness.report.latex import latex_table
-from harness.report.parquet import write_runs_parquet
+from harness.report.latex import Statistic, csv_table, escape, latex_table
 from harness.report.sections import sections
 from harness.report.view import MOST, View, truncate
-from harness.util.files import atomic_write_text
+from harness.util.errors import UserError
+from harness.util.files import atomic_write_bytes, atomic_write_text
 from harness.util.text import sanitize
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What to export, and in which form."""
+
+    formats: tuple[str, ...]  # of FORMATS
+    width: float | None = None  # of pictures in millimetres; by default they are as wide as in the report
+    statistic: Statistic = "median"  # how speeds are summarized
 
 
 def write_files(
@@ -97,3 +114,117 @@ def _write_figures(folder: Path, drawn: dict[str, str]) -> None:
             path.unlink(missing_ok=True)
     for name, text in drawn.items():
         atomic_write_text(folder / f"{name}.svg", text)
+
+
+_TYPES: dict[type | None, pa.DataType] = {
+    str: pa.string(),
+    bool: pa.bool_(),
+    int: pa.int64(),
+    float: pa.float64(),
+}
+
+
+def write_runs_parquet(results_dir: Path, rows: Sequence[Row]) -> Path:
+    """Write runs.parquet, with one row per run, and return its path.
+
+    Unknown values are null. Text is on one line, as in runs.csv but without its quotes.
+    """
+    columns = {name: _column(name, values) for name, values in columns_of(rows).items()}
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink, compression="zstd")
+    path = ComparisonFolder(results_dir).runs_parquet
+    atomic_write_bytes(path, sink.getvalue().to_pybytes())
+    return path
+
+
+def _column(name: str, values: Sequence[Any]) -> pa.Array:
+    """Return a column with its declared type, else with the one type that its values share, else as text."""
+    dtype = column_type(name)
+    if dtype is None:
+        types = {type(value) for value in values if value is not None}
+        dtype = types.pop() if len(types) == 1 else float if types == {int, float} else str
+    if dtype is float:
+        values = [None if value is None else float(value) for value in values]
+    if dtype is str:
+        texts = {text: sanitize(text) for text in {str(value) for value in values if value is not None}}
+        values = [None if value is None else texts[str(value)] for value in values]
+    return pa.array(values, type=_TYPES[dtype])
+
+
+PICTURES = ("svg", "png", "pdf")
+
+FORMATS = ("csv", *PICTURES, "latex")
+
+FOLDER = "export"  # beside the report
+
+_MILLIMETRES = {"mm": 1.0, "cm": 10.0, "in": 25.4, "pt": 25.4 / 72}
+
+
+def parse_formats(text: str) -> tuple[str, ...]:
+    """Return the formats of a list such as csv,pdf,latex. Raises UserError for any other format."""
+    formats = tuple(part.strip() for part in text.split(",") if part.strip())
+    unknown = [name for name in formats if name not in FORMATS]
+    if unknown or not formats:
+        raise UserError(f"--export={text}: choose from {', '.join(FORMATS)}")
+    return formats
+
+
+def parse_width(text: str) -> float:
+    """Return the millimetres of a width such as 84mm or 3.25in. Raises UserError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip())
+    millimetres = float(match[1]) * _MILLIMETRES.get(match[2], 0.0) if match else 0.0
+    if not 40 <= millimetres <= 400:
+        raise UserError(
+            f"--width={text}: choose 40mm to 400mm, in {', '.join(_MILLIMETRES)}, such as 84mm for a column"
+        )
+    return millimetres
+
+
+def export(folder: Path, view: View, charts: Sequence[Chart], exported: Exported) -> list[Path]:
+    """Write the comparison and the charts into a folder of their own beside the report, and return the paths.
+
+    Args:
+        folder: The folder of the report.
+        view: The runs to compare.
+        charts: The charts of the report.
+        exported: What to write.
+    """
+    formats = exported.formats
+    target = folder / FOLDER
+    target.mkdir(parents=True, exist_ok=True)
+    written = []
+    for form, name, text in (("csv", "table.csv", csv_table), ("latex", "table.tex", latex_table)):
+        if form in formats:
+            atomic_write_text(target / name, text(view, exported.statistic))
+            written.append(target / name)
+    specs = {chart.name: chart.spec for chart in charts}
+    for form in (form for form in PICTURES if form in formats):
+        for name, content in _pictures(specs, form, exported.width).items():
+            atomic_write_bytes(target / f"{name}.{form}", content)
+            written.append(target / f"{name}.{form}")
+    if "latex" in formats and "pdf" in formats:
+        atomic_write_text(target / "figures.tex", _figures(view, charts))
+        written.append(target / "figures.tex")
+    return written
+
+
+def _pictures(specs: Mapping[str, VegaLite], form: str, width: float | None) -> dict[str, bytes]:
+    try:
+        return render.pictures(specs, form, width)
+    except render.DrawingError as error:
+        raise UserError(f"--export={form}: {error}") from None
+
+
+def _figures(view: View, charts: Sequence[Chart]) -> str:
+    """Return the charts as LaTeX figures, whose captions have the setting."""
+    figures = [r"% Needs \usepackage{graphicx}."]
+    for chart in charts:
+        figures += [
+            r"\begin{figure}",
+            r"\centering",
+            rf"\includegraphics{{{chart.name}.pdf}}",
+            rf"\caption{{{escape(f'{chart.title}. {chart.alt_text} Setting: {setting(view)}.')}}}",
+            rf"\label{{fig:{chart.name}}}",
+            r"\end{figure}",
+        ]
+    return "\n".join(figures) + "\n"

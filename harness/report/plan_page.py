@@ -26,7 +26,7 @@ from harness.planner.sentences import (
 )
 from harness.report import html
 from harness.report.charts import render, style
-from harness.report.charts.plan_front import GIB, front_chart, front_sentence
+from harness.report.charts.front import GIB, front_chart, front_sentence
 from harness.report.document import BulletList, MemorySlider, Paragraph, Section, Table, section
 from harness.util.text import sanitize
 

@@ -14,9 +14,9 @@ from harness.records.provenance import machine_text, versions_text
 from harness.records.schema import Record
 from harness.report.folder_changes import Changes, Pair, configuration_changes, pairs
 from harness.report.frame import column_values, records_frame
-from harness.report.repeats import merge_repeats
 from harness.report.speeds import MINIMUM_RUNS, Speed, leads, speed_of
 from harness.report.text import outcome_text
+from harness.report.view import merge_repeats
 
 # The columns that may not grow.
 EXACT_COLUMNS = (

@@ -1,7 +1,10 @@
 """The report's table of contents. Measured and predicted values never share a column."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from harness.config.comments import first_sentence
+from harness.config.locations import conf_folders, files_in
 from harness.report.appendix import disturbed, failures, predicted_section, proof_section, stale, unreadable, versions
 from harness.report.batches import batches
 from harness.report.caveats import caveats
@@ -13,11 +16,9 @@ from harness.report.findings import findings
 from harness.report.first_screen import first_screen
 from harness.report.memory_sections import memory, peak
 from harness.report.overview import comparison, pivots
-from harness.report.resources import operations, pipeline_section, time
+from harness.report.resources import operations, pipeline_section, time, traffic_section
 from harness.report.sources import sources
-from harness.report.traffic import traffic_section
 from harness.report.view import MOST, View, truncate
-from harness.report.words import words
 
 
 def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -> list[Section]:
@@ -86,3 +87,28 @@ def _truncation(view: View, part: View) -> Paragraph | None:
         f"The tables show {len(part.records)} of {len(view.records)} runs: the fastest of every strategy, the front of"
         " memory and speed, then the others in the order of their start. All runs are in runs.csv and runs.parquet."
     )
+
+
+_TERMS = {
+    "rank": "one process of a training, which has one device",
+    "micro-batch": "the sequences that a rank computes at once; the gradients of several add up to those of a step",
+    "activations": "the results of the forward pass that are kept for the backward pass",
+    "checkpointing": "activations are computed again in the backward pass instead of kept: nothing is saved to a disk",
+    "model state": "parameters, gradients and what the optimizer keeps",
+    "peak memory": "the most memory that a rank had allocated at one time",
+    "exposed communication": "time in which a rank only waits for messages, because it has nothing else to compute",
+    "bf16_mixed": "products are computed in 16 bit, while parameters and moments are kept in 32",
+}
+
+
+def words(view: View) -> list[Section]:
+    """Return the section with a line for each strategy of the report and for each term."""
+    return section("Words", BulletList([*_strategies(view), *_TERMS.items()])) if view.lines else []
+
+
+def _strategies(view: View) -> Iterator[tuple[str, str]]:
+    """Yield what the file of each strategy says of it; those of other folders than are at hand have no line."""
+    files = files_in(conf_folders(), "strategy")
+    for name in dict.fromkeys(str(line.row.get("strategy")) for line in view.lines):
+        if name in files and (about := first_sentence(files[name].read_text(encoding="utf-8"))):
+            yield name, about

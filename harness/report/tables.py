@@ -12,6 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from harness.records.schema import Record, Row
+from harness.report.caveats import MOST_LABELS, by_kind, labels_text
 from harness.report.comparison_columns import (
     DISTURBED_MARK,
     STALE_MARK,
@@ -21,8 +22,8 @@ from harness.report.comparison_columns import (
     comparison_columns,
     sanitized_texts,
 )
-from harness.report.document import Disturbed
-from harness.report.first_screen import warning
+from harness.report.document import Disturbed, Part, Table
+from harness.report.first_screen import first_screen, warning
 from harness.report.frame import (
     baseline_name,
     column_values,
@@ -30,7 +31,7 @@ from harness.report.frame import (
     labels_by_staleness,
     shared_settings,
 )
-from harness.report.notes import MOST_LABELS, by_kind, labels_text
+from harness.report.overview import pivots
 from harness.report.text import outcome_text
 from harness.report.view import MOST, View, truncate
 from harness.util.text import sanitize
@@ -223,3 +224,38 @@ def _hanging(column: Column) -> list[str]:
 def terminal() -> Console:
     """Return standard output at the terminal's width, or at 120 columns if it goes to a file or a pipe."""
     return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
+
+
+def print_answers(view: View, console: Console, pivot: str | None = None, fits_in: int | None = None) -> None:
+    """Print what came of the comparison, below its table: the requested pivot, what fits in memory, and the answers.
+
+    Args:
+        view: The runs to compare.
+        console: Where to print.
+        pivot: A column of runs.csv to tabulate strategies against.
+        fits_in: The memory in bytes that a recommendation has to fit in.
+    """
+    if not view.records:
+        return
+    for section in pivots(truncate(view, MOST), pivot) if pivot is not None else []:
+        _print_document(section.parts, console)
+    screen = first_screen(view, fits_in)
+    if screen.fits is not None:
+        _print_document([screen.fits], console)
+    for lead, text in screen.answers:
+        console.print(Text.assemble((f"{sanitize(lead)}: ", "bold"), sanitize(text)))
+
+
+def _print_document(parts: Sequence[Part], console: Console) -> None:
+    """Print the tables among the parts of a section."""
+    for table in (part for part in parts if isinstance(part, Table)):
+        cells = list(zip(*table.rows, strict=True))
+        columns = [
+            Column((sanitize(title), ""), sanitized_texts(cells[position]), position >= table.label_columns)
+            for position, title in enumerate(table.header)
+        ]
+        fitted, _ = fit_width(columns, console.width)
+        console.print()
+        if table.caption:
+            console.print(Text(f"{sanitize(table.caption)}:"))
+        console.print(rich_table(fitted), soft_wrap=False)

@@ -16,7 +16,7 @@ from harness.config.overrides import expand_repeats
 from harness.records.schema import Record
 from harness.report.comparison_columns import comparison_columns
 from harness.report.frame import column_values, labels_by, records_frame
-from harness.report.repeats import merge_repeats
+from harness.report.view import merge_repeats
 from tests.support.commands import Harness, read_rows
 from tests.support.example_records import FAILED, MIB, record_of, row
 from tests.support.tables import printed, terminal_cells

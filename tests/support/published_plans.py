@@ -20,8 +20,7 @@ from harness.config.strategy import DEGREES
 from harness.planner.plan import Plan, plans
 from harness.planner.predict import Prediction
 from harness.planner.row import planned_row
-from harness.report.plan_files import write_page
-from harness.report.plan_rows import csv_text
+from harness.report.plan_files import csv_text, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,8 +21,7 @@ from harness.records.store import read_all
 from harness.report import html
 from harness.report.document import Section
 from harness.report.explorer import build_explorer
-from harness.report.exports import Exported
-from harness.report.files import write_files
+from harness.report.files import Exported, write_files
 from harness.report.view import View, view
 from tests.support import pages
 from tests.support.pages import ASCENDING, DARK, DESCENDING, HOSTILE, LIGHT, NUMBERS

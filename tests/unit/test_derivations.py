@@ -18,7 +18,7 @@ from harness.records.store import read_all, write_record
 from harness.report.derivation import Derivation, Term, derivation_lines, pack
 from harness.report.derivations import derive, derive_line
 from harness.report.derived_formulas import read_setting, state_formula
-from harness.report.repeats import merge_repeats
+from harness.report.view import merge_repeats
 from tests.support.derived import check_derivation, check_derivations, recomputed
 from tests.support.example_records import record_of
 from tests.support.example_records import row as row_of

@@ -14,21 +14,18 @@ from harness.records.schema import Record
 from harness.records.store import read_all, write_record
 from harness.report import markdown
 from harness.report.appendix import failures
-from harness.report.best import best
-from harness.report.caveats import caveats
+from harness.report.caveats import by_kind, caveats, labels_text
 from harness.report.charts import render
 from harness.report.charts.growth import memory_wall
 from harness.report.charts.render import svgs
 from harness.report.claim_peers import Claim
 from harness.report.claims import STATE_CLAIM, VOLUME_CLAIM
 from harness.report.document import BulletList, Chart, Paragraph, Section, Table
-from harness.report.findings import findings
+from harness.report.files import write_runs_parquet
+from harness.report.findings import figures, findings
 from harness.report.first_screen import first_screen
 from harness.report.frame import column_values
-from harness.report.group_sentences import figures
-from harness.report.notes import by_kind, labels_text
-from harness.report.overview import pivots
-from harness.report.parquet import write_runs_parquet
+from harness.report.overview import best, pivots
 from harness.report.reported import reported_groups
 from harness.report.sections import sections
 from harness.report.view import MOST, View, merge_folders, truncate

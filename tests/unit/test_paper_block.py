@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.report.paper_block import PaperBlock
+from harness.report.claims_model_parallel import PaperBlock
 
 
 @pytest.mark.parametrize("scores", [0.0, 80.0])

@@ -9,7 +9,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.report.charts import render
-from harness.report.plan_rows import PLACE_COLUMNS
+from harness.report.plan_files import PLACE_COLUMNS
 
 ROOT = Path(__file__).parents[2]
 

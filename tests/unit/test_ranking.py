@@ -11,9 +11,8 @@ import pytest
 
 from harness.records.schema import Record
 from harness.report.ranking import Ranking, rank
-from harness.report.repeats import merge_repeats
 from harness.report.speeds import Speed, leads, speed_of
-from harness.report.view import View, truncate
+from harness.report.view import View, merge_repeats, truncate
 from tests.support.example_records import FAILED, MIB, record_of, row
 
 # The speeds of 27 runs over the medians of their nine configurations, as a comparison on two busy cores recorded them.

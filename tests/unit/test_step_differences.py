@@ -9,8 +9,7 @@ import pytest
 
 from harness.records.schema import PredictedStepEntry, Record
 from harness.report import markdown
-from harness.report.sources import sources
-from harness.report.step_differences import parts_sentences, simulated_parts, step_difference
+from harness.report.sources import parts_sentences, simulated_parts, sources, step_difference
 from harness.report.view import View
 from tests.support.example_records import record_of, row
 
